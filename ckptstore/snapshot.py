@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ckptstore.contents import CommitContents, Leaf, Region, box_of, leaf_of
@@ -72,12 +71,7 @@ class Snapshot:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __str__(self) -> str:

@@ -5,7 +5,6 @@ Thread-safe.
 """
 
 import struct
-from collections.abc import Callable
 
 import numpy as np
 
@@ -37,12 +36,23 @@ def encode(codec: int, raw: memoryview, width: int) -> tuple[int, Stored]:
 def decode_into(codec: int, stored: Stored, out: memoryview, width: int) -> None:
     """Fill `out` with the raw bytes. Raises `Corrupt`, before large allocations, unless they fit
     `out` exactly."""
-    if codec not in _DECODERS:
+    if codec == RAW:
+        if len(stored) != out.nbytes:
+            raise Corrupt(
+                f"a raw chunk has {len(stored)} bytes; wanted {out.nbytes}; run `ckptstore fsck`"
+            )
+        out[:] = stored
+    elif codec == ZSTD:
+        # Decompressed beside `out` and copied: the library has no one-shot call into a buffer, and
+        # its stream is slower than this copy.
+        out[:] = decompress(stored, out.nbytes, min_bytes=out.nbytes)
+    elif codec == SPLIT_ZSTD:
+        _fill_split(memoryview(stored), out, width)
+    else:
         raise Corrupt(
             f"codec {codec} is unknown; wanted one of {KNOWN_CODECS}; run `ckptstore fsck` or a "
             "newer ckptstore"
         )
-    _DECODERS[codec](memoryview(stored), out, width)
 
 
 def _shrank(stored: Stored, raw: memoryview) -> bool:
@@ -60,20 +70,6 @@ def _split(raw: memoryview, width: int) -> bytes:
         flags[i] = _shrank(packed, memoryview(plane))
         parts.append(packed if flags[i] else plane)
     return b"".join((flags, struct.pack(f"<{width}I", *map(len, parts)), *parts))
-
-
-def _fill_raw(stored: memoryview, out: memoryview, width: int) -> None:
-    if stored.nbytes != out.nbytes:
-        raise Corrupt(
-            f"a raw chunk has {stored.nbytes} bytes; wanted {out.nbytes}; run `ckptstore fsck`"
-        )
-    out[:] = stored
-
-
-def _fill_zstd(stored: memoryview, out: memoryview, width: int) -> None:
-    # Decompressed beside `out` and copied: the library has no one-shot call into a buffer, and its
-    # stream is slower than this copy.
-    out[:] = decompress(stored, out.nbytes, min_bytes=out.nbytes)
 
 
 def _fill_split(stored: memoryview, out: memoryview, width: int) -> None:
@@ -99,10 +95,3 @@ def _fill_split(stored: memoryview, out: memoryview, width: int) -> None:
         columns[:, i] = np.frombuffer(plane[:elements], np.uint8)
         start += size
     out[whole:] = plane[elements:]
-
-
-_DECODERS: dict[int, Callable[[memoryview, memoryview, int], None]] = {
-    RAW: _fill_raw,
-    ZSTD: _fill_zstd,
-    SPLIT_ZSTD: _fill_split,
-}

@@ -162,7 +162,7 @@ def plan_runs(
 def located_entries(ids: Iterable[ChunkId], where: "NDArray[np.void]") -> list[PackEntry]:
     """The chunk index's rows as entries of packs."""
     columns = (where[name].tolist() for name in ("offset", "stored", "raw", "codec", "width"))
-    return [PackEntry(*each) for each in zip(ids, *columns, strict=True)]
+    return list(map(PackEntry, ids, *columns))
 
 
 def keys_of(name: PackId, *, metadata: bool) -> tuple[str, ...]:
@@ -186,7 +186,7 @@ def read_run(
     found: list[StoredChunk | Problem]
     try:
         storage.read_into(first, run.offset, run.buffers() if whole is None else [whole])
-        found = [_verified(first, run, i, whole, check) for i in each]
+        found = _verified(first, run, whole, check)
     except (NotFound, Unavailable) as error:
         found = [error for _ in each]
     except Corrupt as error:
@@ -202,28 +202,39 @@ def read_run(
 
 
 def _verified(
-    key: str, run: Run, i: int, whole: memoryview | None, check: Check | None
-) -> StoredChunk | Corrupt:
-    entry, raw = run.entries[i], run.out[i] if run.out else None
-    try:
-        if whole is None and raw is not None:
-            stored = raw
-        else:
-            start = entry.offset - run.offset
-            assert whole is not None
-            stored = whole[start : start + entry.stored_bytes]
-            raw = _decoded(entry, stored, raw)
-    except Corrupt as error:
-        return error
-    if digest(raw) == entry.chunk if check is None else check(run.positions[i]):
-        return StoredChunk(entry, stored, raw)
-    return Corrupt(
-        f"chunk {entry.chunk.hex()[:12]} in {key} does not match its id: got "
-        f"{digest(raw).hex()[:12]}"
-    )
+    key: str, run: Run, whole: memoryview | None, check: Check | None
+) -> list[StoredChunk | Problem]:
+    found = _decoded(run, whole)
+    for i, chunk in enumerate(found):
+        if isinstance(chunk, StoredChunk) and not (
+            digest(chunk.raw) == chunk.entry.chunk if check is None else check(run.positions[i])
+        ):
+            found[i] = Corrupt(
+                f"chunk {chunk.entry.chunk.hex()[:12]} in {key} does not match its id: got "
+                f"{digest(chunk.raw).hex()[:12]}"
+            )
+    return found
 
 
-def _decoded(entry: PackEntry, stored: memoryview, out: memoryview | None) -> memoryview:
+def _decoded(run: Run, whole: memoryview | None) -> list[StoredChunk | Problem]:
+    """The chunks of a run that was read into `whole`, or else straight into its memory."""
+    if whole is None and run.out is not None:
+        return list(map(StoredChunk, run.entries, run.out, run.out))
+    assert whole is not None
+    found: list[StoredChunk | Problem] = []
+    for i, entry in enumerate(run.entries):
+        start = entry.offset - run.offset
+        stored = whole[start : start + entry.stored_bytes]
+        try:
+            found.append(
+                StoredChunk(entry, stored, _raw(entry, stored, run.out[i] if run.out else None))
+            )
+        except Corrupt as error:
+            found.append(error)
+    return found
+
+
+def _raw(entry: PackEntry, stored: memoryview, out: memoryview | None) -> memoryview:
     """The raw bytes, in `out` if given; those of a chunk that was stored raw are `stored`."""
     if out is None:
         if entry.codec == codecs.RAW and len(stored) == entry.raw_bytes:

@@ -9,9 +9,8 @@ restored store may give known numbers to other packs.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -24,7 +23,6 @@ from ckptstore.index.suspect_packs import SuspectPacks
 from ckptstore.log.fold import Pack, State
 from ckptstore.log.log import Log
 from ckptstore.objects import codecs
-from ckptstore.objects.pack import FooterTable
 from ckptstore.repository.chunk_reader import (
     METADATA_BYTES_MAX,
     Check,
@@ -32,14 +30,15 @@ from ckptstore.repository.chunk_reader import (
     Problem,
     Request,
     Run,
+    StoredChunk,
     coalesce,
     keys_of,
     plan_runs,
     read_run,
 )
-from ckptstore.repository.footers import FooterBatches, is_elsewhere, load_tables
+from ckptstore.repository.footers import FooterBatches, is_elsewhere, readable_tables
 from ckptstore.repository.memory_budget import ReadRoom
-from ckptstore.repository.thread_pool import ThreadPool, one_by_one
+from ckptstore.repository.thread_pool import ThreadPool, one_by_one, shared
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.read_cache import ReadCache
 
@@ -143,21 +142,9 @@ class ObjectStore:
             else:
                 new = range(self._indexed_below, state.next_pack)
                 wanted = [n for n in new if n in state.packs]
-            batches = None if thorough or len(wanted) < 2 else self._batches
-            tables: dict[int, FooterTable | Problem] = {}
-            if batches:
-                tables |= batches.tables(wanted, state)
-            rest = [n for n in wanted if n not in tables]
-            loaded = load_tables(self.storage, [state.packs[n] for n in rest])
-            for number, table in chain(
-                tables.items(), zip(rest, (table for _, table in loaded), strict=True)
-            ):
-                if isinstance(table, Unavailable):
-                    raise table
-                # A pack that cannot be read holds nothing that can be reused or restored from it;
-                # `fsck` reports it.
-                if not isinstance(table, Corrupt | NotFound):
-                    self.index.add_pack(number, state.packs[number].id, table)
+            batches = None if thorough else self._batches
+            for number, table in readable_tables(self.storage, state, wanted, batches):
+                self.index.add_pack(number, state.packs[number].id, table)
             self._indexed_below = state.next_pack
 
     def _not_indexed(self, state: State) -> tuple[State, list[int]]:
@@ -303,7 +290,6 @@ class ObjectStore:
         """
         request = Request(ids, out, describe, check)
         left: Sequence[int] = range(len(out))
-        spread = threads.spread if threads else one_by_one
         try:
             if self._cache is not None:
                 left, where = self._not_cached(request, self._cache, threads), None
@@ -312,11 +298,12 @@ class ObjectStore:
             while left:
                 runs, moved = self._plan(request, left, where, room)
                 alone = not self._remote and int(where["stored"].sum()) <= ALONE_BYTES
-                spread(
-                    partial(self._read, request, runs, moved),
-                    range(len(runs)),
-                    max_workers=1 if alone else room.threads,
-                )
+                numbers = shared(range(len(runs)))
+                work = partial(self._read, request, runs, moved, numbers)
+                if threads is None or alone or len(runs) < 2:
+                    work()
+                else:
+                    threads.together([work] * min(room.threads, len(runs)), numbers.stop)
                 if not moved:
                     break
                 where = self._where_moved(request, left, where, moved)
@@ -363,27 +350,34 @@ class ObjectStore:
             self.storage.will_need(pack_key(runs[some.start][0].id), start, stop - start)
 
     def _read(
-        self, request: Request, runs: Sequence[tuple[Pack, Run]], moved: list[int], number: int
+        self,
+        request: Request,
+        runs: Sequence[tuple[Pack, Run]],
+        moved: list[int],
+        numbers: Iterable[int],
     ) -> None:
-        """Carry out read `number`. Chunks whose pack is absent, or which the index misplaces, are
-        added to `moved`."""
-        if number % READ_AHEAD == 0:
-            self._announce(runs[number + READ_AHEAD : number + 2 * READ_AHEAD])
-        pack, run = runs[number]
-        for i, entry in zip(run.positions, run.entries, strict=True):
-            if len(request.out[i]) != entry.raw_bytes:
-                raise Corrupt(
-                    f"chunk {request.name(i)} in pack {pack.id} has {entry.raw_bytes} bytes; "
-                    f"wanted {len(request.out[i])}; run `ckptstore fsck`"
-                )
-        found = read_run(self.storage, keys_of(pack.id, metadata=pack.metadata), run, request.check)
-        for n, (i, chunk) in enumerate(zip(run.positions, found, strict=True)):
-            if isinstance(chunk, NotFound):
-                moved.append(i)
-            elif isinstance(chunk, CkptStoreError):
-                self._settle(request, pack, run.alone(n), chunk, moved)
-            elif self._cache is not None:
-                self._cache.put(request.id(i), request.out[i])
+        """Carry out the reads `numbers`. Chunks whose pack is absent, or which the index misplaces,
+        are added to `moved`."""
+        for number in numbers:
+            if number % READ_AHEAD == 0:
+                self._announce(runs[number + READ_AHEAD : number + 2 * READ_AHEAD])
+            pack, run = runs[number]
+            for i, entry in zip(run.positions, run.entries, strict=True):
+                if len(request.out[i]) != entry.raw_bytes:
+                    raise Corrupt(
+                        f"chunk {request.name(i)} in pack {pack.id} has {entry.raw_bytes} bytes; "
+                        f"wanted {len(request.out[i])}; run `ckptstore fsck`"
+                    )
+            keys = keys_of(pack.id, metadata=pack.metadata)
+            found = read_run(self.storage, keys, run, request.check)
+            for n, chunk in enumerate(found):
+                if isinstance(chunk, StoredChunk):
+                    if self._cache is not None:
+                        self._cache.put(chunk.entry.chunk, chunk.raw)
+                elif isinstance(chunk, NotFound):
+                    moved.append(run.positions[n])
+                else:
+                    self._settle(request, pack, run.alone(n), chunk, moved)
 
     def _settle(
         self,

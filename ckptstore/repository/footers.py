@@ -310,6 +310,23 @@ class FooterBatches:
         self._storage.put(footers_key(batch), encode_batch(tails))
 
 
+def readable_tables(
+    storage: Storage, state: State, numbers: Sequence[int], batches: FooterBatches | None
+) -> Iterator[tuple[int, FooterTable]]:
+    """The footers of listed packs, by number, from `batches` if given. A pack that cannot be read
+    holds nothing that can be reused or restored from it; `fsck` reports it. Raises `Unavailable`.
+    """
+    known = batches.tables(numbers, state) if batches and len(numbers) > 1 else {}
+    yield from known.items()
+    rest = [number for number in numbers if number not in known]
+    loaded = load_tables(storage, [state.packs[number] for number in rest])
+    for number, (_, table) in zip(rest, loaded, strict=True):
+        if isinstance(table, Unavailable):
+            raise table
+        if not isinstance(table, Corrupt | NotFound):
+            yield number, table
+
+
 def _checked(
     numbers: Iterable[int], packs: Packs, tails: Mapping[str, bytes]
 ) -> dict[int, FooterTable]:

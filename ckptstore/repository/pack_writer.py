@@ -254,6 +254,7 @@ class PackSet:
         for future in self._closing:
             future.result()
         self._closing.clear()
+        self.closed.sort(key=lambda pack: pack.record.id)  # as they were opened, for equal logs
         self._storage.sync_dirs([pack_key(pack.record.id) for pack in self.closed])
 
     def drop(self) -> None:

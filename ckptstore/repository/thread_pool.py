@@ -82,44 +82,46 @@ class ThreadPool:
         self._lock = threading.Lock()
 
     def spread(
-        self,
-        task: Callable[[T], object],
-        items: Sequence[T],
-        *,
-        max_workers: int | None = None,
-        stop: Callable[[], None] = lambda: None,
+        self, task: Callable[[T], object], items: Sequence[T], *, max_workers: int | None = None
     ) -> None:
-        """Call `task` for every item, in any order, on at most `max_workers` threads, one of them
-        the calling one. After a failure no further item is begun, `stop` is called, and the first
-        error is raised when all threads are done."""
-        workers = min(max_workers or self.count, self.count, len(items))
-        if workers < 2:
-            one_by_one(task, items)
+        """Call `task` for every item, in any order, on at most `max_workers` threads. A single
+        item, or a single worker, runs on the calling thread."""
+        if len(items) < 2 or max_workers == 1:
+            for item in items:
+                task(item)
             return
-        queue = shared(items)
+        shared = _Shared(items)
 
         def work() -> None:
-            try:
-                for item in queue:
-                    task(item)
-            except BaseException:
-                queue.stop()
-                stop()
-                raise
+            for item in shared:
+                task(item)
 
-        pool = self._alive()
-        futures = [pool.submit(work) for _ in range(workers - 1)]
-        try:
-            work()
-        finally:
-            wait(futures)
-        for future in futures:
-            future.result()
+        self.together([work] * min(max_workers or self.count, self.count, len(items)), shared.stop)
 
     def together(self, works: Sequence[Callable[[], object]], stop: Callable[[], None]) -> None:
-        """Run `works` as `spread` does. Works must not wait for each other: there may be fewer
-        threads than works, or only the calling one."""
-        self.spread(lambda work: work(), works, stop=stop)
+        """Run `works` in parallel, the last one on the calling thread.
+
+        On a failure call `stop`, wait for the others, and raise the first error. Works must not
+        wait for each other: there may be fewer threads than works, or only the calling one.
+        """
+        pool = self._alive()
+
+        def stop_if_failed(future: Future[object]) -> None:
+            if future.exception():
+                stop()
+
+        futures = [pool.submit(work) for work in works[:-1]]
+        for future in futures:
+            future.add_done_callback(stop_if_failed)
+        try:
+            works[-1]()
+        except BaseException:
+            stop()
+            wait(futures)
+            raise
+        wait(futures)
+        for future in futures:
+            future.result()
 
     def submit(self, work: Callable[[], T]) -> "Future[T]":
         """Start `work` in the background. If no thread can be started, it runs before this

@@ -4,9 +4,9 @@ The destination is the box's row-major memory. A cell that is contiguous there i
 other is read into scratch memory and copied range by range.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,72 +14,79 @@ from ckptstore.core.geometry import byte_ranges, grid, intersect, within
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId
 from ckptstore.core.model import Box, LeafContent, Shape
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 _ELEMENTS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 """Element types, by width, that numpy copies bit for bit."""
 
-Move: TypeAlias = tuple[int, int, int]
-"""Start in the chunk, start in the destination, bytes."""
-
 
 @dataclass(frozen=True, slots=True)
-class Moves(Iterable[Move]):
-    """The moves of a cell that is not contiguous in the destination. Computed on demand, since
-    there may be one per row."""
+class Region:
+    """The box `shared` of a cell that lies apart in the memory of box `wanted`."""
 
     cell: Box
     shared: Box
     wanted: Box
     width: int
 
-    def __iter__(self) -> Iterator[Move]:
-        return _moves(self.cell, self.shared, self.wanted, self.width)
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Its half-open byte ranges in the destination."""
+        return byte_ranges(self.wanted.lengths, within(self.shared, self.wanted), self.width)
 
     def copy(self, data: memoryview, memory: memoryview) -> None:
-        """Copy all ranges from the chunk to the destination's memory."""
-        source = np.frombuffer(data, _ELEMENTS[self.width]).reshape(self.cell.lengths)
+        """Copy it from the chunk to the destination's memory."""
         target = np.frombuffer(memory, _ELEMENTS[self.width]).reshape(self.wanted.lengths)
-        target[_indices(within(self.shared, self.wanted))] = source[
-            _indices(within(self.shared, self.cell))
-        ]
+        target[_indices(within(self.shared, self.wanted))] = self._of(data)
+
+    def parts(self, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Its bytes for each of `ranges`, with the start of the range."""
+        together, at = memoryview(self._of(data).tobytes()), 0
+        for start, stop in self.ranges():
+            yield start, together[at : at + stop - start]
+            at += stop - start
+
+    def _of(self, data: memoryview) -> "NDArray[np.generic]":
+        source = np.frombuffer(data, _ELEMENTS[self.width]).reshape(self.cell.lengths)
+        found: NDArray[np.generic] = source[_indices(within(self.shared, self.cell))]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One chunk of `raw_bytes` and its destination. With `at`, it is contiguous there and can be
-    read in place."""
+    """One chunk of `raw_bytes` and its destination: contiguous from byte `at` on, so that it can be
+    read in place, or a region."""
 
     chunk: ChunkId
     raw_bytes: int
     at: int | None
-    moves: Iterable[Move]
-
-    @property
-    def in_place(self) -> bool:
-        return self.at is not None
+    region: Region | None = None
 
     def land(self, data: memoryview, memory: memoryview) -> None:
         """Copy the chunk's bytes to their place in the destination's memory."""
-        if self.at is not None:
+        if self.region is not None:
+            self.region.copy(data, memory)
+        elif self.at is not None:
             memory[self.at : self.at + self.raw_bytes] = data
-        elif isinstance(self.moves, Moves):
-            self.moves.copy(data, memory)
 
-
-def whole(content: LeafContent, shape: Shape, width: int, chunk_bytes: int) -> Iterator[Piece]:
-    """The pieces of a whole leaf that was stored whole."""
-    for i, (start, stop) in enumerate(grid(shape, width, chunk_bytes).spans()):
-        yield _landing(_id(content, i), stop - start, start)
+    def parts(self, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """The chunk's bytes as contiguous parts of the destination, each with its start."""
+        if self.region is not None:
+            yield from self.region.parts(data)
+        elif self.at is not None:
+            yield self.at, data
 
 
 def select(
     content: LeafContent, shape: Shape, width: int, chunk_bytes: int, wanted: Box | None = None
 ) -> Iterator[Piece]:
     """The pieces that box `wanted`, by default the whole leaf, needs: each chunk once, in stored
-    order."""
+    order. A leaf that lies in a page is a piece without an id."""
     full = Box((0,) * len(shape), shape)
     wanted = wanted or full
     if content.boxes is None and wanted == full:
-        yield from whole(content, shape, width, chunk_bytes)
+        for i, (start, stop) in enumerate(grid(shape, width, chunk_bytes).spans()):
+            yield Piece(_id(content, i), stop - start, start)
         return
     first = 0
     for held in content.boxes or (full,):
@@ -90,23 +97,16 @@ def select(
                 cell = cells.cell(i)
                 if shared := intersect(cell, wanted):
                     start, stop = cells.span(i)
-                    yield _piece(
-                        _id(content, first + i), stop - start, Moves(cell, shared, wanted, width)
-                    )
+                    region = Region(cell, shared, wanted, width)
+                    yield _piece(_id(content, first + i), stop - start, region)
         first += len(cells)
 
 
-def _piece(chunk: ChunkId, raw_bytes: int, moves: Moves) -> Piece:
-    _, target, nbytes = next(iter(moves))
-    return (
-        _landing(chunk, raw_bytes, target)
-        if nbytes == raw_bytes
-        else Piece(chunk, raw_bytes, None, moves)
-    )
-
-
-def _landing(chunk: ChunkId, raw_bytes: int, at: int) -> Piece:
-    return Piece(chunk, raw_bytes, at, ((0, at, raw_bytes),))
+def _piece(chunk: ChunkId, raw_bytes: int, region: Region) -> Piece:
+    start, stop = next(region.ranges())
+    if stop - start == raw_bytes:
+        return Piece(chunk, raw_bytes, start)
+    return Piece(chunk, raw_bytes, None, region)
 
 
 def _bounds(held: Box, overlap: Box, width: int) -> tuple[int, int]:
@@ -120,23 +120,6 @@ def _bounds(held: Box, overlap: Box, width: int) -> tuple[int, int]:
         stop += (offset + length - 1) * stride
         stride *= extent
     return start, stop + width
-
-
-def _moves(cell: Box, shared: Box, wanted: Box, width: int) -> Iterator[Move]:
-    source = byte_ranges(cell.lengths, within(shared, cell), width)
-    target = byte_ranges(wanted.lengths, within(shared, wanted), width)
-    a, b = next(source), next(target)
-    while True:
-        n = min(a[1] - a[0], b[1] - b[0])
-        yield a[0], b[0], n
-        a, b = (a[0] + n, a[1]), (b[0] + n, b[1])
-        if a[0] == a[1]:
-            following = next(source, None)
-            if following is None:
-                return
-            a = following
-        if b[0] == b[1]:
-            b = next(target)
 
 
 def _indices(box: Box) -> tuple[slice, ...]:

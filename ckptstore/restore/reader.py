@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckptstore.core import geometry
 from ckptstore.core.config import StoreConfig
-from ckptstore.core.geometry import Grid, byte_ranges, grid
+from ckptstore.core.geometry import Grid, grid
 from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId, SessionId, document_key
 from ckptstore.core.model import Box, CommitDocument, LeafContent, Schema, Shape, TreeRef
 from ckptstore.errors import Corrupt
@@ -162,8 +162,8 @@ class ChunkRead:
         if self.memory is not None:
             self.piece.land(data, self.memory)
             return
-        for source, target, n in self.piece.moves:
-            self.wanted.destination.write(target, data[source : source + n])
+        for start, part in self.piece.parts(data):
+            self.wanted.destination.write(start, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,13 +275,7 @@ class Reader:
                 memoryview(bytearray(job.piece.raw_bytes)) if place is None else place
                 for job, place in batch
             ]
-            self._objects.read_into(
-                b"".join(job.piece.chunk for job, _ in batch),
-                out,
-                threads=self.threads,
-                room=reading.room,
-                describe=partial(_describe, reading.commit, [job for job, _ in batch]),
-            )
+            self.fetch([job for job, _ in batch], out, reading)
             for (job, place), data in zip(batch, out, strict=True):
                 if place is None:
                     job.land(data)
@@ -380,16 +374,10 @@ class _Nowhere:
 
 def _land_inline(want: ReadRequest) -> None:
     """Copy a leaf that lies in a page, or a box of it, to its destination."""
-    data, memory = want.tree.content(want.number).inline or b"", want.destination.memory()
-    shape, width = want.tree.extent(want.number)
-    ranges = [(0, len(data))] if want.box is None else byte_ranges(shape, want.box, width)
-    at = 0
-    for start, stop in ranges:
-        if memory is not None:
-            memory[at : at + stop - start] = data[start:stop]
-        elif start < stop:
-            want.destination.write(at, memoryview(data)[start:stop])
-        at += stop - start
+    memory = want.destination.memory()
+    for piece in want.tree.pieces(want.number, want.box):
+        data = memoryview(want.tree.content(want.number).inline or b"")
+        ChunkRead(piece, want, memory).land(data)
 
 
 def _describe(commit: CommitId, jobs: Sequence[ChunkRead], i: int) -> str:

@@ -41,7 +41,7 @@ def stacks_of_reads() -> Iterator[list[list[str]]]:
             stack = ours(sys._getframe(1))
             if threading.get_ident() != waiting:
                 waits = ours(sys._current_frames()[waiting])
-                stack += waits[waits.index("ThreadPool.spread") :]
+                stack += waits[waits.index("ThreadPool.together") :]
             found.append(stack)
         return preadv(fd, buffers, offset, *flags)
 

@@ -46,8 +46,8 @@ def fetch(
     at_once = bytearray(out)
     for piece in select(content, shape, width, CHUNK, wanted):
         assert len(piece.chunk) == CHUNK_ID_BYTES and len(chunks[piece.chunk]) == piece.raw_bytes
-        for source, target, n in piece.moves:
-            out[target : target + n] = chunks[piece.chunk][source : source + n]
+        for start, part in piece.parts(memoryview(chunks[piece.chunk])):
+            out[start : start + len(part)] = part
         piece.land(memoryview(chunks[piece.chunk]), memoryview(at_once))
     assert at_once == out
     return bytes(out)
@@ -83,7 +83,7 @@ def test_a_whole_leaf_is_read_in_place_and_each_chunk_once() -> None:
     tensor = np.zeros((1000, 300), "<f4")
     content, _ = hold(tensor, None)
     pieces = list(select(content, tensor.shape, 4, CHUNK))
-    assert all(piece.in_place for piece in pieces)
+    assert all(piece.at is not None for piece in pieces)
     assert len(pieces) == len(grid(tensor.shape, 4, CHUNK)) == len(content.ids) // CHUNK_ID_BYTES
 
 

@@ -121,8 +121,8 @@ class _Landing:
         if self.memory is not None:
             self.piece.land(data, self.memory)
             return
-        for source, target, n in self.piece.moves:
-            self.destination.write(target, data[source : source + n])
+        for start, part in self.piece.parts(data):
+            self.destination.write(start, part)
 
     def is_spoiled(self, holdings: LocalChunks) -> bool:
         """Whether a chunk taken by number has overwritten this destination."""

@@ -12,7 +12,7 @@ from ckptstore.errors import Corrupt, NotFound
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR
 from ckptstore.repository.chunk_reader import coalesce
-from ckptstore.repository.pack_writer import PackSet
+from ckptstore.repository.pack_writer import PackSet, PackWriter
 from ckptstore.repository.store_handle import StoreHandle
 
 
@@ -42,58 +42,42 @@ def reading_source() -> Iterator[None]:
         raise DamagedMirrorSource(str(error)) from error
 
 
-class CopyWorker:
-    """A thread that copies chunks from the source into its own pack in the target."""
-
-    def __init__(
-        self, source: StoreHandle, runs: Iterable[Sequence[ChunkBatch]], packs: PackSet
-    ) -> None:
-        self._source, self._runs, self._packs = source, runs, packs
-        self._pack_writer = packs.pack_writer()
-        self._memory = bytearray(RUN_BYTES)
-
-    def work(self) -> None:
-        try:
-            for run in self._runs:
-                self._run(run)
-            self._packs.close_aside(self._pack_writer)
-        except BaseException:
-            self._pack_writer.discard()
-            raise
-
-    def _run(self, run: Sequence[ChunkBatch]) -> None:
-        buffers = self._buffers([size for chunk_batch in run for size in chunk_batch.sizes])
-        ids = b"".join(chunk for chunk_batch in run for chunk in chunk_batch.ids)
-        with reading_source():
-            self._source.objects.read_into(
-                ids, buffers, describe=lambda i: "being sent to a mirror"
-            )
-        filled = iter(buffers)
-        for chunk_batch in run:
-            codec = (
-                codecs.SPLIT_ZSTD
-                if self._packs.codec == codecs.ZSTD and chunk_batch.width > 1
-                else self._packs.codec
-            )
-            raws = list(islice(filled, len(chunk_batch.ids)))
-            self._pack_writer.add(
-                chunk_batch.ids,
-                raws,
-                chunk_batch.width,
-                TENSOR,
-                codec=codec,
-                run_bytes=chunk_batch.raw_bytes,
-            )
-        self._pack_writer.flush()
-
-    def _buffers(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Memory for chunks of `sizes`, reused for every batch, since fresh memory costs as much
-        as the copy into it."""
-        # Chunks may be larger than a run.
-        if sum(sizes) > len(self._memory):
-            self._memory = bytearray(sum(sizes))
-        memory, ends = memoryview(self._memory), list(accumulate(sizes))
-        return [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+def copy_chunks(
+    source: StoreHandle,
+    runs: Iterable[Sequence[ChunkBatch]],
+    packs: PackSet,
+    pack_writer: PackWriter,
+) -> None:
+    """Copy chunks from the source into packs of the target, on this thread."""
+    memory = memoryview(bytearray(RUN_BYTES))
+    try:
+        for run in runs:
+            sizes = [size for part in run for size in part.sizes]
+            # Reused for every run, since fresh memory costs as much as the copy into it. Chunks may
+            # be larger than a run.
+            if sum(sizes) > len(memory):
+                memory = memoryview(bytearray(sum(sizes)))
+            ends = accumulate(sizes)
+            buffers = [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+            ids = b"".join(chunk for part in run for chunk in part.ids)
+            with reading_source():
+                source.objects.read_into(ids, buffers, describe=lambda i: "being sent to a mirror")
+            filled = iter(buffers)
+            for part in run:
+                split = packs.codec == codecs.ZSTD and part.width > 1
+                pack_writer.add(
+                    part.ids,
+                    list(islice(filled, len(part.ids))),
+                    part.width,
+                    TENSOR,
+                    codec=codecs.SPLIT_ZSTD if split else packs.codec,
+                    run_bytes=part.raw_bytes,
+                )
+            pack_writer.flush()
+        packs.close_aside(pack_writer)
+    except BaseException:
+        pack_writer.discard()
+        raise
 
 
 def cut(sizes: Sequence[int], limit_bytes: int) -> Iterator[slice]:

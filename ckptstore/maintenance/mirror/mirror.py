@@ -10,6 +10,7 @@ finds them. The commit's entry comes last and makes it visible as a whole, with 
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 
 from ckptstore.commit.publish import entry_body, put_document
@@ -28,8 +29,8 @@ from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of
 from ckptstore.maintenance.mirror.chunk_batches import (
     ChunkBatch,
-    CopyWorker,
     DamagedMirrorSource,
+    copy_chunks,
     cut,
     grouped,
     reading_source,
@@ -363,11 +364,11 @@ class _Mirror:
         # Small leaves are grouped, so that each read fetches many.
         runs = shared(grouped(batch, RUN_BYTES))
         workers = [
-            CopyWorker(self._source, runs, packs)
+            partial(copy_chunks, self._source, runs, packs, packs.pack_writer())
             for _ in range(min(self._threads.count, len(batch)))
         ]
         if workers:
-            self._threads.together([worker.work for worker in workers], runs.stop)
+            self._threads.together(workers, runs.stop)
         self._done = replace(
             self._done,
             chunks=self._done.chunks + sum(len(part.ids) for part in batch),
