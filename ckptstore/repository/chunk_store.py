@@ -10,6 +10,7 @@ restored store may give known numbers to other packs.
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -229,15 +230,21 @@ class ObjectStore:
 
     def file_ranges(self, ids: bytes) -> list[FileRange] | None:
         """The unverified bytes of `ids` as ranges of local files, in order; None if some are
-        encoded. Use `read_into` then. Raises `NotFound`, and `InvalidInput` for a bucket."""
+        encoded, remote or gone. Use `read_into` then."""
+        with suppress(NotFound, Unavailable):
+            return None if self._remote else self.open_ranges(ids)
+        return None
+
+    def open_ranges(self, ids: bytes) -> list[FileRange] | None:
+        """As `file_ranges`. Raises `NotFound`, and `InvalidInput` for a bucket."""
         try:
-            return self._file_ranges(self.located(ids))
+            return self._open_ranges(self.located(ids))
         except NotFound:
             # gc has moved them since the lookup. An open file cannot be taken away any more.
             self._look_again()
-            return self._file_ranges(self.located(ids))
+            return self._open_ranges(self.located(ids))
 
-    def _file_ranges(self, where: "NDArray[np.void]") -> list[FileRange] | None:
+    def _open_ranges(self, where: "NDArray[np.void]") -> list[FileRange] | None:
         if (where["codec"] != codecs.RAW).any():
             return None
         numbers, starts = where["pack"].tolist(), where["offset"].tolist()

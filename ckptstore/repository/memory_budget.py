@@ -77,7 +77,7 @@ def read_room(budget_bytes: int | None, chunk_bytes: int, threads: int) -> ReadR
         ASIDE_BYTES, threads * chunk_bytes
     )
     budget = _budget(budget_bytes, 3 * chunk_bytes, most)
-    threads = _threads(threads, budget, 4 * chunk_bytes)
+    threads = _within(1, budget // (4 * chunk_bytes), threads)
     read_bytes = _within(
         chunk_bytes, budget // 2 // threads - chunk_bytes, max(RUN_BYTES, chunk_bytes)
     )
@@ -99,7 +99,7 @@ def write_room(
     budget = _budget(
         budget_bytes, least, threads * (share * longest + at_work + PACK_BUFFERS_BYTES)
     )
-    threads = _threads(threads, budget, least)
+    threads = _within(1, budget // least, threads)
     # A power of two, so that a commit's plan does not change with every page that the host has more
     # or less.
     run_bytes = _within(
@@ -143,10 +143,6 @@ def _budget(given: int | None, least: int, most: int) -> int:
             f"memory_budget_bytes is {given!r}; wanted at least {least} for this store's chunks"
         )
     return given
-
-
-def _threads(count: int, budget: int, each: int) -> int:
-    return _within(1, budget // each, count)
 
 
 def _within(least: int, wanted: int, most: int) -> int:

@@ -178,7 +178,7 @@ def map_leaf(objects: ObjectStore, pieces: Sequence[Piece], width: int) -> memor
     landing = sorted((piece.at, piece.chunk) for piece in pieces if piece.at is not None)
     if len(landing) < len(pieces):
         raise Unmappable("it was committed in shards whose rows do not lie together")
-    ranges = objects.file_ranges(b"".join(chunk for _, chunk in landing))
+    ranges = objects.open_ranges(b"".join(chunk for _, chunk in landing))
     if ranges is None:
         raise Unmappable("it is stored compressed")
     starts = accumulate((each.nbytes for each in ranges), initial=0)

@@ -176,19 +176,6 @@ class Reading:
     inline: tuple[ReadRequest, ...]
     jobs: tuple[ChunkRead, ...]
 
-    def batches(
-        self, jobs: Iterable[ChunkRead]
-    ) -> Iterator[list[tuple[ChunkRead, memoryview | None]]]:
-        """`jobs` with the memory to read each into: first those that have such memory, then the
-        others, which share scratch memory of `room.aside_bytes`, or have one chunk's alone."""
-        placed = [(job, job.place) for job in jobs]
-        if direct := [each for each in placed if each[1] is not None]:
-            yield direct
-        aside = [each for each in placed if each[1] is None]
-        ends = list(accumulate((job.piece.raw_bytes for job, _ in aside), initial=0))
-        for some in coalesce(ends[:-1], ends[1:], limit_bytes=self.room.aside_bytes):
-            yield aside[some]
-
 
 class Reader:
     """Reads commits of one store."""
@@ -270,15 +257,17 @@ class Reader:
         """Execute a plan, or some `jobs` of it; returns the raw bytes read from packs."""
         for want in reading.inline:
             _land_inline(want)
-        for batch in reading.batches(jobs):
-            out = [
-                memoryview(bytearray(job.piece.raw_bytes)) if place is None else place
-                for job, place in batch
-            ]
-            self.fetch([job for job, _ in batch], out, reading)
-            for (job, place), data in zip(batch, out, strict=True):
-                if place is None:
-                    job.land(data)
+        direct = [(job, place) for job in jobs if (place := job.place) is not None]
+        if direct:
+            self.fetch([job for job, _ in direct], [place for _, place in direct], reading)
+        aside = [job for job in jobs if job.place is None]
+        ends = list(accumulate((job.piece.raw_bytes for job in aside), initial=0))
+        # The others share scratch memory, or have one chunk's alone.
+        for some in coalesce(ends[:-1], ends[1:], limit_bytes=reading.room.aside_bytes):
+            out = [memoryview(bytearray(job.piece.raw_bytes)) for job in aside[some]]
+            self.fetch(aside[some], out, reading)
+            for job, data in zip(aside[some], out, strict=True):
+                job.land(data)
         return sum(job.piece.raw_bytes for job in jobs)
 
     def fetch(

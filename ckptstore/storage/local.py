@@ -81,13 +81,11 @@ class LocalStorage:
         return self._reading(key, open_object(self.url, key), whole)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        fd = self._opened(key).fd
+        file = self._opened(key)  # held: an evicted file is closed with its last reference
         with suppress(OSError):  # is asked again, as is a read that ended early
-            if os.preadv(fd, buffers, offset) == sum(buffer.nbytes for buffer in buffers):
+            if os.preadv(file.fd, buffers, offset) == sum(buffer.nbytes for buffer in buffers):
                 return
-        missing = self._reading(
-            key, self._opened(key), lambda fd: transfer(os.preadv, fd, offset, buffers)
-        )
+        missing = self._reading(key, file, lambda fd: transfer(os.preadv, fd, offset, buffers))
         if missing:
             raise Corrupt(
                 f"{key} in {self.url} ends {missing} bytes before it should: wanted "

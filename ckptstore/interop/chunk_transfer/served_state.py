@@ -252,12 +252,11 @@ class ServedState:
         objects, sizes = self._stored.guard.objects, self._stored.sizes
         for some in _batches(ids, sizes):
             joined = b"".join(self._stored.ids.get(name, name) for name in some)
+            if not verified and (ranges := objects.file_ranges(joined)):
+                yield from ranges
+                continue
             out = [memoryview(bytearray(sizes[chunk])) for chunk in some]
-            local = not verified and objects.storage.capabilities.local_root
             try:
-                if local and (ranges := objects.file_ranges(joined)):
-                    yield from ranges
-                    continue
                 objects.read_into(joined, out)
             except (Corrupt, NotFound) as error:
                 raise Unavailable(
