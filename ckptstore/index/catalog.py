@@ -8,7 +8,6 @@ holds the write lock for a limited time, and is skipped if the lock is busy.
 
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -22,7 +21,7 @@ from sqlalchemy.exc import DBAPIError
 from ckptstore.core.ids import CommitId, StoreId
 from ckptstore.core.model import Schema
 from ckptstore.errors import Corrupt
-from ckptstore.index import catalog_file
+from ckptstore.index import catalog_file, sqlite_file
 from ckptstore.index.catalog_file import UNUSABLE, CatalogFile, cause
 from ckptstore.index.catalog_fold import CatalogFold, leaf_rows
 from ckptstore.index.catalog_sqlite import is_busy
@@ -53,9 +52,9 @@ class Catalog:
 
     def __init__(self, path: Path | None, store: StoreId) -> None:
         self._path, self._store = path, store
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._file: CatalogFile | None = None
-        _catalogs.add(self)
+        sqlite_file.survive_forks(self)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], store: StoreId) -> "Catalog":
@@ -76,7 +75,7 @@ class Catalog:
     @property
     def in_memory(self) -> bool:
         """Whether it is lost when the process ends."""
-        with self._lock:
+        with self.lock:
             return self._opened().in_memory
 
     def position(self) -> Position:
@@ -89,7 +88,7 @@ class Catalog:
 
         They raise `Corrupt` once this catalog has closed that file.
         """
-        with self._lock:
+        with self.lock:
             return Queries(partial(self._ask, self._opened()))
 
     def fold(self, entries: Iterable[Entry]) -> bool:
@@ -120,14 +119,14 @@ class Catalog:
 
     def reset(self) -> None:
         """Start again with empty tables: for `reindex`, and for a catalog ahead of its log."""
-        with self._lock:
+        with self.lock:
             self.close()
             if self._path:
-                catalog_file.remove(self._path)
+                sqlite_file.remove(self._path)
 
     def close(self) -> None:
         """Close the connection; the next use opens it again."""
-        with self._lock:
+        with self.lock:
             if self._file:
                 self._file.close()
                 self._file = None
@@ -137,7 +136,7 @@ class Catalog:
     ) -> bool:
         """Run `work` in one transaction. A catalog found to be damaged is replaced by an empty
         one."""
-        with self._lock:
+        with self.lock:
             try:
                 with _transaction(self._opened().connection) as connection:
                     return work(connection, *args, **kwargs)
@@ -147,7 +146,7 @@ class Catalog:
                 return False
 
     def _ask(self, file: CatalogFile, sql: str, values: Mapping[str, Any]) -> Rows:
-        with self._lock:
+        with self.lock:
             if file is not self._file:
                 raise Corrupt(
                     f"the catalog {self._path or 'in memory'} was closed or replaced while it was "
@@ -167,26 +166,15 @@ class Catalog:
             self._file = CatalogFile(self._path, self._store)
         return self._file
 
-    def _after_fork(self) -> None:
-        """After a fork, the lock may be held by a thread of the parent, and SQLite connections must
-        not be shared."""
-        self._lock = threading.RLock()
+    def forked(self) -> None:
+        """Leave the parent's connection open: closing it would checkpoint its write-ahead log."""
         if self._file:
             _abandoned.append(self._file)
             self._file = None
 
 
-_catalogs: "weakref.WeakSet[Catalog]" = weakref.WeakSet()
 _abandoned: list[CatalogFile] = []
 """Connections of the parent process, never closed here."""
-
-
-def _forked() -> None:
-    for catalog in _catalogs:
-        catalog._after_fork()
-
-
-os.register_at_fork(after_in_child=_forked)
 
 
 @contextmanager

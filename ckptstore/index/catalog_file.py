@@ -1,9 +1,4 @@
-"""The catalog's SQLite file: open it, migrate it, or replace an unusable one.
-
-A catalog is replaced as a whole. Replacing it and the first look at it are serialized by a lock on
-`<path>.lock`: the write-ahead log of one process must never be applied to a file that another
-process has just put there.
-"""
+"""The catalog's SQLite file: open it, migrate it, or replace an unusable one as a whole."""
 
 import re
 from collections.abc import Mapping
@@ -17,20 +12,17 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from ckptstore.core.ids import StoreId
-from ckptstore.core.paths import make_directories, write_file
 from ckptstore.index import tables
 from ckptstore.index.catalog_sqlite import REVISION, catalog_error, is_busy, is_current
 from ckptstore.index.queries import Rows
+from ckptstore.index.sqlite_file import LOCK_TIMEOUT_S, inode, prepare
 from ckptstore.log.entries import origin
-from ckptstore.storage.file_lock import file_lock
 
-LOCK_TIMEOUT_S = 2.0
 UNUSABLE = (SQLAlchemyError, ValueError)
 """Errors of a misbehaving database. SQLite returns the names and texts of a damaged file unchecked.
 """
 
 _REVISION = re.compile(r"\d{4}")
-_SQLITE_FILES = ("", "-wal", "-shm", "-journal")
 
 
 class CatalogFile:
@@ -40,11 +32,11 @@ class CatalogFile:
     def __init__(self, path: Path | None, store: StoreId) -> None:
         self._file: tuple[Path, int] | None = None
         if path and _prepare(path, store):
-            inode = _inode(path)
+            there = inode(path)
             # The disk may also fail between the two calls.
             with suppress(*UNUSABLE):
                 self.connection = _connect(path)
-                self._file = path, inode
+                self._file = path, there
         if self._file is None:
             self.connection = _fill(_connect(None), store)
 
@@ -54,7 +46,7 @@ class CatalogFile:
 
     def replaced(self) -> bool:
         """Whether the path leads to another file now."""
-        return self._file is not None and _inode(self._file[0]) != self._file[1]
+        return self._file is not None and inode(self._file[0]) != self._file[1]
 
     def close(self) -> None:
         _close(self.connection)
@@ -71,13 +63,6 @@ def ask(connection: Connection, sql: str, values: Mapping[str, Any]) -> Rows:
 def cause(error: BaseException) -> BaseException:
     """The database's own error behind an SQLAlchemy error."""
     return (error.orig if isinstance(error, DBAPIError) else None) or error
-
-
-def remove(path: Path) -> None:
-    """Delete the file, so that the next process to open it creates it anew."""
-    with file_lock(_beside(path, ".lock"), timeout_s=LOCK_TIMEOUT_S) as held:
-        if held:
-            _unlink(path)
 
 
 def migrate(connection: Connection) -> None:
@@ -103,19 +88,13 @@ def migrations() -> Path:
 def _prepare(path: Path, store: StoreId) -> bool:
     """Ensure that the catalog of `store` is at `path`; False if that is impossible."""
     try:
-        make_directories(path.parent)
-        for exclusive in (False, True):
-            with file_lock(
-                _beside(path, ".lock"), timeout_s=LOCK_TIMEOUT_S, exclusive=exclusive
-            ) as held:
-                if held and _usable(path, store, migrate=exclusive):
-                    return True
-                if held and exclusive:
-                    _put_in_place(path, store)
-                    return True
+        return prepare(
+            path,
+            lambda exclusive: _usable(path, store, migrate=exclusive),
+            lambda new: _close(_fill(_connect(new, journal="DELETE"), store)),
+        )
     except (OSError, SQLAlchemyError):
         return False
-    return False
 
 
 def _usable(path: Path, store: StoreId, *, migrate: bool) -> bool:
@@ -123,8 +102,6 @@ def _usable(path: Path, store: StoreId, *, migrate: bool) -> bool:
 
     Raises if that cannot be told now.
     """
-    if not path.exists():
-        return False
     try:
         connection = _connect(path)
         try:
@@ -158,21 +135,6 @@ def _migrated(connection: Connection, store: StoreId) -> bool:
     except CommandError:
         return False
     return is_current(lambda sql, values: _rows(connection, sql, values), store)
-
-
-def _put_in_place(path: Path, store: StoreId) -> None:
-    new = _beside(path, ".new")
-    _unlink(new)
-    # SQLite gives its other files the permissions of this one.
-    write_file(new, b"")
-    _close(_fill(_connect(new, journal="DELETE"), store))
-    _unlink(path)
-    new.rename(path)
-
-
-def _unlink(path: Path) -> None:
-    for suffix in _SQLITE_FILES:
-        _beside(path, suffix).unlink(missing_ok=True)
 
 
 def _connect(path: Path | None, *, journal: str = "WAL") -> Connection:
@@ -225,14 +187,3 @@ def _rows(connection: Connection, sql: str, values: Mapping[str, Any]) -> Rows:
 @lru_cache(maxsize=256)
 def _text(sql: str) -> TextClause:
     return text(sql)
-
-
-def _beside(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name + suffix)
-
-
-def _inode(path: Path) -> int:
-    try:
-        return path.stat().st_ino
-    except OSError:
-        return 0
