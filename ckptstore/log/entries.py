@@ -222,8 +222,23 @@ def encode_entry(
     }
     for name, field in _FIELDS[kind].items():
         document[name] = field.encode(getattr(body, name))
-    data = encode(document)
-    return digest(data).hex().encode() + b"\n" + data
+    return seal(encode(document))
+
+
+def seal(body: bytes) -> bytes:
+    """A file of the log: the hash of `body`, a line feed, and `body`."""
+    return digest(body).hex().encode() + b"\n" + body
+
+
+def unseal(data: bytes, what: str) -> memoryview:
+    """The body of a file made by `seal`. Raises `Corrupt` if it does not match its hash."""
+    body = memoryview(data)[_HASH_DIGITS + 1 :]
+    head, wanted = data[: _HASH_DIGITS + 1], digest(body).hex()
+    if head != wanted.encode() + b"\n":
+        raise Corrupt(
+            f"{what} does not match its hash: wanted {head!r}, got {wanted}; run `ckptstore fsck`"
+        )
+    return body
 
 
 def encode_again(entry: Entry) -> bytes:
@@ -248,13 +263,9 @@ def decode_entry(data: bytes) -> Entry:
             f"an entry of the log has {len(data)} bytes; wanted at most {ENTRY_BYTES_MAX}; run "
             "`ckptstore fsck`"
         )
-    head, data_hash = data[: _HASH_DIGITS + 1], digest(memoryview(data)[_HASH_DIGITS + 1 :]).hex()
-    if head != data_hash.encode() + b"\n":
-        raise Corrupt(
-            f"an entry of the log does not match its hash: wanted {head!r}, got {data_hash}; run "
-            "`ckptstore fsck`"
-        )
-    document = decode(data[_HASH_DIGITS + 1 :])
+    body = unseal(data, "an entry of the log")
+    data_hash = data[:_HASH_DIGITS].decode()
+    document = decode(body)
     try:
         return _entry(document, data_hash, len(data))
     except (KeyError, TypeError, ValueError, AttributeError, Corrupt) as error:

@@ -5,14 +5,13 @@ the log's entries are verified by hashes, while one flipped bit in a table could
 the best.
 """
 
-import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.core.refs import Best, Latest, Name, Ref, Step
 from ckptstore.errors import Corrupt
-from ckptstore.log.state import CommitRow, State
+from ckptstore.log.state import CommitRow, State, best
 
 
 class Resolved(NamedTuple):
@@ -63,7 +62,7 @@ def _resolve(state: State, ref: Ref, run: str | None) -> CommitId | None:
                 commit for commit, _ in _by_age(state, run if ref.run is None else ref.run)
             )
         case Best():
-            return _best(_by_age(state, run if ref.run is None else ref.run), ref)
+            return best(_by_age(state, run if ref.run is None else ref.run), ref.metric, ref.order)
         case Name():
             return state.tags.get(ref.name) or _beginning(state, ref.prefix)
     commit = _resolve(state, ref.base, run)
@@ -93,19 +92,6 @@ def _by_age(state: State, run: str | None) -> list[tuple[CommitId, CommitRow]]:
         if not row.soft and run in (None, row.run)
     ]
     return sorted(rows, key=lambda item: item[1].n, reverse=True)
-
-
-def _best(rows: Iterable[tuple[CommitId, CommitRow]], ref: Best) -> CommitId | None:
-    """The newest among equals: `min` keeps the first."""
-    sign = -1 if ref.order == "max" else 1
-    values = (
-        (sign * value, commit)
-        for commit, row in rows
-        for name, value in row.metrics
-        if name == ref.metric and not math.isnan(value)
-    )
-    best = min(values, key=lambda pair: pair[0], default=None)
-    return best and best[1]
 
 
 def _beginning(state: State, prefix: str | None) -> CommitId | None:

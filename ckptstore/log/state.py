@@ -1,6 +1,8 @@
 """The state of the store after a log entry, as persistent maps: a new state shares what did not
 change with the old one."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -101,3 +103,17 @@ def genesis(store: StoreId, generation: int) -> State:
         settings=HashTrieMap(),
         runs=HashTrieMap(),
     )
+
+
+def best(rows: Iterable[tuple[CommitId, CommitRow]], metric: str, order: str) -> CommitId | None:
+    """The commit with the smallest value of `metric`, or by `max` the largest; the newest among
+    equals."""
+    sign = -1 if order == "max" else 1
+    ranked = (
+        (sign * value, -row.n, commit)
+        for commit, row in rows
+        for name, value in row.metrics
+        if name == metric and not math.isnan(value)
+    )
+    found = min(ranked, default=None)
+    return found and found[2]

@@ -71,10 +71,13 @@ def test_a_chunk_index_that_storage_does_not_answer_for_is_done_without(
             error.sqlite_errorcode = sqlite3.SQLITE_IOERR
             raise error
 
-        __enter__ = close = execute
+        __enter__ = execute
 
         def __exit__(self, *_: object) -> None:
             raise AssertionError("nothing is entered")
+
+        def close(self) -> None:
+            pass
 
     with ckptstore.open(template) as store:
         index = store._handle.objects.index
