@@ -136,9 +136,9 @@ class ChunkIndex:
         order = sorted_order(ids)
         added = number, pack, ids[order], encode(self._seed, number, ids[order], table[order])
         with self.lock:
-            if self._write(lambda database: database.insert(*added)):
+            if self._do(lambda database: database.insert(*added)):
                 for waiting in list(self._memory.packs()):
-                    if not self._write(
+                    if not self._do(
                         partial(_Database.insert_from, memory=self._memory, number=waiting)
                     ):
                         break
@@ -152,7 +152,7 @@ class ChunkIndex:
         gone = set(numbers)
         with self.lock:
             self._memory.remove(gone)
-            self._write(lambda database: database.remove(gone))
+            self._do(lambda database: database.remove(gone))
 
     def reset(self) -> None:
         """Clear the index: for `reindex`, and for a caller that finds a chunk missing although
@@ -170,47 +170,30 @@ class ChunkIndex:
 
     def _get(self, keys: npt.NDArray[np.void]) -> Locations:
         with self.lock:
-            database = self._disk or self._current()
-            found = self._read(database, lambda database: database.get(keys))
-            rows = np.zeros(len(keys), LOCATION_DTYPE) if found is None else found
+            rows = self._do(lambda database: database.get(keys))
+            rows = np.zeros(len(keys), LOCATION_DTYPE) if rows is None else rows
             if self._memory.packs() and not rows["found"].all():
                 rows = np.where(rows["found"] == 1, rows, self._memory.get(keys))
             return rows
 
     def _packs(self) -> dict[int, PackId]:
         with self.lock:
-            return {
-                **(self._read(self._current(), lambda database: database.packs()) or {}),
-                **self._memory.packs(),
-            }
+            return (self._do(_Database.packs) or {}) | self._memory.packs()
 
-    def _read(self, database: "_Database | None", work: "Callable[[_Database], _T]") -> _T | None:
-        """The result of `work`, or None if the file is busy or turns out to be damaged; a damaged
-        one is recreated."""
-        if database is None:
-            return None
-        try:
-            return work(database)
-        except _UNSOUND as error:
-            if _code(error) not in _LATER or database.replaced():
-                self._open(anew=not database.replaced())
-            return None
-
-    def _write(self, work: "Callable[[_Database], None]") -> bool:
-        """Do `work`; False if the disk cannot take the write."""
+    def _do(self, work: "Callable[[_Database], _T]") -> _T | None:
+        """The result of `work`; None if there is no file, or it cannot be used now. A damaged one
+        is recreated."""
         for _ in range(2):
             if (database := self._current()) is None:
-                return False
+                break
             try:
-                work(database)
-                return True
+                return work(database)
             except _UNSOUND as error:
-                if not database.replaced() and (
-                    _code(error) in _LATER or _code(error) == sqlite3.SQLITE_IOERR
-                ):
-                    return False
-                self._open(anew=not database.replaced())
-        return False
+                replaced = database.replaced()
+                if _code(error) in _LATER and not replaced:
+                    break
+                self._open(anew=not replaced)
+        return None
 
     def _current(self) -> "_Database | None":
         """The file at the path, opened if necessary."""
@@ -330,14 +313,14 @@ class _Database:
             self._packs_at = at
         return self._packs
 
-    def insert(self, number: int, pack: PackId, ids: npt.NDArray[np.void], rows: Locations) -> None:
-        """Add a pack unless it is present, replacing another one of the same number."""
+    def insert(self, number: int, pack: PackId, ids: npt.NDArray[np.void], rows: Locations) -> bool:
+        """Add a pack unless it is present, replacing another one of the same number. True."""
         key, row = _key(number), encode_pack(self._seed, number, pack)
         with self._connection:
             self._connection.execute("BEGIN IMMEDIATE")
             there = self._connection.execute("SELECT row FROM packs WHERE number = ?", [key])
             if (found := there.fetchone()) == (row,):
-                return
+                return True
             if found:
                 self._delete([key])
             if len(ids):
@@ -352,14 +335,15 @@ class _Database:
                 )
             self._connection.execute("INSERT INTO packs VALUES (?, ?)", [key, row])
         self._packs[number] = pack
+        return True
 
-    def insert_from(self, memory: "_Database", number: int) -> None:
+    def insert_from(self, memory: "_Database", number: int) -> bool:
         """Add a pack as it was added to `memory`."""
         rows = memory._connection.execute(
             "SELECT id, record FROM chunks WHERE pack = ?", [_key(number)]
         ).fetchall()
         ids, records = (b"".join(row[i] for row in rows) for i in range(2))
-        self.insert(
+        return self.insert(
             number, memory.packs()[number], ids_of(ids), np.frombuffer(records, LOCATION_DTYPE)
         )
 

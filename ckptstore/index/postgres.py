@@ -25,8 +25,8 @@ from ckptstore.core.model import Schema
 from ckptstore.core.redaction import redact, without
 from ckptstore.core.threads import start
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, ReadOnly, Unavailable
-from ckptstore.index.catalog import add_schema, add_shards
-from ckptstore.index.catalog_file import cause
+from ckptstore.index.catalog import cause
+from ckptstore.index.catalog_fold import add_schema, add_shards
 from ckptstore.index.queries import Queries, Rows, ShardInfo
 from ckptstore.log.entries import Entry, Position
 

@@ -5,10 +5,13 @@ which is shorter than its id. Times and byte counts are 64-bit; a metric that is
 NULL.
 """
 
+from pathlib import Path
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    Connection,
     Double,
     Index,
     Integer,
@@ -22,6 +25,10 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects.sqlite import INTEGER
+
+from ckptstore.core.ids import StoreId
+from ckptstore.index.catalog_sqlite import REVISION
+from ckptstore.log.entries import origin
 
 metadata = MetaData()
 
@@ -172,3 +179,34 @@ revision = Table(
     PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
 )
 """Alembic's own table: the revision of `migrations/` of these tables."""
+
+
+def make_tables(connection: Connection, store: StoreId) -> None:
+    """Create the tables of an empty catalog within a transaction."""
+    metadata.create_all(connection, checkfirst=False)
+    start = origin(store)
+    connection.execute(revision.insert(), {"version_num": REVISION})
+    connection.execute(
+        position.insert(),
+        {"id": 1, "store": store, "n": start.n, "hash": start.hash, "bytes": start.bytes},
+    )
+
+
+def migrate(connection: Connection) -> None:
+    """Migrate the tables to `REVISION` from any revision, or from none."""
+    # The import costs 0.25 s and is needed once per release.
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(migrations()).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+def migrations() -> Path:
+    """The location of Alembic's scripts: inside an installed package, or beside it in a
+    checkout."""
+    package = Path(__file__).parents[1]
+    inside = package / "migrations"
+    return inside if inside.is_dir() else package.parent / "migrations"

@@ -43,7 +43,7 @@ from ckptstore.log.fields import (
     tuple_of,
 )
 from ckptstore.objects.canonical import bits_float, decode, encode, float_bits
-from ckptstore.storage.limits import ENTRY_BYTES_MAX
+from ckptstore.storage.contract import ENTRY_BYTES_MAX
 
 _HASH_DIGITS = 64
 

@@ -37,8 +37,7 @@ from ckptstore.log.entries import (
     unseal,
 )
 from ckptstore.objects.frames import compress, decompress
-from ckptstore.storage.contract import Storage
-from ckptstore.storage.limits import SEGMENT_BYTES_MAX
+from ckptstore.storage.contract import SEGMENT_BYTES_MAX, Storage
 
 SEGMENT_ENTRIES = 100
 """Small enough that the writer of the last entry usually knows all of them, and that few entries

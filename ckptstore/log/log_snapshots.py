@@ -22,8 +22,7 @@ from ckptstore.log.fold import FOLD_VERSION, CommitRow, Pack, State
 from ckptstore.log.log_backend import LogBackend
 from ckptstore.objects.canonical import decode, encode
 from ckptstore.objects.frames import compress, decompress
-from ckptstore.storage.contract import Storage
-from ckptstore.storage.limits import CHECKPOINT_BYTES_MAX
+from ckptstore.storage.contract import CHECKPOINT_BYTES_MAX, Storage
 
 CHECKPOINTS_KEPT = 2
 

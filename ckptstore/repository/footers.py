@@ -21,8 +21,7 @@ from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.log.state import Pack, Packs, State
 from ckptstore.objects.frames import compress, decompress
 from ckptstore.objects.pack import TRAILER_BYTES, FooterTable, parse_footer, parse_trailer
-from ckptstore.storage.contract import Storage
-from ckptstore.storage.limits import FOOTERS_BYTES_MAX
+from ckptstore.storage.contract import FOOTERS_BYTES_MAX, Storage
 
 T = TypeVar("T")
 

@@ -5,15 +5,14 @@ and no temporary names are needed.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from ckptstore.core.ids import SessionId, new_session_id
 from ckptstore.core.redaction import redact, secrets_of, without
-from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
-from ckptstore.storage.contract import Capabilities, OpenFile, check_key, put_finished
-from ckptstore.storage.limits import check_size, largest
+from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.storage.contract import RemoteStorage, check_key, check_size, largest, put_finished
 
 _EXCLUSIVE = ("memory", "gs", "gcs", "az", "abfs", "abfss")
 """Where fsspec's `mode="create"` is one atomic request; elsewhere two writers could both believe
@@ -27,7 +26,7 @@ _memory_lock = threading.Lock()
 """fsspec's memory filesystem looks and then creates; under this lock the two are one step."""
 
 
-class FsspecStorage:
+class FsspecStorage(RemoteStorage):
     """`Storage` through fsspec. A writer keeps its object in memory until `finish`, so packs
     should be small (64 MiB)."""
 
@@ -50,7 +49,6 @@ class FsspecStorage:
             self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         except ImportError as error:
             raise InvalidInput(f"cannot open {self.url}: {error}") from error
-        self.capabilities = Capabilities()
         self._root = root.rstrip("/")
         self._read_only = read_only
         self._tried_out = scheme == "memory"
@@ -74,25 +72,8 @@ class FsspecStorage:
         return data
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        wanted = sum(b.nbytes for b in buffers)
-        data = memoryview(self.read(key, offset, offset + wanted))
-        if data.nbytes != wanted:
-            raise Corrupt(
-                f"{key} in {self.url} is too short: wanted {wanted} bytes from {offset} on, got "
-                f"{data.nbytes}; run `ckptstore fsck`"
-            )
-        for buffer in buffers:
-            buffer.cast("B")[:] = data[: buffer.nbytes]
-            data = data[buffer.nbytes :]
-
-    def open_file(self, key: str) -> OpenFile:
-        raise InvalidInput(
-            f"{self.url} is no local directory, so its packs cannot be mapped into memory; use "
-            "read instead"
-        )
-
-    def will_need(self, key: str, offset: int, nbytes: int) -> None:
-        """Does nothing: requests already run in parallel."""
+        wanted = sum(buffer.nbytes for buffer in buffers)
+        self._fill(key, offset, buffers, self.read(key, offset, offset + wanted))
 
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
         size = self.size(key)
@@ -140,9 +121,6 @@ class FsspecStorage:
         check_key(key)
         return FsspecWriter(self, key)
 
-    def sync_dirs(self, keys: Iterable[str]) -> None:
-        """A bucket has no directories."""
-
     def delete(self, key: str) -> None:
         self._check_writable(key)
         try:
@@ -177,9 +155,6 @@ class FsspecStorage:
                 if "changed size during iteration" not in str(error):
                     raise
 
-    def close(self) -> None:
-        """Does nothing: fsspec shares its connections among all users."""
-
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
 
@@ -206,13 +181,6 @@ class FsspecStorage:
                 "the server, then take another one"
             )
         self._tried_out = True
-
-    def _check_writable(self, key: str) -> None:
-        if self._read_only:
-            raise ReadOnly(
-                f"cannot change {key}: {self.url} was opened for reading only; open it without "
-                "read_only"
-            )
 
     def _failure(
         self, error: Exception, verb: str, key: str, data: bytes | memoryview = b""
