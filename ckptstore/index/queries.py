@@ -30,7 +30,7 @@ from ckptstore.index.rows import (
     typed,
 )
 from ckptstore.log.entries import Position
-from ckptstore.log.resolve import circular
+from ckptstore.log.state import circular
 
 Ask: TypeAlias = Callable[[str, Mapping[str, Any]], Rows]
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptstore.core.ids import CONFIG_KEY, StoreId
-from ckptstore.core.threads import behind
+from ckptstore.core.threads import behind, pauses
 from ckptstore.errors import (
     Busy,
     CkptStoreError,
@@ -311,8 +311,8 @@ class Log:
     def _create(self, data: bytes, entry: Entry, deadline: float) -> Entry:
         """The entry that took the number of `entry`: itself, or another one. Retries until an
         answer settles it."""
-        wait_s, unknown = _FIRST_PAUSE_S, False
-        while True:
+        unknown = False
+        for wait_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             try:
                 return entry if self._backend.create(entry, data) else self._there(entry)
             except (Unavailable, NotFound) as error:
@@ -330,7 +330,7 @@ class Log:
                         "delete nothing, repeat the call once storage answers"
                     ) from error
             time.sleep(wait_s)
-            wait_s = min(2 * wait_s, _LONGEST_PAUSE_S)
+        raise AssertionError("pauses do not end")
 
     def _there(self, entry: Entry) -> Entry:
         """The entry stored at the number of `entry`: another one, or `entry` itself, created by an

@@ -5,7 +5,7 @@ from ckptstore.core.model import CommitInfo
 from ckptstore.errors import NotFound
 from ckptstore.log.entries import Tag
 from ckptstore.log.log import Refused
-from ckptstore.log.resolve import Resolved
+from ckptstore.log.state import Resolved
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.reader import Reader
 
