@@ -39,7 +39,7 @@ from ckptstore.log.entries import (
     Register,
     Tag,
     Undelete,
-    encode_again,
+    encode_entry,
 )
 
 _INSERTED = (entries, commits, parents, metrics, packs, commit_trees, tags)
@@ -98,7 +98,7 @@ class CatalogFold:
     def add(self, entry: Entry) -> None:
         """Fold the next entry."""
         body, n = entry.body, entry.n
-        self._rows[entries].append({"n": n, "data": encode_again(entry)})
+        self._rows[entries].append({"n": n, "data": encode_entry(entry)})
         match body:
             case Commit():
                 self._commit(body, n, entry.time_ns)

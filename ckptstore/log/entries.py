@@ -185,8 +185,8 @@ class Entry:
     prev_hash: str
     prev_bytes: int
     body: Body
-    hash: str
-    bytes: int
+    hash: str = ""
+    bytes: int = 0
 
     @property
     def position(self) -> Position:
@@ -198,30 +198,20 @@ def origin(store: StoreId) -> Position:
     return Position(0, digest(store.encode()).hex(), 0)
 
 
-def encode_entry(
-    body: Body,
-    *,
-    n: int,
-    attempt: str,
-    time_ns: int,
-    store: StoreId,
-    generation: int,
-    prev_hash: str,
-    prev_bytes: int,
-) -> bytes:
-    """The bytes of the file `log/<n>`."""
-    kind = _KIND_OF[type(body)]
+def encode_entry(entry: Entry) -> bytes:
+    """The bytes of the file `log/<n>`. Its hash and length are not read from `entry`."""
+    kind = kind_of(entry.body)
     document: dict[str, Any] = {
-        "n": n,
-        "store": store,
-        "generation": generation,
-        "attempt": attempt,
-        "time_ns": str(time_ns),
-        "prev": [prev_hash, prev_bytes],
+        "n": entry.n,
+        "store": entry.store,
+        "generation": entry.generation,
+        "attempt": entry.attempt,
+        "time_ns": str(entry.time_ns),
+        "prev": [entry.prev_hash, entry.prev_bytes],
         "kind": kind,
     }
     for name, field in _FIELDS[kind].items():
-        document[name] = field.encode(getattr(body, name))
+        document[name] = field.encode(getattr(entry.body, name))
     return seal(encode(document))
 
 
@@ -239,20 +229,6 @@ def unseal(data: bytes, what: str) -> memoryview:
             f"{what} does not match its hash: wanted {head!r}, got {wanted}; run `ckptstore fsck`"
         )
     return body
-
-
-def encode_again(entry: Entry) -> bytes:
-    """The bytes that `entry` was decoded from."""
-    return encode_entry(
-        entry.body,
-        n=entry.n,
-        attempt=entry.attempt,
-        time_ns=entry.time_ns,
-        store=entry.store,
-        generation=entry.generation,
-        prev_hash=entry.prev_hash,
-        prev_bytes=entry.prev_bytes,
-    )
 
 
 def decode_entry(data: bytes) -> Entry:

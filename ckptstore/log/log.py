@@ -291,14 +291,16 @@ class Log:
     def _encode(self, state: State, body: Body, time_ns: int) -> tuple[bytes, Entry]:
         """The bytes of the next entry, and that entry as readers will decode it."""
         data = encode_entry(
-            body,
-            n=state.n + 1,
-            attempt=secrets.token_hex(16),
-            time_ns=time_ns,
-            store=state.store,
-            generation=state.generation,
-            prev_hash=state.hash,
-            prev_bytes=state.bytes,
+            Entry(
+                state.n + 1,
+                secrets.token_hex(16),
+                time_ns,
+                state.store,
+                state.generation,
+                state.hash,
+                state.bytes,
+                body,
+            )
         )
         try:
             return data, decode_entry(data)

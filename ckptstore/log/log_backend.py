@@ -32,7 +32,7 @@ from ckptstore.log.entries import (
     Position,
     check_follows,
     decode_entry,
-    encode_again,
+    encode_entry,
     seal,
     unseal,
 )
@@ -53,7 +53,7 @@ def segment_end(n: int) -> int:
 
 def encode_segment(entries: Sequence[Entry]) -> bytes:
     """The bytes of the file `log/segment-<n>` for the `SEGMENT_ENTRIES` entries up to `n`."""
-    files = [encode_again(entry) for entry in entries]
+    files = [encode_entry(entry) for entry in entries]
     return seal(compress(_LENGTHS.pack(*map(len, files)) + b"".join(files)))
 
 

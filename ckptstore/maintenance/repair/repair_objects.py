@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ckptstore.core.ids import CommitId, StoreId, digest, document_key, log_key, segment_key
 from ckptstore.errors import CkptStoreError, Unavailable
-from ckptstore.log.entries import Entry, encode_again
+from ckptstore.log.entries import Entry, encode_entry
 from ckptstore.log.fold import CommitRow
 from ckptstore.log.log_backend import decode_segment, segment_end
 from ckptstore.maintenance.check.log_audit import BadEntry, decode_at, read_small
@@ -90,7 +90,7 @@ def _versions(
     if kept is not None:
         yield "the catalog's copy", kept
     yield from (
-        ("a segment of the log", encode_again(entry)) for entry in _in_segment(own, bad.n, store)
+        ("a segment of the log", encode_entry(entry)) for entry in _in_segment(own, bad.n, store)
     )
     for mirror in mirrors:
         if (data := read_small(mirror, log_key(bad.n))) is not None:
