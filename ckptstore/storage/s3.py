@@ -11,7 +11,7 @@ aborts it: gc treats both alike.
 import io
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -162,50 +162,39 @@ class S3Storage(RemoteStorage):
         return self._objects(prefix)
 
     def _objects(self, prefix: str) -> Iterator[tuple[str, int]]:
+        for page in self._pages(
+            "list_objects_v2", prefix, {"ContinuationToken": "NextContinuationToken"}
+        ):
+            for found in page.get("Contents", ()):
+                if not found["Key"].endswith("/"):
+                    yield found["Key"].removeprefix(self._prefix), int(found["Size"])
+
+    def _uploads(self) -> Iterator[tuple[str, int]]:
+        """Uploads neither completed nor aborted, by their names under `tmp/`."""
+        marks = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        for page in self._pages("list_multipart_uploads", "", marks):
+            for upload in page.get("Uploads", ()):
+                yield _name_of(upload["Key"], upload["UploadId"]), 0
+
+    def _pages(self, request: str, prefix: str, marks: Mapping[str, str]) -> Iterator[Any]:
+        """The pages of a list. `marks` name the arguments that ask for the next page, and where
+        the page before has their values."""
         position: dict[str, str] = {}
         while True:
 
             async def list_page(client: Any, position: dict[str, str] = position) -> Any:
-                return await client.list_objects_v2(
+                return await getattr(client, request)(
                     Bucket=self._bucket, Prefix=self._prefix + prefix, **position
                 )
 
             try:
-                page = self._requests.run(list_page, f"list {prefix}")
+                page = self._requests.run(list_page, f"list {prefix or 'everything'}")
             except NotFound:
                 return
-            for found in page.get("Contents", ()):
-                if not found["Key"].endswith("/"):
-                    yield found["Key"].removeprefix(self._prefix), int(found["Size"])
+            yield page
             if not page.get("IsTruncated"):
                 return
-            position = {"ContinuationToken": page["NextContinuationToken"]}
-
-    def _uploads(self) -> Iterator[tuple[str, int]]:
-        """Uploads neither completed nor aborted, by their names under `tmp/`."""
-        keys: list[str] = []
-        position: dict[str, str] = {}
-        while True:
-
-            async def list_page(client: Any, position: dict[str, str] = position) -> Any:
-                return await client.list_multipart_uploads(
-                    Bucket=self._bucket, Prefix=self._prefix, **position
-                )
-
-            try:
-                page = self._requests.run(list_page, "list uploads")
-            except NotFound:
-                break
-            keys += [
-                _name_of(upload["Key"], upload["UploadId"]) for upload in page.get("Uploads", ())
-            ]
-            if not page.get("IsTruncated"):
-                break
-            position = {
-                "KeyMarker": page["NextKeyMarker"],
-                "UploadIdMarker": page["NextUploadIdMarker"],
-            }
-        yield from ((key, 0) for key in sorted(keys))
+            position = {mark: page[name] for mark, name in marks.items()}
 
     def _writer(self, path: str, *, replace: bool) -> S3Writer:
         if self._obstore and self._obstore.usable:
