@@ -1,1 +1,1 @@
-"""Disposable indexes on the host: the catalog of the log in SQL, and the chunk index."""
+"""Disposable indexes on the host: the catalog of the log in SQL, the chunk index in LMDB."""

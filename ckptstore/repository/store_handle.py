@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ckptstore")
 
 CATALOG_NAME = "catalog.sqlite"
-CHUNKS_NAME = "chunks.sqlite"
+CHUNKS_NAME = "chunks.lmdb"
 STATE_NAME = "state"
 READ_CACHE_NAME = "read"
 
@@ -317,8 +317,8 @@ def index_directory(storage: Storage, store: StoreId, *, read_only: bool) -> Pat
     """Where this host keeps the indexes of `store`.
 
     In the store itself if that is a writable local disk, else in a local cache directory, under
-    the store's id. A store whose path is not Unicode uses the cache directory too, because
-    SQLAlchemy cannot open such a path.
+    the store's id. A store whose path is not Unicode uses the cache directory too, because LMDB
+    cannot open such a path.
     """
     root = storage.capabilities.local_root
     if (

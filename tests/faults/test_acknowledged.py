@@ -1,16 +1,17 @@
 """What is in the log is acknowledged: nothing that fails afterwards makes the call fail, and a
 closed store holds on to nothing."""
 
+import errno
 import os
-import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ckptstore
 from ckptstore.errors import Unavailable
-from ckptstore.index import chunks
 from ckptstore.index.catalog import Catalog
+from ckptstore.index.chunks import lmdb_env
 from ckptstore.storage.local import LocalStorage
 from tests.support.checker import assert_same, view_of
 from tests.support.fixtures import store_of
@@ -66,23 +67,13 @@ def test_a_chunk_index_that_storage_does_not_answer_for_is_done_without(
     template: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Gone:
-        def execute(self, *_: object) -> None:
-            error = sqlite3.OperationalError("disk I/O error")
-            error.sqlite_errorcode = sqlite3.SQLITE_IOERR
-            raise error
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
 
-        __enter__ = execute
-
-        def __exit__(self, *_: object) -> None:
-            raise AssertionError("nothing is entered")
-
-        def close(self) -> None:
-            pass
+        def fstat(self, fd: int) -> os.stat_result:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with ckptstore.open(template) as store:
-        index = store._handle.objects.index
-        assert index._disk
-        monkeypatch.setattr(index._disk, "_connection", Gone())
-        monkeypatch.setattr(chunks.sqlite_file, "prepare", lambda *_, **__: False)
+        monkeypatch.setattr(lmdb_env, "os", Gone())
         commit = store.commit(small(STEP), step=STEP).id
         assert_same(store.checkout(commit).state_dict(), small(STEP), "without the chunk index")

@@ -76,7 +76,7 @@ def catalog(place: Path) -> str:
 
 
 def chunk_index(place: Path) -> str:
-    return "index/chunks.sqlite"
+    return "index/chunks.lmdb/data.mdb"
 
 
 CASES = [

@@ -6,7 +6,6 @@ Checks that might kill the process run in another one, which reports at its end.
 import os
 import random
 import shutil
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,11 +16,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lmdb.verify import verify
 
 from ckptstore.core.ids import StoreId
-from ckptstore.index import chunks as module
-from ckptstore.index.chunk_records import decode, encode, ids_of, remains, seed_of
-from ckptstore.index.chunks import ChunkIndex
+from ckptstore.index.chunks import ChunkIndex, lmdb_check
+from ckptstore.index.chunks import index as module
+from ckptstore.index.chunks.lmdb_env import DATABASES
+from ckptstore.index.chunks.records import decode, encode, ids_of, seed_of
+from ckptstore.storage.file_lock import file_lock
 from tests.index.building import STORE, footer, pack_name
 from tests.index.test_chunks import assert_found, assert_missing, ids
 from tests.support.mounts import failing_disk, power_disk_problem
@@ -66,11 +68,12 @@ def run(code: str, *arguments: object) -> None:
 def damage_and_use(good: Path, seed: int) -> None:
     """Change some bytes of a copy, aimed at headers often, then read and write through it."""
     rng = random.Random(seed)
-    size = good.stat().st_size
+    data = good / "data.mdb"
+    size = data.stat().st_size
     for n in range(120):
         path = good.with_name(f"copy{n}")
-        shutil.copyfile(good, path)
-        with path.open("r+b") as file:
+        shutil.copytree(good, path)
+        with (path / "data.mdb").open("r+b") as file:
             for _ in range(rng.choice((1, 1, 3, 50))):
                 page = rng.randrange(size // 4096) * 4096
                 file.seek(
@@ -86,21 +89,17 @@ def damage_and_use(good: Path, seed: int) -> None:
                 )
                 file.write(rng.choice((rng.randbytes(1), rng.randbytes(8), bytes(8), b"\xff" * 8)))
         if rng.random() < 0.2:
-            os.truncate(path, rng.randrange(size))
+            os.truncate(path / "data.mdb", rng.randrange(size))
         with closing(ChunkIndex.open(path, STORE)) as index:
             assert_right_or_missing(index)
             for number in (50, 51):
                 index.add_pack(number, pack_name(number), footer(300, number))
             index.drop_packs([10, 11, 50])
             assert_missing(index, footer(300, 50))
-            if not index.get_many(ids(footer(300, 51)))["found"].all():
-                # Damage that was met only now: who misses a chunk that is indexed begins anew.
-                index.reset()
-                index.add_pack(51, pack_name(51), footer(300, 51))
             assert_found(index, 51, footer(300, 51))
             index.reset()
             assert index.indexed() == set()
-        path.unlink()
+        shutil.rmtree(path)
 
 
 def test_whatever_bytes_change_no_process_dies_and_no_place_is_wrong(
@@ -113,8 +112,8 @@ def test_a_page_that_the_disk_cannot_read_costs_no_process(tmp_path: Path) -> No
     if problem := power_disk_problem("ext4"):
         pytest.skip(problem)
     with failing_disk(tmp_path / "disk") as lose:
-        path = filled(tmp_path / "disk" / "chunks.sqlite")
-        lose(path, path.stat().st_size // 2)
+        path = filled(tmp_path / "disk" / "chunks.lmdb")
+        lose(path / "data.mdb", (path / "data.mdb").stat().st_size // 2)
         run("use_after_loss(path)\nprint('survived')", path, 0)
 
 
@@ -132,50 +131,54 @@ def test_a_file_that_is_cut_below_a_running_process_is_replaced(
     code = """
 index = ChunkIndex.open(path, STORE)
 assert_right_or_missing(index)
-os.truncate(path, seed)
+os.truncate(path / "data.mdb", seed)
 assert_missing(index, footer(400, 10))
 assert index.indexed() == set()
 index.add_pack(20, pack_name(20), footer(400, 10))
 assert_found(index, 20, footer(400, 10))
-os.truncate(path, seed)
+os.truncate(path / "data.mdb", seed)
 index.add_pack(21, pack_name(21), footer(400, 11))
 assert_found(index, 21, footer(400, 11))
 assert index.on_disk
 print("survived")
 """
-    run(code, filled(tmp_path / "chunks.sqlite"), left_bytes)
+    run(code, filled(tmp_path / "chunks.lmdb"), left_bytes)
 
 
-def _changed(sql: str) -> Callable[[Path], object]:
-    def change(path: Path) -> None:
-        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-            connection.execute(sql)
-
-    return change
+def _stamp(text: str) -> Callable[[Path], object]:
+    return lambda path: (path / "stamp").write_text(text)
 
 
 SPOILED: dict[str, Callable[[Path], object]] = {
-    "cut": lambda path: os.truncate(path, 20_000),
-    "empty": lambda path: path.write_bytes(b""),
-    "zeros": lambda path: path.write_bytes(bytes(100_000)),
-    "no file": lambda path: path.unlink(),
-    "no stamp": _changed("DELETE FROM about"),
-    "another format": _changed("UPDATE about SET stamp = '0 whatever'"),
-    "bytes for a stamp": _changed("UPDATE about SET stamp = x'fffe'"),
-    "another boot": _changed(
-        "UPDATE about SET stamp = substr(stamp, 1, length(stamp) - 10) || '123456789\n'"
+    "cut": lambda path: os.truncate(path / "data.mdb", 20_000),
+    "empty": lambda path: (path / "data.mdb").write_bytes(b""),
+    "zeros": lambda path: (path / "data.mdb").write_bytes(bytes(100_000)),
+    "no data": lambda path: (path / "data.mdb").unlink(),
+    "no stamp": lambda path: (path / "stamp").unlink(),
+    "another format": _stamp("0 whatever"),
+    "bytes for a stamp": lambda path: (path / "stamp").write_bytes(b"\xff\xfe"),
+    "another boot": lambda path: (path / "stamp").write_text(
+        (path / "stamp").read_text()[:-10] + "123456789\n"
     ),
-    "a text": lambda path: path.write_text("no database"),
-    "a dangling link": lambda path: (path.unlink(), path.symlink_to("nowhere")),
-    "another database": _changed("ALTER TABLE about RENAME TO other"),
+    "a file": lambda path: (shutil.rmtree(path), path.write_text("no folder")),
+    "a dangling link": lambda path: (shutil.rmtree(path), path.symlink_to("nowhere")),
+    "another LMDB database": lambda path: (shutil.rmtree(path), _other_database(path)),
 }
+
+
+def _other_database(path: Path) -> None:
+    import lmdb
+
+    path.mkdir()
+    with lmdb.open(str(path)) as env, env.begin(write=True) as txn:
+        txn.put(b"key", b"value")
 
 
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
 def test_a_file_that_cannot_be_used_is_replaced(
     tmp_path: Path, spoil: Callable[[Path], object]
 ) -> None:
-    path = filled(tmp_path / "chunks.sqlite")
+    path = filled(tmp_path / "chunks.lmdb")
     spoil(path)
     with closing(ChunkIndex.open(path, STORE)) as index:
         assert index.indexed() == set()
@@ -184,17 +187,17 @@ def test_a_file_that_cannot_be_used_is_replaced(
         assert index.on_disk
         assert_found(index, 20, footer(400, 10))
     assert [
-        place.name for place in tmp_path.iterdir() if place.name.startswith("chunks.sqlite.")
-    ] in ([], ["chunks.sqlite.lock"])
+        place.name for place in tmp_path.iterdir() if place.name.startswith("chunks.lmdb.")
+    ] in ([], ["chunks.lmdb.lock"])
 
 
 def test_another_store_s_index_is_replaced(tmp_path: Path) -> None:
-    with closing(ChunkIndex.open(filled(tmp_path / "chunks.sqlite"), StoreId("6" * 32))) as index:
+    with closing(ChunkIndex.open(filled(tmp_path / "chunks.lmdb"), StoreId("6" * 32))) as index:
         assert index.indexed() == set()
 
 
 def test_an_index_that_another_process_replaced_is_opened_again(tmp_path: Path) -> None:
-    path = filled(tmp_path / "chunks.sqlite")
+    path = filled(tmp_path / "chunks.lmdb")
     with closing(ChunkIndex.open(path, STORE)) as index:
         assert index.indexed()
         run(
@@ -213,14 +216,14 @@ def test_an_index_that_another_process_replaced_is_opened_again(tmp_path: Path) 
 def test_a_record_that_does_not_match_its_check_is_missing_and_the_index_begins_again(
     tmp_path: Path,
 ) -> None:
-    path = filled(tmp_path / "chunks.sqlite")
+    path = filled(tmp_path / "chunks.lmdb")
     chunk = ids(footer(400, 10))[:32]
-    data = bytearray(path.read_bytes())
+    data = bytearray((path / "data.mdb").read_bytes())
     at = data.index(chunk)
     while at >= 0:
-        data[at + 37] ^= 1
+        data[at + 33] ^= 1
         at = data.find(chunk, at + 1)
-    path.write_bytes(data)
+    (path / "data.mdb").write_bytes(data)
     with closing(ChunkIndex.open(path, STORE)) as index:
         assert index.indexed()
         assert not index.get_many(chunk)["found"].any()
@@ -248,19 +251,36 @@ def test_any_flipped_bit_of_a_record_or_its_key_is_noticed(
     assert got["found"].tolist() == [int(n != record) for n in range(256)]
 
 
-def test_the_records_of_a_damaged_file_are_salvaged_without_opening_it(tmp_path: Path) -> None:
-    path = filled(tmp_path / "chunks.sqlite")
-    data = path.read_bytes()
-    path.write_bytes(b"\xff" * 8192 + data[8192:])
-    found = [rows for _, rows in remains(path, STORE) if len(rows)]
-    rows = np.concatenate(found)
-    assert len(rows[rows["pack"] == 20]) > 300
-    assert not any(len(rows) for _, rows in remains(path, StoreId("6" * 32)))
+def test_a_sound_file_passes_where_lmdb_s_own_verifier_passes_it(tmp_path: Path) -> None:
+    path = filled(tmp_path / "chunks.lmdb") / "data.mdb"
+    assert not verify(str(path), subdir=False)
+    lmdb_check.check(path, DATABASES)
+
+
+def test_what_lmdb_s_own_verifier_refuses_in_structure_is_refused(
+    tmp_path: Path, seed: int
+) -> None:
+    good, rng = (filled(tmp_path / "chunks.lmdb") / "data.mdb").read_bytes(), random.Random(seed)
+    path, refused = tmp_path / "data.mdb", 0
+    for _ in range(60):
+        data = bytearray(good)
+        page = rng.randrange(2, len(data) // 4096) * 4096
+        data[page + rng.randrange(16)] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        if _refuses(path):
+            refused += 1
+            with pytest.raises(lmdb_check.Damaged):
+                lmdb_check.check(path, DATABASES)
+    assert refused
+
+
+def _refuses(path: Path) -> bool:
+    return bool(verify(str(path), subdir=False))
 
 
 def test_without_a_place_to_write_everything_is_in_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    with closing(ChunkIndex.open(tmp_path / "file" / "chunks.sqlite", STORE)) as index:
+    with closing(ChunkIndex.open(tmp_path / "file" / "chunks.lmdb", STORE)) as index:
         assert not index.on_disk
         index.add_pack(1, pack_name(1), footer(100, 1))
         index.add_pack(2, pack_name(2), footer(100, 2))
@@ -274,10 +294,10 @@ def test_without_a_place_to_write_everything_is_in_memory(tmp_path: Path) -> Non
 
 
 def test_what_could_not_be_written_is_found_in_memory_and_written_later(tmp_path: Path) -> None:
-    path = tmp_path / "chunks.sqlite"
-    with closing(ChunkIndex.open(path, STORE, timeout_s=0.05)) as index:
-        with closing(sqlite3.connect(path, isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
+    path = tmp_path / "chunks.lmdb"
+    with closing(ChunkIndex.open(path, STORE, lock_timeout_s=0.05)) as index:
+        with file_lock(path.with_name("chunks.lmdb.lock"), timeout_s=1) as held:
+            assert held
             index.add_pack(1, pack_name(1), footer(100, 1))
         assert index.indexed() == {1}
         assert_found(index, 1, footer(100, 1))
@@ -294,7 +314,7 @@ def test_a_full_disk_leaves_the_rest_in_memory(tmp_path: Path) -> None:
     ).returncode:
         pytest.skip("this container may not mount")
     try:
-        with closing(ChunkIndex.open(tmp_path / "chunks.sqlite", STORE)) as index:
+        with closing(ChunkIndex.open(tmp_path / "chunks.lmdb", STORE)) as index:
             for number in range(1, 12):
                 index.add_pack(number, pack_name(number), footer(1000, number))
             for number in range(1, 12):
@@ -305,7 +325,7 @@ def test_a_full_disk_leaves_the_rest_in_memory(tmp_path: Path) -> None:
 
 
 def test_the_boot_is_part_of_the_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = filled(tmp_path / "chunks.sqlite")
+    path = filled(tmp_path / "chunks.lmdb")
     (tmp_path / "boot_id").write_text("another boot\n")
     monkeypatch.setattr(module, "_BOOT_ID", tmp_path / "boot_id")
     with closing(ChunkIndex.open(path, STORE)) as index:

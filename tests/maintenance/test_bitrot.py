@@ -3,7 +3,7 @@ Nothing else, and nobody dies of it.
 
 Packs, twins, documents, log, checkpoint and `ckptstore.json` are tried byte by byte in this
 process. Catalog and chunk index are tried in processes of their own (`turned_bits`), because SQLite
-could take one down: a sample of their bytes, in `make soak` every byte.
+and liblmdb could take one down: a sample of their bytes, in `make soak` every byte.
 """
 
 import random
@@ -202,7 +202,7 @@ def _turn_bits(
     tiny_store: Path, scratch: Path, name: str, choose: Callable[[bytes], Sequence[int]]
 ) -> tuple[int, int]:
     """How many bytes meant nothing to the library, and how many were tried with a store."""
-    chosen = sorted(choose((tiny_store / "index" / INDEXES[name]).read_bytes()))
+    chosen = sorted(choose((tiny_store / "index" / INDEXES[name].path).read_bytes()))
     same = tried = 0
     for first in range(0, len(chosen), A_PROCESS):
         trials, room = scratch / "trials", scratch / "room"

@@ -60,8 +60,8 @@ def of_another_store(path: Path, old: Path, other: Path) -> None:
 
 FILES = {
     "catalog": ("catalog.sqlite",),
-    "chunk index": ("chunks.sqlite",),
-    "both": ("catalog.sqlite", "chunks.sqlite"),
+    "chunk index": ("chunks.lmdb/data.mdb",),
+    "both": ("catalog.sqlite", "chunks.lmdb/data.mdb"),
 }
 HOW = (remove, truncate, empty, fill_with_noise, old_copy, of_another_store)
 

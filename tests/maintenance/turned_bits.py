@@ -1,33 +1,52 @@
 """What does a trainer make of an index in which one bit has turned? Asked in a process of its own,
-which SQLite could end.
+which SQLite or liblmdb could end.
 
-The library is asked first. If it finds nothing wrong with the file, and reads every row as it was,
-then whoever asks it goes on as before. Otherwise, for the bytes that say what file it is, and once
-in `SAMPLED` anyway, a store is opened over the file, asked, restored, and committed to.
+The library is asked first. If it finds nothing wrong with the file, reads every row or record as it
+was, and can write them anew, then whoever asks it goes on as before. Otherwise, for the bytes that
+say what file it is, and once in `SAMPLED` anyway, a store is opened over the file, asked, restored,
+and committed to.
 """
 
 import shutil
 import sqlite3
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import torch
 
 import ckptstore
+from ckptstore.index.chunks import lmdb_check
+from ckptstore.index.chunks.lmdb_env import DATABASES, UNSOUND
 from tests.maintenance.stores import assert_equal
 
 SAMPLED = 200
-HEADER_BYTES = 100
-"""Of a SQLite file."""
+PAGE_BYTES = 4096
 STEPS = (1, 2)
 REFS = {"t": 2, "1": 1, "2": 2, "latest": 2, "latest~1": 1, "best:loss": 1}
 """What may be asked for, and the step that it is."""
 
 Found = Any
 """What a library gave; None if it found fault with its file."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """`path` of a file below the folder of the indexes. The first `head` bytes of its first `pages`
+    say what kind of file it is."""
+
+    path: str
+    head: int
+    pages: int
+    look: Callable[[Path], Found]
+
+    def says_what_it_is(self, offset: int) -> bool:
+        return offset < self.pages * PAGE_BYTES and offset % PAGE_BYTES < self.head
 
 
 def tiny(step: int) -> dict[str, Any]:
@@ -59,17 +78,54 @@ def rows(path: Path) -> Found:
         return None
 
 
-INDEXES = {"catalog": "catalog.sqlite", "chunk index": "chunks.sqlite"}
+def records(path: Path) -> Found:
+    """Every record of an LMDB file that the product would open, and again after each was written
+    anew."""
+    try:
+        lmdb_check.check(path, DATABASES)
+        with lmdb.open(
+            str(path.parent), max_dbs=len(DATABASES), map_size=1 << 24, sync=False, metasync=False
+        ) as env:
+            databases = [env.open_db(name) for name in DATABASES]
+            found = [list(_records(env, database)) for database in databases]
+            with env.begin(write=True) as txn:
+                for database, there in zip(databases, found, strict=True):
+                    for key, value in there:
+                        txn.delete(key, db=database)
+                        txn.put(key, value, db=database)
+                    txn.put(b"\xff" * len(there[0][0]) if there else b"new", b"new", db=database)
+            return (
+                found,
+                [list(_records(env, database)) for database in databases],
+                env.info()["last_txnid"],
+            )
+    except UNSOUND:
+        return None
+
+
+def _records(env: "lmdb.Environment[bytes]", database: Any) -> Iterator[tuple[bytes, bytes]]:
+    with env.begin(database) as txn:
+        yield from txn.cursor()
+
+
+INDEXES = {
+    "catalog": Index("catalog.sqlite", 100, 1, rows),
+    "chunk index": Index("chunks.lmdb/data.mdb", 256, 2, records),
+}
+"""A SQLite file begins with a header of 100 bytes; an LMDB file has one of 152 in each of its first
+two pages."""
 
 
 class Trials:
     """The same store again and again, with another bit turned in one of its indexes."""
 
-    def __init__(self, index: str, whole: Path, scratch: Path) -> None:
+    def __init__(self, index: Index, whole: Path, scratch: Path) -> None:
         self._index, self._whole, self._place = index, whole, scratch / "store"
-        self._bytes = (whole / "index" / index).read_bytes()
+        self._bytes = (whole / "index" / index.path).read_bytes()
         self._looked_at = scratch / "looked-at" / "file"
         self._looked_at.parent.mkdir()
+        if index.look is records:
+            self._looked_at = self._looked_at.with_name("data.mdb")
         with ckptstore.open(shutil.copytree(whole, scratch / "asked")) as store:
             self._ids = {info.step: info.id for info in store.log()}
         self._wanted = self._look(self._bytes)
@@ -79,21 +135,25 @@ class Trials:
         """Who was asked in the end."""
         turned = bytearray(self._bytes)
         turned[offset] ^= 1 << bit
-        if offset >= HEADER_BYTES and n % SAMPLED and self._look(turned) == self._wanted:
+        if (
+            not self._index.says_what_it_is(offset)
+            and n % SAMPLED
+            and self._look(turned) == self._wanted
+        ):
             return "library"
         self._try(turned)
         return "store"
 
     def _look(self, data: bytes) -> Found:
         self._looked_at.write_bytes(data)
-        return rows(self._looked_at)
+        return self._index.look(self._looked_at)
 
     def _try(self, turned: bytes) -> None:
         """Whatever else may follow from it, each name is that of the right commit, that is whole,
         and the next one can be made."""
         shutil.rmtree(self._place, ignore_errors=True)
         shutil.copytree(self._whole, self._place)
-        (self._place / "index" / self._index).write_bytes(turned)
+        (self._place / "index" / self._index.path).write_bytes(turned)
         with ckptstore.open(self._place) as store:
             assert len(store.log()) <= len(STEPS)
             store.runs(), store.tags()

@@ -11,8 +11,8 @@ from ckptstore.core.ids import ChunkId, PackId, pack_key, pack_session, twin_key
 from ckptstore.core.model import PackEntry
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import Corrupt, NotFound, Unavailable
-from ckptstore.index.chunk_records import remains
 from ckptstore.index.chunks import ChunkIndex
+from ckptstore.index.chunks.lmdb_salvage import remains
 from ckptstore.log.fold import Pack, State
 from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.report import Finding, Kind, Severity

@@ -1,17 +1,17 @@
 """Records of the chunk index: 32 bytes per chunk, with a checksum over store, chunk id and every
 field.
 
-A batch is encoded and checked at once with numpy, never chunk by chunk.
+A batch is encoded and checked at once with numpy, never chunk by chunk. `MemoryRecords` holds the
+records that could not be written to disk. As on disk, the pack added last wins.
 """
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from itertools import repeat
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.core.config import MIB
 from ckptstore.core.ids import CHUNK_ID_BYTES, PackId, StoreId, digest
 
 LOCATION_DTYPE = np.dtype(
@@ -27,14 +27,10 @@ width. `found` is 0 if unknown."""
 
 Locations: TypeAlias = npt.NDArray[np.void]
 RECORD_BYTES = LOCATION_DTYPE.itemsize
-NUMBER_BYTES = 4
-"""Of a pack's number."""
+NOTHING = bytes(RECORD_BYTES)
 
 _ID = np.dtype(f"V{CHUNK_ID_BYTES}")
-_DISTANCE = CHUNK_ID_BYTES + NUMBER_BYTES
-"""From a chunk id to its record: the primary key of a SQLite row comes first."""
-_FIELDS: Mapping[str, tuple[Any, ...]] = LOCATION_DTYPE.fields or {}
-_FOUND: int = _FIELDS["found"][1]
+_RECORD = np.dtype(f"V{RECORD_BYTES}")
 _CHECK_WORD = RECORD_BYTES // 8 - 1
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(29)
@@ -69,7 +65,7 @@ def encode(
 
 
 def decode(seed: int, ids: npt.NDArray[np.void], records: bytearray) -> tuple[Locations, bool]:
-    """The records of `ids`, zeros for absent ones, and whether all are sound. Damaged ones
+    """The records of `ids`, `NOTHING` for absent ones, and whether all are sound. Damaged ones
     count as absent."""
     rows = np.frombuffer(records, LOCATION_DTYPE)
     if records.count(0) == len(records):
@@ -80,6 +76,11 @@ def decode(seed: int, ids: npt.NDArray[np.void], records: bytearray) -> tuple[Lo
     damaged = wrong & np.frombuffer(records, np.uint64).reshape(-1, RECORD_BYTES // 8).any(axis=1)
     rows[wrong] = np.zeros((), LOCATION_DTYPE)
     return rows, not damaged.any()
+
+
+def as_values(rows: Locations) -> list[bytes]:
+    values: list[bytes] = rows.view(_RECORD).tolist()
+    return values
 
 
 def checks(seed: int, ids: npt.NDArray[np.void], rows: Locations) -> npt.NDArray[np.uint64]:
@@ -111,32 +112,36 @@ def _pack_check(seed: int, number: int, pack: bytes) -> bytes:
     return digest(seed.to_bytes(8, "little") + number.to_bytes(4, "little") + pack)[:8]
 
 
-def remains(path: Path, store: StoreId) -> Iterator[tuple[npt.NDArray[np.void], Locations]]:
-    """Chunk ids and records of `store` in the index at `path`, in blocks; none without a readable
-    file.
-
-    Only the index knows the content of a pack whose footer is lost, and a damaged index is
-    recreated when it is opened. So `repair` first searches the file for records that match their
-    checksums, without SQLite. Some may be stale: a record counts only if the bytes at its location
-    match the chunk's id.
-    """
-    seed, tail = seed_of(store), b""
-    try:
-        with path.open("rb") as file:
-            while block := file.read(MIB):
-                data = np.frombuffer(tail + block, np.uint8)
-                yield _in_block(data, seed)
-                tail = data[-(_DISTANCE + RECORD_BYTES - 1) :].tobytes()
-    except OSError:
-        return
+_Contents = tuple[npt.NDArray[np.void], Locations]
 
 
-def _in_block(data: npt.NDArray[np.uint8], seed: int) -> tuple[npt.NDArray[np.void], Locations]:
-    count = max(0, len(data) - _DISTANCE - RECORD_BYTES + 1)
-    starts = np.flatnonzero(data[_DISTANCE + _FOUND : _DISTANCE + _FOUND + count] == 1)
-    ids = ids_of(data[starts[:, None] + np.arange(CHUNK_ID_BYTES)].tobytes())
-    rows = np.frombuffer(
-        data[starts[:, None] + _DISTANCE + np.arange(RECORD_BYTES)].tobytes(), LOCATION_DTYPE
-    )
-    sound = checks(seed, ids, rows) == rows["check"]
-    return ids[sound], rows[sound]
+class MemoryRecords:
+    """Records by chunk id, by pack. The caller serializes access."""
+
+    def __init__(self) -> None:
+        self.packs: dict[int, PackId] = {}
+        self._contents: dict[int, _Contents] = {}
+        self._by_id: dict[bytes, bytes] = {}
+
+    def add(self, number: int, pack: PackId, ids: npt.NDArray[np.void], rows: Locations) -> None:
+        if self.packs.get(number, pack) != pack:
+            self.drop([number])
+        self._by_id.update(zip(ids.tolist(), as_values(rows), strict=True))
+        self._contents[number] = ids, rows
+        self.packs[number] = pack
+
+    def contents(self, number: int) -> _Contents:
+        """Ids and records of a pack as they were added."""
+        return self._contents[number]
+
+    def get(self, ids: Iterable[bytes]) -> bytearray:
+        return bytearray().join(map(self._by_id.get, ids, repeat(NOTHING)))
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        gone = self.packs.keys() & set(numbers)
+        for number in gone:
+            del self.packs[number], self._contents[number]
+        if gone:
+            self._by_id = {}
+            for ids, rows in self._contents.values():
+                self._by_id.update(zip(ids.tolist(), as_values(rows), strict=True))
