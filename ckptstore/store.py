@@ -25,7 +25,7 @@ from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import agreed, on_all
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.internals import PendingCommit, RanksArguments, StoreInternals
-from ckptstore.log.resolve import Resolved, newest_first
+from ckptstore.log.state import Resolved, newest_first
 from ckptstore.maintenance.mirror.tiers import Tier
 from ckptstore.maintenance.retention import remove_tag, set_tag
 from ckptstore.maintenance_api import Maintenance

@@ -1,5 +1,5 @@
 """Alembic migrations that bring a catalog of an older ckptstore to the current tables.
 
 A catalog can always be folded anew from the log; migrating spares a large store that.
-`index.catalog_file` runs the migrations.
+`index.tables` runs the migrations.
 """

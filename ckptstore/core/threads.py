@@ -6,7 +6,7 @@ calling thread. A server without a thread is `Unavailable`.
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -26,6 +26,13 @@ def start(thread: threading.Thread, why: str) -> None:
             f"{why}: {error}; raise the limit of processes (ulimit -u, or the container's pids), "
             "or end others, and repeat"
         ) from error
+
+
+def pauses(first_s: float, longest_s: float) -> Iterator[float]:
+    """The waits between attempts: each is twice the one before, up to the longest."""
+    while True:
+        yield first_s
+        first_s = min(2 * first_s, longest_s)
 
 
 def behind(work: Callable[[], object], name: str) -> threading.Thread | None:

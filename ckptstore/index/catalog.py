@@ -7,45 +7,38 @@ holds the write lock for a limited time, and is skipped if the lock is busy.
 """
 
 import os
+import re
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
+from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeAlias
+from typing import Any, Concatenate, ParamSpec
 
-from sqlalchemy import Connection, bindparam, insert, select, update
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy import Connection, StaticPool, TextClause, create_engine, text
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from ckptstore.core.ids import CommitId, StoreId
 from ckptstore.core.model import Schema
 from ckptstore.errors import Corrupt
-from ckptstore.index import catalog_file
-from ckptstore.index.catalog_file import UNUSABLE, CatalogFile, cause
-from ckptstore.index.catalog_fold import CatalogFold, leaf_rows
-from ckptstore.index.catalog_sqlite import is_busy
-from ckptstore.index.queries import KINDS, Queries, Rows, ShardInfo
-from ckptstore.index.tables import commits, leaves, position, schemas, shards
+from ckptstore.index import sqlite_file
+from ckptstore.index.catalog_fold import add_schema, add_shards, fold_entries
+from ckptstore.index.catalog_sqlite import catalog_error, is_busy, is_current
+from ckptstore.index.queries import Queries, Rows, ShardInfo
+from ckptstore.index.sqlite_file import LOCK_TIMEOUT_S, inode, prepare
+from ckptstore.index.tables import make_tables, migrate
 from ckptstore.log.entries import Entry, Position
 
 P = ParamSpec("P")
-Within: TypeAlias = AbstractContextManager[object]
 
 _SLICE = 500
-_POSITION = select(position.c.n, position.c.hash, position.c.bytes)
-_UNFILLED = select(schemas.c.number).where(
-    schemas.c.id == bindparam("key"), schemas.c.leaves.is_(None)
-)
-_FILLED = (
-    update(schemas).where(schemas.c.number == bindparam("key")).values(leaves=bindparam("count"))
-)
-_LEAVES = insert(leaves)
-_COMMIT = select(commits.c.n).where(commits.c.id == bindparam("key"))
-_SHARDS = insert(shards)
-_SHARDED = select(shards.c.n).where(shards.c.n == bindparam("key")).limit(1)
-_KIND = {kind: number for number, kind in enumerate(KINDS)}
+UNUSABLE = (SQLAlchemyError, ValueError)
+"""Errors of a misbehaving database. SQLite returns the names and texts of a damaged file unchecked.
+"""
+
+_REVISION = re.compile(r"\d{4}")
 
 
 class Catalog:
@@ -53,9 +46,9 @@ class Catalog:
 
     def __init__(self, path: Path | None, store: StoreId) -> None:
         self._path, self._store = path, store
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._file: CatalogFile | None = None
-        _catalogs.add(self)
+        sqlite_file.survive_forks(self)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], store: StoreId) -> "Catalog":
@@ -76,7 +69,7 @@ class Catalog:
     @property
     def in_memory(self) -> bool:
         """Whether it is lost when the process ends."""
-        with self._lock:
+        with self.lock:
             return self._opened().in_memory
 
     def position(self) -> Position:
@@ -89,7 +82,7 @@ class Catalog:
 
         They raise `Corrupt` once this catalog has closed that file.
         """
-        with self._lock:
+        with self.lock:
             return Queries(partial(self._ask, self._opened()))
 
     def fold(self, entries: Iterable[Entry]) -> bool:
@@ -120,14 +113,14 @@ class Catalog:
 
     def reset(self) -> None:
         """Start again with empty tables: for `reindex`, and for a catalog ahead of its log."""
-        with self._lock:
+        with self.lock:
             self.close()
             if self._path:
-                catalog_file.remove(self._path)
+                sqlite_file.remove(self._path)
 
     def close(self) -> None:
         """Close the connection; the next use opens it again."""
-        with self._lock:
+        with self.lock:
             if self._file:
                 self._file.close()
                 self._file = None
@@ -137,7 +130,7 @@ class Catalog:
     ) -> bool:
         """Run `work` in one transaction. A catalog found to be damaged is replaced by an empty
         one."""
-        with self._lock:
+        with self.lock:
             try:
                 with _transaction(self._opened().connection) as connection:
                     return work(connection, *args, **kwargs)
@@ -146,20 +139,20 @@ class Catalog:
                     self.reset()
                 return False
 
-    def _ask(self, file: CatalogFile, sql: str, values: Mapping[str, Any]) -> Rows:
-        with self._lock:
+    def _ask(self, file: "CatalogFile", sql: str, values: Mapping[str, Any]) -> Rows:
+        with self.lock:
             if file is not self._file:
                 raise Corrupt(
                     f"the catalog {self._path or 'in memory'} was closed or replaced while it was "
                     "asked; ask again"
                 )
             try:
-                return catalog_file.ask(file.connection, sql, values)
+                return ask(file.connection, sql, values)
             except Corrupt:
                 self.reset()
                 raise
 
-    def _opened(self) -> CatalogFile:
+    def _opened(self) -> "CatalogFile":
         """The file at the path, opened if necessary."""
         if self._file and self._file.replaced():
             self.close()
@@ -167,26 +160,15 @@ class Catalog:
             self._file = CatalogFile(self._path, self._store)
         return self._file
 
-    def _after_fork(self) -> None:
-        """After a fork, the lock may be held by a thread of the parent, and SQLite connections must
-        not be shared."""
-        self._lock = threading.RLock()
+    def forked(self) -> None:
+        """Leave the parent's connection open: closing it would checkpoint its write-ahead log."""
         if self._file:
             _abandoned.append(self._file)
             self._file = None
 
 
-_catalogs: "weakref.WeakSet[Catalog]" = weakref.WeakSet()
-_abandoned: list[CatalogFile] = []
+_abandoned: "list[CatalogFile]" = []
 """Connections of the parent process, never closed here."""
-
-
-def _forked() -> None:
-    for catalog in _catalogs:
-        catalog._after_fork()
-
-
-os.register_at_fork(after_in_child=_forked)
 
 
 @contextmanager
@@ -201,63 +183,134 @@ def _transaction(connection: Connection) -> Iterator[Connection]:
         raise
 
 
-def fold_entries(
-    connection: Connection,
-    entries: Sequence[Entry],
-    *,
-    at: Position | None = None,
-    at_once: Callable[[Connection], Within] = nullcontext,
-) -> bool:
-    """Fold `entries` within a transaction; False if they do not follow the position, which is `at`
-    if the caller knows it.
+class CatalogFile:
+    """A connection to the catalog of `store` at `path`, or in memory if `path` is None or
+    unusable."""
 
-    `at_once` wraps statements whose results nobody needs.
-    """
-    at = at or Position(*connection.execute(_POSITION).one())
-    new = [entry for entry in entries if entry.n > at.n]
-    if not new:
-        return True
-    if (new[0].n - 1, new[0].prev_hash, new[0].prev_bytes) != at:
+    def __init__(self, path: Path | None, store: StoreId) -> None:
+        self._file: tuple[Path, int] | None = None
+        if path and _prepare(path, store):
+            there = inode(path)
+            # The disk may also fail between the two calls.
+            with suppress(*UNUSABLE):
+                self.connection = _connect(path)
+                self._file = path, there
+        if self._file is None:
+            self.connection = _fill(_connect(None), store)
+
+    @property
+    def in_memory(self) -> bool:
+        return self._file is None
+
+    def replaced(self) -> bool:
+        """Whether the path leads to another file now."""
+        return self._file is not None and inode(self._file[0]) != self._file[1]
+
+    def close(self) -> None:
+        _close(self.connection)
+
+
+def ask(connection: Connection, sql: str, values: Mapping[str, Any]) -> Rows:
+    """Run a query of `index.queries`."""
+    try:
+        return connection.execute(_text(sql), values).fetchall()
+    except UNUSABLE as error:
+        raise catalog_error(cause(error), str(connection.engine.url.database)) from error
+
+
+def cause(error: BaseException) -> BaseException:
+    """The database's own error behind an SQLAlchemy error."""
+    return (error.orig if isinstance(error, DBAPIError) else None) or error
+
+
+def _prepare(path: Path, store: StoreId) -> bool:
+    """Ensure that the catalog of `store` is at `path`; False if that is impossible."""
+    try:
+        return prepare(
+            path,
+            lambda exclusive: _usable(path, store, migrate=exclusive),
+            lambda new: _close(_fill(_connect(new, journal="DELETE"), store)),
+        )
+    except (OSError, SQLAlchemyError):
         return False
-    folding = CatalogFold(connection)
-    for entry in new:
-        folding.add(entry)
-    with at_once(connection):
-        folding.finish(new[-1])
-    return True
 
 
-def add_schema(connection: Connection, schema_id: str, schema: Schema) -> bool:
-    """Add the leaves of a schema within a transaction."""
-    number = connection.execute(_UNFILLED, {"key": schema_id}).scalar()
-    if number is not None:
-        kinds = map(_KIND.__getitem__, schema.kinds)
-        columns = zip(
-            schema.paths, kinds, schema.dtypes, schema.shapes, schema.aliases, strict=True
-        )
-        if rows := list(leaf_rows(number, columns)):
-            connection.execute(_LEAVES, rows)
-        connection.execute(_FILLED, {"key": number, "count": len(schema)})
-    return True
+def _usable(path: Path, store: StoreId, *, migrate: bool) -> bool:
+    """Whether the file is a current catalog of `store`; with `migrate`, after migrating it.
+
+    Raises if that cannot be told now.
+    """
+    try:
+        connection = _connect(path)
+        try:
+            return is_current(lambda sql, values: _rows(connection, sql, values), store) or (
+                migrate and _migrated(connection, store)
+            )
+        finally:
+            _close(connection)
+    except UNUSABLE as error:
+        if is_busy(cause(error)):
+            raise
+        return False
 
 
-def add_shards(connection: Connection, commit: CommitId, boxes: Sequence[ShardInfo]) -> bool:
-    """Add the boxes of a commit within a transaction."""
-    n = connection.execute(_COMMIT, {"key": commit}).scalar()
-    if n is not None and boxes and not connection.execute(_SHARDED, {"key": n}).first():
-        connection.execute(
-            _SHARDS, [_shard_row(n, number, box) for number, box in enumerate(boxes)]
-        )
-    return True
+def _migrated(connection: Connection, store: StoreId) -> bool:
+    """Whether tables of an older revision were migrated; tables of a newer or foreign one are left
+    alone."""
+    from alembic.util import CommandError
+
+    if [row[0] for row in _rows(connection, "SELECT store FROM position", {})] != [store]:
+        return False
+    # Alembic takes an unknown revision for a command (`-1` goes one back), and stops the process
+    # over others.
+    if not all(
+        _REVISION.fullmatch(str(row[0]))
+        for row in _rows(connection, "SELECT version_num FROM alembic_version", {})
+    ):
+        return False
+    try:
+        migrate(connection)
+    except CommandError:
+        return False
+    return is_current(lambda sql, values: _rows(connection, sql, values), store)
 
 
-def _shard_row(n: int, number: int, box: ShardInfo) -> dict[str, Any]:
-    offsets, lengths = (",".join(map(str, numbers)) for numbers in (box.offsets, box.lengths))
-    return {
-        "n": n,
-        "number": number,
-        "path": box.path,
-        "rank": box.rank,
-        "offsets": offsets,
-        "lengths": lengths,
-    }
+def _connect(path: Path | None, *, journal: str = "WAL") -> Connection:
+    """One connection for all threads, which serialize their use; transactions are begun
+    explicitly."""
+    engine = create_engine(
+        URL.create("sqlite", database=str(path) if path else None),
+        isolation_level="AUTOCOMMIT",
+        poolclass=StaticPool,
+        connect_args={"timeout": LOCK_TIMEOUT_S, "check_same_thread": False},
+    )
+    connection = engine.connect()
+    try:
+        for pragma in (f"journal_mode={journal}", "synchronous=NORMAL", "temp_store=MEMORY"):
+            connection.exec_driver_sql(f"PRAGMA {pragma}")
+    except UNUSABLE:
+        _close(connection)
+        raise
+    return connection
+
+
+def _fill(connection: Connection, store: StoreId) -> Connection:
+    """Create the tables of an empty catalog."""
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
+    make_tables(connection, store)
+    connection.exec_driver_sql("COMMIT")
+    return connection
+
+
+def _close(connection: Connection) -> None:
+    connection.close()
+    connection.engine.dispose()
+
+
+def _rows(connection: Connection, sql: str, values: Mapping[str, Any]) -> Rows:
+    return connection.execute(_text(sql), values).fetchall()
+
+
+@lru_cache(maxsize=256)
+def _text(sql: str) -> TextClause:
+    return text(sql)

@@ -7,13 +7,15 @@ where they change: a commit may reuse all packs, but few of them are condemned.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, Table, bindparam, delete, insert, select, text, update
 
 from ckptstore.core.ids import CommitId
-from ckptstore.core.model import PackRecord
+from ckptstore.core.model import PackRecord, Schema
+from ckptstore.index.queries import KINDS, ShardInfo
 from ckptstore.index.tables import (
     commit_trees,
     commits,
@@ -33,10 +35,11 @@ from ckptstore.log.entries import (
     Delete,
     Entry,
     Forget,
+    Position,
     Register,
     Tag,
     Undelete,
-    encode_again,
+    encode_entry,
 )
 
 _INSERTED = (entries, commits, parents, metrics, packs, commit_trees, tags)
@@ -63,9 +66,23 @@ _DROP_SCHEMA = (
     delete(leaves).where(leaves.c.schema == bindparam("key")),
     delete(schemas).where(schemas.c.number == bindparam("key")),
 )
-_POSITION = update(position).values(
+_SET_POSITION = update(position).values(
     n=bindparam("new_n"), hash=bindparam("new_hash"), bytes=bindparam("new_bytes")
 )
+
+_POSITION = select(position.c.n, position.c.hash, position.c.bytes)
+_UNFILLED = select(schemas.c.number).where(
+    schemas.c.id == bindparam("key"), schemas.c.leaves.is_(None)
+)
+_FILLED = (
+    update(schemas).where(schemas.c.number == bindparam("key")).values(leaves=bindparam("count"))
+)
+_LEAVES = insert(leaves)
+_SHARDS = insert(shards)
+_SHARDED = select(shards.c.n).where(shards.c.n == bindparam("key")).limit(1)
+_KIND = {kind: number for number, kind in enumerate(KINDS)}
+
+Within: TypeAlias = AbstractContextManager[object]
 
 
 class CatalogFold:
@@ -81,7 +98,7 @@ class CatalogFold:
     def add(self, entry: Entry) -> None:
         """Fold the next entry."""
         body, n = entry.body, entry.n
-        self._rows[entries].append({"n": n, "data": encode_again(entry)})
+        self._rows[entries].append({"n": n, "data": encode_entry(entry)})
         match body:
             case Commit():
                 self._commit(body, n, entry.time_ns)
@@ -107,7 +124,7 @@ class CatalogFold:
         """Write the gathered rows; the catalog's position is `last` afterwards."""
         self._flush()
         self._connection.execute(
-            _POSITION, {"new_n": last.n, "new_hash": last.hash, "new_bytes": last.bytes}
+            _SET_POSITION, {"new_n": last.n, "new_hash": last.hash, "new_bytes": last.bytes}
         )
 
     def _commit(self, body: Commit, n: int, time_ns: int) -> None:
@@ -230,3 +247,65 @@ def leaf_rows(
             "shape": lengths,
             "alias": alias,
         }
+
+
+def fold_entries(
+    connection: Connection,
+    entries: Sequence[Entry],
+    *,
+    at: Position | None = None,
+    at_once: Callable[[Connection], Within] = nullcontext,
+) -> bool:
+    """Fold `entries` within a transaction; False if they do not follow the position, which is `at`
+    if the caller knows it.
+
+    `at_once` wraps statements whose results nobody needs.
+    """
+    at = at or Position(*connection.execute(_POSITION).one())
+    new = [entry for entry in entries if entry.n > at.n]
+    if not new:
+        return True
+    if (new[0].n - 1, new[0].prev_hash, new[0].prev_bytes) != at:
+        return False
+    folding = CatalogFold(connection)
+    for entry in new:
+        folding.add(entry)
+    with at_once(connection):
+        folding.finish(new[-1])
+    return True
+
+
+def add_schema(connection: Connection, schema_id: str, schema: Schema) -> bool:
+    """Add the leaves of a schema within a transaction."""
+    number = connection.execute(_UNFILLED, {"key": schema_id}).scalar()
+    if number is not None:
+        kinds = map(_KIND.__getitem__, schema.kinds)
+        columns = zip(
+            schema.paths, kinds, schema.dtypes, schema.shapes, schema.aliases, strict=True
+        )
+        if rows := list(leaf_rows(number, columns)):
+            connection.execute(_LEAVES, rows)
+        connection.execute(_FILLED, {"key": number, "count": len(schema)})
+    return True
+
+
+def add_shards(connection: Connection, commit: CommitId, boxes: Sequence[ShardInfo]) -> bool:
+    """Add the boxes of a commit within a transaction."""
+    n = connection.execute(_COMMIT, {"key": commit}).scalar()
+    if n is not None and boxes and not connection.execute(_SHARDED, {"key": n}).first():
+        connection.execute(
+            _SHARDS, [_shard_row(n, number, box) for number, box in enumerate(boxes)]
+        )
+    return True
+
+
+def _shard_row(n: int, number: int, box: ShardInfo) -> dict[str, Any]:
+    offsets, lengths = (",".join(map(str, numbers)) for numbers in (box.offsets, box.lengths))
+    return {
+        "n": n,
+        "number": number,
+        "path": box.path,
+        "rank": box.rank,
+        "offsets": offsets,
+        "lengths": lengths,
+    }

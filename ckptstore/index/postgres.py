@@ -23,10 +23,10 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from ckptstore.core.ids import CommitId, StoreId
 from ckptstore.core.model import Schema
 from ckptstore.core.redaction import redact, without
-from ckptstore.core.threads import start
+from ckptstore.core.threads import pauses, start
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, ReadOnly, Unavailable
-from ckptstore.index.catalog import add_schema, add_shards
-from ckptstore.index.catalog_file import cause
+from ckptstore.index.catalog import cause
+from ckptstore.index.catalog_fold import add_schema, add_shards
 from ckptstore.index.queries import Queries, Rows, ShardInfo
 from ckptstore.log.entries import Entry, Position
 
@@ -79,15 +79,15 @@ class Database:
 
     def repeat(self, attempt: Callable[[], T]) -> T:
         """Retry `attempt` until it does not raise `Lost`, or until the deadline."""
-        deadline, pause_s = time.monotonic() + self._deadline_s, _FIRST_PAUSE_S
-        while True:
+        deadline = time.monotonic() + self._deadline_s
+        for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             try:
                 return attempt()
             except Lost:
                 if time.monotonic() + pause_s > deadline:
                     raise
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        raise AssertionError("pauses do not end")
 
     @contextmanager
     def transaction(

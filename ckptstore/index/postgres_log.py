@@ -18,11 +18,10 @@ from sqlalchemy import Connection, text
 
 from ckptstore.core.ids import StoreId, log_key
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
-from ckptstore.index import catalog_file
-from ckptstore.index.catalog import fold_entries
-from ckptstore.index.catalog_file import make_tables
+from ckptstore.index.catalog_fold import fold_entries
 from ckptstore.index.catalog_sqlite import REVISION
 from ckptstore.index.postgres import Database, Lost, at_once, quoted
+from ckptstore.index.tables import make_tables, migrate
 from ckptstore.log.entries import Entry, Position, decode_entry
 from ckptstore.storage.contract import Storage
 
@@ -125,7 +124,7 @@ class PostgresLog:
 
     def migrate(self) -> None:
         """Migrate the tables to this version of ckptstore."""
-        self.database.write(catalog_file.migrate)
+        self.database.write(migrate)
 
     def fill(self, entries: Sequence[Entry]) -> None:
         """Fold entries of the store's own log that follow the last one here."""

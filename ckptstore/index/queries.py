@@ -1,7 +1,7 @@
 """Catalog queries: portable SQL with named parameters, for any connection.
 
 `index.catalog_sqlite` runs them with the standard library alone, `Catalog.queries` through
-SQLAlchemy. Answers are as of the last folded log entry. `index.query_refs` resolves refs.
+SQLAlchemy. Answers are as of the last folded log entry.
 """
 
 import math
@@ -30,7 +30,7 @@ from ckptstore.index.rows import (
     typed,
 )
 from ckptstore.log.entries import Position
-from ckptstore.log.resolve import circular
+from ckptstore.log.state import circular
 
 Ask: TypeAlias = Callable[[str, Mapping[str, Any]], Rows]
 
@@ -185,12 +185,8 @@ class Queries:
 
     def missing_schemas(self) -> list[str]:
         """The schemas that commits name and whose leaves are missing."""
-        return [
-            row[0]
-            for row in self._rows(
-                (str,), "SELECT id FROM schemas WHERE leaves IS NULL ORDER BY number"
-            )
-        ]
+        sql = "SELECT id FROM schemas WHERE leaves IS NULL ORDER BY number"
+        return [row[0] for row in self._rows((str,), sql)]
 
     def shards(self, commit: CommitId) -> list[ShardInfo]:
         """The boxes of a multi-rank commit; none for a commit of one rank."""
@@ -250,29 +246,27 @@ class Queries:
         return self._rows(types, sql, one=True)[0]
 
     def _step(self, ref: Step, run: str | None) -> CommitId:
-        rows = self._newest("step = :step", run, step=ref.step)
-        if rows:
-            return CommitId(rows[0][0])
+        if found := self._newest("step = :step", run, step=ref.step):
+            return found
         if ref.prefix and (ids := self._ids(ref.prefix)):
             return _only(ref.prefix, ids)
         raise NotFound(f"no commit of step {ref.step}{_of(run)}; {self._steps_near(ref.step, run)}")
 
     def _latest(self, run: str | None) -> CommitId:
-        if rows := self._newest("1 = 1", run):
-            return CommitId(rows[0][0])
+        if found := self._newest("1 = 1", run):
+            return found
         raise NotFound(f"no commit{_of(run)} yet; {self._runs_there()}")
 
     def _best(self, ref: Best, run: str | None) -> CommitId:
-        rows = self._rows(
-            (str,),
+        found = self._first_id(
             "SELECT c.id FROM metrics m JOIN commits c ON c.n = m.n WHERE m.name = :metric AND "
             "m.value IS NOT NULL AND c.forgotten = 0"
             f"{_run_test(run)} ORDER BY m.value {'DESC' if ref.order == 'max' else 'ASC'}, m.n "
             "DESC LIMIT 1",
             {"metric": ref.metric, "run": run},
         )
-        if rows:
-            return CommitId(rows[0][0])
+        if found:
+            return found
         sql = "SELECT DISTINCT name FROM metrics ORDER BY name LIMIT 20"
         names = [row[0] for row in self._rows((str,), sql)]
         raise NotFound(
@@ -282,8 +276,8 @@ class Queries:
 
     def _name(self, ref: Name) -> CommitId:
         sql = "SELECT commit_id FROM tags WHERE name = :name"
-        if rows := self._rows((str,), sql, {"name": ref.name}):
-            return CommitId(rows[0][0])
+        if found := self._first_id(sql, {"name": ref.name}):
+            return found
         if ref.prefix and (ids := self._ids(ref.prefix)):
             return _only(ref.prefix, ids)
         raise NotFound(
@@ -319,12 +313,16 @@ class Queries:
             )
         return CommitId(ancestor)
 
-    def _newest(self, test: str, run: str | None, **values: Any) -> Rows:
+    def _newest(self, test: str, run: str | None, **values: Any) -> CommitId | None:
         sql = (
             f"SELECT id FROM commits WHERE {test} AND forgotten = 0{_run_test(run)} ORDER BY n "
             "DESC LIMIT 1"
         )
-        return self._rows((str,), sql, {"run": run, **values})
+        return self._first_id(sql, {"run": run, **values})
+
+    def _first_id(self, sql: str, values: Mapping[str, Any]) -> CommitId | None:
+        rows = self._rows((str,), sql, values)
+        return CommitId(rows[0][0]) if rows else None
 
     def _ids(self, prefix: str) -> list[CommitId]:
         sql = "SELECT id FROM commits WHERE id >= :low AND id < :high ORDER BY id LIMIT 6"
@@ -354,8 +352,7 @@ class Queries:
         return f"there are no tags; {self._runs_there()}"
 
     def _runs_there(self) -> str:
-        runs = self.runs()
-        if runs:
+        if runs := self.runs():
             return f"runs with commits: {', '.join(info.run for info in runs[:10])}"
         return "the store has no commits"
 

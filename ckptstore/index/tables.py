@@ -5,10 +5,14 @@ which is shorter than its id. Times and byte counts are 64-bit; a metric that is
 NULL.
 """
 
+from pathlib import Path
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    Connection,
     Double,
     Index,
     Integer,
@@ -23,37 +27,60 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.sqlite import INTEGER
 
+from ckptstore.core.ids import StoreId
+from ckptstore.index.catalog_sqlite import REVISION
+from ckptstore.log.entries import origin
+
 metadata = MetaData()
 
 # SQLite uses a column of exactly this type as its row id, and then needs no other index.
 _Number = BigInteger().with_variant(INTEGER(), "sqlite")
 
+
+def _key(name: str, type_: Any = _Number) -> Column[Any]:
+    """A column of the primary key, which the caller gives."""
+    return Column(name, type_, primary_key=True, autoincrement=False)
+
+
+def _value(
+    name: str,
+    type_: Any = BigInteger,
+    *,
+    unique: bool | None = None,
+    index: bool | None = None,
+    default: str | None = None,
+) -> Column[Any]:
+    """A column that is never NULL."""
+    start = None if default is None else text(default)
+    return Column(name, type_, nullable=False, unique=unique, index=index, server_default=start)
+
+
 position = Table(
     "position",
     metadata,
-    Column("id", SmallInteger, primary_key=True, autoincrement=False),
-    Column("store", String(32), nullable=False),
-    Column("n", BigInteger, nullable=False),
-    Column("hash", String(64), nullable=False),
-    Column("bytes", BigInteger, nullable=False),
+    _key("id", SmallInteger),
+    _value("store", String(32)),
+    _value("n"),
+    _value("hash", String(64)),
+    _value("bytes"),
 )
 """One row: the last folded entry. `n` is 0 before the first."""
 
 commits = Table(
     "commits",
     metadata,
-    Column("n", _Number, primary_key=True, autoincrement=False),
-    Column("id", String(64), nullable=False, unique=True),
-    Column("content", String(64), nullable=False),
-    Column("session", String(24), nullable=False),
-    Column("run", Text, nullable=False),
+    _key("n"),
+    _value("id", String(64), unique=True),
+    _value("content", String(64)),
+    _value("session", String(24)),
+    _value("run", Text),
     Column("step", BigInteger),
-    Column("message", Text, nullable=False),
-    Column("time_ns", BigInteger, nullable=False),
-    Column("logical_bytes", BigInteger, nullable=False),
-    Column("new_bytes", BigInteger, nullable=False),
-    Column("leaves", BigInteger, nullable=False),
-    Column("forgotten", BigInteger, nullable=False, server_default=text("0")),
+    _value("message", Text),
+    _value("time_ns"),
+    _value("logical_bytes"),
+    _value("new_bytes"),
+    _value("leaves"),
+    _value("forgotten", default="0"),
     Index("commits_by_run", "run", "n"),
     Index("commits_by_step", "run", "step", "n"),
 )
@@ -62,17 +89,17 @@ commits = Table(
 parents = Table(
     "parents",
     metadata,
-    Column("n", _Number, primary_key=True, autoincrement=False),
-    Column("position", Integer, primary_key=True, autoincrement=False),
-    Column("parent", String(64), nullable=False),
+    _key("n"),
+    _key("position", Integer),
+    _value("parent", String(64)),
     sqlite_with_rowid=False,
 )
 
 metrics = Table(
     "metrics",
     metadata,
-    Column("n", _Number, primary_key=True, autoincrement=False),
-    Column("name", Text, primary_key=True),
+    _key("n"),
+    _key("name", Text),
     Column("value", Double),
     Index("metrics_by_value", "name", "value", "n"),
     sqlite_with_rowid=False,
@@ -81,20 +108,20 @@ metrics = Table(
 tags = Table(
     "tags",
     metadata,
-    Column("name", Text, primary_key=True),
-    Column("commit_id", String(64), nullable=False, index=True),
+    _key("name", Text),
+    _value("commit_id", String(64), index=True),
     sqlite_with_rowid=False,
 )
 
 packs = Table(
     "packs",
     metadata,
-    Column("number", _Number, primary_key=True, autoincrement=False),
-    Column("id", Text, nullable=False),
-    Column("bytes", BigInteger, nullable=False),
-    Column("chunks", BigInteger, nullable=False),
-    Column("metadata", Boolean, nullable=False),
-    Column("condemned", Boolean, nullable=False, server_default=text("false")),
+    _key("number"),
+    _value("id", Text),
+    _value("bytes"),
+    _value("chunks"),
+    _value("metadata", Boolean),
+    _value("condemned", Boolean, default="false"),
     Index(
         "packs_condemned",
         "number",
@@ -108,7 +135,7 @@ schemas = Table(
     "schemas",
     metadata,
     Column("number", _Number, primary_key=True, autoincrement=True),
-    Column("id", String(64), nullable=False, unique=True),
+    _value("id", String(64), unique=True),
     Column("leaves", BigInteger),
     Index(
         "schemas_missing",
@@ -122,22 +149,22 @@ schemas = Table(
 commit_trees = Table(
     "commit_trees",
     metadata,
-    Column("n", _Number, primary_key=True, autoincrement=False),
-    Column("key", Text, primary_key=True),
-    Column("schema", BigInteger, nullable=False, index=True),
+    _key("n"),
+    _key("key", Text),
+    _value("schema", index=True),
     sqlite_with_rowid=False,
 )
 
 leaves = Table(
     "leaves",
     metadata,
-    Column("schema", _Number, primary_key=True, autoincrement=False),
-    Column("number", Integer, primary_key=True, autoincrement=False),
-    Column("path", Text, nullable=False),
-    Column("kind", SmallInteger, nullable=False),
-    Column("dtype", Text, nullable=False),
-    Column("shape", Text, nullable=False),
-    Column("alias", Integer, nullable=False),
+    _key("schema"),
+    _key("number", Integer),
+    _value("path", Text),
+    _value("kind", SmallInteger),
+    _value("dtype", Text),
+    _value("shape", Text),
+    _value("alias", Integer),
     sqlite_with_rowid=False,
 )
 """One set of rows per schema, shared by its commits. `kind` indexes `queries.KINDS`; `shape` is
@@ -146,12 +173,12 @@ lengths with commas."""
 shards = Table(
     "shards",
     metadata,
-    Column("n", _Number, primary_key=True, autoincrement=False),
-    Column("number", Integer, primary_key=True, autoincrement=False),
-    Column("path", Text, nullable=False),
-    Column("rank", Integer, nullable=False),
-    Column("offsets", Text, nullable=False),
-    Column("lengths", Text, nullable=False),
+    _key("n"),
+    _key("number", Integer),
+    _value("path", Text),
+    _value("rank", Integer),
+    _value("offsets", Text),
+    _value("lengths", Text),
     sqlite_with_rowid=False,
 )
 """The rank that wrote each box of each leaf, for multi-rank commits."""
@@ -159,8 +186,8 @@ shards = Table(
 entries = Table(
     "entries",
     metadata,
-    Column("n", _Number, primary_key=True, autoincrement=False),
-    Column("data", LargeBinary, nullable=False),
+    _key("n"),
+    _value("data", LargeBinary),
 )
 """The bytes of the log's entries. `repair` restores a lost entry from them if its successor attests
 them."""
@@ -168,7 +195,38 @@ them."""
 revision = Table(
     "alembic_version",
     metadata,
-    Column("version_num", String(32), nullable=False),
+    _value("version_num", String(32)),
     PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
 )
 """Alembic's own table: the revision of `migrations/` of these tables."""
+
+
+def make_tables(connection: Connection, store: StoreId) -> None:
+    """Create the tables of an empty catalog within a transaction."""
+    metadata.create_all(connection, checkfirst=False)
+    start = origin(store)
+    connection.execute(revision.insert(), {"version_num": REVISION})
+    connection.execute(
+        position.insert(),
+        {"id": 1, "store": store, "n": start.n, "hash": start.hash, "bytes": start.bytes},
+    )
+
+
+def migrate(connection: Connection) -> None:
+    """Migrate the tables to `REVISION` from any revision, or from none."""
+    # The import costs 0.25 s and is needed once per release.
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(migrations()).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+def migrations() -> Path:
+    """The location of Alembic's scripts: inside an installed package, or beside it in a
+    checkout."""
+    package = Path(__file__).parents[1]
+    inside = package / "migrations"
+    return inside if inside.is_dir() else package.parent / "migrations"

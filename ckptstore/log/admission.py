@@ -5,7 +5,6 @@ commit that is not forgotten lies in a pack that the state lists as live. It is 
 an entry is appended.
 """
 
-import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -25,7 +24,7 @@ from ckptstore.log.entries import (
     Tag,
     Undelete,
 )
-from ckptstore.log.state import NEWEST_KEPT, State
+from ckptstore.log.state import NEWEST_KEPT, State, best
 
 
 class Code(StrEnum):
@@ -166,7 +165,21 @@ def _session_closed(state: State, session: SessionId) -> Refusal | None:
 def _packs_refused(
     state: State, session: SessionId, packs: tuple[PackRecord, ...]
 ) -> Refusal | None:
-    return _foreign(session, packs) or _known(state, packs) or _misnumbered(state, packs)
+    """Pack names are never reused: a listed pack's session has ended, so only repeats within the
+    entry are looked for."""
+    if refusal := _foreign(session, packs):
+        return refusal
+    if len({p.id for p in packs}) < len(packs):
+        return Refusal(
+            Code.PACKS_KNOWN, f"a pack is listed twice among {_few([p.id for p in packs])}"
+        )
+    numbers = [p.number for p in packs]
+    if numbers != list(range(state.next_pack, state.next_pack + len(packs))):
+        return Refusal(
+            Code.PACKS_MISNUMBERED,
+            f"new packs are numbered {_few(numbers)}; wanted them from {state.next_pack}",
+        )
+    return None
 
 
 def _foreign(session: SessionId, packs: tuple[PackRecord, ...]) -> Refusal | None:
@@ -181,81 +194,42 @@ def _foreign(session: SessionId, packs: tuple[PackRecord, ...]) -> Refusal | Non
     return None
 
 
-def _known(state: State, packs: tuple[PackRecord, ...]) -> Refusal | None:
-    """Pack names are never reused. A listed pack's session has ended, so only repeats within the
-    entry are checked here."""
-    if len({p.id for p in packs}) < len(packs):
-        return Refusal(
-            Code.PACKS_KNOWN, f"a pack is listed twice among {_few([p.id for p in packs])}"
-        )
-    return None
-
-
-def _misnumbered(state: State, packs: tuple[PackRecord, ...]) -> Refusal | None:
-    numbers = [p.number for p in packs]
-    if numbers != list(range(state.next_pack, state.next_pack + len(packs))):
-        return Refusal(
-            Code.PACKS_MISNUMBERED,
-            f"new packs are numbered {_few(numbers)}; wanted them from {state.next_pack}",
-        )
-    return None
-
-
 def _reused_gone(state: State, reused: frozenset[int]) -> Refusal | None:
-    if gone := _gone(state, reused):
-        return Refusal(
-            Code.PACKS_GONE,
-            f"packs {_few(gone)} are not listed any more; look their chunks up again",
-            packs=gone,
-        )
-    return None
+    return _packs(
+        Code.PACKS_GONE,
+        _gone(state, reused),
+        "are not listed any more; look their chunks up again",
+    )
 
 
 def _unlisted(state: State, numbers: frozenset[int]) -> Refusal | None:
-    if gone := _gone(state, numbers):
-        return Refusal(
-            Code.PACKS_GONE,
-            f"packs {_few(gone)} are not listed any more; leave them out",
-            packs=gone,
-        )
-    return None
+    return _packs(Code.PACKS_GONE, _gone(state, numbers), "are not listed any more; leave them out")
 
 
-def _gone(state: State, numbers: frozenset[int]) -> frozenset[int]:
-    return frozenset(number for number in numbers if number not in state.packs)
+def _gone(state: State, numbers: frozenset[int]) -> Iterable[int]:
+    return (number for number in numbers if number not in state.packs)
 
 
 def _still_live(state: State, numbers: Iterable[int]) -> Refusal | None:
-    if live := frozenset(number for number in numbers if state.packs[number].live):
-        return Refusal(
-            Code.PACKS_LIVE,
-            f"packs {_few(live)} are live; only condemned ones can be deleted",
-            packs=live,
-        )
-    return None
+    live = (number for number in numbers if state.packs[number].live)
+    return _packs(Code.PACKS_LIVE, live, "are live; only condemned ones can be deleted")
 
 
 def _not_condemnable(state: State, numbers: frozenset[int], mark: int) -> Refusal | None:
-    if refusal := _unlisted(state, numbers):
-        return refusal
-    if condemned := frozenset(number for number in numbers if not state.packs[number].live):
-        return Refusal(
-            Code.PACKS_CONDEMNED,
-            f"packs {_few(condemned)} are condemned already; leave them out",
-            packs=condemned,
-        )
-    return _stamped(state, numbers, mark)
+    condemned = (n for n in numbers if n in state.packs and not state.packs[n].live)
+    return (
+        _unlisted(state, numbers)
+        or _packs(Code.PACKS_CONDEMNED, condemned, "are condemned already; leave them out")
+        or _stamped(state, numbers, mark)
+    )
 
 
 def _stamped(state: State, numbers: Iterable[int], mark: int) -> Refusal | None:
     """A pack that an entry after the mark refers to holds chunks that the mark did not count."""
-    if stamped := frozenset(number for number in numbers if state.packs[number].stamp > mark):
-        return Refusal(
-            Code.PACKS_STAMPED,
-            f"packs {_few(stamped)} are referred to since the mark at {mark}; leave them out",
-            packs=stamped,
-        )
-    return None
+    stamped = (number for number in numbers if state.packs[number].stamp > mark)
+    return _packs(
+        Code.PACKS_STAMPED, stamped, f"are referred to since the mark at {mark}; leave them out"
+    )
 
 
 def _fenced(state: State, mark: int, fence: int) -> Refusal | None:
@@ -273,11 +247,8 @@ def _fenced(state: State, mark: int, fence: int) -> Refusal | None:
 
 
 def _commit_known(state: State, commit: CommitId) -> Refusal | None:
-    if commit in state.commits:
-        return Refusal(
-            Code.COMMIT_KNOWN, f"commit {commit} is in the log already", commits=(commit,)
-        )
-    return None
+    known = (commit,) if commit in state.commits else ()
+    return _commits(Code.COMMIT_KNOWN, known, "is in the log already")
 
 
 def _commits_unknown(state: State, commits: Iterable[CommitId]) -> Refusal | None:
@@ -291,23 +262,15 @@ def _commits_unknown(state: State, commits: Iterable[CommitId]) -> Refusal | Non
 
 
 def _forgotten(state: State, commits: Iterable[CommitId]) -> Refusal | None:
-    if soft := tuple(c for c in commits if state.commits[c].soft):
-        return Refusal(
-            Code.FORGOTTEN,
-            f"commit {_few(soft)} is forgotten; undelete it first, or leave it out",
-            commits=soft,
-        )
-    return None
+    soft = (c for c in commits if state.commits[c].soft)
+    return _commits(Code.FORGOTTEN, soft, "is forgotten; undelete it first, or leave it out")
 
 
 def _not_forgotten(state: State, commits: Iterable[CommitId], mark: int) -> Refusal | None:
-    if other := tuple(c for c in commits if not 0 < state.commits[c].soft <= mark):
-        return Refusal(
-            Code.NOT_FORGOTTEN,
-            f"commit {_few(other)} was not forgotten by entry {mark} or before; leave it out",
-            commits=other,
-        )
-    return None
+    other = (c for c in commits if not 0 < state.commits[c].soft <= mark)
+    return _commits(
+        Code.NOT_FORGOTTEN, other, f"was not forgotten by entry {mark} or before; leave it out"
+    )
 
 
 def _tag_unknown(state: State, name: str) -> Refusal | None:
@@ -324,13 +287,22 @@ def _pinned(state: State, commits: tuple[CommitId, ...]) -> Refusal | None:
         (Code.NEWEST, newest, f"is one of the {NEWEST_KEPT} newest of its run"),
         (Code.BEST, best_commits(state), "is the best by a metric that the settings name"),
     ):
-        if pinned := tuple(c for c in commits if c in pins):
-            return Refusal(
-                code,
-                f"commit {_few(pinned)} {why} and cannot be forgotten; leave it out",
-                commits=pinned,
-            )
+        pinned = (c for c in commits if c in pins)
+        if refusal := _commits(code, pinned, f"{why} and cannot be forgotten; leave it out"):
+            return refusal
     return None
+
+
+def _packs(code: Code, numbers: Iterable[int], why: str) -> Refusal | None:
+    """Refuse because of `numbers`, if there are any."""
+    packs = frozenset(numbers)
+    return Refusal(code, f"packs {_few(packs)} {why}", packs=packs) if packs else None
+
+
+def _commits(code: Code, commits: Iterable[CommitId], why: str) -> Refusal | None:
+    """Refuse because of `commits`, if there are any."""
+    found = tuple(commits)
+    return Refusal(code, f"commit {_few(found)} {why}", commits=found) if found else None
 
 
 def best_commits(state: State) -> frozenset[CommitId]:
@@ -338,21 +310,12 @@ def best_commits(state: State) -> frozenset[CommitId]:
     after `:max`; the newest among equals."""
     named = state.settings.get("best")
     metrics = named if isinstance(named, tuple) else ()
-    return frozenset(c for metric in metrics if (c := _best(state, metric)) is not None)
+    found = (_best(state, *metric.partition(":")[::2]) for metric in metrics)
+    return frozenset(commit for commit in found if commit is not None)
 
 
-def _best(state: State, metric: str) -> CommitId | None:
-    name, _, direction = metric.partition(":")
-    sign = -1 if direction == "max" else 1
-    ranked = (
-        (sign * value, -row.n, commit)
-        for commit, row in state.commits.items()
-        if not row.soft
-        for key, value in row.metrics
-        if key == name and not math.isnan(value)
-    )
-    best = min(ranked, default=None)
-    return best and best[2]
+def _best(state: State, metric: str, order: str) -> CommitId | None:
+    return best(((c, row) for c, row in state.commits.items() if not row.soft), metric, order)
 
 
 def _few(names: Collection[object], limit: int = 4) -> str:

@@ -43,7 +43,7 @@ from ckptstore.log.fields import (
     tuple_of,
 )
 from ckptstore.objects.canonical import bits_float, decode, encode, float_bits
-from ckptstore.storage.limits import ENTRY_BYTES_MAX
+from ckptstore.storage.contract import ENTRY_BYTES_MAX
 
 _HASH_DIGITS = 64
 
@@ -185,8 +185,8 @@ class Entry:
     prev_hash: str
     prev_bytes: int
     body: Body
-    hash: str
-    bytes: int
+    hash: str = ""
+    bytes: int = 0
 
     @property
     def position(self) -> Position:
@@ -198,46 +198,37 @@ def origin(store: StoreId) -> Position:
     return Position(0, digest(store.encode()).hex(), 0)
 
 
-def encode_entry(
-    body: Body,
-    *,
-    n: int,
-    attempt: str,
-    time_ns: int,
-    store: StoreId,
-    generation: int,
-    prev_hash: str,
-    prev_bytes: int,
-) -> bytes:
-    """The bytes of the file `log/<n>`."""
-    kind = _KIND_OF[type(body)]
+def encode_entry(entry: Entry) -> bytes:
+    """The bytes of the file `log/<n>`. Its hash and length are not read from `entry`."""
+    kind = kind_of(entry.body)
     document: dict[str, Any] = {
-        "n": n,
-        "store": store,
-        "generation": generation,
-        "attempt": attempt,
-        "time_ns": str(time_ns),
-        "prev": [prev_hash, prev_bytes],
+        "n": entry.n,
+        "store": entry.store,
+        "generation": entry.generation,
+        "attempt": entry.attempt,
+        "time_ns": str(entry.time_ns),
+        "prev": [entry.prev_hash, entry.prev_bytes],
         "kind": kind,
     }
     for name, field in _FIELDS[kind].items():
-        document[name] = field.encode(getattr(body, name))
-    data = encode(document)
-    return digest(data).hex().encode() + b"\n" + data
+        document[name] = field.encode(getattr(entry.body, name))
+    return seal(encode(document))
 
 
-def encode_again(entry: Entry) -> bytes:
-    """The bytes that `entry` was decoded from."""
-    return encode_entry(
-        entry.body,
-        n=entry.n,
-        attempt=entry.attempt,
-        time_ns=entry.time_ns,
-        store=entry.store,
-        generation=entry.generation,
-        prev_hash=entry.prev_hash,
-        prev_bytes=entry.prev_bytes,
-    )
+def seal(body: bytes) -> bytes:
+    """A file of the log: the hash of `body`, a line feed, and `body`."""
+    return digest(body).hex().encode() + b"\n" + body
+
+
+def unseal(data: bytes, what: str) -> memoryview:
+    """The body of a file made by `seal`. Raises `Corrupt` if it does not match its hash."""
+    body = memoryview(data)[_HASH_DIGITS + 1 :]
+    head, wanted = data[: _HASH_DIGITS + 1], digest(body).hex()
+    if head != wanted.encode() + b"\n":
+        raise Corrupt(
+            f"{what} does not match its hash: wanted {head!r}, got {wanted}; run `ckptstore fsck`"
+        )
+    return body
 
 
 def decode_entry(data: bytes) -> Entry:
@@ -248,13 +239,9 @@ def decode_entry(data: bytes) -> Entry:
             f"an entry of the log has {len(data)} bytes; wanted at most {ENTRY_BYTES_MAX}; run "
             "`ckptstore fsck`"
         )
-    head, data_hash = data[: _HASH_DIGITS + 1], digest(memoryview(data)[_HASH_DIGITS + 1 :]).hex()
-    if head != data_hash.encode() + b"\n":
-        raise Corrupt(
-            f"an entry of the log does not match its hash: wanted {head!r}, got {data_hash}; run "
-            "`ckptstore fsck`"
-        )
-    document = decode(data[_HASH_DIGITS + 1 :])
+    body = unseal(data, "an entry of the log")
+    data_hash = data[:_HASH_DIGITS].decode()
+    document = decode(body)
     try:
         return _entry(document, data_hash, len(data))
     except (KeyError, TypeError, ValueError, AttributeError, Corrupt) as error:

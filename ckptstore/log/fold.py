@@ -62,9 +62,9 @@ __all__ = [
 K = TypeVar("K")
 V = TypeVar("V")
 
-FOLD_VERSION = 2
-"""Incremented whenever the same log would fold to another state. Checkpoints of other versions are
-ignored."""
+FOLD_VERSION = 3
+"""Incremented whenever the same log would fold to another state, or a checkpoint is written in
+another form. Checkpoints of other versions are ignored."""
 
 
 def number(state: State, body: Body) -> Body:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptstore.core.ids import CONFIG_KEY, StoreId
-from ckptstore.core.threads import behind
+from ckptstore.core.threads import behind, pauses
 from ckptstore.errors import (
     Busy,
     CkptStoreError,
@@ -291,14 +291,16 @@ class Log:
     def _encode(self, state: State, body: Body, time_ns: int) -> tuple[bytes, Entry]:
         """The bytes of the next entry, and that entry as readers will decode it."""
         data = encode_entry(
-            body,
-            n=state.n + 1,
-            attempt=secrets.token_hex(16),
-            time_ns=time_ns,
-            store=state.store,
-            generation=state.generation,
-            prev_hash=state.hash,
-            prev_bytes=state.bytes,
+            Entry(
+                state.n + 1,
+                secrets.token_hex(16),
+                time_ns,
+                state.store,
+                state.generation,
+                state.hash,
+                state.bytes,
+                body,
+            )
         )
         try:
             return data, decode_entry(data)
@@ -311,8 +313,8 @@ class Log:
     def _create(self, data: bytes, entry: Entry, deadline: float) -> Entry:
         """The entry that took the number of `entry`: itself, or another one. Retries until an
         answer settles it."""
-        wait_s, unknown = _FIRST_PAUSE_S, False
-        while True:
+        unknown = False
+        for wait_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             try:
                 return entry if self._backend.create(entry, data) else self._there(entry)
             except (Unavailable, NotFound) as error:
@@ -330,7 +332,7 @@ class Log:
                         "delete nothing, repeat the call once storage answers"
                     ) from error
             time.sleep(wait_s)
-            wait_s = min(2 * wait_s, _LONGEST_PAUSE_S)
+        raise AssertionError("pauses do not end")
 
     def _there(self, entry: Entry) -> Entry:
         """The entry stored at the number of `entry`: another one, or `entry` itself, created by an

@@ -23,20 +23,26 @@ from functools import cached_property
 from itertools import pairwise, takewhile
 from typing import Protocol
 
-from ckptstore.core.ids import StoreId, digest, log_key, log_scratch_key, segment_key
+from ckptstore.core.ids import StoreId, log_key, log_scratch_key, segment_key
 from ckptstore.core.paths import is_network_filesystem
 from ckptstore.core.threads import Pool
 from ckptstore.errors import Corrupt, NotFound, ReadOnly
-from ckptstore.log.entries import Entry, Position, check_follows, decode_entry, encode_again
+from ckptstore.log.entries import (
+    Entry,
+    Position,
+    check_follows,
+    decode_entry,
+    encode_entry,
+    seal,
+    unseal,
+)
 from ckptstore.objects.frames import compress, decompress
-from ckptstore.storage.contract import Storage
-from ckptstore.storage.limits import SEGMENT_BYTES_MAX
+from ckptstore.storage.contract import SEGMENT_BYTES_MAX, Storage
 
 SEGMENT_ENTRIES = 100
 """Small enough that the writer of the last entry usually knows all of them, and that few entries
 remain to be requested individually."""
 
-_HASH_DIGITS = 64
 _LENGTHS = struct.Struct(f"<{SEGMENT_ENTRIES}I")
 
 
@@ -47,9 +53,8 @@ def segment_end(n: int) -> int:
 
 def encode_segment(entries: Sequence[Entry]) -> bytes:
     """The bytes of the file `log/segment-<n>` for the `SEGMENT_ENTRIES` entries up to `n`."""
-    files = [encode_again(entry) for entry in entries]
-    frame = compress(_LENGTHS.pack(*map(len, files)) + b"".join(files))
-    return digest(frame).hex().encode() + b"\n" + frame
+    files = [encode_entry(entry) for entry in entries]
+    return seal(compress(_LENGTHS.pack(*map(len, files)) + b"".join(files)))
 
 
 def decode_segment(data: bytes, last: int, store: StoreId) -> list[Entry]:
@@ -57,11 +62,7 @@ def decode_segment(data: bytes, last: int, store: StoreId) -> list[Entry]:
 
     Raises `Corrupt` for invalid bytes, `NewerEntry` for an unknown entry.
     """
-    frame = memoryview(data)[_HASH_DIGITS + 1 :]
-    if data[: _HASH_DIGITS + 1] != digest(frame).hex().encode() + b"\n":
-        raise Corrupt(
-            "a segment of the log does not match its hash; it is ignored and may be deleted"
-        )
+    frame = unseal(data, "a segment of the log, which is ignored and may be deleted,")
     entries = [
         decode_entry(file)
         for file in _files(decompress(frame, SEGMENT_BYTES_MAX, min_bytes=_LENGTHS.size))

@@ -240,19 +240,13 @@ def is_gone(info: SessionInfo) -> bool:
     return start is not None and start != info.start
 
 
+_TEXTS = ("what", "host", "boot", "pid_namespace")
+_NUMBERS = ("pid", "start", "time_ns", "counter")
+
+
 def encode_session(info: SessionInfo) -> bytes:
-    return encode(
-        {
-            "what": info.what,
-            "host": info.host,
-            "boot": info.boot,
-            "pid_namespace": info.pid_namespace,
-            "pid": info.pid,
-            "start": info.start,
-            "time_ns": str(info.time_ns),
-            "counter": info.counter,
-        }
-    )
+    fields = {name: getattr(info, name) for name in _TEXTS + _NUMBERS}
+    return encode({**fields, "time_ns": str(info.time_ns)})
 
 
 def decode_session(session: SessionId, data: bytes) -> SessionInfo:
@@ -260,12 +254,8 @@ def decode_session(session: SessionId, data: bytes) -> SessionInfo:
     the id alone."""
     try:
         fields: dict[str, Any] = decode(data)
-        what, host, boot, namespace = (
-            str(fields[name]) for name in ("what", "host", "boot", "pid_namespace")
-        )
-        pid, start, time_ns, counter = (
-            int(fields[name]) for name in ("pid", "start", "time_ns", "counter")
-        )
+        what, host, boot, namespace = (str(fields[name]) for name in _TEXTS)
+        pid, start, time_ns, counter = (int(fields[name]) for name in _NUMBERS)
     except (KeyError, TypeError, ValueError, Corrupt):
         return SessionInfo(session)
     if pid <= 0:

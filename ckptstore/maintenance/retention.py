@@ -24,8 +24,7 @@ from ckptstore.errors import Conflict, InvalidInput, NotFound
 from ckptstore.log.entries import Forget, Tag, Undelete
 from ckptstore.log.fold import Code, best_commits, check
 from ckptstore.log.log import Refused
-from ckptstore.log.resolve import Resolved
-from ckptstore.log.state import NEWEST_KEPT, CommitRow, State
+from ckptstore.log.state import NEWEST_KEPT, CommitRow, Resolved, State
 from ckptstore.maintenance.check.trees import metadata_of
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import PAGE

@@ -32,7 +32,7 @@ from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.objects import canonical
 from ckptstore.objects.canonical import bits_float, field, float_bits
 from ckptstore.objects.frames import compress, decompress
-from ckptstore.storage.limits import DOCUMENT_BYTES_MAX
+from ckptstore.storage.contract import DOCUMENT_BYTES_MAX
 
 _VERSION = 1
 

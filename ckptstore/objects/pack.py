@@ -16,7 +16,7 @@ from ckptstore.core.ids import ChunkId, digest
 from ckptstore.core.model import PackEntry
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects.codecs import KNOWN_CODECS, RAW
-from ckptstore.storage.limits import CHUNK_BYTES_MAX, FOOTERS_BYTES_MAX
+from ckptstore.storage.contract import CHUNK_BYTES_MAX, FOOTERS_BYTES_MAX
 
 TENSOR, SCHEMA, PAGE, LAYOUT = range(4)
 """Kinds of chunk. Only the first lies in data packs, only the others in metadata packs."""

@@ -27,8 +27,7 @@ from ckptstore.objects import pack as packs
 from ckptstore.objects.frames import compress, decompress
 from ckptstore.objects.pack import TRAILER_BYTES, FooterTable, parse_footer, parse_trailer
 from ckptstore.repository.chunk_reader import Problem, keys_of, read_chunk_at
-from ckptstore.storage.contract import Storage
-from ckptstore.storage.limits import FOOTERS_BYTES_MAX
+from ckptstore.storage.contract import FOOTERS_BYTES_MAX, Storage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -12,7 +12,7 @@ from ckptstore.core.ids import CommitId
 from ckptstore.core.refs import parse_ref
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.index.queries import Queries
-from ckptstore.log.resolve import Resolved, resolve
+from ckptstore.log.state import Resolved, resolve
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
 from ckptstore.repository.store_handle import StoreHandle
 

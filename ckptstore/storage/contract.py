@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ckptstore.core.config import PACK_BYTES_REMOTE
-from ckptstore.core.ids import SessionId
-from ckptstore.errors import Conflict, InvalidInput
+from ckptstore.core.config import MIB, PACK_BYTES_REMOTE
+from ckptstore.core.ids import CONFIG_KEY, SessionId
+from ckptstore.errors import Conflict, Corrupt, InvalidInput, ReadOnly
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +132,55 @@ class Storage(Protocol):
         """Release open files; the storage must not be used afterwards."""
 
 
+class RemoteStorage:
+    """What the storages share whose objects are not files of this host."""
+
+    url: str
+    capabilities = Capabilities()
+    _read_only: bool
+
+    def open_file(self, key: str) -> OpenFile:
+        raise InvalidInput(
+            f"{self.url} is no local directory, so its packs cannot be mapped into memory; use "
+            "read instead"
+        )
+
+    def will_need(self, key: str, offset: int, nbytes: int) -> None:
+        """Does nothing: requests already run in parallel."""
+
+    def sync_dirs(self, keys: Iterable[str]) -> None:
+        """Does nothing: a bucket has no directories."""
+
+    def close(self) -> None:
+        """Does nothing: fsspec shares its connections among all users."""
+
+    def _fill(
+        self, key: str, offset: int, buffers: Sequence[memoryview], data: bytes | memoryview
+    ) -> None:
+        """Copy `data`, read from `offset` on, to `buffers`. Raises `Corrupt` if it is too short."""
+        views, data = [as_bytes(buffer) for buffer in buffers if buffer.nbytes], memoryview(data)
+        wanted = sum(view.nbytes for view in views)
+        if data.nbytes < wanted:
+            raise Corrupt(
+                f"{key} in {self.url} is too short: wanted {wanted} bytes from {offset} on, got "
+                f"{data.nbytes}; run `ckptstore fsck`"
+            )
+        for view in views:
+            view[:] = data[: view.nbytes]
+            data = data[view.nbytes :]
+
+    def _check_writable(self, key: str) -> None:
+        check_writable(key, self.url, self._read_only)
+
+
+def check_writable(key: str, url: str, read_only: bool) -> None:
+    """Raise `ReadOnly` if nothing may be changed."""
+    if read_only:
+        raise ReadOnly(
+            f"cannot change {key}: {url} was opened for reading only; open it without read_only"
+        )
+
+
 def put_finished(storage: Storage, key: str, data: bytes) -> bool:
     """Create a small durable object that is never replaced. Returns the value of
     `Writer.finish`.
@@ -168,3 +217,43 @@ def check_key(key: str) -> str:
             "empty ones"
         )
     return key
+
+
+# The largest objects of each kind that are read whole (docs/format.md §10). A larger one is refused
+# before it is read.
+CONFIG_BYTES_MAX = 1 * MIB
+SESSION_BYTES_MAX = 1 * MIB
+ENTRY_BYTES_MAX = 64 * MIB
+DOCUMENT_BYTES_MAX = 256 * MIB
+CHECKPOINT_BYTES_MAX = 1 << 30
+SEGMENT_BYTES_MAX = 256 * MIB
+FOOTERS_BYTES_MAX = 256 * MIB
+"""The footer of one pack, and a batch of those of a hundred packs."""
+CHUNK_BYTES_MAX = 256 * MIB
+"""One chunk of whatever kind, as it is stored."""
+
+_BY_PREFIX = (
+    ("log/checkpoint-", CHECKPOINT_BYTES_MAX),
+    ("log/segment-", SEGMENT_BYTES_MAX),
+    ("log/", ENTRY_BYTES_MAX),
+    ("commits/", DOCUMENT_BYTES_MAX),
+    ("sessions/", SESSION_BYTES_MAX),
+    ("footers/", FOOTERS_BYTES_MAX),
+    (CONFIG_KEY, CONFIG_BYTES_MAX),
+)
+
+
+def largest(key: str) -> int | None:
+    """The size limit of the object at `key` in bytes; None for one that is read in ranges,
+    within bounds from its footer."""
+    return next((limit for prefix, limit in _BY_PREFIX if key.startswith(prefix)), None)
+
+
+def check_size(key: str, nbytes: int, where: str) -> None:
+    """Raise `Corrupt` for an object larger than any that ckptstore writes under that key."""
+    limit = largest(key)
+    if limit is not None and nbytes > limit:
+        raise Corrupt(
+            f"{key} in {where} has {nbytes} bytes; wanted at most {limit}, so it is not read; run "
+            "`ckptstore fsck`"
+        )

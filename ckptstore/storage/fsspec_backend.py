@@ -5,15 +5,14 @@ and no temporary names are needed.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from ckptstore.core.ids import SessionId, new_session_id
 from ckptstore.core.redaction import redact, secrets_of, without
-from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
-from ckptstore.storage.contract import Capabilities, OpenFile, check_key, put_finished
-from ckptstore.storage.limits import check_size, largest
+from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.storage.contract import RemoteStorage, check_key, check_size, largest, put_finished
 
 _EXCLUSIVE = ("memory", "gs", "gcs", "az", "abfs", "abfss")
 """Where fsspec's `mode="create"` is one atomic request; elsewhere two writers could both believe
@@ -27,7 +26,7 @@ _memory_lock = threading.Lock()
 """fsspec's memory filesystem looks and then creates; under this lock the two are one step."""
 
 
-class FsspecStorage:
+class FsspecStorage(RemoteStorage):
     """`Storage` through fsspec. A writer keeps its object in memory until `finish`, so packs
     should be small (64 MiB)."""
 
@@ -50,7 +49,6 @@ class FsspecStorage:
             self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         except ImportError as error:
             raise InvalidInput(f"cannot open {self.url}: {error}") from error
-        self.capabilities = Capabilities()
         self._root = root.rstrip("/")
         self._read_only = read_only
         self._tried_out = scheme == "memory"
@@ -64,35 +62,19 @@ class FsspecStorage:
         limit = largest(key)
         end = limit + 1 if stop is None and limit is not None else stop
         try:
-            data: bytes = self._fs.cat_file(self._path(key), start=start or None, end=end)
-        except Exception as error:
+            with self._errors("read", key):
+                data: bytes = self._fs.cat_file(self._path(key), start=start or None, end=end)
+        except CkptStoreError:
             # Some answer a range behind the object's end with an error.
             if (start or end) and (size := self.size(key)) is not None and start >= size:
                 return b""
-            raise self._failure(error, "read", key) from error
+            raise
         check_size(key, start + len(data), self.url)
         return data
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        wanted = sum(b.nbytes for b in buffers)
-        data = memoryview(self.read(key, offset, offset + wanted))
-        if data.nbytes != wanted:
-            raise Corrupt(
-                f"{key} in {self.url} is too short: wanted {wanted} bytes from {offset} on, got "
-                f"{data.nbytes}; run `ckptstore fsck`"
-            )
-        for buffer in buffers:
-            buffer.cast("B")[:] = data[: buffer.nbytes]
-            data = data[buffer.nbytes :]
-
-    def open_file(self, key: str) -> OpenFile:
-        raise InvalidInput(
-            f"{self.url} is no local directory, so its packs cannot be mapped into memory; use "
-            "read instead"
-        )
-
-    def will_need(self, key: str, offset: int, nbytes: int) -> None:
-        """Does nothing: requests already run in parallel."""
+        wanted = sum(buffer.nbytes for buffer in buffers)
+        self._fill(key, offset, buffers, self.read(key, offset, offset + wanted))
 
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
         size = self.size(key)
@@ -102,20 +84,17 @@ class FsspecStorage:
 
     def size(self, key: str) -> int | None:
         try:
-            found = self._fs.info(self._path(key))
-        except FileNotFoundError:
+            with self._errors("look up", key):
+                found = self._fs.info(self._path(key))
+        except NotFound:
             return None
-        except Exception as error:
-            raise self._failure(error, "look up", key) from error
         return int(found["size"]) if found["type"] == "file" else None
 
     def put(self, key: str, data: bytes | memoryview, *, durable: bool = True) -> None:
         self._check_writable(key)
-        try:
+        with self._errors(f"write {len(data)} bytes of", key):
             # Copied unless it is bytes: not every library behind fsspec takes a memoryview.
             self._fs.pipe_file(self._path(key), bytes(data))
-        except Exception as error:
-            raise self._failure(error, "write", key, data) from error
 
     def put_new(self, key: str, data: bytes | memoryview) -> bool:
         """See `Storage`. A repeated request may find its own object and return False; read the
@@ -124,13 +103,14 @@ class FsspecStorage:
         if not self._tried_out:
             self._try_out()
         try:
-            self._create(key, bytes(data))
-        except Exception as error:
+            with self._errors(f"create, with {len(data)} bytes,", key):
+                self._create(key, bytes(data))
+        except CkptStoreError:
             # Servers refuse in different words, and an answer may be lost; what the caller asks is
             # whether there is an object.
             if self.size(key) is not None:
                 return False
-            raise self._failure(error, "create", key, data) from error
+            raise
         return True
 
     def create(
@@ -140,27 +120,19 @@ class FsspecStorage:
         check_key(key)
         return FsspecWriter(self, key)
 
-    def sync_dirs(self, keys: Iterable[str]) -> None:
-        """A bucket has no directories."""
-
     def delete(self, key: str) -> None:
         self._check_writable(key)
-        try:
+        with suppress(NotFound), self._errors("delete", key):
             self._fs.rm_file(self._path(key))
-        except FileNotFoundError:
-            return
-        except Exception as error:
-            raise self._failure(error, "delete", key) from error
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         directory = prefix.rpartition("/")[0]
         place = self._path(directory) if directory else self._root
         try:
-            found = self._find(place)
-        except FileNotFoundError:
+            with self._errors("list", directory):
+                found = self._find(place)
+        except NotFound:
             return
-        except Exception as error:
-            raise self._failure(error, "list", directory) from error
         for path in sorted(found):
             key = path.removeprefix(f"{self._root}/")
             if key.startswith(prefix):
@@ -176,9 +148,6 @@ class FsspecStorage:
                 # Of memory://, whose dict another thread changed.
                 if "changed size during iteration" not in str(error):
                     raise
-
-    def close(self) -> None:
-        """Does nothing: fsspec shares its connections among all users."""
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
@@ -207,29 +176,21 @@ class FsspecStorage:
             )
         self._tried_out = True
 
-    def _check_writable(self, key: str) -> None:
-        if self._read_only:
-            raise ReadOnly(
-                f"cannot change {key}: {self.url} was opened for reading only; open it without "
-                "read_only"
-            )
-
-    def _failure(
-        self, error: Exception, verb: str, key: str, data: bytes | memoryview = b""
-    ) -> CkptStoreError:
-        """Translate `error`. Each library behind fsspec has its own errors; an unknown one
-        counts as temporary."""
-        if isinstance(error, CkptStoreError):
-            return error
-        said = without(str(error), self._secrets)
-        if isinstance(error, FileNotFoundError):
-            return NotFound(f"there is no {key} in {self.url}")
-        if isinstance(error, PermissionError):
-            return ReadOnly(f"cannot {verb} {key} in {self.url}: {said}; get the right to do so")
-        return Unavailable(
-            f"cannot {verb} {key} ({len(data)} bytes) in {self.url}: {said}; see to the storage, "
-            "then repeat"
-        )
+    @contextmanager
+    def _errors(self, verb: str, key: str) -> Iterator[None]:
+        """Translate errors within the block. Each library behind fsspec has its own; an unknown
+        one counts as temporary."""
+        try:
+            yield
+        except CkptStoreError:
+            raise
+        except FileNotFoundError as error:
+            raise NotFound(f"there is no {key} in {self.url}") from error
+        except Exception as error:
+            told = f"cannot {verb} {key} in {self.url}: {without(str(error), self._secrets)}"
+            if isinstance(error, PermissionError):
+                raise ReadOnly(f"{told}; get the right to do so") from error
+            raise Unavailable(f"{told}; see to the storage, then repeat") from error
 
 
 class FsspecWriter:

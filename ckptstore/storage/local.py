@@ -18,13 +18,13 @@ from typing import TypeVar
 from ckptstore.core.config import PACK_BYTES_LOCAL
 from ckptstore.core.ids import SessionId, new_session_id
 from ckptstore.core.paths import rights
-from ckptstore.errors import CkptStoreError, Corrupt, NoSpace, ReadOnly, Unavailable
-from ckptstore.storage.contract import Capabilities, check_key
-from ckptstore.storage.limits import check_size
+from ckptstore.errors import CkptStoreError, Corrupt, NoSpace, Unavailable
+from ckptstore.storage.contract import Capabilities, check_key, check_size, check_writable
 from ckptstore.storage.local_files import (
     LOST,
     Descriptor,
     Directories,
+    LocalWriter,
     failure,
     is_cached,
     listed_bytes,
@@ -33,7 +33,6 @@ from ckptstore.storage.local_files import (
     transfer,
     unreadable,
 )
-from ckptstore.storage.local_writer import LocalWriter
 
 _OPEN_FILES = 64
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -154,7 +153,7 @@ class LocalStorage:
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        self._check_writable(key)
+        check_writable(key, self.url, self._read_only)
         try:
             os.unlink(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -194,13 +193,6 @@ class LocalStorage:
     def _path(self, key: str) -> str:
         return f"{self.url}/{check_key(key)}"
 
-    def _check_writable(self, key: str) -> None:
-        if self._read_only:
-            raise ReadOnly(
-                f"cannot change {key}: {self.url} was opened for reading only; open it without "
-                "read_only"
-            )
-
     def _write(
         self, key: str, data: bytes | memoryview, *, durable: bool, replace: bool
     ) -> LocalWriter:
@@ -222,7 +214,7 @@ class LocalStorage:
         self, key: str, session: SessionId, *, durable: bool, direct_io: bool, replace: bool
     ) -> LocalWriter:
         check_key(key)
-        self._check_writable(key)
+        check_writable(key, self.url, self._read_only)
         temporary = f"{self.url}/tmp/{session}-{secrets.token_hex(8)}"
         try:
             fd = self._directories.having(

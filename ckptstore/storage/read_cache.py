@@ -54,8 +54,7 @@ class ReadCache:
         self._directory, self._limit_bytes = directory, limit_bytes
         self._lock = threading.Lock()
         self._evicting = threading.Lock()
-        self._held_bytes: int | None = None
-        self._added_bytes = 0
+        self._added_bytes = limit_bytes  # by others, perhaps: the first to be kept looks
         self._given_up = False
 
     def read_into(self, chunk: ChunkId, out: memoryview) -> bool:
@@ -122,20 +121,12 @@ class ReadCache:
     def _account(self, nbytes: int) -> None:
         with self._lock:
             self._added_bytes += nbytes
-        while self._may_be_too_much() and self._evict():
-            pass  # whoever adds meanwhile leaves it to this thread
-
-    def _may_be_too_much(self) -> bool:
-        with self._lock:
-            held, added = self._held_bytes, self._added_bytes
-        return (
-            held is None
-            or added > self._limit_bytes // LOOK_EVERY
-            or held + added > self._limit_bytes
-        )
+        # Whoever adds while this thread evicts leaves the rest to it.
+        while self._added_bytes > self._limit_bytes // LOOK_EVERY and self._evict():
+            pass
 
     def _evict(self) -> bool:
-        """Remove the oldest files if the cache is too large. False if another process is
+        """Remove the oldest files if the cache is too large. False if another thread or process is
         evicting already."""
         if not self._evicting.acquire(blocking=False):
             return False
@@ -144,13 +135,13 @@ class ReadCache:
                 if held:
                     with self._lock:
                         self._added_bytes = 0
-                    self._held_bytes = self._release(sorted(self._files()))
+                    self._release(sorted(self._files()))
                 return held
         finally:
             self._evicting.release()
 
-    def _release(self, files: list[_File]) -> int:
-        """Remove the least recently used files until the rest fits; returns the remaining bytes."""
+    def _release(self, files: list[_File]) -> None:
+        """Remove the least recently used files until the rest fits."""
         total = sum(file.bytes for file in files)
         wanted = total if total <= self._limit_bytes else int(self._limit_bytes * EVICT_TO)
         for file in files:
@@ -159,7 +150,6 @@ class ReadCache:
                 with suppress(OSError):
                     os.unlink(file.path)
                 total -= file.bytes
-        return total
 
     def _files(self) -> Iterator[_File]:
         with suppress(OSError):

@@ -11,18 +11,17 @@ aborts it: gc treats both alike.
 import io
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ckptstore.core.ids import SessionId
 from ckptstore.core.redaction import redact
-from ckptstore.errors import Corrupt, InvalidInput, NotFound, ReadOnly
-from ckptstore.storage.contract import Capabilities, OpenFile, as_bytes, check_key
-from ckptstore.storage.limits import check_size
-from ckptstore.storage.s3_obstore import Obstore, ObstoreReads, ObstoreWriter
+from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.storage.contract import RemoteStorage, check_key, check_size
+from ckptstore.storage.s3_obstore import Obstore, ObstoreWriter
 from ckptstore.storage.s3_requests import Requests, is_status
-from ckptstore.storage.s3_upload import PART_BYTES, PARTS_IN_FLIGHT, ClientReads, S3Reads, S3Writer
+from ckptstore.storage.s3_upload import PART_BYTES, PARTS_IN_FLIGHT, Get, S3Writer, get
 
 _CLIENTS = ("s3fs", "obstore")
 _UPLOADS = "tmp/"
@@ -31,7 +30,7 @@ _NOBODY = "0" * 24
 """The session of uploads that name none: they go when nobody has moved them for long."""
 
 
-class S3Storage:
+class S3Storage(RemoteStorage):
     """`Storage` in an S3 bucket."""
 
     def __init__(
@@ -49,16 +48,13 @@ class S3Storage:
                 "storage_options"
             )
         self.url = url.rstrip("/")
-        self.capabilities = Capabilities()
         self._prefix = f"{root}/" if root else ""
         self._read_only = read_only
         self._requests = Requests(self.url, options)
         self._obstore = (
             Obstore(self._bucket, options, self._requests) if client == "obstore" else None
         )
-        self._reads: S3Reads = (
-            ObstoreReads(self._obstore) if self._obstore else ClientReads(self._bucket)
-        )
+        self._get: Get = self._obstore.get if self._obstore else partial(get, self._bucket)
         self._slots = threading.Semaphore(PARTS_IN_FLIGHT)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -66,37 +62,25 @@ class S3Storage:
         if stop is not None and start >= stop:
             return b""
         check = partial(check_size, key, where=self.url) if stop is None else None
-        return self._requests.run(
-            lambda client: self._reads.read(client, path, start, stop, check), f"read {key}"
+        data, _ = self._requests.run(
+            lambda client: self._get(client, path, start, stop, check), f"read {key}"
         )
+        return bytes(data)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         path = self._path(key)
-        views = [as_bytes(buffer) for buffer in buffers if buffer.nbytes]
-        wanted = sum(view.nbytes for view in views)
-        got = self._requests.run(
-            lambda client: self._reads.fill(client, path, offset, views), f"read {key}"
+        stop = offset + max(sum(buffer.nbytes for buffer in buffers), 1)
+        data, _ = self._requests.run(
+            lambda client: self._get(client, path, offset, stop, None), f"read {key}"
         )
-        if got < wanted:
-            raise Corrupt(
-                f"{key} in {self.url} is too short: wanted {wanted} bytes from {offset} on, got "
-                f"{got}; run `ckptstore fsck`"
-            )
-
-    def open_file(self, key: str) -> OpenFile:
-        raise InvalidInput(
-            f"{self.url} is no local directory, so its packs cannot be mapped into memory; use "
-            "read instead"
-        )
-
-    def will_need(self, key: str, offset: int, nbytes: int) -> None:
-        """Does nothing: requests already run in parallel."""
+        self._fill(key, offset, buffers, data)
 
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
         path = self._path(key)
-        return self._requests.run(
-            lambda client: self._reads.tail(client, path, nbytes), f"read {key}"
+        data, size = self._requests.run(
+            lambda client: self._get(client, path, -nbytes, None, None), f"read {key}"
         )
+        return bytes(data[-nbytes:]), size
 
     def size(self, key: str) -> int | None:
         path = self._path(key)
@@ -113,12 +97,13 @@ class S3Storage:
         path = self._path(key)
         self._check_writable(key)
         view = memoryview(data)
-        if view.nbytes > PART_BYTES:
-            writer = self._writer(path, replace=True)
-            writer.append([view])
-            writer.finish()
-        else:
-            self._put(path, key, bytes(view))
+        writer = (
+            self._writer(path, replace=True)
+            if view.nbytes > PART_BYTES
+            else S3Writer(self._requests, self._bucket, path, self._slots, replace=True)
+        )
+        writer.append([view])
+        writer.finish()
 
     def put_new(self, key: str, data: bytes | memoryview) -> bool:
         """See `Storage`. A repeated request may find its own object and return False; read the
@@ -151,9 +136,6 @@ class S3Storage:
         self._check_writable(key)
         return self._writer(path, replace=False)
 
-    def sync_dirs(self, keys: Iterable[str]) -> None:
-        """A bucket has no directories."""
-
     def delete(self, key: str) -> None:
         path = self._path(key)
         self._check_writable(key)
@@ -179,77 +161,48 @@ class S3Storage:
             return iter(sorted([*self._objects(prefix), *self._uploads()]))
         return self._objects(prefix)
 
-    def close(self) -> None:
-        """Does nothing: s3fs shares its connections among all users."""
-
     def _objects(self, prefix: str) -> Iterator[tuple[str, int]]:
+        for page in self._pages(
+            "list_objects_v2", prefix, {"ContinuationToken": "NextContinuationToken"}
+        ):
+            for found in page.get("Contents", ()):
+                if not found["Key"].endswith("/"):
+                    yield found["Key"].removeprefix(self._prefix), int(found["Size"])
+
+    def _uploads(self) -> Iterator[tuple[str, int]]:
+        """Uploads neither completed nor aborted, by their names under `tmp/`."""
+        marks = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        for page in self._pages("list_multipart_uploads", "", marks):
+            for upload in page.get("Uploads", ()):
+                yield _name_of(upload["Key"], upload["UploadId"]), 0
+
+    def _pages(self, request: str, prefix: str, marks: Mapping[str, str]) -> Iterator[Any]:
+        """The pages of a list. `marks` name the arguments that ask for the next page, and where
+        the page before has their values."""
         position: dict[str, str] = {}
         while True:
 
             async def list_page(client: Any, position: dict[str, str] = position) -> Any:
-                return await client.list_objects_v2(
+                return await getattr(client, request)(
                     Bucket=self._bucket, Prefix=self._prefix + prefix, **position
                 )
 
             try:
-                page = self._requests.run(list_page, f"list {prefix}")
+                page = self._requests.run(list_page, f"list {prefix or 'everything'}")
             except NotFound:
                 return
-            for found in page.get("Contents", ()):
-                if not found["Key"].endswith("/"):
-                    yield found["Key"].removeprefix(self._prefix), int(found["Size"])
+            yield page
             if not page.get("IsTruncated"):
                 return
-            position = {"ContinuationToken": page["NextContinuationToken"]}
-
-    def _uploads(self) -> Iterator[tuple[str, int]]:
-        """Uploads neither completed nor aborted, by their names under `tmp/`."""
-        keys: list[str] = []
-        position: dict[str, str] = {}
-        while True:
-
-            async def list_page(client: Any, position: dict[str, str] = position) -> Any:
-                return await client.list_multipart_uploads(
-                    Bucket=self._bucket, Prefix=self._prefix, **position
-                )
-
-            try:
-                page = self._requests.run(list_page, "list uploads")
-            except NotFound:
-                break
-            keys += [
-                _name_of(upload["Key"], upload["UploadId"]) for upload in page.get("Uploads", ())
-            ]
-            if not page.get("IsTruncated"):
-                break
-            position = {
-                "KeyMarker": page["NextKeyMarker"],
-                "UploadIdMarker": page["NextUploadIdMarker"],
-            }
-        yield from ((key, 0) for key in sorted(keys))
+            position = {mark: page[name] for mark, name in marks.items()}
 
     def _writer(self, path: str, *, replace: bool) -> S3Writer:
         if self._obstore and self._obstore.usable:
             return ObstoreWriter(self._requests, self._obstore, path, self._slots, replace=replace)
         return S3Writer(self._requests, self._bucket, path, self._slots, replace=replace)
 
-    def _put(self, path: str, key: str, body: bytes) -> None:
-        what = f"write {key} ({len(body)} bytes)"
-        self._requests.run(
-            lambda client: client.put_object(Bucket=self._bucket, Key=path, Body=io.BytesIO(body)),
-            what,
-            writing=True,
-        )
-
     def _path(self, key: str) -> str:
         return f"{self._prefix}{check_key(key)}"
-
-    def _check_writable(self, key: str) -> None:
-        if self._read_only:
-            raise ReadOnly(
-                f"cannot change {key}: {self.url} was opened for reading only; open it without "
-                "read_only"
-            )
 
 
 def _client(query: str, otherwise: str) -> str:

@@ -13,25 +13,22 @@ looked up just before, and two writers that complete at the same moment may stil
 another. obstore cannot abort an upload; s3fs's client does.
 """
 
-import io
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ckptstore.core.redaction import secrets_of, without
 from ckptstore.errors import CkptStoreError, InvalidInput
-from ckptstore.storage.contract import name_taken
 from ckptstore.storage.s3_requests import CONNECT_TIMEOUT_S, DEADLINE_S, READ_TIMEOUT_S, Requests
-from ckptstore.storage.s3_upload import PART_BYTES, ClientReads, S3Writer, SizeCheck, put_into
+from ckptstore.storage.s3_upload import PART_BYTES, Got, S3Writer, SizeCheck, get
 
 if TYPE_CHECKING:
-    from obstore import AsyncWritableFile, Attributes, PutMode
+    from obstore import AsyncWritableFile
     from obstore.store import ClientConfig, S3Credential, S3Store
 
 
@@ -47,8 +44,6 @@ _runtime_pid = 0
 backends."""
 
 _logger = logging.getLogger("ckptstore")
-
-T = TypeVar("T")
 
 
 class Obstore:
@@ -73,6 +68,7 @@ class Obstore:
             options.get("client_kwargs", {}).get("verify", os.environ.get("AWS_CA_BUNDLE"))
         )
         self._stores: dict[bool, S3Store] = {}
+        self._told = False
 
     @property
     def usable(self) -> bool:
@@ -122,80 +118,41 @@ class Obstore:
             ),
         )
 
-
-class ObstoreReads:
-    """`S3Reads` through obstore."""
-
-    def __init__(self, obstore: Obstore) -> None:
-        self._obstore = obstore
-        self._plain = ClientReads(obstore.bucket)
-        self._told = False
-
-    async def read(
-        self, client: Any, path: str, start: int, stop: int | None, check: SizeCheck | None = None
-    ) -> bytes:
-        async def ask(store: "S3Store") -> bytes:
-            if stop is not None:
-                return bytes(
-                    await self._obstore.api.get_range_async(store, path, start=start, end=stop)
-                )
-            found = await self._obstore.api.get_async(
-                store, path, options={"range": {"offset": start}} if start else None
-            )
-            if check:
-                check(found.meta["size"])
-            return bytes(await found.bytes_async())
-
-        found = await self._asked(client, ask)
-        return await self._plain.read(client, path, start, stop, check) if found is None else found
-
-    async def fill(self, client: Any, path: str, offset: int, views: Sequence[memoryview]) -> int:
-        wanted = sum(view.nbytes for view in views)
-
-        async def ask(store: "S3Store") -> memoryview:
-            return memoryview(
-                await self._obstore.api.get_range_async(store, path, start=offset, length=wanted)
-            )
-
-        found = await self._asked(client, ask) if wanted else None
-        if found is None:
-            return await self._plain.fill(client, path, offset, views)
-        put_into(views, found)
-        return found.nbytes
-
-    async def tail(self, client: Any, path: str, nbytes: int) -> tuple[bytes, int]:
-        async def ask(store: "S3Store") -> tuple[bytes, int]:
-            found = await self._obstore.api.get_async(
-                store, path, options={"range": {"suffix": nbytes}}
-            )
-            return bytes(await found.bytes_async()), found.meta["size"]
-
-        found = await self._asked(client, ask)
-        return await self._plain.tail(client, path, nbytes) if found is None else found
-
-    async def _asked(self, client: Any, ask: "Callable[[S3Store], Awaitable[T]]") -> T | None:
-        """obstore's answer, None where it has none. Raises `FileNotFoundError` for an object that
-        is not there."""
-        if not self._obstore.usable:
-            return None
+    async def get(
+        self, client: Any, path: str, start: int, stop: int | None, check: SizeCheck | None
+    ) -> Got:
+        """`Get` through obstore; what it cannot read is read by s3fs."""
         try:
-            return await ask(await self._obstore.store(client))
+            if self.usable:
+                return await self._get(await self.store(client), path, start, stop, check)
         except (FileNotFoundError, CkptStoreError):
             raise
         except Exception as error:
-            self._tell(error)
-            return None
+            _logger.log(
+                logging.DEBUG if self._told else logging.WARNING,
+                "obstore did not read from the bucket %s, s3fs is asked instead: %s",
+                self.bucket,
+                without(str(error).partition("\n")[0], self.secrets),
+            )
+            self._told = True
+        return await get(self.bucket, client, path, start, stop, check)
 
-    def _tell(self, error: Exception) -> None:
-        level = logging.DEBUG if self._told else logging.WARNING
-        said = without(str(error).partition("\n")[0], self._obstore.secrets)
-        _logger.log(
-            level,
-            "obstore did not read from the bucket %s, s3fs is asked instead: %s",
-            self._obstore.bucket,
-            said,
+    async def _get(
+        self, store: "S3Store", path: str, start: int, stop: int | None, check: SizeCheck | None
+    ) -> Got:
+        if stop is not None:
+            data = await self.api.get_range_async(store, path, start=start, end=stop)
+            return memoryview(data), 0
+        found = await self.api.get_async(
+            store,
+            path,
+            options={"range": {"offset": start} if start > 0 else {"suffix": -start}}
+            if start
+            else None,
         )
-        self._told = True
+        if check:
+            check(found.meta["size"])
+        return bytes(await found.bytes_async()), found.meta["size"]
 
 
 def _provider(credentials: Any) -> "Callable[[], Awaitable[S3Credential]]":
@@ -232,6 +189,9 @@ _PARTS_IN_FLIGHT = 4
 class ObstoreWriter(S3Writer):
     """`Writer` through obstore. An object of at most one part is put whole."""
 
+    _once = True
+    _upload: "AsyncWritableFile | None"
+
     def __init__(
         self,
         requests: Requests,
@@ -243,98 +203,46 @@ class ObstoreWriter(S3Writer):
     ) -> None:
         super().__init__(requests, obstore.bucket, path, slots, replace=replace)
         self._obstore = obstore
-        self._file: AsyncWritableFile | None = None
 
-    def finish(self) -> bool:
-        try:
-            if not (self._put() if self._file is None else self._complete()):
-                raise name_taken(self._object["Key"], f"s3://{self._object['Bucket']}")
-        except BaseException:
-            self.discard()
-            raise
-        self._file = None
-        return True
-
-    def discard(self) -> None:
-        begun, self._file = self._file is not None, None
-        self._part = io.BytesIO()
-        if begun and self._end > PART_BYTES:
-            # What cannot be aborted now is found by gc under the session's name.
-            with suppress(CkptStoreError):
-                self._requests.run(self._abort, self._what("abort"), writing=True)
-
-    def _send(self) -> None:
-        """Pass the filled part to obstore, which may wait for an earlier one, and begin the next
-        part."""
-        part, self._part = self._part.getvalue(), io.BytesIO()
+    def _send(self, part: bytes) -> None:
+        """Pass a part to obstore, which may wait for an earlier one."""
 
         async def send(client: Any) -> None:
-            if self._file is None:
-                store = await self._obstore.store(client, repeating=True)
-                self._file = self._obstore.api.open_writer_async(
-                    store,
+            if self._upload is None:
+                self._upload = self._obstore.api.open_writer_async(
+                    await self._obstore.store(client, repeating=True),
                     self._object["Key"],
                     buffer_size=PART_BYTES,
                     max_concurrency=_PARTS_IN_FLIGHT,
-                    attributes=self._attributes,
+                    attributes={**self._mark},
                 )
-            await self._file.write(part)
+            await self._upload.write(part)
 
         self._requests.run(send, self._what("upload"), writing=True, once=True)
 
-    def _put(self) -> bool:
-        body = self._part.getvalue()
+    def _put_whole(self, body: bytes) -> Callable[[Any], Awaitable[None]]:
+        async def put(client: Any) -> None:
+            await self._obstore.api.put_async(
+                await self._obstore.store(client, repeating=True),
+                self._object["Key"],
+                body,
+                attributes={**self._mark},
+                mode="create" if self._condition else "overwrite",
+                use_multipart=False,
+            )
 
-        async def put(client: Any) -> bool:
-            store = await self._obstore.store(client, repeating=True)
-            mode: PutMode = "overwrite" if self._replace else "create"
-            try:
-                await self._obstore.api.put_async(
-                    store,
-                    self._object["Key"],
-                    body,
-                    attributes=self._attributes,
-                    mode=mode,
-                    use_multipart=False,
-                )
-            except Exception:
-                return await self._settled(client)
-            return True
+        return put
 
-        return self._requests.run(put, self._what("upload"), writing=True, once=True)
+    def _completion(self) -> Callable[[Any], Awaitable[None]]:
+        async def complete(client: Any) -> None:
+            assert self._upload is not None
+            await self._upload.close()
 
-    def _complete(self) -> bool:
-        self._send()
+        return complete
 
-        async def complete(client: Any) -> bool:
-            assert self._file is not None
-            if (own := await self._is_taken(client)) is not None:
-                return own
-            try:
-                await self._file.close()
-            except Exception:
-                return await self._settled(client)
-            return True
-
-        return self._requests.run(complete, self._what("upload"), writing=True, once=True)
-
-    async def _settled(self, client: Any) -> bool:
-        """After a failure: True if the object is this writer's, by an attempt whose answer was
-        lost; False if another one has the name. Raises the failure again where neither is so, or
-        nobody can tell."""
-        try:
-            own = await self._is_own(client)
-        except Exception:
-            own = None
-        if own is None or (self._replace and not own):
-            raise
-        return own
-
-    @property
-    def _attributes(self) -> "Attributes":
-        return {**self._mark}
-
-    async def _abort(self, client: Any) -> None:
+    async def _abort(self, client: Any, upload: Any) -> None:
+        if self._end <= PART_BYTES:
+            return
         uploads = await client.list_multipart_uploads(
             Bucket=self._object["Bucket"], Prefix=self._object["Key"]
         )

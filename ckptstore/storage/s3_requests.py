@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from ckptstore.core.redaction import secrets_of, without
+from ckptstore.core.threads import pauses
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, ReadOnly, Unavailable
 
 DEADLINE_S = 60.0
@@ -118,8 +119,7 @@ class Requests:
         )
 
     async def _until(self, deadline: float, request: Request[T], client: Any, once: bool) -> T:
-        pause_s = _FIRST_PAUSE_S
-        while True:
+        for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             try:
                 async with asyncio.timeout(
                     max((deadline - time.monotonic()) / (1 if once else 2), _LEAST_ATTEMPT_S)
@@ -137,7 +137,7 @@ class Requests:
                 self._in_vain = False
                 return answer
             await asyncio.sleep(wait_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        raise AssertionError("pauses do not end")
 
     def _connected(self) -> tuple[asyncio.AbstractEventLoop, Any]:
         if self._pid != os.getpid():

@@ -11,8 +11,7 @@ import pytest
 
 from ckptstore.errors import CkptStoreError
 from ckptstore.storage.local import LocalStorage
-from ckptstore.storage.local_files import Directories
-from ckptstore.storage.local_writer import LocalWriter
+from ckptstore.storage.local_files import Directories, LocalWriter
 from tests.support.checker import (
     View,
     assert_no_garbage_after_gc,

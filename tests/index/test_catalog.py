@@ -381,7 +381,7 @@ def test_a_busy_catalog_is_not_folded_and_not_thrown_away(
     catalog.fold(entries[:5])
     path = tmp_path / "index" / "catalog.sqlite"
     catalog.close()
-    monkeypatch.setattr("ckptstore.index.catalog_file.LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("ckptstore.index.catalog.LOCK_TIMEOUT_S", 0.05)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         assert not catalog.fold(entries)

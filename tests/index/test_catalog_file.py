@@ -18,7 +18,7 @@ from alembic.script import ScriptDirectory
 
 from ckptstore.core.ids import StoreId
 from ckptstore.errors import Corrupt, Unavailable
-from ckptstore.index import catalog_file
+from ckptstore.index import catalog, tables
 from ckptstore.index.catalog import Catalog
 from ckptstore.index.catalog_sqlite import REVISION, open_catalog
 from ckptstore.index.queries import ShardInfo
@@ -43,8 +43,8 @@ def made(path: Path, log: LogBuilder) -> Path:
 
 def alembic_config(path: Path) -> Config:
     config = Config()
-    config.set_main_option("script_location", str(catalog_file.migrations()))
-    config.attributes["connection"] = catalog_file._connect(path)
+    config.set_main_option("script_location", str(tables.migrations()))
+    config.attributes["connection"] = catalog._connect(path)
     return config
 
 
@@ -66,7 +66,7 @@ def test_a_fresh_catalog_and_a_migrated_one_have_the_same_schema(tmp_path: Path)
 
 def test_the_newest_migration_is_the_revision_that_is_stamped() -> None:
     config = Config()
-    config.set_main_option("script_location", str(catalog_file.migrations()))
+    config.set_main_option("script_location", str(tables.migrations()))
     assert ScriptDirectory.from_config(config).get_current_head() == REVISION
 
 
@@ -79,7 +79,7 @@ EARLIER = {
 
 def test_every_earlier_revision_is_tried() -> None:
     config = Config()
-    config.set_main_option("script_location", str(catalog_file.migrations()))
+    config.set_main_option("script_location", str(tables.migrations()))
     assert {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()} == {
         *EARLIER,
         REVISION,
@@ -233,9 +233,9 @@ def test_migrations_ship_in_the_wheel_and_are_found_there(tmp_path: Path) -> Non
     (wheel,) = source.glob("*.whl")
     shutil.unpack_archive(wheel, tmp_path / "installed", "zip")
     code = (
-        "from pathlib import Path; from ckptstore.index import catalog_file as f; from "
+        "from pathlib import Path; from ckptstore.index import catalog as f, tables as t; from "
         "ckptstore.index.catalog import Catalog;"
-        "c = f._connect(Path('old.sqlite')); f.migrate(c); print(f.migrations(), len(f._rows(c, "
+        "c = f._connect(Path('old.sqlite')); t.migrate(c); print(t.migrations(), len(f._rows(c, "
         "'SELECT * FROM shards', {})))"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}

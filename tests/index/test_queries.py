@@ -18,7 +18,7 @@ from ckptstore.index.catalog_sqlite import open_catalog
 from ckptstore.index.queries import Queries, RunInfo, TagInfo, Totals
 from ckptstore.log import fold
 from ckptstore.log.entries import Condemn, Forget, Tag
-from ckptstore.log.resolve import resolve
+from ckptstore.log.state import resolve
 from tests.index.building import STORE, LogBuilder
 
 ALIKE = "abcdef0" + "1" * 57, "abcdef0" + "2" * 57

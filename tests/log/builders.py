@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptstore.core.ids import CommitId, SessionId, StoreId, new_session_id, pack_id
 from ckptstore.core.model import PackRecord
-from ckptstore.log.entries import Body, Commit, Entry
+from ckptstore.log.entries import Body, Commit, Entry, encode_entry
 from ckptstore.log.fold import State, apply, check, genesis, number
 from ckptstore.log.log import Log
 from ckptstore.storage.contract import Storage
@@ -110,3 +110,8 @@ class Wrapped:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._storage, name)
+
+
+def encoded(body: Body, **header: Any) -> bytes:
+    """The bytes of the entry with this body and header."""
+    return encode_entry(Entry(body=body, **header))

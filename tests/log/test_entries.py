@@ -25,10 +25,9 @@ from ckptstore.log.entries import (
     Undelete,
     check_follows,
     decode_entry,
-    encode_entry,
     origin,
 )
-from tests.log.builders import STORE, commit
+from tests.log.builders import STORE, commit, encoded
 
 HEADER: dict[str, Any] = {
     "n": 7,
@@ -102,7 +101,7 @@ bodies: st.SearchStrategy[Body] = st.one_of(
 
 @given(body=bodies)
 def test_every_body_reads_back_as_it_was_written(body: Body) -> None:
-    data = encode_entry(body, **HEADER)
+    data = encoded(body, **HEADER)
     entry = decode_entry(data)
     assert entry.body == body
     assert {name: getattr(entry, name) for name in HEADER} == HEADER
@@ -110,7 +109,7 @@ def test_every_body_reads_back_as_it_was_written(body: Body) -> None:
 
 
 def test_the_bytes_of_an_entry_are_those_of_the_format() -> None:
-    data = encode_entry(Delete(frozenset({9, 12})), **HEADER)
+    data = encoded(Delete(frozenset({9, 12})), **HEADER)
     head, body = data.split(b"\n")
     assert head == digest(body).hex().encode()
     assert body == (
@@ -125,18 +124,18 @@ def test_the_bytes_of_an_entry_are_those_of_the_format() -> None:
 
 def test_an_entry_takes_what_the_number_of_its_packs_takes_however_far_apart_they_lie() -> None:
     near, far = frozenset({1, *range(50, 90, 2)}), frozenset({1, *range(5_000_000, 5_000_040, 2)})
-    sizes = [len(encode_entry(Delete(packs), **HEADER)) for packs in (near, far)]
+    sizes = [len(encoded(Delete(packs), **HEADER)) for packs in (near, far)]
     assert sizes[1] <= sizes[0] + 4
 
 
 def test_a_set_of_numbers_beyond_all_memory_is_read() -> None:
     far = frozenset({1, 2**53 - 1_000})
-    assert decode_entry(encode_entry(Delete(far), **HEADER)).body == Delete(far)
+    assert decode_entry(encoded(Delete(far), **HEADER)).body == Delete(far)
 
 
 @pytest.mark.parametrize("damage", [0x01, 0x80])
 def test_any_flipped_byte_is_found(damage: int) -> None:
-    data = encode_entry(commit(1), **HEADER)
+    data = encoded(commit(1), **HEADER)
     for i in range(len(data)):
         damaged = bytearray(data)
         damaged[i] ^= damage
@@ -145,7 +144,7 @@ def test_any_flipped_byte_is_found(damage: int) -> None:
 
 
 def test_a_truncated_entry_is_found_at_every_length() -> None:
-    data = encode_entry(commit(1), **HEADER)
+    data = encoded(commit(1), **HEADER)
     for size in range(len(data)):
         with pytest.raises(Corrupt):
             decode_entry(data[:size])
@@ -153,7 +152,7 @@ def test_a_truncated_entry_is_found_at_every_length() -> None:
 
 def sealed(**changes: Any) -> bytes:
     """A well-hashed entry with some keys replaced; `...` removes one."""
-    document = json.loads(encode_entry(commit(1), **HEADER)[65:])
+    document = json.loads(encoded(commit(1), **HEADER)[65:])
     document = {key: value for key, value in {**document, **changes}.items() if value is not ...}
     body = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     return digest(body).hex().encode() + b"\n" + body
@@ -218,6 +217,6 @@ def test_an_unknown_kind_of_entry_stops_the_reader_without_calling_it_damage() -
 def test_an_entry_follows_only_the_one_that_it_names(changes: dict[str, Any]) -> None:
     start = origin(STORE)
     right = {**HEADER, "n": 1, "prev_hash": start.hash, "prev_bytes": start.bytes}
-    check_follows(decode_entry(encode_entry(commit(1), **right)), start, STORE)
+    check_follows(decode_entry(encoded(commit(1), **right)), start, STORE)
     with pytest.raises(Corrupt):
-        check_follows(decode_entry(encode_entry(commit(1), **{**right, **changes})), start, STORE)
+        check_follows(decode_entry(encoded(commit(1), **{**right, **changes})), start, STORE)

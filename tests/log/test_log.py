@@ -14,7 +14,7 @@ import pytest
 from ckptstore.core.ids import StoreId, log_key
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.log import log as log_module
-from ckptstore.log.entries import Entry, Forget, Moved, Over, Settings, Tag, encode_entry
+from ckptstore.log.entries import Entry, Forget, Moved, Over, Settings, Tag
 from ckptstore.log.fold import Code
 from ckptstore.log.log import Log, Refused
 from ckptstore.log.log_backend import Met, pause_s
@@ -25,6 +25,7 @@ from tests.log.builders import (
     Wrapped,
     commit,
     commit_id,
+    encoded,
     fresh_commit,
     open_log,
     packs,
@@ -300,7 +301,7 @@ def test_an_entry_written_after_the_log_has_moved_is_refused(root: Path) -> None
     log = open_log(root)
     log.replay()
     moved = log.append(Moved("db", 2))
-    data = encode_entry(
+    data = encoded(
         commit(7),
         n=7,
         attempt="a" * 32,

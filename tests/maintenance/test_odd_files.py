@@ -13,7 +13,7 @@ import pytest
 import ckptstore
 from ckptstore.errors import CkptStoreError
 from ckptstore.repository.footers import read_table_at
-from ckptstore.storage.limits import largest
+from ckptstore.storage.contract import largest
 from ckptstore.storage.registry import open_storage
 from tests.maintenance.stores import check, files, heal, state
 

@@ -153,10 +153,10 @@ def test_what_is_kept_while_another_thread_evicts_counts(
     cache, release = ReadCache(tmp_path / "read", 10_000), ReadCache._release
     looked, go_on = threading.Event(), threading.Event()
 
-    def slowly(self: ReadCache, found: list[_File]) -> int:
+    def slowly(self: ReadCache, found: list[_File]) -> None:
         looked.set()
         go_on.wait(60)
-        return release(self, found)
+        release(self, found)
 
     monkeypatch.setattr(ReadCache, "_release", slowly)
     evicting = threading.Thread(target=keep, args=(cache, content(0)))

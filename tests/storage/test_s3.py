@@ -11,7 +11,6 @@ from ckptstore.core.ids import SessionId
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, Unavailable
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.registry import open_storage
-from ckptstore.storage.s3_obstore import ObstoreReads
 from ckptstore.storage.s3_requests import Requests
 from ckptstore.storage.s3_upload import PART_BYTES
 from tests.storage.test_backend import SESSION, BackendContract, written
@@ -159,7 +158,7 @@ class TestThroughObstore(TestS3):
     def test_obstore_is_what_reads(
         self, storage: Storage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ckptstore.storage.s3_upload.ClientReads._get", None)
+        monkeypatch.setattr("ckptstore.storage.s3_obstore.get", None)
         storage.put("a", b"0123456789")
         out = memoryview(bytearray(4))
         storage.read_into("a", 3, [out[:1], out[1:]])
@@ -298,7 +297,7 @@ def test_the_client_may_be_an_option_and_is_no_part_of_the_name() -> None:
     ):
         storage = open_storage(url, storage_options=options)
         assert storage.url == "s3://bucket/store"
-        assert isinstance(storage._reads, ObstoreReads)  # type: ignore[attr-defined]
+        assert storage._obstore  # type: ignore[attr-defined]
 
 
 def test_a_bucket_that_is_not_there_is_named(s3: S3Server) -> None:

@@ -22,7 +22,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from ckptstore.index.chunks import lmdb_writes as chunk_changes
-from ckptstore.storage import local, local_files, local_writer
+from ckptstore.storage import local, local_files
 from tests.support.disk import INDEX, Disk, Left
 
 Change = Callable[[Disk], None]
@@ -160,7 +160,7 @@ def _watched(
 
     with pytest.MonkeyPatch.context() as patch:
         watcher = _Watcher(place, lock, before, changed)
-        for module in (local, local_files, local_files, local_writer):
+        for module in (local, local_files):
             patch.setattr(module, "os", watcher)
         for name in ("insert", "remove"):
             patch.setattr(chunk_changes, name, looking(getattr(chunk_changes, name)))

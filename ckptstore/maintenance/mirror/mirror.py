@@ -23,8 +23,8 @@ from ckptstore.errors import Conflict, InvalidInput, NoSpace
 from ckptstore.log import entries
 from ckptstore.log.fold import Code
 from ckptstore.log.log import Refused
-from ckptstore.log.resolve import resolved
 from ckptstore.log.sessions import Session, open_session
+from ckptstore.log.state import resolved
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of
 from ckptstore.maintenance.mirror.chunk_batches import (

@@ -15,8 +15,7 @@ from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
 from ckptstore.core.refs import parse_ref
 from ckptstore.core.threads import start
 from ckptstore.errors import CkptStoreError, Unavailable
-from ckptstore.log.resolve import Resolved, newest_first, resolve
-from ckptstore.log.state import State
+from ckptstore.log.state import Resolved, State, newest_first, resolve
 from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.check.report import Share
 from ckptstore.maintenance.gc.collect import GcOptions, collect

@@ -17,7 +17,7 @@ from ckptstore.core.config import CHUNK_BYTES, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN,
 from ckptstore.core.ids import CommitId, StoreId, digest, log_key, new_session_id, segment_key
 from ckptstore.core.paths import make_directories
 from ckptstore.errors import CkptStoreError
-from ckptstore.log.entries import Entry, decode_entry, encode_again
+from ckptstore.log.entries import Entry, decode_entry, encode_entry
 from ckptstore.log.log_backend import decode_segment, segment_end
 from ckptstore.maintenance.check.log import BadEntry, decode_at, list_log, read_chain, read_small
 from ckptstore.maintenance.check.trees import Contents
@@ -134,7 +134,7 @@ def _versions(
     with suppress(CkptStoreError):
         for entry in decode_segment(read_small(own, segment_key(last)) or b"", last, store):
             if entry.n == bad.n:
-                yield "a segment of the log", encode_again(entry)
+                yield "a segment of the log", encode_entry(entry)
     for mirror in mirrors:
         if (data := read_small(mirror, log_key(bad.n))) is not None:
             yield mirror.url, data
