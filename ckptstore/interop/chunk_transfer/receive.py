@@ -1,48 +1,51 @@
 """How is a state received? Which chunks are wanted, which are local, and which must come from
 peers.
 
-A chunk counts as received only after its bytes have been hashed, at their destination or beside it.
-Live tensors receive only verified bytes.
+A chunk counts as received only after its bytes have been hashed, at their destination or beside it
+(`fetch.Wanted.land`), wherever they come from: the live state, a broken transfer, the local store,
+a peer. Live tensors receive only verified bytes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ckptstore.commit.plan import Run
 from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.ids import ChunkId
 from ckptstore.core.model import TreeRef
-from ckptstore.errors import Corrupt
-from ckptstore.interop.chunk_transfer.chunk_names import BLAKE3, NAMINGS, Naming
+from ckptstore.errors import Corrupt, NotFound, Unavailable
+from ckptstore.interop.chunk_transfer.chunks import AdaptiveProbe, batches, cut_state
 from ckptstore.interop.chunk_transfer.connection import Deadline
-from ckptstore.interop.chunk_transfer.fetch import Peers
-from ckptstore.interop.chunk_transfer.local_chunks import LocalChunks, batches
-from ckptstore.interop.chunk_transfer.protocol import Description
-from ckptstore.interop.chunk_transfer.scheduler import Wanted
-from ckptstore.interop.chunk_transfer.served_state import KEY
-from ckptstore.interop.chunk_transfer.store_lookup import AdaptiveProbe
+from ckptstore.interop.chunk_transfer.fetch import Peers, Wanted
+from ckptstore.interop.chunk_transfer.offer import KEY
 from ckptstore.interop.chunk_transfer.targets import Target, check_claims, make_targets
+from ckptstore.interop.chunk_transfer.wire import Description, name_of
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.restore.read_plan import Piece, select
-from ckptstore.restore.reader import Destination, Tree
+from ckptstore.restore.read_plan import select
+from ckptstore.restore.reader import ChunkRead, ReadRequest, Tree
 from ckptstore.state import containers
 from ckptstore.state.inflate import inflate, refuse_pickles
 from ckptstore.state.leaf_sources import FlatState, Source
 from ckptstore.state.leaves import Destination as TensorDestination
+from ckptstore.state.leaves import TensorSource
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ckptstore.repository.chunk_store import ObjectStore
 
+Place: TypeAlias = tuple[int, int, int]
+"""A tensor's address, and a range of its bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class LocalState:
     """What this process contributes: its live state, which is also the destination if `in_place`;
-    its store; and chunks `left` from earlier. Peers are asked for chunks by `names`.
+    its store; and chunks `left` from earlier.
     """
 
     threads: ThreadPool
@@ -53,7 +56,16 @@ class LocalState:
     left: Mapping[bytes, memoryview]
     max_bytes: int
     chunk_bytes: int
-    names: str
+
+    @property
+    def is_empty(self) -> bool:
+        return self.live is None and self.objects is None and not self.left
+
+    def all_meshes(self) -> "Iterator[DeviceMesh]":
+        yield from self.meshes
+        for held in self.live.held.values() if self.live else ():
+            if hasattr(held.origin, "device_mesh"):
+                yield held.origin.device_mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,199 +83,113 @@ class Received:
     retried: int
 
 
-@dataclass(slots=True)
-class _Want:
-    """A chunk and all its destinations."""
-
-    nbytes: int
-    landings: "list[_Landing]"
-
-    @property
-    def first(self) -> "_Landing | None":
-        """The destination that receives the chunk; the others are copied from it."""
-        return next((landing for landing in self.landings if landing.direct is not None), None)
-
-    def alike(self) -> tuple[Source, int] | None:
-        """The position of this chunk in the live state, if it has the leaf: the leaf and its first
-        byte.
-        """
-        first = self.first
-        return (
-            (first.alike, first.piece.at)
-            if first and first.alike is not None and first.piece.at is not None
-            else None
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Landing:
-    """One destination: `memory` is its own writable memory, if any; `alike` is the leaf of the live
-    state with the same path and size.
-    """
-
-    piece: Piece
-    destination: Destination
-    memory: memoryview | None
-    live: bool
-    alike: Source | None
-
-    @property
-    def direct(self) -> memoryview | None:
-        """Memory that may receive the chunk directly: new and contiguous."""
-        at = self.piece.at
-        return (
-            self.memory[at : at + self.piece.raw_bytes]
-            if self.memory is not None and at is not None and not self.live
-            else None
-        )
-
-    def land(self, data: memoryview) -> None:
-        if self.memory is not None:
-            self.piece.land(data, self.memory)
-            return
-        for source, target, n in self.piece.moves:
-            self.destination.write(target, data[source : source + n])
-
-    def is_spoiled(self, holdings: LocalChunks) -> bool:
-        """Whether a chunk taken by number has overwritten this destination."""
-        return _chunk_at(self.piece, self.destination, holdings) not in (None, self.piece.chunk)
-
-    def note(self, holdings: LocalChunks, chunk: bytes) -> None:
-        """Record that the memory was hashed and is this chunk."""
-        at, destination = self.piece.at, self.destination
-        if at is not None and isinstance(destination, TensorDestination):
-            holdings.note(destination.tensor, at, at + self.piece.raw_bytes, chunk)
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The raw bytes of every chunk of a state, and the wanted chunks, each once, with all
-    destinations.
-    """
-
-    sizes: dict[bytes, int]
-    wants: dict[bytes, _Want]
-
-
 @dataclass(frozen=True, slots=True)
 class _Bound:
     """A validated description, and the destinations of its leaves."""
 
     description: Description
     tree: Tree
-    targets: list[Target]
+    targets: Sequence[Target]
 
-    def fits(self, description: Description, tree: Tree) -> bool:
-        """Whether this is the outline of `that`: everything is equal except for the ids."""
-        if (self.description.chunk_bytes, self.description.placed) != (
-            description.chunk_bytes,
-            description.placed,
-        ):
-            return False
-        return self.tree.ref.schema == tree.ref.schema and all(
-            replace(mine, ids=b"") == replace(its, ids=b"")
-            for mine, its in zip(self.tree.contents, tree.contents, strict=True)
+    def is_outline_of(self, description: Description, tree: Tree) -> bool:
+        """Whether everything is equal except for the names of chunks."""
+        mine = self.description
+        return (
+            (mine.chunk_bytes, mine.placed) == (description.chunk_bytes, description.placed)
+            and self.tree.schema == tree.schema
+            and all(
+                replace(own, ids=b"") == replace(its, ids=b"")
+                for own, its in zip(self.tree.contents, tree.contents, strict=True)
+            )
         )
 
 
 @dataclass(slots=True)
 class Transfer:
-    """One state in transfer. `landed` are the chunks received into new memory, also if the transfer
-    fails.
-    """
+    """One state in transfer. `wanted` are its chunks so far."""
 
     peers: Peers
     here: LocalState
     deadline: Deadline
-    landed: dict[bytes, memoryview] = field(default_factory=dict)
+    wanted: list[Wanted] = field(default_factory=list)
+    _live: dict[bytes, tuple[Source, int, int]] = field(default_factory=dict)
+    _places: dict[Place, bytes] = field(default_factory=dict)
 
     def run(self) -> tuple[Any, Received]:
         """Receive the state. Raises `Corrupt`, `InvalidInput`, `Conflict` or `Unavailable` for
         peers' errors, TimeoutError when time is up.
         """
-        nothing = self.here.live is None and self.here.objects is None and not self.here.left
-        described = self.here.threads.submit(
-            lambda: self.peers.describe(self.here.names, early=nothing)
-        )
-        holdings = self._holdings(described)
-        description, early = described.result(), None
+        here, outline = self.here, None
+        described = here.threads.submit(lambda: self.peers.describe(early=here.is_empty))
+        self._hash_live(here.chunk_bytes)  # meanwhile
+        description = described.result()
         if description.early:
-            early = self._outlined(description)
-            self._take_early(early, holdings)
-            description = self.peers.describe(self.here.names)
-        bound = self._bound(description, early)
-        tree, targets = bound.tree, bound.targets
-        if early and targets is not early.targets:
-            holdings.forget_places()
-        plan = _plan(tree, targets, _sources(self.here.live), holdings)
-        if early:
-            spoiled = sum(
-                any(landing.is_spoiled(holdings) for landing in want.landings)
-                for want in plan.wants.values()
-            )
-            self.peers.traffic.add(retried=spoiled)
-        self._bring(plan.wants, holdings, description)
-        _land_inline(tree, targets)
-        state = inflate(tree.schema, [_content(target) for target in targets])
-        traffic = self.peers.traffic
-        metadata = dict(description.metadata)
-        nbytes = sum(plan.sizes.values()) + sum(metadata.values())
-        chunks = len(plan.sizes) + len(metadata)
+            outline = self._bound(description)
+            self._take_early(outline)
+            description = self.peers.describe()
+        if description.chunk_bytes != here.chunk_bytes:
+            self._hash_live(description.chunk_bytes)
+        bound = self._bound(description, outline)
+        sizes, wanted = self._plan(bound)
+        self.peers.count(retried=sum(bool(w.found) and w.found not in sizes for w in self.wanted))
+        self.wanted += wanted
+        self.peers.fetch(self._land_stored(self._land_local(wanted)))
+        _land_inline(bound)
+        state = inflate(bound.tree.schema, [target.content for target in bound.targets])
+        metadata, traffic = dict(description.metadata), self.peers.traffic
         return state, Received(
-            chunks, nbytes, traffic.chunks, traffic.bytes, traffic.requests, traffic.retried
+            len(sizes) + len(metadata),
+            sum(sizes.values()) + sum(metadata.values()),
+            traffic["chunks"],
+            traffic["bytes"],
+            traffic["requests"],
+            traffic["retried"],
         )
 
-    def _bound(self, description: Description, early: "_Bound | None" = None) -> "_Bound":
-        """Validate a description. Its leaves keep the outline's destinations if only the ids
+    def landed(self) -> dict[bytes, memoryview]:
+        """The chunks received into new memory so far, also if the transfer failed."""
+        return {w.found: w.memory for w in self.wanted if w.found and w.memory is not None}
+
+    def _hash_live(self, chunk_bytes: int) -> None:
+        """Find the chunks of the live state, with these chunk boundaries: where they may be copied
+        from, or in place where they may stay.
+        """
+        if not self.here.live:
+            return
+        cut = cut_state(self.here.live, chunk_bytes)
+
+        def task(batch: Sequence[Run]) -> None:
+            self.deadline.left()
+            for run in batch:
+                source = cut.parts[run.part.leaf].source
+                for _, start, stop, data in cut.read(run):
+                    name = name_of(data)
+                    if not self.here.in_place:
+                        self._live[name] = source, start, stop
+                    elif isinstance(source, TensorSource):
+                        self._places[source.tensor.data_ptr(), start, stop] = name
+
+        self.here.threads.spread(task, cut.batches)
+
+    def _bound(self, description: Description, outline: _Bound | None = None) -> _Bound:
+        """Validate a description. Its leaves keep the outline's destinations if only names
         differ.
         """
         tree = self._tree(description)
         check_claims(tree, description.placed, self.here.max_bytes)
-        if early and early.fits(description, tree):
-            return _Bound(description, tree, early.targets)
+        if outline and outline.is_outline_of(description, tree):
+            return _Bound(description, tree, outline.targets)
+        if outline:
+            self._places.clear()  # the memory there may be used again
         live = self.here.live if self.here.in_place else None
-        return _Bound(
-            description, tree, make_targets(tree, description.placed, live, self._meshes())
-        )
-
-    def _outlined(self, outline: Description) -> "_Bound":
-        bound = self._bound(outline)
-        self.peers.traffic.forget_chunks()
-        return bound
-
-    def _take_early(self, early: "_Bound", holdings: LocalChunks) -> None:
-        """Take chunks by number while the peer copies others. They count once the description is
-        complete and their hashes match.
-        """
-
-        naming = NAMINGS[self.here.names]
-
-        def numbered(chunk: bytes, nbytes: int, landing: _Landing) -> Wanted:
-            def land(data: memoryview) -> None:
-                found = naming(data)
-                self.landed[found] = data
-                landing.note(holdings, found)
-
-            return Wanted(chunk, nbytes, landing.direct, land, numbered=True)
-
-        wants = _plan(early.tree, early.targets, {}, holdings).wants
-        self.peers.fetch(
-            [
-                numbered(chunk, want.nbytes, want.first)
-                for chunk, want in wants.items()
-                if want.first
-            ]
-        )
-        holdings.add_left(dict(self.landed))
+        targets = make_targets(tree, description.placed, live, self.here.all_meshes())
+        return _Bound(description, tree, targets)
 
     def _tree(self, description: Description) -> Tree:
-        """Schema and pages, from the store or the peers."""
+        """Schema and pages, from the peers."""
         data = {chunk: bytearray(nbytes) for chunk, nbytes in description.metadata}
-        wanted = [
-            Wanted(chunk, len(each), memoryview(each), _nothing) for chunk, each in data.items()
-        ]
         self.peers.fetch(
-            LocalChunks(self.here.threads, self.deadline, self.here.objects).land(wanted)
+            [Wanted(chunk, len(each), memoryview(each)) for chunk, each in data.items()]
         )
         try:
             schema = decode_schema(bytes(data[description.schema[0]]))
@@ -279,137 +205,125 @@ class Transfer:
         )
         return Tree(KEY, ref, schema, contents, description.chunk_bytes)
 
-    def _holdings(self, described: "Future[Description]") -> LocalChunks:
-        """The local chunks. A live state that will be overwritten is hashed while the peer hashes
-        its own, and again if chunk boundaries differ; any other live state is hashed where its copy
-        lands.
+    def _take_early(self, outline: _Bound) -> None:
+        """Take chunks by number while the peer copies others. They count once the description is
+        complete and their names are in it.
         """
-        holdings = LocalChunks(self.here.threads, self.deadline, self.here.objects)
-        holdings.add_left(self.here.left)
-        if self.here.live and self.here.in_place:
-            expected = self.here.chunk_bytes, self.here.names
-            holdings.add_live(self.here.live, expected[0], NAMINGS[expected[1]])
-            if (said := (described.result().chunk_bytes, described.result().names)) != expected:
-                holdings.add_live(self.here.live, said[0], NAMINGS[said[1]])
-        return holdings
+        del self.peers.traffic["chunks"], self.peers.traffic["bytes"]  # of the outline only
+        _, wanted = self._plan(outline)
+        self.wanted = [each for each in wanted if each.memory is not None]
+        self.peers.fetch(self.wanted)
+        self._places = {each.place: each.found for each in self.wanted if each.place and each.found}
 
-    def _bring(
-        self, wants: dict[bytes, _Want], holdings: LocalChunks, description: Description
-    ) -> None:
-        naming: Naming = NAMINGS[description.names]
-        wanted = [self._wanted(chunk, want) for chunk, want in wants.items()]
-        if self.here.live and not self.here.in_place:
-            alike = {chunk: found for chunk, want in wants.items() if (found := want.alike())}
-            wanted = holdings.land_alike(wanted, alike, naming)
-            if wanted:  # they may be at any other position
-                holdings.add_live(
-                    self.here.live,
-                    description.chunk_bytes,
-                    naming,
-                    without={source for source, _ in alike.values()},
-                )
-        missing = holdings.land(wanted, without_live=self.here.in_place)
-        if self.here.objects and description.names != BLAKE3:
-            missing = self._from_store(missing, holdings)
-        self.peers.fetch(missing)
-
-    def _from_store(self, missing: list[Wanted], holdings: LocalChunks) -> list[Wanted]:
-        """Read chunks from the local store, by ids from the peers, as long as it has enough of
-        them; returns the missing chunks.
+    @uncollected()
+    def _plan(self, bound: _Bound) -> tuple[dict[bytes, int], list[Wanted]]:
+        """The raw bytes of every chunk of a state, and the wanted chunks without those in place,
+        each once, with all destinations.
         """
-        probe, left = AdaptiveProbe(), list[Wanted]()
-        for batch in batches(missing):
-            if not probe:
-                left += batch
+        tree = bound.tree
+        sizes, wanted = dict[bytes, int](), dict[bytes, Wanted]()
+        for i, target in enumerate(bound.targets):
+            content = tree.content(i)
+            if content.inline is not None:
                 continue
-            lacked = holdings.land_stored(batch, self.peers.ids([each.chunk for each in batch]))
-            probe.add(len(batch), len(batch) - len(lacked))
-            left += lacked
-        return left
+            shape, width = tree.extent(i)
+            for box, destination in target.parts:
+                request, memory = ReadRequest(tree, i, destination, box), destination.memory()
+                for piece in select(content, shape, width, tree.chunk_bytes, box):
+                    chunk, nbytes = piece.chunk, piece.raw_bytes
+                    if (known := sizes.setdefault(chunk, nbytes)) != nbytes:
+                        raise Corrupt(
+                            f"a peer names one chunk for parts of {known} and of {nbytes} bytes; "
+                            "one of them is wrong"
+                        )
+                    read = ChunkRead(piece, request, memory)
+                    place = _place(read)
+                    if place and self._places.get(place) == chunk:
+                        continue
+                    want = wanted.setdefault(chunk, Wanted(chunk, nbytes))
+                    if target.live or want.memory is not None or read.place is None:
+                        want.reads.append(read)
+                    else:
+                        want.memory, want.place = read.place, place
+        return sizes, list(wanted.values())
 
-    def _wanted(self, chunk: bytes, want: _Want) -> Wanted:
-        first = want.first
-        memory = first.direct if first else None
+    def _land_local(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """Copy chunks of the live state or of an earlier transfer to their destinations; returns
+        the missing ones.
+        """
+        left = {**self.here.left, **self.landed()}
+        nbytes = {name: stop - start for name, (_, start, stop) in self._live.items()}
+        nbytes |= {name: len(memory) for name, memory in left.items()}
 
-        def land(data: memoryview) -> None:
-            for landing in want.landings:
-                if landing is not first:
-                    landing.land(data)
-            if memory is not None:
-                self.landed[chunk] = memory
+        def copy(batch: Sequence[Wanted]) -> Iterator[Wanted]:
+            for each in batch:
+                out = each.room()
+                if each.chunk in left:
+                    out[:] = left[each.chunk]
+                else:
+                    source, start, stop = self._live[each.chunk]
+                    source.stage(start, stop, out)
+                if not each.land(out):
+                    yield each
 
-        return Wanted(chunk, want.nbytes, memory, land)
+        return self._land(wanted, [nbytes.get(w.chunk) == w.nbytes for w in wanted], copy)
 
-    def _meshes(self) -> "Iterator[DeviceMesh]":
-        yield from self.here.meshes
-        for held in self.here.live.held.values() if self.here.live else ():
-            if hasattr(held.origin, "device_mesh"):
-                yield held.origin.device_mesh
+    def _land_stored(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """Read chunks of the local store to their destinations, by ids that peers tell, as long as
+        it has enough of them; returns the missing ones. They are compared with id and name.
+        """
+        objects, probe = self.here.objects, AdaptiveProbe()
+        if objects is None:
+            return list(wanted)
 
-
-def _sources(live: FlatState | None) -> dict[str, Source]:
-    """The leaves of a live state that are whole here, by path."""
-    return (
-        {live.schema.paths[i]: source for i, source in enumerate(live.leaves) if i not in live.held}
-        if live
-        else {}
-    )
-
-
-@uncollected()
-def _plan(
-    tree: Tree, targets: Sequence[Target], sources: Mapping[str, Source], holdings: LocalChunks
-) -> _Plan:
-    """The wanted chunks without those in place, with equal leaves in `sources`."""
-    sizes, wants = dict[bytes, int](), dict[bytes, _Want]()
-    for i, target in enumerate(targets):
-        content = tree.content(i)
-        if content.inline is not None:
-            continue
-        shape, width = tree.extent(i)
-        source = sources.get(tree.schema.paths[i])
-        for box, destination in target.parts:
-            memory = destination.memory()
-            fits = (
-                source
-                and box is None
-                and memory is not None
-                and (source.nbytes, source.width) == (len(memory), width)
+        def read(batch: Sequence[Wanted]) -> Sequence[Wanted]:
+            told = zip(
+                batch, self.peers.ids([w.chunk for w in batch]) if probe else (), strict=False
             )
-            alike = source if fits else None
-            for piece in select(content, shape, width, tree.chunk_bytes, box):
-                chunk, nbytes = piece.chunk, piece.raw_bytes
-                if (known := sizes.setdefault(chunk, nbytes)) != nbytes:
-                    raise Corrupt(
-                        f"a peer names one chunk for parts of {known} and of {nbytes} bytes; one "
-                        "of them is wrong"
-                    )
-                if _chunk_at(piece, destination, holdings) != chunk:
-                    wants.setdefault(chunk, _Want(nbytes, [])).landings.append(
-                        _Landing(piece, destination, memory, target.live, alike)
-                    )
-    return _Plan(sizes, wants)
+            ids = {w: chunk for w, chunk in told if chunk}
+            is_stored = objects.locate(b"".join(ids.values()))["found"].tolist() if ids else []
+            found = [w for w, stored in zip(ids, is_stored, strict=True) if stored]
+            probe.add(len(batch), len(found))
+            out, landed = [w.room() for w in found], set[Wanted]()
+            # Peers have the chunks of a store that is damaged, and fsck reports it.
+            with suppress(Corrupt, NotFound, Unavailable):
+                if found:
+                    objects.read_into(b"".join(ids[w] for w in found), out)
+                landed.update(w for w, data in zip(found, out, strict=True) if w.land(data))
+            return [w for w in batch if w not in landed]
+
+        return self._land(wanted, [True] * len(wanted), read)
+
+    def _land(
+        self,
+        wanted: Sequence[Wanted],
+        is_here: Sequence[bool],
+        bring: Callable[[Sequence[Wanted]], Iterable[Wanted]],
+    ) -> list[Wanted]:
+        """Let threads `bring` those that may be here; returns the missing ones."""
+        here = [each for each, there in zip(wanted, is_here, strict=True) if there]
+        missing = [each for each, there in zip(wanted, is_here, strict=True) if not there]
+
+        def task(batch: Sequence[Wanted]) -> None:
+            self.deadline.left()
+            missing.extend(bring(batch))
+
+        self.here.threads.spread(task, list(batches(here, lambda each: each.nbytes)))
+        return missing
 
 
-def _chunk_at(piece: Piece, destination: Destination, holdings: LocalChunks) -> bytes | None:
-    """The recorded chunk at this position: in live memory, or taken by number."""
-    if piece.at is None or not isinstance(destination, TensorDestination):
+def _place(read: ChunkRead) -> Place | None:
+    """Where a chunk lies, if it is a range of a tensor."""
+    at, destination = read.piece.at, read.wanted.destination
+    if at is None or not isinstance(destination, TensorDestination):
         return None
-    return holdings.chunk_at(destination.tensor, piece.at, piece.at + piece.raw_bytes)
+    return destination.tensor.data_ptr(), at, at + read.piece.raw_bytes
 
 
-def _land_inline(tree: Tree, targets: Sequence[Target]) -> None:
+def _land_inline(bound: _Bound) -> None:
     """Write small leaves to live tensors: last, when all chunks are in place."""
-    for i, target in enumerate(targets):
-        inline = tree.content(i).inline
+    for i, target in enumerate(bound.targets):
+        inline = bound.tree.content(i).inline
         if inline and target.live:
             for _, destination in target.parts:
                 destination.write(0, memoryview(inline))
-
-
-def _content(target: Target) -> Any:
-    return bytes(target.value) if isinstance(target.value, bytearray) else target.value
-
-
-def _nothing(data: memoryview) -> None:
-    """Does nothing: the bytes are in place."""

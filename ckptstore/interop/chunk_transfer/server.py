@@ -13,33 +13,31 @@ import socket
 import socketserver
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
+from types import MappingProxyType
 from typing import Any
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.threads import behind, start
 from ckptstore.errors import Unavailable
-from ckptstore.interop.chunk_transfer.chunk_names import BLAKE3
-from ckptstore.interop.chunk_transfer.protocol import (
+from ckptstore.interop.chunk_transfer.connection import cut_off
+from ckptstore.interop.chunk_transfer.offer import Publication, ServedState
+from ckptstore.interop.chunk_transfer.wire import (
+    CHUNKS_PER_REQUEST,
     EARLY_HEADER,
     HELLO_PATH,
-    IDS_PER_REQUEST,
-    NAMES_HEADER,
-    NEAR_HEADER,
     STEP_HEADER,
     TRANSFER_HEADER,
     VERIFY_HEADER,
     WAIT_HEADER,
+    decode_names,
     encode_ids,
-    encode_places,
     encode_sizes,
     parse_path,
-    split_ids,
 )
-from ckptstore.interop.chunk_transfer.publication import OtherStep, Publication, Reader
-from ckptstore.interop.chunk_transfer.served_state import ServedState
 from ckptstore.repository.chunk_store import FileRange
 
 logger = logging.getLogger("ckptstore.transport")
@@ -50,9 +48,14 @@ HEAD_TIMEOUT_S = 10.0
 _PLACE_S = 1.0
 """How long the thread of a closed connection may take to free its slot."""
 
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
-class TransportServer:
-    """Serves `publication` to peers with `token`, in its own threads, until `close`."""
+
+class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """Serves `publication` to peers with `token`, one thread per connection, until `close`."""
+
+    daemon_threads = True
+    block_on_close = False
 
     def __init__(
         self,
@@ -64,17 +67,23 @@ class TransportServer:
         host: str = "",
         port: int = 0,
     ) -> None:
-        self._server = _Server(
-            _listen(host, port), _Service(publication, instance, token, timeout_s)
-        )
-        self.port: int = self._server.socket.getsockname()[1]
+        listening = _listen(host, port)
+        super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+        self.port: int = listening.getsockname()[1]
+        self.publication, self.instance, self.timeout_s = publication, instance, timeout_s
+        self._authorization = f"Bearer {token}".encode()
+        # By time of arrival, the oldest first; None for those that have shown the token.
+        self._open: dict[socket.socket, float | None] = {}
+        self._changed = threading.Condition()
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="ckptstore-transport", args=(0.05,), daemon=True
+            target=self.serve_forever, name="ckptstore-transport", args=(0.05,), daemon=True
         )
         try:
             start(self._thread, "no thread can be started that serves this transport")
         except Unavailable:
-            self._server.server_close()
+            self.server_close()
             raise
 
     def close(self, *, wait: bool = True) -> None:
@@ -82,74 +91,35 @@ class TransportServer:
         done. Idempotent.
         """
         if wait:
-            self._server.shutdown()
+            self.shutdown()
         else:
-            behind(self._server.shutdown, "ckptstore-transport-end")
-        self._server.cut_all()
+            behind(self.shutdown, "ckptstore-transport-end")
+        with self._changed:
+            for request in self._open:
+                cut_off(request)
         if wait:
             self._thread.join()
-        self._server.server_close()
+        self.server_close()
 
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A socket for IPv4 and IPv6, whichever the host has, or for one address."""
-    if host:
-        return socket.create_server(
-            (host, port),
-            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-            backlog=CONNECTIONS_MAX,
-        )
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=CONNECTIONS_MAX
-        )
-    return socket.create_server(("", port), backlog=CONNECTIONS_MAX)
-
-
-class _Service:
-    """State shared by all connections."""
-
-    def __init__(
-        self, publication: Publication, instance: str, token: str, timeout_s: float
-    ) -> None:
-        self.publication, self.instance, self.timeout_s = publication, instance, timeout_s
-        self._authorization = f"Bearer {token}".encode()
-
-    def admits(self, authorization: str | None) -> bool:
-        """Compare a token in constant time."""
-        return hmac.compare_digest(
-            (authorization or "").encode("latin-1", "replace"), self._authorization
-        )
-
-
-class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """One thread per connection, up to a limit."""
-
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, listening: socket.socket, service: _Service) -> None:
-        super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket, self.service = listening, service
-        self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
-        self._open: set[socket.socket] = set()
-        self._strangers: dict[socket.socket, float] = {}  # by start time, the oldest first
-        self._lock = threading.Lock()
+    def admit(self, request: socket.socket, authorization: str | None) -> bool:
+        """Whether a connection shows the token, compared in constant time; then it keeps its
+        slot.
+        """
+        shown = (authorization or "").encode("latin-1", "replace")
+        if not hmac.compare_digest(shown, self._authorization):
+            return False
+        with self._changed:
+            self._open[request] = None
+        return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False) or (
-            self._cut_stranger() and self._places.acquire(timeout=_PLACE_S)
-        ):
-            with self._lock:
-                self._open.add(request)
-                self._strangers[request] = time.monotonic()
+        if self._has_room():
+            with self._changed:
+                self._open[request] = time.monotonic()
             try:
                 super().process_request(request, client_address)
                 return
-            except (
-                RuntimeError
-            ) as error:  # no thread can be started: the limit of the user or the container
+            except RuntimeError as error:  # no thread: the limit of the user or the container
                 logger.warning("a peer's connection is refused: %s", error)
                 self._leave(request)
         with suppress(OSError):
@@ -171,38 +141,53 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         second.
         """
         before = time.monotonic() - HEAD_TIMEOUT_S
-        with self._lock:
-            late = [request for request, since in self._strangers.items() if since < before]
-        for request in late:
-            cut(request)
-
-    def admitted(self, request: socket.socket) -> None:
-        """This connection has shown the token and keeps its slot."""
-        with self._lock:
-            self._strangers.pop(request, None)
-
-    def _cut_stranger(self) -> bool:
-        """Close the oldest connection that has not shown the token."""
-        with self._lock:
-            oldest = next(iter(self._strangers), None)
-            if oldest is not None:
-                del self._strangers[oldest]
-                cut(oldest)
-            return oldest is not None
-
-    def _leave(self, request: socket.socket) -> None:
-        with self._lock:
-            self._open.discard(request)
-            self._strangers.pop(request, None)
-        self._places.release()
+        with self._changed:
+            for request, since in self._open.items():
+                if since is not None and since < before:
+                    cut_off(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a peer's connection broke", exc_info=True)
 
-    def cut_all(self) -> None:
-        with self._lock:
-            for request in self._open:
-                cut(request)
+    def _has_room(self) -> bool:
+        """Whether a slot is free, if need be that of the oldest connection without the token."""
+        with self._changed:
+            if len(self._open) < CONNECTIONS_MAX:
+                return True
+            for request, since in self._open.items():
+                if since is not None:
+                    self._open[request] = None  # it is cut off once
+                    cut_off(request)
+                    return self._changed.wait_for(
+                        lambda: len(self._open) < CONNECTIONS_MAX, _PLACE_S
+                    )
+            return False
+
+    def _leave(self, request: socket.socket) -> None:
+        with self._changed:
+            self._open.pop(request, None)
+            self._changed.notify_all()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket for IPv4 and IPv6, whichever the host has, or for one address."""
+    dualstack = not host and socket.has_dualstack_ipv6()
+    return socket.create_server(
+        (host, port),
+        family=socket.AF_INET6 if dualstack or ":" in host else socket.AF_INET,
+        dualstack_ipv6=dualstack,
+        backlog=CONNECTIONS_MAX,
+    )
+
+
+class _Refused(Exception):
+    """A request is answered with a status, a reason and headers."""
+
+    def __init__(
+        self, status: HTTPStatus, why: str, headers: Mapping[str, str] = _NO_HEADERS
+    ) -> None:
+        super().__init__(why)
+        self.status, self.headers = status, headers
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -212,100 +197,89 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "ckptstore", ""
     disable_nagle_algorithm = True
     timeout = HEAD_TIMEOUT_S
-    server: _Server
-
-    def setup(self) -> None:
-        super().setup()
-        self._reader = Reader(lambda: cut(self.connection))
+    server: TransportServer
 
     def finish(self) -> None:
-        self.server.service.publication.leave(self._reader)
+        self.server.publication.leave(self.connection)
         super().finish()
 
     def do_GET(self) -> None:
-        if self.path == HELLO_PATH:
-            self._answer(HTTPStatus.OK, self.server.service.instance.encode())
-            return
-        named = self._named()
-        if named and named[0] == "state":
-            wait_s = self._wait_s()
-            until = time.monotonic() + wait_s
-            offer = self._offer(named[1], wait_s)
-            early, names = EARLY_HEADER in self.headers, self.headers.get(NAMES_HEADER, BLAKE3)
-            description = (
-                offer.describe(names, early=early, wait_s=until - time.monotonic())
-                if offer
-                else None
+        with self._refusals():
+            if self.path == HELLO_PATH:
+                self._answer(HTTPStatus.OK, self.server.instance.encode())
+                return
+            kind, step = self._admitted()
+            if kind != "state":
+                raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "chunks are asked for with POST")
+            until = time.monotonic() + self._wait_s()
+            offer = self._offer(step, self._wait_s())
+            description = offer.describe(
+                early=EARLY_HEADER in self.headers, wait_s=until - time.monotonic()
             )
-            if description is not None:
-                self._answer(HTTPStatus.OK, description)
-            elif offer:
-                self._refuse(
-                    HTTPStatus.SERVICE_UNAVAILABLE,
-                    f"step {named[1]} is still being copied, or hashed",
-                )
-        elif named:
-            self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "chunks are asked for with POST")
+            if description is None:
+                raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, f"step {step} is still being copied")
+            self._answer(HTTPStatus.OK, description)
 
     def do_POST(self) -> None:
-        ids = self._ids()
-        named = self._named()
-        if not named:
-            return
-        if named[0] == "state" or ids is None:
-            self._refuse(
-                HTTPStatus.BAD_REQUEST,
-                f"wanted the names of 1 to {IDS_PER_REQUEST} chunks, {CHUNK_ID_BYTES} bytes each",
-            )
-            return
-        offer = self._offer(named[1], 0)
-        if offer and named[0] == "ids":
-            self._answer(HTTPStatus.OK, encode_ids(offer.ids(ids)))
-        elif offer:
-            self._send_chunks(offer, ids)
+        with self._refusals():
+            names = self._names()
+            kind, step = self._admitted()
+            if kind == "state" or names is None:
+                raise _Refused(
+                    HTTPStatus.BAD_REQUEST,
+                    f"wanted the names of 1 to {CHUNKS_PER_REQUEST} chunks, {CHUNK_ID_BYTES} bytes "
+                    "each",
+                )
+            offer = self._offer(step, 0)
+            if kind == "ids":
+                self._answer(HTTPStatus.OK, encode_ids(offer.ids(names)))
+            else:
+                self._send_chunks(offer, names)
 
-    def _ids(self) -> list[bytes] | None:
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except _Refused as refused:
+            self._answer(refused.status, str(refused).encode(), refused.headers)
+
+    def _names(self) -> list[bytes] | None:
         length = self.headers.get("Content-Length", "")
         if (
             not length.isdecimal()
             or len(length) > 9
-            or int(length) > IDS_PER_REQUEST * CHUNK_ID_BYTES
+            or int(length) > CHUNKS_PER_REQUEST * CHUNK_ID_BYTES
         ):
             self.close_connection = True  # the rest is not read
             return None
-        return split_ids(self.rfile.read(int(length)))
+        return decode_names(self.rfile.read(int(length)))
 
-    def _named(self) -> tuple[str, int] | None:
-        """The request of an admitted peer; any other request is refused."""
-        if not self.server.service.admits(self.headers.get("Authorization")):
+    def _admitted(self) -> tuple[str, int]:
+        """What a peer with the token asks for, and the step."""
+        if not self.server.admit(self.connection, self.headers.get("Authorization")):
             self.close_connection = True
-            self._refuse(
+            raise _Refused(
                 HTTPStatus.UNAUTHORIZED,
                 "this is not the token of this transport: take its metadata again",
             )
-            return None
-        self.server.admitted(self.connection)
-        self.connection.settimeout(self.server.service.timeout_s)
-        named = parse_path(self.path)
-        if named is None:
-            self._refuse(HTTPStatus.NOT_FOUND, "no such path")
-        return named
+        self.connection.settimeout(self.server.timeout_s)
+        if (asked := parse_path(self.path)) is None:
+            raise _Refused(HTTPStatus.NOT_FOUND, "no such path")
+        return asked
 
-    def _offer(self, step: int, wait_s: float) -> ServedState | None:
+    def _offer(self, step: int, wait_s: float) -> ServedState:
         """The offer for `step`. A connection that has joined stays a reader until it ends."""
-        self._reader.transfer = self.headers.get(TRANSFER_HEADER, "")[:64]
-        try:
-            offer = self.server.service.publication.join(self._reader, step, wait_s)
-        except OtherStep as error:
-            self._refuse(
-                HTTPStatus.CONFLICT,
-                f"step {error.step} is served, not {step}",
-                {STEP_HEADER: str(error.step)},
-            )
-            return None
+        transfer = self.headers.get(TRANSFER_HEADER, "")[:64]
+        offer = self.server.publication.join(self.connection, transfer, step, wait_s)
         if offer is None:
-            self._refuse(
+            raise _Refused(
                 HTTPStatus.SERVICE_UNAVAILABLE, f"nothing is served now; wanted step {step}"
+            )
+        if offer.step != step:
+            raise _Refused(
+                HTTPStatus.CONFLICT,
+                f"step {offer.step} is served, not {step}",
+                {STEP_HEADER: str(offer.step)},
             )
         return offer
 
@@ -313,24 +287,17 @@ class _Handler(BaseHTTPRequestHandler):
         """How long the peer allows us to wait."""
         wait_ms = self.headers.get(WAIT_HEADER, "0")
         return (
-            min(int(wait_ms) / 1000, self.server.service.timeout_s)
+            min(int(wait_ms) / 1000, self.server.timeout_s)
             if wait_ms.isdecimal() and len(wait_ms) < 10
             else 0
         )
 
-    def _send_chunks(self, offer: ServedState, ids: list[bytes]) -> None:
-        sizes = offer.sizes(ids, self._wait_s())
-        near = NEAR_HEADER in self.headers
-        places = offer.places(ids) if near else [None] * len(ids)
-        sent = [
-            (chunk, size)
-            for chunk, size, place in zip(ids, sizes, places, strict=True)
-            if size is not None and place is None
-        ]
-        there = [chunk for chunk, _ in sent]
-        table = encode_sizes(sizes) + (encode_places(places) if near else b"")
-        self._begin(HTTPStatus.OK, len(table) + sum(size for _, size in sent))
+    def _send_chunks(self, offer: ServedState, chunks: Sequence[bytes]) -> None:
+        sizes = offer.sizes(chunks, self._wait_s())
+        table = encode_sizes(sizes)
+        self._begin(HTTPStatus.OK, len(table) + sum(size or 0 for size in sizes))
         self.wfile.write(table)
+        there = [chunk for chunk, size in zip(chunks, sizes, strict=True) if size is not None]
         try:
             for span in offer.spans(there, verified=VERIFY_HEADER in self.headers):
                 self._send_span(span)
@@ -346,23 +313,17 @@ class _Handler(BaseHTTPRequestHandler):
             raise Unavailable(f"a pack ends {span.nbytes - sent} bytes early; run `ckptstore fsck`")
 
     def _answer(
-        self, status: HTTPStatus, body: bytes, headers: dict[str, str] | None = None
+        self, status: HTTPStatus, body: bytes, headers: Mapping[str, str] = _NO_HEADERS
     ) -> None:
         self._begin(status, len(body), headers)
         self.wfile.write(body)
 
-    def _refuse(self, status: HTTPStatus, why: str, headers: dict[str, str] | None = None) -> None:
-        self._answer(status, why.encode(), headers)
-
     def _begin(
-        self, status: HTTPStatus, length: int, headers: dict[str, str] | None = None
+        self, status: HTTPStatus, length: int, headers: Mapping[str, str] = _NO_HEADERS
     ) -> None:
         self.send_response(status)
-        for name, value in {
-            "Content-Length": str(length),
-            "Content-Type": "application/octet-stream",
-            **(headers or {}),
-        }.items():
+        self.send_header("Content-Length", str(length))
+        for name, value in headers.items():
             self.send_header(name, value)
         if self.close_connection:
             self.send_header("Connection", "close")
@@ -370,9 +331,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug("%s: %s", self.address_string(), format % args)
-
-
-def cut(connection: socket.socket) -> None:
-    """End a connection, also while another thread waits on it."""
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)

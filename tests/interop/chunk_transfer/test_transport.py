@@ -17,7 +17,7 @@ import torch
 import ckptstore
 import ckptstore.interop.torchft as transport_module
 from ckptstore.errors import Conflict, InvalidInput, Unavailable
-from ckptstore.interop.chunk_transfer.protocol import decode_invitation, encode_invitation
+from ckptstore.interop.chunk_transfer.wire import decode_invitation, encode_invitation
 from ckptstore.interop.torchft import StoreTransport
 from tests.interop.chunk_transfer.conftest import (
     SOON,
@@ -125,7 +125,7 @@ def test_a_receiver_that_is_early_gets_the_state_when_it_is_sent(start: Start) -
     sender, receiver = start(), start()
     early = threading.Thread(target=lambda: got.append(receive(receiver, sender, 5)))
     early.start()
-    while not sender._server._server._open:  # until it has connected
+    while not sender._server._open:  # until it has connected
         time.sleep(0.001)
     sender.send_checkpoint([1], 5, state, SOON)
     early.join()

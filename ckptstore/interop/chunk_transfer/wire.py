@@ -1,28 +1,29 @@
-"""What do transports send each other over HTTP/1.1: paths, limits, bodies (docs/torchft.md)? Pure.
+"""What do transports send each other over HTTP/1.1: paths, names, limits, bodies (docs/torchft.md)?
+Pure.
 
 Peers are not trusted: each number has a limit, and bytes that do not match their hash are refused.
-A description names every chunk of a state by its hash, and ends with its own.
+A description names every chunk of a state, and ends with its own BLAKE3 hash. A chunk's name is an
+XXH3 hash, which detects accidental damage but not deliberate forgery
+(docs/decisions/036-chunks-travel-under-fast-checksums.md).
 """
 
 import json
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from xxhash import xxh3_128
+
 from ckptstore.core.config import MIB, check_chunk_bytes
-from ckptstore.core.ids import CHUNK_ID_BYTES, digest
+from ckptstore.core.ids import CHUNK_ID_BYTES, digest, quick_digest
 from ckptstore.core.model import Shape
 from ckptstore.distributed.addresses import Address
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.interop.chunk_transfer.chunk_names import BLAKE3, NAMINGS
 from ckptstore.objects import canonical
 
 HELLO_PATH = "/ckptstore/1/hello"
-_STATE_PATH = "/ckptstore/1/state/"
-_CHUNKS_PATH = "/ckptstore/1/chunks/"
-_IDS_PATH = "/ckptstore/1/ids/"
 _PATH = re.compile(r"/ckptstore/1/(state|chunks|ids)/(-?[0-9]{1,18})")
 
 WAIT_HEADER = "Ckptstore-Wait-Ms"
@@ -32,27 +33,24 @@ TRANSFER_HEADER = "Ckptstore-Transfer"
 """The receiver's id of its transfer; during a transfer, its state is not withdrawn."""
 
 VERIFY_HEADER = "Ckptstore-Verify"
-"""In a request for chunks after damaged ones: the server must compare its chunks with their ids."""
+"""In a request for chunks after damaged ones: the server must compare its chunks with their
+names."""
 
 EARLY_HEADER = "Ckptstore-Early"
 """In a state request of a peer that has nothing yet: an outline is enough, and chunks are taken
 while others are copied.
 """
 
-NAMES_HEADER = "Ckptstore-Names"
-"""In a state request: chunks may be called by these names instead of ids (`chunk_names`)."""
-
-NEAR_HEADER = "Ckptstore-Near"
-"""In a chunk request of a peer that can read the server's memory: addresses are enough."""
-
 STEP_HEADER = "Ckptstore-Step"
 """The step that is served, if another one was asked for."""
 
-IDS_PER_REQUEST = 1024
-HEAD_BYTES_MAX = 16 << 10
+CHUNKS_PER_REQUEST = 1024
 DESCRIPTION_BYTES_MAX = 16 * MIB
 METADATA_BYTES_MAX = 256 * MIB
 """Limit for schema and pages of a state together."""
+
+_NAME_ENDING = b"XXH3 of a chunk."
+"""The end of every chunk name. No number (`encode_number`) ends like this in practice."""
 
 _INVITATION = "ckptstore-transport:"
 _INVITATION_BYTES_MAX = 8 << 10
@@ -62,31 +60,18 @@ _NO_ID = bytes(CHUNK_ID_BYTES)
 _NUMBER = struct.Struct(">24xQ")
 
 Sized: TypeAlias = tuple[bytes, int]
-"""A chunk's id and its raw bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Near:
-    """The process of a transport, for peers on the same host, and the address of its instance in
-    its memory.
-    """
-
-    where: str
-    pid: int
-    address: int
+"""A chunk's name and its raw bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
     """How to reach a transport: the secret `token` opens it, and the public `instance` identifies
-    it at an address. `names` are the chunk names that it offers besides ids.
+    it at an address.
     """
 
     instance: str
     token: str = field(repr=False)
     addresses: tuple[Address, ...]
-    names: str = BLAKE3
-    near: Near | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,59 +102,61 @@ class Placed:
 class Description:
     """A served state: schema and pages are chunks as well, and `placed` lists the DTensor leaves.
 
-    Chunks of tensors are called by `names`. An `early` description is an outline: the state is
-    still being copied, and its pages have numbers instead of ids.
+    An `early` description is an outline: the state is still being copied, and its pages have
+    numbers instead of names.
     """
 
     step: int
     chunk_bytes: int
     schema: Sized
     pages: tuple[Sized, ...]
-    placed: dict[int, Placed]
+    placed: Mapping[int, Placed]
     early: bool = False
-    names: str = BLAKE3
 
     @property
     def metadata(self) -> tuple[Sized, ...]:
         return (self.schema, *self.pages)
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The head of an answer; `length` bytes follow it."""
-
-    status: int
-    length: int
-    headers: dict[str, str]
-
-
-def state_path(step: int) -> str:
-    return f"{_STATE_PATH}{step}"
-
-
-def chunks_path(step: int) -> str:
-    return f"{_CHUNKS_PATH}{step}"
-
-
-def ids_path(step: int) -> str:
-    return f"{_IDS_PATH}{step}"
+def path_of(kind: str, step: int) -> str:
+    """The path of the `state`, the `chunks` or the `ids` of a step."""
+    return f"/ckptstore/1/{kind}/{step}"
 
 
 def parse_path(path: str) -> tuple[str, int] | None:
-    """`state`, `chunks` or `ids`, and the step; None for any other path."""
+    """The inverse of `path_of`; None for any other path."""
     match = _PATH.fullmatch(path)
     return (match[1], int(match[2])) if match else None
 
 
+def name_of(data: bytes | memoryview) -> bytes:
+    """The name of a chunk: a hash of all bytes, as long as an id."""
+    return quick_digest(data) + _NAME_ENDING
+
+
+def name_of_pieces(pieces: Iterable[bytes | memoryview]) -> bytes:
+    """The name of a chunk, each piece hashed as it comes."""
+    hashed = xxh3_128()
+    for piece in pieces:
+        hashed.update(piece)
+    return hashed.digest() + _NAME_ENDING
+
+
+def encode_number(number: int) -> bytes:
+    """The placeholder for the name of chunk `number` until it has been copied. No name has this
+    form.
+    """
+    return _NUMBER.pack(number)
+
+
+def decode_number(chunk: bytes) -> int | None:
+    """The number in a placeholder; None for a name."""
+    number: int = _NUMBER.unpack(chunk)[0]
+    return number if chunk == _NUMBER.pack(number) else None
+
+
 def encode_invitation(invitation: Invitation) -> str:
-    fields: dict[str, Any] = {
-        "id": invitation.instance,
-        "token": invitation.token,
-        "at": invitation.addresses,
-        "names": invitation.names,
-    }
-    if near := invitation.near:
-        fields["near"] = [near.where, near.pid, near.address]
+    fields = {"id": invitation.instance, "token": invitation.token, "at": invitation.addresses}
     return _INVITATION + json.dumps(fields, separators=(",", ":"))
 
 
@@ -180,13 +167,7 @@ def decode_invitation(text: str) -> Invitation:
             raise ValueError(f"it begins with {text[:40]!r}")
         fields = json.loads(text.removeprefix(_INVITATION))
         addresses = tuple((str(host), int(port)) for host, port in fields["at"][:_ADDRESSES_MAX])
-        return Invitation(
-            _word(fields["id"]),
-            _word(fields["token"]),
-            addresses,
-            _names(fields),
-            _near(fields.get("near")),
-        )
+        return Invitation(_word(fields["id"]), _word(fields["token"]), addresses)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidInput(
             f"this is no metadata of a StoreTransport: {error}; both replicas need the same kind "
@@ -203,12 +184,10 @@ def encode_description(description: Description) -> bytes:
             "metadata": [[chunk.hex(), nbytes] for chunk, nbytes in description.metadata],
             "meshes": [[mesh.shape, mesh.ranks, mesh.names] for mesh in meshes],
             "placed": [
-                [leaf, meshes.index(p.mesh), p.placements, p.stride]
+                [leaf, meshes.index(p.mesh), p.placements, p.stride, p.device]
                 for leaf, p in description.placed.items()
             ],
-            "devices": [p.device for p in description.placed.values()],
-            "names": description.names,
-            **({"early": True} if description.early else {}),
+            "early": description.early,
         }
     )
     return body + digest(body)
@@ -222,25 +201,7 @@ def decode_description(data: bytes) -> Description:
             f"a peer's description of its state does not match its hash ({len(data)} bytes came)"
         )
     try:
-        said = canonical.decode(body)
-        meshes = [
-            MeshName(_numbers(shape), _numbers(ranks), tuple(map(_word, names)))
-            for shape, ranks, names in said["meshes"]
-        ]
-        devices = map(_word, said.get("devices") or ["cpu"] * len(said["placed"]))
-        placed = {
-            _number(leaf): Placed(
-                meshes[_number(mesh)], tuple(map(_word, placements)), _numbers(stride), device
-            )
-            for (leaf, mesh, placements, stride), device in zip(
-                said["placed"], devices, strict=True
-            )
-        }
-        schema, *pages = [(_id(chunk), _number(nbytes)) for chunk, nbytes in said["metadata"]]
-        chunk_bytes, early = check_chunk_bytes(said["chunk_bytes"]), said.get("early") is True
-        described = Description(
-            int(said["step"]), chunk_bytes, schema, tuple(pages), placed, early, _names(said)
-        )
+        described = _description(canonical.decode(body))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, Corrupt) as error:
         raise Corrupt(
             f"a peer's description of its state cannot be read: {error!r:.200}"
@@ -253,25 +214,33 @@ def decode_description(data: bytes) -> Description:
     return described
 
 
-def encode_number(number: int) -> bytes:
-    """The placeholder for the id of chunk `number` until it has been copied. No hash has this
-    form.
-    """
-    return _NUMBER.pack(number)
+def _description(said: Any) -> Description:
+    meshes = [
+        MeshName(_numbers(shape), _numbers(ranks), _words(names))
+        for shape, ranks, names in said["meshes"]
+    ]
+    placed = {
+        _number(leaf): Placed(
+            meshes[_number(mesh)], _words(placements), _numbers(stride), _word(device)
+        )
+        for leaf, mesh, placements, stride, device in said["placed"]
+    }
+    schema, *pages = [(_name(chunk), _number(nbytes)) for chunk, nbytes in said["metadata"]]
+    chunk_bytes = check_chunk_bytes(said["chunk_bytes"])
+    return Description(
+        int(said["step"]), chunk_bytes, schema, tuple(pages), placed, said.get("early") is True
+    )
 
 
-def decode_number(chunk: bytes) -> int | None:
-    """The number in a placeholder; None for an id."""
-    number: int = _NUMBER.unpack(chunk)[0]
-    return number if chunk == _NUMBER.pack(number) else None
+def split_names(joined: bytes | bytearray) -> list[bytes]:
+    """Names, or ids, of 32 bytes each."""
+    return [bytes(joined[i : i + CHUNK_ID_BYTES]) for i in range(0, len(joined), CHUNK_ID_BYTES)]
 
 
-def split_ids(body: bytes) -> list[bytes] | None:
-    """The ids that a chunk request names; None for an invalid request."""
+def decode_names(body: bytes) -> list[bytes] | None:
+    """The chunks that a request names; None for an invalid request."""
     count, rest = divmod(len(body), CHUNK_ID_BYTES)
-    if rest or not 0 < count <= IDS_PER_REQUEST:
-        return None
-    return [body[i : i + CHUNK_ID_BYTES] for i in range(0, len(body), CHUNK_ID_BYTES)]
+    return split_names(body) if not rest and 0 < count <= CHUNKS_PER_REQUEST else None
 
 
 def encode_ids(ids: Sequence[bytes | None]) -> bytes:
@@ -280,29 +249,12 @@ def encode_ids(ids: Sequence[bytes | None]) -> bytes:
 
 
 def decode_ids(data: bytes) -> list[bytes | None]:
-    found = (data[i : i + CHUNK_ID_BYTES] for i in range(0, len(data), CHUNK_ID_BYTES))
-    return [chunk if chunk != _NO_ID else None for chunk in found]
+    return [chunk if chunk != _NO_ID else None for chunk in split_names(data)]
 
 
 def encode_sizes(sizes: Sequence[int | None]) -> bytes:
     """The start of an answer with chunks: their sizes, None for a chunk that is not served."""
     return struct.pack(f">{len(sizes)}Q", *(_MISSING if size is None else size for size in sizes))
-
-
-def encode_places(places: Sequence[int | None]) -> bytes:
-    """Follows the sizes for a near peer: the addresses of chunks, None for one whose bytes
-    follow.
-    """
-    return encode_sizes(places)
-
-
-def decode_places(data: bytes) -> list[int | None]:
-    return decode_sizes(data)
-
-
-def sizes_bytes(count: int) -> int:
-    """The encoded length of this many sizes or addresses."""
-    return 8 * count
 
 
 def decode_sizes(data: bytes) -> list[int | None]:
@@ -312,32 +264,11 @@ def decode_sizes(data: bytes) -> list[int | None]:
 
 
 def encode_request(
-    method: str, path: str, host: str, headers: dict[str, str], body: bytes
+    method: str, path: str, host: str, headers: Mapping[str, str], body: bytes
 ) -> bytes:
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode("ascii") + body
-
-
-def decode_head(data: bytes) -> Head:
-    """The head of an answer, up to its empty line. Raises `Corrupt` for one that is not HTTP/1.1 or
-    lacks a length.
-    """
-    first, *lines = data.decode("latin-1").split("\r\n")
-    version, _, rest = first.partition(" ")
-    headers = {
-        name.strip().lower(): value.strip()
-        for name, _, value in (line.partition(":") for line in lines if line)
-    }
-    status, length = rest[:3], headers.get("content-length", "")
-    if (
-        version != "HTTP/1.1"
-        or not status.isdecimal()
-        or not length.isdecimal()
-        or len(length) > 18
-    ):
-        raise Corrupt(f"a peer answered {first[:80]!r}, which is not what a transport says")
-    return Head(int(status), int(length), headers)
 
 
 def _word(value: Any) -> str:
@@ -346,20 +277,8 @@ def _word(value: Any) -> str:
     return value
 
 
-def _names(said: Any) -> str:
-    names = said.get("names", BLAKE3)
-    if names not in NAMINGS:
-        raise ValueError(
-            f"{names!r:.80} are no names of chunks; wanted one of {', '.join(NAMINGS)}"
-        )
-    return str(names)
-
-
-def _near(said: Any) -> Near | None:
-    if said is None:
-        return None
-    where, pid, address = said
-    return Near(_word(where), _number(pid) % (1 << 31), _number(address) % (1 << 63))
+def _words(values: Any) -> tuple[str, ...]:
+    return tuple(map(_word, values))
 
 
 def _number(value: Any) -> int:
@@ -372,8 +291,8 @@ def _numbers(values: Any) -> tuple[int, ...]:
     return tuple(map(_number, values))
 
 
-def _id(text: Any) -> bytes:
+def _name(text: Any) -> bytes:
     data = bytes.fromhex(_word(text))
     if len(data) != CHUNK_ID_BYTES:
-        raise ValueError(f"{text!r:.80} is no chunk id")
+        raise ValueError(f"{text!r:.80} is no chunk name")
     return data
