@@ -4,7 +4,6 @@ it lacks (docs/torchft.md).
 `StoreTransport` replaces torchft's `HTTPTransport`, in a `Manager` or alone.
 """
 
-import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from ckptstore.distributed.addresses import own_addresses
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.chunk_transfer.connection import Deadline, Route
 from ckptstore.interop.chunk_transfer.fetch import Peers
-from ckptstore.interop.chunk_transfer.offer import Publication, flatten_state, make_offer
+from ckptstore.interop.chunk_transfer.offer import flatten_state, make_offer
 from ckptstore.interop.chunk_transfer.receive import LocalState, Received, Transfer
 from ckptstore.interop.chunk_transfer.server import TransportServer
 from ckptstore.interop.chunk_transfer.wire import (
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
 __all__ = ["Received", "StoreTransport"]
 
 T = TypeVar("T")
-
-logger = logging.getLogger("ckptstore.transport")
 
 PATIENCE_S = 10.0
 """A peer that sends no chunk within this time is passed over for now: others are asked, or the same
@@ -101,12 +98,11 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
         self._connections, self._patience_s = connections, patience.total_seconds()
         self._chunk_bytes = store.chunk_bytes if store else CHUNK_BYTES
         self._threads = ThreadPool(default_threads())
-        self._publication = Publication()
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._left: dict[bytes, memoryview] = {}
         instance, token = secrets.token_hex(16), secrets.token_hex(32)
         self._server = TransportServer(
-            self._publication, instance, token, timeout_s=self._timeout_s, host=host, port=port
+            instance, token, timeout_s=self._timeout_s, host=host, port=port
         )
         if store:
             internals_of(store).second_names(name_of)
@@ -135,7 +131,7 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
             timeout.total_seconds(), f"the state of step {step} could not be served"
         )
         with self._sending:
-            self._withdraw(deadline.left())
+            self._server.withdraw(deadline.left())
             offer = make_offer(
                 state_dict,
                 step,
@@ -146,11 +142,11 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
             )
             self.staged_bytes = offer.staged_bytes
             try:
-                self._publication.post(offer)
+                self._server.post(offer)
                 offer.fill()
             except BaseException as error:
                 try:
-                    self._withdraw(0)
+                    self._server.withdraw(0)
                     offer.close()
                 except TimeoutError as late:  # the next call frees memory that is still read
                     error.add_note(str(late))
@@ -161,7 +157,7 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
         timeout are disconnected.
         """
         with self._sending:
-            self._withdraw(self._timeout_s)
+            self._server.withdraw(self._timeout_s)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Receive the state that the transport with this `metadata` serves as `step`; waits until
@@ -206,16 +202,8 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
 
     def _release(self) -> None:
         with self._sending:
-            self._withdraw(0)
+            self._server.withdraw(0)
         self._threads.close()
-
-    def _withdraw(self, timeout_s: float) -> None:
-        if late := self._publication.withdraw(timeout_s):
-            logger.warning(
-                "cut off %d connections of peers that were still receiving after %.1f s",
-                late,
-                timeout_s,
-            )
 
     def _receive(self, peers: Peers, deadline: Deadline) -> T:
         max_bytes = self._max_bytes if self._max_bytes is not None else free_bytes()

@@ -9,6 +9,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TypeVar
 
 from ckptstore.commit.dedup_probe import GcPin
@@ -17,7 +18,7 @@ from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.errors import Corrupt, NotFound, Unavailable
-from ckptstore.interop.chunk_transfer.wire import name_of
+from ckptstore.interop.chunk_transfer.wire import CHUNKS_PER_REQUEST, name_of
 from ckptstore.repository.chunk_store import FileRange
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import FlatState, Source
@@ -88,11 +89,13 @@ def read_part(source: Source, start: int, stop: int) -> memoryview:
 
 
 def batches(items: Sequence[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Items that a thread handles together, up to a run, so that extra memory stays bounded."""
+    """Items that a thread handles together, up to a run, so that extra memory stays bounded, and up
+    to a request.
+    """
     batch: list[T] = []
     size = 0
     for item in items:
-        if batch and size + nbytes(item) > RUN_BYTES:
+        if batch and (size + nbytes(item) > RUN_BYTES or len(batch) == CHUNKS_PER_REQUEST):
             yield batch
             batch, size = [], 0
         batch.append(item)
@@ -102,18 +105,17 @@ def batches(items: Sequence[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]
 
 
 class AdaptiveProbe:
-    """Whether further lookups pay; with `patience`, always. Thread-safe."""
+    """Whether further lookups pay: not after `left` failed ones. Thread-safe."""
 
-    def __init__(self, *, patience: bool = False) -> None:
-        self._patience, self._lock = patience, threading.Lock()
-        self._left = PROBE_CHUNKS
+    def __init__(self, left: float = PROBE_CHUNKS) -> None:
+        self._left, self._lock = left, threading.Lock()
 
     def add(self, looked: int, found: int) -> None:
         with self._lock:
             self._left += 3 * found - looked
 
     def __bool__(self) -> bool:
-        return self._patience or self._left > 0
+        return self._left > 0
 
 
 class Stored:
@@ -169,7 +171,7 @@ def find_stored(
     that the store has.
     """
     names, stored, known = bytearray(cut.count * CHUNK_ID_BYTES), Stored(pin), dict[bytes, bytes]()
-    probe, scratches = AdaptiveProbe(patience=patience), threading.local()
+    probe, scratches = AdaptiveProbe(inf if patience else PROBE_CHUNKS), threading.local()
 
     def learn(data: memoryview) -> tuple[bytes, bytes]:
         """Record id and name of a chunk, from one copy: they name the same bytes even if the tensor

@@ -36,10 +36,9 @@ from ckptstore.interop.chunk_transfer.wire import (
     path_of,
 )
 
-HELLO_S = 2.0
-"""The first wait for an answer at an address, which may belong to another process. It doubles with
-each attempt without an answer.
-"""
+HELLOS = 4
+"""An address may belong to another process: its answer is awaited for this part of the patience."""
+
 BUSY_S = 0.25
 """The pause before asking again a peer that has no room for another connection."""
 
@@ -97,7 +96,6 @@ class Route:
 
     def __init__(self, invitation: Invitation, transfer: str, patience_s: float) -> None:
         self.invitation, self.transfer, self.patience_s = invitation, transfer, patience_s
-        self._hello_s = HELLO_S
         self._address: Address | None = None
 
     @property
@@ -108,19 +106,17 @@ class Route:
     def connect(self, deadline: Deadline) -> "Connection":
         """Connect. Raises `PeerFailed` if the peer answers at none of its addresses."""
         since, wait_s = time.monotonic(), min(deadline.left(), self.patience_s)
-        hello_s = self._hello_s
         candidates = (self._address,) if self._address else self.invitation.addresses
         answers, errors = set[int](), set[int]()
 
         def is_peer(connection: socket.socket) -> bool:
-            patience_s = min(hello_s, since + wait_s - time.monotonic())
+            patience_s = min(wait_s / HELLOS, since + wait_s - time.monotonic())
             answers.add(Connection(connection, self, deadline, since, patience_s).hello())
             return _OK in answers
 
         found = reach(candidates, wait_s, is_peer, errors.add)
         if found:
             connection, self._address = found
-            self._hello_s = HELLO_S
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return Connection(connection, self, deadline, since)
         deadline.left()
@@ -128,7 +124,6 @@ class Route:
         late = time.monotonic() >= since + wait_s and errno.ECONNREFUSED not in errors
         if silent:
             self.be_patient(wait_s)
-            self._hello_s = max(self._hello_s, 2 * hello_s)
         if busy:
             time.sleep(min(BUSY_S, deadline.left()))
         if not (silent or busy or late):

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import as_completed, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -95,9 +95,19 @@ class Peers:
         TimeoutError if none answered in time. With `early`, an only peer may send an outline.
         """
         early = early and len(self._routes) == 1  # chunk numbers belong to one peer
+        errors: list[CkptStoreError] = []
         with _daemons(len(self._routes)) as pool:
-            waiting = {pool.submit(self._describe, route, early) for route in self._routes}
-            return self._first(waiting)
+            asked = [pool.submit(self._describe, route, early) for route in self._routes]
+            try:
+                for answer in as_completed(asked, self._deadline.left()):
+                    try:
+                        return answer.result()
+                    except CkptStoreError as error:
+                        errors.append(error)
+            except TimeoutError:
+                self._deadline.left()  # says what timed out
+                raise
+        raise _all_lost(errors)
 
     def ids(self, names: Sequence[bytes]) -> list[bytes | None]:
         """The ids of chunks, from the first peer that answers; None for chunks that it does not
@@ -105,12 +115,9 @@ class Peers:
         """
         for route in self._routes:
             try:
-                found: list[bytes | None] = []
                 with self._connection(route) as connection:
-                    for i in range(0, len(names), CHUNKS_PER_REQUEST):
-                        self.count(requests=1)
-                        found += connection.ask_ids(self._step, names[i : i + CHUNKS_PER_REQUEST])
-                    return found
+                    self.count(requests=1)
+                    return connection.ask_ids(self._step, names)
             except PeerFailed as failed:
                 logger.debug("a peer does not tell ids: %s", failed)
         return [None] * len(names)
@@ -163,19 +170,6 @@ class Peers:
                 failures += not (failed.slow or failed.since < 0)
                 if failed.final or failures == FAILURES_MAX or self._closed:
                     raise failed.error from failed
-
-    def _first(self, waiting: "set[Future[Description]]") -> Description:
-        errors: list[CkptStoreError] = []
-        while waiting:
-            done, waiting = wait(
-                waiting, timeout=self._deadline.left(), return_when=FIRST_COMPLETED
-            )
-            for future in done:
-                try:
-                    return future.result()
-                except CkptStoreError as error:
-                    errors.append(error)
-        raise _all_lost(errors)
 
     def _work(self, work: "_Work", peer: int) -> None:
         try:

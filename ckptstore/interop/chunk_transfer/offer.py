@@ -4,13 +4,11 @@ chunks that the store has.
 Chunks found in the local store are served from there; a session protects them from gc until the
 offer is closed. All others are copied to one staging buffer and hashed there, so that peers get the
 hashed bytes even if tensors change. An offer is posted before it is filled: a peer that has nothing
-takes copied chunks by number meanwhile. The memory of a withdrawn offer is freed when its last
-reader leaves, never before.
+takes copied chunks by number meanwhile.
 """
 
 import ctypes
 import itertools
-import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,7 +28,6 @@ from ckptstore.interop.chunk_transfer.chunks import (
     find_stored,
     read_part,
 )
-from ckptstore.interop.chunk_transfer.connection import cut_off
 from ckptstore.interop.chunk_transfer.targets import placed_leaves
 from ckptstore.interop.chunk_transfer.wire import (
     Description,
@@ -61,9 +58,6 @@ PIECE_BYTES = 512 << 10
 """Bytes copied before they are hashed: both copies fit a core's private cache. Copy and name of a
 chunk of 1 MiB take 0.073 s per GB in two pieces, and 0.090 s in one (EPYC, 1 MiB of L2).
 """
-
-CUTTING_S = 5.0
-"""How long a disconnected reader may take to notice."""
 
 _ALIKE = b""
 """Replaces the name of a chunk with the same bytes as another. No chunk has this name."""
@@ -354,67 +348,3 @@ def _plan_copies(
         if copies:
             batches.append(copies)
     return batches, offset
-
-
-class Publication:
-    """Holds at most one offer, and the connections that read it: the transfers that they belong to,
-    by socket. Thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self._offer: ServedState | None = None
-        self._leaving: ServedState | None = None
-        self._readers: dict[socket.socket, str] = {}
-        self._changed = threading.Condition()
-
-    def post(self, offer: ServedState) -> None:
-        """Serve `offer`; no other may be served now."""
-        with self._changed:
-            assert self._offer is None and not self._readers
-            self._offer = offer
-            self._changed.notify_all()
-
-    def join(
-        self, reader: socket.socket, transfer: str, step: int, wait_s: float
-    ) -> ServedState | None:
-        """The state served within `wait_s`, None if there is none. If it is that of `step`, the
-        connection is its reader from now on.
-        """
-        with self._changed:
-            offer = self._leaving
-            if not offer or offer.step != step or transfer not in self._readers.values():
-                self._changed.wait_for(lambda: self._offer is not None, wait_s)
-                offer = self._offer
-            if offer and offer.step == step:
-                self._readers[reader] = transfer
-            return offer
-
-    def leave(self, reader: socket.socket) -> None:
-        """Unregister a connection. Idempotent."""
-        with self._changed:
-            self._readers.pop(reader, None)
-            self._changed.notify_all()
-
-    def withdraw(self, timeout_s: float) -> int:
-        """Stop serving, wait for readers, and disconnect those left after `timeout_s`; returns
-        their number.
-
-        Raises TimeoutError if a disconnected reader does not end; then its memory is not freed.
-        """
-        with self._changed:
-            self._leaving, self._offer = self._offer or self._leaving, None
-            if self._leaving is None:
-                return 0
-            self._changed.wait_for(lambda: not self._readers, timeout_s)
-            late = len(self._readers)
-            for reader in self._readers:
-                cut_off(reader)
-            if not self._changed.wait_for(lambda: not self._readers, CUTTING_S):
-                raise TimeoutError(
-                    f"timed out: {len(self._readers)} peers still take a state {CUTTING_S:.0f} s "
-                    "after they were cut off"
-                )
-            if self._leaving:
-                self._leaving.close()
-            self._leaving = None
-            return late

@@ -4,7 +4,8 @@
 A request without the token learns the instance and nothing else. Every wait, every length and the
 number of connections are limited. A connection that has not shown the token is closed after a
 while, even if its bytes trickle, and earlier if another needs its slot. When peers hold all slots,
-one more connection is told to retry.
+one more connection is told to retry. The memory of a withdrawn state is freed when its last reader
+leaves, never before.
 """
 
 import hmac
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from types import MappingProxyType
@@ -24,7 +26,7 @@ from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.threads import behind, start
 from ckptstore.errors import Unavailable
 from ckptstore.interop.chunk_transfer.connection import cut_off
-from ckptstore.interop.chunk_transfer.offer import Publication, ServedState
+from ckptstore.interop.chunk_transfer.offer import ServedState
 from ckptstore.interop.chunk_transfer.wire import (
     CHUNKS_PER_REQUEST,
     EARLY_HEADER,
@@ -45,37 +47,43 @@ logger = logging.getLogger("ckptstore.transport")
 CONNECTIONS_MAX = 64
 HEAD_TIMEOUT_S = 10.0
 """A connection that has not shown the token by then is closed."""
+CUTTING_S = 5.0
+"""How long a disconnected reader may take to notice."""
 _PLACE_S = 1.0
 """How long the thread of a closed connection may take to free its slot."""
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
+@dataclass(slots=True)
+class _Peer:
+    """A connection: when it was opened, if it has not shown the token, and the transfer for which
+    it reads the state that is served.
+    """
+
+    stranger_since: float | None
+    transfer: str | None = None
+
+
 class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Serves `publication` to peers with `token`, one thread per connection, until `close`."""
+    """Serves at most one state to peers with `token`, one thread per connection, until `close`."""
 
     daemon_threads = True
     block_on_close = False
 
     def __init__(
-        self,
-        publication: Publication,
-        instance: str,
-        token: str,
-        *,
-        timeout_s: float,
-        host: str = "",
-        port: int = 0,
+        self, instance: str, token: str, *, timeout_s: float, host: str = "", port: int = 0
     ) -> None:
         listening = _listen(host, port)
         super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listening
         self.port: int = listening.getsockname()[1]
-        self.publication, self.instance, self.timeout_s = publication, instance, timeout_s
+        self.instance, self.timeout_s = instance, timeout_s
         self._authorization = f"Bearer {token}".encode()
-        # By time of arrival, the oldest first; None for those that have shown the token.
-        self._open: dict[socket.socket, float | None] = {}
+        self._offer: ServedState | None = None
+        self._leaving: ServedState | None = None
+        self._peers: dict[socket.socket, _Peer] = {}  # the oldest first
         self._changed = threading.Condition()
         self._thread = threading.Thread(
             target=self.serve_forever, name="ckptstore-transport", args=(0.05,), daemon=True
@@ -95,11 +103,43 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         else:
             behind(self.shutdown, "ckptstore-transport-end")
         with self._changed:
-            for request in self._open:
+            for request in self._peers:
                 cut_off(request)
         if wait:
             self._thread.join()
         self.server_close()
+
+    def post(self, offer: ServedState) -> None:
+        """Serve `offer`; no other may be served now."""
+        with self._changed:
+            assert self._offer is None and not self._readers()
+            self._offer = offer
+            self._changed.notify_all()
+
+    def withdraw(self, timeout_s: float) -> None:
+        """Stop serving, wait for readers, disconnect those left after `timeout_s`, and free the
+        memory. Raises TimeoutError if a disconnected reader does not end; then it is not freed.
+        """
+        with self._changed:
+            self._leaving, self._offer = self._offer or self._leaving, None
+            if self._leaving is None:
+                return
+            if not self._changed.wait_for(lambda: not self._readers(), timeout_s):
+                logger.warning(
+                    "cut off %d connections of peers that were still receiving after %.1f s",
+                    len(self._readers()),
+                    timeout_s,
+                )
+            for reader in self._readers():
+                cut_off(reader)
+            if not self._changed.wait_for(lambda: not self._readers(), CUTTING_S):
+                raise TimeoutError(
+                    f"timed out: {len(self._readers())} peers still take a state {CUTTING_S:.0f} s "
+                    "after they were cut off"
+                )
+            if self._leaving:
+                self._leaving.close()
+            self._leaving = None
 
     def admit(self, request: socket.socket, authorization: str | None) -> bool:
         """Whether a connection shows the token, compared in constant time; then it keeps its
@@ -109,13 +149,29 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         if not hmac.compare_digest(shown, self._authorization):
             return False
         with self._changed:
-            self._open[request] = None
+            self._peers[request].stranger_since = None
         return True
+
+    def join(
+        self, request: socket.socket, transfer: str, step: int, wait_s: float
+    ) -> ServedState | None:
+        """The state served within `wait_s`, None if there is none. If it is that of `step`, the
+        connection is its reader until it ends. A transfer that has begun may read a state that is
+        being withdrawn.
+        """
+        with self._changed:
+            offer = self._leaving
+            if not offer or offer.step != step or transfer not in self._readers().values():
+                self._changed.wait_for(lambda: self._offer is not None, wait_s)
+                offer = self._offer
+            if offer and offer.step == step:
+                self._peers[request].transfer = transfer
+            return offer
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._has_room():
             with self._changed:
-                self._open[request] = time.monotonic()
+                self._peers[request] = _Peer(time.monotonic())
             try:
                 super().process_request(request, client_address)
                 return
@@ -142,8 +198,8 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """
         before = time.monotonic() - HEAD_TIMEOUT_S
         with self._changed:
-            for request, since in self._open.items():
-                if since is not None and since < before:
+            for request, since in self._strangers().items():
+                if since < before:
                     cut_off(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -152,21 +208,29 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def _has_room(self) -> bool:
         """Whether a slot is free, if need be that of the oldest connection without the token."""
         with self._changed:
-            if len(self._open) < CONNECTIONS_MAX:
+            if len(self._peers) < CONNECTIONS_MAX:
                 return True
-            for request, since in self._open.items():
-                if since is not None:
-                    self._open[request] = None  # it is cut off once
-                    cut_off(request)
-                    return self._changed.wait_for(
-                        lambda: len(self._open) < CONNECTIONS_MAX, _PLACE_S
-                    )
-            return False
+            oldest = next(iter(self._strangers()), None)
+            if oldest is None:
+                return False
+            self._peers[oldest].stranger_since = None  # it is cut off once
+            cut_off(oldest)
+            return self._changed.wait_for(lambda: len(self._peers) < CONNECTIONS_MAX, _PLACE_S)
 
     def _leave(self, request: socket.socket) -> None:
         with self._changed:
-            self._open.pop(request, None)
+            self._peers.pop(request, None)
             self._changed.notify_all()
+
+    def _readers(self) -> dict[socket.socket, str]:
+        return {r: peer.transfer for r, peer in self._peers.items() if peer.transfer is not None}
+
+    def _strangers(self) -> dict[socket.socket, float]:
+        return {
+            request: peer.stranger_since
+            for request, peer in self._peers.items()
+            if peer.stranger_since is not None
+        }
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -198,10 +262,6 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     timeout = HEAD_TIMEOUT_S
     server: TransportServer
-
-    def finish(self) -> None:
-        self.server.publication.leave(self.connection)
-        super().finish()
 
     def do_GET(self) -> None:
         with self._refusals():
@@ -270,7 +330,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _offer(self, step: int, wait_s: float) -> ServedState:
         """The offer for `step`. A connection that has joined stays a reader until it ends."""
         transfer = self.headers.get(TRANSFER_HEADER, "")[:64]
-        offer = self.server.publication.join(self.connection, transfer, step, wait_s)
+        offer = self.server.join(self.connection, transfer, step, wait_s)
         if offer is None:
             raise _Refused(
                 HTTPStatus.SERVICE_UNAVAILABLE, f"nothing is served now; wanted step {step}"

@@ -12,14 +12,12 @@ the training. On such a mesh, this process holds the same part as the peer.
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptstore.core.geometry import intersect
-from ckptstore.core.model import Box, LeafContent, Shape
+from ckptstore.core.model import Box, Shape
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.interop.chunk_transfer.wire import MeshName, Placed
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
 
 _SHARD = re.compile(r"S\((\d{1,3})\)")
 _STRIDED_SHARD = re.compile(r"_S\((\d{1,3}), (\d{1,6})\)")
-
-BOXES_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +106,7 @@ def _target(
         if all(tensor.device_mesh is not mesh for mesh in meshes):
             meshes.append(tensor.device_mesh)  # a later leaf in this storage shares memory with it
         held = held_of(tensor)
-        _check_covered(schema.paths[i], content, [box for box, _ in held.parts])
+        _check_same_boxes(tree, i, held.holding.boxes)
         return Target(
             tensor, tuple((box, TensorDestination(part)) for box, part in held.parts), fits
         )
@@ -128,7 +124,7 @@ def _is_like(tensor: Any, dtype: torch.dtype, shape: Shape) -> bool:
 
 
 def _check_placed(tree: Tree, i: int) -> int:
-    """Check the bytes that the peer holds of a DTensor."""
+    """The bytes that the peer says it holds of a DTensor."""
     content, path = tree.content(i), tree.schema.paths[i]
     boxes = content.boxes or ()
     if (
@@ -137,31 +133,21 @@ def _check_placed(tree: Tree, i: int) -> int:
         or (not boxes and content.inline != b"")
     ):
         raise Corrupt(f"{path} is said to be a DTensor, and is none")
-    if len(boxes) > BOXES_MAX:
-        raise Corrupt(f"{path} comes in {len(boxes)} boxes; wanted at most {BOXES_MAX}")
-    shape, width = tree.extent(i)
-    if any(
-        len(box.lengths) != len(shape)
-        or any(o + n > s for o, n, s in zip(*box, shape, strict=True))
-        for box in boxes
-    ):
-        raise Corrupt(f"{path} comes in boxes that do not lie in its shape {list(shape)}")
-    if any(intersect(a, b) for a, b in combinations(boxes, 2)):
-        raise Corrupt(f"{path} comes in boxes that overlap")
-    if boxes:
-        tree.check(i)
-    return sum(prod(box.lengths) for box in boxes) * width
+    return sum(prod(box.lengths) for box in boxes) * tree.extent(i)[1]
 
 
-def _check_covered(path: str, content: LeafContent, boxes: list[Box]) -> None:
-    """Check that the peer's boxes do not overlap, so that their volumes add up."""
-    for box in boxes:
-        shared = (intersect(box, theirs) for theirs in content.boxes or ())
-        if sum(prod(each.lengths) for each in shared if each) != prod(box.lengths):
-            raise InvalidInput(
-                f"the peer does not hold what this rank needs of {path}: receive from one with the "
-                "same place in its mesh"
-            )
+def _check_same_boxes(tree: Tree, i: int, own: tuple[Box, ...]) -> None:
+    """Check that the peer holds the boxes that this rank has, if it has any: with one mesh and the
+    same placements, ranks hold the same boxes or others.
+    """
+    if not own:
+        return
+    if own != tree.content(i).boxes:
+        raise InvalidInput(
+            f"the peer does not hold what this rank needs of {tree.schema.paths[i]}: receive from "
+            "one with the same place in its mesh"
+        )
+    tree.check(i)
 
 
 def _usable(live: FlatState) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptstore.errors import CkptStoreError
-from ckptstore.interop.chunk_transfer import offer as offers
+from ckptstore.interop.chunk_transfer import server
 from ckptstore.interop.chunk_transfer.offer import make_offer
 from ckptstore.interop.torchft import StoreTransport
 from ckptstore.repository.thread_pool import ThreadPool
@@ -199,7 +199,7 @@ def test_an_outline_that_is_not_kept_to_gives_the_state_that_is_described(
     offer, other = (make_offer(state, 1, pool=sender._pool, **options) for state in (first, then))
     metadata, proxy = wire(sender)
     receiving = Receiving(receiver, metadata, proxy)
-    sender._publication.post(offer)
+    sender._server.post(offer)
 
     def become_the_other() -> None:
         receiving.until_came(MIB)
@@ -221,18 +221,19 @@ def test_an_outline_that_is_not_kept_to_gives_the_state_that_is_described(
 def test_why_a_sender_failed_is_said_though_a_peer_keeps_its_connection(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offers, "CUTTING_S", 0.01)
+    monkeypatch.setattr(server, "CUTTING_S", 0.01)
     sender = start()
     reader, peer = socket.socketpair()
 
     def join() -> None:
-        sender._publication.join(reader, "transfer", 1, 1.0)
+        sender._server._peers[reader] = server._Peer(None)
+        sender._server.join(reader, "transfer", 1, 1.0)
 
     threads, sender._threads = sender._threads, Halting(join, fails=True)
     with pytest.raises(OSError, match="the device is gone") as failed:
         sender.send_checkpoint([1], 1, large_state(), SOON)
     assert any("1 peers still take a state" in note for note in failed.value.__notes__)
-    sender._publication.leave(reader)
+    sender._server._leave(reader)
     reader.close()
     peer.close()
     sender._threads = threads
