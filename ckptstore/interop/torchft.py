@@ -19,7 +19,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.interop.chunk_transfer.connection import Deadline, Route
 from ckptstore.interop.chunk_transfer.fetch import Peers
 from ckptstore.interop.chunk_transfer.offer import flatten_state, make_offer
-from ckptstore.interop.chunk_transfer.receive import LocalState, Received, Transfer
+from ckptstore.interop.chunk_transfer.receive import Received, Transfer
 from ckptstore.interop.chunk_transfer.server import TransportServer
 from ckptstore.interop.chunk_transfer.wire import (
     Invitation,
@@ -141,16 +141,7 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
                 pin=internals_of(self._store).gc_pin("serve") if self._store else None,
             )
             self.staged_bytes = offer.staged_bytes
-            try:
-                self._server.post(offer)
-                offer.fill()
-            except BaseException as error:
-                try:
-                    self._server.withdraw(0)
-                    offer.close()
-                except TimeoutError as late:  # the next call frees memory that is still read
-                    error.add_note(str(late))
-                raise
+            self._server.post(offer)
 
     def disallow_checkpoint(self) -> None:
         """Stop serving. Waits for peers that are receiving; those not done after the transport's
@@ -207,7 +198,9 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
 
     def _receive(self, peers: Peers, deadline: Deadline) -> T:
         max_bytes = self._max_bytes if self._max_bytes is not None else free_bytes()
-        here = LocalState(
+        transfer = Transfer(
+            peers,
+            deadline,
             self._threads,
             flatten_state(self._state_dict()) if self._state_dict else None,
             self._in_place,
@@ -217,7 +210,6 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
             max_bytes if max_bytes is not None else 1 << 62,
             self._chunk_bytes,
         )
-        transfer = Transfer(peers, here, deadline)
         try:
             state, self.received = transfer.run()
         except BaseException:

@@ -8,7 +8,7 @@ pays. A failed lookup costs more than a copy, so lookups stop when most of them 
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TypeVar
 
@@ -34,14 +34,15 @@ _STRIDE = 8
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The bytes of a leaf, or of one box of it, that are cut into chunks. The first chunk has the
-    number `first` in the state.
+    """The bytes of a leaf, or of one box of it, that are cut into the chunks `first:stop` of the
+    state.
     """
 
     leaf: int
     source: Source
     extent: Extent
     first: int = 0
+    stop: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +72,12 @@ class CutState:
 def cut_state(flat: FlatState, chunk_bytes: int) -> CutState:
     parts = list(_parts(flat))
     plan = plan_chunks([part.extent for part in parts], chunk_bytes)
-    firsts = list(itertools.accumulate(map(len, plan.parts), initial=0))
+    ends = list(itertools.accumulate(map(len, plan.parts), initial=0))
     numbered = tuple(
-        Part(part.leaf, part.source, part.extent, first)
-        for part, first in zip(parts, firsts, strict=False)
+        replace(part, first=first, stop=stop)
+        for part, (first, stop) in zip(parts, itertools.pairwise(ends), strict=True)
     )
-    return CutState(flat, numbered, plan.batches, firsts[-1])
+    return CutState(flat, numbered, plan.batches, ends[-1])
 
 
 def read_part(source: Source, start: int, stop: int) -> memoryview:

@@ -20,7 +20,6 @@ from ckptstore.distributed.addresses import Address, reach
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, Unavailable
 from ckptstore.interop.chunk_transfer.wire import (
     DESCRIPTION_BYTES_MAX,
-    EARLY_HEADER,
     HELLO_PATH,
     STEP_HEADER,
     TRANSFER_HEADER,
@@ -174,12 +173,12 @@ class Connection:
         except PeerFailed as failed:
             return _SILENT if failed.slow else _OTHER
 
-    def describe(self, step: int, *, early: bool = False) -> Description:
-        """The description of the state served as `step`; waits until it is served. With `early`, an
-        outline is enough while the peer still copies.
-        """
+    def describe(self, step: int) -> Description:
+        """The description of the state served as `step`; waits until it is served."""
         while True:
-            answer = self._ask("GET", "state", step, {EARLY_HEADER: "1"} if early else {})
+            # The peer may wait as long as it can answer within our patience.
+            wait_s = min(self._deadline.left(), self._patience_s / 2)
+            answer = self._ask("GET", "state", step, {WAIT_HEADER: str(int(wait_s * 1000))})
             if answer.status != _BUSY:
                 break
             answer.read(_WHY_BYTES_MAX)
@@ -195,8 +194,6 @@ class Connection:
                 Conflict(f"{self._route.name} describes step {description.step}; wanted {step}"),
                 final=True,
             )
-        if description.early and not early:
-            raise self._failed("gives an outline where a description was wanted")
         return description
 
     def ask_chunks(
@@ -276,12 +273,10 @@ class Connection:
     def _ask(
         self, method: str, kind: str, step: int, headers: Mapping[str, str], body: bytes = b""
     ) -> HTTPResponse:
-        """Ask with the token; the peer may wait as long as it can answer within our patience."""
-        wait_s = min(self._deadline.left(), self._patience_s / 2)
+        """Ask with the token."""
         own = {
             "Authorization": f"Bearer {self._route.invitation.token}",
             TRANSFER_HEADER: self._route.transfer,
-            WAIT_HEADER: str(int(wait_s * 1000)),
         }
         return self._exchange(method, path_of(kind, step), own | dict(headers), body)
 

@@ -22,7 +22,6 @@ from ckptstore.interop.chunk_transfer.connection import Connection, Deadline, Pe
 from ckptstore.interop.chunk_transfer.wire import (
     CHUNKS_PER_REQUEST,
     Description,
-    decode_number,
     name_of,
 )
 from ckptstore.restore.reader import ChunkRead
@@ -36,22 +35,14 @@ FAILURES_MAX = 4
 @dataclass(slots=True, eq=False)
 class Wanted:
     """A chunk to bring to all its destinations: to `memory`, new memory that receives it directly,
-    and from there, or from temporary memory, to those of `reads`. `place` identifies the memory.
-
-    `chunk` may be a number: then any bytes are right, and a peer need not have them. `found` is the
-    name of the bytes that came.
+    and from there, or from temporary memory, to those of `reads`.
     """
 
     chunk: bytes
     nbytes: int
     memory: memoryview | None = None
-    place: tuple[int, int, int] | None = None
     reads: list[ChunkRead] = field(default_factory=list)
-    found: bytes = b""
-
-    @property
-    def numbered(self) -> bool:
-        return decode_number(self.chunk) is not None
+    landed: bool = False
 
     def room(self) -> memoryview:
         """Memory for the chunk."""
@@ -61,13 +52,10 @@ class Wanted:
         """Hash the bytes that came, and pass them on if they are the chunk; returns whether they
         are.
         """
-        name = name_of(data)
-        if name != self.chunk and not self.numbered:
-            return False
-        for read in self.reads:
+        self.landed = name_of(data) == self.chunk
+        for read in self.reads if self.landed else ():
             read.land(data)
-        self.found = name
-        return True
+        return self.landed
 
 
 class Peers:
@@ -90,14 +78,13 @@ class Peers:
         self._doubted: set[bytes] = set()
         self._lock = threading.Lock()
 
-    def describe(self, *, early: bool = False) -> Description:
+    def describe(self) -> Description:
         """The first peer's answer with a description. Raises the peers' errors if all failed,
-        TimeoutError if none answered in time. With `early`, an only peer may send an outline.
+        TimeoutError if none answered in time.
         """
-        early = early and len(self._routes) == 1  # chunk numbers belong to one peer
         errors: list[CkptStoreError] = []
         with _daemons(len(self._routes)) as pool:
-            asked = [pool.submit(self._describe, route, early) for route in self._routes]
+            asked = [pool.submit(self._describe, route) for route in self._routes]
             try:
                 for answer in as_completed(asked, self._deadline.left()):
                     try:
@@ -159,13 +146,13 @@ class Peers:
                 while connections:
                     connections.pop().close()
 
-    def _describe(self, route: Route, early: bool) -> Description:
+    def _describe(self, route: Route) -> Description:
         failures = 0
         while True:
             try:
                 with self._connection(route) as connection:
                     self.count(requests=1)
-                    return connection.describe(self._step, early=early)
+                    return connection.describe(self._step)
             except PeerFailed as failed:
                 failures += not (failed.slow or failed.since < 0)
                 if failed.final or failures == FAILURES_MAX or self._closed:
@@ -202,12 +189,8 @@ class Peers:
         verified = any(each.chunk in self._doubted for each in left)
         chunks = [each.chunk for each in left]
         sizes = connection.ask_chunks(self._step, chunks, verified=verified)
-        asked = list(zip(left, sizes, strict=True))
-        left[:] = [each for each, size in asked if size is not None or not each.numbered]
-        for _ in range(len(asked) - len(left)):
-            work.landed(peer)  # numbered ones are asked for by name later
-        for each, size in asked:
-            if size != each.nbytes and (size is not None or not each.numbered):
+        for each, size in zip(left, sizes, strict=True):
+            if size != each.nbytes:
                 raise _strange(each, size)
         wrong: list[Wanted] = []
         while left:
@@ -300,7 +283,7 @@ class _Work:
             return batch
 
     def landed(self, peer: int) -> None:
-        """Mark a chunk from `peer` as complete, or as no longer needed."""
+        """Mark a chunk from `peer` as complete."""
         with self._changed:
             self._failures[peer] = 0
             self._slow.discard(peer)

@@ -8,8 +8,8 @@ a peer. Live tensors receive only verified bytes.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from ckptstore.commit.plan import Run
 from ckptstore.core.gc_pause import uncollected
@@ -27,7 +27,7 @@ from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.read_plan import select
 from ckptstore.restore.reader import ChunkRead, ReadRequest, Tree
-from ckptstore.state import containers
+from ckptstore.state import containers, tensors
 from ckptstore.state.inflate import inflate, refuse_pickles
 from ckptstore.state.leaf_sources import FlatState, Source
 from ckptstore.state.leaves import Destination as TensorDestination
@@ -37,35 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ckptstore.repository.chunk_store import ObjectStore
-
-Place: TypeAlias = tuple[int, int, int]
-"""A tensor's address, and a range of its bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalState:
-    """What this process contributes: its live state, which is also the destination if `in_place`;
-    its store; and chunks `left` from earlier.
-    """
-
-    threads: ThreadPool
-    live: FlatState | None
-    in_place: bool
-    objects: "ObjectStore | None"
-    meshes: "Sequence[DeviceMesh]"
-    left: Mapping[bytes, memoryview]
-    max_bytes: int
-    chunk_bytes: int
-
-    @property
-    def is_empty(self) -> bool:
-        return self.live is None and self.objects is None and not self.left
-
-    def all_meshes(self) -> "Iterator[DeviceMesh]":
-        yield from self.meshes
-        for held in self.live.held.values() if self.live else ():
-            if hasattr(held.origin, "device_mesh"):
-                yield held.origin.device_mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,59 +54,46 @@ class Received:
     retried: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """A validated description, and the destinations of its leaves."""
-
-    description: Description
-    tree: Tree
-    targets: Sequence[Target]
-
-    def is_outline_of(self, description: Description, tree: Tree) -> bool:
-        """Whether everything is equal except for the names of chunks."""
-        mine = self.description
-        return (
-            (mine.chunk_bytes, mine.placed) == (description.chunk_bytes, description.placed)
-            and self.tree.schema == tree.schema
-            and all(
-                replace(own, ids=b"") == replace(its, ids=b"")
-                for own, its in zip(self.tree.contents, tree.contents, strict=True)
-            )
-        )
-
-
 @dataclass(slots=True)
 class Transfer:
-    """One state in transfer. `wanted` are its chunks so far."""
+    """One state in transfer, and what this process contributes: its `live` state, which is also the
+    destination if `in_place`; its store; and chunks `left` from earlier.
+    """
 
     peers: Peers
-    here: LocalState
     deadline: Deadline
-    wanted: list[Wanted] = field(default_factory=list)
-    _live: dict[bytes, tuple[Source, int, int]] = field(default_factory=dict)
-    _places: dict[Place, bytes] = field(default_factory=dict)
+    threads: ThreadPool
+    live: FlatState | None
+    in_place: bool
+    objects: "ObjectStore | None"
+    meshes: "Sequence[DeviceMesh]"
+    left: Mapping[bytes, memoryview]
+    max_bytes: int
+    chunk_bytes: int
+    _wanted: Sequence[Wanted] = ()
+    _local: dict[bytes, tuple[Source, int, int]] = field(default_factory=dict)
+    _places: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
 
     def run(self) -> tuple[Any, Received]:
         """Receive the state. Raises `Corrupt`, `InvalidInput`, `Conflict` or `Unavailable` for
         peers' errors, TimeoutError when time is up.
         """
-        here, outline = self.here, None
-        described = here.threads.submit(lambda: self.peers.describe(early=here.is_empty))
-        self._hash_live(here.chunk_bytes)  # meanwhile
+        described = self.threads.submit(self.peers.describe)
+        self._hash_live(self.chunk_bytes)  # meanwhile
         description = described.result()
-        if description.early:
-            outline = self._bound(description)
-            self._take_early(outline)
-            description = self.peers.describe()
-        if description.chunk_bytes != here.chunk_bytes:
+        if description.chunk_bytes != self.chunk_bytes:
             self._hash_live(description.chunk_bytes)
-        bound = self._bound(description, outline)
-        sizes, wanted = self._plan(bound)
-        self.peers.count(retried=sum(bool(w.found) and w.found not in sizes for w in self.wanted))
-        self.wanted += wanted
-        self.peers.fetch(self._land_stored(self._land_local(wanted)))
-        _land_inline(bound)
-        state = inflate(bound.tree.schema, [target.content for target in bound.targets])
+        for name, memory in self.left.items():
+            source = TensorSource(tensors.tensor_from(memory, "uint8", (len(memory),)))
+            self._local[name] = source, 0, len(memory)
+        tree = self._tree(description)
+        check_claims(tree, description.placed, self.max_bytes)
+        live = self.live if self.in_place else None
+        targets = make_targets(tree, description.placed, live, self._all_meshes())
+        sizes, self._wanted = self._plan(tree, targets)
+        self.peers.fetch(self._land_stored(self._land_local(self._wanted)))
+        _land_inline(tree, targets)
+        state = inflate(tree.schema, [target.content for target in targets])
         metadata, traffic = dict(description.metadata), self.peers.traffic
         return state, Received(
             len(sizes) + len(metadata),
@@ -148,15 +106,21 @@ class Transfer:
 
     def landed(self) -> dict[bytes, memoryview]:
         """The chunks received into new memory so far, also if the transfer failed."""
-        return {w.found: w.memory for w in self.wanted if w.found and w.memory is not None}
+        return {w.chunk: w.memory for w in self._wanted if w.landed and w.memory is not None}
+
+    def _all_meshes(self) -> "Iterator[DeviceMesh]":
+        yield from self.meshes
+        for held in self.live.held.values() if self.live else ():
+            if hasattr(held.origin, "device_mesh"):
+                yield held.origin.device_mesh
 
     def _hash_live(self, chunk_bytes: int) -> None:
         """Find the chunks of the live state, with these chunk boundaries: where they may be copied
         from, or in place where they may stay.
         """
-        if not self.here.live:
+        if not self.live:
             return
-        cut = cut_state(self.here.live, chunk_bytes)
+        cut = cut_state(self.live, chunk_bytes)
 
         def task(batch: Sequence[Run]) -> None:
             self.deadline.left()
@@ -164,26 +128,12 @@ class Transfer:
                 source = cut.parts[run.part.leaf].source
                 for _, start, stop, data in cut.read(run):
                     name = name_of(data)
-                    if not self.here.in_place:
-                        self._live[name] = source, start, stop
+                    if not self.in_place:
+                        self._local[name] = source, start, stop
                     elif isinstance(source, TensorSource):
                         self._places[source.tensor.data_ptr(), start, stop] = name
 
-        self.here.threads.spread(task, cut.batches)
-
-    def _bound(self, description: Description, outline: _Bound | None = None) -> _Bound:
-        """Validate a description. Its leaves keep the outline's destinations if only names
-        differ.
-        """
-        tree = self._tree(description)
-        check_claims(tree, description.placed, self.here.max_bytes)
-        if outline and outline.is_outline_of(description, tree):
-            return _Bound(description, tree, outline.targets)
-        if outline:
-            self._places.clear()  # the memory there may be used again
-        live = self.here.live if self.here.in_place else None
-        targets = make_targets(tree, description.placed, live, self.here.all_meshes())
-        return _Bound(description, tree, targets)
+        self.threads.spread(task, cut.batches)
 
     def _tree(self, description: Description) -> Tree:
         """Schema and pages, from the peers."""
@@ -205,24 +155,13 @@ class Transfer:
         )
         return Tree(KEY, ref, schema, contents, description.chunk_bytes)
 
-    def _take_early(self, outline: _Bound) -> None:
-        """Take chunks by number while the peer copies others. They count once the description is
-        complete and their names are in it.
-        """
-        del self.peers.traffic["chunks"], self.peers.traffic["bytes"]  # of the outline only
-        _, wanted = self._plan(outline)
-        self.wanted = [each for each in wanted if each.memory is not None]
-        self.peers.fetch(self.wanted)
-        self._places = {each.place: each.found for each in self.wanted if each.place and each.found}
-
     @uncollected()
-    def _plan(self, bound: _Bound) -> tuple[dict[bytes, int], list[Wanted]]:
+    def _plan(self, tree: Tree, targets: Sequence[Target]) -> tuple[dict[bytes, int], list[Wanted]]:
         """The raw bytes of every chunk of a state, and the wanted chunks without those in place,
         each once, with all destinations.
         """
-        tree = bound.tree
         sizes, wanted = dict[bytes, int](), dict[bytes, Wanted]()
-        for i, target in enumerate(bound.targets):
+        for i, target in enumerate(targets):
             content = tree.content(i)
             if content.inline is not None:
                 continue
@@ -237,42 +176,47 @@ class Transfer:
                             "one of them is wrong"
                         )
                     read = ChunkRead(piece, request, memory)
-                    place = _place(read)
-                    if place and self._places.get(place) == chunk:
+                    if target.live and self._is_in_place(read):
                         continue
                     want = wanted.setdefault(chunk, Wanted(chunk, nbytes))
                     if target.live or want.memory is not None or read.place is None:
                         want.reads.append(read)
                     else:
-                        want.memory, want.place = read.place, place
+                        want.memory = read.place
         return sizes, list(wanted.values())
+
+    def _is_in_place(self, read: ChunkRead) -> bool:
+        """Whether a chunk lies in the live tensor where it should."""
+        at, destination = read.piece.at, read.wanted.destination
+        if at is None or not isinstance(destination, TensorDestination):
+            return False
+        place = destination.tensor.data_ptr(), at, at + read.piece.raw_bytes
+        return self._places.get(place) == read.piece.chunk
 
     def _land_local(self, wanted: Sequence[Wanted]) -> list[Wanted]:
         """Copy chunks of the live state or of an earlier transfer to their destinations; returns
         the missing ones.
         """
-        left = {**self.here.left, **self.landed()}
-        nbytes = {name: stop - start for name, (_, start, stop) in self._live.items()}
-        nbytes |= {name: len(memory) for name, memory in left.items()}
+
+        def is_here(want: Wanted) -> bool:
+            _, start, stop = self._local.get(want.chunk, (None, 0, -1))
+            return stop - start == want.nbytes
 
         def copy(batch: Sequence[Wanted]) -> Iterator[Wanted]:
-            for each in batch:
-                out = each.room()
-                if each.chunk in left:
-                    out[:] = left[each.chunk]
-                else:
-                    source, start, stop = self._live[each.chunk]
-                    source.stage(start, stop, out)
-                if not each.land(out):
-                    yield each
+            for want in batch:
+                source, start, stop = self._local[want.chunk]
+                out = want.room()
+                source.stage(start, stop, out)
+                if not want.land(out):
+                    yield want
 
-        return self._land(wanted, [nbytes.get(w.chunk) == w.nbytes for w in wanted], copy)
+        return self._land(wanted, is_here, copy)
 
     def _land_stored(self, wanted: Sequence[Wanted]) -> list[Wanted]:
         """Read chunks of the local store to their destinations, by ids that peers tell, as long as
         it has enough of them; returns the missing ones. They are compared with id and name.
         """
-        objects, probe = self.here.objects, AdaptiveProbe()
+        objects, probe = self.objects, AdaptiveProbe()
         if objects is None:
             return list(wanted)
 
@@ -292,38 +236,30 @@ class Transfer:
                 landed.update(w for w, data in zip(found, out, strict=True) if w.land(data))
             return [w for w in batch if w not in landed]
 
-        return self._land(wanted, [True] * len(wanted), read)
+        return self._land(wanted, lambda _: True, read)
 
     def _land(
         self,
         wanted: Sequence[Wanted],
-        is_here: Sequence[bool],
+        is_here: Callable[[Wanted], bool],
         bring: Callable[[Sequence[Wanted]], Iterable[Wanted]],
     ) -> list[Wanted]:
         """Let threads `bring` those that may be here; returns the missing ones."""
-        here = [each for each, there in zip(wanted, is_here, strict=True) if there]
-        missing = [each for each, there in zip(wanted, is_here, strict=True) if not there]
+        missing = [want for want in wanted if not is_here(want)]
 
         def task(batch: Sequence[Wanted]) -> None:
             self.deadline.left()
             missing.extend(bring(batch))
 
-        self.here.threads.spread(task, list(batches(here, lambda each: each.nbytes)))
+        here = list(filter(is_here, wanted))
+        self.threads.spread(task, list(batches(here, lambda want: want.nbytes)))
         return missing
 
 
-def _place(read: ChunkRead) -> Place | None:
-    """Where a chunk lies, if it is a range of a tensor."""
-    at, destination = read.piece.at, read.wanted.destination
-    if at is None or not isinstance(destination, TensorDestination):
-        return None
-    return destination.tensor.data_ptr(), at, at + read.piece.raw_bytes
-
-
-def _land_inline(bound: _Bound) -> None:
+def _land_inline(tree: Tree, targets: Sequence[Target]) -> None:
     """Write small leaves to live tensors: last, when all chunks are in place."""
-    for i, target in enumerate(bound.targets):
-        inline = bound.tree.content(i).inline
+    for i, target in enumerate(targets):
+        inline = tree.content(i).inline
         if inline and target.live:
             for _, destination in target.parts:
                 destination.write(0, memoryview(inline))

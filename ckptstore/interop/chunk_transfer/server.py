@@ -29,7 +29,6 @@ from ckptstore.interop.chunk_transfer.connection import cut_off
 from ckptstore.interop.chunk_transfer.offer import ServedState
 from ckptstore.interop.chunk_transfer.wire import (
     CHUNKS_PER_REQUEST,
-    EARLY_HEADER,
     HELLO_PATH,
     STEP_HEADER,
     TRANSFER_HEADER,
@@ -271,14 +270,7 @@ class _Handler(BaseHTTPRequestHandler):
             kind, step = self._admitted()
             if kind != "state":
                 raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "chunks are asked for with POST")
-            until = time.monotonic() + self._wait_s()
-            offer = self._offer(step, self._wait_s())
-            description = offer.describe(
-                early=EARLY_HEADER in self.headers, wait_s=until - time.monotonic()
-            )
-            if description is None:
-                raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, f"step {step} is still being copied")
-            self._answer(HTTPStatus.OK, description)
+            self._answer(HTTPStatus.OK, self._offer(step, self._wait_s()).description)
 
     def do_POST(self) -> None:
         with self._refusals():
@@ -353,7 +345,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _send_chunks(self, offer: ServedState, chunks: Sequence[bytes]) -> None:
-        sizes = offer.sizes(chunks, self._wait_s())
+        sizes = offer.sizes(chunks)
         table = encode_sizes(sizes)
         self._begin(HTTPStatus.OK, len(table) + sum(size or 0 for size in sizes))
         self.wfile.write(table)

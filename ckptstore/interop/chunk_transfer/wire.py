@@ -27,7 +27,7 @@ HELLO_PATH = "/ckptstore/1/hello"
 _PATH = re.compile(r"/ckptstore/1/(state|chunks|ids)/(-?[0-9]{1,18})")
 
 WAIT_HEADER = "Ckptstore-Wait-Ms"
-"""How long the server may wait until a state is served, or numbered chunks have been copied."""
+"""How long the server may wait until a state is served."""
 
 TRANSFER_HEADER = "Ckptstore-Transfer"
 """The receiver's id of its transfer; during a transfer, its state is not withdrawn."""
@@ -35,11 +35,6 @@ TRANSFER_HEADER = "Ckptstore-Transfer"
 VERIFY_HEADER = "Ckptstore-Verify"
 """In a request for chunks after damaged ones: the server must compare its chunks with their
 names."""
-
-EARLY_HEADER = "Ckptstore-Early"
-"""In a state request of a peer that has nothing yet: an outline is enough, and chunks are taken
-while others are copied.
-"""
 
 STEP_HEADER = "Ckptstore-Step"
 """The step that is served, if another one was asked for."""
@@ -50,14 +45,13 @@ METADATA_BYTES_MAX = 256 * MIB
 """Limit for schema and pages of a state together."""
 
 _NAME_ENDING = b"XXH3 of a chunk."
-"""The end of every chunk name. No number (`encode_number`) ends like this in practice."""
+"""The end of every chunk name, which makes it as long as an id: pages hold it as they hold ids."""
 
 _INVITATION = "ckptstore-transport:"
 _INVITATION_BYTES_MAX = 8 << 10
 _ADDRESSES_MAX = 32
 _MISSING = (1 << 64) - 1
 _NO_ID = bytes(CHUNK_ID_BYTES)
-_NUMBER = struct.Struct(">24xQ")
 
 Sized: TypeAlias = tuple[bytes, int]
 """A chunk's name and its raw bytes."""
@@ -100,10 +94,8 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A served state: schema and pages are chunks as well, and `placed` lists the DTensor leaves.
-
-    An `early` description is an outline: the state is still being copied, and its pages have
-    numbers instead of names.
+    """A served state: schema and pages are chunks as well, and `placed` lists the DTensor
+    leaves.
     """
 
     step: int
@@ -111,7 +103,6 @@ class Description:
     schema: Sized
     pages: tuple[Sized, ...]
     placed: Mapping[int, Placed]
-    early: bool = False
 
     @property
     def metadata(self) -> tuple[Sized, ...]:
@@ -140,19 +131,6 @@ def name_of_pieces(pieces: Iterable[bytes | memoryview]) -> bytes:
     for piece in pieces:
         hashed.update(piece)
     return hashed.digest() + _NAME_ENDING
-
-
-def encode_number(number: int) -> bytes:
-    """The placeholder for the name of chunk `number` until it has been copied. No name has this
-    form.
-    """
-    return _NUMBER.pack(number)
-
-
-def decode_number(chunk: bytes) -> int | None:
-    """The number in a placeholder; None for a name."""
-    number: int = _NUMBER.unpack(chunk)[0]
-    return number if chunk == _NUMBER.pack(number) else None
 
 
 def encode_invitation(invitation: Invitation) -> str:
@@ -187,7 +165,6 @@ def encode_description(description: Description) -> bytes:
                 [leaf, meshes.index(p.mesh), p.placements, p.stride, p.device]
                 for leaf, p in description.placed.items()
             ],
-            "early": description.early,
         }
     )
     return body + digest(body)
@@ -227,9 +204,7 @@ def _description(said: Any) -> Description:
     }
     schema, *pages = [(_name(chunk), _number(nbytes)) for chunk, nbytes in said["metadata"]]
     chunk_bytes = check_chunk_bytes(said["chunk_bytes"])
-    return Description(
-        int(said["step"]), chunk_bytes, schema, tuple(pages), placed, said.get("early") is True
-    )
+    return Description(int(said["step"]), chunk_bytes, schema, tuple(pages), placed)
 
 
 def split_names(joined: bytes | bytearray) -> list[bytes]:
