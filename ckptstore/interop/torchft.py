@@ -170,15 +170,37 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
             raise InvalidInput(
                 "there is nobody to receive from: pass the metadata of at least one transport"
             )
-        timeout_s, transfer = timeout.total_seconds(), secrets.token_hex(8)
+        timeout_s, name = timeout.total_seconds(), secrets.token_hex(8)
         deadline = Deadline(timeout_s, f"the state of step {step} has not been received")
         patience_s = min(self._patience_s, max(timeout_s, 0.001))
         routes = [
-            Route(invitation, transfer, patience_s)
+            Route(invitation, name, patience_s)
             for invitation in dict.fromkeys(map(decode_invitation, sources))
         ]
+        peers = Peers(routes, step, deadline, self._connections)
         with self._receiving:
-            return self._receive(Peers(routes, step, deadline, self._connections), deadline)
+            max_bytes = self._max_bytes if self._max_bytes is not None else free_bytes()
+            transfer = Transfer(
+                peers,
+                deadline,
+                self._threads,
+                flatten_state(self._state_dict()) if self._state_dict else None,
+                self._in_place,
+                internals_of(self._store).chunks() if self._store else None,
+                self._meshes,
+                self._left,
+                max_bytes if max_bytes is not None else 1 << 62,
+                self._chunk_bytes,
+            )
+            try:
+                state, self.received = transfer.run()
+            except BaseException:
+                self._left = {**self._left, **transfer.landed()}
+                raise
+            finally:
+                peers.close()
+            self._left = {}
+            return state  # type: ignore[no-any-return]  # what was sent decides its type
 
     def shutdown(self, wait: bool = True) -> None:
         """Stop serving and free memory, threads and the port; with `wait`, return when that is
@@ -195,30 +217,6 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
         with self._sending:
             self._server.withdraw(0)
         self._threads.close()
-
-    def _receive(self, peers: Peers, deadline: Deadline) -> T:
-        max_bytes = self._max_bytes if self._max_bytes is not None else free_bytes()
-        transfer = Transfer(
-            peers,
-            deadline,
-            self._threads,
-            flatten_state(self._state_dict()) if self._state_dict else None,
-            self._in_place,
-            internals_of(self._store).chunks() if self._store else None,
-            self._meshes,
-            self._left,
-            max_bytes if max_bytes is not None else 1 << 62,
-            self._chunk_bytes,
-        )
-        try:
-            state, self.received = transfer.run()
-        except BaseException:
-            self._left = {**self._left, **transfer.landed()}
-            raise
-        finally:
-            peers.close()
-        self._left = {}
-        return state  # type: ignore[no-any-return]  # what was sent decides its type
 
     @cached_property
     def _pool(self) -> BufferPool:

@@ -21,7 +21,6 @@ from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, Un
 from ckptstore.interop.chunk_transfer.wire import (
     DESCRIPTION_BYTES_MAX,
     HELLO_PATH,
-    STEP_HEADER,
     TRANSFER_HEADER,
     VERIFY_HEADER,
     WAIT_HEADER,
@@ -31,7 +30,6 @@ from ckptstore.interop.chunk_transfer.wire import (
     decode_ids,
     decode_sizes,
     encode_request,
-    encode_sizes,
     path_of,
 )
 
@@ -67,23 +65,13 @@ class Deadline:
 
 
 class PeerFailed(Exception):
-    """A peer failed: `error` is the reason, and `final` says that asking again is useless.
-
-    A `slow` peer gave no answer in time, and may give it later. `since` is the monotonic time at
-    which the failed connection began: connections that break together count as one failure. An idle
-    connection, which the peer may have closed meanwhile, counts from no time.
+    """A peer failed: `error` is the reason, and `final` says that asking again is useless. A `slow`
+    peer gave no answer in time, and may give it later.
     """
 
-    def __init__(
-        self,
-        error: CkptStoreError,
-        *,
-        final: bool = False,
-        slow: bool = False,
-        since: float = float("inf"),
-    ) -> None:
+    def __init__(self, error: CkptStoreError, *, final: bool = False, slow: bool = False) -> None:
         super().__init__(str(error))
-        self.error, self.final, self.slow, self.since = error, final, slow, since
+        self.error, self.final, self.slow = error, final, slow
 
 
 class Route:
@@ -110,14 +98,14 @@ class Route:
 
         def is_peer(connection: socket.socket) -> bool:
             patience_s = min(wait_s / HELLOS, since + wait_s - time.monotonic())
-            answers.add(Connection(connection, self, deadline, since, patience_s).hello())
+            answers.add(Connection(connection, self, deadline, patience_s).hello())
             return _OK in answers
 
         found = reach(candidates, wait_s, is_peer, errors.add)
         if found:
             connection, self._address = found
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return Connection(connection, self, deadline, since)
+            return Connection(connection, self, deadline)
         deadline.left()
         silent, busy = _SILENT in answers, _BUSY in answers
         late = time.monotonic() >= since + wait_s and errno.ECONNREFUSED not in errors
@@ -131,7 +119,6 @@ class Route:
         raise PeerFailed(
             Unavailable(f"no transport of this id answers at {tried or 'any address'}"),
             slow=silent or busy or late,
-            since=since,
         )
 
     def be_patient(self, waited_s: float) -> None:
@@ -149,16 +136,11 @@ class Connection:
         connection: socket.socket,
         route: Route,
         deadline: Deadline,
-        since: float = float("inf"),
         patience_s: float | None = None,
     ) -> None:
-        self._socket, self._route, self._deadline, self._since = connection, route, deadline, since
+        self._socket, self._route, self._deadline = connection, route, deadline
         self._patience_s = route.patience_s if patience_s is None else patience_s
         self._begin(0)
-
-    def lay_idle(self) -> None:
-        """Mark it as kept for reuse: a close by the peer is then no failure."""
-        self._since, self._patience_s = float("-inf"), self._route.patience_s
 
     def hello(self) -> int:
         """Ask for the instance before the token is told: 200 for the right peer; 503 may be it,
@@ -184,7 +166,7 @@ class Connection:
             answer.read(_WHY_BYTES_MAX)
             if answer.will_close or not answer.isclosed():
                 raise self._failed("has no room for another connection")
-        data = self._body(answer, DESCRIPTION_BYTES_MAX, step)
+        data = self._body(answer, DESCRIPTION_BYTES_MAX)
         try:
             description = decode_description(data)
         except Corrupt as error:
@@ -207,8 +189,8 @@ class Connection:
         headers = {VERIFY_HEADER: "1"} if verified else {}
         self._answer = self._ask("POST", "chunks", step, headers, b"".join(chunks))
         if self._answer.status != _OK:
-            self._body(self._answer, 0, step)
-        announced, table = self._answer.length, bytearray(len(encode_sizes([0] * len(chunks))))
+            self._body(self._answer, 0)
+        announced, table = self._answer.length, bytearray(8 * len(chunks))
         self.read_into(memoryview(table))
         sizes = decode_sizes(bytes(table))
         if announced != len(table) + sum(size or 0 for size in sizes):
@@ -224,7 +206,7 @@ class Connection:
     def ask_ids(self, step: int, names: Sequence[bytes]) -> list[bytes | None]:
         """The ids of chunks, None for those not served."""
         answer = self._ask("POST", "ids", step, {}, b"".join(names))
-        found = decode_ids(self._body(answer, len(names) * CHUNK_ID_BYTES, step))
+        found = decode_ids(self._body(answer, len(names) * CHUNK_ID_BYTES))
         if len(found) != len(names):
             raise self._failed(f"gives {len(found)} ids for {len(names)} chunks")
         return found
@@ -302,19 +284,14 @@ class Connection:
             raise PeerFailed(Corrupt(f"a peer answered {answer.status} without a length"))
         return answer
 
-    def _body(self, answer: HTTPResponse, limit: int, step: int) -> bytes:
+    def _body(self, answer: HTTPResponse, limit: int) -> bytes:
         """The body of a successful answer; any other body is the reason of the error."""
         if answer.status == _OK:
             return self._read(answer, limit)
         why = answer.read(_WHY_BYTES_MAX).decode("utf-8", "replace")
-        served = answer.headers.get(STEP_HEADER)
-        said = (
-            f"serves step {served:.20}; wanted {step}"
-            if served
-            else f"answers {answer.status}: {why:.200}"
-        )
+        kind = _REFUSED.get(answer.status, Unavailable)
         raise PeerFailed(
-            _REFUSED.get(answer.status, Unavailable)(f"{self._route.name} {said}"),
+            kind(f"{self._route.name} answers {answer.status}: {why:.200}"),
             final=answer.status in _REFUSED,
         )
 
@@ -337,11 +314,10 @@ class Connection:
         return PeerFailed(
             Unavailable(f"{self._route.name} sent {came} in {self._patience_s:g} s"),
             slow=True,
-            since=self._since,
         )
 
     def _failed(self, what: str) -> PeerFailed:
-        return PeerFailed(Unavailable(f"{self._route.name} {what}"), since=self._since)
+        return PeerFailed(Unavailable(f"{self._route.name} {what}"))
 
 
 _SILENT, _OTHER = 0, 404

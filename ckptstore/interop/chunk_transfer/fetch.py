@@ -59,8 +59,8 @@ class Wanted:
 
 
 class Peers:
-    """The peers of one transfer of the state `step`. Connections are reused by later fetches, until
-    `close`. `traffic` counts what came: `requests`, `chunks`, `bytes`, and chunks asked for again
+    """The peers of one transfer of the state `step`. They do not withdraw it before `close`.
+    `traffic` counts what came: `requests`, `chunks`, `bytes`, and chunks asked for again
     (`retried`).
     """
 
@@ -71,7 +71,7 @@ class Peers:
         self._routes, self._step, self._deadline = list(routes), step, deadline
         self._max_workers = max_workers
         self._open: set[Connection] = set()
-        self._idle: dict[Route, list[Connection]] = {route: [] for route in routes}
+        self._held: list[Connection] = []
         self._closed = False
         # Chunks that came damaged or broke off: the peer's disk may be at fault, which it finds if
         # asked to verify.
@@ -101,12 +101,15 @@ class Peers:
         know.
         """
         for route in self._routes:
+            connection = None
             try:
-                with self._connection(route) as connection:
-                    self.count(requests=1)
-                    return connection.ask_ids(self._step, names)
+                connection = self._connect(route)
+                self.count(requests=1)
+                return connection.ask_ids(self._step, names)
             except PeerFailed as failed:
                 logger.debug("a peer does not tell ids: %s", failed)
+            finally:
+                self._drop(connection)
         return [None] * len(names)
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
@@ -142,39 +145,66 @@ class Peers:
             self._closed = True
             for connection in self._open:
                 connection.cut()
-            for connections in self._idle.values():
-                while connections:
-                    connections.pop().close()
+        while self._held:
+            self._drop(self._held.pop())
 
     def _describe(self, route: Route) -> Description:
         failures = 0
         while True:
+            connection = None
             try:
-                with self._connection(route) as connection:
-                    self.count(requests=1)
-                    return connection.describe(self._step)
+                connection = self._connect(route)
+                self.count(requests=1)
+                description = connection.describe(self._step)
+                self._held.append(connection)  # as long as it is open, the peer has a reader
+                return description
             except PeerFailed as failed:
-                failures += not (failed.slow or failed.since < 0)
+                failures += not failed.slow
                 if failed.final or failures == FAILURES_MAX or self._closed:
                     raise failed.error from failed
+            finally:
+                if connection not in self._held:
+                    self._drop(connection)
+
+    def _connect(self, route: Route) -> Connection:
+        connection = route.connect(self._deadline)
+        with self._lock:
+            self._open.add(connection)
+            if self._closed:
+                connection.cut()
+        return connection
+
+    def _drop(self, connection: Connection | None) -> None:
+        if connection:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
 
     def _work(self, work: "_Work", peer: int) -> None:
+        connection = None
+        scratch = memoryview(b"")  # for chunks that cannot be received in place
         try:
-            scratch = memoryview(b"")  # for chunks that cannot be received in place
             while batch := work.take(peer):
                 largest = max((each.nbytes for each in batch if each.memory is None), default=0)
                 if len(scratch) < largest:
                     scratch = memoryview(bytearray(largest))
-                left = list(batch)
+                left, since = list(batch), time.monotonic()
                 try:
-                    with self._connection(self._routes[peer]) as connection:
-                        self._receive(work, peer, connection, left, scratch)
+                    connection = connection or self._connect(self._routes[peer])
+                    wrong = self._receive(work, peer, connection, left, scratch)
+                    if wrong:
+                        self._doubt(wrong, len(wrong))
+                        work.back(peer, wrong, _damaged(wrong), since)
                 except PeerFailed as failed:
+                    self._drop(connection)
+                    connection = None
                     if not failed.final:
                         self._doubt(left[:1], len(left))
-                    work.back(peer, left, failed)
+                    work.back(peer, left, failed, since)
         except BaseException as error:
             work.fail(error)
+        finally:
+            self._drop(connection)
 
     def _receive(
         self,
@@ -183,8 +213,10 @@ class Peers:
         connection: Connection,
         left: list[Wanted],
         scratch: memoryview,
-    ) -> None:
-        """Receive the chunks `left` of a batch; afterwards it has those that did not come."""
+    ) -> list[Wanted]:
+        """Receive the chunks `left` of a batch; afterwards it has those that did not come. Returns
+        those that came damaged.
+        """
         self.count(requests=1)
         verified = any(each.chunk in self._doubted for each in left)
         chunks = [each.chunk for each in left]
@@ -203,49 +235,11 @@ class Peers:
                 work.landed(peer)
             else:
                 wrong.append(each)
-        if wrong:
-            self._doubt(wrong, len(wrong))
-            names = ", ".join(each.chunk.hex()[:12] for each in wrong[:4])
-            what = f"{len(wrong)} chunks came damaged from a peer, or it is not what it says"
-            work.back(peer, wrong, PeerFailed(Corrupt(f"{what}: {names}")))
+        return wrong
 
     def _doubt(self, wanted: Sequence[Wanted], retried: int) -> None:
         self._doubted.update(each.chunk for each in wanted)
         self.count(retried=retried)
-
-    @contextmanager
-    def _connection(self, route: Route) -> Iterator[Connection]:
-        """A connection, kept for reuse unless the block fails."""
-        connection = self._kept(route) or self._opened(route)
-        try:
-            yield connection
-        except BaseException:
-            with self._lock:
-                self._open.discard(connection)
-            connection.close()
-            raise
-        with self._lock:
-            self._open.discard(connection)
-            if self._closed:
-                connection.close()
-            else:
-                self._idle[route].append(connection)
-
-    def _kept(self, route: Route) -> Connection | None:
-        with self._lock:
-            connection = self._idle[route].pop() if self._idle[route] else None
-            if connection:
-                connection.lay_idle()
-                self._open.add(connection)
-            return connection
-
-    def _opened(self, route: Route) -> Connection:
-        connection = route.connect(self._deadline)
-        with self._lock:
-            if self._closed:
-                connection.cut()
-            self._open.add(connection)
-        return connection
 
 
 class _Work:
@@ -291,15 +285,15 @@ class _Work:
             if not self._missing:
                 self._changed.notify_all()
 
-    def back(self, peer: int, wanted: Sequence[Wanted], failed: PeerFailed) -> None:
-        """Give back chunks that `peer` did not deliver, and count its failure. A slow peer is no
-        failure: others are asked first.
+    def back(self, peer: int, wanted: Sequence[Wanted], failed: PeerFailed, since: float) -> None:
+        """Give back chunks that `peer` did not deliver since it was asked, and count its failure:
+        connections that break together are one. A slow peer is no failure: others are asked first.
         """
         with self._changed:
             self._todo.extendleft(reversed(wanted))
             if failed.slow:
                 self._slow.add(peer)
-            elif failed.since > self._failed_at[peer]:
+            elif since > self._failed_at[peer]:
                 self._failures[peer] += 1
                 self._failed_at[peer] = time.monotonic()
             if failed.final or self._failures[peer] >= FAILURES_MAX:
@@ -354,6 +348,12 @@ def _strange(wanted: Wanted, size: int | None) -> PeerFailed:
             Unavailable(f"a peer has chunk {name} not, or no longer; receive again"), final=True
         )
     return PeerFailed(Corrupt(f"a peer has {size} bytes for chunk {name}; wanted {wanted.nbytes}"))
+
+
+def _damaged(wrong: Sequence[Wanted]) -> PeerFailed:
+    names = ", ".join(each.chunk.hex()[:12] for each in wrong[:4])
+    what = f"{len(wrong)} chunks came damaged from a peer, or it is not what it says"
+    return PeerFailed(Corrupt(f"{what}: {names}"))
 
 
 def _all_lost(errors: Sequence[CkptStoreError]) -> CkptStoreError:

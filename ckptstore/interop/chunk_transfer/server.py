@@ -14,12 +14,11 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from types import MappingProxyType
 from typing import Any
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
@@ -30,7 +29,6 @@ from ckptstore.interop.chunk_transfer.offer import ServedState
 from ckptstore.interop.chunk_transfer.wire import (
     CHUNKS_PER_REQUEST,
     HELLO_PATH,
-    STEP_HEADER,
     TRANSFER_HEADER,
     VERIFY_HEADER,
     WAIT_HEADER,
@@ -50,8 +48,6 @@ CUTTING_S = 5.0
 """How long a disconnected reader may take to notice."""
 _PLACE_S = 1.0
 """How long the thread of a closed connection may take to free its slot."""
-
-_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -244,13 +240,11 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class _Refused(Exception):
-    """A request is answered with a status, a reason and headers."""
+    """A request is answered with a status and a reason."""
 
-    def __init__(
-        self, status: HTTPStatus, why: str, headers: Mapping[str, str] = _NO_HEADERS
-    ) -> None:
+    def __init__(self, status: HTTPStatus, why: str) -> None:
         super().__init__(why)
-        self.status, self.headers = status, headers
+        self.status = status
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -293,7 +287,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             yield
         except _Refused as refused:
-            self._answer(refused.status, str(refused).encode(), refused.headers)
+            self._answer(refused.status, str(refused).encode())
 
     def _names(self) -> list[bytes] | None:
         length = self.headers.get("Content-Length", "")
@@ -330,8 +324,7 @@ class _Handler(BaseHTTPRequestHandler):
         if offer.step != step:
             raise _Refused(
                 HTTPStatus.CONFLICT,
-                f"step {offer.step} is served, not {step}",
-                {STEP_HEADER: str(offer.step)},
+                f"it serves step {offer.step}; wanted {step}",
             )
         return offer
 
@@ -364,19 +357,13 @@ class _Handler(BaseHTTPRequestHandler):
         elif (sent := self.connection.sendfile(span, span.offset, span.nbytes)) < span.nbytes:
             raise Unavailable(f"a pack ends {span.nbytes - sent} bytes early; run `ckptstore fsck`")
 
-    def _answer(
-        self, status: HTTPStatus, body: bytes, headers: Mapping[str, str] = _NO_HEADERS
-    ) -> None:
-        self._begin(status, len(body), headers)
+    def _answer(self, status: HTTPStatus, body: bytes) -> None:
+        self._begin(status, len(body))
         self.wfile.write(body)
 
-    def _begin(
-        self, status: HTTPStatus, length: int, headers: Mapping[str, str] = _NO_HEADERS
-    ) -> None:
+    def _begin(self, status: HTTPStatus, length: int) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(length))
-        for name, value in headers.items():
-            self.send_header(name, value)
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-_SHARD = re.compile(r"S\((\d{1,3})\)")
-_STRIDED_SHARD = re.compile(r"_S\((\d{1,3}), (\d{1,6})\)")
+_SHARD = re.compile(r"S\((\d{1,3})\)|_S\((\d{1,3}), (\d{1,6})\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,13 +280,13 @@ def _without_groups(path: str, wanted: Placed) -> "DeviceMesh":
 
 def _placement(text: str) -> Any:
     from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
 
-    if text == "R":
-        return Replicate()
-    if match := _SHARD.fullmatch(text):
+    match = _SHARD.fullmatch(text)
+    if match and match[1]:
         return Shard(int(match[1]))
-    if match := _STRIDED_SHARD.fullmatch(text):
-        from torch.distributed.tensor.placement_types import _StridedShard
-
-        return _StridedShard(int(match[1]), split_factor=int(match[2]))
-    raise ValueError(f"{text!r} is no placement that travels")
+    if match:
+        return _StridedShard(int(match[2]), split_factor=int(match[3]))
+    if text != "R":
+        raise ValueError(f"{text!r} is no placement that travels")
+    return Replicate()

@@ -36,9 +36,6 @@ VERIFY_HEADER = "Ckptstore-Verify"
 """In a request for chunks after damaged ones: the server must compare its chunks with their
 names."""
 
-STEP_HEADER = "Ckptstore-Step"
-"""The step that is served, if another one was asked for."""
-
 CHUNKS_PER_REQUEST = 1024
 DESCRIPTION_BYTES_MAX = 16 * MIB
 METADATA_BYTES_MAX = 256 * MIB
