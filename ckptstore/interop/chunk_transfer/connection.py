@@ -27,10 +27,9 @@ from ckptstore.interop.chunk_transfer.wire import (
     Description,
     Invitation,
     decode_description,
-    decode_ids,
-    decode_sizes,
     encode_request,
     path_of,
+    split_names,
 )
 
 HELLOS = 4
@@ -40,7 +39,7 @@ BUSY_S = 0.25
 """The pause before asking again a peer that has no room for another connection."""
 
 _OK, _BUSY = 200, 503
-_REFUSED = {401: InvalidInput, 409: Conflict}
+_REFUSED = {401: InvalidInput, 404: Unavailable, 409: Conflict}
 _WHY_BYTES_MAX = 4096
 
 _ALL = socket.MSG_WAITALL if sys.platform == "linux" else 0
@@ -149,9 +148,9 @@ class Connection:
         try:
             instance = self._route.invitation.instance.encode()
             answer = self._exchange("GET", HELLO_PATH, {})
-            if answer.status == _OK and self._read(answer, len(instance)) != instance:
-                return _OTHER
-            return answer.status if answer.status in (_OK, _BUSY) else _OTHER
+            if answer.status == _OK and self._read(answer, len(instance)) == instance:
+                return _OK
+            return _BUSY if answer.status == _BUSY else _OTHER
         except PeerFailed as failed:
             return _SILENT if failed.slow else _OTHER
 
@@ -166,7 +165,8 @@ class Connection:
             answer.read(_WHY_BYTES_MAX)
             if answer.will_close or not answer.isclosed():
                 raise self._failed("has no room for another connection")
-        data = self._body(answer, DESCRIPTION_BYTES_MAX)
+        self._check(answer)
+        data = self._read(answer, DESCRIPTION_BYTES_MAX)
         try:
             description = decode_description(data)
         except Corrupt as error:
@@ -179,23 +179,17 @@ class Connection:
         return description
 
     def ask_chunks(
-        self, step: int, chunks: Sequence[bytes], *, verified: bool = False
-    ) -> list[int | None]:
-        """The sizes of chunks, None for those not served. The others are to be read with
-        `read_into`, in order.
+        self, step: int, names: Sequence[bytes], nbytes: int, *, verified: bool = False
+    ) -> None:
+        """Ask for chunks of `nbytes` together, which are to be read with `read_into`, in order.
 
         With `verified`, the peer compares the chunks with their names before it sends them.
         """
         headers = {VERIFY_HEADER: "1"} if verified else {}
-        self._answer = self._ask("POST", "chunks", step, headers, b"".join(chunks))
-        if self._answer.status != _OK:
-            self._body(self._answer, 0)
-        announced, table = self._answer.length, bytearray(8 * len(chunks))
-        self.read_into(memoryview(table))
-        sizes = decode_sizes(bytes(table))
-        if announced != len(table) + sum(size or 0 for size in sizes):
-            raise self._failed(f"announces {announced} bytes for chunks of other sizes")
-        return sizes
+        self._answer = self._ask("POST", "chunks", step, headers, b"".join(names))
+        self._check(self._answer)
+        if self._answer.length != nbytes:
+            raise self._failed(f"sends {self._answer.length} bytes of chunks; wanted {nbytes}")
 
     def read_into(self, out: memoryview) -> None:
         """Fill `out` with the next bytes of the answer, within the peer's patience."""
@@ -203,10 +197,11 @@ class Connection:
         if out.nbytes and self._answer.readinto(out) < out.nbytes:
             raise self._failed("sent less than it announced")
 
-    def ask_ids(self, step: int, names: Sequence[bytes]) -> list[bytes | None]:
-        """The ids of chunks, None for those not served."""
+    def ask_ids(self, step: int, names: Sequence[bytes]) -> list[bytes]:
+        """The ids of chunks."""
         answer = self._ask("POST", "ids", step, {}, b"".join(names))
-        found = decode_ids(self._body(answer, len(names) * CHUNK_ID_BYTES))
+        self._check(answer)
+        found = split_names(self._read(answer, len(names) * CHUNK_ID_BYTES))
         if len(found) != len(names):
             raise self._failed(f"gives {len(found)} ids for {len(names)} chunks")
         return found
@@ -228,16 +223,12 @@ class Connection:
         wait_s = min(self._deadline.left(), left_s)
         if left_s <= 0:
             raise self._late()
-        whole = _ALL if len(out) > io.DEFAULT_BUFFER_SIZE else 0
         try:
-            if whole:
-                # The kernel waits for the whole range; polling a fast connection would read little
-                # more than a packet each time.
-                self._socket.settimeout(None)
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(wait_s))
-            else:
-                self._socket.settimeout(max(wait_s, 0.001))
-            n = self._socket.recv_into(out, 0, whole)
+            # The kernel waits, for the whole of a large range; polling a fast connection would read
+            # little more than a packet each time.
+            self._socket.settimeout(None)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(wait_s))
+            n = self._socket.recv_into(out, 0, _ALL if len(out) > io.DEFAULT_BUFFER_SIZE else 0)
         except BlockingIOError as error:
             raise self._broken(TimeoutError()) from error
         except OSError as error:
@@ -284,16 +275,15 @@ class Connection:
             raise PeerFailed(Corrupt(f"a peer answered {answer.status} without a length"))
         return answer
 
-    def _body(self, answer: HTTPResponse, limit: int) -> bytes:
-        """The body of a successful answer; any other body is the reason of the error."""
-        if answer.status == _OK:
-            return self._read(answer, limit)
-        why = answer.read(_WHY_BYTES_MAX).decode("utf-8", "replace")
-        kind = _REFUSED.get(answer.status, Unavailable)
-        raise PeerFailed(
-            kind(f"{self._route.name} answers {answer.status}: {why:.200}"),
-            final=answer.status in _REFUSED,
-        )
+    def _check(self, answer: HTTPResponse) -> None:
+        """Raise the error that an unsuccessful answer tells."""
+        if answer.status != _OK:
+            why = answer.read(_WHY_BYTES_MAX).decode("utf-8", "replace")
+            kind = _REFUSED.get(answer.status, Unavailable)
+            raise PeerFailed(
+                kind(f"{self._route.name} answers {answer.status}: {why:.200}"),
+                final=answer.status in _REFUSED,
+            )
 
     def _read(self, answer: HTTPResponse, limit: int) -> bytes:
         if (announced := answer.length or 0) > limit:

@@ -96,10 +96,8 @@ class Peers:
                 raise
         raise _all_lost(errors)
 
-    def ids(self, names: Sequence[bytes]) -> list[bytes | None]:
-        """The ids of chunks, from the first peer that answers; None for chunks that it does not
-        know.
-        """
+    def ids(self, names: Sequence[bytes]) -> list[bytes]:
+        """The ids of chunks, from the first peer that tells them; empty if none does."""
         for route in self._routes:
             connection = None
             try:
@@ -110,7 +108,7 @@ class Peers:
                 logger.debug("a peer does not tell ids: %s", failed)
             finally:
                 self._drop(connection)
-        return [None] * len(names)
+        return []
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Bring every chunk to its destination. Raises the error that prevented it; after that
@@ -219,11 +217,8 @@ class Peers:
         """
         self.count(requests=1)
         verified = any(each.chunk in self._doubted for each in left)
-        chunks = [each.chunk for each in left]
-        sizes = connection.ask_chunks(self._step, chunks, verified=verified)
-        for each, size in zip(left, sizes, strict=True):
-            if size != each.nbytes:
-                raise _strange(each, size)
+        names, nbytes = [each.chunk for each in left], sum(each.nbytes for each in left)
+        connection.ask_chunks(self._step, names, nbytes, verified=verified)
         wrong: list[Wanted] = []
         while left:
             each = left[0]
@@ -339,15 +334,6 @@ def _daemons(count: int) -> Iterator[Pool]:
         yield pool
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _strange(wanted: Wanted, size: int | None) -> PeerFailed:
-    name = wanted.chunk.hex()[:12]
-    if size is None:
-        return PeerFailed(
-            Unavailable(f"a peer has chunk {name} not, or no longer; receive again"), final=True
-        )
-    return PeerFailed(Corrupt(f"a peer has {size} bytes for chunk {name}; wanted {wanted.nbytes}"))
 
 
 def _damaged(wrong: Sequence[Wanted]) -> PeerFailed:

@@ -6,7 +6,7 @@ A chunk counts as received only after its bytes have been hashed, at their desti
 a peer. Live tensors receive only verified bytes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,9 @@ from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.ids import ChunkId
 from ckptstore.core.model import TreeRef
 from ckptstore.errors import Corrupt, NotFound, Unavailable
-from ckptstore.interop.chunk_transfer.chunks import AdaptiveProbe, batches, cut_state
 from ckptstore.interop.chunk_transfer.connection import Deadline
 from ckptstore.interop.chunk_transfer.fetch import Peers, Wanted
-from ckptstore.interop.chunk_transfer.offer import KEY
+from ckptstore.interop.chunk_transfer.offer import KEY, AdaptiveProbe, batches, cut_state
 from ckptstore.interop.chunk_transfer.targets import Target, check_claims, make_targets
 from ckptstore.interop.chunk_transfer.wire import Description, name_of
 from ckptstore.objects.pages import join_pages
@@ -30,8 +29,8 @@ from ckptstore.restore.reader import ChunkRead, ReadRequest, Tree
 from ckptstore.state import containers, tensors
 from ckptstore.state.inflate import inflate, refuse_pickles
 from ckptstore.state.leaf_sources import FlatState, Source
+from ckptstore.state.leaves import NOTHING, TensorSource
 from ckptstore.state.leaves import Destination as TensorDestination
-from ckptstore.state.leaves import TensorSource
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,9 +90,9 @@ class Transfer:
         live = self.live if self.in_place else None
         targets = make_targets(tree, description.placed, live, self._all_meshes())
         sizes, self._wanted = self._plan(tree, targets)
-        self.peers.fetch(self._land_stored(self._land_local(self._wanted)))
+        self.peers.fetch(self._land_local(self._wanted))
         _land_inline(tree, targets)
-        state = inflate(tree.schema, [target.content for target in targets])
+        state = inflate(tree.schema, [target.value for target in targets])
         metadata, traffic = dict(description.metadata), self.peers.traffic
         return state, Received(
             len(sizes) + len(metadata),
@@ -142,18 +141,17 @@ class Transfer:
             [Wanted(chunk, len(each), memoryview(each)) for chunk, each in data.items()]
         )
         try:
-            schema = decode_schema(bytes(data[description.schema[0]]))
-            contents = join_pages([bytes(data[page]) for page, _ in description.pages], len(schema))
+            first, *pages = [bytes(data[chunk]) for chunk, _ in description.metadata]
+            schema = decode_schema(first)
+            contents = join_pages(pages, len(schema))
             containers.check(schema.skeleton)
         except Corrupt as error:
             raise Corrupt(f"a peer describes a state that is none: {error}") from error
         refuse_pickles(schema)
         if not all(0 <= leaf < len(schema) for leaf in description.placed):
             raise Corrupt("a peer describes DTensors that its state does not have")
-        ref = TreeRef(
-            ChunkId(description.schema[0]), tuple(ChunkId(page) for page, _ in description.pages)
-        )
-        return Tree(KEY, ref, schema, contents, description.chunk_bytes)
+        nowhere = TreeRef(ChunkId(b""), ())  # it is in no store
+        return Tree(KEY, nowhere, schema, contents, description.chunk_bytes)
 
     @uncollected()
     def _plan(self, tree: Tree, targets: Sequence[Target]) -> tuple[dict[bytes, int], list[Wanted]]:
@@ -194,66 +192,46 @@ class Transfer:
         return self._places.get(place) == read.piece.chunk
 
     def _land_local(self, wanted: Sequence[Wanted]) -> list[Wanted]:
-        """Copy chunks of the live state or of an earlier transfer to their destinations; returns
-        the missing ones.
-        """
-
-        def is_here(want: Wanted) -> bool:
-            _, start, stop = self._local.get(want.chunk, (None, 0, -1))
-            return stop - start == want.nbytes
-
-        def copy(batch: Sequence[Wanted]) -> Iterator[Wanted]:
-            for want in batch:
-                source, start, stop = self._local[want.chunk]
-                out = want.room()
-                source.stage(start, stop, out)
-                if not want.land(out):
-                    yield want
-
-        return self._land(wanted, is_here, copy)
-
-    def _land_stored(self, wanted: Sequence[Wanted]) -> list[Wanted]:
-        """Read chunks of the local store to their destinations, by ids that peers tell, as long as
-        it has enough of them; returns the missing ones. They are compared with id and name.
-        """
-        objects, probe = self.objects, AdaptiveProbe()
-        if objects is None:
-            return list(wanted)
-
-        def read(batch: Sequence[Wanted]) -> Sequence[Wanted]:
-            told = zip(
-                batch, self.peers.ids([w.chunk for w in batch]) if probe else (), strict=False
-            )
-            ids = {w: chunk for w, chunk in told if chunk}
-            is_stored = objects.locate(b"".join(ids.values()))["found"].tolist() if ids else []
-            found = [w for w, stored in zip(ids, is_stored, strict=True) if stored]
-            probe.add(len(batch), len(found))
-            out, landed = [w.room() for w in found], set[Wanted]()
-            # Peers have the chunks of a store that is damaged, and fsck reports it.
-            with suppress(Corrupt, NotFound, Unavailable):
-                if found:
-                    objects.read_into(b"".join(ids[w] for w in found), out)
-                landed.update(w for w, data in zip(found, out, strict=True) if w.land(data))
-            return [w for w in batch if w not in landed]
-
-        return self._land(wanted, lambda _: True, read)
-
-    def _land(
-        self,
-        wanted: Sequence[Wanted],
-        is_here: Callable[[Wanted], bool],
-        bring: Callable[[Sequence[Wanted]], Iterable[Wanted]],
-    ) -> list[Wanted]:
-        """Let threads `bring` those that may be here; returns the missing ones."""
-        missing = [want for want in wanted if not is_here(want)]
+        """Bring what is here to its destinations; returns the missing ones."""
+        probe, missing = AdaptiveProbe(), list[Wanted]()
 
         def task(batch: Sequence[Wanted]) -> None:
             self.deadline.left()
-            missing.extend(bring(batch))
+            rest = [want for want in batch if not self._land_copy(want)]
+            missing.extend(self._land_stored(self.objects, rest, probe) if self.objects else rest)
 
-        here = list(filter(is_here, wanted))
-        self.threads.spread(task, list(batches(here, lambda want: want.nbytes)))
+        self.threads.spread(task, list(batches(wanted, lambda want: want.nbytes)))
         return missing
+
+    def _land_copy(self, want: Wanted) -> bool:
+        """Copy a chunk of the live state or of an earlier transfer; returns whether it is here."""
+        source, start, stop = self._local.get(want.chunk, (NOTHING, 0, 0))
+        if stop - start != want.nbytes:
+            return False
+        out = want.room()
+        source.stage(start, stop, out)
+        return want.land(out)
+
+    def _land_stored(
+        self, objects: "ObjectStore", batch: Sequence[Wanted], probe: AdaptiveProbe
+    ) -> Sequence[Wanted]:
+        """Read chunks of the local store by ids that peers tell, as long as it has enough of them;
+        returns the missing ones. They are compared with id and name.
+        """
+        told = self.peers.ids([want.chunk for want in batch]) if batch and probe else []
+        if not told:
+            return batch
+        ids = dict(zip(batch, told, strict=True))
+        is_stored = objects.locate(b"".join(told))["found"].tolist()
+        found = [want for want, stored in zip(batch, is_stored, strict=True) if stored]
+        probe.add(len(batch), len(found))
+        out, landed = [want.room() for want in found], set[Wanted]()
+        # Peers have the chunks of a store that is damaged, and fsck reports it.
+        with suppress(Corrupt, NotFound, Unavailable):
+            if found:
+                objects.read_into(b"".join(ids[want] for want in found), out)
+            landed.update(w for w, data in zip(found, out, strict=True) if w.land(data))
+        return [want for want in batch if want not in landed]
 
 
 def _land_inline(tree: Tree, targets: Sequence[Target]) -> None:

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -33,8 +32,6 @@ from ckptstore.interop.chunk_transfer.wire import (
     VERIFY_HEADER,
     WAIT_HEADER,
     decode_names,
-    encode_ids,
-    encode_sizes,
     parse_path,
 )
 from ckptstore.repository.chunk_store import FileRange
@@ -48,16 +45,6 @@ CUTTING_S = 5.0
 """How long a disconnected reader may take to notice."""
 _PLACE_S = 1.0
 """How long the thread of a closed connection may take to free its slot."""
-
-
-@dataclass(slots=True)
-class _Peer:
-    """A connection: when it was opened, if it has not shown the token, and the transfer for which
-    it reads the state that is served.
-    """
-
-    stranger_since: float | None
-    transfer: str | None = None
 
 
 class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
@@ -78,7 +65,9 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._authorization = f"Bearer {token}".encode()
         self._offer: ServedState | None = None
         self._leaving: ServedState | None = None
-        self._peers: dict[socket.socket, _Peer] = {}  # the oldest first
+        self._open: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, float] = {}  # without the token, the oldest first
+        self._readers: dict[socket.socket, str] = {}  # and the transfers that they are for
         self._changed = threading.Condition()
         self._thread = threading.Thread(
             target=self.serve_forever, name="ckptstore-transport", args=(0.05,), daemon=True
@@ -98,7 +87,7 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         else:
             behind(self.shutdown, "ckptstore-transport-end")
         with self._changed:
-            for request in self._peers:
+            for request in self._open:
                 cut_off(request)
         if wait:
             self._thread.join()
@@ -107,7 +96,7 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def post(self, offer: ServedState) -> None:
         """Serve `offer`; no other may be served now."""
         with self._changed:
-            assert self._offer is None and not self._readers()
+            assert self._offer is None and not self._readers
             self._offer = offer
             self._changed.notify_all()
 
@@ -119,17 +108,17 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self._leaving, self._offer = self._offer or self._leaving, None
             if self._leaving is None:
                 return
-            if not self._changed.wait_for(lambda: not self._readers(), timeout_s):
+            if not self._changed.wait_for(lambda: not self._readers, timeout_s):
                 logger.warning(
                     "cut off %d connections of peers that were still receiving after %.1f s",
-                    len(self._readers()),
+                    len(self._readers),
                     timeout_s,
                 )
-            for reader in self._readers():
+            for reader in self._readers:
                 cut_off(reader)
-            if not self._changed.wait_for(lambda: not self._readers(), CUTTING_S):
+            if not self._changed.wait_for(lambda: not self._readers, CUTTING_S):
                 raise TimeoutError(
-                    f"timed out: {len(self._readers())} peers still take a state {CUTTING_S:.0f} s "
+                    f"timed out: {len(self._readers)} peers still take a state {CUTTING_S:.0f} s "
                     "after they were cut off"
                 )
             if self._leaving:
@@ -144,7 +133,7 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         if not hmac.compare_digest(shown, self._authorization):
             return False
         with self._changed:
-            self._peers[request].stranger_since = None
+            self._strangers.pop(request, None)
         return True
 
     def join(
@@ -156,17 +145,18 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """
         with self._changed:
             offer = self._leaving
-            if not offer or offer.step != step or transfer not in self._readers().values():
+            if not offer or offer.step != step or transfer not in self._readers.values():
                 self._changed.wait_for(lambda: self._offer is not None, wait_s)
                 offer = self._offer
             if offer and offer.step == step:
-                self._peers[request].transfer = transfer
+                self._readers[request] = transfer
             return offer
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._has_room():
             with self._changed:
-                self._peers[request] = _Peer(time.monotonic())
+                self._open.add(request)
+                self._strangers[request] = time.monotonic()
             try:
                 super().process_request(request, client_address)
                 return
@@ -193,7 +183,7 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """
         before = time.monotonic() - HEAD_TIMEOUT_S
         with self._changed:
-            for request, since in self._strangers().items():
+            for request, since in self._strangers.items():
                 if since < before:
                     cut_off(request)
 
@@ -203,29 +193,21 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def _has_room(self) -> bool:
         """Whether a slot is free, if need be that of the oldest connection without the token."""
         with self._changed:
-            if len(self._peers) < CONNECTIONS_MAX:
+            if len(self._open) < CONNECTIONS_MAX:
                 return True
-            oldest = next(iter(self._strangers()), None)
+            oldest = next(iter(self._strangers), None)
             if oldest is None:
                 return False
-            self._peers[oldest].stranger_since = None  # it is cut off once
+            del self._strangers[oldest]  # it is cut off once
             cut_off(oldest)
-            return self._changed.wait_for(lambda: len(self._peers) < CONNECTIONS_MAX, _PLACE_S)
+            return self._changed.wait_for(lambda: len(self._open) < CONNECTIONS_MAX, _PLACE_S)
 
     def _leave(self, request: socket.socket) -> None:
         with self._changed:
-            self._peers.pop(request, None)
+            self._open.discard(request)
+            self._strangers.pop(request, None)
+            self._readers.pop(request, None)
             self._changed.notify_all()
-
-    def _readers(self) -> dict[socket.socket, str]:
-        return {r: peer.transfer for r, peer in self._peers.items() if peer.transfer is not None}
-
-    def _strangers(self) -> dict[socket.socket, float]:
-        return {
-            request: peer.stranger_since
-            for request, peer in self._peers.items()
-            if peer.stranger_since is not None
-        }
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -277,10 +259,17 @@ class _Handler(BaseHTTPRequestHandler):
                     "each",
                 )
             offer = self._offer(step, 0)
+            sizes = [found.nbytes for name in names if (found := offer.find(name))]
+            if len(sizes) < len(names):
+                raise _Refused(
+                    HTTPStatus.NOT_FOUND,
+                    f"{len(names) - len(sizes)} chunks are not of the state that is served now; "
+                    "receive again",
+                )
             if kind == "ids":
-                self._answer(HTTPStatus.OK, encode_ids(offer.ids(names)))
+                self._answer(HTTPStatus.OK, b"".join(offer.ids(names)))
             else:
-                self._send_chunks(offer, names)
+                self._send_chunks(offer, names, sum(sizes))
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -290,15 +279,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(refused.status, str(refused).encode())
 
     def _names(self) -> list[bytes] | None:
-        length = self.headers.get("Content-Length", "")
-        if (
-            not length.isdecimal()
-            or len(length) > 9
-            or int(length) > CHUNKS_PER_REQUEST * CHUNK_ID_BYTES
-        ):
+        length = self._number("Content-Length")
+        if length is None or length > CHUNKS_PER_REQUEST * CHUNK_ID_BYTES:
             self.close_connection = True  # the rest is not read
             return None
-        return decode_names(self.rfile.read(int(length)))
+        return decode_names(self.rfile.read(length))
 
     def _admitted(self) -> tuple[str, int]:
         """What a peer with the token asks for, and the step."""
@@ -330,21 +315,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _wait_s(self) -> float:
         """How long the peer allows us to wait."""
-        wait_ms = self.headers.get(WAIT_HEADER, "0")
-        return (
-            min(int(wait_ms) / 1000, self.server.timeout_s)
-            if wait_ms.isdecimal() and len(wait_ms) < 10
-            else 0
-        )
+        return min((self._number(WAIT_HEADER) or 0) / 1000, self.server.timeout_s)
 
-    def _send_chunks(self, offer: ServedState, chunks: Sequence[bytes]) -> None:
-        sizes = offer.sizes(chunks)
-        table = encode_sizes(sizes)
-        self._begin(HTTPStatus.OK, len(table) + sum(size or 0 for size in sizes))
-        self.wfile.write(table)
-        there = [chunk for chunk, size in zip(chunks, sizes, strict=True) if size is not None]
+    def _number(self, header: str) -> int | None:
+        value = self.headers.get(header, "")
+        return int(value) if value.isdecimal() and len(value) < 10 else None
+
+    def _send_chunks(self, offer: ServedState, names: Sequence[bytes], nbytes: int) -> None:
+        self._begin(HTTPStatus.OK, nbytes)
         try:
-            for span in offer.spans(there, verified=VERIFY_HEADER in self.headers):
+            for span in offer.spans(names, verified=VERIFY_HEADER in self.headers):
                 self._send_span(span)
         except Unavailable as error:
             # The length was already sent, so only an early end can signal the error.

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -35,18 +35,19 @@ if TYPE_CHECKING:
 _SHARD = re.compile(r"S\((\d{1,3})\)|_S\((\d{1,3}), (\d{1,6})\)")
 
 
+Like: TypeAlias = tuple[str, torch.dtype, Shape, Placed | None]
+"""Path, dtype, shape and placement, by which a live tensor and a leaf must agree."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One leaf: its final value, and where its boxes go. `live` if that is memory in use."""
+    """One leaf: its tensor or its bytes, and where its boxes go. `live` if that is memory in
+    use.
+    """
 
     value: Any
     parts: tuple[tuple[Box | None, Destination], ...] = ()
     live: bool = False
-
-    @property
-    def content(self) -> Any:
-        """The value, or the bytes of a leaf that is no tensor."""
-        return bytes(self.value) if isinstance(self.value, bytearray) else self.value
 
 
 def check_claims(tree: Tree, wanted: Mapping[int, Placed], max_bytes: int) -> None:
@@ -81,9 +82,9 @@ def make_targets(
 
 
 def _target(
-    tree: Tree, i: int, wanted: Placed | None, there: Mapping[str, Any], meshes: "list[DeviceMesh]"
+    tree: Tree, i: int, wanted: Placed | None, there: Mapping[Like, Any], meshes: "list[DeviceMesh]"
 ) -> Target:
-    schema, content = tree.schema, tree.content(i)
+    schema, content, path = tree.schema, tree.content(i), tree.schema.paths[i]
     if schema.aliases[i] >= 0:
         return Target(None)
     if schema.kinds[i] != "tensor":
@@ -92,34 +93,22 @@ def _target(
         data = bytearray(tree.raw_bytes(i))
         return Target(data, ((None, Memory(memoryview(data))),))
     dtype, shape = tensors.dtype_of(schema.dtypes[i]), schema.shapes[i]
-    found = there.get(schema.paths[i])
+    tensor: Any = there.get((path, dtype, shape, wanted))
+    live = tensor is not None
     if wanted:
-        fits = (
-            found is not None
-            and hasattr(found, "device_mesh")
-            and placed(found) == wanted
-            and _is_like(found, dtype, shape)
-        )
-        tensor = found if fits else attach(schema.paths[i], shape, dtype, wanted, meshes)
-        assert tensor is not None
+        tensor = tensor if live else attach(path, shape, dtype, wanted, meshes)
         if all(tensor.device_mesh is not mesh for mesh in meshes):
             meshes.append(tensor.device_mesh)  # a later leaf in this storage shares memory with it
         held = held_of(tensor)
         _check_same_boxes(tree, i, held.holding.boxes)
-        return Target(
-            tensor, tuple((box, TensorDestination(part)) for box, part in held.parts), fits
-        )
-    fits = found is not None and not hasattr(found, "device_mesh") and _is_like(found, dtype, shape)
-    tensor = found if found is not None and fits else tensors.empty(schema.dtypes[i], shape)
+        parts = tuple((box, TensorDestination(part)) for box, part in held.parts)
+        return Target(tensor, parts, live)
+    tensor = tensor if live else tensors.empty(schema.dtypes[i], shape)
     destination = TensorDestination(tensor)
-    if content.inline is not None and not fits:
+    if content.inline is not None and not live:
         destination.write(0, memoryview(content.inline))
         return Target(tensor)
-    return Target(tensor, ((None, destination),), fits)
-
-
-def _is_like(tensor: Any, dtype: torch.dtype, shape: Shape) -> bool:
-    return tensor.dtype == dtype and tuple(tensor.shape) == shape
+    return Target(tensor, ((None, destination),), live)
 
 
 def _check_placed(tree: Tree, i: int) -> int:
@@ -149,46 +138,41 @@ def _check_same_boxes(tree: Tree, i: int, own: tuple[Box, ...]) -> None:
     tree.check(i)
 
 
-def _usable(live: FlatState) -> Iterator[tuple[str, Any]]:
-    """By path, the live tensors that may receive a leaf: those that share memory with no other."""
-    found: list[tuple[int, Any, list[torch.Tensor]]] = []
-    for i, source in enumerate(live.leaves):
-        if i in live.held:
-            own = [part.tensor for _, part in live.held[i].parts if isinstance(part, TensorSource)]
-            found.append((i, live.held[i].origin, own))
-        elif isinstance(source, TensorSource):
-            found.append((i, source.tensor, [source.tensor]))
+def _usable(live: FlatState) -> Iterator[tuple[Like, Any]]:
+    """The live tensors that may receive a leaf: those that share memory with no other."""
+    own = {
+        i: [source.tensor]
+        for i, source in enumerate(live.leaves)
+        if isinstance(source, TensorSource)
+    }
+    for i, held in live.held.items():
+        own[i] = [part.tensor for _, part in held.parts if isinstance(part, TensorSource)]
     tied = set(live.schema.aliases)
-    shared = _overlapping([tensor for _, _, own in found for tensor in own])
-    for i, value, own in found:
-        alone = i not in tied and live.schema.aliases[i] < 0
-        if alone and all(
-            tensors.is_writable_by_range(tensor) and id(tensor) not in shared for tensor in own
+    shared = _overlapping([tensor for some in own.values() for tensor in some])
+    for i, some in own.items():
+        value: Any = live.held[i].origin if i in live.held else some[0]
+        if (
+            i not in tied
+            and (i not in live.held or is_dtensor(value))
+            and all(tensors.is_writable_by_range(t) and id(t) not in shared for t in some)
         ):
-            yield live.schema.paths[i], value
+            where = placed(value) if i in live.held else None
+            yield (live.schema.paths[i], value.dtype, tuple(value.shape), where), value
 
 
 def _overlapping(some: list[torch.Tensor]) -> set[int]:
     """The ids of tensors whose memory overlaps another's."""
     ranges = sorted(
-        (str(t.device), t.data_ptr(), t.data_ptr() + _reach_bytes(t), id(t))
+        (str(t.device), t.data_ptr(), t[(-1,) * t.ndim].data_ptr() + t.itemsize, id(t))
         for t in some
         if t.numel()
     )
-    shared: set[int] = set()
-    last: tuple[str, int, int, int] = ("", 0, 0, 0)
+    shared, last = set[int](), ("", 0, 0, 0)
     for each in ranges:
         if each[0] == last[0] and each[1] < last[2]:
-            shared.update((each[3], last[3]))
-        if each[0] != last[0] or each[2] > last[2]:
-            last = each
+            shared |= {each[3], last[3]}
+        last = max(last, each, key=lambda found: (found[0], found[2]))
     return shared
-
-
-def _reach_bytes(tensor: torch.Tensor) -> int:
-    return (
-        sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    ) * tensor.itemsize
 
 
 def placed_leaves(flat: FlatState) -> dict[int, Placed]:

@@ -9,8 +9,7 @@ XXH3 hash, which detects accidental damage but not deliberate forgery
 
 import json
 import re
-import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -47,8 +46,6 @@ _NAME_ENDING = b"XXH3 of a chunk."
 _INVITATION = "ckptstore-transport:"
 _INVITATION_BYTES_MAX = 8 << 10
 _ADDRESSES_MAX = 32
-_MISSING = (1 << 64) - 1
-_NO_ID = bytes(CHUNK_ID_BYTES)
 
 Sized: TypeAlias = tuple[bytes, int]
 """A chunk's name and its raw bytes."""
@@ -91,19 +88,14 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A served state: schema and pages are chunks as well, and `placed` lists the DTensor
-    leaves.
+    """A served state: its `metadata`, the schema and then the pages, are chunks as well, and
+    `placed` lists the DTensor leaves.
     """
 
     step: int
     chunk_bytes: int
-    schema: Sized
-    pages: tuple[Sized, ...]
+    metadata: tuple[Sized, ...]
     placed: Mapping[int, Placed]
-
-    @property
-    def metadata(self) -> tuple[Sized, ...]:
-        return (self.schema, *self.pages)
 
 
 def path_of(kind: str, step: int) -> str:
@@ -199,9 +191,11 @@ def _description(said: Any) -> Description:
         )
         for leaf, mesh, placements, stride, device in said["placed"]
     }
-    schema, *pages = [(_name(chunk), _number(nbytes)) for chunk, nbytes in said["metadata"]]
+    metadata = tuple((_name(chunk), _number(nbytes)) for chunk, nbytes in said["metadata"])
+    if not metadata:
+        raise ValueError("it has no schema")
     chunk_bytes = check_chunk_bytes(said["chunk_bytes"])
-    return Description(int(said["step"]), chunk_bytes, schema, tuple(pages), placed)
+    return Description(int(said["step"]), chunk_bytes, metadata, placed)
 
 
 def split_names(joined: bytes | bytearray) -> list[bytes]:
@@ -213,26 +207,6 @@ def decode_names(body: bytes) -> list[bytes] | None:
     """The chunks that a request names; None for an invalid request."""
     count, rest = divmod(len(body), CHUNK_ID_BYTES)
     return split_names(body) if not rest and 0 < count <= CHUNKS_PER_REQUEST else None
-
-
-def encode_ids(ids: Sequence[bytes | None]) -> bytes:
-    """The answer to an id request: None for a chunk that is not served."""
-    return b"".join(chunk or _NO_ID for chunk in ids)
-
-
-def decode_ids(data: bytes) -> list[bytes | None]:
-    return [chunk if chunk != _NO_ID else None for chunk in split_names(data)]
-
-
-def encode_sizes(sizes: Sequence[int | None]) -> bytes:
-    """The start of an answer with chunks: their sizes, None for a chunk that is not served."""
-    return struct.pack(f">{len(sizes)}Q", *(_MISSING if size is None else size for size in sizes))
-
-
-def decode_sizes(data: bytes) -> list[int | None]:
-    return [
-        None if size == _MISSING else size for size in struct.unpack(f">{len(data) // 8}Q", data)
-    ]
 
 
 def encode_request(

@@ -12,8 +12,7 @@ import torch
 import ckptstore
 from ckptstore.core.ids import ChunkId, digest
 from ckptstore.errors import CkptStoreError
-from ckptstore.interop.chunk_transfer.chunks import PROBE_CHUNKS
-from ckptstore.interop.chunk_transfer.offer import ServedState
+from ckptstore.interop.chunk_transfer.offer import PROBE_CHUNKS, ServedState
 from ckptstore.interop.chunk_transfer.wire import name_of
 from ckptstore.repository import lru
 from ckptstore.repository.lru import SecondNames
@@ -53,7 +52,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 @pytest.mark.parametrize("how", ["commit", "commit_async", "dedup_first"])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_what_was_committed_beside_a_transport_is_found_by_name_ofs(
+def test_what_was_committed_beside_a_transport_is_found_by_names(
     start: Start, store: Store, learned: list[bytes], how: str, in_place: bool
 ) -> None:
     state = state_of(6)
@@ -182,9 +181,9 @@ def test_what_a_peer_says_of_ids_is_not_believed(
     old = copy_of(state)
     weights_of(old)["a"].zero_()
     other = memoryview(weights_of(state)["b"].numpy()).cast("B")[: 1 << 20]
-    said: dict[str, Any] = {"the id of another chunk": [digest(other)], "nothing": [None]}
+    said: dict[str, Any] = {"the id of another chunk": [digest(other)], "nothing": [b""]}
 
-    def ids(self: ServedState, names: list[bytes]) -> list[bytes | None]:
+    def ids(self: ServedState, names: list[bytes]) -> list[bytes]:
         return said.get(told, [b"short"])[:1] * len(names)
 
     store.commit({"any key": weights_of(state)})

@@ -2,6 +2,7 @@
 because they are local.
 """
 
+import ctypes
 import importlib.util
 import sys
 import threading
@@ -17,7 +18,6 @@ import torch
 import ckptstore
 import ckptstore.interop.torchft as transport_module
 from ckptstore.errors import Conflict, InvalidInput, Unavailable
-from ckptstore.interop.chunk_transfer import offer
 from ckptstore.interop.chunk_transfer.wire import decode_invitation, encode_invitation
 from ckptstore.interop.torchft import StoreTransport
 from tests.interop.chunk_transfer.conftest import (
@@ -126,7 +126,7 @@ def test_a_receiver_that_is_early_gets_the_state_when_it_is_sent(start: Start) -
     sender, receiver = start(), start()
     early = threading.Thread(target=lambda: got.append(receive(receiver, sender, 5)))
     early.start()
-    while not sender._server._peers:  # until it has connected
+    while not sender._server._open:  # until it has connected
         time.sleep(0.001)
     sender.send_checkpoint([1], 5, state, SOON)
     early.join()
@@ -161,7 +161,7 @@ def test_a_copy_that_fails_is_not_served_and_gives_its_memory_back(
         raise OSError("the device is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(offer.ctypes, "memmove", fail)
+        patch.setattr(ctypes, "memmove", fail)
         with pytest.raises(OSError, match="the device is gone"):
             sender.send_checkpoint([1], 1, state, SOON)
     with pytest.raises(TimeoutError):

@@ -28,8 +28,7 @@ descriptions = st.builds(
     Description,
     st.integers(-1, 1 << 50),
     st.sampled_from([64 << 10, 1 << 20, 64 << 20]),
-    sized,
-    st.lists(sized, max_size=5).map(tuple),
+    st.lists(sized, min_size=1, max_size=5).map(tuple),
     st.dictionaries(st.integers(0, 100), places, max_size=4),
 )
 
@@ -110,12 +109,6 @@ def test_an_invitation_is_read_as_it_was_written() -> None:
 def test_what_is_no_invitation_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput):
         wire.decode_invitation(text)
-
-
-@given(st.lists(st.none() | st.integers(0, (1 << 63) - 1), max_size=50))
-def test_sizes_are_read_as_they_were_written(sizes: list[int | None]) -> None:
-    encoded = wire.encode_sizes(sizes)
-    assert wire.decode_sizes(encoded) == sizes
 
 
 @given(st.lists(ids, min_size=1, max_size=5))
