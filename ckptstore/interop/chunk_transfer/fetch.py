@@ -161,7 +161,7 @@ class Peers:
                 if failed.final or failures == FAILURES_MAX or self._closed:
                     raise failed.error from failed
             finally:
-                if connection not in self._held:
+                if self._closed or connection not in self._held:
                     self._drop(connection)
 
     def _connect(self, route: Route) -> Connection:
@@ -186,19 +186,19 @@ class Peers:
                 largest = max((each.nbytes for each in batch if each.memory is None), default=0)
                 if len(scratch) < largest:
                     scratch = memoryview(bytearray(largest))
-                left, since = list(batch), time.monotonic()
+                left, wrong, since = list(batch), list[Wanted](), time.monotonic()
                 try:
                     connection = connection or self._connect(self._routes[peer])
-                    wrong = self._receive(work, peer, connection, left, scratch)
-                    if wrong:
-                        self._doubt(wrong, len(wrong))
-                        work.back(peer, wrong, _damaged(wrong), since)
-                except PeerFailed as failed:
+                    self._receive(work, peer, connection, left, wrong, scratch)
+                    failed = _damaged(wrong) if wrong else None
+                except PeerFailed as error:
                     self._drop(connection)
-                    connection = None
+                    connection, failed = None, error
+                if failed:
                     if not failed.final:
-                        self._doubt(left[:1], len(left))
-                    work.back(peer, left, failed, since)
+                        self._doubted.update(each.chunk for each in wrong + left[:1])
+                        self.count(retried=len(wrong + left))
+                    work.back(peer, wrong + left, failed, since)
         except BaseException as error:
             work.fail(error)
         finally:
@@ -210,16 +210,16 @@ class Peers:
         peer: int,
         connection: Connection,
         left: list[Wanted],
+        wrong: list[Wanted],
         scratch: memoryview,
-    ) -> list[Wanted]:
-        """Receive the chunks `left` of a batch; afterwards it has those that did not come. Returns
-        those that came damaged.
+    ) -> None:
+        """Receive the chunks `left` of a batch; afterwards it has those that did not come, and
+        `wrong` those that came damaged.
         """
         self.count(requests=1)
         verified = any(each.chunk in self._doubted for each in left)
         names, nbytes = [each.chunk for each in left], sum(each.nbytes for each in left)
         connection.ask_chunks(self._step, names, nbytes, verified=verified)
-        wrong: list[Wanted] = []
         while left:
             each = left[0]
             data = each.memory if each.memory is not None else scratch[: each.nbytes]
@@ -230,11 +230,6 @@ class Peers:
                 work.landed(peer)
             else:
                 wrong.append(each)
-        return wrong
-
-    def _doubt(self, wanted: Sequence[Wanted], retried: int) -> None:
-        self._doubted.update(each.chunk for each in wanted)
-        self.count(retried=retried)
 
 
 class _Work:

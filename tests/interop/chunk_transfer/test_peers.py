@@ -108,6 +108,19 @@ def test_a_cut_connection_goes_on_where_it_was(start: Start, wire: Wire, connect
     )  # each was received whole once
 
 
+def test_a_chunk_that_came_damaged_before_a_cut_is_asked_for_again(
+    start: Start, wire: Wire
+) -> None:
+    state = state_of(8)
+    sender, receiver = start(), start(connections=1)
+    sender.send_checkpoint([1], 1, state, SOON)
+    metadata, proxy = wire(sender)
+    flip, cut = flipping(2 << 20), cutting(proxy, after=5 << 20)
+    proxy.faults.spoil = lambda data: cut(flip(data))
+    assert_same(receiver.recv_checkpoint(0, metadata, 1, SOON), state)
+    assert receiver.received is not None and receiver.received.retried > 1
+
+
 def test_what_came_before_a_failure_is_not_asked_for_by_the_next_call(
     start: Start, wire: Wire
 ) -> None:
