@@ -46,11 +46,10 @@ processor time of all threads, user and system, per GB of logical state.
   has to be waited for). *Staged beside*: one that copies on a thread of its own; its caller waits
   for `staging_completion` before the next step.
 * `torchft-full` and `torchft-recovery`: the sender is a process on the same host; both sides
-  begin at the same moment, as in a Manager. Our receiver then reads what must travel from the
-  sender's memory, unless it is said to be *over TCP*: it is not told that the sender is near, and
-  all goes through the loopback interface, as all of torchft's does. With `-link`, the sender is
-  in a network namespace of its own, behind a pair of virtual interfaces that `tc` limits to a
-  rate, with `-slow-link` to 1gbit, and nobody reads its memory; both still share the processors.
+  begin at the same moment, as in a Manager, and all goes through the loopback interface, as all of
+  torchft's does. With `-link`, the sender is in a network namespace of its own, behind a pair of
+  virtual interfaces that `tc` limits to a rate, with `-slow-link` to 1gbit; both still share the
+  processors.
   *Committed*: the sender has a store in which the state is committed, so that nothing is copied.
   *CPU* is the receiver's.
 * `ranks` and `ranks-…`: four processes of one gloo group on this host, which share its two

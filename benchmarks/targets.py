@@ -297,13 +297,6 @@ TARGETS = (
         at_least=1,
     ),
     Target(
-        "torchft-full",
-        "the same over TCP",
-        "torchft HTTPTransport",
-        at_least=1,
-        ours="ckptstore, over TCP",
-    ),
-    Target(
         "torchft-full-link",
         "the same over a link between hosts",
         "torchft HTTPTransport",
@@ -318,13 +311,6 @@ TARGETS = (
         "torchft HTTPTransport",
         at_least=8,
         ours="ckptstore, in place",
-    ),
-    Target(
-        "torchft-recovery",
-        "the same over TCP",
-        "torchft HTTPTransport",
-        at_least=8,
-        ours="ckptstore, in place, over TCP",
     ),
     Target(
         "torchft-recovery-link",

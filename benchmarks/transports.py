@@ -10,7 +10,7 @@ import multiprocessing
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,7 +26,6 @@ from benchmarks.states import State
 
 OURS, COMMITTED, THEIRS = "ckptstore", "ckptstore, committed", "torchft HTTPTransport"
 IN_PLACE, IN_PLACE_COMMITTED = "ckptstore, in place", "ckptstore, in place, committed"
-BY_TCP, IN_PLACE_BY_TCP = "ckptstore, over TCP", "ckptstore, in place, over TCP"
 TIMEOUT = timedelta(seconds=120)
 SLOW = "1gbit"
 CHUNK_ELEMENTS = (1 << 20) // 4
@@ -85,11 +84,6 @@ def _full(case: str, title: str, context: Context, rate: str = "") -> Result:
     with sender(context, rate) as peer, ExitStack() as stack:
         entrants = [
             _entrant(OURS, "chunks", peer, state, receiving(stack)),
-            *(
-                []
-                if rate
-                else [_entrant(BY_TCP, "chunks", peer, state, receiving(stack, far=True))]
-            ),
             _entrant(COMMITTED, "committed", peer, state, receiving(stack)),
             _entrant(THEIRS, "stream", peer, state, their_receiving()),
         ]
@@ -110,20 +104,6 @@ def _recovery(case: str, title: str, context: Context, rate: str = "") -> Result
         entrants = [
             _entrant(
                 IN_PLACE, "chunks", peer, state, receiving(stack, live, in_place=True), revert
-            ),
-            *(
-                []
-                if rate
-                else [
-                    _entrant(
-                        IN_PLACE_BY_TCP,
-                        "chunks",
-                        peer,
-                        state,
-                        receiving(stack, live, in_place=True, far=True),
-                        revert,
-                    )
-                ]
             ),
             _entrant(
                 IN_PLACE_COMMITTED,
@@ -160,11 +140,8 @@ class Sender:
         return self.answer()
 
 
-def receiving(
-    stack: ExitStack, live: State | None = None, *, in_place: bool = False, far: bool = False
-) -> Receive:
-    """Our receiver; a `far` one does not know that the sender is on its host."""
-    from ckptstore.interop.chunk_transfer.protocol import decode_invitation, encode_invitation
+def receiving(stack: ExitStack, live: State | None = None, *, in_place: bool = False) -> Receive:
+    """Our receiver."""
     from ckptstore.interop.torchft import StoreTransport
 
     state_dict = (lambda: live.app) if live else None
@@ -173,13 +150,7 @@ def receiving(
     )
     stack.callback(transport.shutdown)
 
-    def receive(metadata: str, step: int) -> Any:
-        told = (
-            encode_invitation(replace(decode_invitation(metadata), near=None)) if far else metadata
-        )
-        return transport.recv_checkpoint(0, told, step, TIMEOUT)
-
-    return receive
+    return lambda metadata, step: transport.recv_checkpoint(0, metadata, step, TIMEOUT)
 
 
 def their_receiving() -> Receive:

@@ -4,7 +4,6 @@ it lacks (docs/torchft.md).
 `StoreTransport` replaces torchft's `HTTPTransport`, in a `Manager` or alone.
 """
 
-import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -17,19 +16,17 @@ from ckptstore.core.host_memory import free_bytes
 from ckptstore.core.threads import behind
 from ckptstore.distributed.addresses import own_addresses
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.chunk_transfer.chunk_names import BLAKE3, XXH3, quick_name
 from ckptstore.interop.chunk_transfer.connection import Deadline, Route
 from ckptstore.interop.chunk_transfer.fetch import Peers
-from ckptstore.interop.chunk_transfer.process_vm import Probe
-from ckptstore.interop.chunk_transfer.protocol import (
+from ckptstore.interop.chunk_transfer.offer import flatten_state, make_offer
+from ckptstore.interop.chunk_transfer.receive import Received, Transfer
+from ckptstore.interop.chunk_transfer.server import TransportServer
+from ckptstore.interop.chunk_transfer.wire import (
     Invitation,
     decode_invitation,
     encode_invitation,
+    name_of,
 )
-from ckptstore.interop.chunk_transfer.publication import Publication
-from ckptstore.interop.chunk_transfer.receive import LocalState, Received, Transfer
-from ckptstore.interop.chunk_transfer.served_state import flatten_state, make_offer
-from ckptstore.interop.chunk_transfer.server import TransportServer
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.staging_buffers import BufferPool, default_budget
 from ckptstore.store import internals_of
@@ -49,8 +46,6 @@ if TYPE_CHECKING:
 __all__ = ["Received", "StoreTransport"]
 
 T = TypeVar("T")
-
-logger = logging.getLogger("ckptstore.transport")
 
 PATIENCE_S = 10.0
 """A peer that sends no chunk within this time is passed over for now: others are asked, or the same
@@ -97,29 +92,22 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
                 "in_place writes into the tensors of the live state: pass state_dict, a function "
                 "that gives it"
             )
-        self._timeout_s, self._store, self._state_dict, self._in_place = (
-            timeout.total_seconds(),
-            store,
-            state_dict,
-            in_place,
-        )
-        self._meshes, self._staging_bytes, self._max_bytes = tuple(meshes), staging_bytes, max_bytes
+        self._timeout_s, self._store = timeout.total_seconds(), store
+        self._state_dict, self._in_place, self._meshes = state_dict, in_place, tuple(meshes)
+        self._staging_bytes, self._max_bytes = staging_bytes, max_bytes
         self._connections, self._patience_s = connections, patience.total_seconds()
         self._chunk_bytes = store.chunk_bytes if store else CHUNK_BYTES
         self._threads = ThreadPool(default_threads())
-        self._publication = Publication()
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._left: dict[bytes, memoryview] = {}
         instance, token = secrets.token_hex(16), secrets.token_hex(32)
         self._server = TransportServer(
-            self._publication, instance, token, timeout_s=self._timeout_s, host=host, port=port
+            instance, token, timeout_s=self._timeout_s, host=host, port=port
         )
         if store:
-            internals_of(store).second_names(quick_name)
-        self._probe, addresses = Probe(instance), own_addresses(self._server.port, host)
-        self._metadata = encode_invitation(
-            Invitation(instance, token, addresses, XXH3, self._probe.near)
-        )
+            internals_of(store).second_names(name_of)
+        addresses = own_addresses(self._server.port, host)
+        self._metadata = encode_invitation(Invitation(instance, token, addresses))
         self.staged_bytes = 0
         """Bytes that the last `send_checkpoint` copied."""
         self.received: Received | None = None
@@ -143,34 +131,24 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
             timeout.total_seconds(), f"the state of step {step} could not be served"
         )
         with self._sending:
-            self._withdraw(deadline.left())
-            guard = internals_of(self._store).gc_pin("serve") if self._store else None
+            self._server.withdraw(deadline.left())
             offer = make_offer(
                 state_dict,
                 step,
                 chunk_bytes=self._chunk_bytes,
                 pool=self._pool,
                 threads=self._threads,
-                guard=guard,
+                pin=internals_of(self._store).gc_pin("serve") if self._store else None,
             )
             self.staged_bytes = offer.staged_bytes
-            try:
-                self._publication.post(offer)
-                offer.fill()
-            except BaseException as error:
-                try:
-                    self._withdraw(0)
-                    offer.close()
-                except TimeoutError as late:  # the next call frees memory that is still read
-                    error.add_note(str(late))
-                raise
+            self._server.post(offer)
 
     def disallow_checkpoint(self) -> None:
         """Stop serving. Waits for peers that are receiving; those not done after the transport's
         timeout are disconnected.
         """
         with self._sending:
-            self._withdraw(self._timeout_s)
+            self._server.withdraw(self._timeout_s)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Receive the state that the transport with this `metadata` serves as `step`; waits until
@@ -192,27 +170,37 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
             raise InvalidInput(
                 "there is nobody to receive from: pass the metadata of at least one transport"
             )
-        deadline = Deadline(
-            timeout.total_seconds(), f"the state of step {step} has not been received"
-        )
-        invitations = list(dict.fromkeys(map(decode_invitation, sources)))
-        transfer, patience_s = (
-            secrets.token_hex(8),
-            min(self._patience_s, max(timeout.total_seconds(), 0.001)),
-        )
-        routes = [Route(invitation, transfer, patience_s) for invitation in invitations]
-        quick = all(invitation.names == XXH3 for invitation in invitations) and not self._needs_ids
+        timeout_s, name = timeout.total_seconds(), secrets.token_hex(8)
+        deadline = Deadline(timeout_s, f"the state of step {step} has not been received")
+        patience_s = min(self._patience_s, max(timeout_s, 0.001))
+        routes = [
+            Route(invitation, name, patience_s)
+            for invitation in dict.fromkeys(map(decode_invitation, sources))
+        ]
+        peers = Peers(routes, step, deadline, self._connections)
         with self._receiving:
-            return self._receive(
-                Peers(routes, step, deadline, self._connections),
+            max_bytes = self._max_bytes if self._max_bytes is not None else free_bytes()
+            transfer = Transfer(
+                peers,
                 deadline,
-                XXH3 if quick else BLAKE3,
+                self._threads,
+                flatten_state(self._state_dict()) if self._state_dict else None,
+                self._in_place,
+                internals_of(self._store).chunks() if self._store else None,
+                self._meshes,
+                self._left,
+                max_bytes if max_bytes is not None else 1 << 62,
+                self._chunk_bytes,
             )
-
-    @property
-    def _needs_ids(self) -> bool:
-        """Whether much of a state may be in the store and not in a live state: only ids tell."""
-        return self._store is not None and self._state_dict is None
+            try:
+                state, self.received = transfer.run()
+            except BaseException:
+                self._left = {**self._left, **transfer.landed()}
+                raise
+            finally:
+                peers.close()
+            self._left = {}
+            return state  # type: ignore[no-any-return]  # what was sent decides its type
 
     def shutdown(self, wait: bool = True) -> None:
         """Stop serving and free memory, threads and the port; with `wait`, return when that is
@@ -227,43 +215,8 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
 
     def _release(self) -> None:
         with self._sending:
-            self._withdraw(0)
+            self._server.withdraw(0)
         self._threads.close()
-
-    def _withdraw(self, timeout_s: float) -> None:
-        if late := self._publication.withdraw(timeout_s):
-            logger.warning(
-                "cut off %d connections of peers that were still receiving after %.1f s",
-                late,
-                timeout_s,
-            )
-
-    def _receive(self, peers: Peers, deadline: Deadline, names: str) -> T:
-        transfer = Transfer(peers, self._here(names), deadline)
-        try:
-            state, self.received = transfer.run()
-        except BaseException:
-            self._left = {**self._left, **transfer.landed}
-            raise
-        finally:
-            peers.close()
-        self._left = {}
-        return state  # type: ignore[no-any-return]  # what was sent decides its type
-
-    def _here(self, names: str) -> LocalState:
-        live = flatten_state(self._state_dict()) if self._state_dict else None
-        max_bytes = self._max_bytes if self._max_bytes is not None else free_bytes()
-        return LocalState(
-            self._threads,
-            live,
-            self._in_place,
-            internals_of(self._store).chunks() if self._store else None,
-            self._meshes,
-            self._left,
-            max_bytes if max_bytes is not None else 1 << 62,
-            self._chunk_bytes,
-            names,
-        )
 
     @cached_property
     def _pool(self) -> BufferPool:

@@ -1,103 +1,114 @@
 """How are chunks fetched from several peers in parallel?
 
 Each chunk is verified before it counts. A chunk that one peer does not deliver is asked of another.
+A failing peer is asked again a few times; each chunk from it resets the count. Connections that
+break together are one failure. A slow peer is asked until the deadline if all others are gone or
+slow as well. A peer that lacks a chunk serves another state, and is not asked again.
 """
 
 import logging
 import threading
+import time
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import as_completed, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.core.threads import Pool
-from ckptstore.errors import CkptStoreError, Corrupt
-from ckptstore.interop.chunk_transfer.chunk_names import is_named
+from ckptstore.errors import CkptStoreError, Corrupt, Unavailable
 from ckptstore.interop.chunk_transfer.connection import Connection, Deadline, PeerFailed, Route
-from ckptstore.interop.chunk_transfer.protocol import IDS_PER_REQUEST, Description
-from ckptstore.interop.chunk_transfer.scheduler import FAILURES_MAX, Wanted, Work, all_lost
+from ckptstore.interop.chunk_transfer.wire import (
+    CHUNKS_PER_REQUEST,
+    Description,
+    name_of,
+)
+from ckptstore.restore.reader import ChunkRead
 
 logger = logging.getLogger("ckptstore.transport")
 
+FAILURES_MAX = 4
+"""A peer is dropped after this many consecutive failures."""
 
-@dataclass(slots=True)
-class Traffic:
-    """Bytes and chunks received over the network. `retried` counts chunks that were asked for
-    again.
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """A chunk to bring to all its destinations: to `memory`, new memory that receives it directly,
+    and from there, or from temporary memory, to those of `reads`.
     """
 
-    requests: int = 0
-    chunks: int = 0
-    bytes: int = 0
-    retried: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    chunk: bytes
+    nbytes: int
+    memory: memoryview | None = None
+    reads: list[ChunkRead] = field(default_factory=list)
+    landed: bool = False
 
-    def add(self, *, requests: int = 0, chunks: int = 0, nbytes: int = 0, retried: int = 0) -> None:
-        with self.lock:
-            self.requests += requests
-            self.chunks += chunks
-            self.bytes += nbytes
-            self.retried += retried
+    def room(self) -> memoryview:
+        """Memory for the chunk."""
+        return self.memory if self.memory is not None else memoryview(bytearray(self.nbytes))
 
-    def forget_chunks(self) -> None:
-        """Reset the counts: the chunks so far are no part of a state."""
-        with self.lock:
-            self.chunks = self.bytes = 0
+    def land(self, data: memoryview) -> bool:
+        """Hash the bytes that came, and pass them on if they are the chunk; returns whether they
+        are.
+        """
+        self.landed = name_of(data) == self.chunk
+        for read in self.reads if self.landed else ():
+            read.land(data)
+        return self.landed
 
 
 class Peers:
-    """The peers of one transfer of the state `step`. Connections are reused by later fetches, until
-    `close`.
+    """The peers of one transfer of the state `step`. They do not withdraw it before `close`.
+    `traffic` counts what came: `requests`, `chunks`, `bytes`, and chunks asked for again
+    (`retried`).
     """
 
     def __init__(
         self, routes: Sequence[Route], step: int, deadline: Deadline, max_workers: int
     ) -> None:
-        self.traffic = Traffic()
-        self._routes, self._step, self._deadline, self._max_workers = (
-            list(routes),
-            step,
-            deadline,
-            max_workers,
-        )
+        self.traffic = Counter[str]()
+        self._routes, self._step, self._deadline = list(routes), step, deadline
+        self._max_workers = max_workers
         self._open: set[Connection] = set()
-        self._idle: dict[Route, list[Connection]] = {route: [] for route in routes}
+        self._held: list[Connection] = []
         self._closed = False
         # Chunks that came damaged or broke off: the peer's disk may be at fault, which it finds if
         # asked to verify.
         self._doubted: set[bytes] = set()
         self._lock = threading.Lock()
 
-    def describe(self, names: str, *, early: bool = False) -> Description:
+    def describe(self) -> Description:
         """The first peer's answer with a description. Raises the peers' errors if all failed,
         TimeoutError if none answered in time.
-
-        Peers may call chunks by `names`. With `early`, an only peer may send an outline.
         """
-        early = early and len(self._routes) == 1  # chunk numbers belong to one peer
-        with self._threads(len(self._routes)) as pool:
-            return self._first(
-                {pool.submit(self._describe, route, names, early) for route in self._routes}
-            )
-
-    def ids(self, names: Sequence[bytes]) -> list[bytes | None]:
-        """The ids of chunks given by quick names, from the first peer that answers; None for chunks
-        that it does not know.
-        """
-        for route in self._routes:
+        errors: list[CkptStoreError] = []
+        with _daemons(len(self._routes)) as pool:
+            asked = [pool.submit(self._describe, route) for route in self._routes]
             try:
-                with self._connection(route) as connection:
-                    asked = [
-                        names[i : i + IDS_PER_REQUEST]
-                        for i in range(0, len(names), IDS_PER_REQUEST)
-                    ]
-                    self.traffic.add(requests=len(asked))
-                    return [
-                        chunk for some in asked for chunk in connection.ask_ids(self._step, some)
-                    ]
+                for answer in as_completed(asked, self._deadline.left()):
+                    try:
+                        return answer.result()
+                    except CkptStoreError as error:
+                        errors.append(error)
+            except TimeoutError:
+                self._deadline.left()  # says what timed out
+                raise
+        raise _all_lost(errors)
+
+    def ids(self, names: Sequence[bytes]) -> list[bytes]:
+        """The ids of chunks, from the first peer that tells them; empty if none does."""
+        for route in self._routes:
+            connection = None
+            try:
+                connection = self._connect(route)
+                self.count(requests=1)
+                return connection.ask_ids(self._step, names)
             except PeerFailed as failed:
                 logger.debug("a peer does not tell ids: %s", failed)
-        return [None] * len(names)
+            finally:
+                self._drop(connection)
+        return []
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Bring every chunk to its destination. Raises the error that prevented it; after that
@@ -105,13 +116,11 @@ class Peers:
         """
         if not wanted:
             return
-        max_workers = min(self._max_workers, len(wanted))
-        work = Work(wanted, len(self._routes), max_workers * len(self._routes), self._deadline)
-        with self._threads(max_workers * len(self._routes)) as pool:
+        max_workers, peers = min(self._max_workers, len(wanted)), range(len(self._routes))
+        work = _Work(wanted, len(peers), max_workers * len(peers), self._deadline)
+        with _daemons(max_workers * len(peers)) as pool:
             working = [
-                pool.submit(self._work, work, peer)
-                for _ in range(max_workers)
-                for peer in range(len(self._routes))
+                pool.submit(self._work, work, peer) for _ in range(max_workers) for peer in peers
             ]
             try:
                 work.finish()
@@ -121,7 +130,12 @@ class Peers:
                 wait(working)
                 raise
         # A peer that failed for good is not waited for again.
-        self._routes = [route for peer, route in enumerate(self._routes) if peer not in work.lost]
+        self._routes = [self._routes[peer] for peer in peers if peer not in work.lost]
+
+    def count(self, **numbers: int) -> None:
+        """Add to `traffic`."""
+        with self._lock:
+            self.traffic.update(numbers)
 
     def close(self) -> None:
         """Close all connections. Idempotent."""
@@ -129,158 +143,202 @@ class Peers:
             self._closed = True
             for connection in self._open:
                 connection.cut()
-            for connections in self._idle.values():
-                for connection in connections:
-                    connection.close()
-                connections.clear()
+        while self._held:
+            self._drop(self._held.pop())
 
-    @contextmanager
-    def _threads(self, count: int) -> Iterator[Pool]:
-        """Daemon threads: after the transfer, some may still be connecting to a peer that does not
-        answer.
-        """
-        pool = Pool(count, name="ckptstore-peer")
-        try:
-            yield pool
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    def _describe(self, route: Route, names: str, early: bool) -> Description:
+    def _describe(self, route: Route) -> Description:
         failures = 0
         while True:
+            connection = None
             try:
-                with self._connection(route) as connection:
-                    self.traffic.add(requests=1)
-                    return connection.describe(self._step, names, early=early)
+                connection = self._connect(route)
+                self.count(requests=1)
+                description = connection.describe(self._step)
+                self._held.append(connection)  # as long as it is open, the peer has a reader
+                return description
             except PeerFailed as failed:
-                failures += not (failed.slow or failed.since < 0)
+                failures += not failed.slow
                 if failed.final or failures == FAILURES_MAX or self._closed:
                     raise failed.error from failed
+            finally:
+                if self._closed or connection not in self._held:
+                    self._drop(connection)
 
-    def _first(self, waiting: "set[Future[Description]]") -> Description:
-        errors: list[CkptStoreError] = []
-        while waiting:
-            done, waiting = wait(
-                waiting, timeout=self._deadline.left(), return_when=FIRST_COMPLETED
-            )
-            for future in done:
-                try:
-                    return future.result()
-                except CkptStoreError as error:
-                    errors.append(error)
-        raise all_lost(errors)
+    def _connect(self, route: Route) -> Connection:
+        connection = route.connect(self._deadline)
+        with self._lock:
+            self._open.add(connection)
+            if self._closed:
+                connection.cut()
+        return connection
 
-    def _work(self, work: Work, peer: int) -> None:
-        try:
-            scratch = _Scratch()
-            while batch := work.take(peer):
-                left = list(batch)
-                try:
-                    with self._connection(self._routes[peer]) as connection:
-                        self._receive(work, peer, connection, left, scratch)
-                except PeerFailed as failed:
-                    self._doubted.update(each.chunk for each in left[:1])
-                    self.traffic.add(retried=len(left))
-                    work.count_failure(
-                        peer, failed.error, final=failed.final, slow=failed.slow, since=failed.since
-                    )
-                    work.back(peer, left)
-        except BaseException as error:
-            work.fail(error)
-
-    def _receive(
-        self, work: Work, peer: int, connection: Connection, left: list[Wanted], scratch: "_Scratch"
-    ) -> None:
-        """Receive the chunks `left` of a batch; afterwards it has those that did not come."""
-        self.traffic.add(requests=1)
-        verified = any(each.chunk in self._doubted for each in left)
-        sizes, places = connection.ask_chunks(
-            self._step, [each.chunk for each in left], verified=verified
-        )
-        asked = list(zip(left, sizes, strict=True))
-        coming = iter(
-            [place for size, place in zip(sizes, places, strict=True) if size is not None]
-        )
-        left[:] = [each for each, size in asked if size is not None]
-        if lacked := [each for each, size in asked if size is None and not each.numbered]:
-            work.back(peer, lacked, lacked=True)
-        for _ in (each for each, size in asked if size is None and each.numbered):
-            work.landed(peer)
-        for each, size in asked:
-            if size not in (None, each.nbytes):
-                raise PeerFailed(
-                    Corrupt(
-                        f"a peer has {size} bytes for chunk {each.chunk.hex()[:12]}; wanted "
-                        f"{each.nbytes}"
-                    )
-                )
-        wrong: list[Wanted] = []
-        while left:
-            each = left[0]
-            data = each.memory if each.memory is not None else scratch.of(each.nbytes)
-            connection.read_from(next(coming), data)
-            self.traffic.add(chunks=1, nbytes=each.nbytes)
-            del left[0]
-            if each.numbered or is_named(data, each.chunk):
-                each.land(data)
-                work.landed(peer)
-            else:
-                wrong.append(each)
-        if wrong:
-            self._doubted.update(each.chunk for each in wrong)
-            self.traffic.add(retried=len(wrong))
-            names = ", ".join(each.chunk.hex()[:12] for each in wrong[:4])
-            work.count_failure(
-                peer,
-                Corrupt(
-                    f"{len(wrong)} chunks came damaged from a peer, or it is not what it says: "
-                    f"{names}"
-                ),
-            )
-            work.back(peer, wrong)
-
-    @contextmanager
-    def _connection(self, route: Route) -> Iterator[Connection]:
-        """A connection, kept for reuse unless the block fails."""
-        connection = self._kept(route) or self._opened(route)
-        try:
-            yield connection
-        except BaseException:
+    def _drop(self, connection: Connection | None) -> None:
+        if connection:
             with self._lock:
                 self._open.discard(connection)
             connection.close()
-            raise
-        with self._lock:
-            self._open.discard(connection)
-            if self._closed:
-                connection.close()
+
+    def _work(self, work: "_Work", peer: int) -> None:
+        connection = None
+        scratch = memoryview(b"")  # for chunks that cannot be received in place
+        try:
+            while batch := work.take(peer):
+                largest = max((each.nbytes for each in batch if each.memory is None), default=0)
+                if len(scratch) < largest:
+                    scratch = memoryview(bytearray(largest))
+                left, wrong, since = list(batch), list[Wanted](), time.monotonic()
+                try:
+                    connection = connection or self._connect(self._routes[peer])
+                    self._receive(work, peer, connection, left, wrong, scratch)
+                    failed = _damaged(wrong) if wrong else None
+                except PeerFailed as error:
+                    self._drop(connection)
+                    connection, failed = None, error
+                if failed:
+                    if not failed.final:
+                        self._doubted.update(each.chunk for each in wrong + left[:1])
+                        self.count(retried=len(wrong + left))
+                    work.back(peer, wrong + left, failed, since)
+        except BaseException as error:
+            work.fail(error)
+        finally:
+            self._drop(connection)
+
+    def _receive(
+        self,
+        work: "_Work",
+        peer: int,
+        connection: Connection,
+        left: list[Wanted],
+        wrong: list[Wanted],
+        scratch: memoryview,
+    ) -> None:
+        """Receive the chunks `left` of a batch; afterwards it has those that did not come, and
+        `wrong` those that came damaged.
+        """
+        self.count(requests=1)
+        verified = any(each.chunk in self._doubted for each in left)
+        names, nbytes = [each.chunk for each in left], sum(each.nbytes for each in left)
+        connection.ask_chunks(self._step, names, nbytes, verified=verified)
+        while left:
+            each = left[0]
+            data = each.memory if each.memory is not None else scratch[: each.nbytes]
+            connection.read_into(data)
+            self.count(chunks=1, bytes=each.nbytes)
+            del left[0]
+            if each.land(data):
+                work.landed(peer)
             else:
-                self._idle[route].append(connection)
-
-    def _kept(self, route: Route) -> Connection | None:
-        with self._lock:
-            connection = self._idle[route].pop() if self._idle[route] else None
-            if connection:
-                connection.lay_idle()
-                self._open.add(connection)
-            return connection
-
-    def _opened(self, route: Route) -> Connection:
-        connection = route.connect(self._deadline)
-        with self._lock:
-            if self._closed:
-                connection.cut()
-            self._open.add(connection)
-        return connection
+                wrong.append(each)
 
 
-class _Scratch:
-    """Memory of one thread for chunks that cannot be received in place, one after the other."""
+class _Work:
+    """The chunks of one fetch, shared by the threads that ask the numbered `peers`. Does no I/O."""
 
-    def __init__(self) -> None:
-        self._memory = memoryview(b"")
+    def __init__(
+        self, wanted: Sequence[Wanted], peers: int, threads: int, deadline: Deadline
+    ) -> None:
+        self._todo, self._missing = deque(wanted), len(wanted)
+        # Few chunks are divided evenly; many are taken at each thread's own speed.
+        self._batch_bytes = min(RUN_BYTES, max(MIB, sum(e.nbytes for e in wanted) // threads))
+        self._deadline = deadline
+        self._failures, self._failed_at = [0] * peers, [float("-inf")] * peers
+        self._slow: set[int] = set()
+        self.lost: dict[int, CkptStoreError] = {}
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
 
-    def of(self, nbytes: int) -> memoryview:
-        if len(self._memory) < nbytes:
-            self._memory = memoryview(bytearray(nbytes))
-        return self._memory[:nbytes]
+    def take(self, peer: int) -> list[Wanted]:
+        """The next chunks to ask of `peer`; empty when nothing is left. Waits while other peers are
+        asked for all of them.
+        """
+        batch: list[Wanted] = []
+        size = 0
+        with self._changed:
+            while not self._todo or self._others_are_faster(peer):
+                if self._is_over(peer):
+                    return []
+                self._wait()
+            if self._is_over(peer):
+                return []
+            while self._todo and len(batch) < CHUNKS_PER_REQUEST and size < self._batch_bytes:
+                batch.append(self._todo.popleft())
+                size += batch[-1].nbytes
+            return batch
+
+    def landed(self, peer: int) -> None:
+        """Mark a chunk from `peer` as complete."""
+        with self._changed:
+            self._failures[peer] = 0
+            self._slow.discard(peer)
+            self._missing -= 1
+            if not self._missing:
+                self._changed.notify_all()
+
+    def back(self, peer: int, wanted: Sequence[Wanted], failed: PeerFailed, since: float) -> None:
+        """Give back chunks that `peer` did not deliver since it was asked, and count its failure:
+        connections that break together are one. A slow peer is no failure: others are asked first.
+        """
+        with self._changed:
+            self._todo.extendleft(reversed(wanted))
+            if failed.slow:
+                self._slow.add(peer)
+            elif since > self._failed_at[peer]:
+                self._failures[peer] += 1
+                self._failed_at[peer] = time.monotonic()
+            if failed.final or self._failures[peer] >= FAILURES_MAX:
+                self.lost[peer] = failed.error
+            if len(self.lost) == len(self._failures):
+                self._error = self._error or _all_lost(list(self.lost.values()))
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Stop: `finish` raises `error`."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Return when all chunks have landed; raises the error that prevents it."""
+        with self._changed:
+            while self._missing and not self._error:
+                self._wait()
+            if self._error:
+                raise self._error
+
+    def _is_over(self, peer: int) -> bool:
+        return self._error is not None or not self._missing or peer in self.lost
+
+    def _others_are_faster(self, peer: int) -> bool:
+        return peer in self._slow and len(self._slow | self.lost.keys()) < len(self._failures)
+
+    def _wait(self) -> None:
+        try:
+            self._changed.wait(self._deadline.left())
+        except TimeoutError as error:
+            self._error = self._error or error
+
+
+@contextmanager
+def _daemons(count: int) -> Iterator[Pool]:
+    """Daemon threads: after the transfer, some may still be connecting to a peer that does not
+    answer.
+    """
+    pool = Pool(count, name="ckptstore-peer")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _damaged(wrong: Sequence[Wanted]) -> PeerFailed:
+    names = ", ".join(each.chunk.hex()[:12] for each in wrong[:4])
+    what = f"{len(wrong)} chunks came damaged from a peer, or it is not what it says"
+    return PeerFailed(Corrupt(f"{what}: {names}"))
+
+
+def _all_lost(errors: Sequence[CkptStoreError]) -> CkptStoreError:
+    """The error when no peer is left: the one peer's error, or a summary of all."""
+    if len({type(error) for error in errors}) == 1:
+        return type(errors[0])("; ".join(dict.fromkeys(map(str, errors))))
+    return Unavailable("no peer could be received from: " + "; ".join(map(str, errors)))

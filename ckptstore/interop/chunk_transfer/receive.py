@@ -1,59 +1,41 @@
 """How is a state received? Which chunks are wanted, which are local, and which must come from
 peers.
 
-A chunk counts as received only after its bytes have been hashed, at their destination or beside it.
-Live tensors receive only verified bytes.
+A chunk counts as received only after its bytes have been hashed, at their destination or beside it
+(`fetch.Wanted.land`), wherever they come from: the live state, a broken transfer, the local store,
+a peer. Live tensors receive only verified bytes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckptstore.commit.plan import Run
 from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.ids import ChunkId
 from ckptstore.core.model import TreeRef
-from ckptstore.errors import Corrupt
-from ckptstore.interop.chunk_transfer.chunk_names import BLAKE3, NAMINGS, Naming
+from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.interop.chunk_transfer.connection import Deadline
-from ckptstore.interop.chunk_transfer.fetch import Peers
-from ckptstore.interop.chunk_transfer.local_chunks import LocalChunks, batches
-from ckptstore.interop.chunk_transfer.protocol import Description
-from ckptstore.interop.chunk_transfer.scheduler import Wanted
-from ckptstore.interop.chunk_transfer.served_state import KEY
-from ckptstore.interop.chunk_transfer.store_lookup import AdaptiveProbe
+from ckptstore.interop.chunk_transfer.fetch import Peers, Wanted
+from ckptstore.interop.chunk_transfer.offer import KEY, AdaptiveProbe, batches, cut_state
 from ckptstore.interop.chunk_transfer.targets import Target, check_claims, make_targets
+from ckptstore.interop.chunk_transfer.wire import Description, name_of
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.restore.read_plan import Piece, select
-from ckptstore.restore.reader import Destination, Tree
-from ckptstore.state import containers
+from ckptstore.restore.read_plan import select
+from ckptstore.restore.reader import ChunkRead, ReadRequest, Tree
+from ckptstore.state import containers, tensors
 from ckptstore.state.inflate import inflate, refuse_pickles
 from ckptstore.state.leaf_sources import FlatState, Source
+from ckptstore.state.leaves import NOTHING, TensorSource
 from ckptstore.state.leaves import Destination as TensorDestination
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ckptstore.repository.chunk_store import ObjectStore
-
-
-@dataclass(frozen=True, slots=True)
-class LocalState:
-    """What this process contributes: its live state, which is also the destination if `in_place`;
-    its store; and chunks `left` from earlier. Peers are asked for chunks by `names`.
-    """
-
-    threads: ThreadPool
-    live: FlatState | None
-    in_place: bool
-    objects: "ObjectStore | None"
-    meshes: "Sequence[DeviceMesh]"
-    left: Mapping[bytes, memoryview]
-    max_bytes: int
-    chunk_bytes: int
-    names: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,330 +54,184 @@ class Received:
 
 
 @dataclass(slots=True)
-class _Want:
-    """A chunk and all its destinations."""
-
-    nbytes: int
-    landings: "list[_Landing]"
-
-    @property
-    def first(self) -> "_Landing | None":
-        """The destination that receives the chunk; the others are copied from it."""
-        return next((landing for landing in self.landings if landing.direct is not None), None)
-
-    def alike(self) -> tuple[Source, int] | None:
-        """The position of this chunk in the live state, if it has the leaf: the leaf and its first
-        byte.
-        """
-        first = self.first
-        return (
-            (first.alike, first.piece.at)
-            if first and first.alike is not None and first.piece.at is not None
-            else None
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Landing:
-    """One destination: `memory` is its own writable memory, if any; `alike` is the leaf of the live
-    state with the same path and size.
-    """
-
-    piece: Piece
-    destination: Destination
-    memory: memoryview | None
-    live: bool
-    alike: Source | None
-
-    @property
-    def direct(self) -> memoryview | None:
-        """Memory that may receive the chunk directly: new and contiguous."""
-        at = self.piece.at
-        return (
-            self.memory[at : at + self.piece.raw_bytes]
-            if self.memory is not None and at is not None and not self.live
-            else None
-        )
-
-    def land(self, data: memoryview) -> None:
-        if self.memory is not None:
-            self.piece.land(data, self.memory)
-            return
-        for start, part in self.piece.parts(data):
-            self.destination.write(start, part)
-
-    def is_spoiled(self, holdings: LocalChunks) -> bool:
-        """Whether a chunk taken by number has overwritten this destination."""
-        return _chunk_at(self.piece, self.destination, holdings) not in (None, self.piece.chunk)
-
-    def note(self, holdings: LocalChunks, chunk: bytes) -> None:
-        """Record that the memory was hashed and is this chunk."""
-        at, destination = self.piece.at, self.destination
-        if at is not None and isinstance(destination, TensorDestination):
-            holdings.note(destination.tensor, at, at + self.piece.raw_bytes, chunk)
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The raw bytes of every chunk of a state, and the wanted chunks, each once, with all
-    destinations.
-    """
-
-    sizes: dict[bytes, int]
-    wants: dict[bytes, _Want]
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """A validated description, and the destinations of its leaves."""
-
-    description: Description
-    tree: Tree
-    targets: list[Target]
-
-    def fits(self, description: Description, tree: Tree) -> bool:
-        """Whether this is the outline of `that`: everything is equal except for the ids."""
-        if (self.description.chunk_bytes, self.description.placed) != (
-            description.chunk_bytes,
-            description.placed,
-        ):
-            return False
-        return self.tree.ref.schema == tree.ref.schema and all(
-            replace(mine, ids=b"") == replace(its, ids=b"")
-            for mine, its in zip(self.tree.contents, tree.contents, strict=True)
-        )
-
-
-@dataclass(slots=True)
 class Transfer:
-    """One state in transfer. `landed` are the chunks received into new memory, also if the transfer
-    fails.
+    """One state in transfer, and what this process contributes: its `live` state, which is also the
+    destination if `in_place`; its store; and chunks `left` from earlier.
     """
 
     peers: Peers
-    here: LocalState
     deadline: Deadline
-    landed: dict[bytes, memoryview] = field(default_factory=dict)
+    threads: ThreadPool
+    live: FlatState | None
+    in_place: bool
+    objects: "ObjectStore | None"
+    meshes: "Sequence[DeviceMesh]"
+    left: Mapping[bytes, memoryview]
+    max_bytes: int
+    chunk_bytes: int
+    _wanted: Sequence[Wanted] = ()
+    _local: dict[bytes, tuple[Source, int, int]] = field(default_factory=dict)
+    _places: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
 
     def run(self) -> tuple[Any, Received]:
         """Receive the state. Raises `Corrupt`, `InvalidInput`, `Conflict` or `Unavailable` for
         peers' errors, TimeoutError when time is up.
         """
-        nothing = self.here.live is None and self.here.objects is None and not self.here.left
-        described = self.here.threads.submit(
-            lambda: self.peers.describe(self.here.names, early=nothing)
-        )
-        holdings = self._holdings(described)
-        description, early = described.result(), None
-        if description.early:
-            early = self._outlined(description)
-            self._take_early(early, holdings)
-            description = self.peers.describe(self.here.names)
-        bound = self._bound(description, early)
-        tree, targets = bound.tree, bound.targets
-        if early and targets is not early.targets:
-            holdings.forget_places()
-        plan = _plan(tree, targets, _sources(self.here.live), holdings)
-        if early:
-            spoiled = sum(
-                any(landing.is_spoiled(holdings) for landing in want.landings)
-                for want in plan.wants.values()
-            )
-            self.peers.traffic.add(retried=spoiled)
-        self._bring(plan.wants, holdings, description)
-        _land_inline(tree, targets)
-        state = inflate(tree.schema, [_content(target) for target in targets])
-        traffic = self.peers.traffic
-        metadata = dict(description.metadata)
-        nbytes = sum(plan.sizes.values()) + sum(metadata.values())
-        chunks = len(plan.sizes) + len(metadata)
-        return state, Received(
-            chunks, nbytes, traffic.chunks, traffic.bytes, traffic.requests, traffic.retried
-        )
-
-    def _bound(self, description: Description, early: "_Bound | None" = None) -> "_Bound":
-        """Validate a description. Its leaves keep the outline's destinations if only the ids
-        differ.
-        """
+        described = self.threads.submit(self.peers.describe)
+        self._hash_live(self.chunk_bytes)  # meanwhile
+        description = described.result()
+        if description.chunk_bytes != self.chunk_bytes:
+            self._hash_live(description.chunk_bytes)
+        for name, memory in self.left.items():
+            source = TensorSource(tensors.tensor_from(memory, "uint8", (len(memory),)))
+            self._local[name] = source, 0, len(memory)
         tree = self._tree(description)
-        check_claims(tree, description.placed, self.here.max_bytes)
-        if early and early.fits(description, tree):
-            return _Bound(description, tree, early.targets)
-        live = self.here.live if self.here.in_place else None
-        return _Bound(
-            description, tree, make_targets(tree, description.placed, live, self._meshes())
+        check_claims(tree, description.placed, self.max_bytes)
+        live = self.live if self.in_place else None
+        targets = make_targets(tree, description.placed, live, self._all_meshes())
+        sizes, self._wanted = self._plan(tree, targets)
+        self.peers.fetch(self._land_local(self._wanted))
+        _land_inline(tree, targets)
+        state = inflate(tree.schema, [target.value for target in targets])
+        metadata, traffic = dict(description.metadata), self.peers.traffic
+        return state, Received(
+            len(sizes) + len(metadata),
+            sum(sizes.values()) + sum(metadata.values()),
+            traffic["chunks"],
+            traffic["bytes"],
+            traffic["requests"],
+            traffic["retried"],
         )
 
-    def _outlined(self, outline: Description) -> "_Bound":
-        bound = self._bound(outline)
-        self.peers.traffic.forget_chunks()
-        return bound
+    def landed(self) -> dict[bytes, memoryview]:
+        """The chunks received into new memory so far, also if the transfer failed."""
+        return {w.chunk: w.memory for w in self._wanted if w.landed and w.memory is not None}
 
-    def _take_early(self, early: "_Bound", holdings: LocalChunks) -> None:
-        """Take chunks by number while the peer copies others. They count once the description is
-        complete and their hashes match.
+    def _all_meshes(self) -> "Iterator[DeviceMesh]":
+        yield from self.meshes
+        for held in self.live.held.values() if self.live else ():
+            if hasattr(held.origin, "device_mesh"):
+                yield held.origin.device_mesh
+
+    def _hash_live(self, chunk_bytes: int) -> None:
+        """Find the chunks of the live state, with these chunk boundaries: where they may be copied
+        from, or in place where they may stay.
         """
+        if not self.live:
+            return
+        cut = cut_state(self.live, chunk_bytes)
 
-        naming = NAMINGS[self.here.names]
+        def task(batch: Sequence[Run]) -> None:
+            self.deadline.left()
+            for run in batch:
+                source = cut.parts[run.part.leaf].source
+                for _, start, stop, data in cut.read(run):
+                    name = name_of(data)
+                    if not self.in_place:
+                        self._local[name] = source, start, stop
+                    elif isinstance(source, TensorSource):
+                        self._places[source.tensor.data_ptr(), start, stop] = name
 
-        def numbered(chunk: bytes, nbytes: int, landing: _Landing) -> Wanted:
-            def land(data: memoryview) -> None:
-                found = naming(data)
-                self.landed[found] = data
-                landing.note(holdings, found)
-
-            return Wanted(chunk, nbytes, landing.direct, land, numbered=True)
-
-        wants = _plan(early.tree, early.targets, {}, holdings).wants
-        self.peers.fetch(
-            [
-                numbered(chunk, want.nbytes, want.first)
-                for chunk, want in wants.items()
-                if want.first
-            ]
-        )
-        holdings.add_left(dict(self.landed))
+        self.threads.spread(task, cut.batches)
 
     def _tree(self, description: Description) -> Tree:
-        """Schema and pages, from the store or the peers."""
+        """Schema and pages, from the peers."""
         data = {chunk: bytearray(nbytes) for chunk, nbytes in description.metadata}
-        wanted = [
-            Wanted(chunk, len(each), memoryview(each), _nothing) for chunk, each in data.items()
-        ]
         self.peers.fetch(
-            LocalChunks(self.here.threads, self.deadline, self.here.objects).land(wanted)
+            [Wanted(chunk, len(each), memoryview(each)) for chunk, each in data.items()]
         )
         try:
-            schema = decode_schema(bytes(data[description.schema[0]]))
-            contents = join_pages([bytes(data[page]) for page, _ in description.pages], len(schema))
+            first, *pages = [bytes(data[chunk]) for chunk, _ in description.metadata]
+            schema = decode_schema(first)
+            contents = join_pages(pages, len(schema))
             containers.check(schema.skeleton)
         except Corrupt as error:
             raise Corrupt(f"a peer describes a state that is none: {error}") from error
         refuse_pickles(schema)
         if not all(0 <= leaf < len(schema) for leaf in description.placed):
             raise Corrupt("a peer describes DTensors that its state does not have")
-        ref = TreeRef(
-            ChunkId(description.schema[0]), tuple(ChunkId(page) for page, _ in description.pages)
-        )
-        return Tree(KEY, ref, schema, contents, description.chunk_bytes)
+        nowhere = TreeRef(ChunkId(b""), ())  # it is in no store
+        return Tree(KEY, nowhere, schema, contents, description.chunk_bytes)
 
-    def _holdings(self, described: "Future[Description]") -> LocalChunks:
-        """The local chunks. A live state that will be overwritten is hashed while the peer hashes
-        its own, and again if chunk boundaries differ; any other live state is hashed where its copy
-        lands.
+    @uncollected()
+    def _plan(self, tree: Tree, targets: Sequence[Target]) -> tuple[dict[bytes, int], list[Wanted]]:
+        """The raw bytes of every chunk of a state, and the wanted chunks without those in place,
+        each once, with all destinations.
         """
-        holdings = LocalChunks(self.here.threads, self.deadline, self.here.objects)
-        holdings.add_left(self.here.left)
-        if self.here.live and self.here.in_place:
-            expected = self.here.chunk_bytes, self.here.names
-            holdings.add_live(self.here.live, expected[0], NAMINGS[expected[1]])
-            if (said := (described.result().chunk_bytes, described.result().names)) != expected:
-                holdings.add_live(self.here.live, said[0], NAMINGS[said[1]])
-        return holdings
-
-    def _bring(
-        self, wants: dict[bytes, _Want], holdings: LocalChunks, description: Description
-    ) -> None:
-        naming: Naming = NAMINGS[description.names]
-        wanted = [self._wanted(chunk, want) for chunk, want in wants.items()]
-        if self.here.live and not self.here.in_place:
-            alike = {chunk: found for chunk, want in wants.items() if (found := want.alike())}
-            wanted = holdings.land_alike(wanted, alike, naming)
-            if wanted:  # they may be at any other position
-                holdings.add_live(
-                    self.here.live,
-                    description.chunk_bytes,
-                    naming,
-                    without={source for source, _ in alike.values()},
-                )
-        missing = holdings.land(wanted, without_live=self.here.in_place)
-        if self.here.objects and description.names != BLAKE3:
-            missing = self._from_store(missing, holdings)
-        self.peers.fetch(missing)
-
-    def _from_store(self, missing: list[Wanted], holdings: LocalChunks) -> list[Wanted]:
-        """Read chunks from the local store, by ids from the peers, as long as it has enough of
-        them; returns the missing chunks.
-        """
-        probe, left = AdaptiveProbe(), list[Wanted]()
-        for batch in batches(missing):
-            if not probe:
-                left += batch
+        sizes, wanted = dict[bytes, int](), dict[bytes, Wanted]()
+        for i, target in enumerate(targets):
+            content = tree.content(i)
+            if content.inline is not None:
                 continue
-            lacked = holdings.land_stored(batch, self.peers.ids([each.chunk for each in batch]))
-            probe.add(len(batch), len(batch) - len(lacked))
-            left += lacked
-        return left
+            shape, width = tree.extent(i)
+            for box, destination in target.parts:
+                request, memory = ReadRequest(tree, i, destination, box), destination.memory()
+                for piece in select(content, shape, width, tree.chunk_bytes, box):
+                    chunk, nbytes = piece.chunk, piece.raw_bytes
+                    if (known := sizes.setdefault(chunk, nbytes)) != nbytes:
+                        raise Corrupt(
+                            f"a peer names one chunk for parts of {known} and of {nbytes} bytes; "
+                            "one of them is wrong"
+                        )
+                    read = ChunkRead(piece, request, memory)
+                    if target.live and self._is_in_place(read):
+                        continue
+                    want = wanted.setdefault(chunk, Wanted(chunk, nbytes))
+                    if target.live or want.memory is not None or read.place is None:
+                        want.reads.append(read)
+                    else:
+                        want.memory = read.place
+        return sizes, list(wanted.values())
 
-    def _wanted(self, chunk: bytes, want: _Want) -> Wanted:
-        first = want.first
-        memory = first.direct if first else None
+    def _is_in_place(self, read: ChunkRead) -> bool:
+        """Whether a chunk lies in the live tensor where it should."""
+        at, destination = read.piece.at, read.wanted.destination
+        if at is None or not isinstance(destination, TensorDestination):
+            return False
+        place = destination.tensor.data_ptr(), at, at + read.piece.raw_bytes
+        return self._places.get(place) == read.piece.chunk
 
-        def land(data: memoryview) -> None:
-            for landing in want.landings:
-                if landing is not first:
-                    landing.land(data)
-            if memory is not None:
-                self.landed[chunk] = memory
+    def _land_local(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """Bring what is here to its destinations; returns the missing ones."""
+        probe, missing = AdaptiveProbe(), list[Wanted]()
 
-        return Wanted(chunk, want.nbytes, memory, land)
+        def task(batch: Sequence[Wanted]) -> None:
+            self.deadline.left()
+            rest = [want for want in batch if not self._land_copy(want)]
+            missing.extend(self._land_stored(self.objects, rest, probe) if self.objects else rest)
 
-    def _meshes(self) -> "Iterator[DeviceMesh]":
-        yield from self.here.meshes
-        for held in self.here.live.held.values() if self.here.live else ():
-            if hasattr(held.origin, "device_mesh"):
-                yield held.origin.device_mesh
+        self.threads.spread(task, list(batches(wanted, lambda want: want.nbytes)))
+        return missing
 
+    def _land_copy(self, want: Wanted) -> bool:
+        """Copy a chunk of the live state or of an earlier transfer; returns whether it is here."""
+        source, start, stop = self._local.get(want.chunk, (NOTHING, 0, 0))
+        if stop - start != want.nbytes:
+            return False
+        out = want.room()
+        source.stage(start, stop, out)
+        return want.land(out)
 
-def _sources(live: FlatState | None) -> dict[str, Source]:
-    """The leaves of a live state that are whole here, by path."""
-    return (
-        {live.schema.paths[i]: source for i, source in enumerate(live.leaves) if i not in live.held}
-        if live
-        else {}
-    )
-
-
-@uncollected()
-def _plan(
-    tree: Tree, targets: Sequence[Target], sources: Mapping[str, Source], holdings: LocalChunks
-) -> _Plan:
-    """The wanted chunks without those in place, with equal leaves in `sources`."""
-    sizes, wants = dict[bytes, int](), dict[bytes, _Want]()
-    for i, target in enumerate(targets):
-        content = tree.content(i)
-        if content.inline is not None:
-            continue
-        shape, width = tree.extent(i)
-        source = sources.get(tree.schema.paths[i])
-        for box, destination in target.parts:
-            memory = destination.memory()
-            fits = (
-                source
-                and box is None
-                and memory is not None
-                and (source.nbytes, source.width) == (len(memory), width)
-            )
-            alike = source if fits else None
-            for piece in select(content, shape, width, tree.chunk_bytes, box):
-                chunk, nbytes = piece.chunk, piece.raw_bytes
-                if (known := sizes.setdefault(chunk, nbytes)) != nbytes:
-                    raise Corrupt(
-                        f"a peer names one chunk for parts of {known} and of {nbytes} bytes; one "
-                        "of them is wrong"
-                    )
-                if _chunk_at(piece, destination, holdings) != chunk:
-                    wants.setdefault(chunk, _Want(nbytes, [])).landings.append(
-                        _Landing(piece, destination, memory, target.live, alike)
-                    )
-    return _Plan(sizes, wants)
-
-
-def _chunk_at(piece: Piece, destination: Destination, holdings: LocalChunks) -> bytes | None:
-    """The recorded chunk at this position: in live memory, or taken by number."""
-    if piece.at is None or not isinstance(destination, TensorDestination):
-        return None
-    return holdings.chunk_at(destination.tensor, piece.at, piece.at + piece.raw_bytes)
+    def _land_stored(
+        self, objects: "ObjectStore", batch: Sequence[Wanted], probe: AdaptiveProbe
+    ) -> Sequence[Wanted]:
+        """Read chunks of the local store by ids that peers tell, as long as it has enough of them;
+        returns the missing ones. They are compared with id and name.
+        """
+        told = self.peers.ids([want.chunk for want in batch]) if batch and probe else []
+        if not told:
+            return batch
+        ids = dict(zip(batch, told, strict=True))
+        is_stored = objects.locate(b"".join(told))["found"].tolist()
+        found = [want for want, stored in zip(batch, is_stored, strict=True) if stored]
+        probe.add(len(batch), len(found))
+        out, landed = [want.room() for want in found], set[Wanted]()
+        # Peers have the chunks of a store that is damaged, and fsck reports it.
+        with suppress(Corrupt, NotFound, Unavailable):
+            if found:
+                objects.read_into(b"".join(ids[want] for want in found), out)
+            landed.update(w for w, data in zip(found, out, strict=True) if w.land(data))
+        return [want for want in batch if want not in landed]
 
 
 def _land_inline(tree: Tree, targets: Sequence[Target]) -> None:
@@ -405,11 +241,3 @@ def _land_inline(tree: Tree, targets: Sequence[Target]) -> None:
         if inline and target.live:
             for _, destination in target.parts:
                 destination.write(0, memoryview(inline))
-
-
-def _content(target: Target) -> Any:
-    return bytes(target.value) if isinstance(target.value, bytearray) else target.value
-
-
-def _nothing(data: memoryview) -> None:
-    """Does nothing: the bytes are in place."""

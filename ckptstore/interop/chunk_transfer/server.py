@@ -4,7 +4,8 @@
 A request without the token learns the instance and nothing else. Every wait, every length and the
 number of connections are limited. A connection that has not shown the token is closed after a
 while, even if its bytes trickle, and earlier if another needs its slot. When peers hold all slots,
-one more connection is told to retry.
+one more connection is told to retry. The memory of a withdrawn state is freed when its last reader
+leaves, never before.
 """
 
 import hmac
@@ -13,7 +14,8 @@ import socket
 import socketserver
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -21,25 +23,17 @@ from typing import Any
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.threads import behind, start
 from ckptstore.errors import Unavailable
-from ckptstore.interop.chunk_transfer.chunk_names import BLAKE3
-from ckptstore.interop.chunk_transfer.protocol import (
-    EARLY_HEADER,
+from ckptstore.interop.chunk_transfer.connection import cut_off
+from ckptstore.interop.chunk_transfer.offer import ServedState
+from ckptstore.interop.chunk_transfer.wire import (
+    CHUNKS_PER_REQUEST,
     HELLO_PATH,
-    IDS_PER_REQUEST,
-    NAMES_HEADER,
-    NEAR_HEADER,
-    STEP_HEADER,
     TRANSFER_HEADER,
     VERIFY_HEADER,
     WAIT_HEADER,
-    encode_ids,
-    encode_places,
-    encode_sizes,
+    decode_names,
     parse_path,
-    split_ids,
 )
-from ckptstore.interop.chunk_transfer.publication import OtherStep, Publication, Reader
-from ckptstore.interop.chunk_transfer.served_state import ServedState
 from ckptstore.repository.chunk_reader import FileRange
 
 logger = logging.getLogger("ckptstore.transport")
@@ -47,34 +41,41 @@ logger = logging.getLogger("ckptstore.transport")
 CONNECTIONS_MAX = 64
 HEAD_TIMEOUT_S = 10.0
 """A connection that has not shown the token by then is closed."""
+CUTTING_S = 5.0
+"""How long a disconnected reader may take to notice."""
 _PLACE_S = 1.0
 """How long the thread of a closed connection may take to free its slot."""
 
 
-class TransportServer:
-    """Serves `publication` to peers with `token`, in its own threads, until `close`."""
+class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """Serves at most one state to peers with `token`, one thread per connection, until `close`."""
+
+    daemon_threads = True
+    block_on_close = False
 
     def __init__(
-        self,
-        publication: Publication,
-        instance: str,
-        token: str,
-        *,
-        timeout_s: float,
-        host: str = "",
-        port: int = 0,
+        self, instance: str, token: str, *, timeout_s: float, host: str = "", port: int = 0
     ) -> None:
-        self._server = _Server(
-            _listen(host, port), _Service(publication, instance, token, timeout_s)
-        )
-        self.port: int = self._server.socket.getsockname()[1]
+        listening = _listen(host, port)
+        super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+        self.port: int = listening.getsockname()[1]
+        self.instance, self.timeout_s = instance, timeout_s
+        self._authorization = f"Bearer {token}".encode()
+        self._offer: ServedState | None = None
+        self._leaving: ServedState | None = None
+        self._open: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, float] = {}  # without the token, the oldest first
+        self._readers: dict[socket.socket, str] = {}  # and the transfers that they are for
+        self._changed = threading.Condition()
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="ckptstore-transport", args=(0.05,), daemon=True
+            target=self.serve_forever, name="ckptstore-transport", args=(0.05,), daemon=True
         )
         try:
             start(self._thread, "no thread can be started that serves this transport")
         except Unavailable:
-            self._server.server_close()
+            self.server_close()
             raise
 
     def close(self, *, wait: bool = True) -> None:
@@ -82,74 +83,84 @@ class TransportServer:
         done. Idempotent.
         """
         if wait:
-            self._server.shutdown()
+            self.shutdown()
         else:
-            behind(self._server.shutdown, "ckptstore-transport-end")
-        self._server.cut_all()
+            behind(self.shutdown, "ckptstore-transport-end")
+        with self._changed:
+            for request in self._open:
+                cut_off(request)
         if wait:
             self._thread.join()
-        self._server.server_close()
+        self.server_close()
 
+    def post(self, offer: ServedState) -> None:
+        """Serve `offer`; no other may be served now."""
+        with self._changed:
+            assert self._offer is None and not self._readers
+            self._offer = offer
+            self._changed.notify_all()
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A socket for IPv4 and IPv6, whichever the host has, or for one address."""
-    if host:
-        return socket.create_server(
-            (host, port),
-            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-            backlog=CONNECTIONS_MAX,
-        )
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=CONNECTIONS_MAX
-        )
-    return socket.create_server(("", port), backlog=CONNECTIONS_MAX)
+    def withdraw(self, timeout_s: float) -> None:
+        """Stop serving, wait for readers, disconnect those left after `timeout_s`, and free the
+        memory. Raises TimeoutError if a disconnected reader does not end; then it is not freed.
+        """
+        with self._changed:
+            self._leaving, self._offer = self._offer or self._leaving, None
+            if self._leaving is None:
+                return
+            if not self._changed.wait_for(lambda: not self._readers, timeout_s):
+                logger.warning(
+                    "cut off %d connections of peers that were still receiving after %.1f s",
+                    len(self._readers),
+                    timeout_s,
+                )
+            for reader in self._readers:
+                cut_off(reader)
+            if not self._changed.wait_for(lambda: not self._readers, CUTTING_S):
+                raise TimeoutError(
+                    f"timed out: {len(self._readers)} peers still take a state {CUTTING_S:.0f} s "
+                    "after they were cut off"
+                )
+            if self._leaving:
+                self._leaving.close()
+            self._leaving = None
 
+    def admit(self, request: socket.socket, authorization: str | None) -> bool:
+        """Whether a connection shows the token, compared in constant time; then it keeps its
+        slot.
+        """
+        shown = (authorization or "").encode("latin-1", "replace")
+        if not hmac.compare_digest(shown, self._authorization):
+            return False
+        with self._changed:
+            self._strangers.pop(request, None)
+        return True
 
-class _Service:
-    """State shared by all connections."""
-
-    def __init__(
-        self, publication: Publication, instance: str, token: str, timeout_s: float
-    ) -> None:
-        self.publication, self.instance, self.timeout_s = publication, instance, timeout_s
-        self._authorization = f"Bearer {token}".encode()
-
-    def admits(self, authorization: str | None) -> bool:
-        """Compare a token in constant time."""
-        return hmac.compare_digest(
-            (authorization or "").encode("latin-1", "replace"), self._authorization
-        )
-
-
-class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """One thread per connection, up to a limit."""
-
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, listening: socket.socket, service: _Service) -> None:
-        super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket, self.service = listening, service
-        self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
-        self._open: set[socket.socket] = set()
-        self._strangers: dict[socket.socket, float] = {}  # by start time, the oldest first
-        self._lock = threading.Lock()
+    def join(
+        self, request: socket.socket, transfer: str, step: int, wait_s: float
+    ) -> ServedState | None:
+        """The state served within `wait_s`, None if there is none. If it is that of `step`, the
+        connection is its reader until it ends. A transfer that has begun may read a state that is
+        being withdrawn.
+        """
+        with self._changed:
+            offer = self._leaving
+            if not offer or offer.step != step or transfer not in self._readers.values():
+                self._changed.wait_for(lambda: self._offer is not None, wait_s)
+                offer = self._offer
+            if offer and offer.step == step:
+                self._readers[request] = transfer
+            return offer
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False) or (
-            self._cut_stranger() and self._places.acquire(timeout=_PLACE_S)
-        ):
-            with self._lock:
+        if self._has_room():
+            with self._changed:
                 self._open.add(request)
                 self._strangers[request] = time.monotonic()
             try:
                 super().process_request(request, client_address)
                 return
-            except (
-                RuntimeError
-            ) as error:  # no thread can be started: the limit of the user or the container
+            except RuntimeError as error:  # no thread: the limit of the user or the container
                 logger.warning("a peer's connection is refused: %s", error)
                 self._leave(request)
         with suppress(OSError):
@@ -171,38 +182,51 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         second.
         """
         before = time.monotonic() - HEAD_TIMEOUT_S
-        with self._lock:
-            late = [request for request, since in self._strangers.items() if since < before]
-        for request in late:
-            cut(request)
-
-    def admitted(self, request: socket.socket) -> None:
-        """This connection has shown the token and keeps its slot."""
-        with self._lock:
-            self._strangers.pop(request, None)
-
-    def _cut_stranger(self) -> bool:
-        """Close the oldest connection that has not shown the token."""
-        with self._lock:
-            oldest = next(iter(self._strangers), None)
-            if oldest is not None:
-                del self._strangers[oldest]
-                cut(oldest)
-            return oldest is not None
-
-    def _leave(self, request: socket.socket) -> None:
-        with self._lock:
-            self._open.discard(request)
-            self._strangers.pop(request, None)
-        self._places.release()
+        with self._changed:
+            for request, since in self._strangers.items():
+                if since < before:
+                    cut_off(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a peer's connection broke", exc_info=True)
 
-    def cut_all(self) -> None:
-        with self._lock:
-            for request in self._open:
-                cut(request)
+    def _has_room(self) -> bool:
+        """Whether a slot is free, if need be that of the oldest connection without the token."""
+        with self._changed:
+            if len(self._open) < CONNECTIONS_MAX:
+                return True
+            oldest = next(iter(self._strangers), None)
+            if oldest is None:
+                return False
+            del self._strangers[oldest]  # it is cut off once
+            cut_off(oldest)
+            return self._changed.wait_for(lambda: len(self._open) < CONNECTIONS_MAX, _PLACE_S)
+
+    def _leave(self, request: socket.socket) -> None:
+        with self._changed:
+            self._open.discard(request)
+            self._strangers.pop(request, None)
+            self._readers.pop(request, None)
+            self._changed.notify_all()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket for IPv4 and IPv6, whichever the host has, or for one address."""
+    dualstack = not host and socket.has_dualstack_ipv6()
+    return socket.create_server(
+        (host, port),
+        family=socket.AF_INET6 if dualstack or ":" in host else socket.AF_INET,
+        dualstack_ipv6=dualstack,
+        backlog=CONNECTIONS_MAX,
+    )
+
+
+class _Refused(Exception):
+    """A request is answered with a status and a reason."""
+
+    def __init__(self, status: HTTPStatus, why: str) -> None:
+        super().__init__(why)
+        self.status = status
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -212,127 +236,95 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "ckptstore", ""
     disable_nagle_algorithm = True
     timeout = HEAD_TIMEOUT_S
-    server: _Server
-
-    def setup(self) -> None:
-        super().setup()
-        self._reader = Reader(lambda: cut(self.connection))
-
-    def finish(self) -> None:
-        self.server.service.publication.leave(self._reader)
-        super().finish()
+    server: TransportServer
 
     def do_GET(self) -> None:
-        if self.path == HELLO_PATH:
-            self._answer(HTTPStatus.OK, self.server.service.instance.encode())
-            return
-        named = self._named()
-        if named and named[0] == "state":
-            wait_s = self._wait_s()
-            until = time.monotonic() + wait_s
-            offer = self._offer(named[1], wait_s)
-            early, names = EARLY_HEADER in self.headers, self.headers.get(NAMES_HEADER, BLAKE3)
-            description = (
-                offer.describe(names, early=early, wait_s=until - time.monotonic())
-                if offer
-                else None
-            )
-            if description is not None:
-                self._answer(HTTPStatus.OK, description)
-            elif offer:
-                self._refuse(
-                    HTTPStatus.SERVICE_UNAVAILABLE,
-                    f"step {named[1]} is still being copied, or hashed",
-                )
-        elif named:
-            self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "chunks are asked for with POST")
+        with self._refusals():
+            if self.path == HELLO_PATH:
+                self._answer(HTTPStatus.OK, self.server.instance.encode())
+                return
+            kind, step = self._admitted()
+            if kind != "state":
+                raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "chunks are asked for with POST")
+            self._answer(HTTPStatus.OK, self._offer(step, self._wait_s()).description)
 
     def do_POST(self) -> None:
-        ids = self._ids()
-        named = self._named()
-        if not named:
-            return
-        if named[0] == "state" or ids is None:
-            self._refuse(
-                HTTPStatus.BAD_REQUEST,
-                f"wanted the names of 1 to {IDS_PER_REQUEST} chunks, {CHUNK_ID_BYTES} bytes each",
-            )
-            return
-        offer = self._offer(named[1], 0)
-        if offer and named[0] == "ids":
-            self._answer(HTTPStatus.OK, encode_ids(offer.ids(ids)))
-        elif offer:
-            self._send_chunks(offer, ids)
+        with self._refusals():
+            names = self._names()
+            kind, step = self._admitted()
+            if kind == "state" or names is None:
+                raise _Refused(
+                    HTTPStatus.BAD_REQUEST,
+                    f"wanted the names of 1 to {CHUNKS_PER_REQUEST} chunks, {CHUNK_ID_BYTES} bytes "
+                    "each",
+                )
+            offer = self._offer(step, 0)
+            sizes = [found.nbytes for name in names if (found := offer.find(name))]
+            if len(sizes) < len(names):
+                raise _Refused(
+                    HTTPStatus.NOT_FOUND,
+                    f"{len(names) - len(sizes)} chunks are not of the state that is served now; "
+                    "receive again",
+                )
+            if kind == "ids":
+                self._answer(HTTPStatus.OK, b"".join(offer.ids(names)))
+            else:
+                self._send_chunks(offer, names, sum(sizes))
 
-    def _ids(self) -> list[bytes] | None:
-        length = self.headers.get("Content-Length", "")
-        if (
-            not length.isdecimal()
-            or len(length) > 9
-            or int(length) > IDS_PER_REQUEST * CHUNK_ID_BYTES
-        ):
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except _Refused as refused:
+            self._answer(refused.status, str(refused).encode())
+
+    def _names(self) -> list[bytes] | None:
+        length = self._number("Content-Length")
+        if length is None or length > CHUNKS_PER_REQUEST * CHUNK_ID_BYTES:
             self.close_connection = True  # the rest is not read
             return None
-        return split_ids(self.rfile.read(int(length)))
+        return decode_names(self.rfile.read(length))
 
-    def _named(self) -> tuple[str, int] | None:
-        """The request of an admitted peer; any other request is refused."""
-        if not self.server.service.admits(self.headers.get("Authorization")):
+    def _admitted(self) -> tuple[str, int]:
+        """What a peer with the token asks for, and the step."""
+        if not self.server.admit(self.connection, self.headers.get("Authorization")):
             self.close_connection = True
-            self._refuse(
+            raise _Refused(
                 HTTPStatus.UNAUTHORIZED,
                 "this is not the token of this transport: take its metadata again",
             )
-            return None
-        self.server.admitted(self.connection)
-        self.connection.settimeout(self.server.service.timeout_s)
-        named = parse_path(self.path)
-        if named is None:
-            self._refuse(HTTPStatus.NOT_FOUND, "no such path")
-        return named
+        self.connection.settimeout(self.server.timeout_s)
+        if (asked := parse_path(self.path)) is None:
+            raise _Refused(HTTPStatus.NOT_FOUND, "no such path")
+        return asked
 
-    def _offer(self, step: int, wait_s: float) -> ServedState | None:
+    def _offer(self, step: int, wait_s: float) -> ServedState:
         """The offer for `step`. A connection that has joined stays a reader until it ends."""
-        self._reader.transfer = self.headers.get(TRANSFER_HEADER, "")[:64]
-        try:
-            offer = self.server.service.publication.join(self._reader, step, wait_s)
-        except OtherStep as error:
-            self._refuse(
-                HTTPStatus.CONFLICT,
-                f"step {error.step} is served, not {step}",
-                {STEP_HEADER: str(error.step)},
-            )
-            return None
+        transfer = self.headers.get(TRANSFER_HEADER, "")[:64]
+        offer = self.server.join(self.connection, transfer, step, wait_s)
         if offer is None:
-            self._refuse(
+            raise _Refused(
                 HTTPStatus.SERVICE_UNAVAILABLE, f"nothing is served now; wanted step {step}"
+            )
+        if offer.step != step:
+            raise _Refused(
+                HTTPStatus.CONFLICT,
+                f"it serves step {offer.step}; wanted {step}",
             )
         return offer
 
     def _wait_s(self) -> float:
         """How long the peer allows us to wait."""
-        wait_ms = self.headers.get(WAIT_HEADER, "0")
-        return (
-            min(int(wait_ms) / 1000, self.server.service.timeout_s)
-            if wait_ms.isdecimal() and len(wait_ms) < 10
-            else 0
-        )
+        return min((self._number(WAIT_HEADER) or 0) / 1000, self.server.timeout_s)
 
-    def _send_chunks(self, offer: ServedState, ids: list[bytes]) -> None:
-        sizes = offer.sizes(ids, self._wait_s())
-        near = NEAR_HEADER in self.headers
-        places = offer.places(ids) if near else [None] * len(ids)
-        sent = [
-            (chunk, size)
-            for chunk, size, place in zip(ids, sizes, places, strict=True)
-            if size is not None and place is None
-        ]
-        there = [chunk for chunk, _ in sent]
-        table = encode_sizes(sizes) + (encode_places(places) if near else b"")
-        self._begin(HTTPStatus.OK, len(table) + sum(size for _, size in sent))
-        self.wfile.write(table)
+    def _number(self, header: str) -> int | None:
+        value = self.headers.get(header, "")
+        return int(value) if value.isdecimal() and len(value) < 10 else None
+
+    def _send_chunks(self, offer: ServedState, names: Sequence[bytes], nbytes: int) -> None:
+        self._begin(HTTPStatus.OK, nbytes)
         try:
-            for span in offer.spans(there, verified=VERIFY_HEADER in self.headers):
+            for span in offer.spans(names, verified=VERIFY_HEADER in self.headers):
                 self._send_span(span)
         except Unavailable as error:
             # The length was already sent, so only an early end can signal the error.
@@ -345,34 +337,16 @@ class _Handler(BaseHTTPRequestHandler):
         elif (sent := self.connection.sendfile(span, span.offset, span.nbytes)) < span.nbytes:
             raise Unavailable(f"a pack ends {span.nbytes - sent} bytes early; run `ckptstore fsck`")
 
-    def _answer(
-        self, status: HTTPStatus, body: bytes, headers: dict[str, str] | None = None
-    ) -> None:
-        self._begin(status, len(body), headers)
+    def _answer(self, status: HTTPStatus, body: bytes) -> None:
+        self._begin(status, len(body))
         self.wfile.write(body)
 
-    def _refuse(self, status: HTTPStatus, why: str, headers: dict[str, str] | None = None) -> None:
-        self._answer(status, why.encode(), headers)
-
-    def _begin(
-        self, status: HTTPStatus, length: int, headers: dict[str, str] | None = None
-    ) -> None:
+    def _begin(self, status: HTTPStatus, length: int) -> None:
         self.send_response(status)
-        for name, value in {
-            "Content-Length": str(length),
-            "Content-Type": "application/octet-stream",
-            **(headers or {}),
-        }.items():
-            self.send_header(name, value)
+        self.send_header("Content-Length", str(length))
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug("%s: %s", self.address_string(), format % args)
-
-
-def cut(connection: socket.socket) -> None:
-    """End a connection, also while another thread waits on it."""
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptstore.interop.chunk_transfer.protocol import decode_invitation, encode_invitation
+from ckptstore.interop.chunk_transfer.wire import decode_invitation, encode_invitation
 from ckptstore.interop.torchft import StoreTransport
 from tests.support.servers.proxy import Proxy, proxy_to
 
@@ -41,9 +41,7 @@ def wire(seed: int) -> Iterator[Wire]:
         def lay(transport: StoreTransport[Any]) -> tuple[str, Proxy]:
             invitation = decode_invitation(transport.metadata())
             proxy = stack.enter_context(proxy_to(("127.0.0.1", invitation.addresses[0][1]), seed))
-            return encode_invitation(
-                replace(invitation, addresses=(proxy.address,), near=None)
-            ), proxy
+            return encode_invitation(replace(invitation, addresses=(proxy.address,))), proxy
 
         yield lay
 

@@ -1,4 +1,4 @@
-"""Transports know by quick names the chunks that this process has committed; only verified bytes
+"""Transports know by names the chunks that this process has committed; only verified bytes
 arrive.
 """
 
@@ -12,9 +12,8 @@ import torch
 import ckptstore
 from ckptstore.core.ids import ChunkId, digest
 from ckptstore.errors import CkptStoreError
-from ckptstore.interop.chunk_transfer.chunk_names import quick_name
-from ckptstore.interop.chunk_transfer.served_state import ServedState
-from ckptstore.interop.chunk_transfer.store_lookup import PROBE_CHUNKS
+from ckptstore.interop.chunk_transfer.offer import PROBE_CHUNKS, ServedState
+from ckptstore.interop.chunk_transfer.wire import name_of
 from ckptstore.repository import chunk_store
 from ckptstore.repository.chunk_store import SecondNames
 from ckptstore.store import Store, internals_of
@@ -39,7 +38,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def learned(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The ids that were recorded with quick names."""
+    """The ids that were recorded with names."""
     found: list[bytes] = []
     learn = SecondNames.learn
 
@@ -53,7 +52,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 @pytest.mark.parametrize("how", ["commit", "commit_async"])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_what_was_committed_beside_a_transport_is_found_by_quick_names(
+def test_what_was_committed_beside_a_transport_is_found_by_names(
     start: Start, store: Store, learned: list[bytes], how: str, in_place: bool
 ) -> None:
     state = state_of(6)
@@ -108,7 +107,7 @@ def test_a_name_of_another_chunk_is_noticed_and_forgotten(start: Start, store: S
     sender, receiver = start(store), start()
     store.commit({"any key": weights_of(state)})
     one, other = (memoryview(weights_of(state)[name].numpy()).cast("B") for name in ("a", "b"))
-    internals_of(store).second_names(quick_name)._ids[quick_name(one)] = ChunkId(digest(other))
+    internals_of(store).second_names(name_of)._ids[name_of(one)] = ChunkId(digest(other))
     sender.send_checkpoint([1], 1, state, SOON)
     with pytest.raises(CkptStoreError):
         receiver.recv_checkpoint(0, sender.metadata(), 1, SOON)
@@ -182,9 +181,9 @@ def test_what_a_peer_says_of_ids_is_not_believed(
     old = copy_of(state)
     weights_of(old)["a"].zero_()
     other = memoryview(weights_of(state)["b"].numpy()).cast("B")[: 1 << 20]
-    said: dict[str, Any] = {"the id of another chunk": [digest(other)], "nothing": [None]}
+    said: dict[str, Any] = {"the id of another chunk": [digest(other)], "nothing": [b""]}
 
-    def ids(self: ServedState, names: list[bytes]) -> list[bytes | None]:
+    def ids(self: ServedState, names: list[bytes]) -> list[bytes]:
         return said.get(told, [b"short"])[:1] * len(names)
 
     store.commit({"any key": weights_of(state)})
@@ -197,11 +196,11 @@ def test_what_a_peer_says_of_ids_is_not_believed(
 
 def test_the_oldest_names_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_store, "NAMES_MAX", 2)
-    names = SecondNames(quick_name)
+    names = SecondNames(name_of)
     some = [memoryview(bytes([i])) for i in range(3)]
     for data in (*some[:2], some[0], some[2]):
         names.learn(data)
-    assert [names.id_of(quick_name(data)) for data in some] == [
+    assert [names.id_of(name_of(data)) for data in some] == [
         digest(some[0]),
         None,
         digest(some[2]),

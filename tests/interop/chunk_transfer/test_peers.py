@@ -2,7 +2,6 @@
 tensor.
 """
 
-import os
 import socket
 import threading
 import time
@@ -16,12 +15,12 @@ import pytest
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, Unavailable
 from ckptstore.interop.chunk_transfer import server
 from ckptstore.interop.chunk_transfer.connection import Connection, Deadline, PeerFailed, Route
-from ckptstore.interop.chunk_transfer.protocol import (
+from ckptstore.interop.chunk_transfer.server import CONNECTIONS_MAX
+from ckptstore.interop.chunk_transfer.wire import (
     Invitation,
     decode_invitation,
     encode_invitation,
 )
-from ckptstore.interop.chunk_transfer.server import CONNECTIONS_MAX
 from tests.interop.chunk_transfer.conftest import (
     SOON,
     Start,
@@ -107,6 +106,19 @@ def test_a_cut_connection_goes_on_where_it_was(start: Start, wire: Wire, connect
     assert (
         receiver.received.fetched_chunks == receiver.received.chunks
     )  # each was received whole once
+
+
+def test_a_chunk_that_came_damaged_before_a_cut_is_asked_for_again(
+    start: Start, wire: Wire
+) -> None:
+    state = state_of(8)
+    sender, receiver = start(), start(connections=1)
+    sender.send_checkpoint([1], 1, state, SOON)
+    metadata, proxy = wire(sender)
+    flip, cut = flipping(2 << 20), cutting(proxy, after=5 << 20)
+    proxy.faults.spoil = lambda data: cut(flip(data))
+    assert_same(receiver.recv_checkpoint(0, metadata, 1, SOON), state)
+    assert receiver.received is not None and receiver.received.retried > 1
 
 
 def test_what_came_before_a_failure_is_not_asked_for_by_the_next_call(
@@ -255,52 +267,64 @@ def test_a_silent_peer_alone_is_a_timeout(start: Start, wire: Wire) -> None:
 
 
 def test_a_peer_that_sends_a_byte_now_and_then_is_too_slow(start: Start) -> None:
-    with stranger(lambda connection: drip(connection)) as (metadata, _):
+    slow = b"HTTP/1.1 200 OK\r\nContent-Length: 32\r\n\r\n" + bytes(32)
+    with stranger(lambda connection: drip(connection, slow)) as (metadata, _):
         began = time.monotonic()
         with pytest.raises((TimeoutError, Unavailable)):
             start(patience=IMPATIENT).recv_checkpoint(0, metadata, 1, timedelta(seconds=2))
         assert time.monotonic() - began < 10
 
 
-def test_a_chunk_that_comes_a_byte_now_and_then_is_too_slow() -> None:
+@contextmanager
+def answered(deadline: Deadline, nbytes: int, drips: bytes) -> Iterator[Connection]:
+    """A connection that was told of a chunk of `nbytes`, of which `drips` come, slowly."""
     route = Route(Invitation("1" * 32, "s3cret" * 10, ()), "transfer", IMPATIENT.total_seconds())
+    ours, theirs = socket.socketpair()
+
+    def answer() -> None:
+        theirs.recv(4096)
+        theirs.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {nbytes}\r\n\r\n".encode())
+        drip(theirs, drips)
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    with ours, theirs:
+        connection = Connection(ours, route, deadline)
+        connection.ask_chunks(1, [bytes(32)], nbytes)
+        yield connection
+        ours.shutdown(socket.SHUT_RDWR)
+        answering.join()
+
+
+@pytest.mark.parametrize("nbytes", [1000, 1 << 20])
+def test_a_chunk_that_comes_a_byte_now_and_then_is_too_slow(nbytes: int) -> None:
+    began = time.monotonic()
     with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as ours,
+        answered(Deadline(30, ""), nbytes, b"x" * 50) as connection,
+        pytest.raises(PeerFailed, match=rf"sent (nothing|[1-9] of {nbytes} bytes) in 0\.3 s"),
     ):
-        theirs = listener.accept()[0]
-        dripping = threading.Thread(target=lambda: drip(theirs))
-        dripping.start()
-        ours.recv(1, socket.MSG_PEEK)
-        began = time.monotonic()
-        with pytest.raises(PeerFailed, match=r"sent [1-9] of 1000 bytes in 0\.3 s"):
-            Connection(ours, route, Deadline(30, "")).read_into(memoryview(bytearray(1000)))
-        assert 0.3 <= time.monotonic() - began < 5
-        with pytest.raises(TimeoutError, match=r"timed out after 0\.05 s: no chunk"):
-            Connection(ours, route, Deadline(0.05, "no chunk")).read_into(
-                memoryview(bytearray(1000))
-            )
-        theirs.close()
-        dripping.join()
+        connection.read_into(memoryview(bytearray(nbytes)))
+    assert 0.3 <= time.monotonic() - began < 5
+    with (
+        answered(Deadline(0.1, "no chunk"), nbytes, b"x") as connection,
+        pytest.raises(TimeoutError, match=r"timed out after 0\.1 s: no chunk"),
+    ):
+        connection.read_into(memoryview(bytearray(nbytes)))
 
 
 def test_a_moment_before_the_deadline_nobody_waits_for_ever() -> None:
     """A timeout of 0 would mean no limit to the kernel."""
 
     class Last(Deadline):
-        def left(self) -> float:
-            return 1e-7
+        moment = 5.0
 
-    route = Route(Invitation("1" * 32, "s3cret" * 10, ()), "transfer", 30.0)
-    ours, theirs = socket.socketpair()
-    ends = threading.Timer(5, theirs.close)  # so that the test ends if this waits
-    ends.start()
-    try:
-        with ours, pytest.raises(PeerFailed, match="sent nothing"):
-            Connection(ours, route, Last(30, "")).read_into(memoryview(bytearray(1000)))
-    finally:
-        ends.cancel()
-        theirs.close()
+        def left(self) -> float:
+            return self.moment
+
+    with answered(deadline := Last(30, ""), 1 << 20, b"") as connection:
+        deadline.moment = 1e-7
+        with pytest.raises(PeerFailed, match="sent nothing"):
+            connection.read_into(memoryview(bytearray(1 << 20)))
 
 
 def test_a_stranger_at_the_peers_address_is_not_told_the_token(start: Start) -> None:
@@ -474,10 +498,10 @@ def test_a_head_that_trickles_is_ended_at_its_deadline(
             pytest.fail("a stranger keeps a connection for as long as it likes")
 
 
-def drip(connection: socket.socket) -> None:
-    """An answer of one byte at a time, slower than any timeout."""
+def drip(connection: socket.socket, some: bytes) -> None:
+    """One byte at a time, slower than any timeout."""
     with suppress(OSError):
-        for byte in b"HTTP/1.1 200 OK\r\nContent-Length: 32\r\n\r\n" + os.urandom(32):
+        for byte in some:
             connection.sendall(bytes([byte]))
             time.sleep(0.1)
 

@@ -72,41 +72,41 @@ def test_a_dtensor_on_a_mesh_that_the_receiver_is_no_rank_of_is_refused_by_its_p
 
 @pytest.mark.parametrize(
     ("stopped_s", "options"),
-    [(3, {"patience": timedelta(seconds=0.3)}), pytest.param(14, {}, marks=pytest.mark.soak)],
+    [(2, {"patience": timedelta(seconds=0.2)}), pytest.param(14, {}, marks=pytest.mark.soak)],
 )
 @pytest.mark.parametrize("after_bytes", [0, 3 << 20])
 def test_a_peer_that_is_stopped_for_a_while_gives_the_state_within_the_timeout(
-    start: Start, wire: Wire, stopped_s: int, options: dict[str, Any], after_bytes: int
+    pool: Pool, start: Start, wire: Wire, stopped_s: int, options: dict[str, Any], after_bytes: int
 ) -> None:
-    """Over TCP, before the first answer or between chunks: a slow peer is not lost."""
-    pool = Pool(1)
+    """Before the first answer or between chunks: a slow peer is not lost."""
+    (metadata,) = pool.run(replicas.begin, ranks=[0])
+    pool.run(replicas.send, 1, 1, 24, ranks=[0])
+    (pid,) = pool.run(replicas.pid, ranks=[0])
+    metadata, proxy = wire(SimpleNamespace(metadata=lambda: metadata))  # type: ignore[arg-type]
+    going_on = threading.Timer(stopped_s, os.kill, (pid, signal.SIGCONT))
+    passed, one_at_a_time = 0, threading.Lock()
+
+    def stop(data: bytes) -> bytes:
+        nonlocal passed
+        with one_at_a_time:
+            passed += len(data)
+            if passed >= after_bytes and not going_on.ident:
+                os.kill(pid, signal.SIGSTOP)
+                going_on.start()
+        return data
+
+    if after_bytes:
+        proxy.faults.spoil = stop
+    else:
+        stop(b"")
+    receiver = start(**options)
     try:
-        (metadata,) = pool.run(replicas.begin)
-        pool.run(replicas.send, 1, 1, 24)
-        (pid,) = pool.run(replicas.pid)
-        metadata, proxy = wire(SimpleNamespace(metadata=lambda: metadata))  # type: ignore[arg-type]
-        going_on = threading.Timer(stopped_s, os.kill, (pid, signal.SIGCONT))
-        passed, one_at_a_time = 0, threading.Lock()
-
-        def stop(data: bytes) -> bytes:
-            nonlocal passed
-            with one_at_a_time:
-                passed += len(data)
-                if passed >= after_bytes and not going_on.ident:
-                    os.kill(pid, signal.SIGSTOP)
-                    going_on.start()
-            return data
-
-        if after_bytes:
-            proxy.faults.spoil = stop
-        else:
-            stop(b"")
-        receiver = start(**options)
         assert_same(receiver.recv_checkpoint(0, metadata, 1, timedelta(seconds=60)), state_of(24))
         assert going_on.ident
-        going_on.join()
     finally:
-        pool.close()
+        if going_on.ident:
+            going_on.join()
+        pool.run(replicas.end, ranks=[0])
 
 
 def test_a_peer_that_is_killed_is_unavailable_and_another_gives_the_state(start: Start) -> None:

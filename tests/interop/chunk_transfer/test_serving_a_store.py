@@ -112,6 +112,54 @@ def test_what_is_damaged_in_the_store_of_one_peer_comes_from_another(
             receiver.recv_from([sender.metadata()], 1, SOON)
 
 
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("theirs", [False, True])
+@pytest.mark.parametrize(("live", "in_place"), [(False, False), (True, False), (True, True)])
+def test_only_what_is_new_travels_whichever_side_has_a_store(
+    start: Start, tmp_path: Path, ours: bool, theirs: bool, live: bool, in_place: bool
+) -> None:
+    state = state_of(6)
+    old = copy_of(state)
+    weights_of(state)["a"][300, 5] += 1
+    with ckptstore.open(tmp_path / "ours") as one, ckptstore.open(tmp_path / "theirs") as other:
+        sender = start(*[one] * ours)
+        receiver = start(
+            *[other] * theirs, **({"state_dict": lambda: old, "in_place": in_place} if live else {})
+        )
+        sender.send_checkpoint([1], 1, state, SOON)
+        assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
+        assert (
+            receiver.received is not None
+            and receiver.received.fetched_chunks == (1 if live else 6) + 2
+        )  # a schema and a page
+
+
+def test_of_peers_with_and_without_a_store_all_give(start: Start, tmp_path: Path) -> None:
+    state = state_of(12)
+    with ckptstore.open(tmp_path / "store") as store:
+        senders = [start(store), start()]
+        for sender in senders:
+            sender.send_checkpoint([2], 1, state, SOON)
+        receiver = start(connections=1)
+        assert_same(receiver.recv_from([sender.metadata() for sender in senders], 1, SOON), state)
+    assert (
+        receiver.received is not None
+        and receiver.received.fetched_chunks == receiver.received.chunks == 12 + 2
+    )
+
+
+def test_a_sender_whose_store_cannot_be_written_to_sends_what_is_missing(
+    start: Start, tmp_path: Path
+) -> None:
+    ckptstore.open(tmp_path / "store").close()
+    state = state_of(4)
+    with ckptstore.open(tmp_path / "store", read_only=True) as store:
+        sender, receiver = start(store), start(state_dict=lambda: copy_of(state))
+        sender.send_checkpoint([1], 1, state, SOON)
+        assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
+    assert receiver.received is not None and receiver.received.fetched_chunks == 2
+
+
 def flip_a_bit_of_each_pack(place: Path) -> None:
     """In the first chunk of packs with tensors."""
     for pack in (place / "packs").rglob("*"):

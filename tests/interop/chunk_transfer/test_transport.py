@@ -2,6 +2,7 @@
 because they are local.
 """
 
+import ctypes
 import importlib.util
 import sys
 import threading
@@ -17,7 +18,7 @@ import torch
 import ckptstore
 import ckptstore.interop.torchft as transport_module
 from ckptstore.errors import Conflict, InvalidInput, Unavailable
-from ckptstore.interop.chunk_transfer.protocol import decode_invitation, encode_invitation
+from ckptstore.interop.chunk_transfer.wire import decode_invitation, encode_invitation
 from ckptstore.interop.torchft import StoreTransport
 from tests.interop.chunk_transfer.conftest import (
     SOON,
@@ -125,7 +126,7 @@ def test_a_receiver_that_is_early_gets_the_state_when_it_is_sent(start: Start) -
     sender, receiver = start(), start()
     early = threading.Thread(target=lambda: got.append(receive(receiver, sender, 5)))
     early.start()
-    while not sender._server._server._open:  # until it has connected
+    while not sender._server._open:  # until it has connected
         time.sleep(0.001)
     sender.send_checkpoint([1], 5, state, SOON)
     early.join()
@@ -148,6 +149,37 @@ def test_a_state_that_does_not_fit_into_the_staging_memory_is_refused_and_nothin
         sender.send_checkpoint([1], 1, state_of(6), SOON)
     with pytest.raises(TimeoutError):
         receive(receiver, sender, 1, timedelta(milliseconds=20))
+
+
+def test_a_copy_that_fails_is_not_served_and_gives_its_memory_back(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of(6)
+    sender, receiver = start(staging_bytes=8 << 20), start()
+
+    def fail(*_: object) -> None:
+        raise OSError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "memmove", fail)
+        with pytest.raises(OSError, match="the device is gone"):
+            sender.send_checkpoint([1], 1, state, SOON)
+    with pytest.raises(TimeoutError):
+        receive(receiver, sender, 1, timedelta(milliseconds=20))
+    sender.send_checkpoint([1], 1, state, SOON)
+    assert_same(receive(receiver, sender), state)
+
+
+def test_chunks_that_are_alike_travel_once(start: Start) -> None:
+    state = {
+        "new": torch.randn(4, 256, 1024),
+        "zeros": torch.zeros(4, 256, 1024),
+        "again": torch.zeros(4, 256, 1024),
+    }
+    sender, receiver = start(), start()
+    sender.send_checkpoint([1], 1, state, SOON)
+    assert_same(receive(receiver, sender), state)
+    assert receiver.received is not None and receiver.received.fetched_bytes < 6 << 20
 
 
 def test_an_object_that_only_a_pickle_could_carry_is_refused_by_its_path(start: Start) -> None:
