@@ -1,4 +1,4 @@
-"""Which tree does a saved state dict become? Pure.
+"""The trees that saved items become, and their commit.
 
 DCP has flat names, and the keys that lead to each. The first key is a key of the application state;
 the others make dicts and lists below it. A state dict without nesting, as in
@@ -6,113 +6,114 @@ the others make dicts and lists below it. A state dict without nesting, as in
 numbers become numbers again, since DCP made text of them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.publish import TreeContent
 from ckptstore.core import geometry
-from ckptstore.core.geometry import byte_ranges
 from ckptstore.core.ids import CHUNK_ID_BYTES
-from ckptstore.core.model import INLINE_BYTES, Box, LeafContent, LeafKind, Node, Schema, Shape
+from ckptstore.core.model import INLINE_BYTES, Box, LeafContent, Node, Schema, Shape
 from ckptstore.distributed.tiling import misfit, tile
 from ckptstore.errors import Conflict
-from ckptstore.interop.dcp.items import BoxItem, ObjectItem, Stored
+from ckptstore.interop.dcp.items import Item, RankItems, Stored
 from ckptstore.interop.dcp.names import Keys, Marks, is_divided
+from ckptstore.log.sessions import Session
 from ckptstore.objects import canonical
+from ckptstore.snapshot import Snapshot
 from ckptstore.state import values
 from ckptstore.state.paths import segment, segments
+from ckptstore.store import Store, internals_of
 
 
-@dataclass(frozen=True, slots=True)
-class Planted:
-    """A saved state dict as trees; `layout` is the commit's layout."""
-
-    trees: list[TreeContent]
-    layout: bytes | None
-
-
-def plant(
-    stored: Sequence[Stored],
+def publish_items(
+    store: Store,
+    session: Session,
+    ranks: Sequence[RankItems],
     keys: Mapping[str, Keys],
+    label: CommitMetadata,
     *,
     flat_key: str,
-    chunk_bytes: int,
     world: int,
-    rank: int | None = None,
-) -> Planted:
-    """The trees of the written items. `keys` leads to items; a name without keys is its own key.
-    `rank` marks one rank's part.
+    alone: int | None = None,
+    started: float,
+) -> Snapshot:
+    """Commit what `ranks` have written under `session`, and end it. `keys` leads to items; a name
+    without keys is its own key. `alone` is the number of a rank that saves its part alone.
 
-    Raises `Conflict` for boxes that do not tile their tensors.
+    Raises `Conflict` for boxes that do not tile their tensors, and for another session's items.
     """
+    internals = internals_of(store)
+    planter = _Planter(store.chunk_bytes, alone)
+    stored = [each for rank in ranks for each in rank.stored]
+    trees = planter.trees(_nested(stored, keys, flat_key, planter.marks))
+    layout: dict[str, Any] = {"world": world, "trees": planter.held}
+    if planter.marks != Marks():
+        layout["dcp"] = planter.marks.document()
+    encoded = None if world == 1 and "dcp" not in layout else canonical.encode(layout)
+    receipts = [rank.receipt for rank in ranks]
+    return internals.commit_external(
+        lambda metadata: internals.runtime.parts_committer.publish(
+            session, metadata, trees, encoded, receipts, started
+        ),
+        label,
+        follow=alone is None,
+    )
+
+
+def _nested(
+    stored: Sequence[Stored], keys: Mapping[str, Keys], flat_key: str, marks: Marks
+) -> dict[Any, Any]:
+    """The items of each name, in nested dicts by their keys."""
     by_name: dict[str, list[Stored]] = {}
     for each in stored:
-        by_name.setdefault(each.name, []).append(each)
-    order = [
-        *(name for name in keys if name in by_name),
-        *(name for name in by_name if name not in keys),
-    ]
+        by_name.setdefault(each.item.name, []).append(each)
+    order = [name for name in keys if name in by_name]
+    order += [name for name in by_name if name not in keys]
     places = {name: tuple(keys.get(name) or (name,)) for name in order}
-    marks = Marks(rank=rank)
     if order and all(len(place) == 1 for place in places.values()):
         marks.flat = flat_key
         places = {name: (flat_key, *place) for name, place in places.items()}
-    planter = _Planter(chunk_bytes, marks)
-    trees = [
-        planter.tree(str(key), below)
-        for key, below in _nested((places[name], by_name[name]) for name in order).items()
-    ]
-    return Planted(trees, _layout(planter, world, marks))
-
-
-def _nested(items: Iterable[tuple[Keys, list[Stored]]]) -> dict[Any, Any]:
     root: dict[Any, Any] = {}
-    for place, stored in items:
+    for name, place in places.items():
         at = root
         for key in place[:-1]:
             at = at.setdefault(key, {})
             if not isinstance(at, dict):
                 raise Conflict(
-                    f"{stored[0].name} lies below another item of the state dict; give them "
-                    "different names"
+                    f"{name} lies below another item of the state dict; give them different names"
                 )
-        at[place[-1]] = stored
+        at[place[-1]] = by_name[name]
     return root
 
 
-def _layout(planter: "_Planter", world: int, marks: Marks) -> bytes | None:
-    plain = marks == Marks()
-    if plain and world == 1:
-        return None
-    document: dict[str, Any] = {"world": world, "trees": planter.held}
-    return canonical.encode(document if plain else {**document, "dcp": marks.document()})
-
-
 class _Planter:
-    """Makes the trees one by one. `held` lists the rank of each box."""
+    """Makes the trees one by one. `held` has the ranks of the boxes of each divided leaf."""
 
-    def __init__(self, chunk_bytes: int, marks: Marks) -> None:
-        self._chunk_bytes, self._marks = chunk_bytes, marks
+    def __init__(self, chunk_bytes: int, alone: int | None) -> None:
+        self._chunk_bytes = chunk_bytes
+        self.marks = Marks(rank=alone)
         self.held: dict[str, dict[str, Any]] = {}
-        self._columns: list[tuple[str, LeafKind, str, Shape, int]] = []
+        self._leaves: list[tuple[Any, ...]] = []
         self._contents: list[LeafContent] = []
-        self._key = ""
+        self._held: dict[str, Any] = {}
 
-    def tree(self, key: str, below: Any) -> TreeContent:
-        self._columns, self._contents, self._key = [], [], key
-        self.held[key] = {}
+    def trees(self, root: Mapping[Any, Any]) -> list[TreeContent]:
+        return [self._tree(str(key), below) for key, below in root.items()]
+
+    def _tree(self, key: str, below: Any) -> TreeContent:
+        self._leaves, self._contents = [], []
+        self._held = self.held[key] = {}
         skeleton = self._node(below, segment(key))
-        columns = tuple(zip(*self._columns, strict=True)) or ((),) * 5
+        columns = tuple(zip(*self._leaves, strict=True)) or ((),) * 5
         return TreeContent(key, Schema(skeleton, *columns), self._contents)
 
     def _node(self, below: Any, path: str) -> Node | int:
         if isinstance(below, list):
             return self._item(below, path)
         if all(type(key) is int for key in below) and sorted(below) == list(range(len(below))):
-            return Node(
-                "list", tuple(self._node(below[i], f"{path}/{i}") for i in range(len(below)))
-            )
+            children = tuple(self._node(below[i], f"{path}/{i}") for i in range(len(below)))
+            return Node("list", children)
         names = [values.encode_key(key) for key in _as_numbers(list(below))]
         children = tuple(
             self._node(child, f"{path}/{name}")
@@ -121,96 +122,74 @@ class _Planter:
         return Node("dict", children, tuple(names))
 
     def _item(self, stored: list[Stored], path: str) -> Node | int:
-        first = stored[0].item
-        if isinstance(first, ObjectItem):
-            return self._object(first, stored[0].contents, path)
-        boxes = self._boxes(stored)
-        if self._marks.rank is not None and any(box.lengths != first.shape for box in boxes):
-            return self._part(first, boxes, path)
-        if 0 not in first.shape and (problem := misfit(first.shape, tuple(boxes))):
+        item, contents, _ = stored[0]
+        boxes = _boxes(stored)
+        if item.box is None:
+            return self._object(item, contents, path)
+        if self.marks.rank is not None and any(box.lengths != item.shape for box in boxes):
+            return self._part(item, boxes, path)
+        if 0 not in item.shape and (problem := misfit(item.shape, tuple(boxes))):
             ranks = sorted({each.rank for each in stored})
             raise Conflict(
-                f"{stored[0].name} with shape {list(first.shape)} is not saved exactly once by "
-                f"ranks {ranks}: {problem}"
+                f"{item.name} with shape {list(item.shape)} is not saved exactly once by ranks "
+                f"{ranks}: {problem}"
             )
-        self._held_by(path, boxes)
-        content = whole_content(
-            first.dtype,
-            first.shape,
-            {box: each.contents[0] for box, each in boxes.items()},
-            self._chunk_bytes,
-        )
-        return self._leaf(path, "tensor", content, first.dtype, first.shape)
+        if len(boxes) > 1:
+            self._held[path] = {
+                "mesh": None,
+                "placements": [],
+                "boxes": list(boxes),
+                "ranks": [[each.rank] for each in boxes.values()],
+            }
+        found = {box: each.contents[0] for box, each in boxes.items()}
+        (dtype,) = item.schema.dtypes
+        content = whole_content(dtype, item.shape, found, self._chunk_bytes)
+        return self._leaf((path, "tensor", dtype, item.shape, -1), content)
 
-    def _boxes(self, stored: Sequence[Stored]) -> dict[Box, Stored]:
-        """The rank that wrote each box. Raises `Conflict` if ranks have different tensors under one
-        name.
-        """
-        kinds = {
-            (each.item.dtype, each.item.shape) if isinstance(each.item, BoxItem) else None
-            for each in stored
-        }
-        if len(kinds) > 1:
-            what = " and ".join(
-                "an object" if kind is None else f"{kind[0]}{list(kind[1])}" for kind in kinds
-            )
-            raise Conflict(
-                f"{stored[0].name} is {what} on different ranks; give different things different "
-                "names"
-            )
-        found = {
-            each.item.box: each
-            for each in stored
-            if isinstance(each.item, BoxItem) and 0 not in each.item.box.lengths
-        }
-        return dict(sorted(found.items()))
-
-    def _object(self, item: ObjectItem, contents: Sequence[LeafContent], path: str) -> Node | int:
+    def _object(self, item: Item, contents: Sequence[LeafContent], path: str) -> Node | int:
+        schema, first = item.schema, len(self._leaves)
         if item.is_bytes:
-            self._marks.raw.append(path)
-        first, schema = len(self._columns), item.schema
-        columns = zip(
-            schema.paths, schema.kinds, schema.dtypes, schema.shapes, schema.aliases, strict=True
-        )
-        for (below, kind, dtype, shape, alias), content in zip(columns, contents, strict=True):
-            self._leaf(
-                path + below, kind, content, dtype, shape, alias + first if alias >= 0 else -1
-            )
+            self.marks.raw.append(path)
         if is_divided(schema.skeleton, schema):
-            self._marks.items.append(path)
+            self.marks.items.append(path)
+        for i, content in enumerate(contents):
+            alias = schema.aliases[i] + first if schema.aliases[i] >= 0 else -1
+            kind, dtype, shape = schema.kinds[i], schema.dtypes[i], schema.shapes[i]
+            self._leaf((path + schema.paths[i], kind, dtype, shape, alias), content)
         return _shifted(schema.skeleton, first)
 
-    def _part(self, item: BoxItem, boxes: Mapping[Box, Stored], path: str) -> Node:
+    def _part(self, item: Item, boxes: Mapping[Box, Stored], path: str) -> Node:
         """A tensor of which only boxes exist: each becomes a tensor, named by its offsets."""
-        self._marks.parts[path] = item.shape
+        self.marks.parts[path] = item.shape
+        (dtype,) = item.schema.dtypes
         names = tuple(",".join(map(str, box.offsets)) for box in boxes)
         children = tuple(
-            self._leaf(f"{path}/{name}", "tensor", each.contents[0], item.dtype, box.lengths)
+            self._leaf((f"{path}/{name}", "tensor", dtype, box.lengths, -1), each.contents[0])
             for name, (box, each) in zip(names, boxes.items(), strict=True)
         )
         return Node("dict", children, names)
 
-    def _held_by(self, path: str, boxes: Mapping[Box, Stored]) -> None:
-        if len(boxes) > 1:
-            self.held[self._key][path] = {
-                "mesh": None,
-                "placements": [],
-                "boxes": [[list(box.offsets), list(box.lengths)] for box in boxes],
-                "ranks": [[each.rank] for each in boxes.values()],
-            }
-
-    def _leaf(
-        self,
-        path: str,
-        kind: LeafKind,
-        content: LeafContent,
-        dtype: str = "",
-        shape: Shape = (),
-        alias: int = -1,
-    ) -> int:
-        self._columns.append((path, kind, dtype, shape, alias))
+    def _leaf(self, columns: tuple[Any, ...], content: LeafContent) -> int:
+        """Append a leaf: its path, kind, dtype, shape and alias, as in a schema's columns."""
+        self._leaves.append(columns)
         self._contents.append(content)
-        return len(self._columns) - 1
+        return len(self._leaves) - 1
+
+
+def _boxes(stored: Sequence[Stored]) -> dict[Box, Stored]:
+    """The boxes of one name with bytes, in order. Raises `Conflict` if ranks have different things
+    under it."""
+    kinds = {
+        "an object" if item.box is None else f"{item.schema.dtypes[0]}{list(item.shape)}"
+        for item, _, _ in stored
+    }
+    if len(kinds) > 1:
+        raise Conflict(
+            f"{stored[0].item.name} is {' and '.join(sorted(kinds))} on different ranks; give "
+            "different things different names"
+        )
+    found = {each.item.box: each for each in stored}
+    return {box: found[box] for box in sorted(filter(None, found)) if 0 not in box.lengths}
 
 
 def whole_content(
@@ -227,9 +206,8 @@ def whole_content(
         return LeafContent(ids=boxes[ordered[0]].ids, raw_bytes=nbytes)
     tiling = tile(shape, width, chunk_bytes, ordered)
     if not tiling.whole or tiling.cells:
-        return LeafContent(
-            ids=b"".join(boxes[box].ids for box in ordered), raw_bytes=nbytes, boxes=ordered
-        )
+        joined = b"".join(boxes[box].ids for box in ordered)
+        return LeafContent(ids=joined, raw_bytes=nbytes, boxes=ordered)
     ids = bytearray(tiling.chunks * CHUNK_ID_BYTES)
     for span in tiling.spans:
         own = boxes[ordered[span.box]].ids[span.first * CHUNK_ID_BYTES : span.stop * CHUNK_ID_BYTES]
@@ -241,7 +219,7 @@ def _assembled(shape: Shape, width: int, nbytes: int, boxes: Mapping[Box, LeafCo
     data = bytearray(nbytes)
     for box, content in boxes.items():
         at, own = 0, content.inline or b""
-        for start, stop in byte_ranges(shape, box, width):
+        for start, stop in geometry.byte_ranges(shape, box, width):
             data[start:stop] = own[at : at + stop - start]
             at += stop - start
     return bytes(data)
@@ -258,6 +236,5 @@ def _shifted(node: Node | int, by: int) -> Node | int:
     """A skeleton with leaf numbers starting at `by`."""
     if isinstance(node, int):
         return node + by
-    return Node(
-        node.type, tuple(_shifted(child, by) for child in node.children), node.keys, node.attrs
-    )
+    children = tuple(_shifted(child, by) for child in node.children)
+    return Node(node.type, children, node.keys, node.attrs)

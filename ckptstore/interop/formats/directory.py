@@ -1,4 +1,4 @@
-"""How does a directory become a commit and again a directory, byte for byte?
+"""Directories and safetensors files as commits, from which they are written again byte for byte.
 
 Tensors come out of its safetensors files; all other files are kept as they are. The key `files` has
 each file by its relative name: its bytes, or only the header of a safetensors file. The tensors are
@@ -14,18 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ckptstore.core.geometry import width_of
-from ckptstore.core.model import Box, Shape
+from ckptstore.core.model import Shape
 from ckptstore.core.text import count_text, unicode_text
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.interop.formats.safetensors_file import Entry, Header, read_header
+from ckptstore.interop.formats.safetensors_file import Entry, Header, global_shape, read_header
 from ckptstore.interop.formats.sources import (
     FileRange,
-    Held,
-    Joined,
-    check_tiling,
+    Piece,
+    Shelf,
     flat_dict,
     inside,
+    stored_tensor,
 )
 from ckptstore.state.leaf_sources import FlatState, Source
 
@@ -51,33 +50,37 @@ class DirectoryPlan:
     headers: Mapping[str, Header]
 
 
-def plan_directory(root: Path) -> DirectoryPlan:
-    """All files below `root`. Links to files are followed, since Hugging Face's cache consists of
-    them; links to directories are not.
+def plan_of(place: Path) -> DirectoryPlan:
+    """What to read of a directory, of an index with its shards, or of one file.
 
-    Raises `InvalidInput` for an entry that is neither file nor directory, for a damaged safetensors
-    file, and for an index that names other files.
+    All files below a directory are read. Links to files are followed, since Hugging Face's cache
+    consists of them; links to directories are not. Raises `InvalidInput` for an entry that is
+    neither file nor directory, for a damaged safetensors file, for an index that names other files,
+    and for one shard of several.
     """
-    files = dict(sorted(_walk(root)))
-    if not files:
-        raise InvalidInput(f"{root} has no files to import")
-    for name, path in files.items():
-        if name.endswith(INDEX_SUFFIX):
-            indexed_names(path)
+    if place.is_dir():
+        files = dict(sorted(_walk(place)))
+        if not files:
+            raise InvalidInput(f"{place} has no files to import")
+        for name, path in files.items():
+            if name.endswith(INDEX_SUFFIX):
+                _indexed_names(path)
+    elif place.name.endswith(INDEX_SUFFIX):
+        names = sorted([place.name, *_indexed_names(place)])
+        files = {name: place.parent / name for name in names}
+    elif _has_other_shards(place):
+        raise InvalidInput(
+            f"{place} is one of several shards, which are a checkpoint together only; import their "
+            f"directory, {place.parent}"
+        )
+    else:
+        files = {place.name: place}
     return DirectoryPlan(
         files, {name: read_header(path) for name, path in files.items() if name.endswith(SUFFIX)}
     )
 
 
-def plan_files(paths: Iterable[Path]) -> DirectoryPlan:
-    """Single files of one directory."""
-    files = {path.name: path for path in sorted(paths)}
-    return DirectoryPlan(
-        files, {name: read_header(path) for name, path in files.items() if name.endswith(SUFFIX)}
-    )
-
-
-def indexed_names(index: Path) -> list[str]:
+def _indexed_names(index: Path) -> list[str]:
     """The names of the files with the tensors, from an index; all lie beside it. Raises
     `InvalidInput`.
     """
@@ -107,9 +110,9 @@ def flats_of(plan: DirectoryPlan) -> dict[str, FlatState]:
         members = [name for name in plan.headers if keys[name] == key]
         flats[key] = _tensors(key, [(plan.files[name], plan.headers[name]) for name in members])
     sources = [
-        Held(plan.headers[name].raw)
-        if name in plan.headers
-        else FileRange(path, 0, path.stat().st_size)
+        FileRange(
+            path, 0, len(plan.headers[name].raw) if name in plan.headers else path.stat().st_size
+        )
         for name, path in plan.files.items()
     ]
     flats[FILES] = flat_dict(FILES, "bytes", list(plan.files), sources)
@@ -142,7 +145,7 @@ def _dcp_shard(name: str, header: Header) -> re.Match[str] | None:
     return _DCP_SHARD.fullmatch(name) if header.sharded else None
 
 
-def has_other_shards(path: Path) -> bool:
+def _has_other_shards(path: Path) -> bool:
     """Whether a file is one of several that ranks wrote into its directory."""
     mine = _dcp_shard(path.name, read_header(path))
     if not mine:
@@ -181,79 +184,38 @@ def _few(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:10])) + ("…" if len(numbers) > 10 else "")
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor of a file, whose data begins `base` bytes into it."""
-
-    path: Path
-    base: int
-    entry: Entry
-
-    @property
-    def source(self) -> FileRange:
-        return FileRange(
-            self.path,
-            self.base + self.entry.start,
-            self.entry.stop - self.entry.start,
-            width_of(self.entry.dtype),
-        )
-
-
 def _tensors(key: str, members: Sequence[tuple[Path, Header]]) -> FlatState:
-    by_name: dict[str, list[_Stored]] = {}
+    by_name: dict[str, list[tuple[Entry, Piece]]] = {}
     for path, header in members:
         for entry in header.entries:
-            by_name.setdefault(entry.name, []).append(_Stored(path, len(header.raw), entry))
+            start = len(header.raw) + entry.start
+            piece = Piece(path, start, entry.stop - entry.start, raw=True)
+            by_name.setdefault(entry.name, []).append((entry, piece))
     wholes = [_whole(key, name, stored) for name, stored in by_name.items()]
-    dtypes = [stored[0].entry.dtype for stored in by_name.values()]
-    return flat_dict(
-        key,
-        "tensor",
-        list(by_name),
-        [source for source, _ in wholes],
-        dtypes,
-        [shape for _, shape in wholes],
-    )
+    dtypes = [stored[0][0].dtype for stored in by_name.values()]
+    shapes = [shape for _, shape in wholes]
+    return flat_dict(key, "tensor", list(by_name), [source for source, _ in wholes], dtypes, shapes)
 
 
-def _whole(key: str, name: str, stored: Sequence[_Stored]) -> tuple[Source, Shape]:
+def _whole(key: str, name: str, stored: Sequence[tuple[Entry, Piece]]) -> tuple[Source, Shape]:
     """One tensor, of one file or assembled from the shards of several."""
-    first = stored[0]
-    if first.entry.saved_offsets is None and len(stored) == 1:
-        return first.source, first.entry.shape
-    boxes = [
-        Box(each.entry.saved_offsets, each.entry.shape)
-        for each in stored
-        if each.entry.saved_offsets is not None
-    ]
-    if len(boxes) != len(stored):
+    first, piece = stored[0]
+    if len(stored) > 1 and any(entry.saved_offsets is None for entry, _ in stored):
         raise InvalidInput(
             f"two files that belong together ({key}) both have a tensor {name!r}, and do not say "
             "which part of it"
         )
-    for each in stored:
-        if each.entry.dtype != first.entry.dtype or len(each.entry.shape) != len(first.entry.shape):
+    for entry, other in stored:
+        if entry.dtype != first.dtype or len(entry.shape) != len(first.shape):
             raise InvalidInput(
-                f"the shards of {name!r} are not of one tensor: {_text(first)}, {_text(each)}"
+                f"the shards of {name!r} are not of one tensor: "
+                f"{first.dtype}{list(first.shape)} in {piece.path.name}, "
+                f"{entry.dtype}{list(entry.shape)} in {other.path.name}"
             )
-    shape = tuple(
-        max(column)
-        for column in zip(*(map(sum, zip(*box, strict=True)) for box in boxes), strict=True)
-    )
-    check_tiling(
-        f"{name!r} in {first.path.parent}, of {count_text(len(stored), 'shard')}", shape, boxes
-    )
-    if len(stored) == 1:
-        return first.source, shape
-    return Joined(
-        shape,
-        width_of(first.entry.dtype),
-        [(box, each.source) for box, each in zip(boxes, stored, strict=True)],
-    ), shape
-
-
-def _text(stored: _Stored) -> str:
-    return f"{stored.entry.dtype}{list(stored.entry.shape)} in {stored.path.name}"
+    shape = global_shape(entry for entry, _ in stored)
+    where = f"{name!r} in {piece.path.parent}, of {count_text(len(stored), 'shard')}"
+    boxed = [(entry.box, each) for entry, each in stored]
+    return stored_tensor(where, first.dtype, shape, boxed, Shelf()), shape
 
 
 def _walk(root: Path) -> Iterable[tuple[str, Path]]:

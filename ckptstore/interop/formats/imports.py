@@ -11,8 +11,8 @@ from ckptstore.commit.commit_metadata import label_of
 from ckptstore.core.redaction import redact
 from ckptstore.core.text import unicode_text
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.formats import directory
-from ckptstore.interop.formats.directory import INDEX_SUFFIX, SUFFIX
+from ckptstore.interop.formats.directory import INDEX_SUFFIX, SUFFIX, flats_of, plan_of
+from ckptstore.interop.formats.sources import DCP_METADATA, SNAPSHOT_METADATA
 from ckptstore.snapshot import Snapshot
 from ckptstore.state.leaf_sources import FlatState
 from ckptstore.store import Store, internals_of
@@ -73,7 +73,7 @@ def import_path(
 def _flats(place: Path, *, allow_pickle: bool) -> Mapping[str, FlatState]:
     kind = kind_of(place)
     if kind == "files":
-        return directory.flats_of(_plan(place))
+        return flats_of(plan_of(place))
     if kind == "torch":
         from ckptstore.interop.formats.pickles import load_torch
         from ckptstore.interop.formats.sources import as_app_state
@@ -92,13 +92,11 @@ def kind_of(place: Path) -> Kind:
     """The kind of checkpoint at `place`. Raises `InvalidInput` for a file of unknown kind, or
     none.
     """
+    if (place / DCP_METADATA).is_file():
+        return "dcp"
+    if (place / SNAPSHOT_METADATA).is_file():
+        return "torchsnapshot"
     if place.is_dir():
-        from ckptstore.interop.dcp import directory as dcp
-        from ckptstore.interop.torchsnapshot import directory as torchsnapshot
-
-        for kind, name in (("dcp", dcp.METADATA), ("torchsnapshot", torchsnapshot.METADATA)):
-            if (place / name).is_file():
-                return kind  # type: ignore[return-value]  # two of the literals
         return "files"
     if not place.is_file():
         raise InvalidInput(f"there is nothing at {place} that could be imported")
@@ -110,18 +108,3 @@ def kind_of(place: Path) -> Kind:
         f"{place} is of no known format: wanted {SUFFIX}, {INDEX_SUFFIX}, "
         f"{', '.join(_TORCH_SUFFIXES)} or a directory"
     )
-
-
-def _plan(place: Path) -> directory.DirectoryPlan:
-    if place.is_dir():
-        return directory.plan_directory(place)
-    if place.name.endswith(INDEX_SUFFIX):
-        return directory.plan_files(
-            [place, *(place.parent / name for name in directory.indexed_names(place))]
-        )
-    if directory.has_other_shards(place):
-        raise InvalidInput(
-            f"{place} is one of several shards, which are a checkpoint together only; import their "
-            f"directory, {place.parent}"
-        )
-    return directory.plan_files([place])

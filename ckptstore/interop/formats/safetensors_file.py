@@ -1,5 +1,5 @@
-"""How is a safetensors file read and written, as published
-(https://huggingface.co/docs/safetensors)?
+"""The header of a safetensors file, read and written as published
+(https://huggingface.co/docs/safetensors).
 
 A file is eight bytes with the header's length, little-endian; the header, a JSON object of names
 with `dtype`, `shape` and `data_offsets`; and the tensors' bytes, without gaps or overlaps. Headers
@@ -88,13 +88,14 @@ class Header:
     sharded: bool = False
 
     @property
-    def unsharded(self) -> "Header":
-        """The same header without shard positions."""
-        return Header(self.raw, tuple(replace(entry, saved_offsets=None) for entry in self.entries))
-
-    @property
     def data_bytes(self) -> int:
         return self.entries[-1].stop if self.entries else 0
+
+
+def global_shape(entries: Iterable[Entry]) -> Shape:
+    """The shape of the tensor of which `entries` are all shards."""
+    ends = (map(sum, zip(*entry.box, strict=True)) for entry in entries)
+    return tuple(map(max, zip(*ends, strict=True)))
 
 
 def read_header(path: Path) -> Header:

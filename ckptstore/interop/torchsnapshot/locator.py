@@ -25,7 +25,7 @@ from ckptstore.core.ids import CONFIG_KEY, check_tag, digest
 from ckptstore.core.paths import make_directories, rights
 from ckptstore.core.redaction import redact
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
-from ckptstore.interop.torchsnapshot.directory import METADATA
+from ckptstore.interop.formats.sources import SNAPSHOT_METADATA
 from ckptstore.objects.pointer_files import DIRECTORY_POINTERS, Pointer, is_pointer, read_pointer
 from ckptstore.open_store import open as open_store
 from ckptstore.storage.registry import open_storage
@@ -142,9 +142,9 @@ def _pointer(local: Path) -> Path:
     TorchSnapshot's metadata.
     """
     names = [
-        name for name in (METADATA, *DIRECTORY_POINTERS) if is_pointer(local / name)
+        name for name in (SNAPSHOT_METADATA, *DIRECTORY_POINTERS) if is_pointer(local / name)
     ]  # perhaps a pointer of the DCP interface
-    return local / (names or [METADATA])[0] if local.is_dir() else local
+    return local / (names or [SNAPSHOT_METADATA])[0] if local.is_dir() else local
 
 
 def _store_above(local: Path) -> Path | None:
@@ -166,7 +166,7 @@ def _pointed_to(pointer: Path) -> tuple[str, tuple[str, ...]]:
     try:
         found = read_pointer(pointer)
     except InvalidInput as error:
-        if pointer.name != METADATA:
+        if pointer.name != SNAPSHOT_METADATA:
             raise
         raise InvalidInput(
             f"{pointer.parent} is a directory that TorchSnapshot wrote, not a snapshot of "

@@ -1,9 +1,9 @@
-"""How do TorchSnapshot 0.1.0's `Snapshot` and `PendingSnapshot` map to a store? One call each."""
+"""TorchSnapshot 0.1.0's `Snapshot` and `PendingSnapshot` on a store."""
 
 import logging
 import os
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptstore.commit.pending import Pending
 from ckptstore.core.ids import CommitId
@@ -11,33 +11,73 @@ from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import on_all
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound
-from ckptstore.interop.torchsnapshot.errors import MissingKeys, NoSuchKey, SnapshotFailed
 from ckptstore.interop.torchsnapshot.locator import pointer_at, refs_to_read, store_at
 from ckptstore.interop.torchsnapshot.manifest import (
     INTERFACE_VERSION,
     Manifest,
     SnapshotMetadata,
-    split_rank,
+    manifest_of,
 )
-from ckptstore.interop.torchsnapshot.preparing import Prepare
-from ckptstore.interop.torchsnapshot.reading import read
-from ckptstore.interop.torchsnapshot.stateful import AppState
-from ckptstore.interop.torchsnapshot.take import (
-    Agreed,
-    agree,
-    budget_of,
+from ckptstore.interop.torchsnapshot.reading import Index, NoSuchObject, split_rank
+from ckptstore.interop.torchsnapshot.stateful import (
+    AppState,
     check_stateful,
-    ordered,
+    generators_of,
     undisturbed,
-    whose,
 )
-from ckptstore.interop.torchsnapshot.views import Index, manifest_of
-from ckptstore.objects.pointer_files import Pointer, write_pointer
+from ckptstore.interop.torchsnapshot.take import Agreed, Prepare, agree, budget_of, ordered
 from ckptstore.snapshot import Snapshot as Commit
-from ckptstore.state.stateful import RNGState
 from ckptstore.store import Store
 
 logger = logging.getLogger("ckptstore")
+
+
+class SnapshotFailed(CkptStoreError, RuntimeError):
+    """A background snapshot failed; `__cause__` has the reason."""
+
+
+class NoSuchKey(NoSuchObject, AssertionError):
+    """A snapshot has no state under a key: `metadata` lists its keys."""
+
+
+class MissingKeys(InvalidInput, AssertionError):
+    """The target of a restore has keys that the snapshot lacks: leave them out, or pass
+    `strict=False`."""
+
+
+class _Taking(NamedTuple):
+    """A snapshot to be taken: what ranks agreed on, its store, and the state in order.
+
+    Everything not named a replica is private, by TorchSnapshot's rules. Prepared tensors are not
+    those that DistributedDataParallel keeps equal, so their content is compared.
+    """
+
+    agreed: Agreed
+    store: Store
+    peers: Collective | None
+    state: dict[str, Any]
+    compare: bool
+
+    @classmethod
+    def of(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: AppState,
+        pg: Any,
+        replicated: list[str] | None,
+        storage_options: dict[str, Any] | None,
+        prepare: Prepare | None,
+    ) -> "_Taking":
+        check_stateful(app_state)
+        peers = collective_of(pg)
+        agreed = agree(peers, os.fspath(path), replicated or [], storage_options)
+        store = store_at(agreed.place.store, storage_options)
+        return cls(agreed, store, peers, ordered(app_state, prepare), prepare is not None)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes the pointer file."""
+        return self.peers is None or self.peers.leads
 
 
 class Snapshot:
@@ -89,23 +129,36 @@ class Snapshot:
         path or replicas differ, and otherwise like `Store.commit`: on all ranks, with nothing
         changed.
         """
-        check_stateful(app_state)
-        peers = collective_of(pg)
-        agreed = agree(peers, os.fspath(path), replicated or [], storage_options)
-        store = store_at(agreed.place.store, storage_options)
+        taking = _Taking.of(
+            path, app_state, pg, replicated, storage_options, _custom_tensor_prepare_func
+        )
+        agreed, store, peers, state, compare = taking
         with undisturbed(app_state):
             commit = store.commit(
-                ordered(app_state, _custom_tensor_prepare_func),
+                state,
                 step=step,
+                tag=agreed.place.tag,
                 metrics=metrics,
                 memory_budget_bytes=budget_of(store, None),
                 allow_pickle=allow_pickle,
                 process_group=pg,
-                **whose(agreed, _custom_tensor_prepare_func),
+                replicated=agreed.replicated,
+                compare=compare,
             )
         _await_pointers(agreed.path)
-        _point(peers, agreed, commit)
-        return cls._of(agreed, commit.id, pg, storage_options)
+
+        def point() -> bytes:
+            if taking.leads:
+                agreed.point(commit)
+            return b""
+
+        if peers is None:
+            point()
+        else:  # before any rank goes on
+            peers.round("snapshot: point", point, lambda handed_in: handed_in)
+        snapshot = cls(agreed.path, pg, storage_options)
+        snapshot._found = agreed.place.store, commit.id
+        return snapshot
 
     @classmethod
     def async_take(
@@ -126,21 +179,23 @@ class Snapshot:
         The state is copied to staging memory, which is kept for the next call. `wait` raises a
         later failure, or the next `take` does.
         """
-        check_stateful(app_state)
-        peers = collective_of(pg)
-        agreed = agree(peers, os.fspath(path), replicated or [], storage_options)
-        store = store_at(agreed.place.store, storage_options)
+        taking = _Taking.of(
+            path, app_state, pg, replicated, storage_options, _custom_tensor_prepare_func
+        )
+        agreed = taking.agreed
         with undisturbed(app_state):
-            pending = store.commit_async(
-                ordered(app_state, _custom_tensor_prepare_func),
+            pending = taking.store.commit_async(
+                taking.state,
                 step=step,
+                tag=agreed.place.tag,
                 metrics=metrics,
                 allow_pickle=allow_pickle,
                 process_group=pg,
-                **whose(agreed, _custom_tensor_prepare_func),
+                replicated=agreed.replicated,
+                compare=taking.compare,
             )
-        leads = peers is None or peers.leads
-        return PendingSnapshot(cls(agreed.path, pg, storage_options), pending, agreed, leads=leads)
+        snapshot = cls(agreed.path, pg, storage_options)
+        return PendingSnapshot(snapshot, pending, agreed, leads=taking.leads)
 
     def restore(
         self,
@@ -201,12 +256,8 @@ class Snapshot:
         Raises `NoSuchObject`.
         """
         rank, rest = split_rank(path)
-        return read(
-            self._index(rank),
-            rest,
-            obj_out,
-            memory_budget_bytes=memory_budget_bytes,
-            allow_pickle=allow_pickle,
+        return self._index(rank).read(
+            rest, obj_out, memory_budget_bytes=memory_budget_bytes, allow_pickle=allow_pickle
         )
 
     def get_manifest(self) -> Manifest:
@@ -225,12 +276,9 @@ class Snapshot:
                 f"{key!r} is absent in both manifest and flattened: the snapshot has the keys "
                 f"{', '.join(commit.keys())}"
             )
-        return (
-            commit.only([key])
-            .of_rank(peers.rank if peers and not replicate_from_rank0 else 0)
-            .numbered()
-            .state_dict(key, allow_pickle=allow_pickle)
-        )
+        rank = peers.rank if peers and not replicate_from_rank0 else 0
+        own = commit.only([key]).of_rank(rank).numbered()
+        return own.state_dict(key, allow_pickle=allow_pickle)
 
     @property
     def metadata(self) -> SnapshotMetadata:
@@ -246,14 +294,6 @@ class Snapshot:
         features.
         """
         return self._commit()
-
-    @classmethod
-    def _of(
-        cls, agreed: Agreed, commit: CommitId, pg: Any, storage_options: dict[str, Any] | None
-    ) -> "Snapshot":
-        snapshot = cls(agreed.path, pg, storage_options)
-        snapshot._found = agreed.place.store, commit
-        return snapshot
 
     def _commit(self) -> Commit:
         if self._found is None:
@@ -327,7 +367,7 @@ class PendingSnapshot:
                 commit = pending.wait()
                 self._snapshot._found = self._agreed.place.store, commit.id
                 if self._leads:
-                    _write_pointer(self._agreed, commit)
+                    self._agreed.point(commit)
         except CkptStoreError as error:
             self._failed = error
             logger.error(
@@ -351,33 +391,14 @@ def _await_pointers(path: str) -> None:
             pending._ended.wait()
 
 
-def _point(peers: Collective | None, agreed: Agreed, commit: Commit) -> None:
-    """Point the file at the path to the commit, before any rank goes on."""
-
-    def write() -> bytes:
-        if peers is None or peers.leads:
-            _write_pointer(agreed, commit)
-        return b""
-
-    if peers is None:
-        write()
-    else:
-        peers.round("snapshot: point", write, lambda handed_in: handed_in)
-
-
-def _write_pointer(agreed: Agreed, commit: Commit) -> None:
-    if agreed.place.pointer is not None:
-        write_pointer(agreed.place.pointer, Pointer(agreed.place.store, commit.id))
-
-
 def _with_own_generator(commit: Commit, app_state: AppState, rank: int) -> dict[str, Any]:
     """The state without a random generator of which the commit has only other ranks' state."""
     wanted = dict(app_state)
-    for key in [key for key, value in app_state.items() if isinstance(value, RNGState)]:
+    for key in generators_of(app_state):
         held = commit.only([key])
         if held.leaves() and not held.of_rank(rank).leaves():
             logger.warning(
-                "rank %d had no random generator in this snapshot; it keeps the state it has", rank
+                "rank %d had no random generator in this snapshot; it keeps its current state", rank
             )
             del wanted[key]
     return wanted
