@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ckptstore.core.ids import CONFIG_KEY, check_tag
+from ckptstore.core.options import Storage
 from ckptstore.core.redaction import redact
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.interop.formats.sources import DCP_METADATA
@@ -50,8 +51,7 @@ class StorePlace:
             self._arguments: dict[str, Any] = {
                 "place": os.fspath(store),
                 "run": run,
-                "storage_options": storage_options,
-                "index": index,
+                "storage": Storage(options=storage_options, index=index),
             }
         elif run is None and storage_options is None and index is None:
             self._arguments = internals_of(store).reopen_arguments

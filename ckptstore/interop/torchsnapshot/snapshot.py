@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ckptstore.commit.pending import Pending
 from ckptstore.core.ids import CommitId
+from ckptstore.core.options import Ranks
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import on_all
@@ -56,7 +57,7 @@ class _Taking(NamedTuple):
     store: Store
     peers: Collective | None
     state: dict[str, Any]
-    compare: bool
+    ranks: Ranks
 
     @classmethod
     def of(
@@ -72,7 +73,8 @@ class _Taking(NamedTuple):
         peers = collective_of(pg)
         agreed = agree(peers, os.fspath(path), replicated or [], storage_options)
         store = store_at(agreed.place.store, storage_options)
-        return cls(agreed, store, peers, ordered(app_state, prepare), prepare is not None)
+        ranks = Ranks(process_group=pg, replicated=agreed.replicated, compare=prepare is not None)
+        return cls(agreed, store, peers, ordered(app_state, prepare), ranks)
 
     @property
     def leads(self) -> bool:
@@ -132,18 +134,16 @@ class Snapshot:
         taking = _Taking.of(
             path, app_state, pg, replicated, storage_options, _custom_tensor_prepare_func
         )
-        agreed, store, peers, state, compare = taking
+        agreed, store, peers = taking.agreed, taking.store, taking.peers
         with undisturbed(app_state):
             commit = store.commit(
-                state,
+                taking.state,
                 step=step,
                 tag=agreed.place.tag,
                 metrics=metrics,
                 memory_budget_bytes=budget_of(store, None),
                 allow_pickle=allow_pickle,
-                process_group=pg,
-                replicated=agreed.replicated,
-                compare=compare,
+                ranks=taking.ranks,
             )
         _await_pointers(agreed.path)
 
@@ -190,9 +190,7 @@ class Snapshot:
                 tag=agreed.place.tag,
                 metrics=metrics,
                 allow_pickle=allow_pickle,
-                process_group=pg,
-                replicated=agreed.replicated,
-                compare=taking.compare,
+                ranks=taking.ranks,
             )
         snapshot = cls(agreed.path, pg, storage_options)
         return PendingSnapshot(snapshot, pending, agreed, leads=taking.leads)
@@ -225,7 +223,7 @@ class Snapshot:
                 strict=strict,
                 memory_budget_bytes=budget_of(self._store(), memory_budget_bytes),
                 allow_pickle=allow_pickle,
-                process_group=self.pg,
+                ranks=Ranks(process_group=self.pg),
             )
         except InvalidInput as error:
             note = (
