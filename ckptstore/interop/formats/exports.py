@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 from urllib.parse import unquote
 
-from ckptstore.core.model import Node, Shape
+from ckptstore.core.model import Node
 from ckptstore.core.paths import check_path
 from ckptstore.core.scratch import scratch_for
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
@@ -142,9 +142,10 @@ def _write_files(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pick
         if name.endswith(SUFFIX)
     }
     keys = group_keys(headers)
-    tensors: dict[str, dict[str, _Tensor]] = {}
-    for key in dict.fromkeys(keys.values()):
-        tensors[key] = _stored(snapshot, key, [headers[name] for name in keys if keys[name] == key])
+    tensors = {
+        key: _stored(snapshot, key, [headers[name] for name in keys if keys[name] == key])
+        for key in dict.fromkeys(keys.values())
+    }
     single = len(files) == 1 and scratch.suffix == Path(next(iter(files))).suffix
     for name, path in files.items():
         target = scratch if single else scratch.joinpath(*check_name(name, "the commit"))
@@ -157,15 +158,10 @@ def _write_files(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pick
     return 0
 
 
-class _Tensor(NamedTuple):
-    """A tensor's leaf, and the shape that the files give it."""
-
-    tree: Tree
-    leaf: int
-    shape: Shape
+Leaf: TypeAlias = tuple[Tree, int]
 
 
-def _stored(snapshot: Snapshot, key: str, headers: Sequence[Header]) -> dict[str, _Tensor]:
+def _stored(snapshot: Snapshot, key: str, headers: Sequence[Header]) -> dict[str, Leaf]:
     """The tensors under `key`, by their names in `headers`. Raises `InvalidInput` if the commit has
     others."""
     tree = contents_of(snapshot).trees.get(key)
@@ -187,22 +183,22 @@ def _stored(snapshot: Snapshot, key: str, headers: Sequence[Header]) -> dict[str
             raise InvalidInput(
                 f"{key}/{name} is not what its file says, {dtype}{list(shape)}; choose a --format"
             )
-        found[name] = _Tensor(tree, i, shape)
+        found[name] = tree, i
     return found
 
 
 def _write_tensors(
-    snapshot: Snapshot, target: Path, header: Header, tensors: Mapping[str, _Tensor]
+    snapshot: Snapshot, target: Path, header: Header, tensors: Mapping[str, Leaf]
 ) -> None:
     """Write the file that `header` describes: whole tensors, or shards of them."""
     with open(target, "xb", buffering=0) as file:
         _At(file.fileno(), 0).write(0, memoryview(header.raw))
         wanted = []
         for entry in header.entries:
-            tree, leaf, shape = tensors[entry.name]
+            tree, leaf = tensors[entry.name]
             if entry.stop > entry.start:
                 place = _At(file.fileno(), len(header.raw) + entry.start)
-                box = None if entry.shape == shape else entry.box
+                box = None if entry.shape == tree.schema.shapes[leaf] else entry.box
                 wanted.append(ReadRequest(tree, leaf, place, box))
         contents_of(snapshot).read(wanted)
 
@@ -214,17 +210,17 @@ def _write_safetensors(
     snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool
 ) -> int:
     chosen = [
-        _Tensor(tree, i, tree.schema.shapes[i])
-        for tree, i in _selected(snapshot, selects)
-        if tree.schema.kinds[i] == "tensor"
+        (tree, i) for tree, i in _selected(snapshot, selects) if tree.schema.kinds[i] == "tensor"
     ]
-    one_key = len({tree.key for tree, _, _ in chosen}) == 1
-    named = {_name(tree, i, one_key): _Tensor(tree, i, shape) for tree, i, shape in chosen}
+    one_key = len({tree.key for tree, _ in chosen}) == 1
+    named = {_name(tree, i, one_key): (tree, i) for tree, i in chosen}
     if len(named) != len(chosen):
         raise InvalidInput(
             "two tensors would have one name in a safetensors file; export fewer with --select"
         )
-    listed = [(name, tree.schema.dtypes[i], shape) for name, (tree, i, shape) in named.items()]
+    listed = [
+        (name, tree.schema.dtypes[i], tree.schema.shapes[i]) for name, (tree, i) in named.items()
+    ]
     _write_tensors(snapshot, scratch, encode_header(listed, {"format": "pt"}), named)
     return sum(len(tree.schema) for tree in contents_of(snapshot).trees.values()) - len(chosen)
 
@@ -237,7 +233,7 @@ def _name(tree: Tree, i: int, one_key: bool) -> str:
     )
 
 
-def _selected(snapshot: Snapshot, selects: Selects) -> Iterator[tuple[Tree, int]]:
+def _selected(snapshot: Snapshot, selects: Selects) -> Iterator[Leaf]:
     """The leaves that any of `selects` matches. Raises `NotFound` for one that matches none."""
     unmatched = set(selects)
     for key, tree in contents_of(snapshot).trees.items():

@@ -3,12 +3,11 @@
 import logging
 import os
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptstore.commit.pending import Pending
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Ranks
-from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import on_all
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound
@@ -26,7 +25,7 @@ from ckptstore.interop.torchsnapshot.stateful import (
     generators_of,
     undisturbed,
 )
-from ckptstore.interop.torchsnapshot.take import Agreed, Prepare, agree, budget_of, ordered
+from ckptstore.interop.torchsnapshot.take import Prepare, Taking, budget_of, ordered
 from ckptstore.snapshot import Snapshot as Commit
 from ckptstore.store import Store
 
@@ -44,42 +43,6 @@ class NoSuchKey(NoSuchObject, AssertionError):
 class MissingKeys(InvalidInput, AssertionError):
     """The target of a restore has keys that the snapshot lacks: leave them out, or pass
     `strict=False`."""
-
-
-class _Taking(NamedTuple):
-    """A snapshot to be taken: what ranks agreed on, its store, and the state in order.
-
-    Everything not named a replica is private, by TorchSnapshot's rules. Prepared tensors are not
-    those that DistributedDataParallel keeps equal, so their content is compared.
-    """
-
-    agreed: Agreed
-    store: Store
-    peers: Collective | None
-    state: dict[str, Any]
-    ranks: Ranks
-
-    @classmethod
-    def of(
-        cls,
-        path: str | os.PathLike[str],
-        app_state: AppState,
-        pg: Any,
-        replicated: list[str] | None,
-        storage_options: dict[str, Any] | None,
-        prepare: Prepare | None,
-    ) -> "_Taking":
-        check_stateful(app_state)
-        peers = collective_of(pg)
-        agreed = agree(peers, os.fspath(path), replicated or [], storage_options)
-        store = store_at(agreed.place.store, storage_options)
-        ranks = Ranks(process_group=pg, replicated=agreed.replicated, compare=prepare is not None)
-        return cls(agreed, store, peers, ordered(app_state, prepare), ranks)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank writes the pointer file."""
-        return self.peers is None or self.peers.leads
 
 
 class Snapshot:
@@ -131,33 +94,38 @@ class Snapshot:
         path or replicas differ, and otherwise like `Store.commit`: on all ranks, with nothing
         changed.
         """
-        taking = _Taking.of(
-            path, app_state, pg, replicated, storage_options, _custom_tensor_prepare_func
+        taking = Taking.of(
+            os.fspath(path),
+            app_state,
+            pg,
+            replicated or [],
+            storage_options,
+            _custom_tensor_prepare_func,
         )
-        agreed, store, peers = taking.agreed, taking.store, taking.peers
         with undisturbed(app_state):
-            commit = store.commit(
-                taking.state,
+            commit = taking.store.commit(
+                ordered(app_state, _custom_tensor_prepare_func),
                 step=step,
-                tag=agreed.place.tag,
+                tag=taking.place.tag,
                 metrics=metrics,
-                memory_budget_bytes=budget_of(store, None),
+                memory_budget_bytes=budget_of(taking.store, None),
                 allow_pickle=allow_pickle,
                 ranks=taking.ranks,
             )
-        _await_pointers(agreed.path)
+        for pending in tuple(_unfinished):
+            if pending.path == taking.path:
+                pending._ended.wait()  # its pointer is written a moment after its commit ends
 
         def point() -> bytes:
-            if taking.leads:
-                agreed.point(commit)
+            taking.point(commit)
             return b""
 
-        if peers is None:
+        if taking.peers is None:
             point()
         else:  # before any rank goes on
-            peers.round("snapshot: point", point, lambda handed_in: handed_in)
-        snapshot = cls(agreed.path, pg, storage_options)
-        snapshot._found = agreed.place.store, commit.id
+            taking.peers.round("snapshot: point", point, lambda handed_in: handed_in)
+        snapshot = cls(taking.path, pg, storage_options)
+        snapshot._found = taking.place.store, commit.id
         return snapshot
 
     @classmethod
@@ -179,21 +147,24 @@ class Snapshot:
         The state is copied to staging memory, which is kept for the next call. `wait` raises a
         later failure, or the next `take` does.
         """
-        taking = _Taking.of(
-            path, app_state, pg, replicated, storage_options, _custom_tensor_prepare_func
+        taking = Taking.of(
+            os.fspath(path),
+            app_state,
+            pg,
+            replicated or [],
+            storage_options,
+            _custom_tensor_prepare_func,
         )
-        agreed = taking.agreed
         with undisturbed(app_state):
             pending = taking.store.commit_async(
-                taking.state,
+                ordered(app_state, _custom_tensor_prepare_func),
                 step=step,
-                tag=agreed.place.tag,
+                tag=taking.place.tag,
                 metrics=metrics,
                 allow_pickle=allow_pickle,
                 ranks=taking.ranks,
             )
-        snapshot = cls(agreed.path, pg, storage_options)
-        return PendingSnapshot(snapshot, pending, agreed, leads=taking.leads)
+        return PendingSnapshot(cls(taking.path, pg, storage_options), pending, taking)
 
     def restore(
         self,
@@ -335,11 +306,9 @@ class Snapshot:
 class PendingSnapshot:
     """A snapshot being taken in the background. The interpreter does not exit before it is done."""
 
-    def __init__(
-        self, snapshot: Snapshot, pending: Pending[Commit], agreed: Agreed, *, leads: bool
-    ) -> None:
+    def __init__(self, snapshot: Snapshot, pending: Pending[Commit], taking: Taking) -> None:
         self.path, self.pg = snapshot.path, snapshot.pg
-        self._snapshot, self._pending, self._agreed, self._leads = snapshot, pending, agreed, leads
+        self._snapshot, self._pending, self._taking = snapshot, pending, taking
         self._ended = threading.Event()
         self._failed: BaseException | None = None
         _unfinished.add(self)
@@ -363,9 +332,8 @@ class PendingSnapshot:
         try:
             if pending.failure() is None:
                 commit = pending.wait()
-                self._snapshot._found = self._agreed.place.store, commit.id
-                if self._leads:
-                    self._agreed.point(commit)
+                self._snapshot._found = self._taking.place.store, commit.id
+                self._taking.point(commit)
         except CkptStoreError as error:
             self._failed = error
             logger.error(
@@ -380,13 +348,6 @@ class PendingSnapshot:
 
 _unfinished: set[PendingSnapshot] = set()
 """Snapshots whose pointers may not be written yet."""
-
-
-def _await_pointers(path: str) -> None:
-    """Wait for the pointers of earlier snapshots: their commits end a moment before."""
-    for pending in tuple(_unfinished):
-        if pending.path == path:
-            pending._ended.wait()
 
 
 def _with_own_generator(commit: Commit, app_state: AppState, rank: int) -> dict[str, Any]:

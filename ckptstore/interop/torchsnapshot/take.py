@@ -11,11 +11,13 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ckptstore.core.options import Ranks
 from ckptstore.distributed.collective import Collective
+from ckptstore.distributed.gloo import collective_of
 from ckptstore.interop.torchsnapshot import knobs
 from ckptstore.interop.torchsnapshot.locator import Place, place_to_take, store_at
 from ckptstore.interop.torchsnapshot.reading import encode
-from ckptstore.interop.torchsnapshot.stateful import UnusableState, generators_of
+from ckptstore.interop.torchsnapshot.stateful import UnusableState, check_stateful, generators_of
 from ckptstore.objects import canonical
 from ckptstore.objects.pointer_files import Pointer, write_pointer
 from ckptstore.snapshot import Snapshot
@@ -33,36 +35,60 @@ Prepare: TypeAlias = Callable[[str, torch.Tensor, bool], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
-    """The settings that hold for all ranks: the first rank's path and its meaning, and the globs
-    that every rank gave.
+class Taking:
+    """A snapshot to be taken: the path of rank 0 and its meaning, the store, and the ranks.
+
+    Everything not named a replica by all ranks is private, by TorchSnapshot's rules. Prepared
+    tensors are not those that DistributedDataParallel keeps equal, so their content is compared.
     """
 
     path: str
     place: Place
-    replicated: tuple[str, ...]
+    store: Store
+    peers: Collective | None
+    ranks: Ranks
+
+    @classmethod
+    def of(
+        cls,
+        path: str,
+        app_state: Mapping[str, Any],
+        pg: Any,
+        replicated: Sequence[str],
+        storage_options: Mapping[str, Any] | None,
+        prepare: Prepare | None,
+    ) -> "Taking":
+        """Find the snapshot's place, create its store if needed, and settle arguments that differ
+        between ranks.
+
+        Raises `TypeError` for values that are not stateful, `UnusableState` for globs that are no
+        list.
+        """
+        check_stateful(app_state)
+        if isinstance(replicated, str):
+            raise UnusableState(
+                f"replicated is {replicated!r}; wanted a list of globs: replicated=[{replicated!r}]"
+            )
+        peers = collective_of(pg)
+        path, place, globs = _agree(peers, path, replicated, storage_options)
+        store = store_at(place.store, storage_options)
+        ranks = Ranks(process_group=pg, replicated=globs, compare=prepare is not None)
+        return cls(path, place, store, peers, ranks)
 
     def point(self, commit: Snapshot) -> None:
-        """Point the file at the path to the commit."""
-        if self.place.pointer is not None:
+        """Point the file at the path to the commit: one rank does."""
+        if self.place.pointer is not None and (self.peers is None or self.peers.leads):
             write_pointer(self.place.pointer, Pointer(self.place.store, commit.id))
 
 
-def agree(
+def _agree(
     peers: Collective | None,
     path: str,
     replicated: Sequence[str],
     storage_options: Mapping[str, Any] | None,
-) -> Agreed:
-    """Find the snapshot's place, create its store if needed, and settle arguments that differ
-    between ranks.
-
-    Raises `UnusableState` for globs that are no list.
-    """
-    if isinstance(replicated, str):
-        raise UnusableState(
-            f"replicated is {replicated!r}; wanted a list of globs: replicated=[{replicated!r}]"
-        )
+) -> tuple[str, Place, tuple[str, ...]]:
+    """The path of rank 0, its place, where a store is made if there is none, and the globs that
+    every rank gave."""
 
     def answer(handed_in: list[bytes]) -> list[bytes]:
         (first, globs), *others = (canonical.decode(each) for each in handed_in)
@@ -86,7 +112,7 @@ def agree(
             list(replicated),
             common,
         )
-    return Agreed(first, Place(*place), tuple(common))
+    return first, Place(*place), tuple(common)
 
 
 def ordered(app_state: Mapping[str, Any], prepare: Prepare | None) -> dict[str, Any]:
