@@ -30,13 +30,12 @@ from ckptstore.errors import Conflict, InvalidInput, Unavailable
 from ckptstore.interop.dcp.items import (
     Resolved,
     box_item,
-    dumped,
     object_item,
+    publish_items,
     read_message,
     write_items,
 )
-from ckptstore.interop.dcp.names import FLAT_KEY, CommitItems, Keys, Named
-from ckptstore.interop.dcp.state_tree import publish_items
+from ckptstore.interop.dcp.names import FLAT_KEY, CommitItems, Keys, Named, dumped
 from ckptstore.interop.formats.pickles import load_inert
 from ckptstore.interop.formats.sources import (
     DCP_METADATA,
@@ -120,7 +119,7 @@ def store_to_dcp(
 
 @contextmanager
 def errors_of_dcp(root: Path) -> Iterator[None]:
-    """Unwrap this process' error from DCP's `CheckpointException`, which is no `Exception`."""
+    """Unwrap this process' error from DCP's `CheckpointException`, which is not an `Exception`."""
     try:
         yield
     except CheckpointException as error:
@@ -200,7 +199,7 @@ def _read_directory(root: Path, allow_pickle: bool) -> tuple[dict[str, Keys], li
         if isinstance(error, InvalidInput):
             raise
         raise InvalidInput(
-            f"{root / DCP_METADATA} is no metadata of DCP that this version reads: {error!r:.200}"
+            f"{root / DCP_METADATA} is not DCP metadata that this version reads: {error!r:.200}"
         ) from error
 
 

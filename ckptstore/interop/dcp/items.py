@@ -1,36 +1,36 @@
-"""The items that a rank saves: made from its plan, written, and described to the coordinator.
+"""The items that ranks save: written as parts, described to the coordinator, and joined to the
+trees of a commit.
 
-Tensors are written in place, other objects as the registry divides them. Objects come from the
-planner's `lookup_object`, so that nothing is pickled. A planner that makes its own bytes
-(`resolve_data`, `transform_object`) is asked for them: bytes of `torch.save` with plain values
-become values again, others stay bytes.
+DCP has flat names, and the keys that lead to each. The first key is a key of the application state;
+the others make dicts and lists below it. A state dict without nesting, as in
+`dcp.save(model.state_dict())`, becomes one key, `model`. Keys of a mapping that are all whole
+numbers become numbers again, since DCP made text of them.
 """
 
-import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-
+from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.plan import Extent
+from ckptstore.commit.publish import TreeContent
 from ckptstore.core import geometry
-from ckptstore.core.ids import SessionId, parse_session_id
-from ckptstore.core.model import Box, LeafContent, Schema, Shape
+from ckptstore.core.ids import CHUNK_ID_BYTES, SessionId, parse_session_id
+from ckptstore.core.model import INLINE_BYTES, Box, LeafContent, Node, Schema, Shape
 from ckptstore.distributed import framing
 from ckptstore.distributed.external_commit import Part, decode_contents, encode_contents
-from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.interop.formats.pickles import load_torch
-from ckptstore.interop.formats.sources import Loaded, Shelf
+from ckptstore.distributed.tiling import misfit, tile
+from ckptstore.errors import Conflict, Corrupt
+from ckptstore.interop.dcp.names import Keys, Marks, is_divided
+from ckptstore.log.sessions import Session
 from ckptstore.objects import canonical
 from ckptstore.objects.schema import decode_schema, encode_schema
-from ckptstore.state import tensors
+from ckptstore.snapshot import Snapshot
+from ckptstore.state import values
 from ckptstore.state.flatten import flatten
 from ckptstore.state.leaf_sources import Source
-from ckptstore.state.leaves import NOTHING, TensorSource
-from ckptstore.state.paths import segment
+from ckptstore.state.leaves import NOTHING
+from ckptstore.state.paths import segment, segments
 from ckptstore.store import Store, internals_of
 
 _EMPTY = LeafContent(inline=b"")
@@ -83,21 +83,6 @@ def object_item(name: str, value: Any, allow_pickle: bool, *, is_bytes: bool = F
     own = len(segment(name))
     schema = replace(flat.schema, paths=tuple(path[own:] for path in flat.schema.paths))
     return Item(name, schema, is_bytes=is_bytes), flat.leaves
-
-
-def resolve(plan: SavePlan, planner: SavePlanner, *, allow_pickle: bool) -> list[Resolved]:
-    """The items of a rank's final plan, in its order, with the sources of their bytes.
-
-    Raises `InvalidInput`, naming the item, for objects unknown to the registry unless
-    `allow_pickle`, and for data that differs from the plan.
-    """
-    shelf = Shelf()
-    return [
-        _object(planner, item, allow_pickle)
-        if item.type == WriteItemType.BYTE_IO
-        else _tensor(planner, item, shelf, allow_pickle)
-        for item in plan.items
-    ]
 
 
 def write_items(
@@ -153,14 +138,6 @@ def read_message(rank: int, message: object) -> RankItems:
     return RankItems(parse_session_id(session.decode()), receipt, stored)
 
 
-def dumped(value: Any) -> io.BytesIO:
-    """An object in the bytes of DCP's own planner, for planners that read bytes."""
-    data = io.BytesIO()
-    torch.save(value, data)
-    data.seek(0)
-    return data
-
-
 def _parts(item: Item, sources: Sequence[Source], alone: bool) -> Iterator[Part]:
     """One part for each leaf with bytes of its own."""
     schema = item.schema
@@ -178,60 +155,215 @@ def _parts(item: Item, sources: Sequence[Source], alone: bool) -> Iterator[Part]
         yield Part(extent, source, geometry.nbytes_of(dtype, shape))
 
 
-def _tensor(planner: SavePlanner, item: WriteItem, shelf: Shelf, allow_pickle: bool) -> Resolved:
-    name, data = item.index.fqn, item.tensor_data
-    if data is None or data.chunk is None:
-        raise InvalidInput(f"{name} is planned as a tensor without saying which part of it")
-    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-    tensor = _asked(planner, item)
-    if not tensors.is_strided(tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return object_item(name, tensor, allow_pickle)
-    if tuple(tensor.shape) != box.lengths:
-        raise InvalidInput(
-            f"{name}: the planner gives {list(tensor.shape)} of it; its plan says "
-            f"{list(box.lengths)}"
-        )
-    source: Source = TensorSource(tensor)
-    if not _lends(planner):
-        # The planner makes new data, so it is not all held at once.
-        source = Loaded(lambda: _asked(planner, item), tensor.nbytes, tensor.itemsize, shelf)
-    dtype = tensors.DTYPE_NAMES[tensor.dtype]
-    return box_item(name, dtype, tuple(data.size), box), [source]
+def publish_items(
+    store: Store,
+    session: Session,
+    ranks: Sequence[RankItems],
+    keys: Mapping[str, Keys],
+    label: CommitMetadata,
+    *,
+    flat_key: str,
+    world: int,
+    alone: int | None = None,
+    started: float,
+) -> Snapshot:
+    """Commit what `ranks` have written under `session`, and end it. `keys` leads to items; a name
+    without keys is its own key. `alone` is the number of a rank that saves its part alone.
 
-
-def _asked(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    tensor = planner.resolve_data(item)
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidInput(
-            f"the planner gives a {type(tensor).__qualname__} for the tensor {item.index.fqn}"
-        )
-    return tensor.detach()
-
-
-def _object(planner: SavePlanner, item: WriteItem, allow_pickle: bool) -> Resolved:
-    name = item.index.fqn
-    if _lends(planner):
-        return object_item(name, planner.lookup_object(item.index), allow_pickle)  # type: ignore[attr-defined]
-    data = planner.resolve_data(item)
-    if not isinstance(data, io.BytesIO):
-        raise InvalidInput(
-            f"the planner gives a {type(data).__qualname__} for the object {name}; wanted "
-            "io.BytesIO"
-        )
-    try:  # without running code
-        value = load_torch(io.BytesIO(data.getvalue()), name, allow_pickle=False)
-        return object_item(name, value, allow_pickle)
-    except InvalidInput:
-        return object_item(name, data.getvalue(), allow_pickle, is_bytes=True)
-
-
-def _lends(planner: SavePlanner) -> bool:
-    """Whether the planner returns the state dict's own objects."""
-    return keeps(planner, DefaultSavePlanner, "resolve_data", "transform_object")
-
-
-def keeps(planner: Any, base: type, *methods: str) -> bool:
-    """Whether a planner is DCP's own, as far as `methods` go."""
-    return isinstance(planner, base) and all(
-        getattr(type(planner), method) is getattr(base, method) for method in methods
+    Raises `Conflict` for boxes that do not tile their tensors, and for another session's items.
+    """
+    internals = internals_of(store)
+    planter = _Planter(store.chunk_bytes, alone)
+    stored = [each for rank in ranks for each in rank.stored]
+    trees = planter.trees(_nested(stored, keys, flat_key, planter.marks))
+    layout: dict[str, Any] = {"world": world, "trees": planter.held}
+    if planter.marks != Marks():
+        layout["dcp"] = planter.marks.document()
+    encoded = None if world == 1 and "dcp" not in layout else canonical.encode(layout)
+    receipts = [rank.receipt for rank in ranks]
+    return internals.commit_external(
+        lambda metadata: internals.runtime.parts_committer.publish(
+            session, metadata, trees, encoded, receipts, started
+        ),
+        label,
+        follow=alone is None,
     )
+
+
+def _nested(
+    stored: Sequence[Stored], keys: Mapping[str, Keys], flat_key: str, marks: Marks
+) -> dict[Any, Any]:
+    """The items of each name, in nested dicts by their keys."""
+    by_name: dict[str, list[Stored]] = {}
+    for each in stored:
+        by_name.setdefault(each.item.name, []).append(each)
+    order = [name for name in keys if name in by_name]
+    order += [name for name in by_name if name not in keys]
+    places = {name: tuple(keys.get(name) or (name,)) for name in order}
+    if order and all(len(place) == 1 for place in places.values()):
+        marks.flat = flat_key
+        places = {name: (flat_key, *place) for name, place in places.items()}
+    root: dict[Any, Any] = {}
+    for name, place in places.items():
+        at = root
+        for key in place[:-1]:
+            at = at.setdefault(key, {})
+            if not isinstance(at, dict):
+                raise Conflict(
+                    f"{name} lies below another item of the state dict; give them different names"
+                )
+        at[place[-1]] = by_name[name]
+    return root
+
+
+class _Planter:
+    """Makes the trees one by one. `held` has the ranks of the boxes of each divided leaf."""
+
+    def __init__(self, chunk_bytes: int, alone: int | None) -> None:
+        self._chunk_bytes = chunk_bytes
+        self.marks = Marks(rank=alone)
+        self.held: dict[str, dict[str, Any]] = {}
+        self._leaves: list[tuple[Any, ...]] = []
+        self._contents: list[LeafContent] = []
+        self._held: dict[str, Any] = {}
+
+    def trees(self, root: Mapping[Any, Any]) -> list[TreeContent]:
+        return [self._tree(str(key), below) for key, below in root.items()]
+
+    def _tree(self, key: str, below: Any) -> TreeContent:
+        self._leaves, self._contents = [], []
+        self._held = self.held[key] = {}
+        skeleton = self._node(below, segment(key))
+        columns = tuple(zip(*self._leaves, strict=True)) or ((),) * 5
+        return TreeContent(key, Schema(skeleton, *columns), self._contents)
+
+    def _node(self, below: Any, path: str) -> Node | int:
+        if isinstance(below, list):
+            return self._item(below, path)
+        if all(type(key) is int for key in below) and sorted(below) == list(range(len(below))):
+            children = tuple(self._node(below[i], f"{path}/{i}") for i in range(len(below)))
+            return Node("list", children)
+        names = [values.encode_key(key) for key in _as_numbers(list(below))]
+        children = tuple(
+            self._node(child, f"{path}/{name}")
+            for child, name in zip(below.values(), segments(names), strict=True)
+        )
+        return Node("dict", children, tuple(names))
+
+    def _item(self, stored: list[Stored], path: str) -> Node | int:
+        item, contents, _ = stored[0]
+        boxes = _boxes(stored)
+        if item.box is None:
+            return self._object(item, contents, path)
+        if self.marks.rank is not None and any(box.lengths != item.shape for box in boxes):
+            return self._part(item, boxes, path)
+        if 0 not in item.shape and (problem := misfit(item.shape, tuple(boxes))):
+            ranks = sorted({each.rank for each in stored})
+            raise Conflict(
+                f"{item.name} with shape {list(item.shape)} is not saved exactly once by ranks "
+                f"{ranks}: {problem}"
+            )
+        if len(boxes) > 1:
+            self._held[path] = {
+                "mesh": None,
+                "placements": [],
+                "boxes": list(boxes),
+                "ranks": [[each.rank] for each in boxes.values()],
+            }
+        found = {box: each.contents[0] for box, each in boxes.items()}
+        (dtype,) = item.schema.dtypes
+        content = whole_content(dtype, item.shape, found, self._chunk_bytes)
+        return self._leaf((path, "tensor", dtype, item.shape, -1), content)
+
+    def _object(self, item: Item, contents: Sequence[LeafContent], path: str) -> Node | int:
+        schema, first = item.schema, len(self._leaves)
+        if item.is_bytes:
+            self.marks.raw.append(path)
+        if is_divided(schema.skeleton, schema):
+            self.marks.items.append(path)
+        for i, content in enumerate(contents):
+            alias = schema.aliases[i] + first if schema.aliases[i] >= 0 else -1
+            kind, dtype, shape = schema.kinds[i], schema.dtypes[i], schema.shapes[i]
+            self._leaf((path + schema.paths[i], kind, dtype, shape, alias), content)
+        return _shifted(schema.skeleton, first)
+
+    def _part(self, item: Item, boxes: Mapping[Box, Stored], path: str) -> Node:
+        """A tensor of which only boxes exist: each becomes a tensor, named by its offsets."""
+        self.marks.parts[path] = item.shape
+        (dtype,) = item.schema.dtypes
+        names = tuple(",".join(map(str, box.offsets)) for box in boxes)
+        children = tuple(
+            self._leaf((f"{path}/{name}", "tensor", dtype, box.lengths, -1), each.contents[0])
+            for name, (box, each) in zip(names, boxes.items(), strict=True)
+        )
+        return Node("dict", children, names)
+
+    def _leaf(self, columns: tuple[Any, ...], content: LeafContent) -> int:
+        """Append a leaf: its path, kind, dtype, shape and alias, as in a schema's columns."""
+        self._leaves.append(columns)
+        self._contents.append(content)
+        return len(self._leaves) - 1
+
+
+def _boxes(stored: Sequence[Stored]) -> dict[Box, Stored]:
+    """The boxes of one name with bytes, in order. Raises `Conflict` if ranks have different things
+    under it."""
+    kinds = {
+        "an object" if item.box is None else f"{item.schema.dtypes[0]}{list(item.shape)}"
+        for item, _, _ in stored
+    }
+    if len(kinds) > 1:
+        raise Conflict(
+            f"{stored[0].item.name} is {' and '.join(sorted(kinds))} on different ranks; give "
+            "different things different names"
+        )
+    found = {each.item.box: each for each in stored}
+    return {box: found[box] for box in sorted(filter(None, found)) if 0 not in box.lengths}
+
+
+def whole_content(
+    dtype: str, shape: Shape, boxes: Mapping[Box, LeafContent], chunk_bytes: int
+) -> LeafContent:
+    """The content of a tensor from its boxes, which tile it: chunks of the whole where no edge cuts
+    one.
+    """
+    nbytes, width = geometry.nbytes_of(dtype, shape), geometry.width_of(dtype)
+    if nbytes <= INLINE_BYTES:
+        return LeafContent(inline=_assembled(shape, width, nbytes, boxes), raw_bytes=nbytes)
+    ordered = tuple(boxes)
+    if len(ordered) == 1:
+        return LeafContent(ids=boxes[ordered[0]].ids, raw_bytes=nbytes)
+    tiling = tile(shape, width, chunk_bytes, ordered)
+    if not tiling.whole or tiling.cells:
+        joined = b"".join(boxes[box].ids for box in ordered)
+        return LeafContent(ids=joined, raw_bytes=nbytes, boxes=ordered)
+    ids = bytearray(tiling.chunks * CHUNK_ID_BYTES)
+    for span in tiling.spans:
+        own = boxes[ordered[span.box]].ids[span.first * CHUNK_ID_BYTES : span.stop * CHUNK_ID_BYTES]
+        ids[span.chunk * CHUNK_ID_BYTES : span.chunk * CHUNK_ID_BYTES + len(own)] = own
+    return LeafContent(ids=bytes(ids), raw_bytes=nbytes)
+
+
+def _assembled(shape: Shape, width: int, nbytes: int, boxes: Mapping[Box, LeafContent]) -> bytes:
+    data = bytearray(nbytes)
+    for box, content in boxes.items():
+        at, own = 0, content.inline or b""
+        for start, stop in geometry.byte_ranges(shape, box, width):
+            data[start:stop] = own[at : at + stop - start]
+            at += stop - start
+    return bytes(data)
+
+
+def _as_numbers(keys: list[Any]) -> list[Any]:
+    """Keys with whole numbers instead of DCP's text."""
+    if all(isinstance(key, str) and key.isdecimal() and str(int(key)) == key for key in keys):
+        return [int(key) for key in keys]
+    return keys
+
+
+def _shifted(node: Node | int, by: int) -> Node | int:
+    """A skeleton with leaf numbers starting at `by`."""
+    if isinstance(node, int):
+        return node + by
+    children = tuple(_shifted(child, by) for child in node.children)
+    return Node(node.type, children, node.keys, node.attrs)

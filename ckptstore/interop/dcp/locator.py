@@ -46,20 +46,24 @@ class StorePlace:
         storage_options: Mapping[str, Any] | None,
         index: str | None,
     ) -> None:
-        self._store = store if isinstance(store, Store) else None
-        if not isinstance(store, Store):
-            self._arguments: dict[str, Any] = {
-                "place": os.fspath(store),
-                "run": run,
-                "storage": Storage(options=storage_options, index=index),
-            }
-        elif run is None and storage_options is None and index is None:
-            self._arguments = internals_of(store).reopen_arguments
+        self._store: Store | None = None
+        place: str | os.PathLike[str]
+        if isinstance(store, Store):
+            if run is not None or storage_options is not None or index is not None:
+                raise InvalidInput(
+                    "run, storage_options and index are those of the open store; leave them out, "
+                    "or pass its path"
+                )
+            internals = internals_of(store)
+            self._store, place, run = store, internals.handle.place, store.run
+            storage_options, index = internals.settings.storage_options, internals.settings.index
         else:
-            raise InvalidInput(
-                "run, storage_options and index are those of the open store; leave them out, or "
-                "pass its path"
-            )
+            place = os.fspath(store)
+        self._arguments: dict[str, Any] = {
+            "place": place,
+            "run": run,
+            "storage": Storage(options=storage_options, index=index),
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_arguments": self._arguments, "_store": None}

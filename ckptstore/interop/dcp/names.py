@@ -5,9 +5,12 @@ it; what remains are tensors and objects. Dots join the keys of all levels. Deta
 that a commit's trees do not contain are *marks* in its layout (docs/format.md §7).
 """
 
+import io
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
+
+import torch
 
 from ckptstore.core.model import Box, Node, Schema, Shape
 from ckptstore.errors import Corrupt, InvalidInput
@@ -203,3 +206,18 @@ def _boxes(schema: Schema, node: Node, path: str) -> Iterator[tuple[Box, int]]:
 
 def _text(key: Any) -> str:
     return str(values.decode_key(key))
+
+
+def dumped(value: Any) -> io.BytesIO:
+    """An object in the bytes of DCP's own planner, for planners that read bytes."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    return data
+
+
+def keeps(planner: Any, base: type, *methods: str) -> bool:
+    """Whether a planner is DCP's own, as far as `methods` go."""
+    return isinstance(planner, base) and all(
+        getattr(type(planner), method) is getattr(base, method) for method in methods
+    )

@@ -31,7 +31,6 @@ from ckptstore.core.config import MIB
 from ckptstore.core.geometry import within
 from ckptstore.core.model import Box
 from ckptstore.errors import Conflict, InvalidInput, NotFound
-from ckptstore.interop.dcp.items import dumped, keeps
 from ckptstore.interop.dcp.locator import (
     AtPlace,
     CheckpointId,
@@ -40,7 +39,7 @@ from ckptstore.interop.dcp.locator import (
     of_rank,
     ref_of_rank,
 )
-from ckptstore.interop.dcp.names import DCP_VERSION, CommitItems, Named
+from ckptstore.interop.dcp.names import DCP_VERSION, CommitItems, Named, dumped, keeps
 from ckptstore.repository.resolve_ref import AnyRef
 from ckptstore.restore.reader import ReadRequest
 from ckptstore.snapshot import Snapshot, contents_of
@@ -157,7 +156,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
         if len(found) > 1:
             ids = ", ".join(sorted(commit[:12] for commit in found))
             raise Conflict(
-                f"ranks found different commits ({ids}): {self._ref!r} moved meanwhile; load "
+                f"ranks found different commits ({ids}): {self._ref!r} moved in between; load "
                 "again, or by a step or an id"
             )
         return plans
@@ -268,7 +267,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
     def _check(self, item: Named, request: ReadItem, target: torch.Tensor, committed: str) -> None:
         if tuple(target.shape) != tuple(request.lengths):
             raise InvalidInput(
-                f"{item.name}: the planner gives {list(target.shape)} for a part of shape "
+                f"{item.name}: the planner returned shape {list(target.shape)} for a part of shape "
                 f"{list(request.lengths)}"
             )
         own = tensors.DTYPE_NAMES[target.dtype]
@@ -301,7 +300,7 @@ def _where(item: Named, request: ReadItem) -> tuple[int, Box]:
     for box, leaf in item.parts:
         if item.is_whole or box.offsets == start:
             return leaf, within(Box(offsets, lengths), box)
-    raise InvalidInput(f"{item.name} is no tensor, or has no part at {list(start)}")
+    raise InvalidInput(f"{item.name} is not a tensor, or has no part at {list(start)}")
 
 
 def _batches(requests: list[ReadItem], planner: LoadPlanner) -> Iterator[list[ReadItem]]:

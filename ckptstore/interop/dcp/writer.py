@@ -7,8 +7,13 @@ as `CheckpointException`, and nothing is visible.
 Saves through one writer may overlap. Each has its own name and session (`_Save`). The session
 travels with the plans and comes back with the ranks' messages, so that parts of two saves cannot
 become one commit.
+
+Objects come from the planner's `lookup_object`, so that nothing is pickled. A planner that makes
+its own bytes (`resolve_data`, `transform_object`) is asked for them: bytes of `torch.save` with
+plain values become values again, others stay bytes.
 """
 
+import io
 import os
 import threading
 import time
@@ -18,21 +23,36 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckptstore.commit.commit_metadata import label_of
 from ckptstore.core.ids import CommitId, SessionId, parse_session_id
+from ckptstore.core.model import Box
 from ckptstore.errors import Conflict, InvalidInput
-from ckptstore.interop.dcp.items import RankItems, read_message, resolve, write_items
+from ckptstore.interop.dcp.items import (
+    RankItems,
+    Resolved,
+    box_item,
+    object_item,
+    publish_items,
+    read_message,
+    write_items,
+)
 from ckptstore.interop.dcp.locator import AtPlace, CheckpointId, Name, StorePlace, Turn, of_rank
-from ckptstore.interop.dcp.names import DCP_VERSION, FLAT_KEY
-from ckptstore.interop.dcp.state_tree import publish_items
+from ckptstore.interop.dcp.names import DCP_VERSION, FLAT_KEY, keeps
+from ckptstore.interop.formats.pickles import load_torch
+from ckptstore.interop.formats.sources import Loaded, Shelf
 from ckptstore.log.sessions import Session
 from ckptstore.objects.pointer_files import Pointer, write_pointer
+from ckptstore.state import tensors
+from ckptstore.state.leaf_sources import Source
+from ckptstore.state.leaves import TensorSource
 from ckptstore.store import Store, internals_of
 
 __all__ = ["StoreWriter"]
@@ -189,7 +209,7 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         save = self._in_progress()
         try:
             session = save.session.id if save.session else received_session()
-            resolved = resolve(plan, planner, allow_pickle=self._allow_pickle)
+            resolved = _resolve(plan, planner, allow_pickle=self._allow_pickle)
             message = write_items(save.store, session, save.rank, resolved, alone=save.alone)
         except BaseException:
             save.release()
@@ -302,3 +322,72 @@ def _own_rank() -> int:
     packs of one name must not collide.
     """
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _resolve(plan: SavePlan, planner: SavePlanner, *, allow_pickle: bool) -> list[Resolved]:
+    """The items of a rank's final plan, in its order, with the sources of their bytes.
+
+    Raises `InvalidInput`, naming the item, for objects unknown to the registry unless
+    `allow_pickle`, and for data that differs from the plan.
+    """
+    shelf = Shelf()
+    return [
+        _object(planner, item, allow_pickle)
+        if item.type == WriteItemType.BYTE_IO
+        else _tensor(planner, item, shelf, allow_pickle)
+        for item in plan.items
+    ]
+
+
+def _tensor(planner: SavePlanner, item: WriteItem, shelf: Shelf, allow_pickle: bool) -> Resolved:
+    name, data = item.index.fqn, item.tensor_data
+    if data is None or data.chunk is None:
+        raise InvalidInput(
+            f"{name} is planned as a tensor, and the plan does not say which part of it"
+        )
+    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    tensor = _asked(planner, item)
+    if not tensors.is_strided(tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return object_item(name, tensor, allow_pickle)
+    if tuple(tensor.shape) != box.lengths:
+        raise InvalidInput(
+            f"{name}: the planner returned shape {list(tensor.shape)}; its plan says "
+            f"{list(box.lengths)}"
+        )
+    source: Source = TensorSource(tensor)
+    if not _lends(planner):
+        # The planner makes new data, so it is not all held at once.
+        source = Loaded(lambda: _asked(planner, item), tensor.nbytes, tensor.itemsize, shelf)
+    dtype = tensors.DTYPE_NAMES[tensor.dtype]
+    return box_item(name, dtype, tuple(data.size), box), [source]
+
+
+def _asked(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    tensor = planner.resolve_data(item)
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidInput(
+            f"the planner returned a {type(tensor).__qualname__} for the tensor {item.index.fqn}"
+        )
+    return tensor.detach()
+
+
+def _object(planner: SavePlanner, item: WriteItem, allow_pickle: bool) -> Resolved:
+    name = item.index.fqn
+    if _lends(planner):
+        return object_item(name, planner.lookup_object(item.index), allow_pickle)  # type: ignore[attr-defined]
+    data = planner.resolve_data(item)
+    if not isinstance(data, io.BytesIO):
+        raise InvalidInput(
+            f"the planner returned a {type(data).__qualname__} for the object {name}; wanted "
+            "io.BytesIO"
+        )
+    try:  # without running code
+        value = load_torch(io.BytesIO(data.getvalue()), name, allow_pickle=False)
+        return object_item(name, value, allow_pickle)
+    except InvalidInput:
+        return object_item(name, data.getvalue(), allow_pickle, is_bytes=True)
+
+
+def _lends(planner: SavePlanner) -> bool:
+    """Whether the planner returns the state dict's own objects."""
+    return keeps(planner, DefaultSavePlanner, "resolve_data", "transform_object")

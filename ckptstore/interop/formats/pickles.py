@@ -1,4 +1,4 @@
-"""How are other formats' pickles read safely? Only here: tensors and plain values by torch, DCP's
+"""The only place that reads pickles of other formats: tensors and plain values by torch, DCP's
 metadata as inert records, anything else only if allowed.
 """
 
@@ -42,7 +42,7 @@ def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any
         )
     except pickle.UnpicklingError as error:
         if allow_pickle:
-            raise InvalidInput(f"{name} is no file of torch.save: {error}") from error
+            raise InvalidInput(f"{name} is not a file of torch.save: {error}") from error
         raise InvalidInput(
             f"{name} holds more than tensors and plain values, and reading it would run its code "
             f"({_first_line(error)}); "
@@ -52,7 +52,7 @@ def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any
         raise Unavailable(f"cannot read {name}: {error}; see to its rights, then repeat") from error
     except (RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
         raise InvalidInput(
-            f"{name} is no file of torch.save, or is damaged: {_first_line(error)}"
+            f"{name} is not a file of torch.save, or is damaged: {_first_line(error)}"
         ) from error
 
 

@@ -70,7 +70,7 @@ class Entry:
 
     @property
     def box(self) -> Box:
-        """The box in its global tensor; the whole tensor if it is no shard."""
+        """The box in its global tensor; the whole tensor if it is not a shard."""
         return Box(self.saved_offsets or (0,) * len(self.shape), self.shape)
 
 
@@ -130,10 +130,10 @@ def parse_header(raw: bytes, where: str) -> Header:
         document = json.loads(raw[LENGTH_BYTES:].decode(), object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(
-            f"{where} is no safetensors file: its header is no JSON object: {error}"
+            f"{where} is not a safetensors file: its header is not a JSON object: {error}"
         ) from error
     if not isinstance(document, dict):
-        _refuse(where, "its header is no JSON object")
+        _refuse(where, "its header is not a JSON object")
     offsets = _saved_offsets(where, document.pop(_METADATA, None))
     entries = sorted(
         (_entry(where, name, found, offsets) for name, found in document.items()),
@@ -188,7 +188,7 @@ def _saved_offsets(where: str, metadata: Any) -> dict[str, Any] | None:
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidInput(
-            f"{where} is no sound shard of DCP: its {_SHARDING} has no saved_offsets by names: "
+            f"{where} is a damaged shard of DCP: its {_SHARDING} has no saved_offsets by names: "
             f"{error!r:.200}"
         ) from error
 
@@ -198,7 +198,7 @@ def _entry(where: str, name: str, found: Any, saved_offsets: Mapping[str, Any] |
         _refuse(where, f"{name[:80]!r} has not dtype, shape and data_offsets")
     code, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        _refuse(where, f"the shape or the offsets of {name[:80]!r} are no counts")
+        _refuse(where, f"the shape or the offsets of {name[:80]!r} are not counts")
     dtype = _DTYPES.get(str(code), "")
     torch_shape = _packed(dtype, shape)
     if not dtype or torch_shape is None:
@@ -255,4 +255,4 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(where: object, why: str) -> NoReturn:
-    raise InvalidInput(f"{where} is no sound safetensors file: {why}")
+    raise InvalidInput(f"{where} is not a valid safetensors file: {why}")

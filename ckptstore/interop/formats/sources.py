@@ -178,8 +178,8 @@ def located(
     size = path.stat().st_size
     if type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
         raise InvalidInput(
-            f"{root}: {what} is said to be {nbytes!r:.40} bytes from {start!r:.40} on; wanted "
-            "whole numbers"
+            f"{root}: the metadata places {what} at {start!r:.40}, with {nbytes!r:.40} bytes; "
+            "wanted whole numbers"
         )
     if start + nbytes > size:
         raise InvalidInput(
@@ -314,7 +314,7 @@ def check_name(name: object, where: object) -> list[str]:
     parts = name.split("/") if isinstance(name, str) else [""]
     if not {"", ".", ".."}.isdisjoint(parts) or "\0" in str(name) or "\\" in str(name):
         raise InvalidInput(
-            f"{str(name)[:80]!r} is no name of a file in {where}: wanted names joined by '/', "
+            f"{str(name)[:80]!r} is not the name of a file in {where}: wanted names joined by '/', "
             "without '.' and '..'"
         )
     return parts
@@ -324,7 +324,7 @@ def shape_of(sizes: Any) -> Shape:
     """A shape or offsets from foreign metadata. Raises `InvalidInput` unless they are counts."""
     shape = tuple(sizes)
     if not all(type(n) is int and n >= 0 for n in shape):
-        raise InvalidInput(f"{str(shape)[:80]} is no shape: wanted whole numbers from 0 on")
+        raise InvalidInput(f"{str(shape)[:80]} is not a shape: wanted whole numbers from 0 on")
     return shape
 
 

@@ -61,7 +61,7 @@ def read_directory(root: Path, *, allow_pickle: bool = False) -> dict[str, FlatS
         struct.error,
     ) as error:
         raise InvalidInput(
-            f"{path} is no manifest of TorchSnapshot that this version reads: {error!r:.200}"
+            f"{path} is not a manifest of TorchSnapshot that this version reads: {error!r:.200}"
         ) from error
 
 

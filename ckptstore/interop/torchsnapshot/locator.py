@@ -1,5 +1,5 @@
-"""What does the path of a snapshot mean? A store, a tag in it, and a pointer file at the path
-itself (docs/decisions/018-…).
+"""What the path of a snapshot means: a store, a tag in it, and a pointer file at the path itself
+(docs/decisions/018-…).
 
 The store of `dir/name` is the nearest one that encloses it (`core.discovery`). Otherwise a new
 store is made at `dir`, at `dir/.ckptstore` if `dir` contains other files, or at
@@ -70,7 +70,7 @@ def place_to_take(path: str, storage_options: Mapping[str, Any] | None = None) -
     pointer = _pointer(local)
     if os.path.lexists(pointer) and not is_pointer(pointer):
         raise Conflict(
-            f"there is something else than a snapshot of ckptstore at {pointer}; choose another "
+            f"{pointer} is there and is not a snapshot of ckptstore; choose another "
             "path, or remove it"
         )
     if (store := _store_above(local)) is None:
@@ -226,7 +226,7 @@ def _in_bucket(path: str, storage_options: Mapping[str, Any] | None) -> Place:
     parts = path.rstrip("/").split("/")
     if len(parts) < 5 or not all(parts[3:]):
         raise InvalidInput(
-            f"{redact(path)} is no path of a snapshot in a bucket; wanted "
+            f"{redact(path)} is not the path of a snapshot in a bucket; wanted "
             f"{parts[0]}//BUCKET/PREFIX/NAME"
         )
     for store, name in _above(parts):

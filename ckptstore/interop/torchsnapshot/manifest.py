@@ -30,7 +30,7 @@ RAW = "buffer_protocol"
 """TorchSnapshot's name for a tensor's plain bytes."""
 
 OTHER = "ckptstore"
-"""The serializer of values that are no plain tensors: composed of leaves, without a pickle
+"""The serializer of values that are not plain tensors: composed of leaves, without a pickle
 (docs/values.md).
 """
 
@@ -129,11 +129,11 @@ class PrimitiveEntry(Entry):
 
     @classmethod
     def from_object(cls, value: Any, *, replicated: bool = False) -> "PrimitiveEntry":
-        """The entry for `value`. Raises `TypeError` if it is no primitive."""
+        """The entry for `value`. Raises `TypeError` if it is not a primitive."""
         name = type(value).__name__
         if name not in cls.supported_types:
             raise TypeError(
-                f"a {name} is no primitive; wanted one of {', '.join(cls.supported_types)}"
+                f"a {name} is not a primitive; wanted one of {', '.join(cls.supported_types)}"
             )
         if name == "float":
             return cls(

@@ -173,7 +173,7 @@ def split_rank(path: str) -> tuple[int, str]:
     rank, _, rest = path.partition("/")
     if not rank.isdecimal() or not rest:
         raise NoSuchObject(
-            f"{path!r} is no path of a snapshot: wanted RANK/KEY/…, as in '0/model/weight'; "
+            f"{path!r} is not the path of an object: wanted RANK/KEY/…, as in '0/model/weight'; "
             "get_manifest() lists all paths"
         )
     return int(rank), rest
