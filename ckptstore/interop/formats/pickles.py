@@ -12,19 +12,6 @@ from typing import Any
 from ckptstore.core.geometry import WIDTHS
 from ckptstore.errors import InvalidInput, Unavailable
 
-_DCP = "torch.distributed.checkpoint.metadata"
-_RECORDS = {
-    (_DCP, "Metadata"),
-    (_DCP, "TensorStorageMetadata"),
-    (_DCP, "BytesStorageMetadata"),
-    (_DCP, "ChunkStorageMetadata"),
-    (_DCP, "TensorProperties"),
-    (_DCP, "MetadataIndex"),
-    (_DCP, "StorageMeta"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-}
-"""The names in DCP's metadata."""
-
 
 def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any:
     """The content of a file of torch.save, called `name` in errors.
@@ -117,34 +104,47 @@ class Record:
             self.columns = tuple(state)
 
 
+def _ignored(*parts: object) -> str:
+    return "/".join(map(str, parts))
+
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_KNOWN: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): tuple,
+    ("builtins", "set"): set,
+    ("collections", "OrderedDict"): dict,
+    ("torch.serialization", "_get_layout"): _ignored,
+    (_DCP, "_MEM_FORMAT_ENCODING"): _ignored,
+    **{
+        (module, name): type(name, (Record,), {})
+        for module, name in (
+            (_DCP, "Metadata"),
+            (_DCP, "TensorStorageMetadata"),
+            (_DCP, "BytesStorageMetadata"),
+            (_DCP, "ChunkStorageMetadata"),
+            (_DCP, "TensorProperties"),
+            (_DCP, "MetadataIndex"),
+            (_DCP, "StorageMeta"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        )
+    },
+}
+"""What stands for the names in DCP's metadata."""
+
+
 class _Inert(pickle.Unpickler):
     """Builds inert records: no name in a pickle reaches the classes of torch."""
 
-    def __init__(self, file: io.BufferedReader) -> None:
-        super().__init__(file)
-        self._made: dict[tuple[str, str], Any] = {}
-
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _RECORDS:
-            return self._made.setdefault((module, name), type(name, (Record,), {}))
         if module == "torch" and name in WIDTHS:
             return name
-        if (module, name) in (("torch", "Size"), ("builtins", "set")):
-            return {"Size": tuple, "set": set}[name]
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if (module, name) in (
-            ("torch.serialization", "_get_layout"),
-            (_DCP, "_MEM_FORMAT_ENCODING"),
-        ) or module == "pathlib":
+        if module == "pathlib":
             return _ignored
+        if (module, name) in _KNOWN:
+            return _KNOWN[module, name]
         raise InvalidInput(
             f"it names {module}.{name}, which DCP's metadata does not; importing it could run code"
         )
 
     def persistent_load(self, pid: Any) -> Any:
         raise InvalidInput("it refers to objects outside of itself, which DCP's metadata does not")
-
-
-def _ignored(*parts: object) -> str:
-    return "/".join(map(str, parts))
