@@ -33,54 +33,6 @@ Work = TypeVar("Work", bound=Releasable)
 """A save or a load."""
 
 
-class StorePlace:
-    """A store that is open, or is opened for each save or load. Its pickle is its location: DCP
-    sends it to another process.
-    """
-
-    def __init__(
-        self,
-        store: Store | str | os.PathLike[str],
-        *,
-        run: str | None,
-        storage_options: Mapping[str, Any] | None,
-        index: str | None,
-    ) -> None:
-        self._store: Store | None = None
-        place: str | os.PathLike[str]
-        if isinstance(store, Store):
-            if run is not None or storage_options is not None or index is not None:
-                raise InvalidInput(
-                    "run, storage_options and index are those of the open store; leave them out, "
-                    "or pass its path"
-                )
-            internals = internals_of(store)
-            self._store, place, run = store, internals.handle.place, store.run
-            storage_options, index = internals.settings.storage_options, internals.settings.index
-        else:
-            place = os.fspath(store)
-        self._arguments: dict[str, Any] = {
-            "place": place,
-            "run": run,
-            "storage": Storage(options=storage_options, index=index),
-        }
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_arguments": self._arguments, "_store": None}
-
-    def __str__(self) -> str:
-        return redact(str(self._arguments["place"]))
-
-    def open(
-        self, *, create: bool = False, read_only: bool = False
-    ) -> tuple[Store, Callable[[], None]]:
-        """The store, and a function that closes it if it was opened here. Idempotent."""
-        if self._store is not None:
-            return self._store, lambda: None
-        store = open(**self._arguments, create=create, read_only=read_only)
-        return store, store.close
-
-
 class Turn(NamedTuple, Generic[Work]):
     """A thread's checkpoint id, and its save or load in progress."""
 
@@ -92,12 +44,38 @@ class AtPlace(Generic[Work]):
     """Shared by `StoreWriter` and `StoreReader`: the location of a checkpoint, and each thread's
     save or load in progress.
 
-    DCP makes all calls of a save or load on one thread, and those of `async_save` on another.
+    The store is open, or is opened for each save or load. DCP makes all calls of a save or load on
+    one thread, and those of `async_save` on another. It sends this object to another process,
+    where its store is opened again.
     """
 
-    def __init__(self, place: StorePlace) -> None:
+    def __init__(
+        self,
+        store: Store | str | os.PathLike[str],
+        *,
+        run: str | None,
+        storage_options: Mapping[str, Any] | None,
+        index: str | None,
+    ) -> None:
         super().__init__()
-        self._place = place
+        self._store = store if isinstance(store, Store) else None
+        place: str | os.PathLike[str]
+        if isinstance(store, Store):
+            if run is not None or storage_options is not None or index is not None:
+                raise InvalidInput(
+                    "run, storage_options and index are those of the open store; leave them out, "
+                    "or pass its path"
+                )
+            internals = internals_of(store)
+            place, run = internals.handle.place, store.run
+            storage_options, index = internals.settings.storage_options, internals.settings.index
+        else:
+            place = os.fspath(store)
+        self._arguments: dict[str, Any] = {
+            "place": place,
+            "run": run,
+            "storage": Storage(options=storage_options, index=index),
+        }
         self._begin()
 
     def _begin(self) -> None:
@@ -105,16 +83,27 @@ class AtPlace(Generic[Work]):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_thread", "_saves")
-        return {key: value for key, value in self.__dict__.items() if key not in own}
+        state = {key: value for key, value in self.__dict__.items() if key not in own}
+        return {**state, "_store": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()
 
+    def _opened(
+        self, *, create: bool = False, read_only: bool = False
+    ) -> tuple[Store, Callable[[], None]]:
+        """The store, and a function that closes it if it was opened here. Idempotent."""
+        if self._store is not None:
+            return self._store, lambda: None
+        store = open(**self._arguments, create=create, read_only=read_only)
+        return store, store.close
+
     @property
     def checkpoint_id(self) -> CheckpointId:
         """The name of this thread's next save or load; by default the store's location."""
-        return self._turn.name if self._turn.name is not None else str(self._place)
+        name = self._turn.name
+        return redact(str(self._arguments["place"])) if name is None else name
 
     @property
     def _turn(self) -> Turn[Work]:

@@ -122,16 +122,15 @@ class CommitItems:
 
     def objects(self, items: Iterable[Named]) -> dict[str, Any]:
         """The objects of `items`, by name. The tensors in them are read together."""
-        trees: dict[int, list[Named]] = {}
-        for item in items:
-            trees.setdefault(id(item.tree), []).append(item)
+        wanted, contents = list(items), contents_of(self.snapshot)
         found: dict[str, Any] = {}
-        contents = contents_of(self.snapshot)
-        for own in trees.values():
+        for tree in contents.trees.values():
+            if not (own := [item for item in wanted if item.tree is tree]):
+                continue
             made = assemble_nodes(
                 contents.reader,
                 contents.commit,
-                own[0].tree,
+                tree,
                 [item.node for item in own],
                 allow_pickle=self._allow_pickle,
             )

@@ -34,7 +34,6 @@ from ckptstore.errors import Conflict, InvalidInput, NotFound
 from ckptstore.interop.dcp.locator import (
     AtPlace,
     CheckpointId,
-    StorePlace,
     Turn,
     of_rank,
     ref_of_rank,
@@ -97,7 +96,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
         storage_options: Mapping[str, Any] | None = None,
         index: str | None = None,
     ) -> None:
-        super().__init__(StorePlace(store, run=run, storage_options=storage_options, index=index))
+        super().__init__(store, run=run, storage_options=storage_options, index=index)
         self._first_ref = ref
         self._key, self._cast, self._allow_pickle = key, cast, allow_pickle
 
@@ -114,7 +113,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
         Raises `NotFound` if there is no such commit.
         """
         self._drop()
-        store, close = self._place.open(read_only=True)
+        store, close = self._opened(read_only=True)
         try:
             items = self._items(store, kwargs.get("rank"))
         except BaseException:

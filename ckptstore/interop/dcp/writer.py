@@ -44,7 +44,7 @@ from ckptstore.interop.dcp.items import (
     read_message,
     write_items,
 )
-from ckptstore.interop.dcp.locator import AtPlace, CheckpointId, Name, StorePlace, Turn, of_rank
+from ckptstore.interop.dcp.locator import AtPlace, CheckpointId, Name, Turn, of_rank
 from ckptstore.interop.dcp.names import DCP_VERSION, FLAT_KEY, keeps
 from ckptstore.interop.formats.pickles import load_torch
 from ckptstore.interop.formats.sources import Loaded, Shelf
@@ -89,14 +89,15 @@ def received_session() -> SessionId:
 class _Save:
     """One save on one rank: its name, its store, and its session if this rank opened it."""
 
-    def __init__(self, place: StorePlace, name: Name, rank: int, *, alone: bool) -> None:
+    def __init__(
+        self, store: Store, close: Callable[[], None], name: Name, rank: int, *, alone: bool
+    ) -> None:
+        self.store, self._close = store, close
         self.rank, self.alone = rank, alone
         self.name = name.of_rank(rank) if alone else name
         self.started = time.perf_counter()
         self.session: Session | None = None
         self.commit: CommitId | None = None
-        self._close: Callable[[], None]
-        self.store, self._close = place.open(create=True)
 
     def label(self, text: str) -> str:
         """A run or tag for this save."""
@@ -154,7 +155,7 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         index: str | None = None,
         overwrite: bool = True,
     ) -> None:
-        super().__init__(StorePlace(store, run=run, storage_options=storage_options, index=index))
+        super().__init__(store, run=run, storage_options=storage_options, index=index)
         self._step, self._metrics, self._message = step, metrics, message
         self._tags = ((tag,) if isinstance(tag, str) else tuple(tag)) if tag else ()
         self._key, self._allow_pickle, self.overwrite = key, allow_pickle, overwrite
@@ -188,7 +189,7 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         name = self._turn.name
         rank = kwargs["rank"] if kwargs.get("rank") is not None else _own_rank()
         alone = not kwargs.get("use_collectives", True)
-        save = _Save(self._place, Name.of(name), rank, alone=alone)
+        save = _Save(*self._opened(create=True), Name.of(name), rank, alone=alone)
         self._turn = Turn(name, save)
         if is_coordinator or alone:
             self._check_name(save)
