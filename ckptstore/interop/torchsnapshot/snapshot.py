@@ -115,15 +115,7 @@ class Snapshot:
         for pending in tuple(_unfinished):
             if pending.path == taking.path:
                 pending._ended.wait()  # its pointer is written a moment after its commit ends
-
-        def point() -> bytes:
-            taking.point(commit)
-            return b""
-
-        if taking.peers is None:
-            point()
-        else:  # before any rank goes on
-            taking.peers.round("snapshot: point", point, lambda handed_in: handed_in)
+        taking.point_together(commit)
         snapshot = cls(taking.path, pg, storage_options)
         snapshot._found = taking.place.store, commit.id
         return snapshot

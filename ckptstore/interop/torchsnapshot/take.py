@@ -80,6 +80,18 @@ class Taking:
         if self.place.pointer is not None and (self.peers is None or self.peers.leads):
             write_pointer(self.place.pointer, Pointer(self.place.store, commit.id))
 
+    def point_together(self, commit: Snapshot) -> None:
+        """As `point`, before any rank goes on."""
+
+        def point() -> bytes:
+            self.point(commit)
+            return b""
+
+        if self.peers is None:
+            point()
+        else:
+            self.peers.round("snapshot: point", point, lambda handed_in: handed_in)
+
 
 def _agree(
     peers: Collective | None,
