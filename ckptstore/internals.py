@@ -105,16 +105,6 @@ class StoreInternals:
             place=handle.url,
         )
 
-    @property
-    def reopen_arguments(self) -> dict[str, Any]:
-        """Arguments with which another process opens this store for the same run."""
-        return {
-            "place": self.handle.place,
-            "run": self.run,
-            "storage_options": self.settings.storage_options,
-            "index": self.settings.index,
-        }
-
     def chunks(self) -> ObjectStore:
         """The chunks that this store has now, by id."""
         self.handle.objects.sync(self.handle.log.replay(refresh=True))

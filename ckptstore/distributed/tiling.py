@@ -8,7 +8,6 @@ by one (docs/format.md §3).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -54,9 +53,7 @@ class Tiling:
 
 
 def misfit(shape: Shape, boxes: Sequence[Box]) -> str | None:
-    """Why `boxes`, distinct and ordered by offsets, do not tile a tensor of `shape` exactly once;
-    None if they do.
-    """
+    """Why `boxes` do not tile a tensor of `shape` exactly once; None if they do."""
     held, wanted = sum(prod(box.lengths) for box in boxes), prod(shape)
     if any(o < 0 or o + n > size for box in boxes for o, n, size in zip(*box, shape, strict=True)):
         return f"a box lies outside the shape {list(shape)}"
@@ -150,13 +147,17 @@ def _prefixes(lengths: Shape, box: Box, lines: int) -> Iterator[int]:
 
 
 def _overlaps(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
-    """Pairs of `boxes`, ordered by offsets, that share an element."""
-    if len({box.offsets[1:] + box.lengths[1:] for box in boxes}) <= 1:
-        yield from ((a, b) for a, b in pairwise(boxes) if intersect(a, b))
+    """Pairs of `boxes` that share an element. A box is compared only with those that it meets in
+    the dimension with the most cuts.
+    """
+    dims = range(len(boxes[0].offsets)) if boxes else range(0)
+    if not dims:
         return
-    for i, a in enumerate(boxes):
-        for b in boxes[i + 1 :]:
-            if b.offsets[0] >= a.offsets[0] + a.lengths[0]:
+    dim = max(dims, key=lambda i: len({box.offsets[i] for box in boxes}))
+    ordered = sorted(boxes, key=lambda box: box.offsets[dim])
+    for i, a in enumerate(ordered):
+        for b in ordered[i + 1 :]:
+            if b.offsets[dim] >= a.offsets[dim] + a.lengths[dim]:
                 break
             if intersect(a, b):
                 yield a, b

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptstore.core.globs import selector
 from ckptstore.core.ids import CommitId
-from ckptstore.core.model import Schema, Shape
+from ckptstore.core.model import Node, Schema, Shape
 from ckptstore.core.text import near
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.restore.mmap import Unmappable
@@ -276,6 +276,30 @@ def assemble(
         if schema.aliases[i] >= 0:
             values[i] = values[schema.aliases[i]]
     return inflate(schema, values, allow_pickle=allow_pickle)
+
+
+def assemble_nodes(
+    reader: Reader,
+    commit: CommitId,
+    tree: Tree,
+    nodes: Sequence[Node | int],
+    *,
+    allow_pickle: bool = False,
+    memory_budget_bytes: int | None = None,
+) -> list[Any]:
+    """Build the objects at `nodes` of a tree's skeleton. Their tensors are read together."""
+    aliases = tree.schema.aliases
+    leaves = {leaf for node in nodes for leaf in leaves_of(node)}
+    owners = {aliases[leaf] for leaf in leaves if aliases[leaf] >= 0} - leaves
+    skeleton = Node("list", (*nodes, *sorted(owners)))
+    made: list[Any] = assemble(
+        reader,
+        commit,
+        View(tree, replace(tree.schema, skeleton=skeleton)),
+        allow_pickle=allow_pickle,
+        memory_budget_bytes=memory_budget_bytes,
+    )
+    return made[: len(nodes)]
 
 
 def new_tensor(

@@ -1,11 +1,14 @@
 """One tensor placed on ranks in all the ways that a checkpoint must carry, made without
 communication."""
 
+import warnings
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -79,3 +82,23 @@ def meet(n: int) -> None:
     group_of(n)
     mesh_of(n, False)
     mesh_of(n, True)
+
+
+def sharded(tensor: torch.Tensor, n: int) -> ShardedTensor:
+    rank, rows = dist.get_rank(group_of(n)), -(-tensor.shape[0] // n)
+    local = tensor[rank * rows : (rank + 1) * rows].clone()
+    shard = LocalShard.from_tensor_and_offsets(local, [rank * rows, 0], dist.get_rank())
+    return init_from_local_shards([shard], *tensor.shape, process_group=group_of(n))
+
+
+def local(value: Any) -> torch.Tensor:
+    if isinstance(value, ShardedTensor):
+        return value.local_shards()[0].tensor
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def quietly(rank: int, task: Any, *args: Any) -> Any:
+    """Silences DCP's own warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return task(rank, *args)

@@ -20,9 +20,8 @@ from ckptstore.distributed.external_commit import PartsCommitter
 from ckptstore.interop.dcp import StoreReader, StoreWriter
 from ckptstore.log.log import Log
 from ckptstore.repository.pack_writer import PackSet
-from tests.distributed.layouts import full, placed
+from tests.distributed.layouts import full, placed, quietly
 from tests.distributed.pool import Pool
-from tests.distributed.test_dcp import quietly
 from tests.support.checker import assert_no_garbage_after_gc
 
 PHASES: dict[str, tuple[Any, str, bool]] = {

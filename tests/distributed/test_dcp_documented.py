@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ckptstore
 from ckptstore.interop.dcp import StoreReader, StoreWriter
-from tests.distributed.layouts import full, meet, mesh_of, placed
+from tests.distributed.layouts import full, local, meet, mesh_of, placed, quietly, sharded
 from tests.distributed.pool import Pool
-from tests.distributed.test_dcp import local, net, quietly, sharded, trained
+from tests.distributed.test_dcp_training import net, trained
 from tests.interop.dcp_states import same
 
 # -- failures --

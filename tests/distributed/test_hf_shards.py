@@ -11,9 +11,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 import ckptstore
 from ckptstore.interop.formats import export, import_path
-from tests.distributed.layouts import meet, mesh_of, placed
+from tests.distributed.layouts import meet, mesh_of, placed, quietly
 from tests.distributed.pool import Pool
-from tests.distributed.test_dcp import quietly
 from tests.interop.test_directories import contents
 
 LAYOUTS = {

@@ -16,8 +16,8 @@ import ckptstore
 from ckptstore.interop.torchsnapshot import RNGState, Snapshot, StateDict
 from ckptstore.interop.torchsnapshot.manifest import ShardedTensorEntry, is_replicated
 from ckptstore.interop.torchsnapshot.tricks import FSDPOptimizerAdapter
+from tests.distributed.layouts import quietly
 from tests.distributed.pool import Pool
-from tests.distributed.test_dcp import quietly
 from tests.distributed.test_snapshots import group, network, sharded_tensor
 
 # -- its example of DistributedDataParallel --

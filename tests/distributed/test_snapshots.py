@@ -343,7 +343,9 @@ def take_elsewhere(rank: int, path: str) -> tuple[str, list[str]]:
 def test_the_first_ranks_path_counts(pool: Pool, tmp_path: Path) -> None:
     got = pool.run(take_elsewhere, str(tmp_path / "runs"))
     assert [path for path, _ in got] == [str(tmp_path / "runs" / "0")] * 4
-    assert got[0][1] == [] and all("rank 0's counts" in warnings[0] for _, warnings in got[1:])
+    assert got[0][1] == [] and all(
+        "the path of rank 0 is used" in warnings[0] for _, warnings in got[1:]
+    )
     assert Snapshot(got[0][0]).read_object("3/s/x") == 3
 
 

@@ -123,5 +123,5 @@ def test_a_directory_whose_name_is_no_unicode_is_imported_and_a_file_in_one_is_r
     refused = call("import", str(folder))
     assert (
         refused.code == Exit.USAGE
-        and "is no Unicode, and a commit has its files by their names; rename it" in refused.err
+        and "is not Unicode, as names in a commit must be; rename it" in refused.err
     )

@@ -2,6 +2,7 @@
 states.
 """
 
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,13 +15,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 import ckptstore
 from ckptstore import CkptStoreError
 from ckptstore.core.ids import new_session_id
 from ckptstore.interop.dcp import StoreReader, StoreWriter
-from ckptstore.interop.dcp.locator import assign, session_of
+from ckptstore.interop.dcp.writer import AssignedSession, received_session
 from tests.interop.dcp_states import same, zeros
 
 pytestmark = pytest.mark.filterwarnings(
@@ -155,7 +158,6 @@ def test_a_save_without_a_name_does_not_get_that_of_another(place: Path) -> None
 
 def test_parts_of_two_saves_do_not_become_one_commit(place: Path) -> None:
     """All parts that a writer finishes must be of one session, whichever rank planned."""
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     def written(writer: StoreWriter) -> tuple[Metadata, Any]:
         planner = DefaultSavePlanner()
@@ -176,16 +178,25 @@ def test_parts_of_two_saves_do_not_become_one_commit(place: Path) -> None:
         assert not list(store.log(None))
 
 
-def test_a_rank_with_the_plan_of_an_earlier_save_finds_the_session_of_its_own_by_name() -> None:
-    sessions = [new_session_id() for _ in range(3)]
-    cached = assign(sessions[0], "earlier")
-    assert session_of(cached, 1, "earlier") == sessions[0]
-    assign(sessions[1], "one")
-    assign(sessions[2], "two")  # overlaps with it
-    assert [session_of(cached, 1, name) for name in ("one", "two", "of an unknown name")] == [
-        *sessions[1:],
-        sessions[2],
-    ]
+@pytest.mark.pickles
+def test_a_rank_writes_under_the_session_that_reached_its_thread_last() -> None:
+    """With cached plans, DCP hands a writer the plan of an earlier save."""
+    sessions = [new_session_id() for _ in range(8)]
+    sent = [pickle.dumps(AssignedSession(session)) for session in sessions]
+
+    def receive(plan: bytes) -> str:
+        pickle.loads(plan)
+        return received_session()
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(receive, sent)) == sessions
+
+
+def test_a_rank_without_a_session_says_what_is_missing(place: Path) -> None:
+    writer = StoreWriter(place)
+    writer.set_up_storage_writer(False)
+    with closing(writer), pytest.raises(ckptstore.InvalidInput, match="use a StoreWriter on all"):
+        writer.write_data(SavePlan([]), DefaultSavePlanner())
 
 
 @pytest.mark.parametrize("how", ["one reader", "one snapshot"])

@@ -209,7 +209,7 @@ def test_a_dcp_directory_that_names_other_files_is_refused(
     for info in metadata.storage_data.values():
         info.relative_path = name
     _write_metadata(tmp_path / "dcp", metadata)
-    with pytest.raises(InvalidInput, match=r"no name|no file"):
+    with pytest.raises(InvalidInput, match=r"not the name|no file"):
         import_path(store, tmp_path / "dcp")
 
 

@@ -239,9 +239,9 @@ def test_a_file_that_shrinks_meanwhile_makes_no_commit(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_file({"w": torch.randn(300, 300)}, tmp_path / "model.safetensors")
-    from ckptstore.interop.formats import directory
+    from ckptstore.interop.formats import imports
 
-    flats = directory.flats_of
+    flats = imports.flats_of
 
     def shrinking(plan: Any) -> Any:
         made = flats(plan)
@@ -249,7 +249,7 @@ def test_a_file_that_shrinks_meanwhile_makes_no_commit(
             file.truncate(1000)
         return made
 
-    monkeypatch.setattr(directory, "flats_of", shrinking)
+    monkeypatch.setattr(imports, "flats_of", shrinking)
     with pytest.raises(ckptstore.Unavailable, match="changed while"):
         import_path(store, tmp_path / "model.safetensors")
     assert store.log() == []

@@ -341,7 +341,7 @@ def test_any_name_can_be_a_snapshots(tmp_path: Path, name: str) -> None:
 
 def test_what_else_lies_at_a_path_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "weights.pt").write_bytes(b"precious")
-    with pytest.raises(ckptstore.Conflict, match="something else"):
+    with pytest.raises(ckptstore.Conflict, match="is there and is not a snapshot of ckptstore"):
         Snapshot.take(str(tmp_path / "weights.pt"), {"s": StateDict()})
     assert (tmp_path / "weights.pt").read_bytes() == b"precious"
     Snapshot.take(str(tmp_path / "runs" / "a"), {"s": StateDict()})

@@ -1,5 +1,9 @@
-"""How does a DCP directory become a commit, and a commit a DCP directory? With a few tensors in
+"""Import a DCP directory as a commit, and export a commit as a DCP directory, with a few tensors in
 memory at a time.
+
+`.metadata` locates the pieces of every tensor in the `.distcp` files. It is a pickle, and is read
+without running any of it: an unpickler knows the dozen names that DCP writes and makes an inert
+record for each. Any other name is refused.
 """
 
 import io
@@ -7,52 +11,48 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from ckptstore.commit.commit_metadata import label_of
-from ckptstore.core.model import Box
+from ckptstore.core.geometry import WIDTHS
+from ckptstore.core.model import Box, Shape
 from ckptstore.core.text import unicode_text
 from ckptstore.errors import Conflict, InvalidInput, Unavailable
-from ckptstore.interop.dcp.directory import Found, found_in
 from ckptstore.interop.dcp.items import (
-    BoxItem,
     Resolved,
-    decode_message,
-    dumped,
-    flattened,
-    marks_of,
-    messages_of,
-    objects_of,
-    parts_of,
+    box_item,
+    object_item,
+    publish_items,
+    read_message,
+    write_items,
 )
-from ckptstore.interop.dcp.names import FLAT_KEY, Named, named
-from ckptstore.interop.dcp.state_tree import plant
+from ckptstore.interop.dcp.names import FLAT_KEY, CommitItems, Keys, Named, dumped
+from ckptstore.interop.formats.pickles import load_inert
+from ckptstore.interop.formats.sources import (
+    DCP_METADATA,
+    Piece,
+    Shelf,
+    located,
+    shape_of,
+    stored_tensor,
+)
+from ckptstore.objects.pointer_files import is_pointer, read_pointer
 from ckptstore.restore.reader import ReadRequest
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state import tensors
 from ckptstore.state.leaves import Destination
 from ckptstore.store import Store, internals_of
+
+METADATA_BYTES_MAX = 1 << 30
 
 
 def dcp_to_store(
@@ -75,25 +75,16 @@ def dcp_to_store(
     root = Path(path)
     internals = internals_of(store)
     internals.handle.check_writable()
-    committer = internals.runtime.parts_committer
     started = time.perf_counter()
-    found = found_in(root, allow_pickle=allow_pickle)
-    resolved = [_resolved(each, allow_pickle) for each in found]
-    session = committer.open()
+    label = label_of(
+        store.run, step, tag, message or f"imported from {unicode_text(root.name)}", metrics
+    )
+    keys, resolved = _read_directory(root, allow_pickle)
+    session = internals.runtime.parts_committer.open()
     try:
-        written = committer.write(session.id, 0, parts_of(resolved, alone=False))
-        messages = messages_of(resolved, written.contents)
-        stored = [
-            decode_message(each.name, 0, text) for each, text in zip(found, messages, strict=True)
-        ]
-        keys = {each.name: each.keys for each in found}
-        planted = plant(stored, keys, flat_key=key, chunk_bytes=store.chunk_bytes, world=1)
-        text = message or f"imported from {unicode_text(root.name)}"
-        return internals.commit_external(
-            lambda metadata: committer.publish(
-                session, metadata, planted.trees, planted.layout, [written.receipt], started
-            ),
-            label_of(store.run, step, tag, text, metrics),
+        written = read_message(0, write_items(store, session.id, 0, resolved, alone=False))
+        return publish_items(
+            store, session, [written], keys, label, flat_key=key, world=1, started=started
         )
     finally:
         session.abandon()
@@ -114,12 +105,12 @@ def store_to_dcp(
     written, `Corrupt` for damaged chunks.
     """
     root = Path(path)
-    if root.is_file() or (root / ".metadata").exists():
+    if root.is_file() or (root / DCP_METADATA).exists():
         raise Conflict(
             f"{root} is {'a file' if root.is_file() else 'a checkpoint'} already; choose another "
             "path"
         )
-    planner = _CommitPlanner(snapshot, key, allow_pickle=allow_pickle)
+    planner = _CommitPlanner(CommitItems(snapshot, key, allow_pickle=allow_pickle))
     with errors_of_dcp(root):
         return _save_state_dict(
             {}, FileSystemWriter(root, overwrite=False), no_dist=True, planner=planner
@@ -128,7 +119,7 @@ def store_to_dcp(
 
 @contextmanager
 def errors_of_dcp(root: Path) -> Iterator[None]:
-    """Unwrap this process' error from DCP's `CheckpointException`, which is no `Exception`."""
+    """Unwrap this process' error from DCP's `CheckpointException`, which is not an `Exception`."""
     try:
         yield
     except CheckpointException as error:
@@ -138,63 +129,114 @@ def errors_of_dcp(root: Path) -> Iterator[None]:
         raise failure from error
 
 
-class _CommitPlanner(SavePlanner):
+class _CommitPlanner(DefaultSavePlanner):
     """Plans the items of a commit, and reads each when it is written."""
 
-    def __init__(self, snapshot: Snapshot, key: str | None, *, allow_pickle: bool) -> None:
-        self._snapshot, self._allow_pickle = snapshot, allow_pickle
-        self._marks = marks_of(snapshot)
-        self._items = named(contents_of(snapshot).trees, self._marks, key)
-        if torn := [item.path for item in self._items.values() if item.parts]:
-            raise InvalidInput(
-                f"{torn[0]} is a part that one rank saved by itself; there is no whole of it to "
-                "write"
-            )
+    def __init__(self, items: CommitItems) -> None:
+        super().__init__()
+        self._items = items
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Does nothing: the state is the commit."""
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan([_planned(item) for item in self._items.values()])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = create_default_global_save_plan(all_plans)
-        return plans, replace(
-            metadata, planner_data={name: item.keys for name, item in self._items.items()}
-        )
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
+        """Plan tensors without memory, and objects that are not read yet."""
+        self.is_coordinator = is_coordinator
+        self.mappings = {name: item.keys for name, item in self._items.by_name.items()}
+        self.state_dict = {name: _planned(item) for name, item in self._items.by_name.items()}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         name = write_item.index.fqn
-        item = self._items[name]
-        if item.tensor is None:
-            value = objects_of(self._snapshot, {name: item}, allow_pickle=self._allow_pickle)[name]
-            return io.BytesIO(value) if item.path in self._marks.raw else dumped(value)
-        schema = item.tree.schema
-        item.tree.check(item.tensor)  # before memory is allocated for a shape that may be damaged
-        tensor = tensors.empty(schema.dtypes[item.tensor], schema.shapes[item.tensor])
-        contents_of(self._snapshot).read([ReadRequest(item.tree, item.tensor, Destination(tensor))])
+        item = self._items.by_name[name]
+        if not item.parts:
+            value = self._items.objects([item])[name]
+            return io.BytesIO(value) if item.path in self._items.marks.raw else dumped(value)
+        leaf = item.parts[0][1]
+        item.tree.check(leaf)  # before memory is allocated for a shape that may be damaged
+        tensor = tensors.empty(item.tree.schema.dtypes[leaf], item.shape)
+        contents_of(self._items.snapshot).read([ReadRequest(item.tree, leaf, Destination(tensor))])
         return tensor
 
 
-def _planned(item: Named) -> WriteItem:
-    if item.tensor is None:
-        return WriteItem(MetadataIndex(item.name), WriteItemType.BYTE_IO)
-    schema = item.tree.schema
-    size = torch.Size(schema.shapes[item.tensor])
-    offsets = torch.Size([0] * len(size))
-    properties = TensorProperties(dtype=tensors.dtype_of(schema.dtypes[item.tensor]))
-    data = TensorWriteData(ChunkStorageMetadata(offsets, size), properties, size)
-    return WriteItem(MetadataIndex(item.name, offsets), WriteItemType.TENSOR, tensor_data=data)
+def _planned(item: Named) -> torch.Tensor | None:
+    if not item.parts:
+        return None
+    if not item.is_whole:
+        raise InvalidInput(
+            f"{item.path} is the part of a tensor that one rank saved alone; the commit does not "
+            "have the whole"
+        )
+    dtype = item.tree.schema.dtypes[item.parts[0][1]]
+    return torch.empty(item.shape, dtype=tensors.dtype_of(dtype), device="meta")
 
 
-def _resolved(found: Found, allow_pickle: bool) -> Resolved:
-    if found.source is None:
-        return flattened(found.name, found.value, allow_pickle, is_bytes=False)
-    return BoxItem(found.dtype, found.shape, Box((0,) * len(found.shape), found.shape)), [
-        found.source
-    ]
+def _read_directory(root: Path, allow_pickle: bool) -> tuple[dict[str, Keys], list[Resolved]]:
+    """The keys that lead to each item of a DCP directory, and the items. Tensors are read when they
+    are stored, a few at a time.
+    """
+    if is_pointer(root):
+        pointer = read_pointer(root)
+        raise InvalidInput(
+            f"{root} points to commit {pointer.id[:12]} of the store {pointer.store}; bring that "
+            "into another by `ckptstore push`"
+        )
+    found = load_inert(root / DCP_METADATA, METADATA_BYTES_MAX)
+    shelf = Shelf()
+    try:
+        pieces = _pieces(root, found)
+        nesting = getattr(found, "planner_data", None) or {}
+        keys = {name: tuple(nesting.get(name) or (name,)) for name in found.state_dict_metadata}
+        for name, own in keys.items():
+            if not all(type(key) in (str, int) for key in own):
+                raise InvalidInput(
+                    f"{root}: the keys that lead to {name} are {str(own)[:80]}; wanted strings and "
+                    "integers"
+                )
+        return keys, [
+            _item(f"{name} in {root}", name, item, pieces.get(name, []), shelf, allow_pickle)
+            for name, item in found.state_dict_metadata.items()
+        ]
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+        if isinstance(error, InvalidInput):
+            raise
+        raise InvalidInput(
+            f"{root / DCP_METADATA} is not DCP metadata that this version reads: {error!r:.200}"
+        ) from error
+
+
+def _pieces(root: Path, found: Any) -> dict[str, list[tuple[Shape | None, Piece]]]:
+    """The stored pieces of each item, with the offsets that tensors have."""
+    pieces: dict[str, list[tuple[Shape | None, Piece]]] = {}
+    for index, info in found.storage_data.items():
+        if getattr(info, "transform_descriptors", None):
+            raise InvalidInput(
+                f"{root}: {index.fqn} was stored through an extension; load it with DCP itself, "
+                "and commit the state"
+            )
+        piece = located(index.fqn, root, info.relative_path, info.offset, info.length)
+        offset = getattr(index, "offset", None)
+        at = None if offset is None else tuple(offset)
+        pieces.setdefault(index.fqn, []).append((at, piece))
+    return pieces
+
+
+def _item(
+    where: str,
+    name: str,
+    item: Any,
+    pieces: list[tuple[Shape | None, Piece]],
+    shelf: Shelf,
+    allow_pickle: bool,
+) -> Resolved:
+    if type(item).__name__ == "BytesStorageMetadata":
+        if len(pieces) != 1:
+            raise InvalidInput(f"{where} is stored in {len(pieces)} places; wanted one")
+        return object_item(name, pieces[0][1].load(where, allow_pickle=allow_pickle), allow_pickle)
+    columns = item.properties.columns
+    dtype = columns[0] if columns else item.properties.dtype
+    if dtype not in WIDTHS:
+        raise InvalidInput(f"{where} is of dtype {str(dtype)[:40]!r}, which cannot be imported")
+    shape = shape_of(item.size)
+    boxes = {shape_of(chunk.offsets): shape_of(chunk.sizes) for chunk in item.chunks}
+    boxed = [(Box(at, boxes[at]), piece) for at, piece in pieces if at in boxes and at is not None]
+    source = stored_tensor(where, dtype, shape, boxed, shelf)
+    return box_item(name, dtype, shape, Box((0,) * len(shape), shape)), [source]

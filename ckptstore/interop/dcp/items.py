@@ -1,307 +1,369 @@
-"""How does a rank write DCP's items, and how are its objects read back?
+"""The items that ranks save: written as parts, described to the coordinator, and joined to the
+trees of a commit.
 
-Tensors are written in place, other objects by the registry; a message describes each item to the
-coordinator. Objects come from the planner's `lookup_object`, so that nothing is pickled. A planner
-that makes its own bytes (`resolve_data`, `transform_object`) is asked for them. Bytes of
-`torch.save` with plain values become values again; others stay bytes.
+DCP has flat names, and the keys that lead to each. The first key is a key of the application state;
+the others make dicts and lists below it. A state dict without nesting, as in
+`dcp.save(model.state_dict())`, becomes one key, `model`. Keys of a mapping that are all whole
+numbers become numbers again, since DCP made text of them.
 """
 
-import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
-import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-
+from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.plan import Extent
+from ckptstore.commit.publish import TreeContent
 from ckptstore.core import geometry
-from ckptstore.core.model import Box, LeafContent, Schema, Shape
+from ckptstore.core.ids import CHUNK_ID_BYTES, SessionId, parse_session_id
+from ckptstore.core.model import INLINE_BYTES, Box, LeafContent, Node, Schema, Shape
 from ckptstore.distributed import framing
 from ckptstore.distributed.external_commit import Part, decode_contents, encode_contents
-from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.interop.dcp.names import Marks, Named
-from ckptstore.interop.formats.pickles import load_torch
-from ckptstore.interop.formats.sources import Loaded, Shelf
+from ckptstore.distributed.tiling import misfit, tile
+from ckptstore.errors import Conflict, Corrupt
+from ckptstore.interop.dcp.names import Keys, Marks, is_divided
+from ckptstore.log.sessions import Session
 from ckptstore.objects import canonical
 from ckptstore.objects.schema import decode_schema, encode_schema
-from ckptstore.restore.reader import ReadRequest
-from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state import containers, tensors, values
+from ckptstore.snapshot import Snapshot
+from ckptstore.state import values
 from ckptstore.state.flatten import flatten
-from ckptstore.state.inflate import Inflater, decode_leaf
 from ckptstore.state.leaf_sources import Source
-from ckptstore.state.leaves import NOTHING, TensorSource
-from ckptstore.state.leaves import Destination as TensorDestination
-from ckptstore.state.paths import segment
+from ckptstore.state.leaves import NOTHING
+from ckptstore.state.paths import segment, segments
+from ckptstore.store import Store, internals_of
 
 _EMPTY = LeafContent(inline=b"")
 
 
 @dataclass(frozen=True, slots=True)
-class BoxItem:
-    """A box of a tensor of `shape`."""
+class Item:
+    """An object, or, with `box`, a box of a tensor of `shape`.
 
-    dtype: str
-    shape: Shape
-    box: Box
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectItem:
-    """A flattened object, its paths relative to the item; `is_bytes` marks bytes that the planner
-    made.
+    `schema` has its leaves, with paths relative to the item; `is_bytes` marks bytes that the
+    planner made.
     """
 
-    schema: Schema
-    is_bytes: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A written item: its kind, the content of each leaf, and the rank that wrote it."""
-
     name: str
-    item: "BoxItem | ObjectItem"
+    schema: Schema
+    box: Box | None = None
+    shape: Shape = ()
+    is_bytes: bool = False
+
+
+Resolved: TypeAlias = tuple[Item, list[Source]]
+"""An item and the sources of its leaves."""
+
+
+class Stored(NamedTuple):
+    """A written item: the content of each leaf, and the rank that wrote it."""
+
+    item: Item
     contents: Sequence[LeafContent]
     rank: int
 
 
-Resolved: TypeAlias = tuple[BoxItem | ObjectItem, list[Source]]
+class RankItems(NamedTuple):
+    """The items of one rank, the receipt for them, and the session that they were written under."""
+
+    session: SessionId
+    receipt: bytes
+    stored: list[Stored]
 
 
-def resolve(plan: SavePlan, planner: SavePlanner, *, allow_pickle: bool) -> list[Resolved]:
-    """The items of a rank's final plan, in its order, with the sources of their bytes.
+def box_item(name: str, dtype: str, shape: Shape, box: Box) -> Item:
+    schema = Schema(0, ("",), ("tensor",), (dtype,), (box.lengths,), (-1,))
+    return Item(name, schema, box, shape)
 
-    Raises `InvalidInput`, naming the item, for objects unknown to the registry unless
-    `allow_pickle`, and for data that differs from the plan.
+
+def object_item(name: str, value: Any, allow_pickle: bool, *, is_bytes: bool = False) -> Resolved:
+    """An object as an item, as the registry divides it. Raises `InvalidInput` for one that the
+    registry does not know, unless `allow_pickle`."""
+    flat = flatten({name: value}, allow_pickle=allow_pickle)[name]
+    own = len(segment(name))
+    schema = replace(flat.schema, paths=tuple(path[own:] for path in flat.schema.paths))
+    return Item(name, schema, is_bytes=is_bytes), flat.leaves
+
+
+def write_items(
+    store: Store, session: SessionId, rank: int, resolved: Sequence[Resolved], *, alone: bool
+) -> bytes:
+    """Hash and pack the items, durable on return. Returns the message to the coordinator.
+
+    A rank that saves `alone` stores each box as a tensor of its own.
     """
-    shelf = Shelf()
-    return [
-        _object(planner, item, allow_pickle)
-        if item.type == WriteItemType.BYTE_IO
-        else _tensor(planner, item, shelf, allow_pickle)
-        for item in plan.items
-    ]
-
-
-def parts_of(resolved: Sequence[Resolved], *, alone: bool) -> list[Part]:
-    """One part for each leaf of the items with bytes. A rank that saves `alone` treats its boxes as
-    tensors.
-    """
-    return [part for item, sources in resolved for part in _parts(item, sources, alone)]
-
-
-def messages_of(resolved: Sequence[Resolved], contents: Sequence[LeafContent]) -> list[bytes]:
-    """The coordinator's message about each item; `contents` are those of `parts_of`."""
-    messages, given = [], iter(contents)
+    parts = [part for item, sources in resolved for part in _parts(item, sources, alone)]
+    written = internals_of(store).runtime.parts_committer.write(session, rank, parts)
+    given = iter(written.contents)
+    heads: list[list[Any]] = []
+    schemas: list[bytes] = []
+    contents: list[LeafContent] = []
     for item, sources in resolved:
-        found = [_EMPTY if source is NOTHING else next(given) for source in sources]
-        if isinstance(item, BoxItem):
-            head: list[Any] = [
-                item.dtype,
-                list(item.shape),
-                list(item.box.offsets),
-                list(item.box.lengths),
-            ]
-            messages.append(framing.join([canonical.encode(head), b"", encode_contents(found)]))
+        contents += [_EMPTY if source is NOTHING else next(given) for source in sources]
+        if item.box is None:
+            heads.append([item.name, item.is_bytes])
+            schemas.append(encode_schema(item.schema))
         else:
-            messages.append(
-                framing.join(
-                    [
-                        canonical.encode([item.is_bytes]),
-                        encode_schema(item.schema),
-                        encode_contents(found),
-                    ]
-                )
-            )
-    return messages
-
-
-def decode_message(name: str, rank: int, message: object) -> Stored:
-    """The inverse of `messages_of` for one item; raises `Corrupt`."""
-    if not isinstance(message, bytes):
-        raise Corrupt(
-            f"rank {rank} says nothing of {name}; do all ranks use a StoreWriter, and one version "
-            "of ckptstore?"
-        )
-    head_bytes, schema_bytes, contents = framing.split(message, 3)
-    head = canonical.decode(head_bytes)
-    if schema_bytes:
-        schema = decode_schema(schema_bytes)
-        return Stored(
-            name, ObjectItem(schema, head[0]), decode_contents(contents, len(schema)), rank
-        )
-    dtype, shape, offsets, lengths = head
-    return Stored(
-        name,
-        BoxItem(dtype, tuple(shape), Box(tuple(offsets), tuple(lengths))),
-        decode_contents(contents, 1),
-        rank,
+            heads.append([item.name, item.schema.dtypes[0], item.shape, *item.box])
+    return framing.join(
+        [
+            session.encode(),
+            written.receipt,
+            canonical.encode(heads),
+            framing.join(schemas),
+            encode_contents(contents),
+        ]
     )
 
 
-def _parts(item: "BoxItem | ObjectItem", sources: Sequence[Source], alone: bool) -> list[Part]:
-    if isinstance(item, BoxItem):
-        shape = item.box.lengths if alone else item.shape
-        box = None if item.box.lengths == shape else item.box
-        extent = Extent(
-            shape, geometry.width_of(item.dtype), sources[0].nbytes, _is_float(item.dtype), box
+def read_message(rank: int, message: object) -> RankItems:
+    """The inverse of `write_items`. Raises `Corrupt`."""
+    if not isinstance(message, bytes):
+        raise Corrupt(
+            f"rank {rank} sent no message about its items; do all ranks use a StoreWriter, and one "
+            "version of ckptstore?"
         )
-        return [
-            Part(
-                extent,
-                sources[0],
-                geometry.nbytes_of(item.dtype, shape) if sources[0].nbytes else 0,
-            )
-        ]
-    found = []
+    session, receipt, encoded_heads, schemas, contents = framing.split(message, 5)
+    heads = canonical.decode(encoded_heads)
+    objects = iter(framing.split(schemas, sum(len(head) == 2 for head in heads)))
+    items: list[Item] = []
+    for name, *head in heads:
+        if len(head) == 1:
+            items.append(Item(name, decode_schema(next(objects)), is_bytes=head[0]))
+        else:
+            dtype, shape, offsets, lengths = head
+            items.append(box_item(name, dtype, tuple(shape), Box(tuple(offsets), tuple(lengths))))
+    leaves = iter(decode_contents(contents, sum(len(item.schema) for item in items)))
+    stored = [Stored(item, [next(leaves) for _ in item.schema.paths], rank) for item in items]
+    return RankItems(parse_session_id(session.decode()), receipt, stored)
+
+
+def _parts(item: Item, sources: Sequence[Source], alone: bool) -> Iterator[Part]:
+    """One part for each leaf with bytes of its own."""
+    schema = item.schema
     for i, source in enumerate(sources):
         if source is NOTHING:
             continue
-        dtype = item.schema.dtypes[i]
-        if item.schema.kinds[i] == "tensor" and source.nbytes:
-            extent = Extent(item.schema.shapes[i], source.width, source.nbytes, _is_float(dtype))
-        else:
-            extent = Extent((source.nbytes,), 1, source.nbytes, False)
-        found.append(Part(extent, source, source.nbytes))
-    return found
+        if schema.kinds[i] != "tensor" or not source.nbytes:
+            yield Part(Extent((source.nbytes,), 1, source.nbytes, False), source, source.nbytes)
+            continue
+        dtype, shape, box = schema.dtypes[i], schema.shapes[i], None
+        if item.box and not alone and shape != item.shape:
+            shape, box = item.shape, item.box
+        floating = dtype.startswith(("float", "bfloat"))
+        extent = Extent(shape, geometry.width_of(dtype), source.nbytes, floating, box)
+        yield Part(extent, source, geometry.nbytes_of(dtype, shape))
 
 
-def _is_float(dtype: str) -> bool:
-    return dtype.startswith(("float", "bfloat"))
+def publish_items(
+    store: Store,
+    session: Session,
+    ranks: Sequence[RankItems],
+    keys: Mapping[str, Keys],
+    label: CommitMetadata,
+    *,
+    flat_key: str,
+    world: int,
+    alone: int | None = None,
+    started: float,
+) -> Snapshot:
+    """Commit what `ranks` have written under `session`, and end it. `keys` leads to items; a name
+    without keys is its own key. `alone` is the number of a rank that saves its part alone.
 
-
-def _tensor(planner: SavePlanner, item: WriteItem, shelf: Shelf, allow_pickle: bool) -> Resolved:
-    name, data = item.index.fqn, item.tensor_data
-    if data is None or data.chunk is None:
-        raise InvalidInput(f"{name} is planned as a tensor without saying which part of it")
-    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-    tensor = _resolved(planner, item)
-    if not tensors.is_strided(tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return flattened(name, tensor, allow_pickle, is_bytes=False)
-    if tuple(tensor.shape) != box.lengths:
-        raise InvalidInput(
-            f"{name}: the planner gives {list(tensor.shape)} of it; its plan says "
-            f"{list(box.lengths)}"
-        )
-    return BoxItem(tensors.DTYPE_NAMES[tensor.dtype], tuple(data.size), box), [
-        _source(planner, item, tensor, shelf)
-    ]
-
-
-def _source(planner: SavePlanner, item: WriteItem, tensor: torch.Tensor, shelf: Shelf) -> Source:
-    if _lends(planner):
-        return TensorSource(tensor)
-    # The planner makes new data, so it is not all held at once.
-    return Loaded(lambda: _resolved(planner, item), tensor.nbytes, tensor.itemsize, shelf)
-
-
-def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    tensor = planner.resolve_data(item)
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidInput(
-            f"the planner gives a {type(tensor).__qualname__} for the tensor {item.index.fqn}"
-        )
-    return tensor.detach()
-
-
-def _object(planner: SavePlanner, item: WriteItem, allow_pickle: bool) -> Resolved:
-    name = item.index.fqn
-    if _lends(planner):
-        return flattened(name, planner.lookup_object(item.index), allow_pickle, is_bytes=False)  # type: ignore[attr-defined]
-    data = planner.resolve_data(item)
-    if not isinstance(data, io.BytesIO):
-        raise InvalidInput(
-            f"the planner gives a {type(data).__qualname__} for the object {name}; wanted "
-            "io.BytesIO"
-        )
-    try:
-        value = load_torch(
-            io.BytesIO(data.getvalue()), name, allow_pickle=False
-        )  # which runs no code
-        return flattened(name, value, allow_pickle, is_bytes=False)
-    except InvalidInput:
-        return flattened(name, data.getvalue(), allow_pickle, is_bytes=True)
-
-
-def _lends(planner: SavePlanner) -> bool:
-    """Whether the planner returns the state dict's own objects."""
-    cls: Any = type(planner)
-    return (
-        isinstance(planner, DefaultSavePlanner)
-        and cls.resolve_data is DefaultSavePlanner.resolve_data
-        and cls.transform_object is DefaultSavePlanner.transform_object
+    Raises `Conflict` for boxes that do not tile their tensors, and for another session's items.
+    """
+    internals = internals_of(store)
+    planter = _Planter(store.chunk_bytes, alone)
+    stored = [each for rank in ranks for each in rank.stored]
+    trees = planter.trees(_nested(stored, keys, flat_key, planter.marks))
+    layout: dict[str, Any] = {"world": world, "trees": planter.held}
+    if planter.marks != Marks():
+        layout["dcp"] = planter.marks.document()
+    encoded = None if world == 1 and "dcp" not in layout else canonical.encode(layout)
+    receipts = [rank.receipt for rank in ranks]
+    return internals.commit_external(
+        lambda metadata: internals.runtime.parts_committer.publish(
+            session, metadata, trees, encoded, receipts, started
+        ),
+        label,
+        follow=alone is None,
     )
 
 
-def flattened(name: str, value: Any, allow_pickle: bool, *, is_bytes: bool) -> Resolved:
-    """An object as an item, flattened by the registry."""
-    flat = flatten({name: value}, allow_pickle=allow_pickle)[name]
-    own, schema = len(segment(name)), flat.schema
-    paths = tuple(path[own:] for path in schema.paths)
-    return ObjectItem(Schema(schema.skeleton, paths, *_columns(schema)), is_bytes), flat.leaves
-
-
-def _columns(schema: Schema) -> tuple[Any, ...]:
-    return schema.kinds, schema.dtypes, schema.shapes, schema.aliases
-
-
-def objects_of(
-    snapshot: Snapshot, items: Mapping[str, Named], *, allow_pickle: bool
-) -> dict[str, Any]:
-    """The object of each item, by name. The tensors in them are read together."""
-    made: dict[int, dict[int, Any]] = {}
-    wanted: list[ReadRequest] = []
-    for item in items.values():
-        leaves = made.setdefault(id(item.tree), {})
-        schema = item.tree.schema
-        for leaf in containers.leaves_of(item.node):
-            number = leaf if schema.aliases[leaf] < 0 else schema.aliases[leaf]
-            if number in leaves:
-                continue
-            if schema.kinds[number] == "tensor":
-                item.tree.check(
-                    number
-                )  # before memory is allocated for a shape that may be damaged
-                leaves[number] = tensors.empty(schema.dtypes[number], schema.shapes[number])
-                wanted.append(ReadRequest(item.tree, number, TensorDestination(leaves[number])))
-            else:
-                leaves[number] = decode_leaf(
-                    schema,
-                    number,
-                    contents_of(snapshot).leaf_bytes(item.tree, number),
-                    values.NO_CLASSES,
+def _nested(
+    stored: Sequence[Stored], keys: Mapping[str, Keys], flat_key: str, marks: Marks
+) -> dict[Any, Any]:
+    """The items of each name, in nested dicts by their keys."""
+    by_name: dict[str, list[Stored]] = {}
+    for each in stored:
+        by_name.setdefault(each.item.name, []).append(each)
+    order = [name for name in keys if name in by_name]
+    order += [name for name in by_name if name not in keys]
+    places = {name: tuple(keys.get(name) or (name,)) for name in order}
+    if order and all(len(place) == 1 for place in places.values()):
+        marks.flat = flat_key
+        places = {name: (flat_key, *place) for name, place in places.items()}
+    root: dict[Any, Any] = {}
+    for name, place in places.items():
+        at = root
+        for key in place[:-1]:
+            at = at.setdefault(key, {})
+            if not isinstance(at, dict):
+                raise Conflict(
+                    f"{name} lies below another item of the state dict; give them different names"
                 )
-    contents_of(snapshot).read(wanted)
-    return {name: _made(item, made[id(item.tree)], allow_pickle) for name, item in items.items()}
+        at[place[-1]] = by_name[name]
+    return root
 
 
-def dumped(value: Any) -> io.BytesIO:
-    """An object in the bytes of DCP's own planner, for planners that read bytes."""
-    data = io.BytesIO()
-    torch.save(value, data)
-    data.seek(0)
-    return data
+class _Planter:
+    """Makes the trees one by one. `held` has the ranks of the boxes of each divided leaf."""
+
+    def __init__(self, chunk_bytes: int, alone: int | None) -> None:
+        self._chunk_bytes = chunk_bytes
+        self.marks = Marks(rank=alone)
+        self.held: dict[str, dict[str, Any]] = {}
+        self._leaves: list[tuple[Any, ...]] = []
+        self._contents: list[LeafContent] = []
+        self._held: dict[str, Any] = {}
+
+    def trees(self, root: Mapping[Any, Any]) -> list[TreeContent]:
+        return [self._tree(str(key), below) for key, below in root.items()]
+
+    def _tree(self, key: str, below: Any) -> TreeContent:
+        self._leaves, self._contents = [], []
+        self._held = self.held[key] = {}
+        skeleton = self._node(below, segment(key))
+        columns = tuple(zip(*self._leaves, strict=True)) or ((),) * 5
+        return TreeContent(key, Schema(skeleton, *columns), self._contents)
+
+    def _node(self, below: Any, path: str) -> Node | int:
+        if isinstance(below, list):
+            return self._item(below, path)
+        if all(type(key) is int for key in below) and sorted(below) == list(range(len(below))):
+            children = tuple(self._node(below[i], f"{path}/{i}") for i in range(len(below)))
+            return Node("list", children)
+        names = [values.encode_key(key) for key in _as_numbers(list(below))]
+        children = tuple(
+            self._node(child, f"{path}/{name}")
+            for child, name in zip(below.values(), segments(names), strict=True)
+        )
+        return Node("dict", children, tuple(names))
+
+    def _item(self, stored: list[Stored], path: str) -> Node | int:
+        item, contents, _ = stored[0]
+        boxes = _boxes(stored)
+        if item.box is None:
+            return self._object(item, contents, path)
+        if self.marks.rank is not None and any(box.lengths != item.shape for box in boxes):
+            return self._part(item, boxes, path)
+        if 0 not in item.shape and (problem := misfit(item.shape, tuple(boxes))):
+            ranks = sorted({each.rank for each in stored})
+            raise Conflict(
+                f"{item.name} with shape {list(item.shape)} is not saved exactly once by ranks "
+                f"{ranks}: {problem}"
+            )
+        if len(boxes) > 1:
+            self._held[path] = {
+                "mesh": None,
+                "placements": [],
+                "boxes": list(boxes),
+                "ranks": [[each.rank] for each in boxes.values()],
+            }
+        found = {box: each.contents[0] for box, each in boxes.items()}
+        (dtype,) = item.schema.dtypes
+        content = whole_content(dtype, item.shape, found, self._chunk_bytes)
+        return self._leaf((path, "tensor", dtype, item.shape, -1), content)
+
+    def _object(self, item: Item, contents: Sequence[LeafContent], path: str) -> Node | int:
+        schema, first = item.schema, len(self._leaves)
+        if item.is_bytes:
+            self.marks.raw.append(path)
+        if is_divided(schema.skeleton, schema):
+            self.marks.items.append(path)
+        for i, content in enumerate(contents):
+            alias = schema.aliases[i] + first if schema.aliases[i] >= 0 else -1
+            kind, dtype, shape = schema.kinds[i], schema.dtypes[i], schema.shapes[i]
+            self._leaf((path + schema.paths[i], kind, dtype, shape, alias), content)
+        return _shifted(schema.skeleton, first)
+
+    def _part(self, item: Item, boxes: Mapping[Box, Stored], path: str) -> Node:
+        """A tensor of which only boxes exist: each becomes a tensor, named by its offsets."""
+        self.marks.parts[path] = item.shape
+        (dtype,) = item.schema.dtypes
+        names = tuple(",".join(map(str, box.offsets)) for box in boxes)
+        children = tuple(
+            self._leaf((f"{path}/{name}", "tensor", dtype, box.lengths, -1), each.contents[0])
+            for name, (box, each) in zip(names, boxes.items(), strict=True)
+        )
+        return Node("dict", children, names)
+
+    def _leaf(self, columns: tuple[Any, ...], content: LeafContent) -> int:
+        """Append a leaf: its path, kind, dtype, shape and alias, as in a schema's columns."""
+        self._leaves.append(columns)
+        self._contents.append(content)
+        return len(self._leaves) - 1
 
 
-def marks_of(snapshot: Snapshot) -> Marks:
-    """The marks of DCP's names in a commit's layout. Raises `Corrupt`."""
-    layout = snapshot.layout
-    try:
-        return Marks() if layout is None or layout.dcp is None else Marks.of(layout.dcp)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise Corrupt(
-            f"the layout of commit {snapshot.id[:12]} is damaged: {error!r}; run `ckptstore fsck`"
-        ) from error
+def _boxes(stored: Sequence[Stored]) -> dict[Box, Stored]:
+    """The boxes of one name with bytes, in order. Raises `Conflict` if ranks have different things
+    under it."""
+    kinds = {
+        "an object" if item.box is None else f"{item.schema.dtypes[0]}{list(item.shape)}"
+        for item, _, _ in stored
+    }
+    if len(kinds) > 1:
+        raise Conflict(
+            f"{stored[0].item.name} is {' and '.join(sorted(kinds))} on different ranks; give "
+            "different things different names"
+        )
+    found = {each.item.box: each for each in stored}
+    return {box: found[box] for box in sorted(filter(None, found)) if 0 not in box.lengths}
 
 
-def _made(item: Named, found: Mapping[int, Any], allow_pickle: bool) -> Any:
-    schema = item.tree.schema
-    leaves = [None] * len(schema)
-    for leaf in containers.leaves_of(item.node):
-        leaves[leaf] = found[leaf if schema.aliases[leaf] < 0 else schema.aliases[leaf]]
-    return Inflater(schema, leaves, {}, values.NO_CLASSES, allow_pickle=allow_pickle).inflate(
-        item.node
-    )
+def whole_content(
+    dtype: str, shape: Shape, boxes: Mapping[Box, LeafContent], chunk_bytes: int
+) -> LeafContent:
+    """The content of a tensor from its boxes, which tile it: chunks of the whole where no edge cuts
+    one.
+    """
+    nbytes, width = geometry.nbytes_of(dtype, shape), geometry.width_of(dtype)
+    if nbytes <= INLINE_BYTES:
+        return LeafContent(inline=_assembled(shape, width, nbytes, boxes), raw_bytes=nbytes)
+    ordered = tuple(boxes)
+    if len(ordered) == 1:
+        return LeafContent(ids=boxes[ordered[0]].ids, raw_bytes=nbytes)
+    tiling = tile(shape, width, chunk_bytes, ordered)
+    if not tiling.whole or tiling.cells:
+        joined = b"".join(boxes[box].ids for box in ordered)
+        return LeafContent(ids=joined, raw_bytes=nbytes, boxes=ordered)
+    ids = bytearray(tiling.chunks * CHUNK_ID_BYTES)
+    for span in tiling.spans:
+        own = boxes[ordered[span.box]].ids[span.first * CHUNK_ID_BYTES : span.stop * CHUNK_ID_BYTES]
+        ids[span.chunk * CHUNK_ID_BYTES : span.chunk * CHUNK_ID_BYTES + len(own)] = own
+    return LeafContent(ids=bytes(ids), raw_bytes=nbytes)
+
+
+def _assembled(shape: Shape, width: int, nbytes: int, boxes: Mapping[Box, LeafContent]) -> bytes:
+    data = bytearray(nbytes)
+    for box, content in boxes.items():
+        at, own = 0, content.inline or b""
+        for start, stop in geometry.byte_ranges(shape, box, width):
+            data[start:stop] = own[at : at + stop - start]
+            at += stop - start
+    return bytes(data)
+
+
+def _as_numbers(keys: list[Any]) -> list[Any]:
+    """Keys with whole numbers instead of DCP's text."""
+    if all(isinstance(key, str) and key.isdecimal() and str(int(key)) == key for key in keys):
+        return [int(key) for key in keys]
+    return keys
+
+
+def _shifted(node: Node | int, by: int) -> Node | int:
+    """A skeleton with leaf numbers starting at `by`."""
+    if isinstance(node, int):
+        return node + by
+    children = tuple(_shifted(child, by) for child in node.children)
+    return Node(node.type, children, node.keys, node.attrs)

@@ -1,4 +1,4 @@
-"""How does `dcp.load` read a commit of any origin?
+"""The storage reader with which `dcp.load` reads a commit of any origin.
 
 `StoreReader` makes DCP's metadata from the commit's schemas and pages; nothing is unpickled. Boxes
 are read straight into the planner's tensors, every chunk verified; objects come from the registry.
@@ -7,9 +7,9 @@ are read straight into the planner's tensors, every chunk verified; objects come
 import io
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
@@ -28,11 +28,17 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckptstore.core.config import MIB
+from ckptstore.core.geometry import within
 from ckptstore.core.model import Box
 from ckptstore.errors import Conflict, InvalidInput, NotFound
-from ckptstore.interop.dcp.items import dumped, marks_of, objects_of
-from ckptstore.interop.dcp.locator import AtPlace, CheckpointId, StorePlace, of_rank, ref_of_rank
-from ckptstore.interop.dcp.names import DCP_VERSION, Marks, Named, named
+from ckptstore.interop.dcp.locator import (
+    AtPlace,
+    CheckpointId,
+    Turn,
+    of_rank,
+    ref_of_rank,
+)
+from ckptstore.interop.dcp.names import DCP_VERSION, CommitItems, Named, dumped, keeps
 from ckptstore.repository.resolve_ref import AnyRef
 from ckptstore.restore.reader import ReadRequest
 from ckptstore.snapshot import Snapshot, contents_of
@@ -47,13 +53,21 @@ BATCH_BYTES = 256 * MIB
 
 @dataclass(slots=True)
 class _Load:
-    """One load: the commit, and its items for DCP."""
+    """One load: the commit's items, a function that closes their store, and DCP's id."""
 
-    place: StorePlace
-    snapshot: Snapshot
-    marks: Marks
-    items: dict[str, Named]
+    items: CommitItems
+    release: Callable[[], None]
     id: str
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return self.items.snapshot
+
+    def item(self, request: ReadItem) -> Named:
+        name = request.storage_index.fqn
+        if name not in self.items.by_name:
+            raise NotFound(f"commit {self.snapshot.id[:12]} has nothing called {name!r}")
+        return self.items.by_name[name]
 
 
 class StoreReader(AtPlace[_Load], StorageReader):
@@ -82,7 +96,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
         storage_options: Mapping[str, Any] | None = None,
         index: str | None = None,
     ) -> None:
-        super().__init__(StorePlace(store, run=run, storage_options=storage_options, index=index))
+        super().__init__(store, run=run, storage_options=storage_options, index=index)
         self._first_ref = ref
         self._key, self._cast, self._allow_pickle = key, cast, allow_pickle
 
@@ -90,50 +104,30 @@ class StoreReader(AtPlace[_Load], StorageReader):
         """Forget this thread's load; the next one is of `checkpoint_id`, or of this reader's own
         `ref`.
         """
-        self._name_it(checkpoint_id)
-        self.close()
+        self._drop()
+        self._turn = Turn(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's metadata of the commit; with `rank`, of that rank's save without coordination.
 
         Raises `NotFound` if there is no such commit.
         """
-        self.close()
-        place = self._place.another()
-        store = place.store(read_only=True)
-        rank: int | None = kwargs.get("rank")
+        self._drop()
+        store, close = self._opened(read_only=True)
         try:
-            ref = self._ref if rank is None else ref_of_rank(self._ref, store.run, rank)
-            snapshot = self._whole(store, ref) if rank is None else store.checkout(ref)
-            marks = marks_of(snapshot)
-            if rank is None and marks.rank is not None:
-                raise NotFound(
-                    f"commit {snapshot.id[:12]} is what rank {marks.rank} saved by itself, not the "
-                    "whole"
-                )
-            if self._key is not None and self._key not in contents_of(snapshot).trees:
-                keys = ", ".join(contents_of(snapshot).trees)
-                raise NotFound(
-                    f"commit {snapshot.id[:12]} has no key {self._key!r}; it has {keys}; without "
-                    "key=, it is loaded whole"
-                )
-            load = _Load(
-                place,
-                snapshot,
-                marks,
-                named(contents_of(snapshot).trees, marks, self._key),
-                str(uuid.uuid4()),
-            )
-            self._begin_with(load)
+            items = self._items(store, kwargs.get("rank"))
         except BaseException:
-            place.close()
+            close()
             raise
+        load = _Load(items, close, str(uuid.uuid4()))
+        commit = items.snapshot.id
+        self._turn = Turn(self._turn.name, load)
         metadata = Metadata(
-            state_dict_metadata={name: _metadata(item) for name, item in load.items.items()},
-            planner_data={name: item.keys for name, item in load.items.items()},
-            storage_data={"store": store.url, "commit": snapshot.id},
+            state_dict_metadata={name: _metadata(item) for name, item in items.by_name.items()},
+            planner_data={name: item.keys for name, item in items.by_name.items()},
+            storage_data={"store": store.url, "commit": commit},
             storage_meta=StorageMeta(
-                checkpoint_id=self.checkpoint_id, save_id=snapshot.id, load_id=load.id
+                checkpoint_id=self.checkpoint_id, save_id=commit, load_id=load.id
             ),
         )
         metadata.version = DCP_VERSION
@@ -142,17 +136,15 @@ class StoreReader(AtPlace[_Load], StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        if (
-            self._current is None
-            or (metadata.storage_data or {}).get("commit") != self._current.snapshot.id
-        ):
+        load = self._turn.work
+        if load is None or (metadata.storage_data or {}).get("commit") != load.snapshot.id:
             raise InvalidInput(
                 "the metadata is not what this reader read last; call read_metadata first"
             )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        load = self._read()
-        plan.storage_data = load.snapshot.id if load.marks.rank is None else None
+        load = self._in_progress()
+        plan.storage_data = load.snapshot.id if load.items.marks.rank is None else None
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -163,24 +155,22 @@ class StoreReader(AtPlace[_Load], StorageReader):
         if len(found) > 1:
             ids = ", ".join(sorted(commit[:12] for commit in found))
             raise Conflict(
-                f"ranks found different commits ({ids}): {self._ref!r} moved meanwhile; load "
+                f"ranks found different commits ({ids}): {self._ref!r} moved in between; load "
                 "again, or by a step or an id"
             )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what was planned; verified and in place on return."""
-        load = self._read()
+        load = self._in_progress()
         try:
-            self._load_objects(
-                [item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner, load
-            )
-            for batch in _batches(
-                [item for item in plan.items if item.type == LoadItemType.TENSOR], planner
-            ):
+            objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+            self._load_objects(objects, planner, load)
+            boxes = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+            for batch in _batches(boxes, planner):
                 self._load_tensors(batch, planner, load)
         finally:
-            load.place.close()
+            load.release()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -189,22 +179,40 @@ class StoreReader(AtPlace[_Load], StorageReader):
         """Close the store, if it was opened here. Every load closes its own, except one that fails
         before it reads.
         """
-        if (load := self._begin_with(None)) is not None:
-            load.place.close()
+        self._drop()
 
     @property
     def load_id(self) -> str:
         """Identifies this thread's load; empty before `read_metadata`."""
-        return self._current.id if self._current else ""
+        return self._turn.work.id if self._turn.work else ""
 
     @property
     def _ref(self) -> AnyRef:
-        return self._first_ref if self._checkpoint_id is None else self._checkpoint_id
+        return self._first_ref if self._turn.name is None else self._turn.name
 
-    def _read(self) -> _Load:
-        if self._current is None:
-            raise InvalidInput("nothing to load from; call read_metadata first")
-        return self._current
+    def _in_progress(self) -> _Load:
+        if self._turn.work is None:
+            raise InvalidInput("no load is in progress on this thread; call read_metadata first")
+        return self._turn.work
+
+    def _items(self, store: Store, rank: int | None) -> CommitItems:
+        """The items of this reader's commit, or of what `rank` saved alone. Raises `NotFound`."""
+        if rank is None:
+            snapshot = self._whole(store, self._ref)
+        else:
+            snapshot = store.checkout(ref_of_rank(self._ref, store.run, rank))
+        if self._key is not None and self._key not in snapshot.keys():  # noqa: SIM118  # no mapping
+            raise NotFound(
+                f"commit {snapshot.id[:12]} has no key {self._key!r}; it has "
+                f"{', '.join(snapshot.keys())}; without key=, it is loaded whole"
+            )
+        items = CommitItems(snapshot, self._key, allow_pickle=self._allow_pickle)
+        if rank is None and items.marks.rank is not None:
+            raise NotFound(
+                f"commit {snapshot.id[:12]} is the part that rank {items.marks.rank} saved alone, "
+                "not the whole"
+            )
+        return items
 
     def _whole(self, store: Store, ref: AnyRef) -> Snapshot:
         """The commit `ref`. `latest` finds nothing if ranks have saved without coordination
@@ -216,17 +224,17 @@ class StoreReader(AtPlace[_Load], StorageReader):
             for info in store.log(1, run=of_rank(store.run, 0))
         ):
             raise NotFound(
-                f"the newest of run {store.run} is what ranks saved by themselves; step "
-                f"{snapshot.step} is the newest whole one"
+                f"the ranks of run {store.run} saved their parts alone since; step "
+                f"{snapshot.step} is the newest whole commit"
             )
         return snapshot
 
     def _load_objects(self, requests: list[ReadItem], planner: LoadPlanner, load: _Load) -> None:
-        items = {request.storage_index.fqn: _item(load, request) for request in requests}
-        values = objects_of(load.snapshot, items, allow_pickle=self._allow_pickle)
+        items = {request.storage_index.fqn: load.item(request) for request in requests}
+        values = load.items.objects(items.values())
         for request in requests:
             name = request.storage_index.fqn
-            if items[name].path in load.marks.raw:
+            if items[name].path in load.items.marks.raw:
                 planner.load_bytes(request, io.BytesIO(values[name]))
             else:
                 _hand_over(planner, request, values[name])
@@ -236,7 +244,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
     ) -> None:
         targets, wanted, copied = [], [], []
         for request in requests:
-            item = _item(load, request)
+            item = load.item(request)
             target = planner.resolve_tensor(request)
             number, box = _where(item, request)
             committed = item.tree.schema.dtypes[number]
@@ -258,7 +266,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
     def _check(self, item: Named, request: ReadItem, target: torch.Tensor, committed: str) -> None:
         if tuple(target.shape) != tuple(request.lengths):
             raise InvalidInput(
-                f"{item.name}: the planner gives {list(target.shape)} for a part of shape "
+                f"{item.name}: the planner returned shape {list(target.shape)} for a part of shape "
                 f"{list(request.lengths)}"
             )
         own = tensors.DTYPE_NAMES[target.dtype]
@@ -270,65 +278,39 @@ class StoreReader(AtPlace[_Load], StorageReader):
             )
 
 
-def _item(load: _Load, request: ReadItem) -> Named:
-    name = request.storage_index.fqn
-    if name not in load.items:
-        raise NotFound(f"commit {load.snapshot.id[:12]} has nothing called {name!r}")
-    return load.items[name]
-
-
 def _metadata(item: Named) -> STORAGE_TYPES:
-    schema = item.tree.schema
-    if item.parts:
-        first = item.parts[0][1]
-        chunks = [_chunk(box) for box, _ in item.parts]
-        shape = item.shape
-        return TensorStorageMetadata(
-            TensorProperties(dtype=tensors.dtype_of(schema.dtypes[first])),
-            torch.Size(shape),
-            chunks,
-        )
-    if item.tensor is None:
+    if not item.parts:
         return BytesStorageMetadata()
-    shape = schema.shapes[item.tensor]
-    boxes = item.tree.content(item.tensor).boxes or (Box((0,) * len(shape), shape),)
-    properties = TensorProperties(dtype=tensors.dtype_of(schema.dtypes[item.tensor]))
-    return TensorStorageMetadata(properties, torch.Size(shape), [_chunk(box) for box in boxes])
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
+    leaf = item.parts[0][1]
+    committed = item.tree.content(leaf).boxes if item.is_whole else None
+    boxes = committed or [box for box, _ in item.parts]
+    chunks = [
+        ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box in boxes
+    ]
+    properties = TensorProperties(dtype=tensors.dtype_of(item.tree.schema.dtypes[leaf]))
+    return TensorStorageMetadata(properties, torch.Size(item.shape), chunks)
 
 
 def _where(item: Named, request: ReadItem) -> tuple[int, Box]:
     """The leaf and the box of a request."""
-    start = tuple(request.storage_index.offset or (0,) * len(request.lengths))
-    offsets, lengths = tuple(request.storage_offsets), tuple(request.lengths)
-    if item.tensor is not None:
-        return item.tensor, Box(tuple(a + b for a, b in zip(start, offsets, strict=True)), lengths)
-    for box, number in item.parts:
-        if box.offsets == start:
-            return number, Box(offsets, lengths)
-    raise InvalidInput(f"{item.name} is no tensor, or has no part at {list(start)}")
+    lengths = tuple(request.lengths)
+    start = tuple(request.storage_index.offset or (0,) * len(lengths))
+    offsets = tuple(a + b for a, b in zip(start, request.storage_offsets, strict=True))
+    for box, leaf in item.parts:
+        if item.is_whole or box.offsets == start:
+            return leaf, within(Box(offsets, lengths), box)
+    raise InvalidInput(f"{item.name} is not a tensor, or has no part at {list(start)}")
 
 
 def _batches(requests: list[ReadItem], planner: LoadPlanner) -> Iterator[list[ReadItem]]:
     """One batch if the tensors exist; several if the planner allocates them."""
-    cls: Any = type(planner)
-    default = DefaultLoadPlanner
-    if (
-        isinstance(planner, default)
-        and cls.resolve_tensor is default.resolve_tensor
-        and cls.transform_tensor is default.transform_tensor
-    ):
-        yield requests
-        return
+    lends = keeps(planner, DefaultLoadPlanner, "resolve_tensor", "transform_tensor")
     batch: list[ReadItem] = []
     size = 0
     for request in requests:
         batch.append(request)
         size += 8 * request.lengths.numel()
-        if size >= BATCH_BYTES:
+        if size >= BATCH_BYTES and not lends:
             yield batch
             batch, size = [], 0
     yield batch
@@ -338,14 +320,10 @@ def _hand_over(planner: LoadPlanner, request: ReadItem, value: Any) -> None:
     """Put an object where the planner would. A planner that reads bytes itself gets them as
     torch.save writes them.
     """
-    if (
-        isinstance(planner, DefaultLoadPlanner)
-        and type(planner).load_bytes is DefaultLoadPlanner.load_bytes
-    ):
-        name = request.dest_index.fqn
-        if planner.flatten_state_dict:
-            set_element(planner.original_state_dict, planner.mappings[name], value)
-        else:
-            planner.state_dict[name] = value
-        return
-    planner.load_bytes(request, dumped(value))
+    name, own = request.dest_index.fqn, cast(DefaultLoadPlanner, planner)
+    if not keeps(planner, DefaultLoadPlanner, "load_bytes"):
+        planner.load_bytes(request, dumped(value))
+    elif own.flatten_state_dict:
+        set_element(own.original_state_dict, own.mappings[name], value)
+    else:
+        own.state_dict[name] = value

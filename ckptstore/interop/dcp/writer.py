@@ -1,67 +1,113 @@
-"""How do `dcp.save` and `dcp.async_save` make a commit?
+"""The storage writer with which `dcp.save` and `dcp.async_save` make a commit.
 
 DCP assigns the writers and carries messages between ranks. Through `StoreWriter`, each rank packs
 its items, and the coordinator's `finish` appends the commit. DCP raises any failure on every rank,
 as `CheckpointException`, and nothing is visible.
 
 Saves through one writer may overlap. Each has its own name and session (`_Save`). The session
-travels in plans and receipts, so that parts of two saves cannot become one commit.
+travels with the plans and comes back with the ranks' messages, so that parts of two saves cannot
+become one commit.
+
+Objects come from the planner's `lookup_object`, so that nothing is pickled. A planner that makes
+its own bytes (`resolve_data`, `transform_object`) is asked for them: bytes of `torch.save` with
+plain values become values again, others stay bytes.
 """
 
+import io
 import os
+import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckptstore.commit.commit_metadata import label_of
 from ckptstore.core.ids import CommitId, SessionId, parse_session_id
-from ckptstore.distributed import framing
+from ckptstore.core.model import Box
 from ckptstore.errors import Conflict, InvalidInput
-from ckptstore.interop.dcp.items import decode_message, messages_of, parts_of, resolve
-from ckptstore.interop.dcp.locator import (
-    AtPlace,
-    CheckpointId,
-    Name,
-    StorePlace,
-    assign,
-    name_of,
-    name_of_rank,
-    of_rank,
-    session_of,
+from ckptstore.interop.dcp.items import (
+    RankItems,
+    Resolved,
+    box_item,
+    object_item,
+    publish_items,
+    read_message,
+    write_items,
 )
-from ckptstore.interop.dcp.names import DCP_VERSION, FLAT_KEY
-from ckptstore.interop.dcp.state_tree import plant
+from ckptstore.interop.dcp.locator import AtPlace, CheckpointId, Name, Turn, of_rank
+from ckptstore.interop.dcp.names import DCP_VERSION, FLAT_KEY, keeps
+from ckptstore.interop.formats.pickles import load_torch
+from ckptstore.interop.formats.sources import Loaded, Shelf
 from ckptstore.log.sessions import Session
 from ckptstore.objects.pointer_files import Pointer, write_pointer
+from ckptstore.state import tensors
+from ckptstore.state.leaf_sources import Source
+from ckptstore.state.leaves import TensorSource
 from ckptstore.store import Store, internals_of
 
 __all__ = ["StoreWriter"]
 
+_received = threading.local()
+
+
+class AssignedSession:
+    """The session of a save, on its way from the coordinator to a rank.
+
+    With plan caching, DCP sends this to the rank, but hands the writer the plan of an earlier save.
+    So the thread on which it arrives, which is the one that writes, notes the session.
+    """
+
+    def __init__(self, session: SessionId) -> None:
+        self.session = _received.session = session
+
+    def __reduce__(self) -> tuple[type["AssignedSession"], tuple[SessionId]]:
+        return AssignedSession, (self.session,)
+
+
+def received_session() -> SessionId:
+    """The session that the coordinator sent to this thread last. Raises `InvalidInput` if it sent
+    none."""
+    session = getattr(_received, "session", None)
+    if session is None:
+        raise InvalidInput(
+            "the coordinator sent no session for this save; use a StoreWriter on all ranks, and a "
+            "planner that keeps a plan's storage_data (dataclasses.replace)"
+        )
+    return parse_session_id(session)
+
 
 class _Save:
-    """One save on one rank: its name, and its session if this rank opened it."""
+    """One save on one rank: its name, its store, and its session if this rank opened it."""
 
-    def __init__(self, place: StorePlace, name: Name, rank: int, *, alone: bool) -> None:
-        self.place, self.name, self.rank, self.alone = place, name, rank, alone
+    def __init__(
+        self, store: Store, close: Callable[[], None], name: Name, rank: int, *, alone: bool
+    ) -> None:
+        self.store, self._close = store, close
+        self.rank, self.alone = rank, alone
+        self.name = name.of_rank(rank) if alone else name
         self.started = time.perf_counter()
         self.session: Session | None = None
         self.commit: CommitId | None = None
 
+    def label(self, text: str) -> str:
+        """A run or tag for this save."""
+        return of_rank(text, self.rank) if self.alone else text
+
     def open_session(self) -> Session:
         self.end_session()
-        self.session = internals_of(self.place.store(create=True)).runtime.parts_committer.open()
-        weakref.finalize(
-            self, self.session.abandon
-        )  # if a rank fails, DCP does not tell the coordinator's writer
+        self.session = internals_of(self.store).runtime.parts_committer.open()
+        # If a rank fails, DCP does not tell the coordinator's writer.
+        weakref.finalize(self, self.session.abandon)
         return self.session
 
     def end_session(self) -> None:
@@ -71,7 +117,7 @@ class _Save:
 
     def release(self) -> None:
         self.end_session()
-        self.place.close()
+        self._close()
 
 
 class StoreWriter(AtPlace[_Save], StorageWriter):
@@ -109,7 +155,7 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         index: str | None = None,
         overwrite: bool = True,
     ) -> None:
-        super().__init__(StorePlace(store, run=run, storage_options=storage_options, index=index))
+        super().__init__(store, run=run, storage_options=storage_options, index=index)
         self._step, self._metrics, self._message = step, metrics, message
         self._tags = ((tag,) if isinstance(tag, str) else tuple(tag)) if tag else ()
         self._key, self._allow_pickle, self.overwrite = key, allow_pickle, overwrite
@@ -121,11 +167,10 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Forget this thread's last save; the next one is called `checkpoint_id`."""
-        name_of(checkpoint_id)  # raises before anything is forgotten
-        self._name_it(checkpoint_id)
-        self._forget()
-        if self._is_home:
-            self.commit = None
+        Name.of(checkpoint_id)  # raises before anything is forgotten
+        self._drop()
+        self._turn = Turn(checkpoint_id)
+        self.commit = None
 
     @property
     def save_id(self) -> str | None:
@@ -134,23 +179,21 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         """The storage metadata for planners."""
-        return StorageMeta(
-            checkpoint_id=self.checkpoint_id,
-            save_id=self._current.commit if self._current else None,
-        )
+        save = self._turn.work
+        commit = save.commit if save else None
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=commit)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._forget()
+        self._drop()
+        _received.session = None
+        name = self._turn.name
         rank = kwargs["rank"] if kwargs.get("rank") is not None else _own_rank()
         alone = not kwargs.get("use_collectives", True)
-        name = name_of(self._checkpoint_id)
-        save = _Save(
-            self._place.another(), name_of_rank(name, rank) if alone else name, rank, alone=alone
-        )
-        self._begin_with(save)
+        save = _Save(*self._opened(create=True), Name.of(name), rank, alone=alone)
+        self._turn = Turn(name, save)
         if is_coordinator or alone:
             self._check_name(save)
-        internals_of(save.place.store(create=True)).handle.check_writable()
+        internals_of(save.store).handle.check_writable()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -160,36 +203,29 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         save = self._in_progress()
         session = save.open_session()
         self._saves[session.id] = save
-        assigned = assign(session.id, str(self.checkpoint_id))
-        return [replace(plan, storage_data=assigned) for plan in plans]
+        return [replace(plan, storage_data=AssignedSession(session.id)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Hash and pack this rank's items; durable on return."""
         save = self._in_progress()
         try:
-            # The coordinator knows its session; a cached plan carries that of an earlier save.
-            session = (
-                save.session.id
-                if save.session
-                else session_of(plan.storage_data, save.rank, str(self.checkpoint_id))
-            )
-            resolved = resolve(plan, planner, allow_pickle=self._allow_pickle)
-            committer = internals_of(save.place.store(create=True)).runtime.parts_committer
-            written = committer.write(session, save.rank, parts_of(resolved, alone=save.alone))
-            messages = messages_of(resolved, written.contents)
+            session = save.session.id if save.session else received_session()
+            resolved = _resolve(plan, planner, allow_pickle=self._allow_pickle)
+            message = write_items(save.store, session, save.rank, resolved, alone=save.alone)
         except BaseException:
             save.release()
             raise
-        # Session and receipt travel with the first item; a rank without items sends none.
-        receipt = [session.encode(), written.receipt]
-        texts = [
-            framing.join([message, *([b"", b""] if i else receipt)])
-            for i, message in enumerate(messages)
-        ]
+        # The message travels with the first item; a rank without items sends none.
+        messages = [message, *[b""] * len(plan.items)]
         done: Future[list[WriteResult]] = Future()
-        done.set_result([_result(item, text) for item, text in zip(plan.items, texts, strict=True)])
+        done.set_result(
+            [
+                WriteResult(item.index, item.tensor_storage_size() or 0, each)
+                for item, each in zip(plan.items, messages, strict=False)
+            ]
+        )
         if save.session is None:
-            save.place.close()
+            save.release()
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -197,15 +233,18 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
 
         Raises `Conflict` if another save wrote some of it.
         """
-        told = _told(results)
-        save = self._saves.get(min(told.sessions)) if len(told.sessions) == 1 else self._current
-        if save is None or save.session is None or not told.sessions <= {save.session.id}:
+        ranks = [
+            read_message(rank, found[0].storage_data) for rank, found in enumerate(results) if found
+        ]
+        sessions = {rank.session for rank in ranks}
+        save = self._saves.get(min(sessions)) if len(sessions) == 1 else self._turn.work
+        if save is None or save.session is None or not sessions <= {save.session.id}:
             raise Conflict(
-                "what is to be finished was written by two saves, or by one that ended: nothing "
-                "was committed; repeat the save"
+                "the parts to be committed are from two saves, or from one that ended; nothing was "
+                "committed: repeat the save"
             )
         try:
-            self._publish(save, save.session, metadata, told)
+            self._publish(save, save.session, metadata, ranks, len(results))
         finally:
             save.release()
 
@@ -213,36 +252,36 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         """Close the store, if it was opened here, and drop saves in progress. A save closes its
         store when it ends, except one that failed on another rank.
         """
-        self._forget()
+        self._drop()
         for save in list(self._saves.values()):
             save.release()
 
-    def _publish(self, save: _Save, session: Session, metadata: Metadata, told: "_Told") -> None:
-        store = save.place.store()
-        planted = plant(
-            [
-                decode_message(name, save.rank if save.alone else number, message)
-                for name, number, message in told.messages
-            ],
-            metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {},
-            flat_key=self._key,
-            chunk_bytes=store.chunk_bytes,
-            world=told.world,
-            rank=save.rank if save.alone else None,
-        )
-        internals = internals_of(store)
-        snapshot = internals.commit_external(
-            lambda metadata: internals.runtime.parts_committer.publish(
-                session, metadata, planted.trees, planted.layout, told.receipts, save.started
-            ),
+    def _publish(
+        self,
+        save: _Save,
+        session: Session,
+        metadata: Metadata,
+        ranks: list[RankItems],
+        world: int,
+    ) -> None:
+        store, keys = save.store, metadata.planner_data
+        tags = tuple(map(save.label, self._tags))
+        snapshot = publish_items(
+            store,
+            session,
+            ranks,
+            keys if isinstance(keys, Mapping) else {},
             label_of(
-                of_rank(store.run, save.rank) if save.alone else store.run,
+                save.label(store.run),
                 self._step if save.name.step is None else save.name.step,
-                self._labels(save),
+                (*tags, save.name.tag) if save.name.tag else tags,
                 self._message,
                 self._metrics,
             ),
-            follow=not save.alone,
+            flat_key=self._key,
+            world=world,
+            alone=save.rank if save.alone else None,
+            started=save.started,
         )
         self.commit = save.commit = snapshot.id
         if (pointer := save.name.pointer) is not None:
@@ -256,60 +295,27 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         may not be moved.
         """
         pointer, name = save.name.pointer, save.name
-        if self.overwrite or name == Name():
+        if self.overwrite:
             return
-        store = save.place.store(create=True)
-        run = of_rank(store.run, save.rank) if save.alone else None
         if pointer is not None:
             taken = os.path.lexists(pointer)
         elif name.tag is not None:
-            taken = name.tag in store.tags()
+            taken = name.tag in save.store.tags()
         else:
-            taken = any(info.step == name.step for info in store.log(None, run=run))
+            infos = save.store.log(None, run=save.label(save.store.run) if save.alone else None)
+            taken = name.step is not None and any(info.step == name.step for info in infos)
         if taken:
             raise Conflict(
                 f"Checkpoint already exists: {self.checkpoint_id} names a commit, and "
                 "overwrite=False; give another checkpoint_id"
             )
 
-    def _labels(self, save: _Save) -> tuple[str, ...]:
-        tags = tuple(of_rank(tag, save.rank) for tag in self._tags) if save.alone else self._tags
-        return (*tags, save.name.tag) if save.name.tag else tags
-
     def _in_progress(self) -> _Save:
-        if self._current is None:
+        if self._turn.work is None:
             raise InvalidInput(
                 "no save is in progress on this thread; call set_up_storage_writer first"
             )
-        return self._current
-
-    def _forget(self) -> None:
-        """Drop this thread's save."""
-        if (save := self._begin_with(None)) is not None:
-            save.release()
-
-
-class _Told(NamedTuple):
-    """The ranks' results: the name, rank and message of each item; the receipts and their
-    sessions.
-    """
-
-    messages: list[tuple[str, int, bytes]]
-    receipts: list[bytes]
-    sessions: set[SessionId]
-    world: int
-
-
-def _told(results: Sequence[Sequence[WriteResult]]) -> _Told:
-    told = _Told([], [], set(), len(results))
-    for rank, found in enumerate(results):
-        for result in found:
-            message, session, receipt = framing.split(result.storage_data, 3)
-            told.messages.append((result.index.fqn, rank, message))
-            if session:
-                told.sessions.add(parse_session_id(session.decode()))
-                told.receipts.append(receipt)
-    return told
+        return self._turn.work
 
 
 def _own_rank() -> int:
@@ -319,5 +325,70 @@ def _own_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _result(item: Any, message: bytes) -> WriteResult:
-    return WriteResult(item.index, item.tensor_storage_size() or len(message), message)
+def _resolve(plan: SavePlan, planner: SavePlanner, *, allow_pickle: bool) -> list[Resolved]:
+    """The items of a rank's final plan, in its order, with the sources of their bytes.
+
+    Raises `InvalidInput`, naming the item, for objects unknown to the registry unless
+    `allow_pickle`, and for data that differs from the plan.
+    """
+    shelf = Shelf()
+    return [
+        _object(planner, item, allow_pickle)
+        if item.type == WriteItemType.BYTE_IO
+        else _tensor(planner, item, shelf, allow_pickle)
+        for item in plan.items
+    ]
+
+
+def _tensor(planner: SavePlanner, item: WriteItem, shelf: Shelf, allow_pickle: bool) -> Resolved:
+    name, data = item.index.fqn, item.tensor_data
+    if data is None or data.chunk is None:
+        raise InvalidInput(
+            f"{name} is planned as a tensor, and the plan does not say which part of it"
+        )
+    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    tensor = _asked(planner, item)
+    if not tensors.is_strided(tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return object_item(name, tensor, allow_pickle)
+    if tuple(tensor.shape) != box.lengths:
+        raise InvalidInput(
+            f"{name}: the planner returned shape {list(tensor.shape)}; its plan says "
+            f"{list(box.lengths)}"
+        )
+    source: Source = TensorSource(tensor)
+    if not _lends(planner):
+        # The planner makes new data, so it is not all held at once.
+        source = Loaded(lambda: _asked(planner, item), tensor.nbytes, tensor.itemsize, shelf)
+    dtype = tensors.DTYPE_NAMES[tensor.dtype]
+    return box_item(name, dtype, tuple(data.size), box), [source]
+
+
+def _asked(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    tensor = planner.resolve_data(item)
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidInput(
+            f"the planner returned a {type(tensor).__qualname__} for the tensor {item.index.fqn}"
+        )
+    return tensor.detach()
+
+
+def _object(planner: SavePlanner, item: WriteItem, allow_pickle: bool) -> Resolved:
+    name = item.index.fqn
+    if _lends(planner):
+        return object_item(name, planner.lookup_object(item.index), allow_pickle)  # type: ignore[attr-defined]
+    data = planner.resolve_data(item)
+    if not isinstance(data, io.BytesIO):
+        raise InvalidInput(
+            f"the planner returned a {type(data).__qualname__} for the object {name}; wanted "
+            "io.BytesIO"
+        )
+    try:  # without running code
+        value = load_torch(io.BytesIO(data.getvalue()), name, allow_pickle=False)
+        return object_item(name, value, allow_pickle)
+    except InvalidInput:
+        return object_item(name, data.getvalue(), allow_pickle, is_bytes=True)
+
+
+def _lends(planner: SavePlanner) -> bool:
+    """Whether the planner returns the state dict's own objects."""
+    return keeps(planner, DefaultSavePlanner, "resolve_data", "transform_object")

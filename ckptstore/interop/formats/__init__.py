@@ -1,4 +1,4 @@
-"""How do checkpoints of other formats get into a store, and out of it?
+"""Import and export checkpoints of other formats.
 
 * A `.safetensors` file, a `.safetensors.index.json` with its shards, or any directory becomes
   tensors and files, and is exported again byte for byte.

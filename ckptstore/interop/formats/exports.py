@@ -1,4 +1,4 @@
-"""How does a commit become files of another format?
+"""Write a commit as files of another format.
 
 Bytes go from packs to files through at most some tens of MiB of memory. A file appears only when it
 is complete.
@@ -14,12 +14,19 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 from urllib.parse import unquote
 
-from ckptstore.core.model import Node, Shape
+from ckptstore.core.model import Node
 from ckptstore.core.paths import check_path
 from ckptstore.core.scratch import scratch_for
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
-from ckptstore.interop.formats.directory import FILES, SUFFIX, group_keys
-from ckptstore.interop.formats.safetensors_file import Header, encode_header, parse_header
+from ckptstore.interop.formats.imports import FILES, SUFFIX, group_keys
+from ckptstore.interop.formats.safetensors_file import (
+    Entry,
+    Header,
+    encode_header,
+    global_shape,
+    parse_header,
+)
+from ckptstore.interop.formats.sources import check_name
 from ckptstore.restore.reader import ReadRequest, Tree
 from ckptstore.snapshot import Snapshot, contents_of
 
@@ -81,14 +88,12 @@ def export(
             left_out = write(snapshot, scratch, selects, allow_pickle)
     except OSError as error:
         raise Unavailable(f"cannot write {target}: {error}") from error
-    files = (
-        tuple(sorted(p for p in target.rglob("*") if p.is_file())) if target.is_dir() else (target,)
-    )
+    files = tuple(sorted(path for path in _all(target) if path.is_file()))
     return Exported(chosen, files, sum(file.stat().st_size for file in files), left_out)
 
 
 def _format_of(snapshot: Snapshot, target: Path) -> Format:
-    names = _file_names(snapshot)
+    names = list(_files(snapshot))
     if names and (len(names) > 1 or target.suffix in ("", Path(names[0]).suffix)):
         return "files"
     if target.suffix == SUFFIX:
@@ -104,26 +109,25 @@ def _format_of(snapshot: Snapshot, target: Path) -> Format:
 # -- the same files again --
 
 
-def _file_names(snapshot: Snapshot) -> list[str]:
-    """The files of an imported commit; empty for any other commit."""
+def _files(snapshot: Snapshot) -> dict[str, str]:
+    """The files of an imported commit and the paths of their leaves; empty for any other commit."""
     tree = contents_of(snapshot).trees.get(FILES)
     skeleton = tree.schema.skeleton if tree else None
     if (
-        not isinstance(skeleton, Node)
+        tree is None
+        or not isinstance(skeleton, Node)
         or skeleton.type != "dict"
+        or skeleton.children != tuple(range(len(tree.schema)))
+        or not set(tree.schema.kinds) <= {"bytes"}
         or not all(isinstance(key, str) for key in skeleton.keys or ())
     ):
-        return []
-    assert tree
-    plain = skeleton.children == tuple(range(len(tree.schema))) and set(tree.schema.kinds) <= {
-        "bytes"
-    }
-    return list(skeleton.keys or ()) if plain else []
+        return {}
+    return dict(zip(skeleton.keys or (), tree.schema.paths, strict=True))
 
 
 def _write_files(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool) -> int:
-    names = _file_names(snapshot)
-    if not names:
+    files = _files(snapshot)
+    if not files:
         raise InvalidInput(
             f"commit {snapshot.id[:12]} was not imported from files: it has no key {FILES!r} of "
             "files; choose a --format"
@@ -132,99 +136,70 @@ def _write_files(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pick
         raise InvalidInput(
             "the files of an import are exported all together; --select is for the other formats"
         )
-    files = contents_of(snapshot).trees[FILES].schema.paths
     headers = {
         name: parse_header(snapshot.read(path), name)
-        for name, path in zip(names, files, strict=True)
+        for name, path in files.items()
         if name.endswith(SUFFIX)
     }
     keys = group_keys(headers)
-    if not contents_of(snapshot).trees.keys() >= set(keys.values()):
-        headers = {
-            name: header.unsharded for name, header in headers.items()
-        }  # earlier versions imported each file separately
-        keys = group_keys(headers)
-    shapes = _whole_shapes(headers, keys)
-    single = len(names) == 1 and scratch.suffix == Path(names[0]).suffix
-    for name, path in zip(names, files, strict=True):
-        target = scratch if single else _below(scratch, name)
+    tensors = {
+        key: _stored(snapshot, key, [headers[name] for name in keys if keys[name] == key])
+        for key in dict.fromkeys(keys.values())
+    }
+    single = len(files) == 1 and scratch.suffix == Path(next(iter(files))).suffix
+    for name, path in files.items():
+        target = scratch if single else scratch.joinpath(*check_name(name, "the commit"))
+        target.parent.mkdir(parents=True, exist_ok=True)
         if name in keys:
-            _write_safetensors_again(snapshot, target, headers[name], keys[name], shapes)
+            _write_tensors(snapshot, target, headers[name], tensors[keys[name]])
         else:
-            with _Writing(target) as file:
-                contents_of(snapshot).read_paths({path: file.at(0)})
+            with open(target, "xb", buffering=0) as file:
+                contents_of(snapshot).read_paths({path: _At(file.fileno(), 0)})
     return 0
 
 
-def _below(root: Path, name: str) -> Path:
-    """The path of the commit's file `name`. Raises `InvalidInput` for a name that leads out of
-    `root`.
-    """
-    if not {"", ".", ".."}.isdisjoint(name.split("/")) or "\0" in name or "\\" in name:
-        raise InvalidInput(
-            f"{name[:80]!r} is no name of a file: wanted names joined by '/', without '.' and '..'"
-        )
-    target = root / name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return target
+Leaf: TypeAlias = tuple[Tree, int]
 
 
-def _whole_shapes(
-    headers: Mapping[str, Header], keys: Mapping[str, str]
-) -> dict[tuple[str, str], Shape]:
-    """By key and name, the shape of each tensor that the files hold whole or in shards."""
-    shapes: dict[tuple[str, str], Shape] = {}
-    for file, header in headers.items():
-        for entry in header.entries:
-            known = shapes.get((keys[file], entry.name), entry.shape)
-            shapes[keys[file], entry.name] = tuple(
-                map(max, known, map(sum, zip(*entry.box, strict=True)))
-            )
-    return shapes
-
-
-def _write_safetensors_again(
-    snapshot: Snapshot,
-    target: Path,
-    header: Header,
-    key: str,
-    shapes: Mapping[tuple[str, str], Shape],
-) -> None:
-    """Write the file that `header` describes: the tensors under `key`, or shards of them. Raises
-    `InvalidInput` if dtype or shape differ.
-    """
-    if key not in contents_of(snapshot).trees:
+def _stored(snapshot: Snapshot, key: str, headers: Sequence[Header]) -> dict[str, Leaf]:
+    """The tensors under `key`, by their names in `headers`. Raises `InvalidInput` if the commit has
+    others."""
+    tree = contents_of(snapshot).trees.get(key)
+    if tree is None:
         raise InvalidInput(
             f"commit {snapshot.id[:12]} has no tensors {key!r} for its files; choose a --format"
         )
-    tree = contents_of(snapshot).trees[key]
     schema = tree.schema
-    there = dict(
-        zip(
-            (schema.skeleton.keys if isinstance(schema.skeleton, Node) else ()) or (),
-            range(len(schema)),
-            strict=False,
-        )
-    )
-    with _Writing(target) as file:
-        file.at(0).write(0, memoryview(header.raw))
+    names = (schema.skeleton.keys if isinstance(schema.skeleton, Node) else None) or ()
+    there = dict(zip(names, range(len(schema)), strict=False))
+    entries: dict[str, list[Entry]] = {}
+    for header in headers:
+        for entry in header.entries:
+            entries.setdefault(entry.name, []).append(entry)
+    found = {}
+    for name, shards in entries.items():
+        i, dtype, shape = there.get(name), shards[0].dtype, global_shape(shards)
+        if i is None or (schema.dtypes[i], schema.shapes[i]) != (dtype, shape):
+            raise InvalidInput(
+                f"{key}/{name} is not what its file says, {dtype}{list(shape)}; choose a --format"
+            )
+        found[name] = tree, i
+    return found
+
+
+def _write_tensors(
+    snapshot: Snapshot, target: Path, header: Header, tensors: Mapping[str, Leaf]
+) -> None:
+    """Write the file that `header` describes: whole tensors, or shards of them."""
+    with open(target, "xb", buffering=0) as file:
+        _At(file.fileno(), 0).write(0, memoryview(header.raw))
         wanted = []
         for entry in header.entries:
-            i, shape = there.get(entry.name), shapes[key, entry.name]
-            if i is None or (schema.dtypes[i], schema.shapes[i]) != (entry.dtype, shape):
-                raise InvalidInput(
-                    f"{key}/{entry.name} is not what its file says, {entry.dtype}{list(shape)}; "
-                    "choose a --format"
-                )
+            tree, leaf = tensors[entry.name]
             if entry.stop > entry.start:
-                wanted.append(
-                    ReadRequest(
-                        tree,
-                        i,
-                        file.at(len(header.raw) + entry.start),
-                        None if entry.shape == shape else entry.box,
-                    )
-                )
+                place = _At(file.fileno(), len(header.raw) + entry.start)
+                box = None if entry.shape == tree.schema.shapes[leaf] else entry.box
+                wanted.append(ReadRequest(tree, leaf, place, box))
         contents_of(snapshot).read(wanted)
 
 
@@ -234,20 +209,20 @@ def _write_safetensors_again(
 def _write_safetensors(
     snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool
 ) -> int:
-    chosen = list(_selected(snapshot, selects))
-    tensors = [(tree, i) for tree, i in chosen if tree.schema.kinds[i] == "tensor"]
-    one_key = len({tree.key for tree, _ in tensors}) == 1
-    names = {_name(tree, i, one_key): tree.schema.paths[i] for tree, i in tensors}
-    if len(names) != len(tensors):
+    chosen = [
+        (tree, i) for tree, i in _selected(snapshot, selects) if tree.schema.kinds[i] == "tensor"
+    ]
+    one_key = len({tree.key for tree, _ in chosen}) == 1
+    named = {_name(tree, i, one_key): (tree, i) for tree, i in chosen}
+    if len(named) != len(chosen):
         raise InvalidInput(
             "two tensors would have one name in a safetensors file; export fewer with --select"
         )
     listed = [
-        (_name(tree, i, one_key), tree.schema.dtypes[i], tree.schema.shapes[i])
-        for tree, i in tensors
+        (name, tree.schema.dtypes[i], tree.schema.shapes[i]) for name, (tree, i) in named.items()
     ]
-    _write_tensors(snapshot, scratch, encode_header(listed, {"format": "pt"}), names)
-    return sum(len(tree.schema) for tree in contents_of(snapshot).trees.values()) - len(tensors)
+    _write_tensors(snapshot, scratch, encode_header(listed, {"format": "pt"}), named)
+    return sum(len(tree.schema) for tree in contents_of(snapshot).trees.values()) - len(chosen)
 
 
 def _name(tree: Tree, i: int, one_key: bool) -> str:
@@ -258,18 +233,7 @@ def _name(tree: Tree, i: int, one_key: bool) -> str:
     )
 
 
-def _write_tensors(
-    snapshot: Snapshot, target: Path, header: Header, paths: Mapping[str, str]
-) -> None:
-    with _Writing(target) as file:
-        file.at(0).write(0, memoryview(header.raw))
-        base = len(header.raw)
-        contents_of(snapshot).read_paths(
-            {paths[entry.name]: file.at(base + entry.start) for entry in header.entries}
-        )
-
-
-def _selected(snapshot: Snapshot, selects: Selects) -> Iterator[tuple[Tree, int]]:
+def _selected(snapshot: Snapshot, selects: Selects) -> Iterator[Leaf]:
     """The leaves that any of `selects` matches. Raises `NotFound` for one that matches none."""
     unmatched = set(selects)
     for key, tree in contents_of(snapshot).trees.items():
@@ -294,12 +258,9 @@ def _write_torch(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pick
     import torch
 
     state = _state(snapshot, selects, allow_pickle)
-    with open(
-        scratch, "xb"
-    ) as file:  # torch.save accepts no path that begins with a dot and has no suffix
+    # torch.save accepts no path that begins with a dot and has no suffix
+    with open(scratch, "xb") as file:
         torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
     return 0
 
 
@@ -353,39 +314,23 @@ class _At:
             done += os.pwrite(self._descriptor, data[done:], self._base + start + done)
 
 
-class _Writing:
-    """A file being written; durable when the block ends without an error."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> "_Writing":
-        self._file = open(self._path, "xb", buffering=0)
-        return self
-
-    def at(self, base: int) -> _At:
-        return _At(self._file.fileno(), base)
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        try:
-            if kind is None:
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
-
-
 @contextmanager
 def _in_place(target: Path) -> Iterator[Path]:
-    """A temporary name beside `target`, renamed to it if the block succeeds and removed
-    otherwise.
+    """A temporary name beside `target`. If the block succeeds, its content is made durable and
+    renamed to `target`; otherwise it is removed.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with scratch_for(target) as new:
         yield new
-        for folder in [path for path in new.rglob("*") if path.is_dir()] + [new] * new.is_dir():
-            _sync(folder)
+        for path in _all(new):
+            _sync(path)
         os.rename(new, target)
     _sync(target.parent)
+
+
+def _all(path: Path) -> list[Path]:
+    """A file, or a directory with all that lies below it."""
+    return [path, *path.rglob("*")]
 
 
 def _sync(path: Path) -> None:

@@ -1,23 +1,56 @@
-"""How does a checkpoint of another format become a commit?"""
+"""Import checkpoints of other formats.
 
+A directory or a safetensors file becomes a commit from which it is written again byte for byte.
+Tensors come out of its safetensors files; all other files are kept as they are. The key `files` has
+each file by its relative name: its bytes, or only the header of a safetensors file. The tensors are
+under `model`, by their own names, if all belong together; else under the name of each file or
+sharded group.
+"""
+
+import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, NoReturn, TypeAlias
 
 from ckptstore.commit.commit_metadata import label_of
+from ckptstore.core.model import Shape
 from ckptstore.core.redaction import redact
-from ckptstore.core.text import unicode_text
-from ckptstore.errors import InvalidInput
-from ckptstore.interop.formats import directory
-from ckptstore.interop.formats.directory import INDEX_SUFFIX, SUFFIX
+from ckptstore.core.text import count_text, unicode_text
+from ckptstore.errors import InvalidInput, Unavailable
+from ckptstore.interop.formats.safetensors_file import Entry, Header, global_shape, read_header
+from ckptstore.interop.formats.sources import (
+    DCP_METADATA,
+    SNAPSHOT_METADATA,
+    FileRange,
+    Piece,
+    Shelf,
+    as_app_state,
+    flat_dict,
+    inside,
+    stored_tensor,
+)
 from ckptstore.snapshot import Snapshot
-from ckptstore.state.leaf_sources import FlatState
+from ckptstore.state.leaf_sources import FlatState, Source
 from ckptstore.store import Store, internals_of
 
 Kind: TypeAlias = Literal["files", "torch", "dcp", "torchsnapshot"]
+
+FILES = "files"
+MODEL = "model"
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_BYTES_MAX = 256 << 20
+
+_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors")
+_DCP_SHARD = re.compile(
+    r"(?P<group>(?:.*/)?)shard-\d{5,}-(?P<stem>[^/]+)-(?P<part>\d{5,})-of-(?P<parts>\d{5,})\.safetensors"
+)
+_SKIPPED = frozenset({".git", ".cache"})
+"""Private files that tools keep beside a model."""
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 
@@ -44,7 +77,7 @@ def import_path(
 
     Raises `InvalidInput` for a file that does not match its format, for names and offsets that lead
     elsewhere, and for pickles that could run code, unless `allow_pickle`. Raises `Unavailable` if
-    files change meanwhile.
+    files change during the import.
     """
     labels = labels or Labels()
     if "://" in os.fspath(path):
@@ -56,13 +89,15 @@ def import_path(
     if kind_of(place) == "dcp":
         from ckptstore.interop.dcp import dcp_to_store
 
-        names: dict[str, Any] = {
-            "step": labels.step,
-            "tag": labels.tags,
-            "message": labels.message,
-            "metrics": labels.metrics,
-        }
-        return dcp_to_store(place, store, **names, allow_pickle=allow_pickle)
+        return dcp_to_store(
+            place,
+            store,
+            step=labels.step,
+            tag=labels.tags,
+            metrics=labels.metrics,
+            message=labels.message,
+            allow_pickle=allow_pickle,
+        )
     message = labels.message or f"imported from {unicode_text(place.name)}"
     return internals_of(store).commit_flat(
         lambda: _flats(place, allow_pickle=allow_pickle),
@@ -73,10 +108,9 @@ def import_path(
 def _flats(place: Path, *, allow_pickle: bool) -> Mapping[str, FlatState]:
     kind = kind_of(place)
     if kind == "files":
-        return directory.flats_of(_plan(place))
+        return flats_of(place)
     if kind == "torch":
         from ckptstore.interop.formats.pickles import load_torch
-        from ckptstore.interop.formats.sources import as_app_state
         from ckptstore.state.flatten import flatten
 
         return flatten(
@@ -92,13 +126,11 @@ def kind_of(place: Path) -> Kind:
     """The kind of checkpoint at `place`. Raises `InvalidInput` for a file of unknown kind, or
     none.
     """
+    if (place / DCP_METADATA).is_file():
+        return "dcp"
+    if (place / SNAPSHOT_METADATA).is_file():
+        return "torchsnapshot"
     if place.is_dir():
-        from ckptstore.interop.dcp import directory as dcp
-        from ckptstore.interop.torchsnapshot import directory as torchsnapshot
-
-        for kind, name in (("dcp", dcp.METADATA), ("torchsnapshot", torchsnapshot.METADATA)):
-            if (place / name).is_file():
-                return kind  # type: ignore[return-value]  # two of the literals
         return "files"
     if not place.is_file():
         raise InvalidInput(f"there is nothing at {place} that could be imported")
@@ -112,16 +144,194 @@ def kind_of(place: Path) -> Kind:
     )
 
 
-def _plan(place: Path) -> directory.DirectoryPlan:
+def _files_at(place: Path) -> dict[str, Path]:
+    """The files to read, by relative name: of a directory, of an index with its shards, or one.
+
+    All files below a directory are read. Links to files are followed, since Hugging Face's cache
+    consists of them; links to directories are not. Raises `InvalidInput` for an entry that is
+    neither file nor directory, for an index that names other files, and for one shard of several.
+    """
     if place.is_dir():
-        return directory.plan_directory(place)
+        files = dict(sorted(_walk(place)))
+        if not files:
+            raise InvalidInput(f"{place} has no files to import")
+        for name, path in files.items():
+            if name.endswith(INDEX_SUFFIX):
+                _indexed_names(path)
+        return files
     if place.name.endswith(INDEX_SUFFIX):
-        return directory.plan_files(
-            [place, *(place.parent / name for name in directory.indexed_names(place))]
-        )
-    if directory.has_other_shards(place):
+        names = sorted([place.name, *_indexed_names(place)])
+        return {name: place.parent / name for name in names}
+    if _has_other_shards(place):
         raise InvalidInput(
             f"{place} is one of several shards, which are a checkpoint together only; import their "
             f"directory, {place.parent}"
         )
-    return directory.plan_files([place])
+    return {place.name: place}
+
+
+def _indexed_names(index: Path) -> list[str]:
+    """The names of the files with the tensors, from an index; all lie beside it. Raises
+    `InvalidInput`.
+    """
+    try:
+        if index.stat().st_size > INDEX_BYTES_MAX:
+            raise ValueError(f"it has more than {INDEX_BYTES_MAX} bytes")
+        found = json.loads(index.read_bytes())["weight_map"]
+        names = sorted({str(name) if isinstance(name, str) else "" for name in found.values()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidInput(
+            f"{index} is not an index of safetensors files: {error!r:.200}"
+        ) from error
+    for name in names:
+        if "/" in name or not name:
+            raise InvalidInput(
+                f"{index} names {name[:80]!r}, which is not the name of a file beside it"
+            )
+        # Hugging Face's cache consists of links, and the user chose to import from there: only the
+        # name is checked.
+        if not (index.parent / name).is_symlink():
+            inside(index.parent, name)
+    return names
+
+
+def flats_of(place: Path) -> dict[str, FlatState]:
+    """The application state of a directory or file. Only headers are read yet. Raises
+    `InvalidInput` for a damaged safetensors file, and as `_files_at`."""
+    files = _files_at(place)
+    headers = {name: read_header(path) for name, path in files.items() if name.endswith(SUFFIX)}
+    keys = group_keys(headers)
+    _check_parts(headers)
+    flats: dict[str, FlatState] = {}
+    for key in dict.fromkeys(keys.values()):
+        members = [(files[name], headers[name]) for name in headers if keys[name] == key]
+        flats[key] = _tensors(key, members)
+    sources = [
+        FileRange(path, 0, len(headers[name].raw) if name in headers else path.stat().st_size)
+        for name, path in files.items()
+    ]
+    flats[FILES] = flat_dict(FILES, "bytes", list(files), sources)
+    return flats
+
+
+def group_keys(headers: Mapping[str, Header]) -> dict[str, str]:
+    """The key of the state for the tensors of each safetensors file: `model` if all belong
+    together.
+    """
+    groups = {name: _group(name, header) for name, header in headers.items()}
+    if len(set(groups.values())) == 1:
+        return dict.fromkeys(groups, MODEL)
+    if FILES in groups.values():
+        raise InvalidInput(
+            f"tensors of {FILES}{SUFFIX} would be under the key {FILES!r}, which is taken; rename "
+            "that file"
+        )
+    return groups
+
+
+def _group(name: str, header: Header) -> str:
+    if shard := _dcp_shard(name, header):
+        return shard["group"] + shard["stem"]
+    return match["stem"] if (match := _SHARD.fullmatch(name)) else name.removesuffix(SUFFIX)
+
+
+def _dcp_shard(name: str, header: Header) -> re.Match[str] | None:
+    """The parts of a file name that DCP gives to one rank's file."""
+    return _DCP_SHARD.fullmatch(name) if header.sharded else None
+
+
+def _has_other_shards(path: Path) -> bool:
+    """Whether a file is one of several that ranks wrote into its directory."""
+    mine = _dcp_shard(path.name, read_header(path))
+    if not mine:
+        return False
+    others = filter(
+        None, (_DCP_SHARD.fullmatch(name) for name in os.listdir(path.parent) if name != path.name)
+    )
+    return any(other["stem"] == mine["stem"] for other in others)
+
+
+def _check_parts(headers: Mapping[str, Header]) -> None:
+    """Raise `InvalidInput` if a part has no file of any rank: DCP numbers the files that share the
+    names.
+    """
+    parts: dict[str, dict[int, set[int]]] = {}
+    for name, header in headers.items():
+        if shard := _dcp_shard(name, header):
+            parts.setdefault(shard["group"] + shard["stem"], {}).setdefault(
+                int(shard["parts"]), set()
+            ).add(int(shard["part"]))
+    for group, found in parts.items():
+        if len(found) > 1:
+            raise InvalidInput(
+                f"the shards of {group!r} are of several saves, divided into "
+                f"{' and '.join(map(str, sorted(found)))} files"
+            )
+        ((wanted, there),) = found.items()
+        if len(there) != wanted or max(there) > wanted:
+            raise InvalidInput(
+                f"shards of {group!r} are missing: wanted files 1 to {wanted} of some rank, got "
+                f"{_few(sorted(there))}"
+            )
+
+
+def _few(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:10])) + ("…" if len(numbers) > 10 else "")
+
+
+def _tensors(key: str, members: Sequence[tuple[Path, Header]]) -> FlatState:
+    by_name: dict[str, list[tuple[Entry, Piece]]] = {}
+    for path, header in members:
+        for entry in header.entries:
+            start = len(header.raw) + entry.start
+            piece = Piece(path, start, entry.stop - entry.start, raw=True)
+            by_name.setdefault(entry.name, []).append((entry, piece))
+    wholes = [_whole(key, name, stored) for name, stored in by_name.items()]
+    dtypes = [stored[0][0].dtype for stored in by_name.values()]
+    shapes = [shape for _, shape in wholes]
+    return flat_dict(key, "tensor", list(by_name), [source for source, _ in wholes], dtypes, shapes)
+
+
+def _whole(key: str, name: str, stored: Sequence[tuple[Entry, Piece]]) -> tuple[Source, Shape]:
+    """One tensor, of one file or assembled from the shards of several."""
+    first, piece = stored[0]
+    if len(stored) > 1 and any(entry.saved_offsets is None for entry, _ in stored):
+        raise InvalidInput(
+            f"two files that belong together ({key}) both have a tensor {name!r}, and do not say "
+            "which part of it"
+        )
+    for entry, other in stored:
+        if entry.dtype != first.dtype or len(entry.shape) != len(first.shape):
+            raise InvalidInput(
+                f"the shards of {name!r} are not of one tensor: "
+                f"{first.dtype}{list(first.shape)} in {piece.path.name}, "
+                f"{entry.dtype}{list(entry.shape)} in {other.path.name}"
+            )
+    shape = global_shape(entry for entry, _ in stored)
+    where = f"{name!r} in {piece.path.parent}, of {count_text(len(stored), 'shard')}"
+    boxed = [(entry.box, each) for entry, each in stored]
+    return stored_tensor(where, first.dtype, shape, boxed, Shelf()), shape
+
+
+def _walk(root: Path) -> Iterable[tuple[str, Path]]:
+    for folder, folders, names in os.walk(root, onerror=_unreadable):
+        folders[:] = sorted(set(folders) - _SKIPPED)
+        for name in names:
+            path = Path(folder, name)
+            if not path.is_file():
+                raise InvalidInput(
+                    f"{path} is not a regular file but a broken link, a socket or a pipe; remove "
+                    "it, or import another directory"
+                )
+            relative = path.relative_to(root).as_posix()
+            if unicode_text(relative) != relative:
+                raise InvalidInput(
+                    f"the name of {path} is not Unicode, as names in a commit must be; rename it"
+                )
+            yield relative, path
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise Unavailable(
+        f"cannot read {error.filename}: {error.strerror}; see to its rights, then repeat"
+    ) from error

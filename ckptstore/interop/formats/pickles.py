@@ -1,4 +1,4 @@
-"""How are other formats' pickles read safely? Only here: tensors and plain values by torch, DCP's
+"""The only place that reads pickles of other formats: tensors and plain values by torch, DCP's
 metadata as inert records, anything else only if allowed.
 """
 
@@ -11,19 +11,6 @@ from typing import Any
 
 from ckptstore.core.geometry import WIDTHS
 from ckptstore.errors import InvalidInput, Unavailable
-
-_DCP = "torch.distributed.checkpoint.metadata"
-_RECORDS = {
-    (_DCP, "Metadata"),
-    (_DCP, "TensorStorageMetadata"),
-    (_DCP, "BytesStorageMetadata"),
-    (_DCP, "ChunkStorageMetadata"),
-    (_DCP, "TensorProperties"),
-    (_DCP, "MetadataIndex"),
-    (_DCP, "StorageMeta"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-}
-"""The names in DCP's metadata."""
 
 
 def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any:
@@ -42,7 +29,7 @@ def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any
         )
     except pickle.UnpicklingError as error:
         if allow_pickle:
-            raise InvalidInput(f"{name} is no file of torch.save: {error}") from error
+            raise InvalidInput(f"{name} is not a file of torch.save: {error}") from error
         raise InvalidInput(
             f"{name} holds more than tensors and plain values, and reading it would run its code "
             f"({_first_line(error)}); "
@@ -52,7 +39,7 @@ def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any
         raise Unavailable(f"cannot read {name}: {error}; see to its rights, then repeat") from error
     except (RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
         raise InvalidInput(
-            f"{name} is no file of torch.save, or is damaged: {_first_line(error)}"
+            f"{name} is not a file of torch.save, or is damaged: {_first_line(error)}"
         ) from error
 
 
@@ -117,34 +104,47 @@ class Record:
             self.columns = tuple(state)
 
 
+def _ignored(*parts: object) -> str:
+    return "/".join(map(str, parts))
+
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_KNOWN: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): tuple,
+    ("builtins", "set"): set,
+    ("collections", "OrderedDict"): dict,
+    ("torch.serialization", "_get_layout"): _ignored,
+    (_DCP, "_MEM_FORMAT_ENCODING"): _ignored,
+    **{
+        (module, name): type(name, (Record,), {})
+        for module, name in (
+            (_DCP, "Metadata"),
+            (_DCP, "TensorStorageMetadata"),
+            (_DCP, "BytesStorageMetadata"),
+            (_DCP, "ChunkStorageMetadata"),
+            (_DCP, "TensorProperties"),
+            (_DCP, "MetadataIndex"),
+            (_DCP, "StorageMeta"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        )
+    },
+}
+"""What stands for the names in DCP's metadata."""
+
+
 class _Inert(pickle.Unpickler):
     """Builds inert records: no name in a pickle reaches the classes of torch."""
 
-    def __init__(self, file: io.BufferedReader) -> None:
-        super().__init__(file)
-        self._made: dict[tuple[str, str], Any] = {}
-
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _RECORDS:
-            return self._made.setdefault((module, name), type(name, (Record,), {}))
         if module == "torch" and name in WIDTHS:
             return name
-        if (module, name) in (("torch", "Size"), ("builtins", "set")):
-            return {"Size": tuple, "set": set}[name]
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if (module, name) in (
-            ("torch.serialization", "_get_layout"),
-            (_DCP, "_MEM_FORMAT_ENCODING"),
-        ) or module == "pathlib":
+        if module == "pathlib":
             return _ignored
+        if (module, name) in _KNOWN:
+            return _KNOWN[module, name]
         raise InvalidInput(
             f"it names {module}.{name}, which DCP's metadata does not; importing it could run code"
         )
 
     def persistent_load(self, pid: Any) -> Any:
         raise InvalidInput("it refers to objects outside of itself, which DCP's metadata does not")
-
-
-def _ignored(*parts: object) -> str:
-    return "/".join(map(str, parts))

@@ -1,5 +1,5 @@
-"""How is a safetensors file read and written, as published
-(https://huggingface.co/docs/safetensors)?
+"""The header of a safetensors file, read and written as published
+(https://huggingface.co/docs/safetensors).
 
 A file is eight bytes with the header's length, little-endian; the header, a JSON object of names
 with `dtype`, `shape` and `data_offsets`; and the tensors' bytes, without gaps or overlaps. Headers
@@ -8,7 +8,7 @@ are not trusted: sizes are checked before anything is allocated.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,12 +48,11 @@ _DTYPES = {
     "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F4": "float4_e2m1fn_x2",
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_PACKED = {"F4": ("float4_e2m1fn_x2", 2)}
-"""Codes whose shapes count packed elements: torch stores several in one, so its last dimension is
-smaller.
-"""
+_PACKED = {"float4_e2m1fn_x2": 2}
+"""Published elements in one of torch's, which make its last dimension smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class Entry:
 
     @property
     def box(self) -> Box:
-        """The box in its global tensor; the whole tensor if it is no shard."""
+        """The box in its global tensor; the whole tensor if it is not a shard."""
         return Box(self.saved_offsets or (0,) * len(self.shape), self.shape)
 
 
@@ -88,13 +87,14 @@ class Header:
     sharded: bool = False
 
     @property
-    def unsharded(self) -> "Header":
-        """The same header without shard positions."""
-        return Header(self.raw, tuple(replace(entry, saved_offsets=None) for entry in self.entries))
-
-    @property
     def data_bytes(self) -> int:
         return self.entries[-1].stop if self.entries else 0
+
+
+def global_shape(entries: Iterable[Entry]) -> Shape:
+    """The shape of the tensor of which `entries` are all shards."""
+    ends = (map(sum, zip(*entry.box, strict=True)) for entry in entries)
+    return tuple(map(max, zip(*ends, strict=True)))
 
 
 def read_header(path: Path) -> Header:
@@ -130,10 +130,10 @@ def parse_header(raw: bytes, where: str) -> Header:
         document = json.loads(raw[LENGTH_BYTES:].decode(), object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(
-            f"{where} is no safetensors file: its header is no JSON object: {error}"
+            f"{where} is not a safetensors file: its header is not a JSON object: {error}"
         ) from error
     if not isinstance(document, dict):
-        _refuse(where, "its header is no JSON object")
+        _refuse(where, "its header is not a JSON object")
     offsets = _saved_offsets(where, document.pop(_METADATA, None))
     entries = sorted(
         (_entry(where, name, found, offsets) for name, found in document.items()),
@@ -168,7 +168,7 @@ def encode_header(
         start, end = end, end + nbytes_of(dtype, shape)
         document[name] = {
             "dtype": _code(name, dtype),
-            "shape": _published(dtype, shape),
+            "shape": [*shape[:-1], *(n * _PACKED.get(dtype, 1) for n in shape[-1:])],
             "data_offsets": [start, end],
         }
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
@@ -188,7 +188,7 @@ def _saved_offsets(where: str, metadata: Any) -> dict[str, Any] | None:
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidInput(
-            f"{where} is no sound shard of DCP: its {_SHARDING} has no saved_offsets by names: "
+            f"{where} is a damaged shard of DCP: its {_SHARDING} has no saved_offsets by names: "
             f"{error!r:.200}"
         ) from error
 
@@ -198,59 +198,47 @@ def _entry(where: str, name: str, found: Any, saved_offsets: Mapping[str, Any] |
         _refuse(where, f"{name[:80]!r} has not dtype, shape and data_offsets")
     code, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        _refuse(where, f"the shape or the offsets of {name[:80]!r} are no counts")
-    dtype, torch_shape = _torch_type(where, name, code, tuple(shape))
+        _refuse(where, f"the shape or the offsets of {name[:80]!r} are not counts")
+    dtype = _DTYPES.get(str(code), "")
+    torch_shape = _packed(dtype, shape)
+    if not dtype or torch_shape is None:
+        _refuse(
+            where,
+            f"{name[:80]!r} is {str(code)[:40]!r} of shape {shape}, for which torch has no dtype",
+        )
     if offsets[1] - offsets[0] != nbytes_of(dtype, torch_shape):
         _refuse(
             where,
             f"{name[:80]!r}, {code} {shape}, takes {offsets[1] - offsets[0]} bytes; wanted "
             f"{nbytes_of(dtype, torch_shape)}",
         )
-    entry = Entry(name, dtype, torch_shape, offsets[0], offsets[1])
-    return (
-        entry
-        if saved_offsets is None
-        else replace(entry, saved_offsets=_begin(where, entry, shape, saved_offsets.get(name)))
-    )
-
-
-def _begin(where: str, entry: Entry, published: list[int], saved: Any) -> Shape:
-    """The first offset of a shard's tensor, in torch's elements."""
-    if not _are_counts(saved) or len(saved) != len(published):
-        got = f"its {_SHARDING} has {str(saved)[:80]} for {entry.name[:80]!r}, of shape {published}"
+    if saved_offsets is None:
+        return Entry(name, dtype, torch_shape, offsets[0], offsets[1])
+    saved: Any = saved_offsets.get(name)
+    if not _are_counts(saved) or len(saved) != len(shape):
+        got = f"its {_SHARDING} has {str(saved)[:80]} for {name[:80]!r}, of shape {shape}"
         _refuse(where, f"{got}; wanted an offset in each dimension")
-    per = published[-1] // entry.shape[-1] if published and entry.shape[-1] else 1
-    if per > 1 and saved[-1] % per:
-        _refuse(where, f"{entry.name[:80]!r} begins at {saved}, within one of torch's elements")
-    return (*saved[:-1], saved[-1] // per) if per > 1 else tuple(saved)
+    start = _packed(dtype, saved)
+    if start is None:
+        _refuse(where, f"{name[:80]!r} begins at {saved}, within one of torch's elements")
+    return Entry(name, dtype, torch_shape, offsets[0], offsets[1], start)
 
 
-def _torch_type(where: str, name: str, code: object, shape: Shape) -> tuple[str, Shape]:
-    dtype, per = _PACKED.get(str(code)) or (_DTYPES.get(str(code)), 1)
-    if dtype is None or (per > 1 and (not shape or shape[-1] % per)):
-        _refuse(
-            where,
-            f"{name[:80]!r} is {str(code)[:40]!r} of shape {list(shape)}, for which torch has no "
-            "dtype",
-        )
-    return dtype, shape if per == 1 else (*shape[:-1], shape[-1] // per)
+def _packed(dtype: str, counts: list[int]) -> Shape | None:
+    """A published shape or its first indices, in torch's elements; None if they cut one."""
+    per = _PACKED.get(dtype, 1)
+    if per == 1:
+        return tuple(counts)
+    return (*counts[:-1], counts[-1] // per) if counts and counts[-1] % per == 0 else None
 
 
 def _code(name: str, dtype: str) -> str:
-    packed = {torch_dtype: code for code, (torch_dtype, _) in _PACKED.items()}
-    if code := _CODES.get(dtype) or packed.get(dtype):
-        return code
+    if dtype in _CODES:
+        return _CODES[dtype]
     raise InvalidInput(
         f"{name} is {dtype}, which safetensors files cannot hold; export it as torch, or leave it "
         "out with --select"
     )
-
-
-def _published(dtype: str, shape: Shape) -> list[int]:
-    for torch_dtype, per in _PACKED.values():
-        if dtype == torch_dtype:
-            return [*shape[:-1], shape[-1] * per]
-    return list(shape)
 
 
 def _are_counts(value: Any) -> bool:
@@ -267,4 +255,4 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(where: object, why: str) -> NoReturn:
-    raise InvalidInput(f"{where} is no sound safetensors file: {why}")
+    raise InvalidInput(f"{where} is not a valid safetensors file: {why}")

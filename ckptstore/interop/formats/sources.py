@@ -1,79 +1,73 @@
-"""Where do the bytes of an import come from? From ranges of files, read on demand, so that memory
-stays bounded.
+"""The bytes of an import: ranges of files, read on demand, so that memory stays bounded.
 
 Some formats can only load whole tensors. Such a tensor is loaded when its first bytes are read, and
 cached until a few others were.
 """
 
+import io
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.core.geometry import byte_ranges, intersect, within
+from ckptstore.core.geometry import byte_ranges, intersect, nbytes_of, width_of, within
 from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape
+from ckptstore.distributed.tiling import misfit
 from ckptstore.errors import InvalidInput, Unavailable
+from ckptstore.interop.formats.pickles import load_torch
+from ckptstore.objects.pointer_files import DIRECTORY_POINTERS
 from ckptstore.state.leaf_sources import FlatState, Source
 from ckptstore.state.paths import segment, segments
 
 if TYPE_CHECKING:
     import torch
 
+DCP_METADATA, SNAPSHOT_METADATA = DIRECTORY_POINTERS
+"""The files by which a directory of DCP, and one of TorchSnapshot, is recognized."""
+
 KEPT_TENSORS = 4
 """At least the number of threads that stage at once."""
 
 
-class FileRange:
-    """`nbytes` bytes of a file from `offset` on, in elements of `width` bytes."""
+class _Read:
+    """A source whose bytes must be read: `nbytes` bytes in elements of `width` bytes."""
 
     known_ids = None
     still = False
-    __slots__ = ("_offset", "_path", "nbytes", "width")
+    __slots__ = ("nbytes", "width")
 
-    def __init__(self, path: Path, offset: int, nbytes: int, width: int = 1) -> None:
-        self._path, self._offset = path, offset
+    def __init__(self, nbytes: int, width: int) -> None:
         self.nbytes, self.width = nbytes, width
 
     def view(self, start: int, stop: int) -> None:
         """None: the bytes must be read."""
 
+
+class FileRange(_Read):
+    """`nbytes` bytes of a file from `offset` on."""
+
+    __slots__ = ("_offset", "_path")
+
+    def __init__(self, path: Path, offset: int, nbytes: int, width: int = 1) -> None:
+        super().__init__(nbytes, width)
+        self._path, self._offset = path, offset
+
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         read_range(self._path, self._offset + start, out[: stop - start])
 
 
-class Held:
-    """Bytes in memory."""
-
-    known_ids = None
-    still = True
-    __slots__ = ("_data", "nbytes", "width")
-
-    def __init__(self, data: bytes) -> None:
-        self._data, self.nbytes, self.width = data, len(data), 1
-
-    def view(self, start: int, stop: int) -> memoryview:
-        return memoryview(self._data)[start:stop]
-
-    def stage(self, start: int, stop: int, out: memoryview) -> None:
-        out[:] = memoryview(self._data)[start:stop]
-
-
-class Joined:
+class Joined(_Read):
     """A tensor of `shape` made of boxes that tile it; each box has its own source."""
 
-    known_ids = None
-    still = False
-    __slots__ = ("_pieces", "_shape", "nbytes", "width")
+    __slots__ = ("_pieces", "_shape")
 
     def __init__(self, shape: Shape, width: int, pieces: Sequence[tuple[Box, Source]]) -> None:
+        super().__init__(width * prod(shape), width)
         self._shape, self._pieces = shape, pieces
-        self.nbytes, self.width = width * prod(shape), width
-
-    def view(self, start: int, stop: int) -> None:
-        """None: the bytes must be joined."""
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         block, first, cut = _block_around(self._shape, self.width, start, stop)
@@ -122,43 +116,118 @@ def _block_around(shape: Shape, width: int, start: int, stop: int) -> tuple[Box,
     return Box((), ()), 0, 0
 
 
-class Loaded:
+class Loaded(_Read):
     """A tensor that `load` returns whole; `shelf` caches it while it is likely to be read again."""
 
-    known_ids = None
-    still = False
-    __slots__ = ("_load", "_shelf", "nbytes", "width")
+    __slots__ = ("_shelf", "load")
 
     def __init__(
         self, load: "Callable[[], torch.Tensor]", nbytes: int, width: int, shelf: "Shelf"
     ) -> None:
-        self._load, self._shelf = load, shelf
-        self.nbytes, self.width = nbytes, width
-
-    def view(self, start: int, stop: int) -> None:
-        """None: the tensor must be loaded."""
+        super().__init__(nbytes, width)
+        self.load, self._shelf = load, shelf
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         from ckptstore.state.tensors import read_range as read_tensor
 
-        read_tensor(self._shelf.get(self, self._load), start, stop, out)
+        read_tensor(self._shelf.get(self), start, stop, out)
+
+
+def _load(source: Loaded) -> "torch.Tensor":
+    return source.load()
 
 
 class Shelf:
-    """A cache of the tensors loaded last. Thread-safe."""
+    """A cache of the tensors loaded last. Thread-safe; a tensor is loaded by one thread."""
 
     def __init__(self) -> None:
-        self._tensors: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._load = lru_cache(KEPT_TENSORS)(_load)
         self._lock = threading.Lock()
 
-    def get(self, owner: object, load: "Callable[[], torch.Tensor]") -> "torch.Tensor":
+    def get(self, source: Loaded) -> "torch.Tensor":
         with self._lock:
-            if id(owner) not in self._tensors:
-                self._tensors[id(owner)] = load()
-            self._tensors.move_to_end(id(owner))
-            while len(self._tensors) > KEPT_TENSORS:
-                self._tensors.popitem(last=False)
-            return self._tensors[id(owner)]
+            return self._load(source)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes `start:start + nbytes` of a file: a tensor's own, or, unless `raw`, a file of
+    torch.save.
+    """
+
+    path: Path
+    start: int
+    nbytes: int
+    raw: bool = False
+
+    def load(self, name: str, *, allow_pickle: bool) -> Any:
+        """The object in a file of torch.save; `name` is for errors."""
+        data = bytearray(self.nbytes)
+        read_range(self.path, self.start, memoryview(data))
+        return load_torch(
+            io.BytesIO(data), f"{name}, in {self.path.name}", allow_pickle=allow_pickle
+        )
+
+
+def located(
+    what: str, root: Path, name: object, start: Any, nbytes: Any, *, raw: bool = False
+) -> Piece:
+    """The piece of `what` in file `name` of the directory `root`. Raises `InvalidInput` if the file
+    does not have it."""
+    path = inside(root, name)
+    size = path.stat().st_size
+    if type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
+        raise InvalidInput(
+            f"{root}: the metadata places {what} at {start!r:.40}, with {nbytes!r:.40} bytes; "
+            "wanted whole numbers"
+        )
+    if start + nbytes > size:
+        raise InvalidInput(
+            f"{root}: {what} ends at byte {start + nbytes} of {path.name}, which has {size} bytes"
+        )
+    return Piece(path, start, nbytes, raw)
+
+
+def stored_tensor(
+    where: str, dtype: str, shape: Shape, pieces: Sequence[tuple[Box, Piece]], shelf: "Shelf"
+) -> Source:
+    """The source of a tensor from its pieces. Raises `InvalidInput` unless they make up the tensor,
+    each element once; later, when it is read, if a piece is another tensor than its box says.
+    """
+    check_tiling(where, shape, [box for box, _ in pieces])
+    width = width_of(dtype)
+    if not all(piece.raw for _, piece in pieces):
+        return Loaded(
+            lambda: _load_pieces(where, dtype, shape, pieces), nbytes_of(dtype, shape), width, shelf
+        )
+    ranges = [(box, FileRange(each.path, each.start, each.nbytes, width)) for box, each in pieces]
+    return ranges[0][1] if len(ranges) == 1 else Joined(shape, width, ranges)
+
+
+def _load_pieces(
+    where: str, dtype: str, shape: Shape, pieces: Sequence[tuple[Box, Piece]]
+) -> "torch.Tensor":
+    import torch
+
+    from ckptstore.state.tensors import DTYPES, empty
+
+    whole = empty(dtype, shape) if len(pieces) != 1 else None
+    for box, piece in pieces:
+        part = piece.load(where, allow_pickle=False)
+        if (
+            not isinstance(part, torch.Tensor)
+            or part.dtype != DTYPES[dtype]
+            or tuple(part.shape) != box.lengths
+        ):
+            raise InvalidInput(
+                f"a piece of {where} is not what the metadata says: wanted "
+                f"{dtype}{list(box.lengths)}"
+            )
+        if whole is None:
+            return part
+        whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] = part
+    assert whole is not None
+    return whole
 
 
 class Placeholders:
@@ -233,64 +302,42 @@ def inside(root: Path, name: object) -> Path:
     """The path of file `name` in a directory. Raises `InvalidInput` for names that lead elsewhere,
     or to no file.
     """
-    parts = name.split("/") if isinstance(name, str) else []
-    if not parts or not {"", ".", ".."}.isdisjoint(parts) or "\0" in str(name) or "\\" in str(name):
-        raise InvalidInput(
-            f"{str(name)[:80]!r} is no name of a file in {root}: wanted names joined by '/', "
-            "without '.' and '..'"
-        )
-    path = root.joinpath(*parts)
+    path = root.joinpath(*check_name(name, root))
     if not path.is_file() or not path.resolve().is_relative_to(root.resolve()):
         raise InvalidInput(f"{root} has no file {str(name)[:80]!r} of its own")
     return path
 
 
+def check_name(name: object, where: object) -> list[str]:
+    """The parts of a relative name. Raises `InvalidInput` for one that leads out of its
+    directory."""
+    parts = name.split("/") if isinstance(name, str) else [""]
+    if not {"", ".", ".."}.isdisjoint(parts) or "\0" in str(name) or "\\" in str(name):
+        raise InvalidInput(
+            f"{str(name)[:80]!r} is not the name of a file in {where}: wanted names joined by '/', "
+            "without '.' and '..'"
+        )
+    return parts
+
+
+def shape_of(sizes: Any) -> Shape:
+    """A shape or offsets from foreign metadata. Raises `InvalidInput` unless they are counts."""
+    shape = tuple(sizes)
+    if not all(type(n) is int and n >= 0 for n in shape):
+        raise InvalidInput(f"{str(shape)[:80]} is not a shape: wanted whole numbers from 0 on")
+    return shape
+
+
 def check_tiling(where: str, shape: Shape, boxes: Sequence[Box]) -> None:
     """Raise `InvalidInput` unless the boxes tile a tensor of `shape` exactly once."""
-    if problem := _tiling_problem(shape, boxes):
+    if any(len(box.offsets) != len(shape) or len(box.lengths) != len(shape) for box in boxes):
+        problem: str | None = "a piece has other dimensions"
+    else:
+        problem = misfit(shape, [box for box in boxes if prod(box.lengths)])
+    if problem:
         raise InvalidInput(
             f"{where}: the stored pieces do not make up {list(shape)}, each element once: {problem}"
         )
-
-
-def _tiling_problem(shape: Shape, boxes: Sequence[Box]) -> str:
-    for box in boxes:
-        if not len(box.offsets) == len(box.lengths) == len(shape):
-            return f"{_box_text(box)} has other dimensions"
-        if any(o + n > s for o, n, s in zip(box.offsets, box.lengths, shape, strict=True)):
-            return f"{_box_text(box)} is not within it"
-    if twice := _overlap([box for box in boxes if prod(box.lengths)]):
-        return f"{_box_text(twice[0])} and {_box_text(twice[1])} overlap"
-    there = sum(prod(box.lengths) for box in boxes)
-    return (
-        f"{prod(shape) - there} of {prod(shape)} elements are in none of {len(boxes)} pieces"
-        if there < prod(shape)
-        else ""
-    )
-
-
-def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, if any. A box is compared only with boxes that it meets in
-    the dimension with the most cuts.
-    """
-    ranks = range(len(boxes[0].lengths)) if boxes else range(0)
-    dim = max(ranks, key=lambda i: len({box.offsets[i] for box in boxes}), default=None)
-    if dim is None:
-        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
-    near: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
-        near = [
-            other for other in near if other.offsets[dim] + other.lengths[dim] > box.offsets[dim]
-        ]
-        for other in near:
-            if intersect(other, box):
-                return other, box
-        near.append(box)
-    return None
-
-
-def _box_text(box: Box) -> str:
-    return f"the piece of {list(box.lengths)} at {list(box.offsets)}"
 
 
 def as_app_state(state: Any) -> dict[str, Any]:

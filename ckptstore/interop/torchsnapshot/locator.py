@@ -1,5 +1,5 @@
-"""What does the path of a snapshot mean? A store, a tag in it, and a pointer file at the path
-itself (docs/decisions/018-…).
+"""What the path of a snapshot means: a store, a tag in it, and a pointer file at the path itself
+(docs/decisions/018-…).
 
 The store of `dir/name` is the nearest one that encloses it (`core.discovery`). Otherwise a new
 store is made at `dir`, at `dir/.ckptstore` if `dir` contains other files, or at
@@ -26,7 +26,7 @@ from ckptstore.core.options import Storage
 from ckptstore.core.paths import make_directories, rights
 from ckptstore.core.redaction import redact
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
-from ckptstore.interop.torchsnapshot.directory import METADATA
+from ckptstore.interop.formats.sources import SNAPSHOT_METADATA
 from ckptstore.objects.pointer_files import DIRECTORY_POINTERS, Pointer, is_pointer, read_pointer
 from ckptstore.open_store import open as open_store
 from ckptstore.storage.registry import open_storage
@@ -70,7 +70,7 @@ def place_to_take(path: str, storage_options: Mapping[str, Any] | None = None) -
     pointer = _pointer(local)
     if os.path.lexists(pointer) and not is_pointer(pointer):
         raise Conflict(
-            f"there is something else than a snapshot of ckptstore at {pointer}; choose another "
+            f"{pointer} is there and is not a snapshot of ckptstore; choose another "
             "path, or remove it"
         )
     if (store := _store_above(local)) is None:
@@ -143,9 +143,9 @@ def _pointer(local: Path) -> Path:
     TorchSnapshot's metadata.
     """
     names = [
-        name for name in (METADATA, *DIRECTORY_POINTERS) if is_pointer(local / name)
+        name for name in (SNAPSHOT_METADATA, *DIRECTORY_POINTERS) if is_pointer(local / name)
     ]  # perhaps a pointer of the DCP interface
-    return local / (names or [METADATA])[0] if local.is_dir() else local
+    return local / (names or [SNAPSHOT_METADATA])[0] if local.is_dir() else local
 
 
 def _store_above(local: Path) -> Path | None:
@@ -167,7 +167,7 @@ def _pointed_to(pointer: Path) -> tuple[str, tuple[str, ...]]:
     try:
         found = read_pointer(pointer)
     except InvalidInput as error:
-        if pointer.name != METADATA:
+        if pointer.name != SNAPSHOT_METADATA:
             raise
         raise InvalidInput(
             f"{pointer.parent} is a directory that TorchSnapshot wrote, not a snapshot of "
@@ -226,7 +226,7 @@ def _in_bucket(path: str, storage_options: Mapping[str, Any] | None) -> Place:
     parts = path.rstrip("/").split("/")
     if len(parts) < 5 or not all(parts[3:]):
         raise InvalidInput(
-            f"{redact(path)} is no path of a snapshot in a bucket; wanted "
+            f"{redact(path)} is not the path of a snapshot in a bucket; wanted "
             f"{parts[0]}//BUCKET/PREFIX/NAME"
         )
     for store, name in _above(parts):

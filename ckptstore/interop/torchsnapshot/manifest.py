@@ -1,22 +1,38 @@
-"""What is in a snapshot's manifest? TorchSnapshot's kinds of entries, made from a commit by
-`views`.
+"""A snapshot's manifest: TorchSnapshot's kinds of entries, made from a commit.
 
 Entries are frozen. Their shapes, offsets and keys are lists, since scripts compare them with lists;
-every call makes new ones. A path is `RANK/KEY/…`, with `%` and `/` escaped in the key of each
-level.
+every call makes new ones. As in TorchSnapshot, replicas stand under rank 0 only.
 """
 
 import base64
+import collections
 import json
 import struct
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from math import prod
 from typing import Any, ClassVar, TypeAlias
 
+from ckptstore.core.geometry import nbytes_of, width_of
+from ckptstore.core.model import Box, Node, Schema
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.torchsnapshot.errors import NoSuchObject
+from ckptstore.interop.torchsnapshot import knobs
+from ckptstore.interop.torchsnapshot.reading import Index, Item, keys_of
+from ckptstore.objects.documents import Layout, Placed
+from ckptstore.snapshot import Snapshot, contents_of
+from ckptstore.state import values
+from ckptstore.state.containers import leaves_of
 
 INTERFACE_VERSION = "0.1.0"
 """The release of TorchSnapshot whose interface this is."""
+
+RAW = "buffer_protocol"
+"""TorchSnapshot's name for a tensor's plain bytes."""
+
+OTHER = "ckptstore"
+"""The serializer of values that are not plain tensors: composed of leaves, without a pickle
+(docs/values.md).
+"""
 
 
 @dataclass(frozen=True)
@@ -113,11 +129,11 @@ class PrimitiveEntry(Entry):
 
     @classmethod
     def from_object(cls, value: Any, *, replicated: bool = False) -> "PrimitiveEntry":
-        """The entry for `value`. Raises `TypeError` if it is no primitive."""
+        """The entry for `value`. Raises `TypeError` if it is not a primitive."""
         name = type(value).__name__
         if name not in cls.supported_types:
             raise TypeError(
-                f"a {name} is no primitive; wanted one of {', '.join(cls.supported_types)}"
+                f"a {name} is not a primitive; wanted one of {', '.join(cls.supported_types)}"
             )
         if name == "float":
             return cls(
@@ -163,32 +179,146 @@ class SnapshotMetadata:
         return json.dumps(asdict(self), sort_keys=False, indent=2)
 
 
-def is_container_entry(entry: Entry) -> bool:
-    return isinstance(entry, ListEntry | DictEntry | OrderedDictEntry)
-
-
-def is_dict_entry(entry: Entry) -> bool:
-    return isinstance(entry, DictEntry | OrderedDictEntry)
-
-
 def is_replicated(entry: Entry) -> bool:
     """Whether every rank can read it, regardless of their number."""
     return bool(getattr(entry, "replicated", False))
 
 
-def encode(key: str) -> str:
-    """A key, escaped for a path."""
-    return key.replace("%", "%25").replace("/", "%2F")
+def manifest_of(snapshot: Snapshot) -> Manifest:
+    """The entries of all ranks. Values are read, tensors are not."""
+    layout = snapshot.layout
+    shared = {path for tree in contents_of(snapshot).trees.values() for path in tree.schema.paths}
+    manifest: Manifest = {}
+    for rank in range(layout.world if layout else 1):
+        entries = _Entries(Index(snapshot, rank), rank, layout, shared)
+        manifest.update((f"{rank}/{path}", entry) for path, entry in entries.all())
+    return manifest
 
 
-def split_rank(path: str) -> tuple[int, str]:
-    """The rank at the start of a path, and the rest. Raises `NoSuchObject` for a path without
-    one.
-    """
-    rank, _, rest = path.partition("/")
-    if not rank.isdecimal() or not rest:
-        raise NoSuchObject(
-            f"{path!r} is no path of a snapshot: wanted RANK/KEY/…, as in '0/model/weight'; "
-            "get_manifest() has them all"
+class _Entries:
+    """The entries of one rank. `shared` are the paths of leaves that are not private."""
+
+    def __init__(self, index: Index, rank: int, layout: Layout | None, shared: set[str]) -> None:
+        self._index, self._rank, self._layout, self._shared = index, rank, layout, shared
+
+    def all(self) -> Iterator[tuple[str, Entry]]:
+        for path, item in self._index.items.items():
+            keys = keys_of(item.node)
+            if keys is None:
+                yield from self._below(path, item)
+            else:
+                yield path, _container(item.node, keys)
+
+    def _below(self, path: str, item: Item) -> Iterator[tuple[str, Entry]]:
+        schema = item.tree.schema
+        leaves = list(leaves_of(item.node))
+        common = self._layout is not None and all(
+            schema.paths[leaf] in self._shared for leaf in leaves
         )
-    return int(rank), rest
+        placed = self._placed(schema, leaves[0]) if leaves and common else None
+        location = schema.paths[leaves[0]] if leaves else ""
+        if placed and placed.divided:
+            yield path, self._sharded(schema, leaves[0], placed)
+        elif common and self._rank:
+            return  # a replica
+        elif item.tensor is not None:
+            yield path, _tensor(schema, item.tensor, common)
+        elif item.is_value:
+            yield from self._value(path, item, location, common)
+        else:
+            assert isinstance(item.node, Node)
+            yield path, _composite(item.node, schema, leaves, location, common)
+
+    def _placed(self, schema: Schema, leaf: int) -> Placed | None:
+        owner = schema.aliases[leaf] if schema.aliases[leaf] >= 0 else leaf
+        return self._layout.leaves.get(schema.paths[owner]) if self._layout else None
+
+    def _value(
+        self, path: str, item: Item, location: str, replicated: bool
+    ) -> Iterator[tuple[str, Entry]]:
+        try:
+            value = self._index.object(item)
+        except InvalidInput:  # of an unknown class
+            yield path, ObjectEntry(location, OTHER, "unknown", replicated)
+            return
+        yield from _of_value(path, value, location, replicated)
+
+    def _sharded(self, schema: Schema, leaf: int, placed: Placed) -> ShardedTensorEntry:
+        path, dtype, shape = schema.paths[leaf], schema.dtypes[leaf], schema.shapes[leaf]
+        # The commit does not record the ranks of a small tensor's parts: the first rank shows all
+        # of it.
+        small = [Box((0,) * len(shape), shape)] if self._rank == 0 else []
+        boxes = list(placed.boxes_of(self._rank)) if placed.boxes else small
+        limit = knobs.get_max_shard_size_bytes()
+        return ShardedTensorEntry(
+            [
+                _shard(path, dtype, part, None)
+                for box in boxes
+                for part in _rows(box, limit // max(prod(box.lengths[1:]) * width_of(dtype), 1))
+            ]
+        )
+
+
+def _container(node: Node | int, keys: list[Any]) -> Entry:
+    kind = node.type if isinstance(node, Node) else ""
+    if kind == "list":
+        return ListEntry()
+    return OrderedDictEntry(keys) if kind == "OrderedDict" else DictEntry(keys)
+
+
+def _tensor(schema: Schema, leaf: int, replicated: bool) -> Entry:
+    path, dtype, shape = schema.paths[leaf], schema.dtypes[leaf], schema.shapes[leaf]
+    limit, nbytes = knobs.get_max_chunk_size_bytes(), nbytes_of(dtype, shape)
+    if nbytes <= limit or not shape:
+        return TensorEntry(path, RAW, f"torch.{dtype}", list(shape), replicated)
+    row_bytes = nbytes // shape[0]
+    parts = _rows(Box((0,) * len(shape), shape), -(-shape[0] // -(-nbytes // limit)))
+    chunks = [_shard(path, dtype, part, part.offsets[0] * row_bytes) for part in parts]
+    return ChunkedTensorEntry(f"torch.{dtype}", list(shape), chunks, replicated)
+
+
+def _rows(box: Box, rows: int) -> Iterator[Box]:
+    """A box cut along its first dimension into parts of `rows` rows, at least one."""
+    if not box.lengths:
+        yield box
+        return
+    (offset, *offsets), (length, *lengths) = box
+    for first in range(0, length, max(rows, 1)):
+        yield Box((offset + first, *offsets), (min(max(rows, 1), length - first), *lengths))
+
+
+def _shard(path: str, dtype: str, box: Box, start: int | None) -> Shard:
+    byte_range = None if start is None else [start, start + nbytes_of(dtype, box.lengths)]
+    tensor = TensorEntry(path, RAW, f"torch.{dtype}", list(box.lengths), False, byte_range)
+    return Shard(list(box.offsets), list(box.lengths), tensor)
+
+
+def _composite(
+    node: Node, schema: Schema, leaves: list[int], location: str, replicated: bool
+) -> Entry:
+    """A tensor composed of several leaves, or an object."""
+    attrs = {name: values.decode_value(value) for name, value in node.attrs if name != "class"}
+    if node.type.startswith(("torch.quantized", "torch.sparse")):
+        dtype = str(attrs.get("dtype", f"torch.{schema.dtypes[leaves[-1]]}"))
+        return TensorEntry(location, OTHER, dtype, [int(n) for n in attrs["shape"]], replicated)
+    if node.type == "torch.thin_subclass":
+        dtype, shape = f"torch.{schema.dtypes[leaves[0]]}", list(schema.shapes[leaves[0]])
+        return TensorEntry(location, OTHER, dtype, shape, replicated)
+    module = "collections" if hasattr(collections, node.type) else "builtins"
+    name = node.type if "." in node.type else f"{module}.{node.type}"
+    return ObjectEntry(location, OTHER, str(dict(node.attrs).get("class") or name), replicated)
+
+
+def _of_value(
+    path: str, value: Any, location: str, replicated: bool
+) -> Iterator[tuple[str, Entry]]:
+    """The entry of a value, and the entries in it if it is a list: one leaf holds all of them."""
+    cls = type(value)
+    if cls is list:
+        yield path, ListEntry()
+        for i, each in enumerate(value):
+            yield from _of_value(f"{path}/{i}", each, location, replicated)
+    elif cls.__module__ == "builtins" and cls.__name__ in PrimitiveEntry.supported_types:
+        yield path, PrimitiveEntry.from_object(value, replicated=replicated)
+    else:
+        yield path, ObjectEntry(location, OTHER, f"{cls.__module__}.{cls.__name__}", replicated)

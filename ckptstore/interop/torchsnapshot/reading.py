@@ -1,6 +1,11 @@
-"""How is one object read from a snapshot, in place if possible?"""
+"""The objects of a snapshot by their paths, and how one is read, in place if possible.
+
+A path is `RANK/KEY/…`, with `%` and `/` escaped in the key of each level.
+"""
 
 import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,12 +14,12 @@ from ckptstore.contents import Region
 from ckptstore.core.geometry import intersect
 from ckptstore.core.model import Box, Node, Shape
 from ckptstore.core.text import near
-from ckptstore.errors import InvalidInput
-from ckptstore.interop.torchsnapshot.errors import NoSuchObject
-from ckptstore.interop.torchsnapshot.views import Index, Item
-from ckptstore.snapshot import Snapshot
-from ckptstore.state import tensors
-from ckptstore.state.containers import NAMES, leaves_of
+from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.restore.reader import Tree
+from ckptstore.restore.restore import assemble_nodes
+from ckptstore.snapshot import Snapshot, contents_of
+from ckptstore.state import tensors, values
+from ckptstore.state.containers import NAMES
 from ckptstore.state.shards import held_of, is_distributed
 
 logger = logging.getLogger("ckptstore")
@@ -22,48 +27,188 @@ logger = logging.getLogger("ckptstore")
 _WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes of DistributedDataParallel and torch.compile; a commit has the names without them."""
 
+_DICTS = ("dict", "OrderedDict")
 
-def read(
-    index: Index, path: str, out: Any, *, memory_budget_bytes: int | None, allow_pickle: bool
-) -> Any:
-    """The object under `path` in one rank's state, in `out` if that is a tensor that can hold it.
 
-    The memory budget is raised to the minimum for reading from the store. Raises `NoSuchObject`.
-    """
-    found = _find(index, path)
-    if found is None:
-        raise NoSuchObject(
-            f"the rank has nothing at {path!r} in this snapshot{near(path, index.items)}; "
-            "get_manifest() has what there is"
+class NoSuchObject(NotFound, RuntimeError):
+    """A snapshot has nothing under a path: `get_manifest` lists its paths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """The item of a path: a node of a tree's skeleton."""
+
+    tree: Tree
+    node: Node | int
+
+    @property
+    def tensor(self) -> int | None:
+        """The leaf, if this is a plain tensor; wrappers that only mark it are skipped."""
+        node = self.node
+        while isinstance(node, Node) and node.type in ("torch.Parameter", "torch.Tensor"):
+            (node,) = node.children
+        if isinstance(node, Node) or self.tree.schema.kinds[node] != "tensor":
+            return None
+        return node
+
+    @property
+    def is_value(self) -> bool:
+        """Whether this is a value in one leaf, or a list of names in the schema."""
+        if isinstance(self.node, Node):
+            return self.node.type == NAMES
+        return self.tree.schema.kinds[self.node] != "tensor"
+
+
+class Index:
+    """The state of one rank, by path without the rank."""
+
+    def __init__(self, snapshot: Snapshot, rank: int) -> None:
+        self.snapshot = snapshot.of_rank(rank).numbered()
+        self.items: dict[str, Item] = {}
+        for key, tree in contents_of(self.snapshot).trees.items():
+            self.items.update(_items(encode(key), tree, tree.schema.skeleton))
+
+    def read(
+        self, path: str, out: Any, *, memory_budget_bytes: int | None, allow_pickle: bool
+    ) -> Any:
+        """The object under `path`, in `out` if that is a tensor that can hold it.
+
+        The memory budget is raised to the minimum for reading from the store. Raises
+        `NoSuchObject`.
+        """
+        found = self._find(path) or self._find(_without_wrappers(path))
+        if found is None:
+            raise NoSuchObject(
+                f"the rank has nothing at {path!r} in this snapshot{near(path, self.items)}; "
+                "get_manifest() lists all paths"
+            )
+        item, steps = found
+        if memory_budget_bytes is not None:
+            memory_budget_bytes = max(memory_budget_bytes, 3 * item.tree.chunk_bytes)
+        if item.tensor is not None:
+            value = self._read_tensor(item.tree, item.tensor, out, memory_budget_bytes)
+        else:
+            value = self.object(item, memory_budget_bytes, allow_pickle=allow_pickle)
+        for step in steps:
+            value = value[step]
+        return _landed(value, out)
+
+    def object(
+        self, item: Item, memory_budget_bytes: int | None = None, *, allow_pickle: bool = False
+    ) -> Any:
+        """The object at an item, freshly allocated."""
+        contents = contents_of(self.snapshot)
+        (value,) = assemble_nodes(
+            contents.reader,
+            contents.commit,
+            item.tree,
+            [item.node],
+            allow_pickle=allow_pickle,
+            memory_budget_bytes=memory_budget_bytes,
         )
-    item, steps = found
-    leaf = item.leaf
-    if memory_budget_bytes is not None:
-        memory_budget_bytes = max(memory_budget_bytes, 3 * index.trees[item.key].chunk_bytes)
-    if leaf is not None and index.trees[item.key].schema.kinds[leaf] == "tensor":
-        return _read_tensor(index, item, leaf, out, memory_budget_bytes)
-    value = _read_object(index, item, memory_budget_bytes, allow_pickle)
-    for step in steps:
-        value = value[step]
-    return _landed(value, out)
+        return value
 
-
-def _find(index: Index, path: str) -> tuple[Item, list[int]] | None:
-    """The item at `path`, or above it in a list of values, with the remaining indices."""
-    for spelled in (path, _without_wrappers(path)):
+    def _find(self, path: str) -> tuple[Item, list[int]] | None:
+        """The item at `path`, or above it in a list of values, with the remaining indices."""
         steps: list[int] = []
-        at = spelled
-        while at:
-            item = index.items.get(at)
-            if item is not None:
-                return (
-                    (item, steps) if not steps or _is_in_list(index.value_of(item), steps) else None
-                )
-            at, _, last = at.rpartition("/")
-            if not last.isdecimal():
-                break
+        while path not in self.items:
+            path, _, last = path.rpartition("/")
+            if not path or not last.isdecimal():
+                return None
             steps.insert(0, int(last))
-    return None
+        item = self.items[path]
+        if steps and not (item.is_value and _is_in_list(self.object(item), steps)):
+            return None
+        return item, steps
+
+    def _read_tensor(
+        self, tree: Tree, leaf: int, out: Any, memory_budget_bytes: int | None
+    ) -> torch.Tensor:
+        path, shape, dtype = (
+            tree.schema.paths[leaf],
+            tree.schema.shapes[leaf],
+            tree.schema.dtypes[leaf],
+        )
+        if isinstance(out, torch.Tensor) and is_distributed(out):
+            self._fill_parts(path, shape, out, memory_budget_bytes)
+            return out
+        if _can_hold(out, dtype, shape):
+            self.snapshot.read_into(out.detach(), path, memory_budget_bytes=memory_budget_bytes)
+            return out  # type: ignore[no-any-return]  # a tensor (`_can_hold`)
+        value: torch.Tensor = self.snapshot.read(path, memory_budget_bytes=memory_budget_bytes)
+        return value
+
+    def _fill_parts(
+        self, path: str, shape: Shape, out: torch.Tensor, memory_budget_bytes: int | None
+    ) -> None:
+        """Read this rank's part of a divided tensor; if `out` has another shape, the overlap."""
+        held = held_of(out)
+        if len(held.shape) != len(shape):
+            raise InvalidInput(
+                f"{path} has the shape {list(shape)}, obj_out {list(held.shape)}: wanted as many "
+                "dimensions"
+            )
+        if held.shape != shape:
+            logger.warning(
+                "%s has the shape %s and obj_out %s: the common part is read",
+                path,
+                list(shape),
+                list(held.shape),
+            )
+        origin = (0,) * len(shape)
+        for box, part in held.parts:
+            if both := intersect(box, Box(origin, shape)):
+                self.snapshot.read_into(
+                    part[_region(both, box.offsets)],
+                    path,
+                    _region(both, origin),
+                    memory_budget_bytes=memory_budget_bytes,
+                )
+
+
+def split_rank(path: str) -> tuple[int, str]:
+    """The rank at the start of a path, and the rest. Raises `NoSuchObject` for a path without
+    one.
+    """
+    rank, _, rest = path.partition("/")
+    if not rank.isdecimal() or not rest:
+        raise NoSuchObject(
+            f"{path!r} is not the path of an object: wanted RANK/KEY/…, as in '0/model/weight'; "
+            "get_manifest() lists all paths"
+        )
+    return int(rank), rest
+
+
+def encode(key: str) -> str:
+    """A key, escaped for a path."""
+    return key.replace("%", "%25").replace("/", "%2F")
+
+
+def keys_of(node: Node | int) -> list[Any] | None:
+    """The keys or numbers of the children of a container for each of which TorchSnapshot has an
+    entry; None for what has one entry."""
+    if not isinstance(node, Node):
+        return None
+    if node.type == "list":
+        return list(range(len(node.children)))
+    if node.type not in _DICTS:
+        return None
+    keys = [
+        key if type(key) is str else values.decode_key(key, values.NO_CLASSES)
+        for key in node.keys or ()
+    ]
+    is_plain = all(isinstance(key, str | int) for key in keys)
+    return keys if is_plain and len(set(map(str, keys))) == len(keys) else None
+
+
+def _items(path: str, tree: Tree, node: Node | int) -> Iterator[tuple[str, Item]]:
+    while isinstance(node, Node) and node.type == "stateful":
+        (node,) = node.children
+    yield path, Item(tree, node)
+    keys = keys_of(node)
+    if isinstance(node, Node) and keys is not None:
+        for key, child in zip(keys, node.children, strict=True):
+            yield from _items(f"{path}/{encode(str(key))}", tree, child)
 
 
 def _without_wrappers(path: str) -> str:
@@ -80,74 +225,6 @@ def _is_in_list(value: Any, steps: list[int]) -> bool:
             return False
         value = value[step]
     return True
-
-
-def _read_object(
-    index: Index, item: Item, memory_budget_bytes: int | None, allow_pickle: bool
-) -> Any:
-    if isinstance(item.node, Node) and item.node.type == NAMES:
-        return index.value_of(item)
-    if isinstance(item.node, int):
-        return index.snapshot.read(
-            index.path_of(item, item.node),
-            memory_budget_bytes=memory_budget_bytes,
-            allow_pickle=allow_pickle,
-        )
-    paths = [index.path_of(item, leaf) for leaf in leaves_of(item.node)]
-    value = index.snapshot.state_dict(
-        item.key,
-        select=paths or None,
-        memory_budget_bytes=memory_budget_bytes,
-        allow_pickle=allow_pickle,
-    )
-    for step in item.trail:
-        value = value[step]
-    return value
-
-
-def _read_tensor(
-    index: Index, item: Item, leaf: int, out: Any, memory_budget_bytes: int | None
-) -> Any:
-    schema, snapshot, path = index.trees[item.key].schema, index.snapshot, index.path_of(item, leaf)
-    shape, dtype = schema.shapes[leaf], schema.dtypes[leaf]
-    if isinstance(out, torch.Tensor) and is_distributed(out):
-        _fill_parts(snapshot, path, shape, out, memory_budget_bytes)
-        return out
-    if _can_hold(out, dtype, shape):
-        snapshot.read_into(out.detach(), path, memory_budget_bytes=memory_budget_bytes)
-        return out
-    value = snapshot.read(path, memory_budget_bytes=memory_budget_bytes)
-    return _landed(value, out)
-
-
-def _fill_parts(
-    snapshot: Snapshot, path: str, shape: Shape, out: Any, memory_budget_bytes: int | None
-) -> None:
-    """Read this rank's part of a divided tensor; if `out` has another shape, the overlap."""
-    held = held_of(out)
-    if len(held.shape) != len(shape):
-        raise InvalidInput(
-            f"{path} has the shape {list(shape)}, obj_out {list(held.shape)}: wanted as many "
-            "dimensions"
-        )
-    if held.shape != shape:
-        logger.warning(
-            "%s has the shape %s and obj_out %s: what both have is read",
-            path,
-            list(shape),
-            list(held.shape),
-        )
-    for box, part in held.parts:
-        both = intersect(box, Box((0,) * len(shape), shape))
-        if both is None:
-            continue
-        target = part[_region(both, box.offsets)] if shape else part
-        snapshot.read_into(
-            target,
-            path,
-            _region(both, (0,) * len(shape)) if shape else None,
-            memory_budget_bytes=memory_budget_bytes,
-        )
 
 
 def _region(box: Box, origin: Shape) -> Region:
@@ -172,7 +249,7 @@ def _landed(value: Any, out: Any) -> Any:
     """`out` with the values of a compatible tensor, else `value`: as documented, `out` is ignored
     if it does not fit.
     """
-    if not isinstance(value, torch.Tensor) or not isinstance(out, torch.Tensor):
+    if value is out or not isinstance(value, torch.Tensor) or not isinstance(out, torch.Tensor):
         return value
     if (out.shape, out.dtype, out.layout) != (value.shape, value.dtype, value.layout):
         mine, theirs = (f"{each.dtype}{list(each.shape)}" for each in (out, value))

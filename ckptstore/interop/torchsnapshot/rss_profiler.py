@@ -1,4 +1,4 @@
-"""How much does the resident memory of this process grow during a block?"""
+"""How much the resident memory of this process grows during a block."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""How do TorchSnapshot 0.1.0's `Snapshot` and `PendingSnapshot` map to a store? One call each."""
+"""TorchSnapshot 0.1.0's `Snapshot` and `PendingSnapshot` on a store."""
 
 import logging
 import os
@@ -8,37 +8,41 @@ from typing import Any
 from ckptstore.commit.pending import Pending
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Ranks
-from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import on_all
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound
-from ckptstore.interop.torchsnapshot.errors import MissingKeys, NoSuchKey, SnapshotFailed
 from ckptstore.interop.torchsnapshot.locator import pointer_at, refs_to_read, store_at
 from ckptstore.interop.torchsnapshot.manifest import (
     INTERFACE_VERSION,
     Manifest,
     SnapshotMetadata,
-    split_rank,
+    manifest_of,
 )
-from ckptstore.interop.torchsnapshot.preparing import Prepare
-from ckptstore.interop.torchsnapshot.reading import read
-from ckptstore.interop.torchsnapshot.stateful import AppState
-from ckptstore.interop.torchsnapshot.take import (
-    Agreed,
-    agree,
-    budget_of,
+from ckptstore.interop.torchsnapshot.reading import Index, NoSuchObject, split_rank
+from ckptstore.interop.torchsnapshot.stateful import (
+    AppState,
     check_stateful,
-    ordered,
-    ranks_of,
+    generators_of,
     undisturbed,
 )
-from ckptstore.interop.torchsnapshot.views import Index, manifest_of
-from ckptstore.objects.pointer_files import Pointer, write_pointer
+from ckptstore.interop.torchsnapshot.take import Prepare, Taking, budget_of, ordered
 from ckptstore.snapshot import Snapshot as Commit
-from ckptstore.state.stateful import RNGState
 from ckptstore.store import Store
 
 logger = logging.getLogger("ckptstore")
+
+
+class SnapshotFailed(CkptStoreError, RuntimeError):
+    """A background snapshot failed; `__cause__` has the reason."""
+
+
+class NoSuchKey(NoSuchObject, AssertionError):
+    """A snapshot has no state under a key: `metadata` lists its keys."""
+
+
+class MissingKeys(InvalidInput, AssertionError):
+    """The target of a restore has keys that the snapshot lacks: leave them out, or pass
+    `strict=False`."""
 
 
 class Snapshot:
@@ -90,23 +94,31 @@ class Snapshot:
         path or replicas differ, and otherwise like `Store.commit`: on all ranks, with nothing
         changed.
         """
-        check_stateful(app_state)
-        peers = collective_of(pg)
-        agreed = agree(peers, os.fspath(path), replicated or [], storage_options)
-        store = store_at(agreed.place.store, storage_options)
+        taking = Taking.of(
+            os.fspath(path),
+            app_state,
+            pg,
+            replicated or [],
+            storage_options,
+            _custom_tensor_prepare_func,
+        )
         with undisturbed(app_state):
-            commit = store.commit(
+            commit = taking.store.commit(
                 ordered(app_state, _custom_tensor_prepare_func),
                 step=step,
+                tag=taking.place.tag,
                 metrics=metrics,
-                memory_budget_bytes=budget_of(store, None),
+                memory_budget_bytes=budget_of(taking.store, None),
                 allow_pickle=allow_pickle,
-                tag=agreed.place.tag,
-                ranks=ranks_of(agreed, pg, _custom_tensor_prepare_func),
+                ranks=taking.ranks,
             )
-        _await_pointers(agreed.path)
-        _point(peers, agreed, commit)
-        return cls._of(agreed, commit.id, pg, storage_options)
+        for pending in tuple(_unfinished):
+            if pending.path == taking.path:
+                pending._ended.wait()  # its pointer is written a moment after its commit ends
+        taking.point_together(commit)
+        snapshot = cls(taking.path, pg, storage_options)
+        snapshot._found = taking.place.store, commit.id
+        return snapshot
 
     @classmethod
     def async_take(
@@ -127,21 +139,24 @@ class Snapshot:
         The state is copied to staging memory, which is kept for the next call. `wait` raises a
         later failure, or the next `take` does.
         """
-        check_stateful(app_state)
-        peers = collective_of(pg)
-        agreed = agree(peers, os.fspath(path), replicated or [], storage_options)
-        store = store_at(agreed.place.store, storage_options)
+        taking = Taking.of(
+            os.fspath(path),
+            app_state,
+            pg,
+            replicated or [],
+            storage_options,
+            _custom_tensor_prepare_func,
+        )
         with undisturbed(app_state):
-            pending = store.commit_async(
+            pending = taking.store.commit_async(
                 ordered(app_state, _custom_tensor_prepare_func),
                 step=step,
+                tag=taking.place.tag,
                 metrics=metrics,
                 allow_pickle=allow_pickle,
-                tag=agreed.place.tag,
-                ranks=ranks_of(agreed, pg, _custom_tensor_prepare_func),
+                ranks=taking.ranks,
             )
-        leads = peers is None or peers.leads
-        return PendingSnapshot(cls(agreed.path, pg, storage_options), pending, agreed, leads=leads)
+        return PendingSnapshot(cls(taking.path, pg, storage_options), pending, taking)
 
     def restore(
         self,
@@ -202,12 +217,8 @@ class Snapshot:
         Raises `NoSuchObject`.
         """
         rank, rest = split_rank(path)
-        return read(
-            self._index(rank),
-            rest,
-            obj_out,
-            memory_budget_bytes=memory_budget_bytes,
-            allow_pickle=allow_pickle,
+        return self._index(rank).read(
+            rest, obj_out, memory_budget_bytes=memory_budget_bytes, allow_pickle=allow_pickle
         )
 
     def get_manifest(self) -> Manifest:
@@ -226,12 +237,9 @@ class Snapshot:
                 f"{key!r} is absent in both manifest and flattened: the snapshot has the keys "
                 f"{', '.join(commit.keys())}"
             )
-        return (
-            commit.only([key])
-            .of_rank(peers.rank if peers and not replicate_from_rank0 else 0)
-            .numbered()
-            .state_dict(key, allow_pickle=allow_pickle)
-        )
+        rank = peers.rank if peers and not replicate_from_rank0 else 0
+        own = commit.only([key]).of_rank(rank).numbered()
+        return own.state_dict(key, allow_pickle=allow_pickle)
 
     @property
     def metadata(self) -> SnapshotMetadata:
@@ -247,14 +255,6 @@ class Snapshot:
         features.
         """
         return self._commit()
-
-    @classmethod
-    def _of(
-        cls, agreed: Agreed, commit: CommitId, pg: Any, storage_options: dict[str, Any] | None
-    ) -> "Snapshot":
-        snapshot = cls(agreed.path, pg, storage_options)
-        snapshot._found = agreed.place.store, commit
-        return snapshot
 
     def _commit(self) -> Commit:
         if self._found is None:
@@ -298,11 +298,9 @@ class Snapshot:
 class PendingSnapshot:
     """A snapshot being taken in the background. The interpreter does not exit before it is done."""
 
-    def __init__(
-        self, snapshot: Snapshot, pending: Pending[Commit], agreed: Agreed, *, leads: bool
-    ) -> None:
+    def __init__(self, snapshot: Snapshot, pending: Pending[Commit], taking: Taking) -> None:
         self.path, self.pg = snapshot.path, snapshot.pg
-        self._snapshot, self._pending, self._agreed, self._leads = snapshot, pending, agreed, leads
+        self._snapshot, self._pending, self._taking = snapshot, pending, taking
         self._ended = threading.Event()
         self._failed: BaseException | None = None
         _unfinished.add(self)
@@ -326,9 +324,8 @@ class PendingSnapshot:
         try:
             if pending.failure() is None:
                 commit = pending.wait()
-                self._snapshot._found = self._agreed.place.store, commit.id
-                if self._leads:
-                    _write_pointer(self._agreed, commit)
+                self._snapshot._found = self._taking.place.store, commit.id
+                self._taking.point(commit)
         except CkptStoreError as error:
             self._failed = error
             logger.error(
@@ -342,43 +339,17 @@ class PendingSnapshot:
 
 
 _unfinished: set[PendingSnapshot] = set()
-"""Snapshots ranks_of pointers may not be written yet."""
-
-
-def _await_pointers(path: str) -> None:
-    """Wait for the pointers of earlier snapshots: their commits end a moment before."""
-    for pending in tuple(_unfinished):
-        if pending.path == path:
-            pending._ended.wait()
-
-
-def _point(peers: Collective | None, agreed: Agreed, commit: Commit) -> None:
-    """Point the file at the path to the commit, before any rank goes on."""
-
-    def write() -> bytes:
-        if peers is None or peers.leads:
-            _write_pointer(agreed, commit)
-        return b""
-
-    if peers is None:
-        write()
-    else:
-        peers.round("snapshot: point", write, lambda handed_in: handed_in)
-
-
-def _write_pointer(agreed: Agreed, commit: Commit) -> None:
-    if agreed.place.pointer is not None:
-        write_pointer(agreed.place.pointer, Pointer(agreed.place.store, commit.id))
+"""Snapshots whose pointers may not be written yet."""
 
 
 def _with_own_generator(commit: Commit, app_state: AppState, rank: int) -> dict[str, Any]:
     """The state without a random generator of which the commit has only other ranks' state."""
     wanted = dict(app_state)
-    for key in [key for key, value in app_state.items() if isinstance(value, RNGState)]:
+    for key in generators_of(app_state):
         held = commit.only([key])
         if held.leaves() and not held.of_rank(rank).leaves():
             logger.warning(
-                "rank %d had no random generator in this snapshot; it keeps the state it has", rank
+                "rank %d had no random generator in this snapshot; it keeps its current state", rank
             )
             del wanted[key]
     return wanted

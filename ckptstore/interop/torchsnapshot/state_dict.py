@@ -1,5 +1,18 @@
-"""`StateDict` under the name of TorchSnapshot's module."""
+"""A stateful dictionary, for tensors and values outside of modules and optimizers."""
 
-from ckptstore.interop.torchsnapshot.stateful import StateDict
+from collections import UserDict
+from typing import Any
 
-__all__ = ["StateDict"]
+
+class StateDict(UserDict[str, Any]):
+    """A stateful dictionary.
+
+    A restore sets the keys that the snapshot has and leaves others alone, as in TorchSnapshot. (A
+    restored `ckptstore.StateDict` equals what was committed.)
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.data
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.data.update(state_dict)

@@ -1,22 +1,28 @@
-"""How does an application state become a snapshot? What ranks agree on, the order of the states,
-and what is private.
+"""How an application state becomes a snapshot: the settings that ranks agree on, the order of the
+states, and what a `_custom_tensor_prepare_func` makes of tensors.
 """
 
+import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
+
+import torch
 
 from ckptstore.core.options import Ranks
 from ckptstore.distributed.collective import Collective
+from ckptstore.distributed.gloo import collective_of
 from ckptstore.interop.torchsnapshot import knobs
-from ckptstore.interop.torchsnapshot.errors import UnusableState
 from ckptstore.interop.torchsnapshot.locator import Place, place_to_take, store_at
-from ckptstore.interop.torchsnapshot.preparing import Prepare, Prepared
-from ckptstore.interop.torchsnapshot.stateful import Stateful
+from ckptstore.interop.torchsnapshot.reading import encode
+from ckptstore.interop.torchsnapshot.stateful import UnusableState, check_stateful, generators_of
 from ckptstore.objects import canonical
-from ckptstore.state.stateful import RNGState
+from ckptstore.objects.pointer_files import Pointer, write_pointer
+from ckptstore.snapshot import Snapshot
+from ckptstore.state.flatten import state_of
+from ckptstore.state.shards import is_distributed, is_dtensor
 from ckptstore.store import Store
 
 logger = logging.getLogger("ckptstore")
@@ -24,133 +30,199 @@ logger = logging.getLogger("ckptstore")
 LEAST_CHUNKS = 4
 """Commits and restores need memory for at most this many chunks (`repository.memory_budget`)."""
 
+Prepare: TypeAlias = Callable[[str, torch.Tensor, bool], torch.Tensor]
+"""From a path, a tensor, and whether only shape and dtype are wanted, to the tensor to store."""
+
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
-    """The settings that hold for all ranks: the first rank's path and its meaning, and the globs
-    that every rank gave.
+class Taking:
+    """A snapshot to be taken: the path of rank 0 and its meaning, the store, and the ranks.
+
+    Everything not named a replica by all ranks is private, by TorchSnapshot's rules. Prepared
+    tensors are not those that DistributedDataParallel keeps equal, so their content is compared.
     """
 
     path: str
     place: Place
-    replicated: tuple[str, ...]
+    store: Store
+    peers: Collective | None
+    ranks: Ranks
 
+    @classmethod
+    def of(
+        cls,
+        path: str,
+        app_state: Mapping[str, Any],
+        pg: Any,
+        replicated: Sequence[str],
+        storage_options: Mapping[str, Any] | None,
+        prepare: Prepare | None,
+    ) -> "Taking":
+        """Find the snapshot's place, create its store if needed, and settle arguments that differ
+        between ranks.
 
-def check_stateful(app_state: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for what is no dict of stateful values, `UnusableState` for two random
-    generators."""
-    if not isinstance(app_state, Mapping):
-        raise TypeError(
-            f"app_state is a {type(app_state)}; wanted a dict of stateful objects by their keys: "
-            f"{{'model': model}}"
-        )
-    for key, value in app_state.items():
-        if not isinstance(value, Stateful):
-            raise TypeError(
-                f"app_state[{key!r}] is a {type(value)}; wanted something stateful: put it into a "
-                "StateDict(…)"
+        Raises `TypeError` for values that are not stateful, `UnusableState` for globs that are no
+        list.
+        """
+        check_stateful(app_state)
+        if isinstance(replicated, str):
+            raise UnusableState(
+                f"replicated is {replicated!r}; wanted a list of globs: replicated=[{replicated!r}]"
             )
-    generators = [key for key, value in app_state.items() if isinstance(value, RNGState)]
-    if len(generators) > 1:
-        raise UnusableState(
-            f"app_state has several RNGState objects ({', '.join(generators)}), all about one "
-            "generator; keep one"
-        )
+        peers = collective_of(pg)
+        path, place, globs = _agree(peers, path, replicated, storage_options)
+        store = store_at(place.store, storage_options)
+        ranks = Ranks(process_group=pg, replicated=globs, compare=prepare is not None)
+        return cls(path, place, store, peers, ranks)
+
+    def point(self, commit: Snapshot) -> None:
+        """Point the file at the path to the commit: one rank does."""
+        if self.place.pointer is not None and (self.peers is None or self.peers.leads):
+            write_pointer(self.place.pointer, Pointer(self.place.store, commit.id))
+
+    def point_together(self, commit: Snapshot) -> None:
+        """As `point`, before any rank goes on."""
+
+        def point() -> bytes:
+            self.point(commit)
+            return b""
+
+        if self.peers is None:
+            point()
+        else:
+            self.peers.round("snapshot: point", point, lambda handed_in: handed_in)
 
 
-def agree(
+def _agree(
     peers: Collective | None,
     path: str,
     replicated: Sequence[str],
     storage_options: Mapping[str, Any] | None,
-) -> Agreed:
-    """Find the snapshot's place, create its store if needed, and settle arguments that differ
-    between ranks.
-
-    Raises `UnusableState` for globs that are no list.
-    """
-    if isinstance(replicated, str):
-        raise UnusableState(
-            f"replicated is {replicated!r}; wanted a list of globs: replicated=[{replicated!r}]"
-        )
-    if peers is None:
-        place = place_to_take(path, storage_options)
-        store_at(place.store, storage_options, create=True)
-        return Agreed(path, place, tuple(replicated))
+) -> tuple[str, Place, tuple[str, ...]]:
+    """The path of rank 0, its place, where a store is made if there is none, and the globs that
+    every rank gave."""
 
     def answer(handed_in: list[bytes]) -> list[bytes]:
-        async_options_of_ranks = [canonical.decode(each) for each in handed_in]
-        first = async_options_of_ranks[0][0]
+        (first, globs), *others = (canonical.decode(each) for each in handed_in)
         place = place_to_take(first, storage_options)
         store_at(place.store, storage_options, create=True)
-        common = [
-            glob
-            for glob in async_options_of_ranks[0][1]
-            if all(glob in globs for _, globs in async_options_of_ranks)
-        ]
-        return [canonical.encode([first, place.store, place.tag, place.pointer, common])] * len(
-            async_options_of_ranks
-        )
+        common = [glob for glob in globs if all(glob in theirs for _, theirs in others)]
+        answered = canonical.encode([first, [place.store, place.tag, place.pointer], common])
+        return [answered] * len(handed_in)
 
-    answered = peers.round(
-        "snapshot: agree", lambda: canonical.encode([path, list(replicated)]), answer
-    )
-    first, store, tag, pointer, common = canonical.decode(answered)
-    if first != path:
+    own = canonical.encode([path, list(replicated)])
+    answered = peers.round("snapshot: agree", lambda: own, answer) if peers else answer([own])[0]
+    first, place, common = canonical.decode(answered)
+    if peers and first != path:
         logger.warning(
-            "rank %d was given the path %s; rank 0's counts: %s", peers.rank, path, first
+            "rank %d was given the path %s; the path of rank 0 is used: %s", peers.rank, path, first
         )
-    if set(common) != set(replicated):
+    if peers and set(common) != set(replicated):
         logger.warning(
-            "rank %d was given replicated=%s; what all ranks were given counts: %s",
+            "rank %d was given replicated=%s; the globs that all ranks were given are used: %s",
             peers.rank,
             list(replicated),
             common,
         )
-    return Agreed(first, Place(store, tag, pointer), tuple(common))
-
-
-@contextmanager
-def undisturbed(app_state: Mapping[str, Any]) -> Iterator[None]:
-    """Restore the random generator of the state, if any, after the block: taking a snapshot must
-    not advance it.
-    """
-    generator = next((value for value in app_state.values() if isinstance(value, RNGState)), None)
-    before = None if generator is None else generator.state_dict()
-    try:
-        yield
-    finally:
-        if generator is not None and before is not None:
-            generator.load_state_dict(before)
+    return first, Place(*place), tuple(common)
 
 
 def ordered(app_state: Mapping[str, Any], prepare: Prepare | None) -> dict[str, Any]:
     """The state in the order in which it is collected: the random generator first, since other
     states may draw from it, then by key, so that collectives of all ranks match.
     """
-    keys = sorted(app_state, key=lambda key: (not isinstance(app_state[key], RNGState), key))
-    if prepare is None:
-        return {key: app_state[key] for key in keys}
-    return {
-        key: app_state[key]
-        if isinstance(app_state[key], RNGState)
-        else Prepared(key, app_state[key], prepare)
-        for key in keys
-    }
-
-
-def ranks_of(agreed: Agreed, process_group: Any, prepare: Prepare | None) -> Ranks:
-    """Everything not named a replica is private, by TorchSnapshot's rules.
-
-    Prepared tensors are not those that DistributedDataParallel keeps equal, so their content
-    decides.
-    """
-    return Ranks(
-        process_group=process_group, replicated=agreed.replicated, compare=prepare is not None
-    )
+    first = generators_of(app_state)
+    rest = {key: app_state[key] for key in sorted(app_state) if key not in first}
+    if prepare is not None:
+        rest = {key: Prepared(key, value, prepare) for key, value in rest.items()}
+    return first | rest
 
 
 def budget_of(store: Store, wanted: int | None) -> int | None:
     """The memory budget of the call or the environment, raised to the store's minimum."""
     budget = wanted or knobs.get_memory_budget_bytes()
     return budget and max(budget, LEAST_CHUNKS * store.chunk_bytes)
+
+
+class Prepared:
+    """A stateful object whose tensors `_custom_tensor_prepare_func` replaces before anything is
+    hashed or written.
+
+    All results are held until the commit is made. The function is called once per tensor, with its
+    last argument, `tracing`, false. Of a tensor that ranks divide, it gets this rank's part.
+    """
+
+    def __init__(self, key: str, stateful: Any, prepare: Prepare) -> None:
+        self._key, self._stateful, self._prepare = key, stateful, prepare
+
+    def state_dict(self) -> Any:
+        return self._visit(state_of(self._stateful), encode(self._key))
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise UnusableState(
+            f"{self._key} was prepared to be stored; restore it into the object itself"
+        )
+
+    def _visit(self, value: Any, path: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if type(value) is list:
+            return [self._visit(child, f"{path}/{i}") for i, child in enumerate(value)]
+        if type(value) in (dict, OrderedDict):
+            made = type(value)(
+                (key, self._visit(child, f"{path}/{encode(str(key))}"))
+                for key, child in value.items()
+            )
+            if hasattr(value, "_metadata"):
+                made._metadata = value._metadata
+            return made
+        return value
+
+    def _tensor(self, tensor: Any, path: str) -> Any:
+        if not is_distributed(tensor):
+            return self._call(tensor, path)
+        return self._dtensor(tensor, path) if is_dtensor(tensor) else self._sharded(tensor, path)
+
+    def _call(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
+        made = self._prepare(path, tensor, False)
+        if made.shape != tensor.shape:
+            raise UnusableState(
+                f"_custom_tensor_prepare_func must keep the shape of a tensor: {path} is "
+                f"{list(tensor.shape)}, it made {list(made.shape)}"
+            )
+        return made
+
+    def _part(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
+        made = self._call(tensor, path)
+        if type(made) is not torch.Tensor or made.layout is not torch.strided or made.is_quantized:
+            raise UnusableState(
+                f"_custom_tensor_prepare_func made {made.dtype} of {path}; a tensor that ranks "
+                "divide must stay a plain tensor"
+            )
+        return made
+
+    def _dtensor(self, tensor: Any, path: str) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            self._part(tensor.to_local().detach(), path),
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+
+    def _sharded(self, tensor: Any, path: str) -> Any:
+        from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+        from torch.distributed._shard.sharded_tensor.shard import Shard
+
+        shards = [
+            Shard(self._part(shard.tensor, path), shard.metadata) for shard in tensor.local_shards()
+        ]
+        metadata = copy.deepcopy(tensor.metadata())
+        if shards:
+            metadata.tensor_properties.dtype = shards[0].tensor.dtype
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
+            shards, metadata, sharding_spec=tensor.sharding_spec()
+        )

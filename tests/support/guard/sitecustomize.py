@@ -52,7 +52,7 @@ HARMLESS = {
     ): "gives records that do nothing, and refuses every other name",
     ("ckptstore.interop.formats.exports", "torch.save"): "writes the file that the user asked for",
     (
-        "ckptstore.interop.dcp.items",
+        "ckptstore.interop.dcp.names",
         "torch.save",
     ): "writes objects for those who read what DCP writes",
 }
