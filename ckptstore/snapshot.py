@@ -32,7 +32,7 @@ from ckptstore.state.optimizer_ids import unnamed
 if TYPE_CHECKING:
     import torch
 
-    from ckptstore.commit.commit import CommitStats
+    from ckptstore.commit.transaction import CommitStats
     from ckptstore.state.renaming import Rename
 
 

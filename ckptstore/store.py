@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from ckptstore.commit.async_commit import AsyncOptions, Overlap, Staging
+from ckptstore.commit.commit import RankOptions
 from ckptstore.commit.commit_metadata import label_of
 from ckptstore.commit.pending import CommitProgress
 from ckptstore.commit.schedule import Schedule, rule_of
@@ -20,8 +21,7 @@ from ckptstore.core.ids import CommitId, check_run, check_tag
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
-from ckptstore.distributed.collective import TIMEOUT_S, Collective, is_due_for_all
-from ckptstore.distributed.coordinator import Options
+from ckptstore.distributed.collective import TIMEOUT_S, Collective
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import agreed, on_all
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
@@ -35,7 +35,6 @@ from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.diff import Difference, compare
 from ckptstore.restore.reader import Reader
 from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state.flatten import flatten
 from ckptstore.state.replication import Globs
 from ckptstore.state.staging_buffers import BufferPool
 
@@ -132,17 +131,14 @@ class Store(Maintenance):
         self._internals.check_not_within()
         globs, options = _ranks(replicated, private, compare, canonical, trust_replicated)
         ranks = RanksArguments(process_group, globs, options, timeout_s)
-        if peers := collective_of(process_group, timeout_s):
-            return self._internals.commit_ranks(
-                app_state,
-                metadata,
-                peers,
-                ranks,
-                allow_pickle=allow_pickle,
-                memory_budget_bytes=memory_budget_bytes,
-            )
-        flats = partial(flatten, app_state, allow_pickle=allow_pickle)
-        return self._internals.commit_flat(flats, metadata, memory_budget_bytes=memory_budget_bytes)
+        peers = collective_of(process_group, timeout_s)
+        return self._internals.commit(
+            partial(self._internals.flats_of, app_state, ranks, peers, allow_pickle=allow_pickle),
+            metadata,
+            peers=peers,
+            options=options,
+            memory_budget_bytes=memory_budget_bytes,
+        )
 
     def commit_async(
         self,
@@ -156,7 +152,6 @@ class Store(Maintenance):
         overlap: Overlap = "wait",
         staging: Staging = "eager",
         trust_version: bool = False,
-        dedup_first: bool = False,
         on_progress: Callable[[CommitProgress], object] | None = None,
         process_group: Any = None,
         replicated: Sequence[str] = (),
@@ -177,7 +172,6 @@ class Store(Maintenance):
             staging: `"lazy"` copies parameters and optimizer state during forward and backward;
                 call `pending.wait_staged()` before writing to them outside of an optimizer.
             trust_version: Skip frozen parameters that torch has not seen written.
-            dedup_first: Hash within the call and copy only what the store lacks.
             on_progress: Called at each milestone, on any thread.
 
         Returns:
@@ -193,9 +187,7 @@ class Store(Maintenance):
         self._internals.check_not_within()
         self._handle.check_writable()
         metadata = label_of(self.run, step, tag, message, metrics)
-        async_options = AsyncOptions(
-            overlap, staging, trust_version, dedup_first, allow_pickle, on_progress
-        )
+        async_options = AsyncOptions(overlap, staging, trust_version, allow_pickle, on_progress)
         globs, options = _ranks(replicated, private, compare, canonical, trust_replicated)
         ranks = RanksArguments(process_group, globs, options, timeout_s)
         return self._internals.commit_async(app_state, metadata, async_options, ranks)
@@ -432,14 +424,14 @@ def _ranks(
     compare: bool,
     canonical: bool,
     trust_replicated: bool,
-) -> tuple[Globs, Options]:
-    return Globs.of(replicated, private, compare), Options(canonical, trust_replicated)
+) -> tuple[Globs, RankOptions]:
+    return Globs.of(replicated, private, compare), RankOptions(canonical, trust_replicated)
 
 
 def _agreed_schedule(options: Mapping[str, Any], due: bool, came: bool) -> tuple[bool, bool]:
     """Whether a commit is due and a signal came, as the ranks that commit together agree."""
     peers = collective_of(options.get("process_group"), options.get("timeout_s", TIMEOUT_S))
-    return is_due_for_all(peers, due, came) if peers else (due, came)
+    return peers.is_due(due, came) if peers else (due, came)
 
 
 def internals_of(store: Store) -> StoreInternals:

@@ -72,6 +72,33 @@ def write_chunks(
     )
 
 
+def hash_chunks(
+    plan: CommitPlan, sources: Sequence[Source], threads: ThreadPool, max_workers: int
+) -> list[bytes]:
+    """The chunk ids of each part of the plan, computed by at most `max_workers` threads. Writes
+    nothing."""
+    ids = [bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts]
+
+    def work(batch: Sequence[Run]) -> None:
+        for run in batch:
+            at = (run.first - run.part.first) * CHUNK_ID_BYTES
+            found = b"".join(map(digest, _chunks(run, _in_place(run, sources[run.part.leaf]))))
+            ids[run.part.leaf][at : at + len(found)] = found
+
+    small = plan.logical_bytes <= PARALLEL_BYTES
+    threads.spread(work, plan.batches, max_workers=1 if small else max_workers)
+    return [bytes(each) for each in ids]
+
+
+def _in_place(run: Run, source: Source) -> memoryview:
+    base, end = run.cuts[0], run.cuts[-1]
+    memory = source.view(base, end)
+    if memory is None:
+        memory = memoryview(bytearray(run.raw_bytes))
+        source.stage(base, end, memory)
+    return memory
+
+
 def write_metadata(
     chunks: Mapping[ChunkId, tuple[bytes, int]], dedup: Dedup, packs: PackSet
 ) -> None:

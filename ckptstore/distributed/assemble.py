@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.commit.publish import TreeContent
+from ckptstore.commit.transaction import TreeContent
 from ckptstore.core import geometry
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import Box, LeafContent, Schema
@@ -24,7 +24,7 @@ _NOWHERE = (Target(-1, -1), None)
 """Stands for leaves without content of their own: no content is ever resolved for it."""
 
 
-class Receipt(NamedTuple):
+class WrittenIds(NamedTuple):
     """The ids of the chunks that a rank wrote: for its jobs, for the cells that it completed, and
     for content that was resolved after reports.
     """
@@ -53,7 +53,7 @@ class Assembler:
         self._resolved: dict[tuple[int, frozenset[int]], _ResolvedTree] = {}
 
     def assemble(
-        self, decided: Decided, receipts: Sequence[Receipt], observations: Sequence[Observation]
+        self, decided: Decided, receipts: Sequence[WrittenIds], observations: Sequence[Observation]
     ) -> list[TreeContent]:
         """All trees of the whole state.
 
@@ -182,7 +182,7 @@ def _gathering_of(plan: RanksPlan, size: int) -> _Gathering:
     return _Gathering(counts, order, where)
 
 
-def _gathered(gathering: _Gathering, receipts: Sequence[Receipt]) -> bytes:
+def _gathered(gathering: _Gathering, receipts: Sequence[WrittenIds]) -> bytes:
     parts = [part for receipt in receipts for part in (receipt.jobs, receipt.cells)]
     for i, (part, count) in enumerate(zip(parts, gathering.counts, strict=True)):
         if len(part) != CHUNK_ID_BYTES * count:

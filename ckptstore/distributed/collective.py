@@ -199,6 +199,31 @@ class Collective:
                 f"exchanged: {failed}"
             ) from failed
 
+    def agree(self, begin: Callable[[], str]) -> str:
+        """Call `begin` on every rank and return the reasons of all ranks.
+
+        `begin` returns why this rank cannot begin now, or an empty string. An error that it raises
+        on one rank is raised on all.
+        """
+
+        def answer(handed_in: Sequence[bytes]) -> list[bytes]:
+            reasons = "; ".join(
+                f"rank {rank}: {why.decode()}" for rank, why in enumerate(handed_in) if why
+            )
+            return [reasons.encode()] * len(handed_in)
+
+        return self.round("commit: begin", lambda: begin().encode(), answer).decode()
+
+    def is_due(self, due: bool, came: bool) -> tuple[bool, bool]:
+        """Whether a commit is due by the coordinator's schedule, and whether any rank got a
+        signal."""
+
+        def answer(handed_in: Sequence[bytes]) -> list[bytes]:
+            return [bytes([handed_in[0][0], any(each[1] for each in handed_in)])] * len(handed_in)
+
+        found = self.round("every: decide", lambda: bytes([due, came]), answer)
+        return bool(found[0]), bool(found[1])
+
     def _post(self, begin: Callable[..., Any], part: Part) -> Any:
         """Start the transfer of one part; returns the error if it cannot start."""
         if part.rank in self._unreached:
@@ -381,32 +406,6 @@ def _silent(heads: Mapping[int, tuple[Any, bytearray]]) -> str:
     """The ranks that have sent nothing yet. A head that has arrived contains the round's name."""
     found = [rank for rank, (_, head) in heads.items() if not any(head)]
     return f"{named(found)}, silent so far" if found else ""
-
-
-def begun_by_all(peers: Collective, begin: Callable[[], str]) -> str:
-    """Call `begin` on every rank and return the reasons of all ranks.
-
-    `begin` returns why this rank cannot begin now, or an empty string. An error that it raises on
-    one rank is raised on all.
-    """
-
-    def answer(handed_in: Sequence[bytes]) -> list[bytes]:
-        reasons = "; ".join(
-            f"rank {rank}: {why.decode()}" for rank, why in enumerate(handed_in) if why
-        )
-        return [reasons.encode()] * len(handed_in)
-
-    return peers.round("commit: begin", lambda: begin().encode(), answer).decode()
-
-
-def is_due_for_all(peers: Collective, due: bool, came: bool) -> tuple[bool, bool]:
-    """Whether a commit is due by the coordinator's schedule, and whether any rank got a signal."""
-
-    def answer(handed_in: Sequence[bytes]) -> list[bytes]:
-        return [bytes([handed_in[0][0], any(each[1] for each in handed_in)])] * len(handed_in)
-
-    found = peers.round("every: decide", lambda: bytes([due, came]), answer)
-    return bool(found[0]), bool(found[1])
 
 
 class DeferredErrors:

@@ -82,9 +82,7 @@ def test_a_reader_of_a_failed_copy_gets_its_error() -> None:
 # -- the commit --
 
 
-@pytest.mark.parametrize(
-    "how", [{"staging": "eager"}, {"staging": "lazy"}, {"dedup_first": True}], ids=str
-)
+@pytest.mark.parametrize("how", [{"staging": "eager"}, {"staging": "lazy"}], ids=str)
 def test_each_piece_is_written_before_the_next_one_arrives(
     store: ckptstore.Store, away: None, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
@@ -136,7 +134,7 @@ def test_a_commit_from_a_device_is_the_state_as_of_the_call(
     with ckptstore.open(tmp_path / "store", chunk_bytes=65536, **options) as store:
         for step in range(3):
             wanted = frozen_copy(state)
-            pending = store.commit_async(state, step=step, dedup_first=step == 2)
+            pending = store.commit_async(state, step=step)
             with attack(state):
                 snapshot = pending.wait()
             assert_committed(snapshot, wanted)

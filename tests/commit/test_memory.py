@@ -55,8 +55,6 @@ def peak_of(act: Callable[[], object]) -> int:
         ({"executor": "process"}, {}, TENSORS, STATE_BYTES),
         ({"staging_bytes": 2 * TENSOR_BYTES}, {}, TENSORS, 2 * TENSOR_BYTES),
         ({}, {"staging": "lazy"}, TENSORS, STATE_BYTES),
-        ({}, {"dedup_first": True}, 1, TENSOR_BYTES),
-        ({"executor": "process"}, {"dedup_first": True}, 1, TENSOR_BYTES),
         ({}, {"trust_version": True}, 0, 0),
     ],
     ids=str,
@@ -109,9 +107,7 @@ def test_nothing_of_a_commit_lives_on_once_two_more_were_made(tmp_path: Path) ->
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("executor", ["thread", "process"])
-@pytest.mark.parametrize(
-    "how", [{}, {"staging": "lazy"}, {"dedup_first": True}, {"trust_version": True}], ids=str
-)
+@pytest.mark.parametrize("how", [{}, {"staging": "lazy"}, {"trust_version": True}], ids=str)
 def test_memory_is_flat_over_five_hundred_commits(
     tmp_path: Path, executor: Any, how: dict[str, Any]
 ) -> None:

@@ -57,7 +57,7 @@ def test_a_store_is_used_as_ever(place: str) -> None:
             for step in range(3):
                 store.commit(state(step), step=step)
             store.commit_async(state(3), step=3).wait()
-            store.commit_async(state(4), step=4, dedup_first=True).wait()
+            store.commit_async(state(4), step=4).wait()
             for step in range(5):
                 assert_restored(store, step)
             store.gc()

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptstore
-from ckptstore.commit import hashing, lazy_copy
-from ckptstore.distributed.commit import _Attempt
+from ckptstore.commit import lazy_copy, write
+from ckptstore.distributed.commit import _Publication
 from ckptstore.distributed.coordinator import Coordinator
+from ckptstore.distributed.rank_worker import RankWorker
 from ckptstore.state import devices
 from ckptstore.state.staging import PIECE_BYTES
 from tests.commit.states import HANGS_S, Gate
@@ -92,7 +93,7 @@ def fail_and_go_on(rank: int, path: Path) -> None:
         with pytest.raises(ckptstore.CkptStoreError, match="rank 2: ValueError: no state today"):
             store.commit_async({"model": Refusing(2, 2)} if rank == 2 else good)
         with pytest.raises(ckptstore.InvalidInput, match="leave out"):
-            store.commit_async(good, dedup_first=True)
+            store.commit_async(good, trust_version=True)
         with pytest.raises(ckptstore.Conflict, match="rank 3 commits step 7"):
             store.commit_async(good, step=7 if rank == 3 else 1).wait()
         pending = store.commit_async(
@@ -205,7 +206,8 @@ def die_in_the_background(
     store = ckptstore.open(path)
     before = len(store.log())
     if rank == victim:
-        owner: Any = Coordinator if phase == "publish" else _Attempt
+        owners = {"publish": Coordinator, "report": RankWorker, "_receipt": _Publication}
+        owner: Any = owners[phase]
         setattr(owner, phase, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
     pending = store.commit_async(state, process_group=group, timeout_s=20)
     with pytest.raises(ckptstore.Unavailable):
@@ -239,7 +241,7 @@ def hash_what_has_arrived(rank: int, path: Path, how: dict[str, Any]) -> int:
         {"w": nn.Parameter(torch.arange(PIECES * PIECE_BYTES // 8) + rank, requires_grad=False)}
     )
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
-    digest, copy = hashing.digest, lazy_copy.copy_task
+    digest, copy = write.digest, lazy_copy.copy_task
 
     def noted_digest(data: memoryview) -> bytes:
         found = digest(data)
@@ -258,7 +260,7 @@ def hash_what_has_arrived(rank: int, path: Path, how: dict[str, Any]) -> int:
         copy(task, arena)
 
     with pytest.MonkeyPatch.context() as patch, ckptstore.open(path) as store:
-        patch.setattr(hashing, "digest", noted_digest)
+        patch.setattr(write, "digest", noted_digest)
         patch.setattr(lazy_copy, "copy_task", copy_task)
         patch.setattr(devices, "AWAY", frozenset(["cpu"]))
         pending = store.commit_async(state, process_group=group, private=["model/*"], **how)

@@ -37,7 +37,7 @@ def commit_alike(rank: int, path: Path) -> list[tuple[int, int]]:
 
     with pytest.MonkeyPatch.context() as patch, ckptstore.open(path, chunk_bytes=1 << 16) as store:
         patch.setattr(coordinator, "plan_ranks", counting("plans", coordinator.plan_ranks))
-        patch.setattr(commit, "moves_of", counting("moves", commit.moves_of))
+        patch.setattr(commit, "decode_task", counting("moves", commit.decode_task))
         for step, (shape, dtype) in enumerate(
             [(CUT, torch.float32)] * 3 + [(CUT, torch.int32), ((511, 150), torch.int32)]
         ):

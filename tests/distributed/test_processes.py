@@ -94,7 +94,7 @@ def commit_by_workers(rank: int, path: Path) -> list[str] | None:
             and threads.stats.new_bytes < 64 * KIB
         )
         with pytest.raises(ckptstore.InvalidInput, match="leave out"):
-            store.commit_async(state, process_group=group_of(n), dedup_first=True)
+            store.commit_async(state, process_group=group_of(n), trust_version=True)
     return [snapshot.id for snapshot in made]
 
 

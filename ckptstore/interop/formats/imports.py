@@ -64,7 +64,7 @@ def import_path(
         }
         return dcp_to_store(place, store, **names, allow_pickle=allow_pickle)
     message = labels.message or f"imported from {unicode_text(place.name)}"
-    return internals_of(store).commit_flat(
+    return internals_of(store).commit(
         lambda: _flats(place, allow_pickle=allow_pickle),
         lambda: label_of(store.run, labels.step, labels.tags, message, labels.metrics),
     )

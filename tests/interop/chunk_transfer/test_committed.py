@@ -51,7 +51,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("how", ["commit", "commit_async", "dedup_first"])
+@pytest.mark.parametrize("how", ["commit", "commit_async"])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_what_was_committed_beside_a_transport_is_found_by_quick_names(
     start: Start, store: Store, learned: list[bytes], how: str, in_place: bool
@@ -63,7 +63,7 @@ def test_what_was_committed_beside_a_transport_is_found_by_quick_names(
     if how == "commit":
         store.commit({"any key": weights_of(state)})
     else:
-        store.commit_async({"any key": weights_of(state)}, dedup_first=how == "dedup_first").wait()
+        store.commit_async({"any key": weights_of(state)}).wait()
     assert len(learned) == 6
     sender.send_checkpoint([1], 1, state, SOON)
     assert sender.staged_bytes == 0 and len(learned) == 6
