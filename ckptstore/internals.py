@@ -9,18 +9,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeAlias
 
-from ckptstore.commit.async_commit import AsyncCommits, AsyncOptions, CommitRoute
-from ckptstore.commit.commit import CommitRequest, Flats, RankOptions
+from ckptstore.commit.async_commit import AsyncCommits, CommitRoute
+from ckptstore.commit.commit import CommitRequest, Flats
 from ckptstore.commit.commit_metadata import CommitMetadata, ParentTracker
 from ckptstore.commit.pending import UNWATCHED, Pending
 from ckptstore.commit.transaction import CommitStats, Committed
 from ckptstore.contents import CommitContents
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitDocument
+from ckptstore.core.options import Async, Ranks
 from ckptstore.core.settings import Settings
 from ckptstore.core.text import bytes_text, seconds_text
 from ckptstore.distributed.collective import Collective
@@ -52,14 +53,15 @@ MakeMetadata: TypeAlias = Callable[[], CommitMetadata]
 """Checks the arguments that describe a commit. Ranks call it where errors reach every rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class RanksArguments:
-    """How a caller wants several ranks to commit together."""
-
-    process_group: Any
-    globs: Globs
-    options: RankOptions
-    timeout_s: float
+def flats_of(
+    app_state: Mapping[str, Any], ranks: Ranks, peers: Collective | None, *, allow_pickle: bool
+) -> Flats:
+    """The flattened state; with `peers`, this rank's part of one."""
+    flats = flatten(app_state, allow_pickle=allow_pickle, ranks=peers is not None)
+    if peers is None:
+        return flats
+    globs = Globs(tuple(ranks.replicated), tuple(ranks.private), ranks.compare)
+    return marked(app_state, flats, globs)
 
 
 class StoreInternals:
@@ -124,9 +126,9 @@ class StoreInternals:
         self,
         flats: Callable[[], Flats],
         metadata: MakeMetadata,
+        peers: Collective | None,
+        ranks: Ranks,
         *,
-        peers: Collective | None = None,
-        options: RankOptions | None = None,
         memory_budget_bytes: int | None = None,
     ) -> Snapshot:
         """Commit the flattened state that `flats` returns. The bytes of its leaves may come from
@@ -145,9 +147,7 @@ class StoreInternals:
             with self._within():
                 return label, flats()
 
-        request = CommitRequest(
-            prepare, started, UNWATCHED, memory_budget_bytes, options or RankOptions()
-        )
+        request = CommitRequest(prepare, started, UNWATCHED, memory_budget_bytes, ranks)
         with self._lock:
             committed = self._make(self.runtime.committer, request, peers)
             self.parent_tracker.now(committed.id)
@@ -180,8 +180,10 @@ class StoreInternals:
         self,
         app_state: Mapping[str, Any],
         metadata: CommitMetadata,
-        options: AsyncOptions,
-        ranks: RanksArguments,
+        options: Async,
+        ranks: Ranks,
+        *,
+        allow_pickle: bool,
     ) -> PendingCommit:
         """Stage `app_state` and commit it in the background, alone or with other ranks."""
         peers = collective_of(ranks.process_group, ranks.timeout_s)
@@ -193,10 +195,10 @@ class StoreInternals:
 
         def flats() -> Flats:
             with self._within():
-                return self.flats_of(app_state, ranks, peers, allow_pickle=options.allow_pickle)
+                return flats_of(app_state, ranks, peers, allow_pickle=allow_pickle)
 
         def commit(request: CommitRequest, pending: PendingCommit) -> tuple[Committed, Snapshot]:
-            request = replace(request, options=ranks.options)
+            request = replace(request, ranks=ranks)
             with self._lock:
                 committed = self._make(self.runtime.background_committer, request, behind)
             held_s = pending.timings.held_s or pending.age_s
@@ -210,18 +212,6 @@ class StoreInternals:
             options,
             CommitRoute(flats, commit, peers, peers is not None or elsewhere, elsewhere),
         )
-
-    def flats_of(
-        self,
-        app_state: Mapping[str, Any],
-        ranks: RanksArguments,
-        peers: Collective | None,
-        *,
-        allow_pickle: bool,
-    ) -> Flats:
-        """The flattened state, or this rank's part of one."""
-        flats = flatten(app_state, allow_pickle=allow_pickle, ranks=peers is not None)
-        return flats if peers is None else marked(app_state, flats, ranks.globs)
 
     @contextmanager
     def _within(self) -> Iterator[None]:

@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ckptstore.commit.commit import CommitRequest, Flats
 from ckptstore.commit.commit_metadata import CommitMetadata, ParentTracker, parents_of
 from ckptstore.commit.commit_queue import Background
 from ckptstore.commit.lazy_copy import BorrowedLeaves, LazyCopy, PendingWatch
-from ckptstore.commit.pending import CommitProgress, Milestone, Pending
+from ckptstore.commit.pending import Pending
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.ids import CommitId
+from ckptstore.core.options import Async, Milestone
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import Busy, InvalidInput
 from ckptstore.repository.thread_pool import ThreadPool
@@ -31,32 +32,7 @@ from ckptstore.state.staging import (
 )
 from ckptstore.state.staging_buffers import Buffer, BufferPool, CopyProgress, default_budget
 
-Overlap: TypeAlias = Literal["wait", "skip"]
-Staging: TypeAlias = Literal["eager", "lazy"]
-
 S = TypeVar("S")
-
-
-@dataclass(frozen=True, slots=True)
-class AsyncOptions:
-    """A caller's options for an asynchronous commit. `overlap` applies while other commits are in
-    flight or use the staging memory."""
-
-    overlap: Overlap = "wait"
-    staging: Staging = "eager"
-    trust_version: bool = False
-    allow_pickle: bool = False
-    on_progress: Callable[[CommitProgress], object] | None = None
-
-    def __post_init__(self) -> None:
-        if self.overlap not in ("wait", "skip"):
-            raise InvalidInput(f"overlap is {self.overlap!r}; wanted 'wait' or 'skip'")
-        if self.staging not in ("eager", "lazy"):
-            raise InvalidInput(f"staging is {self.staging!r}; wanted 'eager' or 'lazy'")
-
-    @property
-    def waits(self) -> bool:
-        return self.overlap == "wait"
 
 
 class Together(Protocol):
@@ -123,14 +99,14 @@ class AsyncCommits(Generic[S]):
         self,
         app_state: Mapping[str, Any],
         label: CommitMetadata,
-        options: AsyncOptions,
+        options: Async,
         route: CommitRoute[S],
     ) -> Pending[S]:
         """Stage `app_state` and commit it in the background."""
         begun: list[_Begun] = []
 
         def begin() -> str:
-            if not self._background.admit(wait=options.waits):
+            if not self._background.admit(wait=options.overlap == "wait"):
                 return "another commit is in flight"
             found = self._stage(app_state, options, route, taken)
             if isinstance(found, str):
@@ -190,7 +166,7 @@ class AsyncCommits(Generic[S]):
     def _stage(
         self,
         app_state: Mapping[str, Any],
-        options: AsyncOptions,
+        options: Async,
         route: CommitRoute[S],
         taken: ExitStack,
     ) -> "_Begun | str":
@@ -219,7 +195,7 @@ class AsyncCommits(Generic[S]):
                 "process or several ranks needs all of it there: open the store with more "
                 "staging_bytes"
             )
-        arena = self.pool.take(plan.nbytes, wait=options.waits)
+        arena = self.pool.take(plan.nbytes, wait=options.overlap == "wait")
         if arena is None:
             return f"{bytes_text(plan.nbytes)} of staging memory is not free"
         taken.callback(self.pool.give, arena)

@@ -1,12 +1,12 @@
 """How does one process commit a state? The short way: a plan of whole leaves, and no rounds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeAlias
 
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.pending import UNWATCHED, Milestone, Watch
+from ckptstore.commit.pending import UNWATCHED, Watch
 from ckptstore.commit.plan import CommitPlan, Extent, is_floating, plan_commit
 from ckptstore.commit.transaction import (
     ATTEMPTS,
@@ -17,6 +17,7 @@ from ckptstore.commit.transaction import (
 )
 from ckptstore.commit.write import read_all
 from ckptstore.core.model import LeafContent
+from ckptstore.core.options import Milestone, Ranks
 from ckptstore.errors import Conflict
 from ckptstore.log.log import Refused
 from ckptstore.repository.dedup import DedupHints
@@ -29,14 +30,6 @@ Flats: TypeAlias = Mapping[str, FlatState]
 
 
 @dataclass(frozen=True, slots=True)
-class RankOptions:
-    """How ranks commit. The coordinator's options count."""
-
-    canonical: bool = True
-    trust_replicated: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class CommitRequest:
     """What to commit. `prepare` runs where its failure reaches every rank; times count from
     `started`, a value of `time.perf_counter`; `watch` follows the progress and may stop it. A
@@ -46,7 +39,7 @@ class CommitRequest:
     started: float
     watch: Watch = UNWATCHED
     memory_budget_bytes: int | None = None
-    options: RankOptions = RankOptions()
+    ranks: Ranks = field(default_factory=Ranks)
     buffer: Buffer | None = None
 
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.pending import UNWATCHED, Milestone, Watch
+from ckptstore.commit.pending import UNWATCHED, Watch
 from ckptstore.commit.plan import CommitPlan
 from ckptstore.commit.write import Written, write_chunks, write_metadata
 from ckptstore.core.ids import (
@@ -27,6 +27,7 @@ from ckptstore.core.ids import (
     parse_pack_id,
 )
 from ckptstore.core.model import CommitDocument, LeafContent, PackRecord, Schema, TreeRef
+from ckptstore.core.options import Milestone
 from ckptstore.errors import Corrupt, InvalidInput, NoSpace
 from ckptstore.log import entries
 from ckptstore.log.log import Refused

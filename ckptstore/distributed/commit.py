@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from ckptstore.commit.commit import CommitRequest, Flats, WholeCommitter, contended
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.pending import Milestone
 from ckptstore.commit.transaction import (
     ATTEMPTS,
     Committed,
@@ -29,6 +28,7 @@ from ckptstore.commit.transaction import (
 )
 from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.ids import CommitId, PackId, SessionId
+from ckptstore.core.options import Milestone
 from ckptstore.distributed import framing
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.coordinator import (
@@ -123,7 +123,7 @@ class Committer:
 
         def answer(handed_in: list[bytes]) -> list[bytes]:
             window_bytes = found[0].room.window_bytes
-            return self._coordinator.plan(handed_in, found[0].label, request.options, window_bytes)
+            return self._coordinator.plan(handed_in, found[0].label, request.ranks, window_bytes)
 
         kind = DESCRIBE
         while kind == DESCRIBE:

@@ -4,12 +4,12 @@ publishes. It alone appends to the log.
 
 from collections.abc import Sequence
 
-from ckptstore.commit.commit import RankOptions
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.transaction import Destination, Receipt, Transaction
 from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.ids import SessionId, digest
 from ckptstore.core.model import Schema
+from ckptstore.core.options import Ranks
 from ckptstore.distributed import framing
 from ckptstore.distributed.assemble import (
     Assembler,
@@ -49,7 +49,7 @@ class Coordinator:
         self._to = to
         self._described: list[bytes] = []
         self._descriptions: list[list[RankTree]] = []
-        self._options: tuple[RankOptions, int] | None = None
+        self._options: tuple[bool, bool, int] | None = None
         self._plan = RanksPlan([])
         self._assembler = Assembler(self._plan)
         self._layout = b""
@@ -61,7 +61,7 @@ class Coordinator:
         self,
         handed_in: Sequence[bytes],
         label: CommitMetadata,
-        options: RankOptions,
+        ranks: Ranks,
         window_bytes: int,
     ) -> list[bytes]:
         """Answer the ranks' descriptions."""
@@ -74,15 +74,21 @@ class Coordinator:
         session = self._open_session()
         # A rank that sends its description has no task: it has a new store object, or a rank could
         # not follow the plan.
-        known = digests == self._described and (options, window_bytes) == self._options
+        options = ranks.canonical, ranks.trust_replicated, window_bytes
+        known = digests == self._described and options == self._options
         if known and not any(full):
             return [framing.join([SAME, session.encode(), b""])] * len(messages)
         with uncollected():
-            tasks = self._tasks(digests, full, options, window_bytes)
+            tasks = self._tasks(digests, full, *options)
         return [framing.join([PLANNED, session.encode(), task]) for task in tasks]
 
     def _tasks(
-        self, digests: list[bytes], full: Sequence[bytes], options: RankOptions, window_bytes: int
+        self,
+        digests: list[bytes],
+        full: Sequence[bytes],
+        canonical: bool,
+        trust_replicated: bool,
+        window_bytes: int,
     ) -> list[bytes]:
         """Make a new plan. `full` are the ranks' descriptions; an empty one means that the last
         plan's still holds.
@@ -97,15 +103,15 @@ class Coordinator:
             merge(descriptions),
             size,
             self._to.config.chunk_bytes,
-            canonical=options.canonical,
+            canonical=canonical,
             window_bytes=window_bytes,
         )
         self._assembler = Assembler(self._plan)
         self._layout = layout_of(self._plan, size)
         keys = [[tree.key for tree in trees] for trees in descriptions]
-        tasks = encode_tasks(self._plan, keys, trust_replicated=options.trust_replicated)
+        tasks = encode_tasks(self._plan, keys, trust_replicated=trust_replicated)
         self._described, self._descriptions = digests, descriptions
-        self._options = options, window_bytes
+        self._options = canonical, trust_replicated, window_bytes
         return tasks
 
     def decide(self, handed_in: Sequence[bytes]) -> list[bytes]:

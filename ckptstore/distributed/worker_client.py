@@ -20,8 +20,9 @@ from typing import Any
 
 from ckptstore import errors
 from ckptstore.commit.commit import CommitRequest
-from ckptstore.commit.pending import Milestone, Watch
+from ckptstore.commit.pending import Watch
 from ckptstore.commit.transaction import Committed
+from ckptstore.core.options import Milestone
 from ckptstore.distributed import framing
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.framing import cause_of

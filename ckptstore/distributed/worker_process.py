@@ -15,9 +15,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ckptstore.commit.commit import CommitRequest
-from ckptstore.commit.pending import Milestone, Watch
+from ckptstore.commit.pending import Watch
 from ckptstore.commit.transaction import Destination
 from ckptstore.core.model import Schema
+from ckptstore.core.options import Milestone, Ranks
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.commit import Committer
 from ckptstore.distributed.sockets import Invitation, Listener, SocketLink
@@ -25,7 +26,6 @@ from ckptstore.distributed.worker_protocol import (
     Message,
     committed_to,
     failure_to,
-    options_from,
     receive,
     send,
     state_from,
@@ -125,7 +125,7 @@ class Worker:
             lambda: (label, flats),
             message.says["started"],
             TellingWatch(self),
-            options=options_from(message),
+            ranks=Ranks(**message.says["ranks"]),
         )
         return committed_to(committer.commit(request, peers))
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckptstore import errors
-from ckptstore.commit.commit import CommitRequest, Flats, RankOptions
+from ckptstore.commit.commit import CommitRequest, Flats
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.transaction import CommitStats, Committed
 from ckptstore.core.ids import CommitId
@@ -63,7 +63,10 @@ def state_to(
     blob = bytearray(description)
     says = {
         "label": asdict(label),
-        "options": asdict(request.options),
+        "ranks": {
+            "canonical": request.ranks.canonical,
+            "trust_replicated": request.ranks.trust_replicated,
+        },
         "started": request.started,
         "description": len(description),
         "sources": [_leaf_to(source, blob) for source in leaves_of(flats)],
@@ -96,10 +99,6 @@ def state_from(
         }
         flats[tree.key] = FlatState(tree.schema, leaves, held, tree.marks)
     return label, flats
-
-
-def options_from(message: Message) -> RankOptions:
-    return RankOptions(**message.says["options"])
 
 
 def _leaf_to(source: Source, blob: bytearray) -> list[Any]:

@@ -16,6 +16,7 @@ from torch.distributed import checkpoint as dcp
 import ckptstore
 from ckptstore import Store
 from ckptstore.interop.dcp import StoreWriter
+from tests.support.grouped import grouped
 
 STAGING_BYTES = 4 << 20
 """Of the state 12 MB: most of it is borrowed."""
@@ -33,7 +34,7 @@ def _directly(store: Store, state: Mapping[str, Any], step: int) -> object:
 
 def _in_background(**options: Any) -> Commit:
     def commit(store: Store, state: Mapping[str, Any], step: int) -> object:
-        return store.commit_async(state, step=step, **options).wait()
+        return store.commit_async(state, step=step, **grouped("background", **options)).wait()
 
     return commit
 
@@ -85,7 +86,7 @@ def _race(place: Path, way: str, commits: int) -> None:
     options, commit = WAYS[way]
     tensor = _tensor()
     state = {"m": {"t": tensor, "small": torch.zeros(8), "rows": torch.zeros(600, 700).t()}}
-    with ckptstore.open(place, **options) as store:
+    with ckptstore.open(place, **grouped("storage", "background", **options)) as store:
         with writing_to(tensor):
             for step in range(commits):
                 commit(store, state, step)

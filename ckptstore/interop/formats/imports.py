@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ckptstore.commit.commit_metadata import label_of
+from ckptstore.core.options import Ranks
 from ckptstore.core.redaction import redact
 from ckptstore.core.text import unicode_text
 from ckptstore.errors import InvalidInput
@@ -67,6 +68,8 @@ def import_path(
     return internals_of(store).commit(
         lambda: _flats(place, allow_pickle=allow_pickle),
         lambda: label_of(store.run, labels.step, labels.tags, message, labels.metrics),
+        peers=None,
+        ranks=Ranks(),
     )
 
 

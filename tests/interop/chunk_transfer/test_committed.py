@@ -120,7 +120,7 @@ def test_looking_for_what_was_not_committed_is_given_up(
     start: Start, tmp_path: Path, learned: list[bytes]
 ) -> None:
     state, chunks = {"w": torch.randn(800, SMALL // 4)}, 800
-    with ckptstore.open(tmp_path / "store", chunk_bytes=SMALL) as store:
+    with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=SMALL)) as store:
         store.commit({"something else": torch.randn(SMALL)})
         sender, receiver = start(store), start()
         sender.send_checkpoint([1], 1, state, SOON)
@@ -134,7 +134,7 @@ def test_it_is_not_given_up_where_there_is_no_room_for_a_copy(
 ) -> None:
     chunks, stored = 1024, 64
     state = {"w": torch.randn(chunks, SMALL // 4)}
-    with ckptstore.open(tmp_path / "store", chunk_bytes=SMALL) as store:
+    with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=SMALL)) as store:
         store.commit({"part": state["w"][-stored:].clone()})
         sender, receiver = start(store, staging_bytes=(chunks - stored) * SMALL), start()
         sender.send_checkpoint([1], 1, state, SOON)
