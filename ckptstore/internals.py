@@ -25,9 +25,7 @@ from ckptstore.core.options import Async, Ranks
 from ckptstore.core.settings import Settings
 from ckptstore.core.text import bytes_text, seconds_text
 from ckptstore.distributed.collective import Collective
-from ckptstore.distributed.commit import Committer
 from ckptstore.distributed.gloo import BACKGROUND, collective_of
-from ckptstore.distributed.worker_client import WorkerCommitter
 from ckptstore.errors import InvalidInput, NoSpace, ReadOnly, Unavailable
 from ckptstore.maintenance.enospc import DiskWatch
 from ckptstore.maintenance.mirror.tiers import Tier
@@ -122,18 +120,15 @@ class StoreInternals:
             logger.warning("%s cannot be relied on for chunks: %s", self.handle.url, error)
             return None
 
-    def commit(
+    def request(
         self,
         flats: Callable[[], Flats],
         metadata: MakeMetadata,
-        peers: Collective | None,
         ranks: Ranks,
-        *,
         memory_budget_bytes: int | None = None,
-    ) -> Snapshot:
-        """Commit the flattened state that `flats` returns. The bytes of its leaves may come from
-        anywhere, as in an import. With `peers`, every rank calls this and gets the same snapshot.
-        """
+    ) -> CommitRequest:
+        """A request to commit, now, the flattened state that `flats` returns. The bytes of its
+        leaves may come from anywhere, as in an import."""
         self.check_not_within()
         failed = self.async_commits.drain()
         started = time.perf_counter()
@@ -147,11 +142,42 @@ class StoreInternals:
             with self._within():
                 return label, flats()
 
-        request = CommitRequest(prepare, started, UNWATCHED, memory_budget_bytes, ranks)
+        return CommitRequest(prepare, started, UNWATCHED, memory_budget_bytes, ranks)
+
+    def commit(
+        self, request: CommitRequest, peers: Collective | None, *, behind: bool = False
+    ) -> Committed:
+        """Make a commit, `behind` the caller's back or not; on a full disk, try once more if that
+        is promising. Every rank of `peers` calls this and gets the same commit."""
+        committer = self.runtime.background_committer if behind else self.runtime.committer
+        sizes = [0]
+
+        def prepare() -> tuple[CommitMetadata, Flats]:
+            label, flats = request.prepare()
+            sizes[0] = sum(flat.nbytes for flat in flats.values())
+            if peers is None or peers.leads:
+                self._disk.before(sizes[0])
+            return label, flats
+
+        sized = replace(request, prepare=prepare)
         with self._lock:
-            committed = self._make(self.runtime.committer, request, peers)
-            self.parent_tracker.now(committed.id)
-        return self._committed(committed)
+            try:
+                committed = committer.commit(sized, peers)
+            except NoSpace as full:
+                self._disk.relieve(full, sizes[0], peers, collect=True)
+                try:
+                    committed = committer.commit(sized, peers)
+                except NoSpace as still_full:
+                    self._disk.relieve(still_full, sizes[0], peers, collect=False)
+                    raise
+            if peers is None or peers.leads:
+                trees, schemas = committed.document.trees, committed.schemas
+                self.handle.follow(
+                    {ref.schema.hex(): schemas[key] for key, ref in trees if schemas}
+                )
+            if not behind:
+                self.parent_tracker.now(committed.id)
+        return committed
 
     def commit_external(
         self,
@@ -174,7 +200,7 @@ class StoreInternals:
             self.handle.follow()
             if follow:
                 self.parent_tracker.now(committed.id)
-        return self._committed(committed)
+        return self.committed(committed)
 
     def commit_async(
         self,
@@ -198,12 +224,10 @@ class StoreInternals:
                 return flats_of(app_state, ranks, peers, allow_pickle=allow_pickle)
 
         def commit(request: CommitRequest, pending: PendingCommit) -> tuple[Committed, Snapshot]:
-            request = replace(request, ranks=ranks)
-            with self._lock:
-                committed = self._make(self.runtime.background_committer, request, behind)
+            committed = self.commit(replace(request, ranks=ranks), behind, behind=True)
             held_s = pending.timings.held_s or pending.age_s
             stats = replace(committed.stats, held_s=held_s)
-            return committed, self._committed(replace(committed, stats=stats))
+            return committed, self.committed(replace(committed, stats=stats))
 
         elsewhere = self.settings.executor == "process"
         return self.async_commits.start(
@@ -256,38 +280,8 @@ class StoreInternals:
         if self.tier:
             self.tier.wake()
 
-    def _make(
-        self,
-        committer: Committer | WorkerCommitter,
-        request: CommitRequest,
-        peers: Collective | None,
-    ) -> Committed:
-        """The commit; on a full disk, once more if that is promising."""
-        sizes = [0]
-
-        def prepare() -> tuple[CommitMetadata, Flats]:
-            label, flats = request.prepare()
-            sizes[0] = sum(flat.nbytes for flat in flats.values())
-            if peers is None or peers.leads:
-                self._disk.before(sizes[0])
-            return label, flats
-
-        sized = replace(request, prepare=prepare)
-        try:
-            committed = committer.commit(sized, peers)
-        except NoSpace as full:
-            self._disk.relieve(full, sizes[0], peers, collect=True)
-            try:
-                committed = committer.commit(sized, peers)
-            except NoSpace as still_full:
-                self._disk.relieve(still_full, sizes[0], peers, collect=False)
-                raise
-        if peers is None or peers.leads:
-            trees, schemas = committed.document.trees, committed.schemas
-            self.handle.follow({ref.schema.hex(): schemas[key] for key, ref in trees if schemas})
-        return committed
-
-    def _committed(self, committed: Committed) -> Snapshot:
+    def committed(self, committed: Committed) -> Snapshot:
+        """The snapshot of a commit that was just made, which is reported."""
         self.wake_tier()
         self._disk.after(committed.stats.logical_bytes, committed.stats.new_bytes)
         self._report(committed)

@@ -127,9 +127,8 @@ class Store(Maintenance):
         ranks = ranks or Ranks()
         peers = collective_of(ranks.process_group, ranks.timeout_s)
         flats = partial(flats_of, app_state, ranks, peers, allow_pickle=allow_pickle)
-        return self._internals.commit(
-            flats, metadata, peers, ranks, memory_budget_bytes=memory_budget_bytes
-        )
+        request = self._internals.request(flats, metadata, ranks, memory_budget_bytes)
+        return self._internals.committed(self._internals.commit(request, peers))
 
     def commit_async(
         self,

@@ -9,19 +9,12 @@ from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.pending import UNWATCHED, Watch
 from ckptstore.commit.plan import CommitPlan, Extent, is_floating, plan_commit
 from ckptstore.commit.transaction import (
-    ATTEMPTS,
-    Committed,
-    Destination,
-    Transaction,
     TreeContent,
 )
 from ckptstore.commit.write import read_all
 from ckptstore.core.model import LeafContent
-from ckptstore.core.options import Milestone, Ranks
-from ckptstore.errors import Conflict
-from ckptstore.log.log import Refused
+from ckptstore.core.options import Ranks
 from ckptstore.repository.dedup import DedupHints
-from ckptstore.repository.memory_budget import WriteRoom, write_room
 from ckptstore.state.leaf_sources import FlatState
 from ckptstore.state.staging_buffers import Buffer
 
@@ -43,74 +36,22 @@ class CommitRequest:
     buffer: Buffer | None = None
 
 
-class WholeCommitter:
-    """Commits states that one process holds whole. Keeps the plan and its chunk ids for the next
+class WholePlan:
+    """How to write a state that one process holds whole. Kept, with its chunk ids, for the next
     commit of the same state."""
 
-    def __init__(self, to: Destination) -> None:
-        self._to = to
-        self._extents: list[Extent] = []
+    def __init__(self) -> None:
+        self._extents: list[Extent] | None = None
         self._run_bytes = 0
-        self._plan = plan_commit([], to.config.chunk_bytes)
-        self._hints = DedupHints()
+        self._plan = CommitPlan((), (), (), 0)
+        self.hints = DedupHints()
 
-    def commit(self, request: CommitRequest) -> Committed:
-        """See `distributed.commit.Committer`."""
-        to, config = self._to, self._to.config
-        room = write_room(
-            request.memory_budget_bytes,
-            config.chunk_bytes,
-            to.threads.count,
-            encoding=config.codec != "raw",
-        )
-        label, flats = request.prepare()
-        plan = self._plan_for(flats, room.run_bytes)
-        for _ in range(ATTEMPTS):
-            request.watch.starting()
-            try:
-                with Transaction.begin(to, self._hints, unbuffered=room.unbuffered) as transaction:
-                    return self._attempt(transaction, request, label, flats, plan, room)
-            except Refused as error:
-                if not error.refusal.again:
-                    raise
-                last = error
-        raise contended() from last
-
-    def _plan_for(self, flats: Flats, run_bytes: int) -> CommitPlan:
+    def of(self, flats: Flats, chunk_bytes: int, run_bytes: int) -> CommitPlan:
         extents = [extent_of(flat, i) for flat in flats.values() for i in range(len(flat.leaves))]
         if extents != self._extents or run_bytes != self._run_bytes:
-            self._extents, self._run_bytes, self._hints = extents, run_bytes, DedupHints()
-            self._plan = plan_commit(extents, self._to.config.chunk_bytes, run_bytes)
+            self._extents, self._run_bytes, self.hints = extents, run_bytes, DedupHints()
+            self._plan = plan_commit(extents, chunk_bytes, run_bytes)
         return self._plan
-
-    def _attempt(
-        self,
-        transaction: Transaction,
-        request: CommitRequest,
-        label: CommitMetadata,
-        flats: Flats,
-        plan: CommitPlan,
-        room: WriteRoom,
-    ) -> Committed:
-        sources = [leaf for flat in flats.values() for leaf in flat.leaves]
-        written = transaction.write(plan, sources, request.watch, max_workers=room.threads)
-        request.watch.reached(Milestone.HASHED)
-        published = transaction.publish(
-            label,
-            _contents(flats, plan, written.ids),
-            logical_bytes=plan.logical_bytes,
-            watch=request.watch,
-        )
-        stats = published.stats(request.started)
-        schemas = {key: flat.schema for key, flat in flats.items()}
-        return Committed(published.commit, published.document, stats, schemas, written.ids)
-
-
-def contended() -> Conflict:
-    return Conflict(
-        f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; "
-        "repeat it"
-    )
 
 
 def extent_of(flat: FlatState, i: int) -> Extent:
@@ -122,7 +63,7 @@ def extent_of(flat: FlatState, i: int) -> Extent:
     return Extent((source.nbytes,), 1, source.nbytes, False)
 
 
-def _contents(flats: Flats, plan: CommitPlan, ids: Mapping[int, bytes]) -> Iterator[TreeContent]:
+def contents_of(flats: Flats, plan: CommitPlan, ids: Mapping[int, bytes]) -> Iterator[TreeContent]:
     inline = frozenset(plan.inline)
     firsts: Sequence[int] = [0, *accumulate(len(flat.leaves) for flat in flats.values())]
     for first, (key, flat) in zip(firsts, flats.items(), strict=False):

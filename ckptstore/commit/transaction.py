@@ -10,14 +10,15 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import NamedTuple, Self
 
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.pending import UNWATCHED, Watch
 from ckptstore.commit.plan import CommitPlan
-from ckptstore.commit.write import Written, write_chunks, write_metadata
+from ckptstore.commit.write import PARALLEL_BYTES, ChunkWriter, write_metadata
 from ckptstore.core.ids import (
+    CHUNK_ID_BYTES,
     ChunkId,
     CommitId,
     PackId,
@@ -42,7 +43,7 @@ from ckptstore.repository.dedup import Dedup, DedupHints
 from ckptstore.repository.pack_set import PackSet
 from ckptstore.repository.pack_writer import delete_own
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.repository.thread_pool import ThreadPool, shared
 from ckptstore.state.leaf_sources import Source
 from ckptstore.storage.contract import put_finished
 
@@ -157,9 +158,14 @@ class Published(NamedTuple):
     packed_at: float
     durable_at: float
 
-    def stats(self, started: float) -> CommitStats:
-        """The cost of the commit, for a caller who called at `started`."""
-        return CommitStats(
+    def committed(
+        self,
+        started: float,
+        schemas: Mapping[str, Schema] = MappingProxyType({}),
+        ids: Mapping[int, bytes] = MappingProxyType({}),
+    ) -> Committed:
+        """The commit and its cost, for a caller who called at `started`."""
+        stats = CommitStats(
             self.document.logical_bytes,
             self.document.new_bytes,
             self.document.leaves,
@@ -169,6 +175,7 @@ class Published(NamedTuple):
             self.durable_at - started,
             time.perf_counter() - started,
         )
+        return Committed(self.commit, self.document, stats, schemas, ids)
 
 
 class Transaction:
@@ -241,15 +248,25 @@ class Transaction:
         watch: Watch = UNWATCHED,
         *,
         max_workers: int | None = None,
-    ) -> Written:
-        """Hash the chunks of `plan` and pack those that the store lacks. Their packs are closing;
-        `receipt` and `publish` wait for them."""
-        written = write_chunks(
-            plan, sources, self.look(), self.packs, self._to.threads, watch, max_workers=max_workers
-        )
-        self._chunks += written.chunks
-        self._new_chunks += written.new_chunks
-        return written
+    ) -> dict[int, bytes]:
+        """Hash the chunks of `plan` on at most `max_workers` threads and pack those that the store
+        lacks; returns the chunk ids by leaf, in grid order. Raises the failure of any thread.
+
+        Afterwards the packs are closing; `receipt` and `publish` wait for them.
+        """
+        ids = {part.leaf: bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts}
+        batches, threads = shared(plan.batches), self._to.threads
+        small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
+        count = min(max_workers or threads.count, threads.count, len(plan.batches))
+        writers = [
+            ChunkWriter(batches, sources, ids, self.look(), self.packs, watch, threads.scratch)
+            for _ in range(min(count, 1) if small else count)
+        ]
+        if writers:
+            threads.together([writer.work for writer in writers], batches.stop)
+        self._chunks += sum(map(len, plan.parts))
+        self._new_chunks += sum(writer.new_chunks for writer in writers)
+        return {leaf: bytes(data) for leaf, data in ids.items()}
 
     def receipt(self) -> Receipt:
         """This writer's receipt, once its packs are durable."""

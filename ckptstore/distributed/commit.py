@@ -1,7 +1,7 @@
 """How does a state become one commit, whether one process holds it or many ranks?
 
-One process takes the short way (`commit.commit`). Of many ranks, each hashes and writes its part,
-between three rounds:
+One process takes the short way: a plan of whole leaves, and no rounds. Of many ranks, each hashes
+and writes its part, between three rounds:
 
 * *plan*: Ranks describe what they hold. The coordinator assigns the work and names the session.
 * *decide*: Ranks have exchanged the fragments of cut chunks and written the planned chunks. They
@@ -17,7 +17,7 @@ that it can follow the plan: from then on, others wait for what it sends.
 import time
 from dataclasses import dataclass
 
-from ckptstore.commit.commit import CommitRequest, Flats, WholeCommitter, contended
+from ckptstore.commit.commit import CommitRequest, Flats, WholePlan, contents_of
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.transaction import (
     ATTEMPTS,
@@ -45,12 +45,13 @@ from ckptstore.distributed.describe import encode_description
 from ckptstore.distributed.framing import Cause, failure
 from ckptstore.distributed.rank_task import Boxes, RankTask, decode_task
 from ckptstore.distributed.rank_worker import Plans, RankWorker
-from ckptstore.errors import CkptStoreError, NoSpace
+from ckptstore.errors import CkptStoreError, Conflict, NoSpace
+from ckptstore.log.log import Refused
 from ckptstore.objects import canonical
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.repository.dedup import DedupHints
-from ckptstore.repository.memory_budget import RankRoom, rank_room
+from ckptstore.repository.memory_budget import RankRoom, rank_room, write_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Committer:
 
     def __init__(self, to: Destination) -> None:
         self._to = to
-        self._whole = WholeCommitter(to)
+        self._whole = WholePlan()
         self._coordinator = Coordinator(to)
         self._schemas = LastSchemas()
         self._described_last = b""
@@ -90,8 +91,37 @@ class Committer:
         replicas that differ, and exceptions of `watch`. Many ranks raise one error, of the class
         that the causes share; `causes` names the ranks. After any of them the store is as before.
         """
-        if peers is None:
-            return self._whole.commit(request)
+        if peers is not None:
+            return self._together(request, peers)
+        to, watch = self._to, request.watch
+        room = write_room(
+            request.memory_budget_bytes,
+            to.config.chunk_bytes,
+            to.threads.count,
+            encoding=to.config.codec != "raw",
+        )
+        label, flats = request.prepare()
+        plan = self._whole.of(flats, to.config.chunk_bytes, room.run_bytes)
+        sources = [leaf for flat in flats.values() for leaf in flat.leaves]
+        for _ in range(ATTEMPTS):
+            watch.starting()
+            try:
+                with Transaction.begin(to, self._whole.hints, unbuffered=room.unbuffered) as whole:
+                    ids = whole.write(plan, sources, watch, max_workers=room.threads)
+                    watch.reached(Milestone.HASHED)
+                    trees = contents_of(flats, plan, ids)
+                    published = whole.publish(
+                        label, trees, logical_bytes=plan.logical_bytes, watch=watch
+                    )
+                    schemas = {key: flat.schema for key, flat in flats.items()}
+                    return published.committed(request.started, schemas, ids)
+            except Refused as error:
+                if not error.refusal.again:
+                    raise
+                last = error
+        raise _contended() from last
+
+    def _together(self, request: CommitRequest, peers: Collective) -> Committed:
         try:
             described, session = self._plan(peers, request)
             for _ in range(ATTEMPTS):
@@ -106,7 +136,7 @@ class Committer:
             raise
         finally:
             self._coordinator.close(ended=False)
-        raise contended()
+        raise _contended()
 
     def _plan(self, peers: Collective, request: CommitRequest) -> tuple[_Described, SessionId]:
         found: list[_Described] = []
@@ -264,4 +294,11 @@ class _Publication:
         published = Published(
             CommitId(commit), document, registered, chunks, new_chunks, self._packed_at, durable_at
         )
-        return Committed(published.commit, document, published.stats(self._request.started))
+        return published.committed(self._request.started)
+
+
+def _contended() -> Conflict:
+    return Conflict(
+        f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; "
+        "repeat it"
+    )

@@ -78,9 +78,9 @@ class PartsCommitter:
         chunked = [i for i, part in enumerate(parts) if part.leaf_bytes > INLINE_BYTES]
         plan = plan_chunks([extents[i] for i in chunked], self._to.config.chunk_bytes)
         with Transaction(self._to, session, self._hints, rank=rank) as transaction:
-            written = transaction.write(plan, [parts[i].source for i in chunked])
+            found = transaction.write(plan, [parts[i].source for i in chunked])
             receipt = transaction.receipt()
-            ids = {i: written.ids[number] for number, i in enumerate(chunked)}
+            ids = {i: found[number] for number, i in enumerate(chunked)}
             contents = [
                 LeafContent(ids=ids[i], raw_bytes=part.source.nbytes)
                 if i in ids
@@ -124,7 +124,7 @@ class PartsCommitter:
                     "others changed the store while this commit was written; repeat it"
                 ) from error
             raise
-        return Committed(published.commit, published.document, published.stats(started))
+        return published.committed(started)
 
 
 def encode_contents(contents: Sequence[LeafContent]) -> bytes:

@@ -133,8 +133,8 @@ class RankWorker:
         """The ids of the plan's chunks, written as far as the store lacks them."""
         if self._later.failed or not sources:
             return b""
-        written = self._transaction.write(plan, sources, max_workers=self._room.write.threads)
-        return b"".join(written.ids[i] for i in range(len(sources)))
+        ids = self._transaction.write(plan, sources, max_workers=self._room.write.threads)
+        return b"".join(ids[i] for i in range(len(sources)))
 
     def _batches(self, peers: Collective) -> Iterator[list[tuple[Extent, bytearray]]]:
         """The assembled chunks, in batches of bounded size. After a local failure, send and yield

@@ -65,12 +65,13 @@ def import_path(
         }
         return dcp_to_store(place, store, **names, allow_pickle=allow_pickle)
     message = labels.message or f"imported from {unicode_text(place.name)}"
-    return internals_of(store).commit(
+    internals = internals_of(store)
+    request = internals.request(
         lambda: _flats(place, allow_pickle=allow_pickle),
         lambda: label_of(store.run, labels.step, labels.tags, message, labels.metrics),
-        peers=None,
-        ranks=Ranks(),
+        Ranks(),
     )
+    return internals.committed(internals.commit(request, None))
 
 
 def _flats(place: Path, *, allow_pickle: bool) -> Mapping[str, FlatState]:
