@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.pending import UNWATCHED, Watch
@@ -33,7 +33,6 @@ from ckptstore.errors import Corrupt, InvalidInput, NoSpace
 from ckptstore.log import entries
 from ckptstore.log.log import Refused
 from ckptstore.log.sessions import Session, open_session
-from ckptstore.objects import canonical
 from ckptstore.objects.documents import content_id, encode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import split_pages
@@ -125,15 +124,16 @@ class Receipt:
     chunks: int
     new_chunks: int
 
-    def encode(self) -> bytes:
+    def encode(self) -> list[Any]:
+        """The receipt as lists and numbers."""
         packs = [[pack.id, pack.bytes, pack.chunks] for pack in self.packs]
-        return canonical.encode([packs, sorted(self.reused), self.chunks, self.new_chunks])
+        return [packs, sorted(self.reused), self.chunks, self.new_chunks]
 
     @classmethod
-    def decode(cls, data: bytes) -> Self:
+    def decode(cls, said: Any) -> Self:
         """The inverse of `encode`; raises `Corrupt`."""
         try:
-            packs, reused, chunks, new_chunks = canonical.decode(data)
+            packs, reused, chunks, new_chunks = said
             records = tuple(
                 PackRecord(parse_pack_id(name), int(nbytes), int(count), metadata=False)
                 for name, nbytes, count in packs
@@ -152,7 +152,7 @@ class Published(NamedTuple):
 
     commit: CommitId
     document: CommitDocument
-    packs: list[tuple[int, PackId]]
+    packs: Sequence[tuple[int, PackId]]
     chunks: int
     new_chunks: int
     packed_at: float

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,9 +19,7 @@ from ckptstore.distributed.read_assignment import (
     Need,
     Numbering,
     Share,
-    decode_need,
     decode_shares,
-    encode_need,
     encode_shares,
     plan_shares,
 )
@@ -61,23 +59,23 @@ class Broadcast:
         self._lock = threading.Lock()
         self._read_bytes = self._received_bytes = 0
 
-    def need(self) -> bytes:
+    def need(self) -> Any:
         """This rank's need, for the coordinator."""
         numbers = np.fromiter(self._jobs, np.int64, len(self._jobs))
-        return encode_need(self._numbering, self._reading.room.shared_bytes, numbers)
+        return Need.of(self._numbering, self._reading.room.shared_bytes, numbers)
 
-    def answer(self, handed_in: Sequence[bytes]) -> list[bytes]:
+    def answer(self, handed_in: Sequence[Any]) -> list[Any]:
         """The coordinator's answer to the ranks' needs. Empty if ranks number chunks differently,
         as when they restore different parts.
         """
-        needs = [decode_need(each) for each in handed_in]
+        needs = [Need(*each) for each in handed_in]
         if any(need.digest != self._numbering.digest for need in needs):
-            return [b""] * len(handed_in)
+            return [None] * len(handed_in)
         bits, nbytes = self._bits(needs), self._reader.raw_bytes_of(self._numbering.ids)
         shares = plan_shares(bits, nbytes, min(need.window_bytes for need in needs))
         return [encode_shares(shares, bits, nbytes, rank) for rank in range(len(handed_in))]
 
-    def run(self, peers: Collective, task: bytes) -> Brought:
+    def run(self, peers: Collective, task: Any) -> Brought:
         """Read, send and receive as `task` says. Raises a failure of this rank only after the whole
         exchange.
         """

@@ -16,6 +16,7 @@ that it can follow the plan: from then on, others wait for what it sends.
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from ckptstore.commit.commit import CommitRequest, Flats, WholePlan, contents_of
 from ckptstore.commit.commit_metadata import CommitMetadata
@@ -27,9 +28,8 @@ from ckptstore.commit.transaction import (
     Transaction,
 )
 from ckptstore.core.gc_pause import uncollected
-from ckptstore.core.ids import CommitId, PackId, SessionId
+from ckptstore.core.ids import CommitId, SessionId, digest
 from ckptstore.core.options import Milestone
-from ckptstore.distributed import framing
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.coordinator import (
     AGAIN,
@@ -37,7 +37,6 @@ from ckptstore.distributed.coordinator import (
     DONE,
     PLANNED,
     Coordinator,
-    digest_of,
     head_of,
     refused,
 )
@@ -47,7 +46,6 @@ from ckptstore.distributed.rank_task import Boxes, RankTask, decode_task
 from ckptstore.distributed.rank_worker import Plans, RankWorker
 from ckptstore.errors import CkptStoreError, Conflict, NoSpace
 from ckptstore.log.log import Refused
-from ckptstore.objects import canonical
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.repository.dedup import DedupHints
@@ -141,30 +139,28 @@ class Committer:
     def _plan(self, peers: Collective, request: CommitRequest) -> tuple[_Described, SessionId]:
         found: list[_Described] = []
 
-        def describe() -> bytes:
+        def describe() -> Any:
             asked = bool(found)
             if not asked:
                 found.append(self._describe(request))
             label, description = found[0].label, found[0].description
-            known = digest_of(description) == self._described_last and not asked
-            return framing.join(
-                [head_of(label), digest_of(description), b"" if known else description]
-            )
+            known = digest(description) == self._described_last and not asked
+            return head_of(label), digest(description), b"" if known else description
 
-        def answer(handed_in: list[bytes]) -> list[bytes]:
+        def answer(handed_in: list[Any]) -> list[Any]:
             window_bytes = found[0].room.window_bytes
             return self._coordinator.plan(handed_in, found[0].label, request.ranks, window_bytes)
 
         kind = DESCRIBE
         while kind == DESCRIBE:
-            kind, session, task = framing.split(peers.round("commit: plan", describe, answer), 3)
+            kind, session, task = peers.round("commit: plan", describe, answer)
         if kind == PLANNED:
             self._described_last = b""  # until every rank has confirmed the plan
             peers.round(
                 "commit: prepare", lambda: self._follow(task, peers.rank), lambda ready: ready
             )
-            self._described_last = digest_of(found[0].description)
-        return found[0], SessionId(session.decode())
+            self._described_last = digest(found[0].description)
+        return found[0], SessionId(session)
 
     def _describe(self, request: CommitRequest) -> _Described:
         request.watch.starting()
@@ -179,10 +175,9 @@ class Committer:
         with uncollected():
             return _Described(label, flats, encode_description(flats, self._schemas), room)
 
-    def _follow(self, task: bytes, rank: int) -> bytes:
+    def _follow(self, task: bytes, rank: int) -> None:
         with uncollected():
             self._task, self._plans, self._hints = decode_task(task, rank), {}, DedupHints()
-        return b""
 
     def _attempt(
         self,
@@ -206,17 +201,16 @@ class Committer:
             decided = peers.round(
                 "commit: decide", lambda: worker.report(peers), self._coordinator.decide
             )
-            answer = publication.ask(decided, described.label)
-            kind, first, second = framing.split(answer, 3)
+            kind, said = publication.ask(decided, described.label)
             if kind == DONE:
-                return publication.done(first, second)
+                return publication.done(*said)
             transaction.asked = False
             if kind != AGAIN:
                 raise failure(
-                    "commit: publish", {0: Cause(*canonical.decode(first))}, peers.size
+                    "commit: publish", {0: Cause(*said)}, peers.size
                 ) from publication.failed
             transaction.packs.drop()
-            return SessionId(first.decode())
+            return SessionId(said)
 
 
 class _Publication:
@@ -235,11 +229,11 @@ class _Publication:
         self._packed_at = 0.0
         self.failed: Exception | None = None
 
-    def ask(self, decided: bytes, label: CommitMetadata) -> bytes:
+    def ask(self, decided: Any, label: CommitMetadata) -> Any:
         """The coordinator's answer to the ranks' receipts. If another rank has failed, the log was
         not asked, and the transaction may be undone."""
 
-        def publish(handed_in: list[bytes]) -> list[bytes]:
+        def publish(handed_in: list[Any]) -> list[Any]:
             if self.failed:
                 return refused(self.failed, self._peers.size)
             try:
@@ -257,7 +251,7 @@ class _Publication:
                 self._transaction.asked = False
             raise
 
-    def _receipt(self, decided: bytes) -> bytes:
+    def _receipt(self, decided: Any) -> Any:
         """This rank's receipt. `ask` reports a failure of the coordinator's own, so that all ranks
         know that the log was not asked.
         """
@@ -267,11 +261,11 @@ class _Publication:
             if not self._peers.leads:
                 raise
             self.failed = error
-            return b""
+            return None
 
-    def _written(self, decided: bytes) -> bytes:
+    def _written(self, decided: Any) -> Any:
         watch = self._request.watch
-        self._worker.write_decided(canonical.decode(decided))
+        self._worker.write_decided(decided)
         watch.reached(Milestone.HASHED)
         receipt = self._worker.receipt()
         self._packed_at = time.perf_counter()
@@ -282,17 +276,17 @@ class _Publication:
         self._transaction.asked = not self._peers.leads
         return receipt
 
-    def done(self, stored: bytes, said: bytes) -> Committed:
+    def done(
+        self, commit: str, stored: bytes, packs: Any, chunks: int, new_chunks: int
+    ) -> Committed:
         """The commit whose document is `stored`."""
         durable_at = time.perf_counter()
         self._request.watch.reached(Milestone.DURABLE)
-        commit, packs, chunks, new_chunks = canonical.decode(said)
         document = decode_document(stored, CommitId(commit))
-        registered = [(int(number), PackId(name)) for number, name in packs]
         if not self._peers.leads:
-            self._transaction.index(registered)
+            self._transaction.index(packs)
         published = Published(
-            CommitId(commit), document, registered, chunks, new_chunks, self._packed_at, durable_at
+            CommitId(commit), document, packs, chunks, new_chunks, self._packed_at, durable_at
         )
         return published.committed(self._request.started)
 

@@ -3,14 +3,14 @@ publishes. It alone appends to the log.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.transaction import Destination, Receipt, Transaction
 from ckptstore.core.gc_pause import uncollected
-from ckptstore.core.ids import SessionId, digest
+from ckptstore.core.ids import SessionId
 from ckptstore.core.model import Schema
 from ckptstore.core.options import Ranks
-from ckptstore.distributed import framing
 from ckptstore.distributed.assemble import (
     Assembler,
     Observation,
@@ -18,7 +18,7 @@ from ckptstore.distributed.assemble import (
     layout_of,
     logical_bytes,
 )
-from ckptstore.distributed.describe import RankTree, decode_description, decode_reports, split_ids
+from ckptstore.distributed.describe import RankTree, Report, decode_description, split_ids
 from ckptstore.distributed.framing import cause_of
 from ckptstore.distributed.merge import merge
 from ckptstore.distributed.plan import RanksPlan, Shared, plan_ranks
@@ -27,15 +27,14 @@ from ckptstore.distributed.resolve_content import Decided, decide
 from ckptstore.errors import Conflict
 from ckptstore.log.log import Refused
 from ckptstore.log.sessions import Session, open_session
-from ckptstore.objects import canonical
 from ckptstore.objects.documents import encode_document
 
-SAME, PLANNED, DESCRIBE = b"same", b"planned", b"describe"
+SAME, PLANNED, DESCRIBE = "same", "planned", "describe"
 """Answers of the first round: repeat the last task; follow this task; the digest is unknown, send
 the description.
 """
 
-DONE, AGAIN, REFUSED = b"done", b"again", b"refused"
+DONE, AGAIN, REFUSED = "done", "again", "refused"
 """Answers of the last round: committed; write the removed chunks again; refused, with the reason.
 """
 
@@ -59,28 +58,27 @@ class Coordinator:
 
     def plan(
         self,
-        handed_in: Sequence[bytes],
+        handed_in: Sequence[Any],
         label: CommitMetadata,
         ranks: Ranks,
         window_bytes: int,
-    ) -> list[bytes]:
+    ) -> list[Any]:
         """Answer the ranks' descriptions."""
-        messages = [framing.split(each, 3) for each in handed_in]
-        _check_labels([head for head, _, _ in messages], label)
-        digests = [found for _, found, _ in messages]
-        full = [description for _, _, description in messages]
+        _check_labels([head for head, _, _ in handed_in], label)
+        digests = [found for _, found, _ in handed_in]
+        full = [description for _, _, description in handed_in]
         if not all(full) and digests != self._described:
-            return [framing.join([DESCRIBE, b"", b""])] * len(messages)
+            return [(DESCRIBE, "", b"")] * len(handed_in)
         session = self._open_session()
         # A rank that sends its description has no task: it has a new store object, or a rank could
         # not follow the plan.
         options = ranks.canonical, ranks.trust_replicated, window_bytes
         known = digests == self._described and options == self._options
         if known and not any(full):
-            return [framing.join([SAME, session.encode(), b""])] * len(messages)
+            return [(SAME, session, b"")] * len(handed_in)
         with uncollected():
             tasks = self._tasks(digests, full, *options)
-        return [framing.join([PLANNED, session.encode(), task]) for task in tasks]
+        return [(PLANNED, session, task) for task in tasks]
 
     def _tasks(
         self,
@@ -114,25 +112,18 @@ class Coordinator:
         self._options = canonical, trust_replicated, window_bytes
         return tasks
 
-    def decide(self, handed_in: Sequence[bytes]) -> list[bytes]:
+    def decide(self, handed_in: Sequence[Any]) -> list[Any]:
         """Answer the ranks' reports with the chunks that each rank still has to write."""
-        parts = [framing.split(each, 3) for each in handed_in]
-        counts = [0] * len(parts)
-        for places in self._plan.reported.values():
-            for place in places:
-                counts[place.rank] += 1
-        self._decided = decide(
-            self._plan,
-            [decode_reports(part[0], count) for part, count in zip(parts, counts, strict=True)],
-        )
+        reports = [[Report(*report) for report in found] for found, _, _ in handed_in]
+        self._decided = decide(self._plan, reports)
         self._observations = [
             Observation(shared[number], cell, chunk)
-            for shared, (_, where, ids) in zip(self._shared_by_rank(len(parts)), parts, strict=True)
-            for (number, cell), chunk in zip(canonical.decode(where), split_ids(ids), strict=True)
+            for shared, (_, where, ids) in zip(
+                self._shared_by_rank(len(handed_in)), handed_in, strict=True
+            )
+            for (number, cell), chunk in zip(where, split_ids(ids), strict=True)
         ]
-        return [
-            canonical.encode([list(write) for write in writes]) for writes in self._decided.writes
-        ]
+        return self._decided.writes
 
     def _shared_by_rank(self, size: int) -> list[list[Shared]]:
         """The shared boxes of each rank's task, in its order."""
@@ -142,18 +133,17 @@ class Coordinator:
         return shared
 
     def publish(
-        self, handed_in: Sequence[bytes], label: CommitMetadata, transaction: Transaction
-    ) -> list[bytes]:
+        self, handed_in: Sequence[Any], label: CommitMetadata, transaction: Transaction
+    ) -> list[Any]:
         """Append the commit of what ranks have written; returns the outcome for each rank.
 
         An error is raised only before the append, or if its outcome is unknown; in the second case
         nothing may be deleted.
         """
-        parts = [framing.split(each, 4) for each in handed_in]
-        receipts = [Receipt.decode(part[0]) for part in parts]
+        receipts = [Receipt.decode(each[0]) for each in handed_in]
         with uncollected():
             trees = self._assembler.assemble(
-                self._decided, [WrittenIds(*part[1:]) for part in parts], self._observations
+                self._decided, [WrittenIds(*each[1:]) for each in handed_in], self._observations
             )
         try:
             published = transaction.publish(
@@ -167,11 +157,11 @@ class Coordinator:
             self.close(ended=False)
             if not error.refusal.again:
                 raise
-            return [framing.join([AGAIN, self._open_session().encode(), b""])] * len(parts)
+            return [(AGAIN, self._open_session())] * len(handed_in)
         _, stored = encode_document(published.document)
         packs = [list(pack) for pack in published.packs]
-        said = canonical.encode([published.commit, packs, published.chunks, published.new_chunks])
-        return [framing.join([DONE, stored, said])] * len(parts)
+        said = published.commit, stored, packs, published.chunks, published.new_chunks
+        return [(DONE, said)] * len(handed_in)
 
     def close(self, *, ended: bool) -> None:
         """Close the session."""
@@ -185,24 +175,20 @@ class Coordinator:
         return self.session.id
 
 
-def refused(error: Exception, size: int) -> list[bytes]:
+def refused(error: Exception, size: int) -> list[Any]:
     """The answer to `size` ranks for a commit that is certainly not in the log."""
-    return [framing.join([REFUSED, canonical.encode(list(cause_of(error))), b""])] * size
+    return [(REFUSED, cause_of(error))] * size
 
 
-def head_of(label: CommitMetadata) -> bytes:
+def head_of(label: CommitMetadata) -> list[Any]:
     """The metadata that all ranks must agree on."""
-    return canonical.encode([label.run, label.step])
+    return [label.run, label.step]
 
 
-def digest_of(description: bytes) -> bytes:
-    return digest(description)
-
-
-def _check_labels(heads: Sequence[bytes], label: CommitMetadata) -> None:
+def _check_labels(heads: Sequence[list[Any]], label: CommitMetadata) -> None:
     for rank, head in enumerate(heads):
         if head != head_of(label):
-            run, step = canonical.decode(head)
+            run, step = head
             raise Conflict(
                 f"rank {rank} commits step {step} of run {run}, rank 0 step {label.step} of run "
                 f"{label.run}; they must agree"

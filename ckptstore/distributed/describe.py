@@ -5,16 +5,13 @@ with the state's structure, so later commits send its digest. Reports give the c
 whose replication is unknown, before a writer is assigned.
 """
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import Box, Schema
-from ckptstore.distributed import framing
-from ckptstore.errors import Corrupt
-from ckptstore.objects import canonical
+from ckptstore.distributed.framing import damaged, pack, unpack
 from ckptstore.objects.schema import LastSchemas, decode_schema
 from ckptstore.state.leaf_sources import FlatState, Holding, Mark, Mesh
 
@@ -43,7 +40,7 @@ def encode_description(flats: Mapping[str, FlatState], schemas: LastSchemas) -> 
             if number is None:
                 number = known[id(holding)] = holdings.setdefault(holding, len(holdings))
             held[leaf] = number
-        trees.append([key, held, list(flat.marks.items())])
+        trees.append([key, held, list(flat.marks.items()), schemas.encode(key, flat.schema)])
     # Layers repeat, so most leaves share their holding with others.
     distinct = [
         [
@@ -59,21 +56,15 @@ def encode_description(flats: Mapping[str, FlatState], schemas: LastSchemas) -> 
         "holdings": distinct,
         "trees": trees,
     }
-    return framing.join(
-        [
-            canonical.encode(head),
-            framing.join([schemas.encode(key, flat.schema) for key, flat in flats.items()]),
-        ]
-    )
+    return pack(head)
 
 
 def decode_description(data: bytes, schemas: dict[bytes, Schema]) -> list[RankTree]:
     """The inverse of `encode_description`. `schemas` caches schemas by their bytes. Raises
     `Corrupt`.
     """
-    head_bytes, joined = framing.split(data, 2)
+    head = unpack(data)
     try:
-        head = canonical.decode(head_bytes)
         meshes = [
             None if mesh is None else Mesh(tuple(mesh[0]), tuple(mesh[1]))
             for mesh in head["meshes"]
@@ -83,7 +74,6 @@ def decode_description(data: bytes, schemas: dict[bytes, Schema]) -> list[RankTr
             Holding(meshes[mesh], placements[names], _boxes(boxes))
             for mesh, names, boxes in head["holdings"]
         ]
-        encoded = framing.split(joined, len(head["trees"]))
         return [
             RankTree(
                 key,
@@ -92,13 +82,10 @@ def decode_description(data: bytes, schemas: dict[bytes, Schema]) -> list[RankTr
                 {i: holdings[n] for i, n in enumerate(held) if n >= 0},
                 dict(marks),
             )
-            for (key, held, marks), schema in zip(head["trees"], encoded, strict=True)
+            for key, held, marks, schema in head["trees"]
         ]
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise Corrupt(
-            f"a rank's description of its state is damaged: {error!r}; do all ranks run one "
-            "version of ckptstore?"
-        ) from error
+        raise damaged(f"the description of its state: {error!r}") from error
 
 
 def _schema(data: bytes, known: dict[bytes, Schema]) -> Schema:
@@ -111,46 +98,12 @@ def _boxes(boxes: Sequence[Any]) -> tuple[Box, ...]:
     return tuple(Box(tuple(offsets), tuple(lengths)) for offsets, lengths in boxes)
 
 
-_HEAD = struct.Struct("<BQQ")
-_INLINE, _IDS = range(2)
-
-
 class Report(NamedTuple):
     """A rank's content of a leaf: its bytes or the ids of its chunks. `raw_bytes` is the length."""
 
     inline: bytes | None
     ids: bytes
     raw_bytes: int
-
-
-def encode_reports(reports: Sequence[Report]) -> bytes:
-    heads = [
-        _HEAD.pack(_INLINE, report.raw_bytes, len(report.inline))
-        if report.inline is not None
-        else _HEAD.pack(_IDS, report.raw_bytes, len(report.ids))
-        for report in reports
-    ]
-    return b"".join(
-        (*heads, *(report.ids if report.inline is None else report.inline for report in reports))
-    )
-
-
-def decode_reports(data: bytes, count: int) -> list[Report]:
-    """The inverse of `encode_reports` for `count` reports; raises `Corrupt`."""
-    at = count * _HEAD.size
-    heads = list(_HEAD.iter_unpack(data[:at])) if len(data) >= at else []
-    if len(heads) != count or at + sum(size for _, _, size in heads) != len(data):
-        raise Corrupt(
-            f"a rank's {count} reports do not fit {len(data)} bytes; do all ranks run one version "
-            "of ckptstore?"
-        )
-    found = []
-    for kind, raw_bytes, size in heads:
-        part, at = data[at : at + size], at + size
-        found.append(
-            Report(part, b"", raw_bytes) if kind == _INLINE else Report(None, part, raw_bytes)
-        )
-    return found
 
 
 def split_ids(data: bytes) -> list[bytes]:

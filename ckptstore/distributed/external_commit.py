@@ -7,7 +7,7 @@ entry names.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ckptstore.commit.commit_metadata import CommitMetadata
@@ -22,12 +22,11 @@ from ckptstore.commit.transaction import (
 from ckptstore.commit.write import read_all
 from ckptstore.core.ids import SessionId, pack_rank
 from ckptstore.core.model import INLINE_BYTES, LeafContent
-from ckptstore.distributed import framing
 from ckptstore.distributed.assemble import logical_bytes
+from ckptstore.distributed.framing import damaged
 from ckptstore.errors import Conflict
 from ckptstore.log.log import Refused
 from ckptstore.log.sessions import Session, open_session
-from ckptstore.objects import canonical
 from ckptstore.repository.dedup import DedupHints
 from ckptstore.state.leaf_sources import Source
 
@@ -46,7 +45,7 @@ class PartsWritten(NamedTuple):
     """The result of a writer: the content of each part, and the receipt for `publish`."""
 
     contents: list[LeafContent]
-    receipt: bytes
+    receipt: list[Any]
 
 
 class PartsCommitter:
@@ -97,7 +96,7 @@ class PartsCommitter:
         label: CommitMetadata,
         trees: Sequence[TreeContent],
         layout: bytes | None,
-        receipts: Sequence[bytes],
+        receipts: Sequence[Any],
         started: float,
     ) -> Committed:
         """Append the commit of what all writers have written, and close the session. A label
@@ -127,25 +126,14 @@ class PartsCommitter:
         return published.committed(started)
 
 
-def encode_contents(contents: Sequence[LeafContent]) -> bytes:
-    """Contents without boxes, as one message."""
-    heads = canonical.encode(
-        [content.raw_bytes if content.inline is None else None for content in contents]
-    )
-    return framing.join(
-        [
-            heads,
-            *(content.ids if content.inline is None else content.inline for content in contents),
-        ]
-    )
+def contents_to(contents: Sequence[LeafContent]) -> list[Any]:
+    """Contents without boxes, as values of a message."""
+    return [[each.inline, each.ids, each.raw_bytes] for each in contents]
 
 
-def decode_contents(data: bytes, count: int) -> list[LeafContent]:
-    """The inverse of `encode_contents`; raises `Corrupt`."""
-    heads, *parts = framing.split(data, count + 1)
-    return [
-        LeafContent(inline=part)
-        if raw_bytes is None
-        else LeafContent(ids=part, raw_bytes=raw_bytes)
-        for raw_bytes, part in zip(canonical.decode(heads), parts, strict=True)
-    ]
+def contents_from(said: Any) -> list[LeafContent]:
+    """The inverse of `contents_to`; raises `Corrupt`."""
+    try:
+        return [LeafContent(inline, ids, raw_bytes) for inline, ids, raw_bytes in said]
+    except (TypeError, ValueError) as error:
+        raise damaged(error) from error

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 from ckptstore.commit.plan import Extent, is_floating
 from ckptstore.core import geometry
 from ckptstore.core.geometry import grid
+from ckptstore.distributed.framing import damaged, pack, unpack
 from ckptstore.distributed.plan import ChunkAssembly, Place, RanksPlan, Target
-from ckptstore.errors import Corrupt
-from ckptstore.objects import canonical
 from ckptstore.state.leaf_sources import FlatState, Source
 
 
@@ -137,7 +136,7 @@ def encode_tasks(
             tasks[place.rank].reports.append(ref(target, place))
     for shared in plan.shared:
         tasks[shared.place.rank].shared.append([*ref(shared.target, shared.place), shared.cells])
-    return [canonical.encode({**vars(task), "trust": trust_replicated}) for task in tasks]
+    return [pack({**vars(task), "trust": trust_replicated}) for task in tasks]
 
 
 def _roles(assembly: ChunkAssembly, dtype: str, tasks: Sequence[_Columns]) -> Iterator[_Role]:
@@ -156,7 +155,7 @@ def _roles(assembly: ChunkAssembly, dtype: str, tasks: Sequence[_Columns]) -> It
 def decode_task(data: bytes, rank: int) -> RankTask:
     """The inverse of `encode_tasks` for rank `rank`; raises `Corrupt`."""
     try:
-        task = canonical.decode(data)
+        task = unpack(data)
         return RankTask(
             tuple(JobTask(LeafRef(*job[:3]), job[3], job[4]) for job in task["jobs"]),
             tuple(_windows(task, rank)),
@@ -165,10 +164,7 @@ def decode_task(data: bytes, rank: int) -> RankTask:
             bool(task["trust"]),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise Corrupt(
-            f"the coordinator's plan is damaged: {error!r}; do all ranks run one version of "
-            "ckptstore?"
-        ) from error
+        raise damaged(f"the coordinator's plan: {error!r}") from error
 
 
 def _windows(task: dict[str, Any], rank: int) -> Iterator[Window]:

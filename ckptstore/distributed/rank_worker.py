@@ -4,18 +4,16 @@ reports content.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ckptstore.commit.plan import CommitPlan, Extent, plan_chunks
 from ckptstore.commit.transaction import Transaction
 from ckptstore.commit.write import hash_chunks, read_all
 from ckptstore.core.ids import SessionId
 from ckptstore.core.model import INLINE_BYTES
-from ckptstore.distributed import framing
 from ckptstore.distributed.collective import Collective, DeferredErrors, Part
-from ckptstore.distributed.describe import Report, encode_reports
+from ckptstore.distributed.describe import Report
 from ckptstore.distributed.rank_task import Assembly, Boxes, LeafRef, Outgoing, RankTask, Window
-from ckptstore.objects import canonical
 from ckptstore.repository.memory_budget import RankRoom
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import Source
@@ -45,7 +43,7 @@ class RankWorker:
         self._later = DeferredErrors()
         self._cells = self._jobs = self._decided = b""
 
-    def report(self, peers: Collective) -> bytes:
+    def report(self, peers: Collective) -> Any:
         """Exchange fragments, write the planned chunks that the store lacks, and report the content
         of leaves whose replication is unknown, and a sample of what other ranks write.
 
@@ -58,8 +56,7 @@ class RankWorker:
             self._boxes.cells(ref, cell, cell + 1)
             for ref, (_, cell) in zip(spots, chosen, strict=True)
         ]
-        where = canonical.encode([[number, cell] for number, cell in chosen])
-        return framing.join([self._reports(), where, b"".join(self._hash(spots, cells))])
+        return self._reports(), chosen, b"".join(self._hash(spots, cells))
 
     def write_decided(self, decided: Sequence[Sequence[int]]) -> None:
         """Write chunks `first:stop` of reported leaves: (number of the report, first, stop)."""
@@ -70,10 +67,10 @@ class RankWorker:
         ]
         self._decided = self._write(self._planned(extents), list(map(self._boxes.source, spots)))
 
-    def receipt(self) -> bytes:
+    def receipt(self) -> Any:
         """This rank's receipt and its chunk ids, once its packs are durable."""
         receipt = self._transaction.receipt().encode()
-        return framing.join([receipt, self._jobs, self._cells, self._decided])
+        return receipt, self._jobs, self._cells, self._decided
 
     def _write_planned(self, peers: Collective) -> None:
         ids: list[bytes] = []
@@ -95,7 +92,7 @@ class RankWorker:
             [self._boxes.cells(job.ref, job.first, job.stop) for job in self._task.jobs]
         )
 
-    def _reports(self) -> bytes:
+    def _reports(self) -> list[Report]:
         """This rank's content of the reported leaves."""
         found: list[Report | None] = []
         hashed: list[LeafRef] = []
@@ -114,7 +111,7 @@ class RankWorker:
                 parts = [next(ids) for _ in self._boxes.pieces(self._task.reports[i])]
                 joined = b"".join(chunks for chunks, _ in parts)
                 found[i] = Report(None, joined, sum(extent.raw_bytes for _, extent in parts))
-        return encode_reports([report for report in found if report is not None])
+        return [report for report in found if report is not None]
 
     def _hash(self, spots: Sequence[LeafRef], extents: Sequence[Extent]) -> list[bytes]:
         sources = list(map(self._boxes.source, spots))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ckptstore.core.ids import CommitId
-from ckptstore.distributed import framing
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.rank_view import RankView, owners
 from ckptstore.errors import Conflict, InvalidInput
@@ -24,15 +23,15 @@ class Common(Protocol):
     `shared_verification`).
     """
 
-    def need(self) -> bytes:
-        """This rank's need, for the coordinator; empty if it works alone."""
+    def need(self) -> Any:
+        """This rank's need, for the coordinator; None if it works alone."""
 
-    def answer(self, handed_in: Sequence[bytes]) -> list[bytes]:
+    def answer(self, handed_in: Sequence[Any]) -> list[Any]:
         """The coordinator's answer to the needs of all ranks: a task for each, or nothing for all
         if any rank works alone.
         """
 
-    def run(self, peers: Collective, task: bytes) -> Brought:
+    def run(self, peers: Collective, task: Any) -> Brought:
         """Carry out a task."""
 
 
@@ -53,53 +52,42 @@ def restore_together(
     """
     begun: list[tuple[RestoreOperation, Common]] = []
 
-    def bind() -> bytes:
+    def bind() -> Any:
         restoring = begin()
         common = common_of(restoring)
         begun.append((restoring, common))
-        return framing.join([commit.encode(), type(common).__name__.encode(), common.need()])
+        return commit, type(common).__name__, common.need()
 
-    def share(handed_in: list[bytes]) -> list[bytes]:
-        commits, kinds, needs = zip(*(framing.split(each, 3) for each in handed_in), strict=True)
+    def share(handed_in: list[Any]) -> list[Any]:
+        commits, kinds, needs = zip(*handed_in, strict=True)
         _check_same(commits)
-        return (
-            begun[0][1].answer(needs) if len(set(kinds)) == 1 and all(needs) else [b""] * len(needs)
-        )
+        alike = len(set(kinds)) == 1 and all(needs)
+        return begun[0][1].answer(needs) if alike else [None] * len(needs)
 
     task = peers.round("restore: bind", bind, share)
     restoring, common = begun[0]
 
-    def read() -> bytes:
+    def read() -> None:
         restoring.read(common.run(peers, task) if task else None)
-        return b""
-
-    def finish() -> bytes:
-        restoring.finish()
-        return b""
 
     peers.round("restore: read", read, lambda handed_in: handed_in)
-    peers.round("restore: finish", finish, lambda handed_in: handed_in)
+    peers.round("restore: finish", restoring.finish, lambda handed_in: handed_in)
     return restoring
 
 
 def agreed(peers: Collective, candidates: Sequence[CommitId]) -> list[CommitId]:
     """The coordinator's candidates, on every rank."""
-    mine = "\n".join(candidates).encode()
-    answer = peers.round(
-        "resume: choose", lambda: mine, lambda handed_in: [handed_in[0]] * len(handed_in)
+    found: list[CommitId] = peers.round(
+        "resume: choose", lambda: candidates, lambda handed_in: [handed_in[0]] * len(handed_in)
     )
-    return [CommitId(line) for line in answer.decode().splitlines()]
+    return found
 
 
 def on_all(peers: Collective, act: Callable[[], T]) -> T:
     """The result of `act` on this rank; an error on any rank is raised on every rank."""
     found: list[T] = []
 
-    def mine() -> bytes:
-        found.append(act())
-        return b""
-
-    peers.round("resume: open", mine, lambda handed_in: handed_in)
+    peers.round("resume: open", lambda: found.append(act()), lambda handed_in: handed_in)
     return found[0]
 
 
@@ -120,11 +108,9 @@ def check_loaders(
             )
 
 
-def _check_same(handed_in: Sequence[bytes]) -> None:
+def _check_same(handed_in: Sequence[str]) -> None:
     if len(set(handed_in)) > 1:
-        named = ", ".join(
-            f"rank {rank}: {commit.decode()[:12]}" for rank, commit in enumerate(handed_in)
-        )
+        named = ", ".join(f"rank {rank}: {commit[:12]}" for rank, commit in enumerate(handed_in))
         raise Conflict(
             f"ranks restore different commits ({named}); name a commit by its step, its tag or its "
             "id on all of them"

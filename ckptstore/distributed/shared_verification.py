@@ -9,12 +9,11 @@ reading. Each rank still hashes what is in its own memory, by BLAKE3 or by XXH3
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ckptstore.core.ids import QUICK_DIGEST_BYTES, digest, quick_digest
-from ckptstore.distributed import framing
 from ckptstore.distributed.collective import Collective, DeferredErrors, Part
 from ckptstore.distributed.read_assignment import ALONE, Numbering, plan_verifiers
 from ckptstore.errors import CkptStoreError
@@ -46,35 +45,33 @@ class SharedVerification:
         self._unplaced = [job for job in reading.jobs if job.place is None]
         self._numbers = self._numbering.numbers(b"".join(job.piece.chunk for job in self._jobs))
 
-    def need(self) -> bytes:
+    def need(self) -> Any:
         """This rank's need: its numbering, and a bit for each chunk that it reads in place. Empty
         if the commit is small.
         """
         if len(self._numbering) * self._reader.chunk_bytes < LEAST_BYTES:
-            return b""
+            return None
         needed = np.zeros(len(self._numbering), bool)
         needed[self._numbers] = True
-        return framing.join(
-            [self._numbering.digest, zlib.compress(np.packbits(needed).tobytes(), 1)]
-        )
+        return self._numbering.digest, zlib.compress(np.packbits(needed).tobytes(), 1)
 
-    def answer(self, handed_in: Sequence[bytes]) -> list[bytes]:
+    def answer(self, handed_in: Sequence[Any]) -> list[Any]:
         """The coordinator's answer: to each rank, the needs of its group. Empty if ranks number
         chunks differently, as when they restore different parts.
         """
-        numberings, needs = zip(*(framing.split(each, 2) for each in handed_in), strict=True)
+        numberings, needs = zip(*handed_in, strict=True)
         if len(set(numberings)) > 1:
-            return [b""] * len(handed_in)
-        return [framing.join(needs[rank - rank % GROUP :][:GROUP]) for rank in range(len(needs))]
+            return [None] * len(handed_in)
+        return [needs[rank - rank % GROUP :][:GROUP] for rank in range(len(needs))]
 
-    def run(self, peers: Collective, task: bytes) -> Brought:
+    def run(self, peers: Collective, task: Sequence[bytes]) -> Brought:
         """Read the chunks shared with the group and exchange their digests.
 
         Chunks that could not be read, or do not match the verifier's digest, stay among the jobs.
         Other failures are raised after the exchange.
         """
         me, later = peers.rank % GROUP, DeferredErrors()
-        needs = self._needs(framing.split(task, min(GROUP, peers.size - (peers.rank - me))))
+        needs = self._needs(task)
         verifiers = plan_verifiers(needs)
         verifier = verifiers[self._numbers]
         found = [_UNREAD] * len(self._jobs)

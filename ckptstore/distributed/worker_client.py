@@ -23,7 +23,6 @@ from ckptstore.commit.commit import CommitRequest
 from ckptstore.commit.pending import Watch
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.options import Milestone
-from ckptstore.distributed import framing
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.framing import cause_of
 from ckptstore.distributed.sockets import SECRET_BYTES
@@ -36,7 +35,6 @@ from ckptstore.distributed.worker_protocol import (
     state_to,
 )
 from ckptstore.errors import Cancelled, CkptStoreError, Unavailable
-from ckptstore.objects import canonical
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.state.staging_buffers import Buffer
 
@@ -105,17 +103,16 @@ class WorkerCommitter:
         """The message for the worker, once all ranks have theirs and all workers are connected."""
         found: list[Message] = []
 
-        def describe() -> bytes:
+        def describe() -> bool:
             request.watch.starting()
             label, flats = request.prepare()
             found.append(state_to(label, flats, request, self._schemas))
-            has_met = self._alive is not None and self._met.get(peers) is self._alive
-            return bytes([has_met])
+            return self._alive is not None and self._met.get(peers) is self._alive
 
-        def all_of(handed_in: Sequence[bytes]) -> list[bytes]:
-            return [bytes([all(each[0] for each in handed_in)])] * len(handed_in)
+        def all_of(ready: Sequence[bool]) -> list[bool]:
+            return [all(ready)] * len(ready)
 
-        if not peers.round("workers: ready", describe, all_of)[0]:
+        if not peers.round("workers: ready", describe, all_of):
             self._meet(peers)
         found[0].says.update(group=self._groups[peers], timeout_s=peers.timeout_s)
         return found[0]
@@ -124,20 +121,18 @@ class WorkerCommitter:
         """Start missing workers and connect all of them."""
         group = self._groups.setdefault(peers, len(self._groups))
 
-        def listen() -> bytes:
+        def listen() -> Any:
             self._met.pop(peers, None)
-            return canonical.encode(self._listening(peers.timeout_s))
+            return self._listening(peers.timeout_s)
 
-        def invite(places: Sequence[bytes]) -> list[bytes]:
-            secret = os.urandom(SECRET_BYTES)
-            known = canonical.encode([canonical.decode(place) for place in places])
-            return [framing.join([secret, known])] * len(places)
+        def invite(places: Sequence[Any]) -> list[Any]:
+            return [(os.urandom(SECRET_BYTES), places)] * len(places)
 
-        secret, places = framing.split(peers.round("workers: meet", listen, invite), 2)
+        secret, places = peers.round("workers: meet", listen, invite)
         invitation = {
             "group": group,
             "rank": peers.rank,
-            "places": canonical.decode(places),
+            "places": places,
             "timeout_s": peers.timeout_s,
         }
         if not (self._connection and self._alive):

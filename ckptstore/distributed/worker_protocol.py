@@ -124,13 +124,13 @@ def committed_to(committed: Committed) -> Message:
     """A worker's message about a commit that is durable."""
     says = {"done": committed.id, "stats": asdict(committed.stats), "leaves": list(committed.ids)}
     _, stored = encode_document(committed.document)
-    return Message(says, framing.join([stored, *committed.ids.values()]))
+    return Message(says, framing.pack([stored, *committed.ids.values()]))
 
 
 def committed_from(message: Message, flats: Flats = MappingProxyType({})) -> Committed:
     """The inverse of `committed_to`; `flats` is the state, if this process held all of it."""
     says, commit = message.says, CommitId(message.says["done"])
-    stored, *ids = framing.split(message.blob, 1 + len(says["leaves"]))
+    stored, *ids = framing.unpack(message.blob)
     return Committed(
         commit,
         decode_document(stored, commit),
