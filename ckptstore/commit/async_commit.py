@@ -10,8 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ckptstore.commit.commit import CommitRequest, Flats
 from ckptstore.commit.commit_metadata import CommitMetadata, ParentTracker, parents_of
-from ckptstore.commit.commit_queue import Background
-from ckptstore.commit.lazy_copy import BorrowedLeaves, LazyCopy, PendingWatch
+from ckptstore.commit.commit_queue import Background, BorrowedLeaves, LazyCopy, PendingWatch
 from ckptstore.commit.pending import Pending
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.ids import CommitId

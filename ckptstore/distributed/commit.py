@@ -40,8 +40,8 @@ from ckptstore.distributed.coordinator import (
     head_of,
     refused,
 )
-from ckptstore.distributed.describe import encode_description
 from ckptstore.distributed.framing import Cause, failure
+from ckptstore.distributed.merge import encode_description
 from ckptstore.distributed.rank_task import Boxes, RankTask, decode_task
 from ckptstore.distributed.rank_worker import Plans, RankWorker
 from ckptstore.errors import CkptStoreError, Conflict, NoSpace

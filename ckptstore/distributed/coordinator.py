@@ -13,17 +13,17 @@ from ckptstore.core.model import Schema
 from ckptstore.core.options import Ranks
 from ckptstore.distributed.assemble import (
     Assembler,
+    Decided,
     Observation,
     WrittenIds,
+    decide,
     layout_of,
     logical_bytes,
 )
-from ckptstore.distributed.describe import RankTree, Report, decode_description, split_ids
 from ckptstore.distributed.framing import cause_of
-from ckptstore.distributed.merge import merge
+from ckptstore.distributed.merge import RankTree, Report, decode_description, merge, split_ids
 from ckptstore.distributed.plan import RanksPlan, Shared, plan_ranks
 from ckptstore.distributed.rank_task import encode_tasks
-from ckptstore.distributed.resolve_content import Decided, decide
 from ckptstore.errors import Conflict
 from ckptstore.log.log import Refused
 from ckptstore.log.sessions import Session, open_session

@@ -12,7 +12,7 @@ from ckptstore.commit.write import hash_chunks, read_all
 from ckptstore.core.ids import SessionId
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.distributed.collective import Collective, DeferredErrors, Part
-from ckptstore.distributed.describe import Report
+from ckptstore.distributed.merge import Report
 from ckptstore.distributed.rank_task import Assembly, Boxes, LeafRef, Outgoing, RankTask, Window
 from ckptstore.repository.memory_budget import RankRoom
 from ckptstore.repository.thread_pool import ThreadPool

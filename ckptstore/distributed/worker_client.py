@@ -26,7 +26,7 @@ from ckptstore.core.options import Milestone
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.framing import cause_of
 from ckptstore.distributed.sockets import SECRET_BYTES
-from ckptstore.distributed.worker_protocol import (
+from ckptstore.distributed.worker_process import (
     Message,
     committed_from,
     error_from,

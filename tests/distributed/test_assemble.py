@@ -4,9 +4,8 @@ import pytest
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import Box
-from ckptstore.distributed.assemble import Assembler, WrittenIds
+from ckptstore.distributed.assemble import Assembler, Decided, WrittenIds
 from ckptstore.distributed.plan import Job, Place, RanksPlan, Target, Tiled
-from ckptstore.distributed.resolve_content import Decided
 from ckptstore.distributed.tiling import tile
 from ckptstore.errors import Corrupt
 

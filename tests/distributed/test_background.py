@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptstore
-from ckptstore.commit import lazy_copy, write
+from ckptstore.commit import commit_queue as copies
+from ckptstore.commit import write
 from ckptstore.distributed.commit import _Publication
 from ckptstore.distributed.coordinator import Coordinator
 from ckptstore.distributed.rank_worker import RankWorker
@@ -250,7 +251,7 @@ def hash_what_has_arrived(rank: int, path: Path, how: Any) -> int:
         {"w": nn.Parameter(torch.arange(PIECES * PIECE_BYTES // 8) + rank, requires_grad=False)}
     )
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
-    digest, copy = write.digest, lazy_copy.copy_task
+    digest, copy = write.digest, copies.copy_task
 
     def noted_digest(data: memoryview) -> bytes:
         found = digest(data)
@@ -270,7 +271,7 @@ def hash_what_has_arrived(rank: int, path: Path, how: Any) -> int:
 
     with pytest.MonkeyPatch.context() as patch, ckptstore.open(path) as store:
         patch.setattr(write, "digest", noted_digest)
-        patch.setattr(lazy_copy, "copy_task", copy_task)
+        patch.setattr(copies, "copy_task", copy_task)
         patch.setattr(devices, "AWAY", frozenset(["cpu"]))
         pending = store.commit_async(
             state,
