@@ -115,16 +115,18 @@ def _accept(
         caller.close()
 
     listener.settimeout(LOOK_S)
-    while missing:
-        if time.monotonic() >= deadline:
-            with lock:
+    try:
+        while missing:
+            if time.monotonic() >= deadline:
                 ranks = ", ".join(map(str, sorted(missing)))
-                missing.clear()
-            raise Unavailable(f"the workers of ranks {ranks} never called")
-        with suppress(OSError):  # nobody calls, or the caller is gone
-            caller, _ = listener.accept()
-            thread = threading.Thread(target=greet, args=(caller,), daemon=True)
-            start(thread, "a worker cannot be greeted")
+                raise Unavailable(f"the workers of ranks {ranks} never called")
+            with suppress(OSError):  # nobody calls, or the caller is gone
+                caller, _ = listener.accept()
+                thread = threading.Thread(target=greet, args=(caller,), daemon=True)
+                start(thread, "a worker cannot be greeted")
+    finally:
+        with lock:
+            missing.clear()  # whoever is still being greeted comes too late
 
 
 def _greeted(
@@ -181,11 +183,16 @@ class SocketLink:
         return None
 
     def close(self) -> None:
-        for end in self._ends.values():
-            end.shut_down()
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _close(self) -> None:
+        moving = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in moving:
+            task.cancel()
+        await asyncio.gather(*moving, return_exceptions=True)
         for end in self._ends.values():
             end.connection.close()
 
