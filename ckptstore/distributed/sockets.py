@@ -183,7 +183,8 @@ class SocketLink:
         return None
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(HELLO_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
