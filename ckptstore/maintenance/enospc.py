@@ -93,24 +93,6 @@ class DiskWatch:
             )
         )
 
-    def fit(
-        self,
-        commit: Callable[[], T],
-        logical_bytes: Callable[[], int],
-        peers: Collective | None = None,
-    ) -> T:
-        """The result of `commit`, which is tried once more if that may help; `relieve` says when.
-        `logical_bytes` is an estimate of the state's size."""
-        try:
-            return commit()
-        except NoSpace as error:
-            self.relieve(error, logical_bytes(), peers, collect=True)
-        try:
-            return commit()
-        except NoSpace as error:
-            self.relieve(error, logical_bytes(), peers, collect=False)
-            raise
-
     def relieve(
         self, error: NoSpace, logical_bytes: int, peers: Collective | None, *, collect: bool
     ) -> None:

@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from weakref import finalize
 
 from ckptstore.core.config import MIN_STAGING_BYTES
@@ -136,52 +136,21 @@ class BufferSource:
         out[:] = self.view(start, stop)
 
 
-class Place(NamedTuple):
-    """Bytes `start:stop` of a leaf lie at `offset` of a buffer."""
+class ElsewhereSource:
+    """A leaf whose chunks' ids are known, and whose bytes this process does not have: they are read
+    from the store if it must write them again."""
 
-    start: int
-    stop: int
-    offset: int
-
-
-class PartSource:
-    """A leaf whose chunks' ids are known, and of which no more lies in `memory`, or will, than
-    `places` say, in order."""
-
-    __slots__ = ("arrivals", "known_ids", "memory", "nbytes", "places", "width")
+    __slots__ = ("known_ids", "nbytes", "width")
     still = True
 
-    def __init__(
-        self,
-        memory: memoryview,
-        places: Sequence[Place],
-        known_ids: bytes,
-        nbytes: int,
-        width: int,
-        arrivals: CopyProgress | None = None,
-    ) -> None:
-        self.memory, self.places, self.known_ids, self.nbytes, self.width = (
-            memory,
-            tuple(places),
-            known_ids,
-            nbytes,
-            width,
-        )
-        self.arrivals = arrivals
+    def __init__(self, known_ids: bytes, nbytes: int, width: int) -> None:
+        self.known_ids, self.nbytes, self.width = known_ids, nbytes, width
 
     def view(self, start: int, stop: int) -> memoryview:
-        i = bisect_right(self.places, start, key=lambda place: place.start) - 1
-        if i < 0 or stop > self.places[i].stop:
-            raise NotCopied(
-                f"bytes {start}:{stop} of a leaf of {self.nbytes} were left to the store"
-            )
-        offset = self.places[i].offset + start - self.places[i].start
-        if self.arrivals:
-            self.arrivals.wait(offset, offset + stop - start)
-        return self.memory[offset : offset + stop - start]
+        raise NotCopied(f"bytes {start}:{stop} of a leaf of {self.nbytes} were left to the store")
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
-        out[:] = self.view(start, stop)
+        self.view(start, stop)
 
 
 class BufferPool:

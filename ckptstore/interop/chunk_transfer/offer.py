@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, NamedTuple, TypeVar
 
-from ckptstore.commit.dedup_probe import GcPin
 from ckptstore.commit.plan import Extent, Run, plan_chunks
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.gc_pause import uncollected
@@ -37,6 +36,7 @@ from ckptstore.interop.chunk_transfer.wire import (
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import encode_schema
 from ckptstore.repository.chunk_reader import FileRange
+from ckptstore.repository.gc_pin import GcPin
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state import tensors
 from ckptstore.state.devices import devices_of, prepare

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.plan import Extent
-from ckptstore.commit.publish import TreeContent
+from ckptstore.commit.transaction import TreeContent
 from ckptstore.core import geometry
 from ckptstore.core.ids import CHUNK_ID_BYTES, SessionId, parse_session_id
 from ckptstore.core.model import INLINE_BYTES, Box, LeafContent, Node, Schema, Shape
 from ckptstore.distributed import framing
-from ckptstore.distributed.external_commit import Part, decode_contents, encode_contents
+from ckptstore.distributed.external_commit import Part, contents_from, contents_to
 from ckptstore.distributed.tiling import misfit, tile
 from ckptstore.errors import Conflict, Corrupt
 from ckptstore.interop.dcp.names import Keys, Marks, is_divided
@@ -67,7 +67,7 @@ class RankItems(NamedTuple):
     """The items of one rank, the receipt for them, and the session that they were written under."""
 
     session: SessionId
-    receipt: bytes
+    receipt: list[Any]
     stored: list[Stored]
 
 
@@ -105,15 +105,7 @@ def write_items(
             schemas.append(encode_schema(item.schema))
         else:
             heads.append([item.name, item.schema.dtypes[0], item.shape, *item.box])
-    return framing.join(
-        [
-            session.encode(),
-            written.receipt,
-            canonical.encode(heads),
-            framing.join(schemas),
-            encode_contents(contents),
-        ]
-    )
+    return framing.pack([session, written.receipt, heads, schemas, contents_to(contents)])
 
 
 def read_message(rank: int, message: object) -> RankItems:
@@ -123,9 +115,8 @@ def read_message(rank: int, message: object) -> RankItems:
             f"rank {rank} sent no message about its items; do all ranks use a StoreWriter, and one "
             "version of ckptstore?"
         )
-    session, receipt, encoded_heads, schemas, contents = framing.split(message, 5)
-    heads = canonical.decode(encoded_heads)
-    objects = iter(framing.split(schemas, sum(len(head) == 2 for head in heads)))
+    session, receipt, heads, schemas, contents = framing.unpack(message)
+    objects = iter(schemas)
     items: list[Item] = []
     for name, *head in heads:
         if len(head) == 1:
@@ -133,9 +124,9 @@ def read_message(rank: int, message: object) -> RankItems:
         else:
             dtype, shape, offsets, lengths = head
             items.append(box_item(name, dtype, tuple(shape), Box(tuple(offsets), tuple(lengths))))
-    leaves = iter(decode_contents(contents, sum(len(item.schema) for item in items)))
+    leaves = iter(contents_from(contents))
     stored = [Stored(item, [next(leaves) for _ in item.schema.paths], rank) for item in items]
-    return RankItems(parse_session_id(session.decode()), receipt, stored)
+    return RankItems(parse_session_id(session), receipt, stored)
 
 
 def _parts(item: Item, sources: Sequence[Source], alone: bool) -> Iterator[Part]:

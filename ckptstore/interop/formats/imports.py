@@ -18,6 +18,7 @@ from typing import Literal, NoReturn, TypeAlias
 
 from ckptstore.commit.commit_metadata import label_of
 from ckptstore.core.model import Shape
+from ckptstore.core.options import Ranks
 from ckptstore.core.redaction import redact
 from ckptstore.core.text import count_text, unicode_text
 from ckptstore.errors import InvalidInput, Unavailable
@@ -99,10 +100,13 @@ def import_path(
             allow_pickle=allow_pickle,
         )
     message = labels.message or f"imported from {unicode_text(place.name)}"
-    return internals_of(store).commit_flat(
+    internals = internals_of(store)
+    request = internals.request(
         lambda: _flats(place, allow_pickle=allow_pickle),
         lambda: label_of(store.run, labels.step, labels.tags, message, labels.metrics),
+        Ranks(),
     )
+    return internals.committed(internals.commit(request, None))
 
 
 def _flats(place: Path, *, allow_pickle: bool) -> Mapping[str, FlatState]:

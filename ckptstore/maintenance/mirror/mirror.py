@@ -13,17 +13,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 
-from ckptstore.commit.publish import entry_body, put_document
+from ckptstore.commit.transaction import ATTEMPTS, Destination, Transaction, entry_of
 from ckptstore.commit.write import write_metadata
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, document_key
-from ckptstore.core.model import CommitDocument, PackRecord, Schema
+from ckptstore.core.model import CommitDocument, Schema
 from ckptstore.core.text import bytes_text, count_text
-from ckptstore.errors import Conflict, InvalidInput, NoSpace
+from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.log import entries
 from ckptstore.log.fold import Code
 from ckptstore.log.log import Refused
-from ckptstore.log.sessions import Session, open_session
 from ckptstore.log.state import resolved
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of
@@ -41,14 +40,13 @@ from ckptstore.objects.documents import decode_document
 from ckptstore.repository import footers
 from ckptstore.repository.chunk_reader import read_chunks
 from ckptstore.repository.dedup import Dedup, DedupHints
-from ckptstore.repository.pack_writer import PackSet, delete_own
+from ckptstore.repository.pack_writer import PackSet
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, shared
 from ckptstore.restore.reader import Reader, Tree
+from ckptstore.storage.contract import put_finished
 
 logger = logging.getLogger("ckptstore")
-
-ATTEMPTS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +171,7 @@ class _Mirror:
         plan: MirrorPlan,
     ) -> None:
         self._source, self._target, self._threads = source, target, threads
+        self._into = Destination(target, threads)
         self._options, self._progress = options, progress
         self._batch_bytes = (
             options.batch_bytes or target.storage.capabilities.pack_bytes * threads.count
@@ -185,7 +184,7 @@ class _Mirror:
     def weigh(self) -> Load:
         """The load of the plan. Reads the pages of its commits, and no tensor."""
         self._source.objects.sync(self._source.log.replay())
-        dedup = self._dedup()
+        dedup = self._into.look(DedupHints())
         chunks = raw_bytes = metadata_bytes = 0
         for transfer in self._done.plan.commits:
             try:
@@ -235,8 +234,8 @@ class _Mirror:
         stored, document, trees = self._read(transfer)
         for attempt in range(ATTEMPTS):
             try:
-                with open_session(self._target.storage, "push") as session:
-                    self._attempt(session, transfer, document, stored, trees)
+                with Transaction.begin(self._into, DedupHints(), what="push") as transaction:
+                    self._attempt(transaction, transfer, document, stored, trees)
                 break
             except Refused as error:
                 if error.refusal.code is Code.COMMIT_KNOWN:
@@ -249,82 +248,48 @@ class _Mirror:
 
     def _attempt(
         self,
-        session: Session,
+        transaction: Transaction,
         transfer: CommitTransfer,
         document: CommitDocument,
         stored: bytes,
         trees: Sequence[Tree],
     ) -> None:
-        dedup = self._dedup()
+        dedup, packs = transaction.look(), transaction.packs
         batches = grouped(list(self._missing_batches(trees, dedup)), self._batch_bytes)
         last = batches.pop() if batches else ()
-        new_bytes = 0
-        for batch in batches:
-            records = self._register(batch, dedup)
-            new_bytes += sum(record.bytes for record in records)
-        packs = self._packs(session)
-        try:
-            self._copy(last, packs)
-            write_metadata(self._metadata(document), dedup, packs)
-            self._close(packs)
-            new_bytes += sum(p.record.bytes * (2 if p.record.metadata else 1) for p in packs.closed)
-            published = put_document(
-                self._target.storage,
-                document_key(session.id, transfer.commit),
-                document,
-                transfer.commit,
-                stored,
-            )
-            told = entry_body(published, [pack.record for pack in packs.closed], dedup.reused)
-            body = replace(told, session=session.id, tags=transfer.tags, new_bytes=new_bytes)
-        except BaseException:
-            packs.drop()
-            raise
-        try:
-            entry = self._target.log.append(body, time_ns=document.time_ns)
-        except (
-            Refused,
-            NoSpace,
-            # Nothing was appended. After any other error the outcome is unknown, and nothing may be
-            # deleted.
-        ):
-            packs.drop()
-            delete_own(self._target.storage, published.own)
-            raise
-        self._index(entry, packs)
+        new_bytes = sum(self._register(batch, dedup) for batch in batches)
+        self._copy(last, packs)
+        write_metadata(self._metadata(document), dedup, packs)
+        self._close(packs)
+        records = [pack.record for pack in packs.closed]
+        new_bytes += sum(record.bytes * (2 if record.metadata else 1) for record in records)
+        key = document_key(transaction.session, transfer.commit)
+        own = (key,) if put_finished(self._target.storage, key, stored) else ()
+        body = replace(
+            entry_of(document, transfer.commit, len(stored), records, dedup.reused),
+            session=transaction.session,
+            tags=transfer.tags,
+            new_bytes=new_bytes,
+        )
+        transaction.index(transaction.append(body, own, time_ns=document.time_ns))
         stored_bytes = self._done.stored_bytes + new_bytes + len(stored)
         self._done = replace(self._done, stored_bytes=stored_bytes)
 
-    def _register(self, batch: Sequence[ChunkBatch], dedup: Dedup) -> tuple[PackRecord, ...]:
-        """Send a batch and list its packs, so that they outlive this process. A concurrent gc
-        may condemn them, but waits for the commit's session before it deletes them."""
-        with open_session(self._target.storage, "push") as session:
-            packs = self._packs(session)
-            try:
-                self._copy(batch, packs)
-                self._close(packs)
-            except BaseException:
-                packs.drop()
-                raise
+    def _register(self, batch: Sequence[ChunkBatch], dedup: Dedup) -> int:
+        """Send a batch and list its packs, so that they outlive this process; returns their bytes.
+        A concurrent gc may condemn them, but waits for the commit's session before it deletes them.
+        """
+        with Transaction.begin(self._into, DedupHints(), what="push") as transaction:
+            self._copy(batch, transaction.packs)
+            self._close(transaction.packs)
             state = self._target.log.replay()
-            records = tuple(pack.record for pack in packs.closed)
-            try:
-                entry = self._target.log.append(
-                    entries.Register(session.id, state.n, state.fence, records, frozenset())
-                )
-            except (Refused, NoSpace):
-                packs.drop()
-                raise
-            dedup.reused.update(self._index(entry, packs))
-        return records
-
-    def _packs(self, session: Session) -> PackSet:
-        return PackSet.of(self._target.config, self._target.objects, session.id, self._threads)
-
-    def _dedup(self) -> Dedup:
-        state = self._target.log.replay()
-        self._target.objects.sync(state)
-        return Dedup(self._target.objects, state, DedupHints())
+            records = tuple(pack.record for pack in transaction.packs.closed)
+            registered = transaction.append(
+                entries.Register(transaction.session, state.n, state.fence, records, frozenset())
+            )
+            transaction.index(registered)
+        dedup.reused.update(number for number, _ in registered)
+        return sum(record.bytes for record in records)
 
     def _read(self, transfer: CommitTransfer) -> tuple[bytes, CommitDocument, list[Tree]]:
         """The commit's document, as stored and decoded, and its trees."""
@@ -386,13 +351,6 @@ class _Mirror:
                 self._target.storage, pack.record.id, rows, metadata=pack.record.metadata
             ):
                 pass
-
-    def _index(self, entry: entries.Entry, packs: PackSet) -> set[int]:
-        assert isinstance(entry.body, entries.Commit | entries.Register)
-        tables = {pack.record.id: pack.table for pack in packs.closed}
-        for record in entry.body.packs:
-            self._target.objects.registered(record.number, record.id, tables[record.id])
-        return {record.number for record in entry.body.packs}
 
 
 def _rejection(plan: MirrorPlan, url: str) -> str:
