@@ -8,10 +8,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ckptstore.contents import CommitContents, Leaf, Region, box_of, leaf_of
-from ckptstore.core.globs import selector
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Box
-from ckptstore.core.text import bytes_text
+from ckptstore.core.text import bytes_text, selector
 from ckptstore.distributed.broadcast import Broadcast
 from ckptstore.distributed.collective import TIMEOUT_S
 from ckptstore.distributed.gloo import collective_of

@@ -11,10 +11,9 @@ from ckptstore.cli.screen import Screen
 from ckptstore.cli.stores import opened
 from ckptstore.cli.table import Column, Table
 from ckptstore.cli.trees import leaves_of, pickles_of, reading, tensor_bytes, trees_of
-from ckptstore.core.globs import selector
 from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId
 from ckptstore.core.model import CommitInfo, Shape
-from ckptstore.core.text import bytes_text, count_text, near
+from ckptstore.core.text import bytes_text, count_text, near, selector
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.index.queries import Queries
 from ckptstore.repository.resolve_ref import find_id

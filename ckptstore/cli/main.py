@@ -11,7 +11,7 @@ from ckptstore.cli.exits import Exit, exit_of
 from ckptstore.cli.parser import build, parse
 from ckptstore.cli.screen import Screen
 from ckptstore.cli.table import printable
-from ckptstore.core.redaction import redact
+from ckptstore.core.text import redact
 from ckptstore.errors import CkptStoreError
 
 

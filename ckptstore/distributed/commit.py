@@ -23,9 +23,9 @@ from ckptstore.commit.commit import ATTEMPTS, CommitStats
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.pending import UNWATCHED, Milestone, Watch
 from ckptstore.core.config import StoreConfig
-from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.core.model import CommitDocument
+from ckptstore.core.process import uncollected
 from ckptstore.distributed import framing
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.coordinator import (

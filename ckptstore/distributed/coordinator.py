@@ -9,9 +9,9 @@ from typing import Any
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.publish import Metadata, Published, Publisher, entry_body
 from ckptstore.core.config import StoreConfig
-from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.ids import SessionId, digest, parse_pack_id
 from ckptstore.core.model import PackRecord, Schema
+from ckptstore.core.process import uncollected
 from ckptstore.distributed import framing
 from ckptstore.distributed.assemble import Assembler, Observation, Receipt, layout_of, logical_bytes
 from ckptstore.distributed.describe import RankTree, decode_description, decode_reports, split_ids

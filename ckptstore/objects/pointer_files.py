@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptstore.core.ids import CommitId, parse_commit_id
-from ckptstore.core.paths import check_path, make_directories, rights
-from ckptstore.core.redaction import redact
-from ckptstore.core.scratch import scratch_for
+from ckptstore.core.paths import check_path, make_directories, rights, scratch_for
+from ckptstore.core.text import redact
 from ckptstore.errors import (
     CkptStoreError,
     Conflict,

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.core.globs import selector
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Schema
-from ckptstore.core.text import near
+from ckptstore.core.text import near, selector
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.restore.mmap import Unmappable
 from ckptstore.restore.reader import Reader, ReadRequest, Tree
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 Select = str | Sequence[str]
-"""A glob for paths, in full or below their key, or several (`core.globs`)."""
+"""A glob for paths, in full or below their key, or several (`core.text`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape
+from ckptstore.core.process import uncollected
 from ckptstore.errors import InvalidInput
 from ckptstore.state import containers, paths, pickles, tensors, values
 from ckptstore.state.containers import Parts

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from weakref import finalize
 
 from ckptstore.core.config import MIN_STAGING_BYTES
-from ckptstore.core.host_memory import free_bytes
+from ckptstore.core.process import free_bytes
 from ckptstore.errors import Unavailable
 from ckptstore.state.leaf_sources import NotCopied
 
@@ -262,7 +262,7 @@ def _no_memory(nbytes: int, error: OSError) -> Unavailable:
 
 
 def default_budget(root: Path = Path("/")) -> int:
-    """Half of the host memory that is free now, by the probe of `core.host_memory`."""
+    """Half of the host memory that is free now, by the probe of `core.process`."""
     free = free_bytes(root)
     if free is None:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

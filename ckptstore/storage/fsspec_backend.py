@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from ckptstore.core.ids import SessionId, new_session_id
-from ckptstore.core.redaction import redact, secrets_of, without
+from ckptstore.core.text import redact, secrets_of, without
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.storage.contract import Capabilities, OpenFile, check_key, put_finished
 from ckptstore.storage.limits import check_size, largest

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from ckptstore.core.ids import SessionId
-from ckptstore.core.redaction import redact
+from ckptstore.core.text import redact
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, ReadOnly
 from ckptstore.storage.contract import Capabilities, OpenFile, as_bytes, check_key
 from ckptstore.storage.limits import check_size

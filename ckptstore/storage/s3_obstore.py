@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from ckptstore.core.redaction import secrets_of, without
+from ckptstore.core.text import secrets_of, without
 from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.storage.contract import name_taken
 from ckptstore.storage.s3_requests import CONNECT_TIMEOUT_S, DEADLINE_S, READ_TIMEOUT_S, Requests

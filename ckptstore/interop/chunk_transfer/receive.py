@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.ids import ChunkId
 from ckptstore.core.model import TreeRef
+from ckptstore.core.process import uncollected
 from ckptstore.errors import Corrupt
 from ckptstore.interop.chunk_transfer.chunk_names import BLAKE3, NAMINGS, Naming
 from ckptstore.interop.chunk_transfer.connection import Deadline

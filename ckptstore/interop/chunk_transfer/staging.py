@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from ckptstore.commit.plan import CommitPlan, Extent, Run
-from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import INLINE_BYTES
+from ckptstore.core.process import uncollected
 from ckptstore.interop.chunk_transfer.chunk_names import Naming
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state import tensors

@@ -23,7 +23,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import torch.distributed as dist
 
 from ckptstore.core.ids import CONFIG_KEY, SessionId, check_tag, digest, parse_session_id
-from ckptstore.core.redaction import redact
+from ckptstore.core.text import redact
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.interop.dcp.directory import METADATA as DCP_METADATA
 from ckptstore.objects.pointer_files import is_pointer

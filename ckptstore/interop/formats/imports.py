@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ckptstore.commit.commit_metadata import label_of
-from ckptstore.core.redaction import redact
-from ckptstore.core.text import unicode_text
+from ckptstore.core.text import redact, unicode_text
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.formats import directory
 from ckptstore.interop.formats.directory import INDEX_SUFFIX, SUFFIX
