@@ -23,10 +23,11 @@ from ckptstore.restore.inflate_commit import Select, assemble, selected, whole
 from ckptstore.restore.mmap import Unmappable
 from ckptstore.restore.reader import Reader, ReadRequest, Tree
 from ckptstore.restore.restore import RestoreOperation, RestoreOptions, RestoreReport
-from ckptstore.state import dtype_cast, tensors
+from ckptstore.state import tensors
 from ckptstore.state.flatten import check_app_state
 from ckptstore.state.inflate import inflate_leaf
-from ckptstore.state.optimizer_ids import unnamed
+from ckptstore.state.leaves import checked_dtype, converts, destination
+from ckptstore.state.optimizers import unnamed
 
 if TYPE_CHECKING:
     import torch
@@ -268,7 +269,7 @@ class Snapshot:
         box, shape = box_of(tree, i, region)
         tree.check(i)  # before memory is allocated for a shape that may be damaged
         committed = tree.schema.dtypes[i]
-        converted = dtype is not None and dtype_cast.converts(committed, dtype_cast.checked(dtype))
+        converted = dtype is not None and converts(committed, checked_dtype(dtype))
         out = tensors.empty(
             tensors.DTYPE_NAMES[dtype] if dtype is not None and converted else committed, shape
         )
@@ -304,7 +305,7 @@ class Snapshot:
         converted = (
             dtype is not None
             and tensor.dtype == dtype
-            and dtype_cast.converts(committed, dtype_cast.checked(dtype))
+            and converts(committed, checked_dtype(dtype))
         )
         if tuple(tensor.shape) != shape or not (
             converted or tensors.DTYPE_NAMES[tensor.dtype] == committed
@@ -380,7 +381,7 @@ class Snapshot:
                 "mmap takes tensors as they are stored, dtype converts them; give one or the other"
             )
         if dtype is not None:
-            dtype_cast.checked(dtype)
+            checked_dtype(dtype)
         trees = self._trees if key is None else {key: self._contents.tree(key)}
         views = whole(trees) if select is None else selected(trees, select, self.id)
         states = {
@@ -426,7 +427,7 @@ class Snapshot:
         tensor: "torch.Tensor",
         memory_budget_bytes: int | None,
     ) -> None:
-        wanted = ReadRequest(tree, i, dtype_cast.destination(tensor, tree.schema.dtypes[i]), box)
+        wanted = ReadRequest(tree, i, destination(tensor, tree.schema.dtypes[i]), box)
         self._reader.read([wanted], self.id, memory_budget_bytes=memory_budget_bytes)
 
 

@@ -17,9 +17,7 @@ from ckptstore.core.ids import CommitId
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import Busy, InvalidInput
 from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.state.frozen_weights import Candidate, FrozenWeights
 from ckptstore.state.leaf_sources import FlatState, leaves_of
-from ckptstore.state.optimizer_hooks import StepHooks, changed_by_steps, optimizers_in, versions
 from ckptstore.state.staging import (
     LookedUp,
     StagingPlan,
@@ -30,6 +28,14 @@ from ckptstore.state.staging import (
     with_leaves,
 )
 from ckptstore.state.staging_buffers import Buffer, BufferPool, CopyProgress, default_budget
+from ckptstore.state.writes import (
+    Candidate,
+    FrozenWeights,
+    StepHooks,
+    changed_by_steps,
+    optimizers_in,
+    versions,
+)
 
 Overlap: TypeAlias = Literal["wait", "skip"]
 Staging: TypeAlias = Literal["eager", "lazy"]
@@ -256,7 +262,7 @@ class AsyncCommits(Generic[S]):
             taken.callback(look_up.open_session().end)
             looked_up = look_up.find(flats, self._copiers)
         plan = plan_staging(sources, self.pool.budget_bytes, lazy | away, looked_up)
-        return _State(flats, plan, lazy & plan.offsets.keys(), looked_up, candidates, paths)
+        return _State(flats, plan, lazy & plan.places.keys(), looked_up, candidates, paths)
 
     def _hand_over(
         self,

@@ -13,8 +13,8 @@ from ckptstore.commit.pending import Milestone, Pending, Watch
 from ckptstore.commit.plan import Run
 from ckptstore.errors import Conflict
 from ckptstore.repository.thread_pool import shared
-from ckptstore.state.staging import Copy, StagingPlan, copy_task
-from ckptstore.state.staging_buffers import Buffer, CopyProgress
+from ckptstore.state.staging import StagingPlan, copy_task
+from ckptstore.state.staging_buffers import Buffer, Copy, CopyProgress
 
 
 class LazyCopy:

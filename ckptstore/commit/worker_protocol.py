@@ -16,7 +16,7 @@ from ckptstore.core.ids import CommitId
 from ckptstore.errors import CkptStoreError
 from ckptstore.objects.schema import decode_schema, encode_schema
 from ckptstore.state.leaf_sources import FlatState, Source
-from ckptstore.state.staging_buffers import BufferSource, PartSource, Place
+from ckptstore.state.staging_buffers import BufferSource, Place
 
 _LENGTHS = struct.Struct(">QQ")
 _MOST_FDS = 1
@@ -92,31 +92,25 @@ class Blob:
         return [len(self.data) - len(data), len(self.data)]
 
     def leaf(self, source: Source) -> dict[str, Any]:
-        if isinstance(source, BufferSource):
-            return {"arena": [source.offset, source.offset + source.nbytes], "width": source.width}
+        places = source.places if isinstance(source, BufferSource) else ()
+        said = {"nbytes": source.nbytes, "width": source.width, "places": places}
         if source.known_ids is not None:
-            places = source.places if isinstance(source, PartSource) else ()
-            return {
-                "known": self.put(source.known_ids),
-                "places": places,
-                "nbytes": source.nbytes,
-                "width": source.width,
-            }
-        memory = source.view(0, source.nbytes)
-        assert memory is not None  # other leaves are bytes
-        return {"bytes": self.put(memory), "width": source.width}
+            said["known"] = self.put(source.known_ids)
+        elif not places:
+            memory = source.view(0, source.nbytes)
+            assert memory is not None  # other leaves are bytes
+            said["bytes"] = self.put(memory)
+        return said
 
 
 def leaf_from(said: Mapping[str, Any], blob: bytes, arena: memoryview) -> Source:
     """The inverse of `Blob.leaf`."""
-    if "arena" in said:
-        start, stop = said["arena"]
-        return BufferSource(arena, start, stop - start, said["width"])
-    if "known" in said:
-        places = [Place(*place) for place in said["places"]]
-        return PartSource(arena, places, blob[slice(*said["known"])], said["nbytes"], said["width"])
-    start, stop = said["bytes"]
-    return BufferSource(memoryview(blob), start, stop - start, said["width"])
+    nbytes, width = said["nbytes"], said["width"]
+    if "bytes" in said:
+        place = Place(0, nbytes, said["bytes"][0])
+        return BufferSource(memoryview(blob), [place], nbytes, width)
+    known = blob[slice(*said["known"])] if "known" in said else None
+    return BufferSource(arena, [Place(*place) for place in said["places"]], nbytes, width, known)
 
 
 def label_to(label: CommitMetadata) -> dict[str, Any]:

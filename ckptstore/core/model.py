@@ -3,7 +3,8 @@
 No I/O and no torch here; dtypes are torch's names without `torch.`.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ckptstore.core.ids import ChunkId, CommitId, PackId, SessionId, StoreId
@@ -31,6 +32,16 @@ class Node:
     children: tuple["Node | int", ...]
     keys: tuple[Any, ...] | None = None
     attrs: tuple[tuple[str, Any], ...] = ()
+
+    def items(self) -> "Iterator[tuple[Any, Node | int]]":
+        """The encoded keys of a mapping, each with its child."""
+        return zip(self.keys or (), self.children, strict=True)
+
+    def filtered(self, keep: "Callable[[Any, Node | int], bool]") -> "Node":
+        """A mapping with those items only for which `keep` holds."""
+        kept = [(key, child) for key, child in self.items() if keep(key, child)]
+        children = tuple(child for _, child in kept)
+        return replace(self, children=children, keys=tuple(key for key, _ in kept))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,10 @@ from ckptstore.core.text import near, selector
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.restore.mmap import Unmappable
 from ckptstore.restore.reader import Reader, ReadRequest, Tree
-from ckptstore.state import dtype_cast, tensors
+from ckptstore.state import tensors
 from ckptstore.state.containers import leaves_of
 from ckptstore.state.inflate import inflate
+from ckptstore.state.leaves import convertible, destination
 from ckptstore.state.renaming import Renamer, narrow, rename_tree
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def assemble(
     values: list[Any] = [None] * len(schema)
     leaves = list(leaves_of(schema.skeleton))
     owners = [i for i in leaves if schema.kinds[i] == "tensor" and schema.aliases[i] < 0]
-    converted = frozenset() if dtype is None else dtype_cast.convertible(schema, dtype)
+    converted = frozenset() if dtype is None else convertible(schema, dtype)
     wanted = []
     for i in owners:
         values[i] = mapped(reader, commit, view, i) if mmap else None
@@ -106,9 +107,7 @@ def assemble(
                 else schema.dtypes[i]
             )
             values[i] = tensors.empty(name, schema.shapes[i])
-            wanted.append(
-                ReadRequest(view.tree, i, dtype_cast.destination(values[i], schema.dtypes[i]))
-            )
+            wanted.append(ReadRequest(view.tree, i, destination(values[i], schema.dtypes[i])))
     reader.read(wanted, commit, memory_budget_bytes=memory_budget_bytes)
     for i in leaves:
         if schema.kinds[i] != "tensor":

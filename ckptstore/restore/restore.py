@@ -9,14 +9,14 @@ from ckptstore.core.ids import CommitId
 from ckptstore.errors import InvalidInput
 from ckptstore.restore.inflate_commit import Select, View, renamed, selected, whole
 from ckptstore.restore.reader import ChunkRead, Reader, Reading, ReadRequest, Tree
-from ckptstore.state.dtype_cast import checked
-from ckptstore.state.optimizer_ids import ParameterNames
+from ckptstore.state.leaves import checked_dtype
+from ckptstore.state.match_target import Matching
+from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.restore import bind
 
 if TYPE_CHECKING:
     import torch
 
-    from ckptstore.state.match_target import Claim
     from ckptstore.state.renaming import Rename
     from ckptstore.state.restore import Binding
 
@@ -80,22 +80,22 @@ class RestoreOperation:
         )
         partial, views = options.select is not None, _views(commit, trees, app_state, options)
         self._trees = {key: view.tree for key, view in views.items()}
-        claims: dict[int, Claim] = {}
-        names = ParameterNames(app_state)
+        matching = Matching(
+            ParameterNames(app_state),
+            strict=options.strict,
+            allow_pickle=options.allow_pickle,
+            partial=partial,
+            in_order=options.rename is not None,
+            dtype=None if options.dtype is None else checked_dtype(options.dtype),
+        )
         self._bindings = bindings = {
             key: bind(
                 app_state[key],
                 key,
                 view.schema,
-                strict=options.strict,
-                allow_pickle=options.allow_pickle,
+                matching,
                 content_of=view.tree.content_key,
                 check=view.tree.check,
-                claims=claims,
-                names=names,
-                partial=partial,
-                in_order=options.rename is not None,
-                dtype=None if options.dtype is None else checked(options.dtype),
             )
             for key, view in views.items()
             if key in app_state

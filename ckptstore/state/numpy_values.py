@@ -6,18 +6,11 @@ import numpy as np
 import torch
 
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.state.containers import Joint, Parts, add_container, add_node_type
+from ckptstore.state.containers import Joint, Parts, add_container, add_filled, add_node_type
 from ckptstore.state.values import add_codec, decode_value, encode_value
 
 _BIT_GENERATORS: dict[str, type[np.random.BitGenerator]] = {
-    cls.__name__: cls
-    for cls in (
-        np.random.PCG64,
-        np.random.PCG64DXSM,
-        np.random.MT19937,
-        np.random.Philox,
-        np.random.SFC64,
-    )
+    name: getattr(np.random, name) for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 }
 _TENSOR_KINDS = "biufc"
 
@@ -41,11 +34,9 @@ def _dtype(description: Any) -> np.dtype[Any]:
     return dtype
 
 
-def _decode_scalar(payload: list[Any]) -> Any:
-    encoded, digits = payload
-    return np.ndarray((), _dtype(decode_value(encoded)), bytearray.fromhex(digits) or bytearray(1))[
-        ()
-    ]
+def _decode_scalar(description: Any, digits: str) -> Any:
+    memory = bytearray.fromhex(digits) or bytearray(1)
+    return np.ndarray((), _dtype(decode_value(description)), memory)[()]
 
 
 def _split_array(array: np.ndarray[Any, Any]) -> Parts:
@@ -91,33 +82,12 @@ def _split_generator(generator: np.random.Generator) -> Parts:
     )
 
 
-def _join_generator(joint: Joint) -> np.random.Generator:
-    bits = _BIT_GENERATORS[joint.attrs["bit_generator"]]()
-    bits.state = joint.children[0]
-    return np.random.Generator(bits)
+def _make_generator(joint: Joint) -> np.random.Generator:
+    return np.random.Generator(_BIT_GENERATORS[joint.attrs["bit_generator"]]())
 
 
-def _refill_generator(target: Any, joint: Joint) -> bool:
-    if (
-        type(target) is not np.random.Generator
-        or type(target.bit_generator).__name__ != joint.attrs["bit_generator"]
-    ):
-        return False
+def _fill_generator(target: np.random.Generator, joint: Joint) -> None:
     target.bit_generator.state = joint.children[0]
-    return True
-
-
-def _refill_random_state(target: Any, joint: Joint) -> bool:
-    if type(target) is not np.random.RandomState:
-        return False
-    target.set_state(joint.children[0])
-    return True
-
-
-def _join_random_state(joint: Joint) -> np.random.RandomState:
-    made = np.random.RandomState()
-    made.set_state(joint.children[0])
-    return made
 
 
 def _add_all() -> None:
@@ -126,23 +96,34 @@ def _add_all() -> None:
             cls,
             "numpy.scalar",
             lambda x: [_encode_dtype(x.dtype), x.tobytes().hex()],
-            lambda p, _: _decode_scalar(p),
+            _decode_scalar,
         )
     for dtype_class in {type(np.dtype(cls)) for cls in np.sctypeDict.values()}:
         add_codec(
             dtype_class,
             "numpy.dtype",
             lambda x: [_encode_dtype(x)],
-            lambda p, _: _dtype(decode_value(p[0])),
+            lambda description: _dtype(decode_value(description)),
         )
     add_container(np.ndarray, _split_array)
     add_node_type("numpy.ndarray", "wrapper", _join_array)
-    add_container(np.random.Generator, _split_generator)
-    add_node_type("numpy.Generator", "wrapper", _join_generator, _refill_generator)
-    add_container(
-        np.random.RandomState, lambda x: Parts("numpy.RandomState", [x.get_state(legacy=False)])
+    add_filled(
+        np.random.Generator,
+        _split_generator,
+        "numpy.Generator",
+        "wrapper",
+        _make_generator,
+        _fill_generator,
+        lambda target, joint: type(target.bit_generator).__name__ == joint.attrs["bit_generator"],
     )
-    add_node_type("numpy.RandomState", "wrapper", _join_random_state, _refill_random_state)
+    add_filled(
+        np.random.RandomState,
+        lambda x: Parts("numpy.RandomState", [x.get_state(legacy=False)]),
+        "numpy.RandomState",
+        "wrapper",
+        lambda joint: np.random.RandomState(),
+        lambda target, joint: target.set_state(joint.children[0]),
+    )
 
 
 _add_all()

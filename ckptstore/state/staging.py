@@ -4,22 +4,33 @@ Each byte is copied once, even if several leaves share it (tied weights, views).
 values, and small leaves become `bytes`; the rest goes to one staging buffer. Of leaves looked up
 before, only bytes that the store lacks are copied. Leaves that exceed the buffer, the first of the
 state, are *borrowed*: they stay in place, and the caller waits until they are written.
+
+From a CUDA device bytes come through a side stream, ordered after what training launched before the
+call, into pinned memory. Each copying thread waits for its piece without the GIL; several threads
+keep the copy engine busy.
 """
 
 import ctypes
+import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from types import MappingProxyType
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import finalize
+
+import torch
 
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.objects.pack import align
 from ckptstore.state import tensors
-from ckptstore.state.devices import beside_training, devices_of, is_away, prepare
 from ckptstore.state.leaf_sources import FlatState, Source, leaves_of
 from ckptstore.state.leaves import BytesSource, TensorSource
-from ckptstore.state.staging_buffers import Buffer, BufferSource, CopyProgress, PartSource, Place
+from ckptstore.state.staging_buffers import Buffer, BufferSource, Copy, CopyProgress, Place
+
+logger = logging.getLogger("ckptstore")
 
 T = TypeVar("T")
 
@@ -38,33 +49,6 @@ class Spread(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """A contiguous copy: `nbytes` from an address to an offset in the buffer."""
-
-    address: int
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """The bytes `start:stop` of a leaf that does not lie in one piece of this host's memory, to an
-    offset in the arena."""
-
-    source: TensorSource
-    start: int
-    stop: int
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-
-Copy: TypeAlias = Move | Gather
-
-
-@dataclass(frozen=True, slots=True)
 class LookedUp:
     """A leaf that was hashed before it is copied: the ids of its chunks, and the byte ranges that
     no live pack of the store holds."""
@@ -77,14 +61,13 @@ class LookedUp:
 class StagingPlan:
     """What to copy into an arena of `nbytes`.
 
-    Leaves are numbered through all keys: `offsets` says where a leaf will lie, `parts` where what
-    is copied of one that was looked up, `small` are those that become `bytes`, `borrowed` those
-    that stay where they are. `later` is what may be copied while training goes on.
+    Leaves are numbered through all keys: `places` says where a leaf will lie, or what is copied of
+    one that was looked up, `small` are those that become `bytes`, `borrowed` those that stay where
+    they are. `later` is what may be copied while training goes on.
     """
 
     nbytes: int
-    offsets: dict[int, int]
-    parts: dict[int, tuple[Place, ...]]
+    places: dict[int, tuple[Place, ...]]
     small: tuple[int, ...]
     borrowed: tuple[int, ...]
     tasks: tuple[tuple[Copy, ...], ...]
@@ -94,9 +77,11 @@ class StagingPlan:
 def paths_of(flats: Mapping[str, FlatState]) -> list[str]:
     """The path of each source of `leaves_of`."""
     return [
-        path
+        flat.schema.paths[n]
         for flat in flats.values()
-        for path in (*flat.schema.paths, *(flat.schema.paths[n] for n, _ in _held_in(flat)))
+        for n in chain(
+            range(len(flat.leaves)), *([n] * len(held.parts) for n, held in flat.held.items())
+        )
     ]
 
 
@@ -113,20 +98,17 @@ def leaves_away(sources: Sequence[Source]) -> frozenset[int]:
 def with_leaves(flats: Mapping[str, FlatState], sources: Sequence[Source]) -> dict[str, FlatState]:
     """The same keys with other sources, numbered in the same way."""
     numbered = iter(sources)
-    return {key: _with(flat, numbered) for key, flat in flats.items()}
-
-
-def _held_in(flat: FlatState) -> Iterator[tuple[int, Source]]:
-    return ((n, source) for n, held in flat.held.items() for _, source in held.parts)
-
-
-def _with(flat: FlatState, numbered: Iterator[Source]) -> FlatState:
-    leaves = [next(numbered) for _ in flat.leaves]
-    held = {
-        n: each._replace(parts=tuple((box, next(numbered)) for box, _ in each.parts))
-        for n, each in flat.held.items()
+    return {
+        key: replace(
+            flat,
+            leaves=[next(numbered) for _ in flat.leaves],
+            held={
+                n: held._replace(parts=tuple((box, next(numbered)) for box, _ in held.parts))
+                for n, held in flat.held.items()
+            },
+        )
+        for key, flat in flats.items()
     }
-    return replace(flat, leaves=leaves, held=held)
 
 
 def plan_staging(
@@ -146,10 +128,8 @@ def plan_staging(
         for n, source in enumerate(sources)
         if isinstance(source, TensorSource) and source.known_ids is None
     }
-    small = tuple(n for n, source in tensor_leaves.items() if source.nbytes <= INLINE_BYTES)
     large = {n: source for n, source in tensor_leaves.items() if source.nbytes > INLINE_BYTES}
-    offsets: dict[int, int] = {}
-    parts: dict[int, tuple[Place, ...]] = {}
+    found: dict[int, tuple[Place, ...]] = {}
     copies: list[Copy] = []
     later: list[Iterable[Copy]] = []
     borrowed: list[int] = []
@@ -160,23 +140,18 @@ def plan_staging(
             borrowed.extend(group.leaves)
             continue
         for n, at in group.leaves.items():
-            if n in looked_up:
-                parts[n] = tuple(_within(places, at, at + large[n].nbytes))
-            else:
-                offsets[n] = places[0].offset + at
+            found[n] = tuple(_within(places, at, at + large[n].nbytes))
         if group.leaves.keys() <= lazy:
             later.append(group.copies(large, places))
         else:
             copies.extend(group.copies(large, places))
         end = stop
-    in_order = chain.from_iterable(
-        reversed(later)
-    )  # the first leaf first: it is the first to be hashed, perhaps meanwhile
+    # the first leaf first: it is the first to be hashed, perhaps meanwhile
+    in_order = chain.from_iterable(reversed(later))
     return StagingPlan(
         end,
-        offsets,
-        parts,
-        small,
+        found,
+        tuple(n for n in tensor_leaves if n not in large),
         tuple(sorted(borrowed)),
         tuple(_tasks(copies)),
         tuple(_tasks(in_order)),
@@ -203,18 +178,11 @@ def stage(
             arena,
         )
         spread(lambda task: copy_task(task, arena), plan.tasks)
-        for n, offset in plan.offsets.items():
+        for n, places in plan.places.items():
+            ids = looked_up[n].ids if n in looked_up else None
+            source = sources[n]
             sources[n] = BufferSource(
-                arena.memory, offset, sources[n].nbytes, sources[n].width, arrivals
-            )
-        for n, places in plan.parts.items():
-            sources[n] = PartSource(
-                arena.memory,
-                places,
-                looked_up[n].ids,
-                sources[n].nbytes,
-                sources[n].width,
-                arrivals,
+                arena.memory, places, source.nbytes, source.width, ids, arrivals
             )
     return with_leaves(flats, sources)
 
@@ -243,15 +211,13 @@ class _Group:
     ) -> Iterator[Copy]:
         for place in places:
             for start in range(place.start, place.stop, PIECE_BYTES):
-                stop, offset = (
-                    min(start + PIECE_BYTES, place.stop),
-                    place.offset + start - place.start,
-                )
+                nbytes = min(PIECE_BYTES, place.stop - start)
+                offset = place.offset + start - place.start
                 if self.address:
-                    yield Move(self.address + start, offset, stop - start)
+                    yield Copy(offset, nbytes, self.address + start)
                 else:
                     (n,) = self.leaves
-                    yield Gather(sources[n], start, stop, offset)
+                    yield Copy(offset, nbytes, start, sources[n])
 
 
 def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -325,20 +291,13 @@ def _tasks(copies: Iterable[Copy]) -> Iterator[tuple[Copy, ...]]:
 
 def copy_task(task: Sequence[Copy], arena: Buffer) -> None:
     """Make the copies of one task."""
-    for copy in task:
-        if isinstance(copy, Move):
-            ctypes.memmove(
-                arena.address + copy.offset, copy.address, copy.nbytes
-            )  # without the GIL
-        else:
-            tensor = copy.source.tensor
-            with beside_training(tensor.device):
-                tensors.read_range(
-                    tensor,
-                    copy.start,
-                    copy.stop,
-                    arena.memory[copy.offset : copy.offset + copy.nbytes],
-                )
+    for offset, nbytes, start, source in task:
+        if source is None:
+            ctypes.memmove(arena.address + offset, start, nbytes)  # without the GIL
+            continue
+        out = arena.memory[offset : offset + nbytes]
+        with beside_training(source.tensor.device):
+            tensors.read_range(source.tensor, start, start + nbytes, out)
 
 
 def _bytes_of(source: Source) -> BytesSource:
@@ -348,3 +307,71 @@ def _bytes_of(source: Source) -> BytesSource:
     buffer = bytearray(source.nbytes)
     source.stage(0, source.nbytes, memoryview(buffer))
     return BytesSource(bytes(buffer), source.width)
+
+
+AWAY = frozenset(["cuda"])
+"""Kinds of devices whose bytes arrive by themselves, while the processor hashes others."""
+
+_PORTABLE = 1
+"""`cudaHostRegisterPortable`: pinned for every device, not only the current one."""
+
+
+def is_away(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes take a way on which the processor is free."""
+    return tensor.device.type in AWAY
+
+
+def devices_of(found: Iterable[torch.Tensor]) -> frozenset[torch.device]:
+    """The CUDA devices that some of these tensors lie on."""
+    return frozenset(tensor.device for tensor in found if tensor.is_cuda)
+
+
+def prepare(devices: Iterable[torch.device], arena: Buffer) -> None:
+    """What is copied to `arena` from here on was written by what the caller's streams have been
+    given so far, and by nothing later that waits for the copy."""
+    for device in devices:
+        _stream(device).wait_stream(torch.cuda.current_stream(device))
+        _pin(arena, device)
+
+
+def beside_training(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it, copies from `device` do not wait for what training launches meanwhile, nor
+    training for them."""
+    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+_making_streams = threading.Lock()
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the device. Of two, made by threads that commit at once, the one that waits could be
+    another than the one that copies."""
+    with _making_streams:
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)
+        return _streams[device]
+
+
+def _pin(arena: Buffer, device: torch.device) -> None:
+    """Once per arena, for every device, by way of `device`: one that is not used would be set up
+    for it, which takes memory. Where the host allows no more locked memory, copies go through the
+    driver's own buffers: slower, not wrong."""
+    if arena.pinned:
+        return
+    cudart: Any = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        error = int(cudart.cudaHostRegister(arena.address, arena.nbytes, _PORTABLE))
+    arena.pinned = True  # or not to be asked again
+    if error:
+        # CUDA reports it once more, to whoever launches a kernel next: that must not be training.
+        with suppress(RuntimeError):
+            torch.ones(1, device=device)
+        logger.warning(
+            "%d bytes of staging memory could not be pinned (CUDA error %d): copies from the "
+            "device are slower",
+            arena.nbytes,
+            error,
+        )
+    else:
+        finalize(arena, cudart.cudaHostUnregister, arena.address)

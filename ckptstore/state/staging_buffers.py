@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import finalize
 
 from ckptstore.core.config import MIN_STAGING_BYTES
@@ -22,30 +22,26 @@ from ckptstore.errors import Unavailable
 from ckptstore.state.leaf_sources import NotCopied
 
 
-class Copied(Protocol):
-    """A copy into a staging buffer."""
+class Copy(NamedTuple):
+    """A copy of `nbytes` to `offset` of a buffer: from an address, or of a tensor that does not lie
+    in one piece of this host's memory, from byte `start` on."""
 
-    @property
-    def offset(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
+    offset: int
+    nbytes: int
+    start: int
+    source: Any = None
 
 
 class CopyProgress:
-    """Which of `tasks`, each some copies into one arena that do not overlap, have been carried out.
-    Threads may share it."""
+    """Which of `tasks`, each some copies into one buffer that do not overlap, have been carried
+    out. Threads may share it."""
 
-    def __init__(self, tasks: Sequence[Sequence[Copied]]) -> None:
-        places = sorted(
+    def __init__(self, tasks: Sequence[Sequence[Copy]]) -> None:
+        self._places = sorted(
             (copy.offset, copy.offset + copy.nbytes, number)
             for number, task in enumerate(tasks)
             for copy in task
         )
-        self._starts, self._stops = (
-            [start for start, _, _ in places],
-            [stop for _, stop, _ in places],
-        )
-        self._tasks = [number for _, _, number in places]
         self._missing = set(range(len(tasks)))
         self._failed: dict[int, BaseException] = {}
         self._changed = threading.Condition()
@@ -64,9 +60,9 @@ class CopyProgress:
         what its copy failed with."""
         if not self._missing and not self._failed:
             return
-        wanted = set(
-            self._tasks[bisect_right(self._stops, start) : bisect_left(self._starts, stop)]
-        )
+        first = bisect_right(self._places, start, key=lambda place: place[1])
+        last = bisect_left(self._places, stop, key=lambda place: place[0])
+        wanted = {number for _, _, number in self._places[first:last]}
         with self._changed:
             self._changed.wait_for(lambda: self._missing.isdisjoint(wanted))
             for task in wanted & self._failed.keys():
@@ -100,40 +96,7 @@ class Buffer:
         self.memory = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.pinned = False
-        """Whether the memory is pinned for devices (`state.devices`)."""
-
-
-class BufferSource:
-    """A leaf that lies in `memory` from `offset` on, or will: who asks for bytes waits for their
-    arrival. Valid until the arena is given back."""
-
-    __slots__ = ("arrivals", "memory", "nbytes", "offset", "width")
-    known_ids: bytes | None = None
-    still = True
-
-    def __init__(
-        self,
-        memory: memoryview,
-        offset: int,
-        nbytes: int,
-        width: int,
-        arrivals: CopyProgress | None = None,
-    ) -> None:
-        self.memory, self.offset, self.nbytes, self.width, self.arrivals = (
-            memory,
-            offset,
-            nbytes,
-            width,
-            arrivals,
-        )
-
-    def view(self, start: int, stop: int) -> memoryview:
-        if self.arrivals:
-            self.arrivals.wait(self.offset + start, self.offset + stop)
-        return self.memory[self.offset + start : self.offset + stop]
-
-    def stage(self, start: int, stop: int, out: memoryview) -> None:
-        out[:] = self.view(start, stop)
+        """Whether the memory is pinned for devices (`state.staging`)."""
 
 
 class Place(NamedTuple):
@@ -144,9 +107,10 @@ class Place(NamedTuple):
     offset: int
 
 
-class PartSource:
-    """A leaf whose chunks' ids are known, and of which no more lies in `memory`, or will, than
-    `places` say, in order."""
+class BufferSource:
+    """A leaf of which `memory` holds what `places` say, in order, or will: who asks for bytes waits
+    for their arrival. What lies nowhere is in the store: its chunks' ids are known. Valid until the
+    buffer is given back."""
 
     __slots__ = ("arrivals", "known_ids", "memory", "nbytes", "places", "width")
     still = True
@@ -155,19 +119,13 @@ class PartSource:
         self,
         memory: memoryview,
         places: Sequence[Place],
-        known_ids: bytes,
         nbytes: int,
         width: int,
+        known_ids: bytes | None = None,
         arrivals: CopyProgress | None = None,
     ) -> None:
-        self.memory, self.places, self.known_ids, self.nbytes, self.width = (
-            memory,
-            tuple(places),
-            known_ids,
-            nbytes,
-            width,
-        )
-        self.arrivals = arrivals
+        self.memory, self.places, self.nbytes, self.width = memory, tuple(places), nbytes, width
+        self.known_ids, self.arrivals = known_ids, arrivals
 
     def view(self, start: int, stop: int) -> memoryview:
         i = bisect_right(self.places, start, key=lambda place: place.start) - 1

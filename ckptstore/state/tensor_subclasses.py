@@ -4,9 +4,8 @@
 strided tensors that share their memory. It refuses tensors without memory of their own.
 """
 
-import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,10 +15,10 @@ from torch.nn.parameter import is_lazy
 
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors
-from ckptstore.state.containers import Joint, Parts, add_container, add_node_type, attribute
-from ckptstore.state.values import class_name, class_named
+from ckptstore.state.containers import Joint, Parts, add_filled, add_node_type, attribute
+from ckptstore.state.registry import class_name, class_named
+from ckptstore.state.shards import check_finished, is_dtensor
 
-_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
     torch.sparse_bsr: ("crow_indices", "col_indices"),
@@ -32,7 +31,7 @@ def split_tensor(tensor: torch.Tensor) -> Parts | torch.Tensor:
     """What `tensor` is made of; a strided tensor that stands for it as it is; or `InvalidInput`
     saying why it cannot be stored."""
     _refuse_without_memory(tensor)
-    if _is_distributed(tensor):
+    if is_dtensor(tensor):
         return _whole_local(tensor)
     if isinstance(tensor, torch.nn.Parameter):
         return _split_parameter(tensor)
@@ -75,18 +74,9 @@ def _refuse_without_memory(tensor: torch.Tensor) -> None:
         raise InvalidInput("a masked tensor cannot be stored; store get_data() and get_mask()")
 
 
-def _is_distributed(tensor: torch.Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
 def _whole_local(tensor: Any) -> torch.Tensor:
     """The local part of a distributed tensor where that is all of it."""
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise InvalidInput(
-            "a DTensor with Partial placements holds unfinished sums; redistribute it to Replicate "
-            "or Shard first"
-        )
+    check_finished(tensor.placements)
     local: torch.Tensor = tensor.to_local().detach()
     if local.shape != tensor.shape:
         raise InvalidInput(
@@ -94,6 +84,11 @@ def _whole_local(tensor: Any) -> torch.Tensor:
             "commit tensor.full_tensor()"
         )
     return local
+
+
+def _record(type_: str, children: Mapping[str, Any], attrs: Mapping[str, Any]) -> Parts:
+    encoded = tuple((name, attribute(value, name)) for name, value in attrs.items())
+    return Parts(type_, list(children.values()), list(children), encoded)
 
 
 def _split_parameter(parameter: torch.nn.Parameter) -> Parts:
@@ -115,12 +110,10 @@ def _join_parameter(joint: Joint) -> torch.nn.Parameter:
 
 
 def _split_coo(tensor: torch.Tensor) -> Parts:
-    attrs = (
-        ("coalesced", tensor.is_coalesced()),
-        ("shape", attribute(list(tensor.shape), "shape")),
-    )
-    return Parts(
-        "torch.sparse_coo", [tensor._indices(), tensor._values()], ["indices", "values"], attrs
+    return _record(
+        "torch.sparse_coo",
+        {"indices": tensor._indices(), "values": tensor._values()},
+        {"coalesced": tensor.is_coalesced(), "shape": list(tensor.shape)},
     )
 
 
@@ -136,14 +129,9 @@ def _join_coo(joint: Joint) -> torch.Tensor:
 
 
 def _split_compressed(tensor: torch.Tensor) -> Parts:
-    names = _COMPRESSED[tensor.layout]
-    children = [*(getattr(tensor, name)() for name in names), tensor.values()]
-    return Parts(
-        str(tensor.layout),
-        children,
-        [*names, "values"],
-        (("shape", attribute(list(tensor.shape), "shape")),),
-    )
+    indices = {name: getattr(tensor, name)() for name in _COMPRESSED[tensor.layout]}
+    children = {**indices, "values": tensor.values()}
+    return _record(str(tensor.layout), children, {"shape": list(tensor.shape)})
 
 
 def _join_compressed(joint: Joint, layout: torch.layout) -> torch.Tensor:
@@ -155,48 +143,39 @@ def _join_compressed(joint: Joint, layout: torch.layout) -> torch.Tensor:
 
 
 def _split_quantized(tensor: torch.Tensor) -> Parts:
-    common = (
-        ("dtype", attribute(tensor.dtype, "dtype")),
-        ("shape", attribute(list(tensor.shape), "shape")),
-    )
-    integers = tensors.quantized_integers(tensor)
+    children = {"integers": tensors.quantized_integers(tensor)}
+    attrs = {"dtype": tensor.dtype, "shape": list(tensor.shape)}
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        attrs = (
-            *common,
-            ("scale", attribute(tensor.q_scale(), "scale")),
-            ("zero_point", tensor.q_zero_point()),
-        )
-        return Parts("torch.quantized", [integers], ["integers"], attrs)
-    children = [integers, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
-    return Parts(
-        "torch.quantized",
-        children,
-        ["integers", "scales", "zero_points"],
-        (("axis", tensor.q_per_channel_axis()), *common),
-    )
+        attrs |= {"scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
+    else:
+        children["scales"] = tensor.q_per_channel_scales()
+        children["zero_points"] = tensor.q_per_channel_zero_points()
+        attrs["axis"] = tensor.q_per_channel_axis()
+    return _record("torch.quantized", children, attrs)
 
 
 def _join_quantized(joint: Joint) -> torch.Tensor:
     integers, *channels = joint.children
-    attrs = joint.attrs
-    if integers.nbytes != tensors.quantized_nbytes(attrs["dtype"], attrs["shape"]):
-        raise ValueError(f"{integers.nbytes} bytes of integers for a shape of {attrs['shape']}")
+    dtype, shape = joint.attrs["dtype"], joint.attrs["shape"]
+    if integers.nbytes != tensors.quantized_nbytes(dtype, shape):
+        raise ValueError(f"{integers.nbytes} bytes of integers for a shape of {shape}")
+    made: torch.Tensor
     with _quiet():
         if channels:
             scales, zero_points = channels
             made = torch._empty_per_channel_affine_quantized(
-                attrs["shape"],
+                shape,
                 scales=scales,
                 zero_points=zero_points,
-                axis=attrs["axis"],
-                dtype=attrs["dtype"],
+                axis=joint.attrs["axis"],
+                dtype=dtype,
             )
         else:
             made = torch._empty_affine_quantized(
-                attrs["shape"],
-                scale=attrs["scale"],
-                zero_point=attrs["zero_point"],
-                dtype=attrs["dtype"],
+                shape,
+                scale=joint.attrs["scale"],
+                zero_point=joint.attrs["zero_point"],
+                dtype=dtype,
             )
     # Copied: torch makes no quantized tensor over memory that is there.
     tensors.quantized_integers(made).copy_(integers)
@@ -204,14 +183,13 @@ def _join_quantized(joint: Joint) -> torch.Tensor:
 
 
 def _split_nested(tensor: Any) -> Parts:
-    names = ["buffer", "sizes", "strides", "offsets"]
-    children = [
-        tensor.values(),
-        tensor._nested_tensor_size(),
-        tensor._nested_tensor_strides(),
-        tensor._nested_tensor_storage_offsets(),
-    ]
-    return Parts("torch.nested", children, names)
+    children = {
+        "buffer": tensor.values(),
+        "sizes": tensor._nested_tensor_size(),
+        "strides": tensor._nested_tensor_strides(),
+        "offsets": tensor._nested_tensor_storage_offsets(),
+    }
+    return _record("torch.nested", children, {})
 
 
 def _join_nested(joint: Joint) -> torch.Tensor:
@@ -234,13 +212,12 @@ def _split_jagged(tensor: Any) -> Parts:
     children = {"values": tensor.values(), "offsets": tensor.offsets()}
     if tensor.lengths() is not None:
         children["lengths"] = tensor.lengths()
-    limits = (("max_seqlen", tensor._maybe_max_seqlen), ("min_seqlen", tensor._maybe_min_seqlen))
-    return Parts(
-        "torch.jagged",
-        list(children.values()),
-        list(children),
-        (("jagged_dim", tensor._ragged_idx), *limits),
-    )
+    attrs = {
+        "jagged_dim": tensor._ragged_idx,
+        "max_seqlen": tensor._maybe_max_seqlen,
+        "min_seqlen": tensor._maybe_min_seqlen,
+    }
+    return _record("torch.jagged", children, attrs)
 
 
 def _join_jagged(joint: Joint) -> torch.Tensor:
@@ -263,13 +240,13 @@ def _split_subclass(tensor: Any) -> Parts:
     if not hasattr(tensor, "__tensor_flatten__"):
         return _split_thin_subclass(tensor)
     names, context = tensor.__tensor_flatten__()
-    attrs = (
-        ("class", class_name(cls)),
-        ("context", attribute(context, f"the context of {class_name(cls)}.__tensor_flatten__")),
-        ("shape", attribute(list(tensor.shape), "shape")),
-        ("stride", attribute(list(tensor.stride()), "stride")),
+    parts = _record(
+        "torch.subclass",
+        {name: getattr(tensor, name) for name in names},
+        {"class": class_name(cls), "shape": list(tensor.shape), "stride": list(tensor.stride())},
     )
-    return Parts("torch.subclass", [getattr(tensor, name) for name in names], list(names), attrs)
+    encoded = attribute(context, f"the context of {class_name(cls)}.__tensor_flatten__")
+    return parts._replace(attrs=(*parts.attrs, ("context", encoded)))
 
 
 def _join_subclass(joint: Joint) -> Any:
@@ -312,24 +289,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _split_generator(generator: torch.Generator) -> Parts:
-    return Parts(
-        "torch.Generator",
-        [generator.get_state()],
-        attrs=(("device", attribute(generator.device, "device")),),
-    )
-
-
-def _join_generator(joint: Joint) -> torch.Generator:
-    made = torch.Generator(joint.attrs["device"])
-    made.set_state(joint.children[0])
-    return made
-
-
-def _refill_generator(target: Any, joint: Joint) -> bool:
-    if type(target) is not torch.Generator or target.device != joint.attrs["device"]:
-        return False
-    target.set_state(joint.children[0])
-    return True
+    device = attribute(generator.device, "device")
+    return Parts("torch.Generator", [generator.get_state()], attrs=(("device", device),))
 
 
 def _add_all() -> None:
@@ -347,8 +308,15 @@ def _add_all() -> None:
     add_node_type("torch.jagged", "record", _join_jagged)
     add_node_type("torch.subclass", "record", _join_subclass)
     add_node_type("torch.thin_subclass", "wrapper", _join_thin_subclass)
-    add_container(torch.Generator, _split_generator)
-    add_node_type("torch.Generator", "wrapper", _join_generator, _refill_generator)
+    add_filled(
+        torch.Generator,
+        _split_generator,
+        "torch.Generator",
+        "wrapper",
+        lambda joint: torch.Generator(joint.attrs["device"]),
+        lambda target, joint: target.set_state(joint.children[0]),
+        lambda target, joint: target.device == joint.attrs["device"],
+    )
 
 
 _add_all()

@@ -141,7 +141,7 @@ def test_memory_that_leaves_share_is_copied_where_any_of_them_lacks_it(
     plan = plan_staging(
         sources, MIB, looked_up={n: LookedUp(b"", tuple(spans)) for n, spans in enumerate(missing)}
     )
-    assert [plan.parts[n] for n in (0, 1)] == parts
+    assert [plan.places[n] for n in (0, 1)] == parts
     assert sum(copy.nbytes for task in plan.tasks for copy in task) == copied
 
 

@@ -11,9 +11,9 @@ import torch
 import ckptstore
 from ckptstore.state import frozen_weights
 from ckptstore.state.flatten import flatten
-from ckptstore.state.frozen_weights import FrozenWeights
 from ckptstore.state.leaf_sources import leaves_of
 from ckptstore.state.leaves import KnownSource
+from ckptstore.state.writes import FrozenWeights
 from tests.state.carrying import assert_same
 
 WEIGHT = "model/0.weight"

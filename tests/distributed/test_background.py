@@ -19,7 +19,7 @@ import ckptstore
 from ckptstore.commit import hashing, lazy_copy
 from ckptstore.distributed.commit import _Attempt
 from ckptstore.distributed.coordinator import Coordinator
-from ckptstore.state import devices
+from ckptstore.state import staging
 from ckptstore.state.staging import PIECE_BYTES
 from tests.commit.states import HANGS_S, Gate
 from tests.distributed.layouts import full, group_of, layout, meet
@@ -260,7 +260,7 @@ def hash_what_has_arrived(rank: int, path: Path, how: dict[str, Any]) -> int:
     with pytest.MonkeyPatch.context() as patch, ckptstore.open(path) as store:
         patch.setattr(hashing, "digest", noted_digest)
         patch.setattr(lazy_copy, "copy_task", copy_task)
-        patch.setattr(devices, "AWAY", frozenset(["cpu"]))
+        patch.setattr(staging, "AWAY", frozenset(["cpu"]))
         pending = store.commit_async(state, process_group=group, private=["model/*"], **how)
         pending.wait_staged()
         model["w"].data.zero_()

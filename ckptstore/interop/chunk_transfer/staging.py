@@ -15,11 +15,10 @@ from ckptstore.core.process import uncollected
 from ckptstore.interop.chunk_transfer.chunk_names import Naming
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state import tensors
-from ckptstore.state.devices import devices_of, prepare
 from ckptstore.state.leaf_sources import FlatState, Source
 from ckptstore.state.leaves import TensorSource
-from ckptstore.state.staging import Gather, copy_task
-from ckptstore.state.staging_buffers import Buffer
+from ckptstore.state.staging import copy_task, devices_of, prepare
+from ckptstore.state.staging_buffers import Buffer, Copy
 
 Named: TypeAlias = tuple[int, bytes, memoryview]
 """A copied chunk: its number in the state, its name, its bytes."""
@@ -166,7 +165,7 @@ class Staging:
                 yield piece
             return
         if isinstance(source, TensorSource):
-            copy_task((Gather(source, place.start, place.stop, place.offset),), arena)
+            copy_task((Copy(place.offset, place.nbytes, place.start, source),), arena)
         else:
             source.stage(place.start, place.stop, memory)
         yield memory

@@ -28,7 +28,7 @@ from ckptstore.objects import canonical
 from ckptstore.objects.schema import decode_schema, encode_schema
 from ckptstore.restore.reader import ReadRequest
 from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state import containers, tensors, values
+from ckptstore.state import containers, tensors
 from ckptstore.state.flatten import flatten
 from ckptstore.state.inflate import Inflater, decode_leaf
 from ckptstore.state.leaf_sources import Source
@@ -268,12 +268,8 @@ def objects_of(
                 leaves[number] = tensors.empty(schema.dtypes[number], schema.shapes[number])
                 wanted.append(ReadRequest(item.tree, number, TensorDestination(leaves[number])))
             else:
-                leaves[number] = decode_leaf(
-                    schema,
-                    number,
-                    contents_of(snapshot).leaf_bytes(item.tree, number),
-                    values.NO_CLASSES,
-                )
+                data = contents_of(snapshot).leaf_bytes(item.tree, number)
+                leaves[number] = decode_leaf(schema, number, data)
     contents_of(snapshot).read(wanted)
     return {name: _made(item, made[id(item.tree)], allow_pickle) for name, item in items.items()}
 
@@ -302,6 +298,4 @@ def _made(item: Named, found: Mapping[int, Any], allow_pickle: bool) -> Any:
     leaves = [None] * len(schema)
     for leaf in containers.leaves_of(item.node):
         leaves[leaf] = found[leaf if schema.aliases[leaf] < 0 else schema.aliases[leaf]]
-    return Inflater(schema, leaves, {}, values.NO_CLASSES, allow_pickle=allow_pickle).inflate(
-        item.node
-    )
+    return Inflater(schema, leaves, allow_pickle=allow_pickle).inflate(item.node)

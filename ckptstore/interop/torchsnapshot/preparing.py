@@ -14,8 +14,8 @@ import torch
 
 from ckptstore.interop.torchsnapshot.errors import UnusableState
 from ckptstore.interop.torchsnapshot.manifest import encode
-from ckptstore.state.flatten import state_of
 from ckptstore.state.shards import is_distributed, is_dtensor
+from ckptstore.state.stateful import state_of
 
 Prepare: TypeAlias = Callable[[str, torch.Tensor, bool], torch.Tensor]
 """From a path, a tensor, and whether only shape and dtype are wanted, to the tensor to store."""

@@ -140,7 +140,7 @@ def _items(key: str, root: Node | int) -> Iterator[tuple[str, Item]]:
 
 
 def _key(encoded: Any) -> Any:
-    return encoded if type(encoded) is str else values.decode_key(encoded, values.NO_CLASSES)
+    return encoded if type(encoded) is str else values.decode_key(encoded)
 
 
 class _Entries:
