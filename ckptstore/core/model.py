@@ -44,6 +44,15 @@ class Node:
         return replace(self, children=children, keys=tuple(key for key, _ in kept))
 
 
+def leaves_of(node: Node | int) -> Iterator[int]:
+    """The numbers of the leaves below `node`."""
+    if isinstance(node, int):
+        yield node
+    else:
+        for child in node.children:
+            yield from leaves_of(child)
+
+
 @dataclass(frozen=True, slots=True)
 class Schema:
     """What the leaves of one tree are, without their content: columns, one item per leaf.

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from ckptstore.core.model import LeafKind, Node, Schema, Shape
+from ckptstore.core.model import LeafKind, Node, Schema, Shape, leaves_of
 from ckptstore.distributed.describe import RankTree
-from ckptstore.state.containers import leaves_of
 
 RANKS = "ranks"
 """The node type whose children are keyed by rank number."""

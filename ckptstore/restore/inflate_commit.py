@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.core.ids import CommitId
-from ckptstore.core.model import Schema
+from ckptstore.core.model import Schema, leaves_of
 from ckptstore.core.text import near, selector
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.restore.mmap import Unmappable
 from ckptstore.restore.reader import Reader, ReadRequest, Tree
 from ckptstore.state import tensors
-from ckptstore.state.containers import leaves_of
 from ckptstore.state.inflate import inflate
 from ckptstore.state.leaves import convertible, destination
 from ckptstore.state.renaming import Renamer, narrow, rename_tree

@@ -8,7 +8,7 @@ import dataclasses
 import io
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -186,15 +186,6 @@ def check(node: Node | int) -> None:
         )
     for child in node.children:
         check(child)
-
-
-def leaves_of(node: Node | int) -> Iterator[int]:
-    """The numbers of the leaves below `node`."""
-    if isinstance(node, int):
-        yield node
-    else:
-        for child in node.children:
-            yield from leaves_of(child)
 
 
 def attribute(value: Any, what: str) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptstore.core.model import Node, Schema
+from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.state import containers, paths, values
 from ckptstore.state.registry import Classes, no_classes
@@ -41,7 +41,7 @@ def inflate_leaf(schema: Schema, leaf: int, content: Any, *, allow_pickle: bool 
     leaves[leaf] = decode_leaf(schema, leaf, content)
     node = schema.skeleton
     while not isinstance(node, int) and not _wraps(node):
-        node = next(child for child in node.children if leaf in containers.leaves_of(child))
+        node = next(child for child in node.children if leaf in leaves_of(child))
     return Inflater(schema, leaves, allow_pickle=allow_pickle).inflate(node)
 
 
@@ -99,7 +99,7 @@ class Inflater:
 
     def _join_once(self, node: Node) -> Any:
         """One object for all nodes that are made of the same tensors in the same way."""
-        aliases, leaves = self.schema.aliases, containers.leaves_of(node)
+        aliases, leaves = self.schema.aliases, leaves_of(node)
         tensors = tuple(aliases[leaf] if aliases[leaf] >= 0 else leaf for leaf in leaves)
         made_of = (node.type, repr(node.attrs), tensors)
         if made_of not in self._tied:

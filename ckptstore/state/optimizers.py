@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ckptstore.core.model import Node
+from ckptstore.core.model import Node, leaves_of
 from ckptstore.state import containers, values
 from ckptstore.state.containers import Named, Names
 from ckptstore.state.stateful import name_without_wrappers, named_parameters_of
@@ -327,7 +327,7 @@ def _models(state: Node, models: Mapping[Any, torch.Tensor]) -> dict[int, torch.
         leaf: models[key]
         for key, child in state.items()
         if isinstance(key, int | str) and key in models
-        for leaf in containers.leaves_of(child)
+        for leaf in leaves_of(child)
     }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
-from ckptstore.core.model import Node, Schema
+from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
 from ckptstore.state import containers, paths, values
 from ckptstore.state.containers import LEFT_OUT
@@ -123,7 +123,7 @@ def rename_tree(key: str, schema: Schema, rename: Callable[[str], str]) -> tuple
         )
     new_paths = list(schema.paths)
     for unit in units:
-        for leaf in containers.leaves_of(unit.node):
+        for leaf in leaves_of(unit.node):
             new_paths[leaf] = "/".join(unit.new) + new_paths[leaf][len("/".join(unit.old)) :]
     skeleton = _mapping(units, 0) if units and units[0].above else schema.skeleton
     return paths.unescape(heads[0]), replace(schema, skeleton=skeleton, paths=tuple(new_paths))
@@ -156,7 +156,7 @@ def _renamed(
     above: tuple[_Above, ...],
     rename: Callable[[str], str],
 ) -> tuple[str, ...]:
-    suffixes = [schema.paths[leaf][len(path) :] for leaf in containers.leaves_of(node)] or [""]
+    suffixes = [schema.paths[leaf][len(path) :] for leaf in leaves_of(node)] or [""]
     found = {(suffix, rename(path + suffix)) for suffix in suffixes}
     new = {there.removesuffix(suffix) if there.endswith(suffix) else "" for suffix, there in found}
     if len(new) > 1 or new == {""}:
@@ -231,7 +231,7 @@ def narrow(key: str, schema: Schema, is_selected: Selected) -> Schema | None:
         return None
     aliases = list(schema.aliases)
     first: dict[int, int] = {}
-    for leaf in sorted(containers.leaves_of(skeleton)):
+    for leaf in sorted(leaves_of(skeleton)):
         owner = schema.aliases[leaf] if schema.aliases[leaf] >= 0 else leaf
         aliases[leaf] = first.get(owner, -1)
         first.setdefault(owner, leaf)
@@ -242,7 +242,7 @@ def _narrow(schema: Schema, node: Node | int, path: str, is_selected: Selected) 
     if isinstance(node, int):
         return node if is_selected(schema.paths[node]) else LEFT_OUT
     if not containers.is_divisible(node.type):
-        found = (path, *(schema.paths[leaf] for leaf in containers.leaves_of(node)))
+        found = (path, *(schema.paths[leaf] for leaf in leaves_of(node)))
         return node if any(map(is_selected, found)) else LEFT_OUT
     children = tuple(
         _narrow(schema, child, name, is_selected)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ckptstore.core.model import Node, Schema
+from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
 from ckptstore.state import containers, paths, tensors, values
 from ckptstore.state.containers import LEFT_OUT
@@ -73,7 +73,7 @@ class Binding:
             schema, tensor_match.objects, matching.allow_pickle, self._classes, tensor_match.kept
         )
         self._wanted = [not matching.partial] * len(schema)
-        for leaf in containers.leaves_of(schema.skeleton) if matching.partial else ():
+        for leaf in leaves_of(schema.skeleton) if matching.partial else ():
             self._wanted[leaf] = True
         self._narrowed: dict[int, Node | int] = {}
         self._receivers: dict[int, Any] = {}
@@ -165,7 +165,7 @@ class Binding:
 
     def _leave_out(self, node: Node | int, path: str) -> None:
         self.unexpected.append(path)
-        for leaf in containers.leaves_of(node):
+        for leaf in leaves_of(node):
             self._wanted[leaf] = False
 
     def _pair_array(self, node: Node, target: Any, path: str) -> None:
@@ -183,7 +183,7 @@ class Binding:
     def _pair_children(self, node: Node, target: Any, path: str, report: bool) -> None:
         partial = self._matching.partial
         if report and not partial and isinstance(target, dict) and node.keys is not None:
-            known = {values.decode_key(key, self._classes) for key in node.keys}
+            known = set(_keys_of(node, self._classes))
             # Values that are no tensors are not reported.
             for key, value in target.items() if target.keys() - known else ():
                 if key not in known:
@@ -252,8 +252,8 @@ class Binding:
         if node.type in containers.MAPPINGS and isinstance(target, dict):
             if self._matching.strict and not self._matching.partial:
                 target.clear()
-            for key, child in zip(node.keys or (), children, strict=True):
-                target[values.decode_key(key, self._classes)] = child
+            for key, child in zip(_keys_of(node, self._classes), children, strict=True):
+                target[key] = child
             return target
         if node.type == "list" and type(target) is list:
             target[:] = children
@@ -278,7 +278,12 @@ def _children_of(node: Node, target: Any, classes: Classes) -> Sequence[Any]:
         return [getattr(target, key, None) for key in node.keys]
     if not isinstance(target, dict):
         return [None] * len(node.children)
-    return [target.get(values.decode_key(key, classes)) for key in node.keys]
+    return [target.get(key) for key in _keys_of(node, classes)]
+
+
+def _keys_of(node: Node, classes: Classes) -> list[Any]:
+    keys = node.keys or ()
+    return [key if type(key) is str else values.decode_key(key, classes) for key in keys]
 
 
 def _has_places(node: Node, target: Any) -> bool:

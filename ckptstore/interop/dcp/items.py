@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from ckptstore.commit.plan import Extent
 from ckptstore.core import geometry
-from ckptstore.core.model import Box, LeafContent, Schema, Shape
+from ckptstore.core.model import Box, LeafContent, Schema, Shape, leaves_of
 from ckptstore.distributed import framing
 from ckptstore.distributed.external_commit import Part, decode_contents, encode_contents
 from ckptstore.errors import Corrupt, InvalidInput
@@ -28,7 +28,7 @@ from ckptstore.objects import canonical
 from ckptstore.objects.schema import decode_schema, encode_schema
 from ckptstore.restore.reader import ReadRequest
 from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state import containers, tensors
+from ckptstore.state import tensors
 from ckptstore.state.flatten import flatten
 from ckptstore.state.inflate import Inflater, decode_leaf
 from ckptstore.state.leaf_sources import Source
@@ -257,7 +257,7 @@ def objects_of(
     for item in items.values():
         leaves = made.setdefault(id(item.tree), {})
         schema = item.tree.schema
-        for leaf in containers.leaves_of(item.node):
+        for leaf in leaves_of(item.node):
             number = leaf if schema.aliases[leaf] < 0 else schema.aliases[leaf]
             if number in leaves:
                 continue
@@ -296,6 +296,6 @@ def marks_of(snapshot: Snapshot) -> Marks:
 def _made(item: Named, found: Mapping[int, Any], allow_pickle: bool) -> Any:
     schema = item.tree.schema
     leaves = [None] * len(schema)
-    for leaf in containers.leaves_of(item.node):
+    for leaf in leaves_of(item.node):
         leaves[leaf] = found[leaf if schema.aliases[leaf] < 0 else schema.aliases[leaf]]
     return Inflater(schema, leaves, allow_pickle=allow_pickle).inflate(item.node)

@@ -7,14 +7,14 @@ import torch
 
 from ckptstore.contents import Region
 from ckptstore.core.geometry import intersect
-from ckptstore.core.model import Box, Node, Shape
+from ckptstore.core.model import Box, Node, Shape, leaves_of
 from ckptstore.core.text import near
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchsnapshot.errors import NoSuchObject
 from ckptstore.interop.torchsnapshot.views import Index, Item
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import tensors
-from ckptstore.state.containers import NAMES, leaves_of
+from ckptstore.state.containers import NAMES
 from ckptstore.state.shards import held_of, is_distributed
 
 logger = logging.getLogger("ckptstore")

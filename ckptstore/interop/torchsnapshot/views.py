@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from ckptstore.core.geometry import nbytes_of, width_of
-from ckptstore.core.model import Box, Node, Schema, Shape
+from ckptstore.core.model import Box, Node, Schema, Shape, leaves_of
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchsnapshot import knobs
 from ckptstore.interop.torchsnapshot.manifest import (
@@ -33,7 +33,7 @@ from ckptstore.objects.documents import Layout, Placed
 from ckptstore.restore.reader import Tree
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state import values
-from ckptstore.state.containers import NAMES, leaves_of
+from ckptstore.state.containers import NAMES
 
 RAW = "buffer_protocol"
 """TorchSnapshot's name for a tensor's plain bytes."""
