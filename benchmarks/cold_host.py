@@ -35,7 +35,7 @@ REUSED = 100
 def make_store(place: str, *, commits: int, entries: int) -> None:
     """A store of `commits` commits and, made up, as many entries more as it takes to have
     `entries`."""
-    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES) as store:
+    with ckptstore.open(place, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)) as store:
         for step in range(commits):
             store.commit(
                 {"model": {"w": torch.randn(256 << 10 >> 2), "step": step}},
@@ -67,7 +67,9 @@ def open_cold(place: str, there: Bucket, what: str) -> None:
     """Open the store and read one tensor, and print what that took."""
     with requests_counted() as requested:
         started, started_cpu = time.perf_counter(), time.process_time()
-        with ckptstore.open(place, storage_options=there.storage_options) as store:
+        with ckptstore.open(
+            place, storage=ckptstore.Storage(options=there.storage_options)
+        ) as store:
             opened, opened_cpu, opened_requests = (
                 time.perf_counter(),
                 time.process_time(),

@@ -59,7 +59,7 @@ def measure(folder: Path, rounds: int) -> None:
             eager = store.commit_async(app)
             snapshot = eager.wait()
             alone = steps(optimizer, lambda step: step < STEPS)
-            lazy = store.commit_async(app, staging="lazy")
+            lazy = store.commit_async(app, background=ckptstore.Async(staging="lazy"))
             # it is called before the next round
             beside = steps(optimizer, lambda step: not lazy.done())  # noqa: B023
             lazy.wait()

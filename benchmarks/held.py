@@ -85,7 +85,9 @@ def copying(state: State) -> Iterator[Entrant]:
 
 
 def ours(context: Context, state: State, stack: ExitStack, name: str, executor: Any) -> Entrant:
-    store = stack.enter_context(ckptstore.open(context.folder(), executor=executor))
+    store = stack.enter_context(
+        ckptstore.open(context.folder(), background=ckptstore.Async(executor=executor))
+    )
     pending: list[ckptstore.PendingCommit] = []
     return Entrant(
         name,
@@ -102,7 +104,11 @@ def lazy(context: Context, state: State, work: Work, stack: ExitStack) -> Entran
     pending: list[ckptstore.PendingCommit] = []
 
     def act() -> None:
-        pending.append(store.commit_async({"model": model, "optimizer": optimizer}, staging="lazy"))
+        pending.append(
+            store.commit_async(
+                {"model": model, "optimizer": optimizer}, background=ckptstore.Async(staging="lazy")
+            )
+        )
         work.step()
         optimizer.step()
 
@@ -121,7 +127,9 @@ def frozen(context: Context, state: State, stack: ExitStack) -> Entrant:
     pending: list[ckptstore.PendingCommit] = []
 
     def act() -> None:
-        pending.append(store.commit_async({"model": model}, trust_version=True))
+        pending.append(
+            store.commit_async({"model": model}, background=ckptstore.Async(trust_version=True))
+        )
 
     return Entrant(FROZEN, act, after=lambda: pending.pop().wait())
 

@@ -152,7 +152,7 @@ def restore_rows(rank: int, folder: Path, scale: float, ranks: int) -> tuple[int
     for tensor in state["model"].values():
         tensor.to_local().zero_()
     with ckptstore.open(folder) as store:
-        report = store.checkout(0).restore(state, process_group=group)
+        report = store.checkout(0).restore(state, ranks=ckptstore.Ranks(process_group=group))
     wrong = [
         name
         for name, tensor in state["model"].items()

@@ -161,7 +161,9 @@ class Commit:
 
     def before(self) -> None:
         self._place.fresh()
-        self._store = ckptstore.open(self._place.url, storage_options=self._options)
+        self._store = ckptstore.open(
+            self._place.url, storage=ckptstore.Storage(options=self._options)
+        )
 
     def act(self) -> None:
         self._store.commit(self._state.app, step=0)
@@ -217,7 +219,8 @@ def s3_restore(context: Context) -> Result:
         entrants, stores, place = [], [], there.new_url()
         for name, client in CLIENTS:
             store = ckptstore.open(
-                place, storage_options={**there.storage_options, "client": client}
+                place,
+                storage=ckptstore.Storage(options={**there.storage_options, "client": client}),
             )
             store.commit(state.app, step=0)
             stores.append(store)

@@ -124,7 +124,10 @@ def _committers(context: Context, state: states.State, stack: ExitStack) -> dict
     executors: tuple[tuple[str, Any], ...] = ((THREAD, "thread"), (PROCESS, "process"))
     return {
         name: Committing(
-            stack.enter_context(ckptstore.open(context.folder(), executor=executor)), state
+            stack.enter_context(
+                ckptstore.open(context.folder(), background=ckptstore.Async(executor=executor))
+            ),
+            state,
         )
         for name, executor in executors
     }

@@ -24,7 +24,7 @@ from ckptstore.errors import (
 )
 
 if TYPE_CHECKING:
-    from ckptstore.commit.pending import CommitProgress
+    from ckptstore.core.options import Async, CommitProgress, Ranks, Storage
     from ckptstore.internals import PendingCommit
     from ckptstore.maintenance.retention import (
         KeepBest,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         KeepPeriods,
         KeepWithin,
     )
-    from ckptstore.open_store import clone, open
+    from ckptstore.open_store import Mirror, clone, open
     from ckptstore.pointer_api import open_pointer, write_pointer
     from ckptstore.snapshot import Snapshot
     from ckptstore.state.stateful import RNGState, StateDict
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Async",
     "Busy",
     "Cancelled",
     "CkptStoreError",
@@ -55,13 +56,16 @@ __all__ = [
     "KeepLast",
     "KeepPeriods",
     "KeepWithin",
+    "Mirror",
     "NoSpace",
     "NotFound",
     "PendingCommit",
     "RNGState",
+    "Ranks",
     "ReadOnly",
     "Snapshot",
     "StateDict",
+    "Storage",
     "Store",
     "Unavailable",
     "__version__",
@@ -74,13 +78,17 @@ __all__ = [
 ]
 
 _LATER = {
+    "Async": "ckptstore.core.options",
+    "Mirror": "ckptstore.open_store",
+    "Ranks": "ckptstore.core.options",
+    "Storage": "ckptstore.core.options",
     "clone": "ckptstore.open_store",
     "open": "ckptstore.open_store",
     "open_pointer": "ckptstore.pointer_api",
     "write_pointer": "ckptstore.pointer_api",
     "Store": "ckptstore.store",
     "PendingCommit": "ckptstore.internals",
-    "CommitProgress": "ckptstore.commit.pending",
+    "CommitProgress": "ckptstore.core.options",
     "Snapshot": "ckptstore.snapshot",
     "StateDict": "ckptstore.state.stateful",
     "RNGState": "ckptstore.state.stateful",

@@ -27,6 +27,7 @@ from ckptstore.commit.pending import Pending, Watch
 from ckptstore.contents import CommitContents
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitDocument
+from ckptstore.core.options import Ranks
 from ckptstore.core.settings import Settings
 from ckptstore.core.text import bytes_text, seconds_text
 from ckptstore.distributed.collective import Collective, begun_by_all
@@ -67,6 +68,15 @@ class RanksArguments:
     globs: Globs
     options: Options
     timeout_s: float
+
+    @classmethod
+    def of(cls, ranks: Ranks) -> "RanksArguments":
+        return cls(
+            ranks.process_group,
+            Globs(tuple(ranks.replicated), tuple(ranks.private), ranks.compare),
+            Options(ranks.canonical, ranks.trust_replicated),
+            ranks.timeout_s,
+        )
 
 
 class StoreInternals:

@@ -1,10 +1,10 @@
 """Maintain a store: forget, collect garbage, check, repair, copy to other stores."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from typing import Any
 
+from ckptstore.core.options import Storage
 from ckptstore.core.settings import Settings
 from ckptstore.errors import InvalidInput
 from ckptstore.internals import StoreInternals
@@ -174,7 +174,7 @@ class Maintenance:
         *mirrors: str | os.PathLike[str],
         apply: bool = False,
         read_data: str | None = None,
-        storage_options: Mapping[str, Any] | None = None,
+        storage: Storage | None = None,
     ) -> Repaired:
         """Plan the repair of damage; with `apply`, execute it.
 
@@ -184,7 +184,7 @@ class Maintenance:
             mirrors: Stores that supply intact chunks, documents and log entries.
             apply: Execute the plan.
             read_data: Read and hash this amount of data first, as in `fsck`.
-            storage_options: Options of the mirrors.
+            storage: Where and how the mirrors keep their objects.
 
         Returns:
             The damage found, the actions, and commits that stay damaged.
@@ -200,7 +200,7 @@ class Maintenance:
             self._handle.check_writable()
         share = parse_share(read_data) if read_data else None
         with ExitStack() as stack:
-            options = dict(storage_options or {})
+            options = dict((storage or Storage()).options or {})
             opened = (
                 open_storage(os.fspath(place), read_only=True, storage_options=options)
                 for place in mirrors
@@ -221,8 +221,7 @@ class Maintenance:
         verify: bool = False,
         create: bool = False,
         dry_run: bool = False,
-        storage_options: Mapping[str, Any] | None = None,
-        index: str | None = None,
+        storage: Storage | None = None,
         progress: Progress = silent,
     ) -> Mirrored:
         """Copy commits and their tags to the store at `to`, without chunks that it has.
@@ -238,7 +237,7 @@ class Maintenance:
             verify: Read written data back.
             create: Make the store if there is none.
             dry_run: Return the plan without copying.
-            storage_options, index: Options of `to`, and the database of its log.
+            storage: Where and how `to` keeps its objects.
             progress: Called with phase, done and total.
 
         Returns:
@@ -258,7 +257,8 @@ class Maintenance:
             self._handle, refs, run=run or (self.run if refs else None), ancestors=ancestors
         )
         like = self._handle if create else None
-        with other_end(to, like=like, storage_options=storage_options, index=index) as target:
+        there = storage or Storage()
+        with other_end(to, like=like, storage_options=there.options, index=there.index) as target:
             return mirror(
                 self._handle,
                 target,
@@ -279,15 +279,15 @@ class Maintenance:
         force: bool = False,
         verify: bool = False,
         dry_run: bool = False,
-        storage_options: Mapping[str, Any] | None = None,
-        index: str | None = None,
+        storage: Storage | None = None,
         progress: Progress = silent,
     ) -> Mirrored:
         """Copy commits from the store at `source`, in which `refs` are resolved; as `push`."""
         self._handle.check_writable()
         options = MirrorOptions(tags, force, verify)
+        there = storage or Storage()
         with other_end(
-            source, read_only=True, storage_options=storage_options, index=index
+            source, read_only=True, storage_options=there.options, index=there.index
         ) as origin:
             wanted = choose(
                 origin, refs, run=run or (self.run if refs else None), ancestors=ancestors
@@ -306,8 +306,7 @@ class Maintenance:
         self,
         to: str | os.PathLike[str],
         *,
-        storage_options: Mapping[str, Any] | None = None,
-        index: str | None = None,
+        storage: Storage | None = None,
         progress: Progress = silent,
     ) -> Mirrored:
         """Copy every commit and tag to the store at `to`, which is made if there is none. Tags move
@@ -317,8 +316,7 @@ class Maintenance:
             to,
             force=True,
             create=True,
-            storage_options=storage_options,
-            index=index,
+            storage=storage,
             progress=progress,
         )
 

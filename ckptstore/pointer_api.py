@@ -2,10 +2,9 @@
 (`objects.pointer_files` has their format)."""
 
 import os
-from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
 
+from ckptstore.core.options import Storage
 from ckptstore.errors import NotFound
 from ckptstore.objects.pointer_files import Pointer, read_pointer
 from ckptstore.objects.pointer_files import write_pointer as write_file
@@ -18,8 +17,7 @@ from ckptstore.store import Store
 def open_pointer(
     path: str | os.PathLike[str],
     *,
-    storage_options: Mapping[str, Any] | None = None,
-    index: str | None = None,
+    storage: Storage | None = None,
     threads: int | None = None,
 ) -> Snapshot:
     """The commit that the pointer file at `path` means, read from the store that it names, which is
@@ -39,8 +37,7 @@ def open_pointer(
                 pointer.store,
                 create=False,
                 read_only=True,
-                storage_options=storage_options,
-                index=index,
+                storage=storage,
                 threads=threads,
             )
             undo.callback(store.close)

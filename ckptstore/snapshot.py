@@ -1,6 +1,6 @@
 """Read one commit: restore it, or read some of its leaves."""
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from ckptstore.contents import CommitContents, Leaf, Region, box_of, leaf_of
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Box
+from ckptstore.core.options import Ranks
 from ckptstore.core.text import bytes_text, selector
 from ckptstore.distributed.broadcast import Broadcast
-from ckptstore.distributed.collective import TIMEOUT_S
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.rank_view import RankView, own_trees, tree_of_rank
 from ckptstore.distributed.restore import Common, check_loaders, restore_together
@@ -183,10 +183,7 @@ class Snapshot:
         dtype: "torch.dtype | None" = None,
         memory_budget_bytes: int | None = None,
         allow_pickle: bool = False,
-        process_group: Any = None,
-        private: Mapping[int, int] | None = None,
-        broadcast: bool | None = None,
-        timeout_s: float = TIMEOUT_S,
+        ranks: Ranks | None = None,
     ) -> RestoreReport:
         """Restore `app_state` to this commit, in place: existing tensors are filled, not replaced.
 
@@ -201,9 +198,7 @@ class Snapshot:
             dtype: Convert floating leaves where the target has a tensor of this dtype.
             memory_budget_bytes: Limit for buffers; default: what the host can spare.
             allow_pickle: Unpickle values that were pickled; that can run any code.
-            process_group, timeout_s: The ranks, and the longest wait for one.
-            private: Rank whose private leaves a rank takes, by rank; default: its own number.
-            broadcast: Read shared chunks once and send them; default: for remote stores.
+            ranks: Which ranks restore together, and what each takes.
 
         Returns:
             Leaves that were missing or unexpected, and the bytes read.
@@ -216,11 +211,15 @@ class Snapshot:
             >>> store.checkout("latest").restore({"model": model})
         """
         options = RestoreOptions(strict, allow_pickle, select, rename, dtype, memory_budget_bytes)
-        peers = collective_of(process_group, timeout_s)
-        view = RankView(peers.rank if peers else 0, peers.size if peers else 1, private or {})
+        ranks = ranks or Ranks()
+        peers = collective_of(ranks.process_group, ranks.timeout_s)
+        view = RankView(
+            peers.rank if peers else 0, peers.size if peers else 1, ranks.private_from or {}
+        )
         begin = partial(self._begin_restore, app_state, view, options)
         if peers:
-            operation = restore_together(peers, self.id, begin, partial(self._common, broadcast))
+            common = partial(self._common, ranks.broadcast)
+            operation = restore_together(peers, self.id, begin, common)
         else:
             operation = begin()
             operation.read()

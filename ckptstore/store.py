@@ -12,16 +12,15 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ckptstore.commit.async_commit import AsyncOptions, Overlap, Staging
+from ckptstore.commit.async_commit import AsyncOptions
 from ckptstore.commit.commit_metadata import label_of
-from ckptstore.commit.pending import CommitProgress
 from ckptstore.commit.schedule import Schedule, rule_of
 from ckptstore.core.ids import CommitId, check_run, check_tag
 from ckptstore.core.model import CommitInfo
+from ckptstore.core.options import Async, Ranks
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
-from ckptstore.distributed.collective import TIMEOUT_S, Collective, is_due_for_all
-from ckptstore.distributed.coordinator import Options
+from ckptstore.distributed.collective import Collective, is_due_for_all
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import agreed, on_all
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
@@ -36,7 +35,6 @@ from ckptstore.restore.diff import Difference, compare
 from ckptstore.restore.reader import Reader
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state.flatten import flatten
-from ckptstore.state.replication import Globs
 from ckptstore.state.staging_buffers import BufferPool
 
 logger = logging.getLogger("ckptstore")
@@ -57,9 +55,15 @@ class Store(Maintenance):
     Threads may share it. A forked child opens its own.
     """
 
-    def __init__(self, handle: StoreHandle, settings: Settings, tier: Tier | None = None) -> None:
+    def __init__(
+        self,
+        handle: StoreHandle,
+        settings: Settings,
+        tier: Tier | None = None,
+        background: Async | None = None,
+    ) -> None:
         super().__init__(handle, settings, tier)
-        self._tier = tier
+        self._tier, self._background = tier, background or Async()
         self.skipped: tuple[Skipped, ...] = ()
 
     def __repr__(self) -> str:
@@ -96,13 +100,7 @@ class Store(Maintenance):
         metrics: Mapping[str, float] | None = None,
         memory_budget_bytes: int | None = None,
         allow_pickle: bool = False,
-        process_group: Any = None,
-        replicated: Sequence[str] = (),
-        private: Sequence[str] = (),
-        compare: bool = True,
-        canonical: bool = True,
-        trust_replicated: bool = True,
-        timeout_s: float = TIMEOUT_S,
+        ranks: Ranks | None = None,
     ) -> Snapshot:
         """Store `app_state` as a new commit of this run; durable when the call returns.
 
@@ -115,9 +113,7 @@ class Store(Maintenance):
             tag: Names for the commit. An existing tag moves; retention keeps tagged commits.
             memory_budget_bytes: Limit for buffers on each rank; default: what the host spares.
             allow_pickle: Pickle values that have no safe encoding.
-            process_group, timeout_s: Ranks (`"alone"`: this process), longest wait for one.
-            replicated, private: Globs of paths equal on all ranks, or each rank's own.
-            compare, canonical, trust_replicated: docs/distributed.md.
+            ranks: Which ranks commit together, and what they share.
 
         Raises:
             InvalidInput: A value cannot be stored; the message has its path.
@@ -130,14 +126,13 @@ class Store(Maintenance):
         """
         metadata = partial(label_of, self.run, step, tag, message, metrics)
         self._internals.check_not_within()
-        globs, options = _ranks(replicated, private, compare, canonical, trust_replicated)
-        ranks = RanksArguments(process_group, globs, options, timeout_s)
-        if peers := collective_of(process_group, timeout_s):
+        ranks = ranks or Ranks()
+        if peers := collective_of(ranks.process_group, ranks.timeout_s):
             return self._internals.commit_ranks(
                 app_state,
                 metadata,
                 peers,
-                ranks,
+                RanksArguments.of(ranks),
                 allow_pickle=allow_pickle,
                 memory_budget_bytes=memory_budget_bytes,
             )
@@ -153,18 +148,8 @@ class Store(Maintenance):
         message: str = "",
         metrics: Mapping[str, float] | None = None,
         allow_pickle: bool = False,
-        overlap: Overlap = "wait",
-        staging: Staging = "eager",
-        trust_version: bool = False,
-        dedup_first: bool = False,
-        on_progress: Callable[[CommitProgress], object] | None = None,
-        process_group: Any = None,
-        replicated: Sequence[str] = (),
-        private: Sequence[str] = (),
-        compare: bool = True,
-        canonical: bool = True,
-        trust_replicated: bool = True,
-        timeout_s: float = TIMEOUT_S,
+        background: Async | None = None,
+        ranks: Ranks | None = None,
     ) -> PendingCommit:
         """Copy `app_state`, return, and commit the copy in the background (docs/async.md).
 
@@ -172,13 +157,8 @@ class Store(Maintenance):
         that `commit` has too mean the same here; with several ranks, all of them call this.
 
         Args:
-            overlap: While too many commits are in flight or staging memory is taken, `"wait"`
-                blocks; `"skip"` returns a commit whose `wait` raises `Busy`.
-            staging: `"lazy"` copies parameters and optimizer state during forward and backward;
-                call `pending.wait_staged()` before writing to them outside of an optimizer.
-            trust_version: Skip frozen parameters that torch has not seen written.
-            dedup_first: Hash within the call and copy only what the store lacks.
-            on_progress: Called at each milestone, on any thread.
+            background: How this commit runs; default: as `open` was told.
+            ranks: As in `commit`.
 
         Returns:
             A pending commit; its `wait` returns the snapshot.
@@ -188,17 +168,17 @@ class Store(Maintenance):
             CkptStoreError: An earlier asynchronous commit failed unseen; this one did not begin.
 
         Example:
-            >>> pending = store.commit_async({"model": model}, step=100)
+            >>> pending = store.commit_async({"model": model}, background=Async(staging="lazy"))
         """
         self._internals.check_not_within()
         self._handle.check_writable()
         metadata = label_of(self.run, step, tag, message, metrics)
-        async_options = AsyncOptions(
-            overlap, staging, trust_version, dedup_first, allow_pickle, on_progress
+        if background:
+            background.check_for_one_commit()
+        options = AsyncOptions.of(background or self._background, allow_pickle)
+        return self._internals.commit_async(
+            app_state, metadata, options, RanksArguments.of(ranks or Ranks())
         )
-        globs, options = _ranks(replicated, private, compare, canonical, trust_replicated)
-        ranks = RanksArguments(process_group, globs, options, timeout_s)
-        return self._internals.commit_async(app_state, metadata, async_options, ranks)
 
     def every(
         self,
@@ -277,10 +257,7 @@ class Store(Maintenance):
         strict: bool = True,
         memory_budget_bytes: int | None = None,
         allow_pickle: bool = False,
-        process_group: Any = None,
-        private: Mapping[int, int] | None = None,
-        broadcast: bool | None = None,
-        timeout_s: float = TIMEOUT_S,
+        ranks: Ranks | None = None,
     ) -> Snapshot | None:
         """Restore the newest commit of this run that is intact.
 
@@ -289,8 +266,7 @@ class Store(Maintenance):
 
         Args:
             app_state: Objects with `load_state_dict()`, or plain containers, by name.
-            strict, memory_budget_bytes, allow_pickle, process_group, private, broadcast,
-            timeout_s: As in `Snapshot.restore`.
+            strict, memory_budget_bytes, allow_pickle, ranks: As in `Snapshot.restore`.
 
         Returns:
             The restored commit; None if the run has no commits.
@@ -308,12 +284,10 @@ class Store(Maintenance):
             strict=strict,
             memory_budget_bytes=memory_budget_bytes,
             allow_pickle=allow_pickle,
-            process_group=process_group,
-            private=private,
-            broadcast=broadcast,
-            timeout_s=timeout_s,
+            ranks=ranks,
         )
-        return self._resume(restore, collective_of(process_group, timeout_s))
+        given = ranks or Ranks()
+        return self._resume(restore, collective_of(given.process_group, given.timeout_s))
 
     def _resume(
         self, restore: Callable[[Snapshot], object], peers: Collective | None
@@ -426,19 +400,10 @@ class Store(Maintenance):
         return self._internals.snapshot_of(info.id, document, info.tags, reader=reader)
 
 
-def _ranks(
-    replicated: Sequence[str],
-    private: Sequence[str],
-    compare: bool,
-    canonical: bool,
-    trust_replicated: bool,
-) -> tuple[Globs, Options]:
-    return Globs.of(replicated, private, compare), Options(canonical, trust_replicated)
-
-
 def _agreed_schedule(options: Mapping[str, Any], due: bool, came: bool) -> tuple[bool, bool]:
     """Whether a commit is due and a signal came, as the ranks that commit together agree."""
-    peers = collective_of(options.get("process_group"), options.get("timeout_s", TIMEOUT_S))
+    ranks = options.get("ranks") or Ranks()
+    peers = collective_of(ranks.process_group, ranks.timeout_s)
     return is_due_for_all(peers, due, came) if peers else (due, came)
 
 

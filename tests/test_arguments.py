@@ -28,7 +28,6 @@ LABELS: dict[str, dict[str, Any]] = {
     "a message is bytes": {"message": b"x"},
     "a message is a surrogate": {"message": "\ud800"},
     "a message is long": {"message": "é" * (MESSAGE_BYTES_MAX // 2) + "x"},
-    "globs are a number": {"private": 5},
 }
 
 CALLS: dict[str, Callable[[Store, Any], object]] = {

@@ -1,8 +1,12 @@
 """The public names of `Store` and `Snapshot`: what a trainer uses, and nothing else."""
 
+from inspect import signature
+from pathlib import Path
+
 import pytest
 
-from ckptstore import Snapshot, Store
+import ckptstore
+from ckptstore import Async, InvalidInput, Snapshot, Storage, Store
 
 MAINTENANCE = {
     *("chunk_bytes", "doctor", "forget", "fsck", "gc", "mirror", "pull", "push", "reindex"),
@@ -37,3 +41,29 @@ def test_a_class_shows_exactly_its_public_names(kind: type, names: set[str]) -> 
 def test_a_docstring_has_arguments_errors_and_an_example(method: object) -> None:
     text = method.__doc__ or ""
     assert all(f"\n        {part}:\n" in text for part in ("Args", "Raises", "Example"))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [ckptstore.open, Store.commit, Store.commit_async, Store.resume, Snapshot.restore],
+    ids=lambda call: call.__name__,
+)
+def test_a_call_takes_at_most_nine_arguments(call: object) -> None:
+    assert len(set(signature(call).parameters) - {"self"}) <= 9  # type: ignore[arg-type]
+
+
+def test_what_holds_for_a_store_is_refused_for_one_commit(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store", storage=Storage(codec="zstd")) as store:
+        with pytest.raises(InvalidInput, match=r"executor holds for a store.*ckptstore\.open"):
+            store.commit_async({"a": 1}, background=Async(executor="process"))
+        assert store.log() == []
+
+
+def test_a_store_gives_its_background_commits_their_defaults(tmp_path: Path) -> None:
+    seen: list[str] = []
+    watching = Async(on_progress=lambda progress: seen.append(progress.milestone))
+    with ckptstore.open(tmp_path / "store", background=watching) as store:
+        store.commit_async({"a": 1}).wait()
+        told = len(seen)
+        store.commit_async({"a": 2}, background=Async()).wait()
+    assert told and len(seen) == told

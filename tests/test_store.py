@@ -124,7 +124,7 @@ def test_each_codec_gives_back_the_same_bytes(place: Path, codec: str) -> None:
         "random": torch.randn(100_000, dtype=torch.float64),
         "zeros": torch.zeros(500_000),
     }
-    with ckptstore.open(place, codec=codec) as store:
+    with ckptstore.open(place, storage=ckptstore.Storage(codec=codec)) as store:
         snapshot = store.commit(state)
         for name, tensor in state.items():
             assert torch.equal(snapshot.read(name), tensor)

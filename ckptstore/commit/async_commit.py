@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ckptstore.commit.commit_metadata import CommitMetadata, ParentTracker, parents_of
 from ckptstore.commit.commit_queue import Background
 from ckptstore.commit.dedup_probe import DedupProbe
 from ckptstore.commit.lazy_copy import BorrowedLeaves, LazyCopy, PendingWatch
-from ckptstore.commit.pending import CommitProgress, Milestone, Pending, Watch
+from ckptstore.commit.pending import Pending, Watch
 from ckptstore.core.ids import CommitId
+from ckptstore.core.options import Async, CommitProgress, Milestone, Overlap, Staging
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import Busy, InvalidInput
 from ckptstore.repository.thread_pool import ThreadPool
@@ -37,9 +38,6 @@ from ckptstore.state.writes import (
     versions,
 )
 
-Overlap: TypeAlias = Literal["wait", "skip"]
-Staging: TypeAlias = Literal["eager", "lazy"]
-
 S = TypeVar("S")
 
 
@@ -55,11 +53,17 @@ class AsyncOptions:
     allow_pickle: bool = False
     on_progress: Callable[[CommitProgress], object] | None = None
 
+    @classmethod
+    def of(cls, given: Async, allow_pickle: bool) -> "AsyncOptions":
+        return cls(
+            given.overlap,
+            given.staging,
+            given.trust_version,
+            allow_pickle=allow_pickle,
+            on_progress=given.on_progress,
+        )
+
     def __post_init__(self) -> None:
-        if self.overlap not in ("wait", "skip"):
-            raise InvalidInput(f"overlap is {self.overlap!r}; wanted 'wait' or 'skip'")
-        if self.staging not in ("eager", "lazy"):
-            raise InvalidInput(f"staging is {self.staging!r}; wanted 'eager' or 'lazy'")
         if self.dedup_first and self.staging == "lazy":
             raise InvalidInput(
                 "dedup_first reads the whole state within the call, which staging='lazy' is there "

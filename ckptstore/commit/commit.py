@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.pending import UNWATCHED, Milestone, Watch
+from ckptstore.commit.pending import UNWATCHED, Watch
 from ckptstore.commit.plan import CommitPlan, Extent, plan_commit
 from ckptstore.commit.publish import Metadata, Published, Publisher, TreeContent, entry_body
 from ckptstore.commit.write import Written, read_all, write_chunks
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitDocument, LeafContent, Schema
+from ckptstore.core.options import Milestone
 from ckptstore.errors import Conflict, NoSpace
 from ckptstore.log import entries
 from ckptstore.log.log import Log, Refused

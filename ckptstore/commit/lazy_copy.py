@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ckptstore.commit.pending import Milestone, Pending, Watch
+from ckptstore.commit.pending import Pending, Watch
 from ckptstore.commit.plan import Run
+from ckptstore.core.options import Milestone
 from ckptstore.errors import Conflict
 from ckptstore.repository.thread_pool import shared
 from ckptstore.state.staging import StagingPlan, copy_task

@@ -7,34 +7,12 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Generic, TypeVar
 
 from ckptstore.commit.plan import Run
 from ckptstore.core.ids import CommitId
+from ckptstore.core.options import CommitProgress, Milestone
 from ckptstore.errors import Busy, Cancelled
-
-
-class Milestone(StrEnum):
-    """The stages of a commit, in order: the caller continues; the state is copied; its chunks have
-    ids; its packs are closed; the commit exists."""
-
-    HELD = "held"
-    STAGED = "staged"
-    HASHED = "hashed"
-    WRITTEN = "written"
-    DURABLE = "durable"
-
-
-@dataclass(frozen=True, slots=True)
-class CommitProgress:
-    """A milestone that the commit of `step` reached `seconds` after the call; `state_bytes` is the
-    state's size."""
-
-    milestone: Milestone
-    step: int | None
-    seconds: float
-    state_bytes: int
 
 
 class Watch:

@@ -12,10 +12,11 @@ from typing import Any
 from ckptstore import errors
 from ckptstore.commit.commit import CommitStats, Committed
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.pending import Milestone, Watch
+from ckptstore.commit.pending import Watch
 from ckptstore.commit.worker_protocol import Message, describe, error_from, receive, send
 from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.core.model import CommitDocument
+from ckptstore.core.options import Milestone
 from ckptstore.errors import Cancelled, CkptStoreError, Unavailable
 from ckptstore.state.leaf_sources import FlatState
 from ckptstore.state.staging_buffers import Buffer

@@ -21,10 +21,11 @@ from typing import TypeAlias
 
 from ckptstore.commit.commit import ATTEMPTS, CommitStats
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.pending import UNWATCHED, Milestone, Watch
+from ckptstore.commit.pending import UNWATCHED, Watch
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.core.model import CommitDocument
+from ckptstore.core.options import Milestone
 from ckptstore.core.process import uncollected
 from ckptstore.distributed import framing
 from ckptstore.distributed.collective import Collective

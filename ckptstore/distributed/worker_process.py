@@ -14,7 +14,7 @@ import sys
 from contextlib import suppress
 
 from ckptstore.commit.commit import Committer
-from ckptstore.commit.pending import Milestone, Watch
+from ckptstore.commit.pending import Watch
 from ckptstore.commit.worker_protocol import (
     Message,
     failure_to,
@@ -23,6 +23,7 @@ from ckptstore.commit.worker_protocol import (
     receive,
     send,
 )
+from ckptstore.core.options import Milestone
 from ckptstore.distributed.worker_group import WorkerGroup
 from ckptstore.errors import Cancelled
 from ckptstore.repository.store_handle import StoreHandle

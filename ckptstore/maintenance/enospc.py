@@ -14,7 +14,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ckptstore.core.settings import OnFull
+from ckptstore.core.options import OnFull
 from ckptstore.core.text import bytes_text
 from ckptstore.distributed.collective import Collective
 from ckptstore.errors import CkptStoreError, NoSpace

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptstore.errors import InvalidInput
 from ckptstore.state.leaf_sources import FlatState, Mark
 from ckptstore.state.leaves import TensorSource
 from ckptstore.state.optimizers import is_named
@@ -31,21 +30,6 @@ class Globs:
     replicated: tuple[str, ...] = ()
     private: tuple[str, ...] = ()
     compare: bool = True
-
-    @classmethod
-    def of(cls, replicated: Sequence[str], private: Sequence[str], compare: bool) -> "Globs":
-        """Raises `InvalidInput` for text in place of a list: each of its characters would be a
-        glob, and a `*` among them means all."""
-        for name, globs in (("replicated", replicated), ("private", private)):
-            if (
-                isinstance(globs, str)
-                or not isinstance(globs, Sequence)
-                or not all(isinstance(glob, str) for glob in globs)
-            ):
-                raise InvalidInput(
-                    f"{name} is {globs!r:.80}; wanted a list of globs: {name}=['model/*']"
-                )
-        return cls(tuple(replicated), tuple(private), compare)
 
 
 def marked(

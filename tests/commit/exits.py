@@ -67,14 +67,20 @@ def _live(kind: str, way: str, place: Path) -> None:
     global _kind, _said
     _kind, _said, commit_queue.NOTICE_S = kind, place.with_name(f"{place.name}.err"), 0.2
     model = torch.nn.Linear(300, 300)
-    store = ckptstore.open(place, threads=1, executor="process" if kind == "process" else "thread")
+    store = ckptstore.open(
+        place,
+        threads=1,
+        background=ckptstore.Async(executor="process" if kind == "process" else "thread"),
+    )
     if way == "a failure":
         Path(store.url, "sessions").touch()
     store.commit_async(
         {"model": model, "optimizer": torch.optim.SGD(model.parameters())},
         step=1,
-        staging="lazy" if kind == "lazy" else "eager",
-        on_progress=_interrupting if way == "Ctrl-C" else _slowly,
+        background=ckptstore.Async(
+            staging="lazy" if kind == "lazy" else "eager",
+            on_progress=_interrupting if way == "Ctrl-C" else _slowly,
+        ),
     )
     _called.set()
     if way == "an exception":

@@ -139,7 +139,7 @@ def held_commit(
 ) -> tuple[ckptstore.PendingCommit, Callable[[], None]]:
     """A commit in flight that has been hashed and goes on when the second is called."""
     gate = Gate("hashed")
-    pending = store.commit_async(state, on_progress=gate, **options)
+    pending = store.commit_async(state, **options, background=ckptstore.Async(on_progress=gate))
     gate.there.wait()
     return pending, gate.opened.set
 

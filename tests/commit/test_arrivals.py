@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore import Unavailable
+from ckptstore import Async, Unavailable
 from ckptstore.commit import lazy_copy
 from ckptstore.commit.lazy_copy import PendingWatch
 from ckptstore.commit.plan import Run
@@ -82,11 +82,9 @@ def test_a_reader_of_a_failed_copy_gets_its_error() -> None:
 # -- the commit --
 
 
-@pytest.mark.parametrize(
-    "how", [{"staging": "eager"}, {"staging": "lazy"}, {"dedup_first": True}], ids=str
-)
+@pytest.mark.parametrize("how", ["eager", "lazy"])
 def test_each_piece_is_written_before_the_next_one_arrives(
-    store: ckptstore.Store, away: None, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+    store: ckptstore.Store, away: None, monkeypatch: pytest.MonkeyPatch, how: Any
 ) -> None:
     written, copied, changed = set[int](), list[int](), threading.Condition()
 
@@ -106,7 +104,7 @@ def test_each_piece_is_written_before_the_next_one_arrives(
     copying(monkeypatch, before)
     model = torch.nn.ParameterDict({"w": torch.nn.Parameter(pieces(), requires_grad=False)})
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
-    pending = store.commit_async(state, **how)
+    pending = store.commit_async(state, background=Async(staging=how))
     pending.wait_staged()
     model["w"].zero_()
     assert sorted(copied) == list(range(PIECES)) and written >= set(range(PIECES - 1))
@@ -127,16 +125,18 @@ def test_a_call_from_a_device_returns_when_everything_has_arrived(
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"executor": "process"}, {"staging_bytes": 2 << 20}], ids=str
+    "how", [Async(), Async(executor="process"), Async(staging_bytes=2 << 20)], ids=str
 )
 def test_a_commit_from_a_device_is_the_state_as_of_the_call(
-    tmp_path: Path, away: None, options: dict[str, Any]
+    tmp_path: Path, away: None, how: Async
 ) -> None:
     state = training()
-    with ckptstore.open(tmp_path / "store", chunk_bytes=65536, **options) as store:
+    with ckptstore.open(
+        tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=65536), background=how
+    ) as store:
         for step in range(3):
             wanted = frozen_copy(state)
-            pending = store.commit_async(state, step=step, dedup_first=step == 2)
+            pending = store.commit_async(state, step=step)
             with attack(state):
                 snapshot = pending.wait()
             assert_committed(snapshot, wanted)
@@ -169,7 +169,8 @@ def test_staging_memory_is_nobody_elses_before_the_copy_has_ended(
     break_storage(store)  # the commit fails at once
     model = torch.nn.ParameterDict({"w": torch.nn.Parameter(pieces(), requires_grad=False)})
     pending = store.commit_async(
-        {"model": model, "optimizer": torch.optim.SGD(model.parameters())}, staging="lazy"
+        {"model": model, "optimizer": torch.optim.SGD(model.parameters())},
+        background=Async(staging="lazy"),
     )
     with pytest.raises(TimeoutError):
         pending.wait(timeout_s=0.3)

@@ -14,10 +14,10 @@ from tests.state.carrying import assert_same
 MIB = 1 << 20
 
 
-def _survives(store: ckptstore.Store, state: dict[str, Any], times: int, **how: Any) -> None:
+def _survives(store: ckptstore.Store, state: dict[str, Any], times: int) -> None:
     for step in range(times):
         wanted = frozen_copy(state)
-        pending = store.commit_async(state, step=step, **how)
+        pending = store.commit_async(state, step=step)
         with attack(state):
             snapshot = pending.wait()
         assert_committed(snapshot, wanted)
@@ -27,12 +27,16 @@ def _survives(store: ckptstore.Store, state: dict[str, Any], times: int, **how: 
 
 
 def test_a_commit_is_the_state_as_of_the_call(tmp_path: Path) -> None:
-    with ckptstore.open(tmp_path / "store", chunk_bytes=65536) as store:
+    with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=65536)) as store:
         _survives(store, training(), 10)
 
 
 def test_so_is_one_of_more_than_fits_the_staging_memory(tmp_path: Path) -> None:
-    with ckptstore.open(tmp_path / "store", chunk_bytes=65536, staging_bytes=2 * MIB) as store:
+    with ckptstore.open(
+        tmp_path / "store",
+        storage=ckptstore.Storage(chunk_bytes=65536),
+        background=ckptstore.Async(staging_bytes=2 * MIB),
+    ) as store:
         _survives(store, training(2_000_000), 3)
         assert store.staging.held_bytes <= 2 * MIB
 
@@ -47,10 +51,9 @@ def test_one_tensor_larger_than_all_buffers(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("how", [{}, {"dedup_first": True}], ids=["eager", "dedup_first"])
 @pytest.mark.parametrize("large", [1000, 300_000, 40 * MIB])
-def test_two_hundred_times(tmp_path: Path, large: int, how: dict[str, Any]) -> None:
+def test_two_hundred_times(tmp_path: Path, large: int) -> None:
     with ckptstore.open(tmp_path / "store") as store:
-        _survives(store, training(large), 200, **how)
+        _survives(store, training(large), 200)
         assert store.checkout().step == 199
-    print(f"{large} floats, {how}: 200 commits of 200 are the state as of the call")
+    print(f"{large} floats: 200 commits of 200 are the state as of the call")

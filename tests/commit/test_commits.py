@@ -68,7 +68,7 @@ def test_the_call_returns_while_the_commit_goes_on(store: ckptstore.Store) -> No
 def test_commits_are_made_in_the_order_of_the_calls_each_the_parent_of_the_next(
     tmp_path: Path,
 ) -> None:
-    with ckptstore.open(tmp_path / "store", max_in_flight=3) as store:
+    with ckptstore.open(tmp_path / "store", background=ckptstore.Async(max_in_flight=3)) as store:
         first, go_on = held_commit(store, state(0), step=0)
         others = [store.commit_async(state(step), step=step) for step in (1, 2)]
         assert not any(pending.done() for pending in others)
@@ -104,20 +104,24 @@ def test_at_most_one_commit_is_in_flight_and_the_next_call_waits_for_it(
 
 def test_a_commit_that_would_wait_can_be_skipped_instead(store: ckptstore.Store) -> None:
     first, go_on = held_commit(store, state(1), step=1)
-    skipped = store.commit_async(state(2), step=2, overlap="skip")
+    skipped = store.commit_async(state(2), step=2, background=ckptstore.Async(overlap="skip"))
     assert skipped.done()
     with pytest.raises(Busy, match=r"step 2 was skipped.*in flight"):
         skipped.wait()
     go_on()
-    third = store.commit_async(state(3), overlap="skip" if first.wait() else "wait")
+    third = store.commit_async(
+        state(3), background=ckptstore.Async(overlap="skip" if first.wait() else "wait")
+    )
     assert third.wait().parents == (first.wait().id,)
 
 
 def test_one_that_finds_no_staging_memory_can_be_skipped_too(tmp_path: Path) -> None:
-    with ckptstore.open(tmp_path / "store", max_in_flight=2, staging_bytes=2 * MIB) as store:
+    with ckptstore.open(
+        tmp_path / "store", background=ckptstore.Async(max_in_flight=2, staging_bytes=2 * MIB)
+    ) as store:
         first, go_on = held_commit(store, state(1))
         with pytest.raises(Busy, match="staging memory"):
-            store.commit_async(state(2), overlap="skip").wait()
+            store.commit_async(state(2), background=ckptstore.Async(overlap="skip")).wait()
         threading.Timer(0.05, go_on).start()
         assert store.commit_async(state(2)).wait().parents == (first.wait().id,)
 
@@ -134,7 +138,7 @@ def test_staging_memory_is_used_again(store: ckptstore.Store) -> None:
 @pytest.mark.parametrize("overlap", ["never", None])
 def test_an_unknown_way_to_overlap_is_refused(store: ckptstore.Store, overlap: str) -> None:
     with pytest.raises(InvalidInput, match="'wait' or 'skip'"):
-        store.commit_async(state(), overlap=overlap)  # type: ignore[arg-type]
+        store.commit_async(state(), background=ckptstore.Async(overlap=overlap))  # type: ignore[arg-type]
 
 
 # -- waiting --
@@ -150,7 +154,9 @@ def test_milestones_are_told_in_order_and_a_callback_that_fails_stops_nothing(
         raise RuntimeError("not my day")
 
     with caplog.at_level(logging.ERROR, "ckptstore"):
-        pending = store.commit_async(state(), step=4, on_progress=on_progress)
+        pending = store.commit_async(
+            state(), step=4, background=ckptstore.Async(on_progress=on_progress)
+        )
         pending.wait()
     assert [name for name, *_ in seen if name != "held"] == [
         "staged",
@@ -225,7 +231,7 @@ def test_a_cancelled_commit_is_not_made(store: ckptstore.Store) -> None:
 
 
 def test_a_queued_commit_can_be_cancelled(tmp_path: Path) -> None:
-    with ckptstore.open(tmp_path / "store", max_in_flight=2) as store:
+    with ckptstore.open(tmp_path / "store", background=ckptstore.Async(max_in_flight=2)) as store:
         first, go_on = held_commit(store, state(1))
         second = store.commit_async(state(2))
         assert second.cancel()
@@ -236,7 +242,7 @@ def test_a_queued_commit_can_be_cancelled(tmp_path: Path) -> None:
 
 def test_a_durable_commit_cannot_be_cancelled(store: ckptstore.Store) -> None:
     gate = Gate("durable")
-    pending = store.commit_async(state(), on_progress=gate)
+    pending = store.commit_async(state(), background=ckptstore.Async(on_progress=gate))
     gate.there.wait()
     assert not pending.cancel()
     gate.opened.set()
@@ -255,7 +261,9 @@ def test_background_threads_run_at_low_priority(store: ckptstore.Store) -> None:
     store.commit(state(1))
     pending = store.commit_async(
         state(2, 3_000_000),
-        on_progress=lambda progress: seen.update({progress.milestone: priority()}),
+        background=ckptstore.Async(
+            on_progress=lambda progress: seen.update({progress.milestone: priority()})
+        ),
     )
     pending.wait()
     assert {milestone: seen[milestone] for milestone in ("staged", "hashed", "durable")} == {
@@ -288,7 +296,10 @@ def test_background_commits_bypass_the_page_cache(
         pytest.skip("the filesystem of the temporary directory refuses O_DIRECT")
     found, seen = [], set()
     with ckptstore.open(
-        tmp_path / "store", threads=1, executor=executor, direct_io=direct_io
+        tmp_path / "store",
+        threads=1,
+        background=ckptstore.Async(executor=executor),
+        storage=ckptstore.Storage(direct_io=direct_io),
     ) as store:
         for commit in (store.commit, lambda state: store.commit_async(state).wait()):
             snapshot = commit({"t": torch.randint(1 << 62, (DIRECT_FROM // 4,))})
@@ -391,7 +402,9 @@ def test_a_state_that_cannot_be_stored_is_refused_by_the_call(store: ckptstore.S
 
 
 def test_a_failure_after_leaves_were_borrowed_reaches_the_call(tmp_path: Path) -> None:
-    with ckptstore.open(tmp_path / "store", staging_bytes=2 * MIB) as store:
+    with ckptstore.open(
+        tmp_path / "store", background=ckptstore.Async(staging_bytes=2 * MIB)
+    ) as store:
         large = {"t": torch.zeros(5 * MIB, dtype=torch.uint8)}
         break_storage(store)
         with pytest.raises(Unavailable):

@@ -148,12 +148,14 @@ def test_a_commit_is_the_state_on_the_device_as_of_the_call(
     model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.Linear(4096, 1024)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     # one of the two
-    with ckptstore.open(tmp_path / "store", executor=executor) as store:  # type: ignore[arg-type]
+    with ckptstore.open(tmp_path / "store", background=ckptstore.Async(executor=executor)) as store:  # type: ignore[arg-type]
         for step in range(5):
             model(torch.randn(64, 1024, device="cuda")).square().mean().backward()
             wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             pending = store.commit_async(
-                {"model": model, "optimizer": optimizer}, step=step, staging=staging
+                {"model": model, "optimizer": optimizer},
+                step=step,
+                background=ckptstore.Async(staging=staging),
             )  # type: ignore[arg-type]
             optimizer.step()
             snapshot = pending.wait()
@@ -193,7 +195,7 @@ def test_commits_and_restores_are_ordered_with_the_current_stream(tmp_path: Path
             snapshot = store.commit({"t": tensor})
         else:
             # one of the two
-            pending = store.commit_async({"t": tensor}, staging=how)  # type: ignore[arg-type]
+            pending = store.commit_async({"t": tensor}, background=ckptstore.Async(staging=how))  # type: ignore[arg-type]
             tensor.add_(1)
             snapshot = pending.wait()
         assert torch.equal(snapshot.read("t"), torch.ones(8_000_000))

@@ -100,7 +100,9 @@ class Training:
         self._advance(step)
         wanted = {"model": weights_at(step), "optimizer": self._optimizer_state()}
         pending = self.store.commit_async(
-            state, step=step, staging="lazy" if self.kind == "lazy" else "eager"
+            state,
+            step=step,
+            background=ckptstore.Async(staging="lazy" if self.kind == "lazy" else "eager"),
         )
         self._advance(step + 1)
         teller = (self._wait, self._next, self._block, self._close)[step % TELLERS]
@@ -142,8 +144,12 @@ class Training:
         }
 
     def _open(self) -> ckptstore.Store:
-        options: dict[str, Any] = {"executor": "process"} if self.kind == "process" else {}
-        return ckptstore.open(self.place, chunk_bytes=65536, threads=2, **options)
+        return ckptstore.open(
+            self.place,
+            storage=ckptstore.Storage(chunk_bytes=65536),
+            threads=2,
+            background=ckptstore.Async(executor="process" if self.kind == "process" else "thread"),
+        )
 
     def _wait(self, pending: ckptstore.PendingCommit) -> None:
         pending.wait()

@@ -32,7 +32,7 @@ MODELS = [*OPTIMIZERS, "FSDP2"]
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
-    with ckptstore.open(tmp_path / "store", chunk_bytes=65536) as store:
+    with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=65536)) as store:
         yield store
 
 
@@ -115,7 +115,9 @@ def _survives(store: ckptstore.Store, training: Training, times: int) -> None:
     training.step()
     for step in range(times):
         wanted = training.copy()
-        pending = store.commit_async(training.state, step=step, staging="lazy")
+        pending = store.commit_async(
+            training.state, step=step, background=ckptstore.Async(staging="lazy")
+        )
         training.step()
         training.step()
         assert_same(pending.wait().state_dict(), wanted)
@@ -149,7 +151,7 @@ def test_the_step_waits_and_helps(
     training = _trained(kind)
     training.step()
     wanted = training.copy()
-    pending = store.commit_async(training.state, staging="lazy")
+    pending = store.commit_async(training.state, background=ckptstore.Async(staging="lazy"))
     training.forward_backward()
     assert not pending.staged()
     threading.Timer(0.05, nobody_copies.set).start()
@@ -174,7 +176,9 @@ def test_milestones_are_reported_in_order_even_with_a_slow_callback(
         if progress.milestone == "hashed":
             hashed.set()
 
-    pending = store.commit_async(training.state, staging="lazy", on_progress=on_progress)
+    pending = store.commit_async(
+        training.state, background=ckptstore.Async(staging="lazy", on_progress=on_progress)
+    )
     staged.wait(20)
     training.step()
     assert pending.staged()
@@ -195,7 +199,7 @@ def test_a_compiled_step_waits_too(store: ckptstore.Store, nobody_copies: thread
     training.step()
     step = torch.compile(training.optimizer.step, backend="eager")
     wanted = training.copy()
-    pending = store.commit_async(training.state, staging="lazy")
+    pending = store.commit_async(training.state, background=ckptstore.Async(staging="lazy"))
     training.forward_backward()
     threading.Timer(0.05, nobody_copies.set).start()
     step()
@@ -211,7 +215,7 @@ def test_a_step_under_a_gradient_scaler_waits_too(
     scaler = torch.amp.GradScaler("cpu")
     state = {**training.state, "scaler": scaler}
     wanted = {**training.copy(), "scaler": scaler.state_dict()}
-    pending = store.commit_async(state, staging="lazy")
+    pending = store.commit_async(state, background=ckptstore.Async(staging="lazy"))
     training.optimizer.zero_grad()
     scaler.scale(training.model(torch.randn(16, 64)).square().mean()).backward()
     threading.Timer(0.05, nobody_copies.set).start()
@@ -227,7 +231,7 @@ def test_a_restore_waits_too(store: ckptstore.Store, nobody_copies: threading.Ev
     first = store.commit(training.state)
     training.step()
     wanted = training.copy()
-    pending = store.commit_async(training.state, staging="lazy")
+    pending = store.commit_async(training.state, background=ckptstore.Async(staging="lazy"))
     threading.Timer(0.05, nobody_copies.set).start()
     first.restore(training.state)
     assert_same(pending.wait().state_dict(), wanted)
@@ -238,7 +242,7 @@ def test_a_writer_outside_of_a_step_waits_first(
 ) -> None:
     training = Training(OPTIMIZERS["SGD"])
     wanted = training.copy()
-    pending = store.commit_async(training.state, staging="lazy")
+    pending = store.commit_async(training.state, background=ckptstore.Async(staging="lazy"))
     threading.Timer(0.05, nobody_copies.set).start()
     pending.wait_staged()
     with torch.no_grad():
@@ -250,7 +254,7 @@ def test_a_write_without_waiting_is_detected(
     store: ckptstore.Store, nobody_copies: threading.Event
 ) -> None:
     training = Training(OPTIMIZERS["SGD"])
-    pending = store.commit_async(training.state, staging="lazy")
+    pending = store.commit_async(training.state, background=ckptstore.Async(staging="lazy"))
     with torch.no_grad():
         training.model[0].weight.zero_()
     nobody_copies.set()

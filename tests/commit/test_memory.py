@@ -12,6 +12,7 @@ import torch
 import ckptstore
 from ckptstore.commit.pending import Pending
 from ckptstore.store import internals_of
+from tests.support.grouped import grouped
 
 MIB = 1 << 20
 SLACK_BYTES = 12 * MIB
@@ -55,8 +56,6 @@ def peak_of(act: Callable[[], object]) -> int:
         ({"executor": "process"}, {}, TENSORS, STATE_BYTES),
         ({"staging_bytes": 2 * TENSOR_BYTES}, {}, TENSORS, 2 * TENSOR_BYTES),
         ({}, {"staging": "lazy"}, TENSORS, STATE_BYTES),
-        ({}, {"dedup_first": True}, 1, TENSOR_BYTES),
-        ({"executor": "process"}, {"dedup_first": True}, 1, TENSOR_BYTES),
         ({}, {"trust_version": True}, 0, 0),
     ],
     ids=str,
@@ -72,15 +71,17 @@ def test_a_commit_uses_no_more_memory_than_it_must_copy(
         if "trust_version" in how
         else {"model": model, "optimizer": torch.optim.SGD(model)}
     )
-    with ckptstore.open(tmp_path / "store", **options) as store:
+    with ckptstore.open(tmp_path / "store", **grouped("background", **options)) as store:
         store.commit_async({"small": torch.arange(1000)}).wait()  # what is imported, and the worker
-        store.commit_async(state, trust_version="trust_version" in how).wait()
+        store.commit_async(
+            state, background=ckptstore.Async(trust_version="trust_version" in how)
+        ).wait()
         internals_of(
             store
         ).async_commits.pool._free.clear()  # what staging takes is to be seen again
         for parameter in model[:changed]:
             parameter.uniform_()
-        grown = peak_of(lambda: store.commit_async(state, **how).wait())
+        grown = peak_of(lambda: store.commit_async(state, background=ckptstore.Async(**how)).wait())
     print(f"{options} {how}: {grown / MIB:.1f} MiB more, at most {limit / MIB:.0f} wanted")
     assert grown <= limit + SLACK_BYTES
 
@@ -109,22 +110,28 @@ def test_nothing_of_a_commit_lives_on_once_two_more_were_made(tmp_path: Path) ->
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("executor", ["thread", "process"])
-@pytest.mark.parametrize(
-    "how", [{}, {"staging": "lazy"}, {"dedup_first": True}, {"trust_version": True}], ids=str
-)
+@pytest.mark.parametrize("how", [{}, {"staging": "lazy"}, {"trust_version": True}], ids=str)
 def test_memory_is_flat_over_five_hundred_commits(
     tmp_path: Path, executor: Any, how: dict[str, Any]
 ) -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(400, 400) for _ in range(4)])
     optimizer = torch.optim.AdamW(model[:2].parameters())
     model[2:].requires_grad_(False)
-    with ckptstore.open(tmp_path / "store", chunk_bytes=64 << 10, executor=executor) as store:
+    with ckptstore.open(
+        tmp_path / "store",
+        storage=ckptstore.Storage(chunk_bytes=64 << 10),
+        background=ckptstore.Async(executor=executor),
+    ) as store:
         before = 0
         for step in range(500):
             optimizer.zero_grad()
             model(torch.randn(8, 400)).square().mean().backward()
             optimizer.step()
-            store.commit_async({"model": model, "optimizer": optimizer}, step=step, **how)
+            store.commit_async(
+                {"model": model, "optimizer": optimizer},
+                step=step,
+                background=ckptstore.Async(**how),
+            )
             if step % 50 == 49:
                 store.forget(ckptstore.KeepLast(3))
                 store.gc()

@@ -25,7 +25,11 @@ def state(value: float) -> dict[str, torch.Tensor]:
 
 def test_its_commits_are_those_of_a_thread(tmp_path: Path) -> None:
     everything = training()
-    with ckptstore.open(tmp_path / "store", executor="process", chunk_bytes=65536) as store:
+    with ckptstore.open(
+        tmp_path / "store",
+        background=ckptstore.Async(executor="process"),
+        storage=ckptstore.Storage(chunk_bytes=65536),
+    ) as store:
         for step in range(3):
             wanted, same = frozen_copy(everything), copy.deepcopy(everything)
             pending = store.commit_async(
@@ -46,7 +50,9 @@ def test_its_commits_are_those_of_a_thread(tmp_path: Path) -> None:
 
 
 def test_the_worker_is_on_its_own(tmp_path: Path) -> None:
-    with ckptstore.open(tmp_path / "store", executor="process") as store:
+    with ckptstore.open(
+        tmp_path / "store", background=ckptstore.Async(executor="process")
+    ) as store:
         assert store.worker_pid is None
         store.commit_async(state(1)).wait()
         pid = store.worker_pid
@@ -70,7 +76,9 @@ def test_a_module_in_the_working_directory_is_not_run(
 ) -> None:
     (tmp_path / f"{name}.py").write_text("open('was_run', 'w').close()\n")
     monkeypatch.chdir(tmp_path)
-    with ckptstore.open(tmp_path / "store", executor="process") as store:
+    with ckptstore.open(
+        tmp_path / "store", background=ckptstore.Async(executor="process")
+    ) as store:
         store.commit_async({"m": {"w": torch.ones(300_000)}}, step=1).wait()
     assert not (tmp_path / "was_run").exists()
 
@@ -89,7 +97,8 @@ def test_the_worker_is_of_the_package_that_the_trainer_imported(tmp_path: Path) 
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "import ckptstore, torch\n"
-        "with ckptstore.open(sys.argv[2], executor='process') as store:\n"
+        "way = ckptstore.Async(executor='process')\n"
+        "with ckptstore.open(sys.argv[2], background=way) as store:\n"
         "    store.commit_async({'m': {'w': torch.ones(300_000)}}, step=1).wait()\n"
     )
     subprocess.run(
@@ -103,7 +112,9 @@ def test_the_worker_is_of_the_package_that_the_trainer_imported(tmp_path: Path) 
 def test_a_worker_that_cannot_be_started_is_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ckptstore.open(tmp_path / "store", executor="process") as store:
+    with ckptstore.open(
+        tmp_path / "store", background=ckptstore.Async(executor="process")
+    ) as store:
         monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
         with pytest.raises(Unavailable, match="no worker process can be started"):
             store.commit_async({"m": {"w": torch.ones(300_000)}}, step=1).wait()
@@ -112,10 +123,12 @@ def test_a_worker_that_cannot_be_started_is_unavailable(
 
 
 def test_the_trainer_survives_the_workers_death(tmp_path: Path) -> None:
-    with ckptstore.open(tmp_path / "store", executor="process") as store:
+    with ckptstore.open(
+        tmp_path / "store", background=ckptstore.Async(executor="process")
+    ) as store:
         kept = store.commit_async(state(1)).wait()
         gate = Gate("hashed")
-        pending = store.commit_async(state(2), on_progress=gate)
+        pending = store.commit_async(state(2), background=ckptstore.Async(on_progress=gate))
         gate.there.wait()
         first = store.worker_pid
         assert first
@@ -141,8 +154,13 @@ def test_a_commit_that_its_trainer_leaves_is_not_made_and_the_next_one_is_its_ow
         if progress.milestone == "hashed":
             raise SystemExit(3)
 
-    with ckptstore.open(tmp_path / "store", executor="process") as store:
-        assert isinstance(store.commit_async(state(1), on_progress=leave).exception(), SystemExit)
+    with ckptstore.open(
+        tmp_path / "store", background=ckptstore.Async(executor="process")
+    ) as store:
+        assert isinstance(
+            store.commit_async(state(1), background=ckptstore.Async(on_progress=leave)).exception(),
+            SystemExit,
+        )
         again = store.commit_async(state(2)).wait()
         assert torch.equal(again.read("t"), state(2)["t"]) and [
             info.id for info in store.log()
@@ -150,9 +168,11 @@ def test_a_commit_that_its_trainer_leaves_is_not_made_and_the_next_one_is_its_ow
 
 
 def test_a_commit_can_be_cancelled_before_it_is_published(tmp_path: Path) -> None:
-    with ckptstore.open(tmp_path / "store", executor="process") as store:
+    with ckptstore.open(
+        tmp_path / "store", background=ckptstore.Async(executor="process")
+    ) as store:
         gate = Gate("hashed")
-        pending = store.commit_async(state(1), on_progress=gate)
+        pending = store.commit_async(state(1), background=ckptstore.Async(on_progress=gate))
         gate.there.wait()
         assert pending.cancel()
         gate.opened.set()
@@ -162,7 +182,9 @@ def test_a_commit_can_be_cancelled_before_it_is_published(tmp_path: Path) -> Non
 
 
 def test_errors_of_the_worker_are_the_trainers(tmp_path: Path) -> None:
-    with ckptstore.open(tmp_path / "store", executor="process") as store:
+    with ckptstore.open(
+        tmp_path / "store", background=ckptstore.Async(executor="process")
+    ) as store:
         store.commit_async(state(1)).wait()
         sessions = Path(store.url, "sessions")
         sessions.rmdir()
@@ -174,14 +196,20 @@ def test_errors_of_the_worker_are_the_trainers(tmp_path: Path) -> None:
 
 def test_frozen_weights_need_not_be_handed_over(tmp_path: Path) -> None:
     model = torch.nn.Linear(300, 300).requires_grad_(False)
-    with ckptstore.open(tmp_path / "store", executor="process") as store:
+    with ckptstore.open(
+        tmp_path / "store", background=ckptstore.Async(executor="process")
+    ) as store:
         for step in range(3):
-            snapshot = store.commit_async({"model": model}, step=step, trust_version=True).wait()
+            snapshot = store.commit_async(
+                {"model": model}, step=step, background=ckptstore.Async(trust_version=True)
+            ).wait()
         assert torch.equal(snapshot.read("model/weight"), model.weight)
 
 
 def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    with ckptstore.open(tmp_path / "store", executor="process", staging_bytes=2 * MIB) as store:
+    with ckptstore.open(
+        tmp_path / "store", background=ckptstore.Async(executor="process", staging_bytes=2 * MIB)
+    ) as store:
         with pytest.raises(InvalidInput, match="staging_bytes"):
             store.commit_async({"t": torch.zeros(3 * MIB, dtype=torch.uint8)})
         store.commit_async(state(1)).wait()

@@ -21,7 +21,7 @@ WEIGHT = "model/0.weight"
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
-    with ckptstore.open(tmp_path / "store", chunk_bytes=65536) as store:
+    with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=65536)) as store:
         yield store
 
 
@@ -109,7 +109,9 @@ def test_commits_that_trust_read_back_as_they_should(store: ckptstore.Store) -> 
     state: dict[str, Any] = {"model": frozen(), "rest": torch.zeros(50_000)}
     for step in range(4):
         state["rest"].add_(1)
-        pending = store.commit_async(state, step=step, trust_version=True)
+        pending = store.commit_async(
+            state, step=step, background=ckptstore.Async(trust_version=True)
+        )
         wanted = {
             "model": {k: v.clone() for k, v in state["model"].state_dict().items()},
             "rest": state["rest"].clone(),
@@ -122,12 +124,12 @@ def test_commits_that_trust_read_back_as_they_should(store: ckptstore.Store) -> 
 
 def test_a_trusted_chunk_that_was_collected_is_written_again(store: ckptstore.Store) -> None:
     state: dict[str, Any] = {"model": frozen()}
-    first = store.commit_async(state, trust_version=True, step=1).wait()
+    first = store.commit_async(state, background=ckptstore.Async(trust_version=True), step=1).wait()
     for step in (2, 3):
         store.commit({"other": step}, step=step)
     store.forget([first.id])
     assert store.gc(max_unused=0.0, force=True).freed_bytes
-    again = store.commit_async(state, trust_version=True).wait()
+    again = store.commit_async(state, background=ckptstore.Async(trust_version=True)).wait()
     again.verify()
     assert_same(again.read(WEIGHT), state["model"][0].weight.detach())
 
@@ -137,12 +139,20 @@ def test_a_full_check_finds_writes_torch_did_not_count(
 ) -> None:
     monkeypatch.setattr(frozen_weights, "CHECK_EVERY", 3)
     state: dict[str, Any] = {"model": frozen()}
-    store.commit_async(state, trust_version=True).wait()
+    store.commit_async(state, background=ckptstore.Async(trust_version=True)).wait()
     weight = state["model"][0].weight
     weight.detach().numpy()[0] += 1
     with caplog.at_level(logging.ERROR, "ckptstore"):
-        old, new = (store.commit_async(state, trust_version=True).wait() for _ in range(2))
+        old, new = (
+            store.commit_async(state, background=ckptstore.Async(trust_version=True)).wait()
+            for _ in range(2)
+        )
     assert "no write" in caplog.text and WEIGHT in caplog.text
     assert not torch.equal(old.read(WEIGHT), weight) and torch.equal(new.read(WEIGHT), weight)
     weight.detach().numpy()[0] += 1
-    assert torch.equal(store.commit_async(state, trust_version=True).wait().read(WEIGHT), weight)
+    assert torch.equal(
+        store.commit_async(state, background=ckptstore.Async(trust_version=True))
+        .wait()
+        .read(WEIGHT),
+        weight,
+    )

@@ -53,11 +53,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def test_a_store_is_used_as_ever(place: str) -> None:
     with no_threads():
-        with ckptstore.open(place, chunk_bytes=CHUNK) as store:
+        with ckptstore.open(place, storage=ckptstore.Storage(chunk_bytes=CHUNK)) as store:
             for step in range(3):
                 store.commit(state(step), step=step)
             store.commit_async(state(3), step=3).wait()
-            store.commit_async(state(4), step=4, dedup_first=True).wait()
+            store.commit_async(state(4), step=4).wait()
             for step in range(5):
                 assert_restored(store, step)
             store.gc()
@@ -72,7 +72,7 @@ def test_what_many_commits_gather_does_not_fail_the_last_one(
     """Some entries of a log come with a checkpoint or a segment of it, so that others read less of
     the log."""
     monkeypatch.setattr("ckptstore.log.log.CHECKPOINT_EVERY", 60)
-    with ckptstore.open(place, chunk_bytes=CHUNK) as store:
+    with ckptstore.open(place, storage=ckptstore.Storage(chunk_bytes=CHUNK)) as store:
         for step in range(130):
             with no_threads():
                 store.commit({"n": step}, step=step)
@@ -81,7 +81,7 @@ def test_what_many_commits_gather_does_not_fail_the_last_one(
 
 
 def test_threads_that_run_out_while_a_store_is_open_are_done_without(tmp_path: Path) -> None:
-    with ckptstore.open(tmp_path / "store", chunk_bytes=CHUNK) as store:
+    with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=CHUNK)) as store:
         store.commit(state(1), step=1)
         with no_threads():
             store.commit_async(state(2), step=2).wait()

@@ -52,7 +52,7 @@ def _wait_for_any_moment(child: Child, commits: int, random: Random) -> None:
 
 
 def _check(place: Path, child: Child, where: str) -> int:
-    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES) as store:
+    with ckptstore.open(place, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)) as store:
         store.commit(small(7), step=7)
     acknowledged = assert_acknowledged(place, child, where)
     contents = contents_of(place)

@@ -25,20 +25,26 @@ TIMEOUT_S = 10.0
 
 def main(rank: int, address: str, place: str, lost: list[int]) -> None:
     dist.init_process_group("gloo", store=dist.TCPStore(address, PORT), rank=rank, world_size=SIZE)
-    with ckptstore.open(place, chunk_bytes=1 << 16) as store:
+    with ckptstore.open(place, storage=ckptstore.Storage(chunk_bytes=1 << 16)) as store:
         print(
             "committed", store.commit(state_of(list(range(SIZE)), rank, 1), step=1).id, flush=True
         )
         sys.stdin.readline()
         try:
-            store.commit(state_of(list(range(SIZE)), rank, 2), step=2, timeout_s=TIMEOUT_S)
+            store.commit(
+                state_of(list(range(SIZE)), rank, 2),
+                step=2,
+                ranks=ckptstore.Ranks(timeout_s=TIMEOUT_S),
+            )
         except ckptstore.Unavailable as error:
             print("raised", *sorted(error.causes), flush=True)
         left = [each for each in range(SIZE) if each not in lost]
         group = dist.new_group(left, use_local_synchronization=True)
         state = state_of(left, rank, 0)
         own = dict(enumerate(left))  # private leaves, by rank number in the new group
-        resumed = store.resume(state, process_group=group, broadcast=True, private=own)
+        resumed = store.resume(
+            state, ranks=ckptstore.Ranks(process_group=group, broadcast=True, private_from=own)
+        )
         assert resumed is not None and resumed.step == 1
         wanted = state_of(left, rank, 1)
         assert torch.equal(state["model"]["rows"].to_local(), wanted["model"]["rows"].to_local())
@@ -46,7 +52,11 @@ def main(rank: int, address: str, place: str, lost: list[int]) -> None:
             torch.equal(state["model"]["whole"], wanted["model"]["whole"])
             and state["own"]["at"] == rank
         )
-        print("went on", store.commit(state, step=2, process_group=group).id, flush=True)
+        print(
+            "went on",
+            store.commit(state, step=2, ranks=ckptstore.Ranks(process_group=group)).id,
+            flush=True,
+        )
 
 
 def state_of(ranks: list[int], rank: int, number: int) -> dict[str, Any]:

@@ -46,10 +46,10 @@ def commit_while_training(rank: int, path: Path) -> list[str]:
     n = 4
     meet(n)
     ids = []
-    with ckptstore.open(path, chunk_bytes=64 * KIB) as store:
+    with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=64 * KIB)) as store:
         for step in range(3):
             state = a_state(rank, n, step)
-            pending = store.commit_async(state, step=step, private=["own/*"])
+            pending = store.commit_async(state, step=step, ranks=ckptstore.Ranks(private=["own/*"]))
             state["model"]["rows"]._local_tensor.fill_(-7)
             state["model"]["whole"].fill_(-7)
             state["own"]["noise"].fill_(-7)
@@ -60,7 +60,7 @@ def commit_while_training(rank: int, path: Path) -> list[str]:
         assert [snapshot.parents for snapshot in snapshots[1:]] == [
             (snapshot.id,) for snapshot in snapshots[:-1]
         ]
-        again = store.commit(a_state(rank, n, 2), private=["own/*"])
+        again = store.commit(a_state(rank, n, 2), ranks=ckptstore.Ranks(private=["own/*"]))
         assert again.content_id == snapshots[-1].content_id and again.parents == (snapshots[-1].id,)
         last = ids[-1].timings
         assert None not in (
@@ -92,11 +92,12 @@ def fail_and_go_on(rank: int, path: Path) -> None:
         with pytest.raises(ckptstore.CkptStoreError, match="rank 2: ValueError: no state today"):
             store.commit_async({"model": Refusing(2, 2)} if rank == 2 else good)
         with pytest.raises(ckptstore.InvalidInput, match="leave out"):
-            store.commit_async(good, dedup_first=True)
+            store.commit_async(good, background=ckptstore.Async(trust_version=True))
         with pytest.raises(ckptstore.Conflict, match="rank 3 commits step 7"):
             store.commit_async(good, step=7 if rank == 3 else 1).wait()
         pending = store.commit_async(
-            {"x": {"a": torch.full((5000,), float(rank))}}, replicated=["x/*"]
+            {"x": {"a": torch.full((5000,), float(rank))}},
+            ranks=ckptstore.Ranks(replicated=["x/*"]),
         )  # unequal
         with pytest.raises(ckptstore.Conflict, match=r"all 4 ranks: (?s:.*)x/a is one tensor"):
             store.commit(good)  # an unseen failure is raised by the next call
@@ -118,9 +119,13 @@ def skip_and_call_off(rank: int, path: Path) -> None:
     gate = Gate("hashed")
     with ckptstore.open(path) as store:
         pending = store.commit_async(
-            a_state(rank, n, 1), step=1, on_progress=gate if rank == 1 else None
+            a_state(rank, n, 1),
+            step=1,
+            background=ckptstore.Async(on_progress=gate if rank == 1 else None),
         )
-        skipped = store.commit_async(a_state(rank, n, 2), step=2, overlap="skip")
+        skipped = store.commit_async(
+            a_state(rank, n, 2), step=2, background=ckptstore.Async(overlap="skip")
+        )
         assert isinstance(
             skipped.exception(), ckptstore.Busy
         )  # also on ranks that finished their own part
@@ -184,10 +189,12 @@ def train_sharded(rank: int, path: Path) -> None:
         optimizer.step()
 
     step()
-    with ckptstore.open(path, chunk_bytes=64 * KIB) as store:
+    with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=64 * KIB)) as store:
         for number in range(3):
             wanted = store.commit(state).content_id
-            pending = store.commit_async(state, step=number, staging="lazy")
+            pending = store.commit_async(
+                state, step=number, background=ckptstore.Async(staging="lazy")
+            )
             step()
             assert pending.staged()
             assert pending.wait().content_id == wanted
@@ -207,14 +214,16 @@ def die_in_the_background(
     if rank == victim:
         owner: Any = Coordinator if phase == "publish" else _Attempt
         setattr(owner, phase, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
-    pending = store.commit_async(state, process_group=group, timeout_s=20)
+    pending = store.commit_async(state, ranks=ckptstore.Ranks(process_group=group, timeout_s=20))
     with pytest.raises(ckptstore.Unavailable):
         pending.wait()
     assert len(store.log()) == before
     with pytest.raises(ckptstore.Unavailable):
-        store.commit_async(state, process_group=group, timeout_s=20).wait()
+        store.commit_async(state, ranks=ckptstore.Ranks(process_group=group, timeout_s=20)).wait()
     left = dist.new_group(survivors, use_local_synchronization=True)
-    made = store.commit_async(state, process_group=left, timeout_s=20).wait().id
+    made = (
+        store.commit_async(state, ranks=ckptstore.Ranks(process_group=left, timeout_s=20)).wait().id
+    )
     with suppress(ckptstore.Unavailable):
         store.close()
     return made
@@ -227,7 +236,7 @@ def doomed() -> Iterator[Pool]:
     pool.close()
 
 
-def hash_what_has_arrived(rank: int, path: Path, how: dict[str, Any]) -> int:
+def hash_what_has_arrived(rank: int, path: Path, how: Any) -> int:
     """Two ranks deliver a piece only after the earlier ones have been hashed; host memory stands
     for a device's.
     """
@@ -261,16 +270,20 @@ def hash_what_has_arrived(rank: int, path: Path, how: dict[str, Any]) -> int:
         patch.setattr(hashing, "digest", noted_digest)
         patch.setattr(lazy_copy, "copy_task", copy_task)
         patch.setattr(staging, "AWAY", frozenset(["cpu"]))
-        pending = store.commit_async(state, process_group=group, private=["model/*"], **how)
+        pending = store.commit_async(
+            state,
+            ranks=ckptstore.Ranks(process_group=group, private=["model/*"]),
+            background=ckptstore.Async(staging=how),
+        )
         pending.wait_staged()
         model["w"].data.zero_()
         pending.wait()
     return len(copied)
 
 
-@pytest.mark.parametrize("how", [{"staging": "eager"}, {"staging": "lazy"}], ids=str)
+@pytest.mark.parametrize("how", ["eager", "lazy"])
 def test_each_rank_hashes_a_piece_before_the_next_one_arrives(
-    pool: Pool, tmp_path: Path, how: dict[str, Any]
+    pool: Pool, tmp_path: Path, how: str
 ) -> None:
     assert pool.run(hash_what_has_arrived, tmp_path / "store", how) == [PIECES, PIECES, 0, 0]
     with ckptstore.open(tmp_path / "store") as store:

@@ -20,6 +20,7 @@ from ckptstore.storage.local import LocalStorage
 from tests.distributed.layouts import LAYOUTS, full, group_of, layout, meet
 from tests.distributed.pool import Pool
 from tests.shared.sites import Site
+from tests.support.grouped import grouped
 from tests.support.servers.s3 import S3Server, new_url
 
 CHUNK_BYTES = 1 << 16
@@ -71,7 +72,9 @@ def restore(
     with ckptstore.open(path, threads=2) as store, counted() as found:
         snapshot = store.checkout()
         targets = empty_like(state_of(0))
-        report = snapshot.restore({"model": targets}, broadcast=broadcast, **more)
+        report = snapshot.restore(
+            {"model": targets}, ranks=ckptstore.Ranks(broadcast=broadcast), **more
+        )
         assert all(torch.equal(targets[name], value) for name, value in state_of(0).items())
         return sum(found), report
 
@@ -79,8 +82,8 @@ def restore(
 @pytest.fixture(scope="module")
 def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("broadcast") / "store"
-    with ckptstore.open(path, chunk_bytes=CHUNK_BYTES) as store:
-        store.commit({"model": state_of(0)}, process_group="alone")
+    with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)) as store:
+        store.commit({"model": state_of(0)}, ranks=ckptstore.Ranks(process_group="alone"))
     return path
 
 
@@ -129,7 +132,7 @@ def restore_layouts(rank: int, path: Path, n: int) -> list[RestoreReport] | None
             state = {"x": {name: layout(name, torch.zeros_like(full()), n) for name in LAYOUTS}}
             reports.append(
                 store.checkout("layouts").restore(
-                    state, process_group=group_of(n), broadcast=broadcast
+                    state, ranks=ckptstore.Ranks(process_group=group_of(n), broadcast=broadcast)
                 )
             )
             assert all(
@@ -142,9 +145,13 @@ def restore_layouts(rank: int, path: Path, n: int) -> list[RestoreReport] | None
 def test_shards_of_any_layout_get_what_they_share_from_each_other(
     pool: Pool, tmp_path: Path
 ) -> None:
-    with ckptstore.open(tmp_path / "store", chunk_bytes=CHUNK_BYTES) as store:
+    with ckptstore.open(
+        tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)
+    ) as store:
         store.commit(
-            {"x": {name: full() for name in LAYOUTS}}, tag="layouts", process_group="alone"
+            {"x": {name: full() for name in LAYOUTS}},
+            tag="layouts",
+            ranks=ckptstore.Ranks(process_group="alone"),
         )
     for n in (3, 4):
         alone, together = zip(*pool.run(restore_layouts, tmp_path / "store", n)[:n], strict=True)
@@ -156,10 +163,12 @@ def test_shards_of_any_layout_get_what_they_share_from_each_other(
 
 def commit_damaged(path: Path) -> None:
     """Two commits; the second, `damaged`, has lost a chunk."""
-    with ckptstore.open(path, chunk_bytes=CHUNK_BYTES) as store:
-        store.commit({"model": state_of(0)}, process_group="alone")
+    with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)) as store:
+        store.commit({"model": state_of(0)}, ranks=ckptstore.Ranks(process_group="alone"))
         before = set(path.glob("packs/*/*"))
-        store.commit({"model": state_of(1)}, tag="damaged", process_group="alone")
+        store.commit(
+            {"model": state_of(1)}, tag="damaged", ranks=ckptstore.Ranks(process_group="alone")
+        )
     pack = max(set(path.glob("packs/*/*")) - before, key=lambda file: file.stat().st_size)
     with pack.open("r+b") as file:
         file.seek(CHUNK_BYTES * 2)
@@ -171,10 +180,12 @@ def restore_damaged(rank: int, path: Path, broadcast: bool) -> str:
     with ckptstore.open(path) as store:
         with pytest.raises(ckptstore.Corrupt, match=r"leaf model/0, commit") as caught:
             store.checkout("damaged").restore(
-                {"model": empty_like(state_of(1))}, broadcast=broadcast
+                {"model": empty_like(state_of(1))}, ranks=ckptstore.Ranks(broadcast=broadcast)
             )
         targets = empty_like(state_of(0))
-        assert store.resume({"model": targets}, broadcast=broadcast) is not None
+        assert (
+            store.resume({"model": targets}, ranks=ckptstore.Ranks(broadcast=broadcast)) is not None
+        )
         assert all(torch.equal(targets[name], value) for name, value in state_of(0).items())
         assert len(store.skipped) == 1
     return str(caught.value)
@@ -229,9 +240,8 @@ def restore_while_one_is_interrupted(rank: int, path: Path) -> tuple[int, Restor
     with ckptstore.open(path, threads=2) as store:
         targets = {"model": empty_like(state_of(0))}
         options: dict[str, Any] = {
-            "broadcast": True,
             "memory_budget_bytes": 8 * CHUNK_BYTES,
-            "timeout_s": 30,
+            "ranks": ckptstore.Ranks(broadcast=True, timeout_s=30),
         }
         if rank == 2:
             with interrupted(), pytest.raises(KeyboardInterrupt):
@@ -263,7 +273,7 @@ def restore_from_bucket(rank: int, place: str, options: dict[str, Any], cache: P
 def test_from_a_bucket_that_is_the_rule(pool: Pool, tmp_path: Path, s3: S3Server) -> None:
     place = new_url()
     with Site(place, s3.options()).open(tmp_path / "own") as store:
-        store.commit({"model": state_of(0)}, process_group="alone")
+        store.commit({"model": state_of(0)}, ranks=ckptstore.Ranks(process_group="alone"))
     read = pool.run(restore_from_bucket, place, s3.options(), tmp_path)
     assert sum(read) <= 1.05 * sum(value.nbytes for value in state_of(0).values())
 
@@ -277,7 +287,7 @@ def die_in_the_exchange(rank: int, path: Path, options: dict[str, Any]) -> None:
     if rank == 2:
         Collective.exchange = kill  # type: ignore[method-assign]  # this process dies of it
     with ckptstore.open(path) as store, pytest.raises(ckptstore.Unavailable) as caught:
-        store.checkout().restore({"model": empty_like(state_of(0))}, **options)
+        store.checkout().restore({"model": empty_like(state_of(0))}, **grouped("ranks", **options))
     assert 2 in caught.value.causes
 
 

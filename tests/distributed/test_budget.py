@@ -48,7 +48,7 @@ def commit_and_restore(rank: int, path: Path) -> tuple[int, int, int, int, str]:
     """Memory peaks of a commit without a budget, a commit with one and a restore with one; resident
     memory of the second.
     """
-    with ckptstore.open(path, chunk_bytes=256 << 10, threads=2) as store:
+    with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=256 << 10), threads=2) as store:
         store.commit({"model": state_of(1)}, memory_budget_bytes=BUDGET_BYTES)
         state = {"model": state_of(2)}
         with peak_buffers() as unbuffered:
@@ -64,7 +64,9 @@ def commit_and_restore(rank: int, path: Path) -> tuple[int, int, int, int, str]:
         assert store.commit(same).content_id == content, "a budget changes no chunk"
         found = {"model": {name: torch.zeros_like(value) for name, value in same["model"].items()}}
         with peak_buffers() as restored:
-            store.checkout().restore(found, memory_budget_bytes=BUDGET_BYTES, broadcast=True)
+            store.checkout().restore(
+                found, memory_budget_bytes=BUDGET_BYTES, ranks=ckptstore.Ranks(broadcast=True)
+            )
         assert all(
             torch.equal(found["model"][name].to_local(), value.to_local())
             for name, value in same["model"].items()

@@ -108,7 +108,7 @@ def restore_natively(rank: int, path: Path, n: int) -> None:
     with ckptstore.open(path) as store:
         for saved in (1, 2, 4):
             found = state(n, torch.zeros_like(full()))
-            store.checkout(saved).restore(found, process_group=group_of(n))
+            store.checkout(saved).restore(found, ranks=ckptstore.Ranks(process_group=group_of(n)))
             for name, value in state(n, full())["model"].items():
                 assert torch.equal(local(found["model"][name]), local(value)), (saved, n, name)
 
@@ -116,7 +116,7 @@ def restore_natively(rank: int, path: Path, n: int) -> None:
 @pytest.fixture(scope="module")
 def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("dcp") / "store"
-    ckptstore.open(path, chunk_bytes=1 << 16).close()
+    ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=1 << 16)).close()
     for n in (1, 2, 4):
         ids = pool.run(quietly, save_layouts, path, n)
         assert len({each for each in ids if each}) == 1, "every rank learns the commit"

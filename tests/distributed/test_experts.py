@@ -80,8 +80,12 @@ def commit(rank: int, path: Path, n: int) -> float:
     meet(n)
     if rank >= n:
         return 0.0
-    with ckptstore.open(path, chunk_bytes=1 << 16) as store:
-        snapshot = store.commit({"model": model(rank, n, True)}, step=n, process_group=group_of(n))
+    with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=1 << 16)) as store:
+        snapshot = store.commit(
+            {"model": model(rank, n, True)},
+            step=n,
+            ranks=ckptstore.Ranks(process_group=group_of(n)),
+        )
         return snapshot.new_bytes / snapshot.logical_bytes
 
 
@@ -95,7 +99,9 @@ def restore(rank: int, path: Path, n: int) -> None:
             state = {"model": model(rank, n, False)}
             # A rank takes its part of the whole.
             store.checkout(committed).restore(
-                state, process_group=group_of(n), strict=False, broadcast=True
+                state,
+                ranks=ckptstore.Ranks(process_group=group_of(n), broadcast=True),
+                strict=False,
             )
             for name, value in wanted.items():
                 assert torch.equal(local(state["model"][name]), local(value)), (committed, n, name)

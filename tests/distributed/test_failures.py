@@ -49,7 +49,7 @@ def commit_with_a_full_disk(rank: int, path: Path) -> str:
     """One rank's packs find no space during the exchange of fragments."""
     meet(4)
     state = {"model": {"w": layout("rows", full(), 4)}}
-    with ckptstore.open(path, chunk_bytes=1 << 16) as store:
+    with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=1 << 16)) as store:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 patch.setattr(PackSet, "pack_writer", _full)
@@ -75,7 +75,9 @@ def contradict(rank: int, path: Path) -> None:
         ):
             store.commit(part)
         with pytest.raises(ckptstore.Conflict, match="x/a should be the same"):
-            store.commit({"x": {"a": torch.tensor(rank)}}, replicated=["x/*"])
+            store.commit(
+                {"x": {"a": torch.tensor(rank)}}, ranks=ckptstore.Ranks(replicated=["x/*"])
+            )
         assert store.log() == []
 
 
@@ -117,18 +119,26 @@ def restore_stages(rank: int, path: Path, n: int) -> None:
     with ckptstore.open(path) as store:
         data = {"at": -1, "seen": torch.Generator().get_state()}
         snapshot = store.checkout(1)
-        snapshot.restore({"model": model, "data": data}, process_group=group_of(n), strict=False)
+        snapshot.restore(
+            {"model": model, "data": data},
+            ranks=ckptstore.Ranks(process_group=group_of(n)),
+            strict=False,
+        )
         assert data["at"] == rank
         snapshot.restore(
             {"data": data},
-            process_group=group_of(n),
+            ranks=ckptstore.Ranks(
+                process_group=group_of(n), private_from={i: 3 - i for i in range(n)}
+            ),
             strict=False,
-            private={i: 3 - i for i in range(n)},
         )
         assert data["at"] == 3 - rank
         with pytest.raises(ckptstore.InvalidInput, match=f"rank {rank} has none of its own"):
             snapshot.restore(
-                {"data": data}, process_group=group_of(n), private=dict.fromkeys(range(n), 9)
+                {"data": data},
+                ranks=ckptstore.Ranks(
+                    process_group=group_of(n), private_from=dict.fromkeys(range(n), 9)
+                ),
             )
     assert torch.equal(model["embed"], tied)
     assert torch.equal(model["head"], tied)
@@ -185,7 +195,7 @@ def die(rank: int, path: Path, victim: int, survivors: list[int], phase: str) ->
     assert collective_of(group)
     if silent and rank == victim:
         return None
-    with ckptstore.open(path, chunk_bytes=1 << 16) as store:
+    with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=1 << 16)) as store:
         before = len(store.log())
         if rank == victim:
             owner, name = PHASES[phase]
@@ -200,8 +210,9 @@ def die(rank: int, path: Path, victim: int, survivors: list[int], phase: str) ->
         with pytest.raises(ckptstore.Unavailable) as caught:
             store.commit(
                 sharded_over(ranks, before),
-                process_group=group,
-                timeout_s=SILENCE_S if silent else TIMEOUT_S,
+                ranks=ckptstore.Ranks(
+                    process_group=group, timeout_s=SILENCE_S if silent else TIMEOUT_S
+                ),
             )
         assert ranks.index(victim) in caught.value.causes
         assert not silent or list(caught.value.causes) == [ranks.index(victim)], (
@@ -209,9 +220,11 @@ def die(rank: int, path: Path, victim: int, survivors: list[int], phase: str) ->
         )
         assert len(store.log()) == before + (phase == "appended")
         with pytest.raises(ckptstore.Unavailable, match="was lost before"):
-            store.commit(sharded_over(ranks, before), process_group=group)
+            store.commit(sharded_over(ranks, before), ranks=ckptstore.Ranks(process_group=group))
         left = dist.new_group(survivors, use_local_synchronization=True)
-        return store.commit(sharded_over(survivors, before + 10), process_group=left).id
+        return store.commit(
+            sharded_over(survivors, before + 10), ranks=ckptstore.Ranks(process_group=left)
+        ).id
 
 
 def sharded_over(ranks: list[int], number: int) -> dict[str, Any]:

@@ -78,11 +78,17 @@ def train_and_commit(rank: int, path: Path, kind: str, n: int) -> tuple[str, lis
         return None
     module, optimizer = made(kind, n)
     with ckptstore.open(path, run=f"{kind}{n}") as store:
-        store.commit({"model": module, "optimizer": optimizer}, step=0, process_group=group_of(n))
+        store.commit(
+            {"model": module, "optimizer": optimizer},
+            step=0,
+            ranks=ckptstore.Ranks(process_group=group_of(n)),
+        )
         assert not optimizer.state, "a commit makes no state"
         losses = [step(module, optimizer, number) for number in range(2)]
         snapshot = store.commit(
-            {"model": module, "optimizer": optimizer}, step=2, process_group=group_of(n)
+            {"model": module, "optimizer": optimizer},
+            step=2,
+            ranks=ckptstore.Ranks(process_group=group_of(n)),
         )
         losses += [step(module, optimizer, number) for number in range(2, 4)]
     plain, plain_optimizer = made(kind, n)
@@ -102,9 +108,13 @@ def restore_and_train(
         step(module, optimizer, 50)
     where: Any = group_of(n) if n > 1 else "alone"
     with ckptstore.open(path, run=run) as store:
-        store.checkout(2).restore({"model": module, "optimizer": optimizer}, process_group=where)
+        store.checkout(2).restore(
+            {"model": module, "optimizer": optimizer}, ranks=ckptstore.Ranks(process_group=where)
+        )
         again = store.commit(
-            {"model": module, "optimizer": optimizer}, process_group=where, tag=f"{kind}-{n}-{used}"
+            {"model": module, "optimizer": optimizer},
+            ranks=ckptstore.Ranks(process_group=where),
+            tag=f"{kind}-{n}-{used}",
         )
     return [step(module, optimizer, number) for number in range(2, 4)], again.content_id
 

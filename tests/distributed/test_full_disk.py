@@ -38,18 +38,20 @@ def allow_tracing(rank: int) -> None:
 
 def commit_without_room(rank: int, path: Path, full_for: int) -> None:
     meet(4)
-    with ckptstore.open(path, chunk_bytes=CHUNK_BYTES) as store:
+    with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)) as store:
         with pytest.raises(
             ckptstore.NoSpace, match=rf"rank {full_for}: NoSpace: (?s:.*); .* free"
         ) as caught:
-            store.commit({"model": {"w": layout("rows", full() + 1, 4)}}, timeout_s=60)
+            store.commit(
+                {"model": {"w": layout("rows", full() + 1, 4)}}, ranks=ckptstore.Ranks(timeout_s=60)
+            )
         assert list(caught.value.causes) == [full_for]
         assert len(store.log()) == 1
 
 
 def commit(rank: int, path: Path, number: int) -> str:
     meet(4)
-    with ckptstore.open(path, chunk_bytes=CHUNK_BYTES) as store:
+    with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)) as store:
         return store.commit({"model": {"w": layout("rows", full() + number, 4)}}).id
 
 
@@ -109,7 +111,9 @@ def commit_until_full(
     logger = logging.getLogger("ckptstore")
     logger.addHandler(handler)
     try:
-        with ckptstore.open(path, chunk_bytes=CHUNK_BYTES, on_full=on_full) as store:
+        with ckptstore.open(
+            path, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES, on_full=on_full)
+        ) as store:
             error = ""
             for number in range(DISK_BYTES // STATE_BYTES + 1):
                 try:

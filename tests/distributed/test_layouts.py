@@ -21,11 +21,13 @@ def commit_layouts(rank: int, path: Path, n: int) -> str | None:
     meet(n)
     if rank >= n:
         return None
-    with ckptstore.open(path, chunk_bytes=1 << 16) as store:
+    with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=1 << 16)) as store:
         state = {"x": {name: layout(name, full(), n) for name in LAYOUTS}}
         canonical = {name: {"w": layout(name, full(), n)} for name in CANONICAL}
-        store.commit(canonical, tag=f"canonical-{n}", process_group=group_of(n))
-        return store.commit(state, step=n, process_group=group_of(n)).id
+        store.commit(
+            canonical, tag=f"canonical-{n}", ranks=ckptstore.Ranks(process_group=group_of(n))
+        )
+        return store.commit(state, step=n, ranks=ckptstore.Ranks(process_group=group_of(n))).id
 
 
 def restore_layouts(rank: int, path: Path, n: int) -> list[tuple[int, int]]:
@@ -38,7 +40,9 @@ def restore_layouts(rank: int, path: Path, n: int) -> list[tuple[int, int]]:
         for committed in (1, 2, 3, 4):
             for name in LAYOUTS:
                 state = {"x": {each: layout(name, torch.zeros_like(full()), n) for each in LAYOUTS}}
-                report = store.checkout(committed).restore(state, process_group=group_of(n))
+                report = store.checkout(committed).restore(
+                    state, ranks=ckptstore.Ranks(process_group=group_of(n))
+                )
                 wanted = layout(name, full(), n).to_local()
                 for each, got in state["x"].items():
                     assert torch.equal(got.to_local(), wanted), (committed, each, n, name)
@@ -53,10 +57,12 @@ def commit_and_restore_without_dimensions(rank: int, path: Path) -> bool:
     mesh = DeviceMesh("cpu", 1)
     with ckptstore.open(path) as store:
         store.commit(
-            {"x": {"w": distribute_tensor(full(), mesh, [])}}, step=1, process_group=group_of(4)
+            {"x": {"w": distribute_tensor(full(), mesh, [])}},
+            step=1,
+            ranks=ckptstore.Ranks(process_group=group_of(4)),
         )
         state = {"x": {"w": distribute_tensor(torch.zeros_like(full()), mesh, [])}}
-        store.checkout(1).restore(state, process_group=group_of(4))
+        store.checkout(1).restore(state, ranks=ckptstore.Ranks(process_group=group_of(4)))
         return torch.equal(state["x"]["w"]._local_tensor, full())
 
 
@@ -109,6 +115,9 @@ def test_the_content_id_does_not_depend_on_the_number_of_ranks(committed: Path) 
     with ckptstore.open(committed) as store:
         commits = [store.checkout(f"canonical-{n}") for n in (1, 2, 3, 4)]
         assert len({commit.content_id for commit in commits}) == 1
-        whole = store.commit({name: {"w": full()} for name in CANONICAL}, process_group="alone")
+        whole = store.commit(
+            {name: {"w": full()} for name in CANONICAL},
+            ranks=ckptstore.Ranks(process_group="alone"),
+        )
         assert whole.content_id == commits[0].content_id
         assert whole.new_bytes == 0

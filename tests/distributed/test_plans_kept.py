@@ -35,7 +35,10 @@ def commit_alike(rank: int, path: Path) -> list[tuple[int, int]]:
 
         return call
 
-    with pytest.MonkeyPatch.context() as patch, ckptstore.open(path, chunk_bytes=1 << 16) as store:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=1 << 16)) as store,
+    ):
         patch.setattr(coordinator, "plan_ranks", counting("plans", coordinator.plan_ranks))
         patch.setattr(commit, "moves_of", counting("moves", commit.moves_of))
         for step, (shape, dtype) in enumerate(
@@ -113,7 +116,7 @@ def commit_changing(rank: int, path: Path, seed: int) -> list[tuple[str, bool, b
     meet(4)
     changing, found = Changing(seed), []
     compared = changing.random.sample(range(1, 1 + len(CHANGES)), 2)
-    with ckptstore.open(path, chunk_bytes=1 << 16) as kept:
+    with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=1 << 16)) as kept:
         for step, what in enumerate(["nothing", *changing.random.sample(CHANGES, len(CHANGES))]):
             changing.change(what)
             snapshot, alike = kept.commit({"x": changing.state()}, step=step), True
@@ -155,11 +158,11 @@ def commit_badly(rank: int, path: Path) -> tuple[dict[int, str], int]:
     def failing(*_args):  # type: ignore[no-untyped-def]
         raise MemoryError("no room for the moves")
 
-    with ckptstore.open(path, chunk_bytes=1 << 16) as store:
+    with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=1 << 16)) as store:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(commit, "moves_of", failing if rank == 2 else commit.moves_of)
             with pytest.raises(ckptstore.CkptStoreError) as caught:
-                store.commit(state, step=0, timeout_s=60)
+                store.commit(state, step=0, ranks=ckptstore.Ranks(timeout_s=60))
         return caught.value.causes, store.commit(state, step=1).step or 0
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -52,14 +53,18 @@ def commit_by_workers(rank: int, path: Path) -> list[str] | None:
     meet(n)
     if rank >= n:
         return None
-    given: dict[str, Any] = {"process_group": group_of(n), "private": ["own/*"], "timeout_s": 60}
-    with ckptstore.open(path, chunk_bytes=64 * KIB, executor="process") as store:
+    ranks = ckptstore.Ranks(process_group=group_of(n), private=["own/*"], timeout_s=60)
+    with ckptstore.open(
+        path,
+        storage=ckptstore.Storage(chunk_bytes=64 * KIB),
+        background=ckptstore.Async(executor="process"),
+    ) as store:
         pending = []
         for step in range(3):
             state = a_state(rank, n, step)
             pending.append(
                 store.commit_async(
-                    state, step=step, message="said", metrics={"loss": 0.5}, tag="t", **given
+                    state, step=step, message="said", metrics={"loss": 0.5}, tag="t", ranks=ranks
                 )
             )
             state["model"]["rows"]._local_tensor.fill_(-7)
@@ -85,16 +90,16 @@ def commit_by_workers(rank: int, path: Path) -> list[str] | None:
             and made[-1].message == "said"
             and made[-1].tags == ("t",)
         )
-        assert store.commit(a_state(rank, n, 2), **given).content_id == made[-1].content_id
+        assert store.commit(a_state(rank, n, 2), ranks=ranks).content_id == made[-1].content_id
         with ckptstore.open(path) as other:  # by a thread
-            threads = other.commit_async(a_state(rank, n, 2), **given).wait()
+            threads = other.commit_async(a_state(rank, n, 2), ranks=ranks).wait()
         assert (
             threads.content_id == made[-1].content_id
             and threads.stats
             and threads.stats.new_bytes < 64 * KIB
         )
         with pytest.raises(ckptstore.InvalidInput, match="leave out"):
-            store.commit_async(state, process_group=group_of(n), dedup_first=True)
+            store.commit_async(state, ranks=ranks, background=ckptstore.Async(trust_version=True))
     return [snapshot.id for snapshot in made]
 
 
@@ -115,11 +120,17 @@ def lose_workers(rank: int, path: Path) -> list[str] | None:
     meet(n)
     if rank >= n:
         return None
-    given: dict[str, Any] = {"process_group": group_of(n), "private": ["own/*"], "timeout_s": 60}
-    with ckptstore.open(path, chunk_bytes=64 * KIB, executor="process") as store:
+    ranks = ckptstore.Ranks(process_group=group_of(n), private=["own/*"], timeout_s=60)
+    with ckptstore.open(
+        path,
+        storage=ckptstore.Storage(chunk_bytes=64 * KIB),
+        background=ckptstore.Async(executor="process"),
+    ) as store:
         for victim in (1, 0):
             gate = Gate("hashed") if rank == victim else None
-            pending = store.commit_async(a_state(rank, n, 1), on_progress=gate, **given)
+            pending = store.commit_async(
+                a_state(rank, n, 1), background=ckptstore.Async(on_progress=gate), ranks=ranks
+            )
             if gate:
                 gate.there.wait()
                 pid = store.worker_pid
@@ -131,14 +142,14 @@ def lose_workers(rank: int, path: Path) -> list[str] | None:
                 error
             )
             assert store.log() == []
-        before = store.commit_async(a_state(rank, n, 2), **given).wait()
+        before = store.commit_async(a_state(rank, n, 2), ranks=ranks).wait()
         pid = store.worker_pid
         assert pid
         if rank == 1:
             os.kill(pid, signal.SIGKILL)
             wait_gone([pid])
         dist.barrier(group_of(n))
-        after = store.commit_async(a_state(rank, n, 2), **given).wait()
+        after = store.commit_async(a_state(rank, n, 2), ranks=ranks).wait()
         assert after.content_id == before.content_id and (store.worker_pid == pid) == (rank == 0)
         return [before.id, after.id]
 
@@ -157,10 +168,11 @@ def fail_and_call_off(rank: int, path: Path) -> None:
     meet(n)
     if rank >= n:
         return
-    given: dict[str, Any] = {"process_group": group_of(n), "timeout_s": 60}
-    with ckptstore.open(path, executor="process") as store:
+    ranks = ckptstore.Ranks(process_group=group_of(n), timeout_s=60)
+    with ckptstore.open(path, background=ckptstore.Async(executor="process")) as store:
         error = store.commit_async(
-            {"x": {"a": torch.full((5000,), float(rank))}}, replicated=["x/*"], **given
+            {"x": {"a": torch.full((5000,), float(rank))}},
+            ranks=replace(ranks, replicated=["x/*"]),
         ).exception()
         assert (
             isinstance(error, ckptstore.Conflict)
@@ -168,7 +180,9 @@ def fail_and_call_off(rank: int, path: Path) -> None:
             and error.causes
         )
         gate = Gate("hashed") if rank == 1 else None
-        pending = store.commit_async(a_state(rank, n, 1), on_progress=gate, **given)
+        pending = store.commit_async(
+            a_state(rank, n, 1), background=ckptstore.Async(on_progress=gate), ranks=ranks
+        )
         if gate:
             gate.there.wait()
             assert pending.cancel()
@@ -176,10 +190,12 @@ def fail_and_call_off(rank: int, path: Path) -> None:
         assert isinstance(pending.exception(), ckptstore.Cancelled)
         assert store.log() == []
         alone = store.commit_async(
-            {"x": torch.full((5000,), float(rank))}, process_group="alone", tag=f"of-{rank}"
+            {"x": torch.full((5000,), float(rank))},
+            ranks=ckptstore.Ranks(process_group="alone"),
+            tag=f"of-{rank}",
         ).wait()
         assert torch.equal(alone.read("x"), torch.full((5000,), float(rank)))
-        store.commit_async(a_state(rank, n, 3), step=3, **given).wait()
+        store.commit_async(a_state(rank, n, 3), step=3, ranks=ranks).wait()
 
 
 def test_what_fails_in_one_worker_fails_on_all_ranks_and_nothing_is_left_over(

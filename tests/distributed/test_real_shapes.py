@@ -55,7 +55,9 @@ def commit_shapes(rank: int, path: Path, name: str, n: int) -> tuple[str, int, i
     module = Shapes(SHAPES[name])
     fully_shard(module, mesh=meshes[number])
     with ckptstore.open(path) as store:
-        snapshot = store.commit({"model": module}, step=n, process_group=groups[number])
+        snapshot = store.commit(
+            {"model": module}, step=n, ranks=ckptstore.Ranks(process_group=groups[number])
+        )
     return snapshot.content_id, snapshot.new_bytes, snapshot.logical_bytes
 
 

@@ -34,8 +34,8 @@ COPY_BYTES = ELEMENTS * 4
 @pytest.fixture(scope="module")
 def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("verification") / "store"
-    with ckptstore.open(path, chunk_bytes=CHUNK_BYTES) as store:
-        store.commit({"model": state_of(0)}, process_group="alone")
+    with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)) as store:
+        store.commit({"model": state_of(0)}, ranks=ckptstore.Ranks(process_group="alone"))
     return path
 
 
@@ -93,7 +93,7 @@ def restore(rank: int, path: Path, least_bytes: int = 0, **options: Any) -> int:
     meet(4)
     with ckptstore.open(path, threads=2) as store, verified_from(least_bytes) as compared:
         targets = empty_like(state_of(0))
-        report = store.checkout().restore({"model": targets}, **options)
+        report = store.checkout().restore({"model": targets}, ranks=ckptstore.Ranks(**options))
         assert all(torch.equal(targets[name], value) for name, value in state_of(0).items())
         assert report.received_bytes == 0 and report.read_bytes >= COPY_BYTES
         return sum(compared)
@@ -200,7 +200,7 @@ def restore_layouts(rank: int, path: Path, n: int) -> int:
         return 0
     with ckptstore.open(path) as store, verified_from() as compared:
         state = {"x": {name: layout(name, torch.zeros_like(full()), n) for name in LAYOUTS}}
-        store.checkout("layouts").restore(state, process_group=group_of(n))
+        store.checkout("layouts").restore(state, ranks=ckptstore.Ranks(process_group=group_of(n)))
         assert all(
             torch.equal(state["x"][name].to_local(), layout(name, full(), n).to_local())
             for name in LAYOUTS
@@ -209,9 +209,13 @@ def restore_layouts(rank: int, path: Path, n: int) -> int:
 
 
 def test_shards_of_any_layout_are_right(pool: Pool, tmp_path: Path) -> None:
-    with ckptstore.open(tmp_path / "store", chunk_bytes=CHUNK_BYTES) as store:
+    with ckptstore.open(
+        tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)
+    ) as store:
         store.commit(
-            {"x": {name: full() for name in LAYOUTS}}, tag="layouts", process_group="alone"
+            {"x": {name: full() for name in LAYOUTS}},
+            tag="layouts",
+            ranks=ckptstore.Ranks(process_group="alone"),
         )
     for n in (3, 4):
         assert sum(pool.run(restore_layouts, tmp_path / "store", n)) > 0
@@ -232,9 +236,12 @@ def part_of(rank: int) -> torch.Tensor:
 
 
 def test_ranks_that_have_nothing_in_common_compare_their_own(pool: Pool, tmp_path: Path) -> None:
-    with ckptstore.open(tmp_path / "store", chunk_bytes=CHUNK_BYTES) as store:
+    with ckptstore.open(
+        tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)
+    ) as store:
         store.commit(
-            {"parts": {f"part{rank}": part_of(rank) for rank in range(4)}}, process_group="alone"
+            {"parts": {f"part{rank}": part_of(rank) for rank in range(4)}},
+            ranks=ckptstore.Ranks(process_group="alone"),
         )
     assert min(pool.run(restore_own_part, tmp_path / "store")) >= part_of(0).nbytes
 
@@ -259,10 +266,10 @@ def restore_while_one_is_interrupted(rank: int, path: Path) -> None:
         targets = {"model": empty_like(state_of(0))}
         if rank == 2:
             with interrupted(), pytest.raises(KeyboardInterrupt):
-                store.checkout().restore(targets, timeout_s=30)
+                store.checkout().restore(targets, ranks=ckptstore.Ranks(timeout_s=30))
         else:
             with pytest.raises(ckptstore.CkptStoreError) as caught:
-                store.checkout().restore(targets, timeout_s=30)
+                store.checkout().restore(targets, ranks=ckptstore.Ranks(timeout_s=30))
             assert caught.value.causes == {2: "KeyboardInterrupt"}
     restore(rank, path)
 

@@ -24,7 +24,9 @@ def commit_in_vain(path: Path, group: object) -> tuple[list[str], str]:
     logger.addHandler(handler)
     try:
         with ckptstore.open(path) as store, pytest.raises(ckptstore.Unavailable) as caught:
-            store.commit({"x": {"a": 1}}, process_group=group, timeout_s=TIMEOUT_S)
+            store.commit(
+                {"x": {"a": 1}}, ranks=ckptstore.Ranks(process_group=group, timeout_s=TIMEOUT_S)
+            )
         return [text for at, text in said if at < monotonic() - TIMEOUT_S / 2], str(caught.value)
     finally:
         logger.removeHandler(handler)
@@ -43,7 +45,7 @@ def wait_for_each_other(rank: int, path: Path) -> list[tuple[list[str], str]]:
     with ckptstore.open(path) as store:
         for group in (followed, led):
             if group is not None:
-                store.commit({"x": {"a": 0}}, process_group=group)
+                store.commit({"x": {"a": 0}}, ranks=ckptstore.Ranks(process_group=group))
     if rank == 1:
         found.append(commit_in_vain(path, unmet))
     if rank == 0:
@@ -61,7 +63,11 @@ def commit_without_clones(rank: int, path: Path) -> str:
         del kind.clone
     try:
         with ckptstore.open(path) as store:
-            return store.commit({"x": {"a": 1}}, process_group=group).id if rank < 3 else ""
+            return (
+                store.commit({"x": {"a": 1}}, ranks=ckptstore.Ranks(process_group=group)).id
+                if rank < 3
+                else ""
+            )
     finally:
         for kind, clone in known.items():
             kind.clone = clone

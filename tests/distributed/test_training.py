@@ -93,9 +93,12 @@ def resume_and_train(
         snapshot = store.checkout(f"{run}@3")
         snapshot.restore(
             {"model": module, "optimizer": optimizer, "rng": ckptstore.RNGState()},
-            process_group=group_of(n),
+            ranks=ckptstore.Ranks(process_group=group_of(n)),
         )
-        again = store.commit({"model": module, "optimizer": optimizer}, process_group=group_of(n))
+        again = store.commit(
+            {"model": module, "optimizer": optimizer},
+            ranks=ckptstore.Ranks(process_group=group_of(n)),
+        )
         assert again.content_id == store.checkout(f"{run}-without-rng").content_id
         assert again.new_bytes <= 0.01 * again.logical_bytes
     state = {
@@ -145,7 +148,7 @@ def commit_replicas(rank: int, path: Path) -> tuple[int, int, int, int]:
             ckptstore.Conflict,
             match=r"model/0\.weight is one tensor on ranks \[0, 1, 2, 3\], but rank",
         ):
-            store.commit({"model": module}, trust_replicated=False)
+            store.commit({"model": module}, ranks=ckptstore.Ranks(trust_replicated=False))
         written = sum(
             file.stat().st_size
             for file in path.glob(f"packs/*/*-{rank}-*")

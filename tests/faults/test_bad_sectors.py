@@ -34,7 +34,7 @@ def _traceable() -> None:
 def place(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three commits, the last of which was followed by a checkpoint of the log."""
     place = scratch / "store"
-    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES) as store:
+    with ckptstore.open(place, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)) as store:
         for step in range(STEP):
             monkeypatch.setattr(log, "CHECKPOINT_EVERY", STEP)
             store.commit(small(step), step=step)

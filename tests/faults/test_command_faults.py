@@ -29,10 +29,12 @@ SAMPLED = 2
 def template(scratch: Path) -> Path:
     """A store, and a file whose content it does not have."""
     place = scratch / "template"
-    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES) as store:
+    with ckptstore.open(place, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)) as store:
         for step in range(STEPS):
             store.commit(small(step), step=step)
-    with ckptstore.open(scratch / "other", chunk_bytes=CHUNK_BYTES) as other:
+    with ckptstore.open(
+        scratch / "other", storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)
+    ) as other:
         other.commit(small(STEPS), step=STEPS)
     done = call("-s", str(scratch / "other"), "export", "latest", str(scratch / "new.safetensors"))
     assert done.code == 0, done

@@ -122,7 +122,7 @@ def test_full_while_a_commit_is_made_in_the_background(
 ) -> None:
     place = copytree(template, disk / "store")
     before = view_of(place)
-    with ckptstore.open(place, executor=executor) as store:
+    with ckptstore.open(place, background=ckptstore.Async(executor=executor)) as store:
         store.commit_async(small(STEP), step=STEP).wait()
         ballast = leave_free(disk, 4 * PAGE)
         with pytest.raises(NoSpace, match="make room"):

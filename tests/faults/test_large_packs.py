@@ -27,7 +27,9 @@ def test_power_is_cut_after_a_large_commit(kind: str, tmp_path: Path) -> None:
     disk = PowerDisk(kind, tmp_path)
     disk.mount()
     try:
-        store = ckptstore.open(disk.mountpoint / "store", threads=1, direct_io=True)
+        store = ckptstore.open(
+            disk.mountpoint / "store", threads=1, storage=ckptstore.Storage(direct_io=True)
+        )
         commit = store.commit(state, step=1).id
         disk.cut()
         with suppress(CkptStoreError):  # a disk without power takes no leave

@@ -48,7 +48,9 @@ def state(step: int) -> dict[str, Any]:
 def write(place: Path) -> None:
     """Three commits in two runs with tags and metrics, one of them forgotten and brought back."""
     for codec in ("raw", "zstd"):
-        with ckptstore.open(place / codec, codec=codec, chunk_bytes=64 << 10) as store:
+        with ckptstore.open(
+            place / codec, storage=ckptstore.Storage(codec=codec, chunk_bytes=64 << 10)
+        ) as store:
             for step in (1, 2):
                 store.commit(state(step), step=step, message=f"step {step}", metrics=METRICS[step])
         with ckptstore.open(place / codec, run="branch") as store:

@@ -17,5 +17,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with ckptstore.open(tmp_path / "store", chunk_bytes=1 << 16) as opened:
+    with ckptstore.open(
+        tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=1 << 16)
+    ) as opened:
         yield opened

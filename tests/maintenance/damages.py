@@ -44,7 +44,9 @@ def make(place: Path, *, codec: str) -> States:
     """A store with all kinds of objects: two runs, packs of one size, forgotten and collected
     commits, packs that gc wrote, a tag, a checkpoint of the log, an orphan. Chunks that two packs
     hold come from a commit that did not rely on a pack."""
-    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES, codec=codec) as store:
+    with ckptstore.open(
+        place, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES, codec=codec)
+    ) as store:
         for step in range(6):
             store.commit(state(step), step=step)
         store.forget(KeepLast(4))

@@ -45,7 +45,9 @@ def large_state(step: int) -> dict[str, Any]:
 def make_store(path: Path, *, steps: int = 3, codec: str = "raw", states: Any = state) -> Path:
     """A store of `steps` commits in `main`, the first of them tagged, and one in the run
     `other`."""
-    with ckptstore.open(path, chunk_bytes=CHUNK_BYTES, codec=codec) as store:
+    with ckptstore.open(
+        path, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES, codec=codec)
+    ) as store:
         for step in range(steps):
             tag = "first" if step == 0 else ()
             store.commit(

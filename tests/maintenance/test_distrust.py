@@ -42,7 +42,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def opened(place: Path) -> Store:
-    return ckptstore.open(place, chunk_bytes=CHUNK_BYTES)
+    return ckptstore.open(place, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES))
 
 
 def tensor_pack(place: Path, n: int = -1) -> PackId:

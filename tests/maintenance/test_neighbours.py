@@ -49,7 +49,9 @@ def test_a_stopped_process_blocks_nobody(scratch: Path, nursery: Nursery, seed: 
             time.sleep(random.uniform(0, 0.05))
             os.kill(child.pid, signal.SIGSTOP)
             started = time.monotonic()
-            with ckptstore.open(place, run="other", chunk_bytes=CHUNK_BYTES) as store:
+            with ckptstore.open(
+                place, run="other", storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)
+            ) as store:
                 commit = store.commit(small(moment), step=moment, tag="mine")
                 assert_same(
                     store.checkout(commit.id).state_dict(),
@@ -73,7 +75,9 @@ def test_a_stopped_process_blocks_nobody(scratch: Path, nursery: Nursery, seed: 
 
 
 def test_a_forked_child_opens_the_store_for_itself_beside_its_parent(scratch: Path) -> None:
-    with ckptstore.open(scratch / "store", chunk_bytes=CHUNK_BYTES) as store:
+    with ckptstore.open(
+        scratch / "store", storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)
+    ) as store:
         store.commit(small(0), step=0)
         store.log()
         child = os.fork()
@@ -137,7 +141,11 @@ def test_hosts_on_a_shared_directory_keep_their_own_indexes_and_meet_in_the_log(
     stores = []
     for i, cache in enumerate(caches):
         with host(cache):
-            stores.append(ckptstore.open(place, run=f"host-{i}", chunk_bytes=CHUNK_BYTES))
+            stores.append(
+                ckptstore.open(
+                    place, run=f"host-{i}", storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)
+                )
+            )
     commits = {}
     for step in range(4):
         for i, store in enumerate(stores):

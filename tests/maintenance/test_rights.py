@@ -30,7 +30,9 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 def live(place: Path, *, private: bool) -> None:
     """Everything that makes files: commits, tags, gc, a checkpoint of the log, fsck, repair,
     doctor, a writer that is stopped."""
-    with ckptstore.open(place, private=private, chunk_bytes=CHUNK_BYTES) as store:
+    with ckptstore.open(
+        place, storage=ckptstore.Storage(private=private, chunk_bytes=CHUNK_BYTES)
+    ) as store:
         for step in range(4):
             store.commit(state_of(step), step=step, tag="first" if step == 1 else ())
         store.forget(KeepLast(2))
@@ -127,7 +129,7 @@ def test_the_index_in_the_cache_has_no_more_rights_than_its_store(
     monkeypatch.setattr(opening_module, "is_network_filesystem", lambda path: True)
     before = os.umask(0o022)
     try:
-        with ckptstore.open(tmp_path / "store", private=True) as store:
+        with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(private=True)) as store:
             store.commit(state_of(0), step=0)
             store.gc()
         (index,) = (tmp_path / "cache").iterdir()
@@ -139,4 +141,4 @@ def test_the_index_in_the_cache_has_no_more_rights_than_its_store(
 
 def test_a_bucket_is_not_made_private_here() -> None:
     with pytest.raises(ckptstore.InvalidInput, match="policy"):
-        ckptstore.open("memory://private-store", private=True)
+        ckptstore.open("memory://private-store", storage=ckptstore.Storage(private=True))

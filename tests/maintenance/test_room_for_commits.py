@@ -177,7 +177,7 @@ def test_a_commit_on_a_full_disk_collects_what_was_forgotten_and_is_made(
     disk: Path, completely: bool
 ) -> None:
     place = disk / "store"
-    with ckptstore.open(place, on_full="gc") as store:
+    with ckptstore.open(place, storage=ckptstore.Storage(on_full="gc")) as store:
         fill_with_commits(store)
         assert not list((place / "sessions").iterdir())
         store.forget(KeepLast(2))
@@ -195,7 +195,7 @@ def test_a_commit_on_a_full_disk_collects_what_was_forgotten_and_is_made(
 
 def test_a_commit_that_gc_cannot_help_is_refused_as_before(disk: Path) -> None:
     place = disk / "store"
-    with ckptstore.open(place, on_full="gc") as store:
+    with ckptstore.open(place, storage=ckptstore.Storage(on_full="gc")) as store:
         error = fill_with_commits(store)
         before = view_of(place)
         assert "`ckptstore gc` alone frees nothing" in str(error)
@@ -207,4 +207,4 @@ def test_a_commit_that_gc_cannot_help_is_refused_as_before(disk: Path) -> None:
 def test_what_to_do_on_a_full_disk_is_one_of_two_things(tmp_path: Path) -> None:
     with pytest.raises(ckptstore.InvalidInput, match=r"on_full"):
         # what is tested
-        ckptstore.open(tmp_path / "store", on_full="forget")  # type: ignore[arg-type]
+        ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(on_full="forget"))  # type: ignore[arg-type]

@@ -103,7 +103,7 @@ def test_every_read_stays_within_its_budget(
     tmp_path: Path, codec: str, read: Callable[[Any, torch.Tensor, int], torch.Tensor]
 ) -> None:
     whole = torch.randn(2048, 1024).bfloat16().float()  # 8 MiB that compress
-    with ckptstore.open(tmp_path / "store", codec=codec) as store:
+    with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(codec=codec)) as store:
         snap = store.commit({"w": whole})
         with peak_buffers() as peak:
             got = read(snap, whole, 3 * MIB)
@@ -115,7 +115,7 @@ def test_every_read_stays_within_its_budget(
 def test_a_commit_stays_within_its_budget(tmp_path: Path, codec: str) -> None:
     whole = torch.randn(1024, 3072).bfloat16().float().t()  # 12 MiB that must be staged
     small = {str(i): torch.randn(100, 100).t() for i in range(100)}
-    with ckptstore.open(tmp_path / "store", codec=codec) as store:
+    with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(codec=codec)) as store:
         for budget_bytes in (4 * MIB, 8 * MIB):
             with peak_buffers() as peak:
                 snap = store.commit(
@@ -137,7 +137,9 @@ def test_a_commit_without_a_budget_has_the_same_chunks(store: ckptstore.Store) -
 def test_a_budget_that_is_too_small_is_refused_and_the_least_is_named(tmp_path: Path) -> None:
     whole = torch.randn(300_000)
     for codec, commit_bytes in (("raw", 256 << 10), ("zstd", 1 << 20)):
-        with ckptstore.open(tmp_path / codec, codec=codec, chunk_bytes=256 << 10) as store:
+        with ckptstore.open(
+            tmp_path / codec, storage=ckptstore.Storage(codec=codec, chunk_bytes=256 << 10)
+        ) as store:
             with pytest.raises(InvalidInput, match=f"at least {commit_bytes} "):
                 store.commit({"w": whole}, memory_budget_bytes=commit_bytes - 1)
             assert not store.log()

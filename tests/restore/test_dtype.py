@@ -18,7 +18,9 @@ from tests.state.carrying import assert_same, tensor_bytes
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
-    with ckptstore.open(tmp_path / "store", chunk_bytes=64 << 10) as opened:
+    with ckptstore.open(
+        tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=64 << 10)
+    ) as opened:
         yield opened
 
 

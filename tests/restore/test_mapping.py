@@ -187,7 +187,7 @@ REFUSALS: list[tuple[str, Any, str]] = [
 def test_unmappable_leaves_are_refused_with_a_hint_to_read(
     place: Path, codec: str, value: Any, message: str
 ) -> None:
-    with ckptstore.open(place, codec=codec) as store:
+    with ckptstore.open(place, storage=ckptstore.Storage(codec=codec)) as store:
         snap = store.commit({"w": value})
         with pytest.raises(InvalidInput, match=message):
             snap.open("w")

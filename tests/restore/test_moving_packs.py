@@ -20,7 +20,7 @@ def make_shrinking(place: Path) -> None:
     """Commits of ever less: as each of the first is forgotten and collected, the pack that holds
     `keep` is copied once more."""
     tensors = {name: torch.randn(8192) for name in NAMES}
-    with ckptstore.open(place, chunk_bytes=1 << 16) as store:
+    with ckptstore.open(place, storage=ckptstore.Storage(chunk_bytes=1 << 16)) as store:
         for step in range(len(NAMES) + 2):
             store.commit(
                 {"m": {"keep": KEEP, **{name: tensors[name] for name in NAMES[step:]}}}, step=step

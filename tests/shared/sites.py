@@ -15,6 +15,7 @@ from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.registry import open_storage
 from ckptstore.store import Store
+from tests.support.grouped import grouped
 from tests.support.servers.postgres import PostgresServer
 from tests.support.servers.s3 import S3Server, new_url
 
@@ -39,11 +40,12 @@ class Site:
     def open(self, host: Path | None = None, **settings: Any) -> Store:
         """Open it as the host whose cache directory is `host`, or as this one."""
         with on(host):
-            return ckptstore.open(
-                self.place,
-                storage_options=self.options,
-                **{"chunk_bytes": CHUNK_BYTES, **self.more, **settings},
-            )
+            flat = {"chunk_bytes": CHUNK_BYTES, **self.more, **settings}
+            return ckptstore.open(self.place, **grouped("storage", options=self.options, **flat))
+
+    def as_storage(self) -> ckptstore.Storage:
+        """What `ckptstore` needs to get there."""
+        return ckptstore.Storage(options=self.options, **self.more)
 
     @contextmanager
     def opened(self, host: Path | None = None) -> Iterator[StoreHandle]:

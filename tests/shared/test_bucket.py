@@ -148,7 +148,9 @@ def test_of_two_that_make_a_store_at_once_one_makes_it(site: Site, here: Path) -
     stores: list[Any] = []
     threads = [
         threading.Thread(
-            target=lambda: stores.append(ckptstore.open(site.place, storage_options=site.options))
+            target=lambda: stores.append(
+                ckptstore.open(site.place, storage=ckptstore.Storage(options=site.options))
+            )
         )
         for _ in range(4)
     ]

@@ -10,10 +10,10 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from ckptstore import Mirror
 from ckptstore.cli.exits import Exit
 from ckptstore.errors import CkptStoreError
 from ckptstore.interop.dcp import StoreReader
@@ -83,14 +83,10 @@ def test_nothing_written_or_logged_holds_credentials(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     mirror = Site(new_url(), server.options(), {"index": postgres.new_url()})
-    way: dict[str, Any] = {
-        "mirror": mirror.place,
-        "mirror_options": mirror.options,
-        "mirror_index": mirror.more["index"],
-    }
+    there = Mirror(mirror.place, storage=mirror.as_storage())
     with (
         caplog.at_level(logging.DEBUG, "ckptstore"),
-        site.open(tmp_path / "host", read_cache_bytes=1 << 20, **way) as store,
+        site.open(tmp_path / "host", read_cache_bytes=1 << 20, mirror=there) as store,
     ):
         for step in range(3):
             store.commit(

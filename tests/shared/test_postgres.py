@@ -160,7 +160,7 @@ def test_of_two_that_make_a_store_at_once_one_makes_it(
     ids: list[str] = []
 
     def make() -> None:
-        with ckptstore.open(local.place, **local.more) as store:
+        with ckptstore.open(local.place, storage=local.as_storage()) as store:
             ids.append(store.id)
 
     threads = [threading.Thread(target=make) for _ in range(4)]
@@ -458,5 +458,5 @@ def test_a_server_that_refuses_for_good_is_not_asked_until_the_deadline(
     ):
         started = time.monotonic()
         with pytest.raises(InvalidInput, match=says):
-            ckptstore.open(tmp_path / "store", index=index)
+            ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(index=index))
         assert time.monotonic() - started < DEADLINE_S / 2

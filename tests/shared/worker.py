@@ -29,7 +29,9 @@ do."""
 
 
 def check(place: str, way: str) -> None:
-    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES, **json.loads(way)) as store:
+    with ckptstore.open(
+        place, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES, **json.loads(way))
+    ) as store:
         found = store.fsck(read_data="100%").findings
         # A commit that was cut off leaves objects that no entry names, which are nobody's loss.
         assert {finding.kind for finding in found} <= {Kind.ORPHAN}, found
@@ -46,7 +48,10 @@ def work(place: str, way: str, run: str, seconds: str, seed: str) -> None:
     while time.monotonic() < deadline or done < WANTED:
         try:
             with ckptstore.open(
-                place, chunk_bytes=CHUNK_BYTES, run=run, threads=1, **json.loads(way)
+                place,
+                storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES, **json.loads(way)),
+                run=run,
+                threads=1,
             ) as store:
                 deadline = min(deadline, time.monotonic() + float(seconds))
                 while time.monotonic() < deadline or done < WANTED:

@@ -121,7 +121,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def open_writers(self) -> None:
         self.stores = [
-            ckptstore.open(self.place, run=run, chunk_bytes=CHUNK_BYTES, threads=1) for run in RUNS
+            ckptstore.open(
+                self.place, run=run, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES), threads=1
+            )
+            for run in RUNS
         ]
 
     @rule(who=WRITERS, seed=CONTENTS, tag=st.none() | TAGS)
@@ -281,7 +284,7 @@ class StoreMachine(RuleBasedStateMachine):
 def test_a_store_is_what_a_dict_of_its_commits_says() -> None:
     """Two thousand steps, the first commits of each machine not counted."""
     run_state_machine_as_test(
-        StoreMachine, settings=settings(max_examples=34, stateful_step_count=60)
+        StoreMachine, settings=settings(max_examples=16, stateful_step_count=60)
     )  # type: ignore[no-untyped-call]
 
 

@@ -54,9 +54,9 @@ def test_two_hosts_commit_and_collect(
     url, options = _url(scheme), _options(scheme)
     for host in range(2):
         monkeypatch.setenv("CKPTSTORE_CACHE", str(tmp_path / str(host)))
-        with ckptstore.open(url, storage_options=options) as store:
+        with ckptstore.open(url, storage=ckptstore.Storage(options=options)) as store:
             store.commit(state_of(host), step=host)
-    with ckptstore.open(url, storage_options=options) as store:
+    with ckptstore.open(url, storage=ckptstore.Storage(options=options)) as store:
         store.gc(max_unused=0.0)
         for step in range(2):
             assert_equal(store.checkout(step).state_dict(), state_of(step))

@@ -25,7 +25,7 @@ def scratch() -> Iterator[Path]:
 
 def store_of(place: Path, steps: int) -> Path:
     """A store at `place` with a small commit for each of `steps`."""
-    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES) as store:
+    with ckptstore.open(place, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)) as store:
         for step in range(steps):
             store.commit(small(step), step=step)
     return place

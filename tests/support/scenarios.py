@@ -87,7 +87,7 @@ def change_on(report: Report, place: str, first: int) -> None:
     """Commit, tag, forget, bring back and collect, and again, until storage is gone. What may take
     something away is said before, too."""
     try:
-        with ckptstore.open(place, chunk_bytes=CHUNK_BYTES) as store:
+        with ckptstore.open(place, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)) as store:
             for step in range(first, first + 10_000):
                 report("committed", step, store.commit(small(step), step=step).id)
                 if step % 7 == 0:
@@ -190,9 +190,17 @@ def _commit_on(
             report("worker", store.worker_pid)
         report(progress.milestone, progress.step)
 
-    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES, executor=executor) as store:
+    with ckptstore.open(
+        place,
+        storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES),
+        background=ckptstore.Async(executor=executor),
+    ) as store:
         for step in range(first, first + 10_000):
-            store.commit_async(state_at(step), step=step, staging=staging, on_progress=on_progress)
+            store.commit_async(
+                state_at(step),
+                step=step,
+                background=ckptstore.Async(staging=staging, on_progress=on_progress),
+            )
 
 
 def commit_beside_a_child(report: Report, place: str) -> None:
@@ -205,12 +213,18 @@ def commit_beside_a_child(report: Report, place: str) -> None:
             report("hashed", store.worker_pid)
             asleep.wait()
 
-    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES, executor="process") as store:
+    with ckptstore.open(
+        place,
+        storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES),
+        background=ckptstore.Async(executor="process"),
+    ) as store:
         store.commit_async(small(1), step=1).wait()
         if not (child := os.fork()):
             signal.pause()
         report("child", child)
-        store.commit_async(small(2), step=2, on_progress=on_progress).wait()
+        store.commit_async(
+            small(2), step=2, background=ckptstore.Async(on_progress=on_progress)
+        ).wait()
 
 
 def commit_together_on(
@@ -231,11 +245,18 @@ def commit_together_on(
         if progress.milestone == "hashed" and held:
             asleep.wait()
 
-    store = ckptstore.open(place, chunk_bytes=CHUNK_BYTES, executor="process")
+    store = ckptstore.open(
+        place,
+        storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES),
+        background=ckptstore.Async(executor="process"),
+    )
     for step in range(first, first + 10_000):
         try:
             pending = store.commit_async(
-                small(step), step=step, timeout_s=60, on_progress=on_progress
+                small(step),
+                step=step,
+                ranks=ckptstore.Ranks(timeout_s=60),
+                background=ckptstore.Async(on_progress=on_progress),
             )
         except Unavailable as error:
             report("alone", step, *error.causes)
@@ -278,7 +299,9 @@ def use(report: Report, place: str, what: str, step: int) -> None:
 def _use(report: Report, place: str, what: str, step: int) -> None:
     what, _, executor = what.partition(" by a ")
     # of the two words
-    with ckptstore.open(place, create=False, executor=executor or "thread") as store:  # type: ignore[arg-type]
+    with ckptstore.open(
+        place, create=False, background=ckptstore.Async(executor=executor or "thread")
+    ) as store:  # type: ignore[arg-type]
         match what:
             case "commit":
                 report("committed", step, store.commit(small(step), step=step).id)
@@ -380,7 +403,9 @@ def churn(
         os.environ["CKPTSTORE_CACHE"] = cache
     random = Random(f"{seed} {me}")
     deadline = time.monotonic() + seconds
-    with ckptstore.open(place, chunk_bytes=CHUNK_BYTES, run=f"run-{me}", threads=1) as store:
+    with ckptstore.open(
+        place, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES), run=f"run-{me}", threads=1
+    ) as store:
         step = me
         _commit(store, step, report, keep=True)
         while time.monotonic() < deadline:

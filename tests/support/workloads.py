@@ -33,7 +33,9 @@ def small(step: int) -> dict[str, Any]:
 
 
 def open_small(disk: Path) -> Store:
-    return ckptstore.open(disk / STORE, chunk_bytes=CHUNK_BYTES, threads=1)
+    return ckptstore.open(
+        disk / STORE, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES), threads=1
+    )
 
 
 @dataclass(frozen=True)

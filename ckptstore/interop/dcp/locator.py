@@ -23,6 +23,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import torch.distributed as dist
 
 from ckptstore.core.ids import CONFIG_KEY, SessionId, check_tag, digest, parse_session_id
+from ckptstore.core.options import Storage
 from ckptstore.core.text import redact
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.interop.dcp.directory import METADATA as DCP_METADATA
@@ -60,8 +61,7 @@ class StorePlace:
             self._arguments = {
                 "place": os.fspath(store),
                 "run": run,
-                "storage_options": storage_options,
-                "index": index,
+                "storage": Storage(options=storage_options, index=index),
             }
             self._owned = True
         # not owned: the caller's Store

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from ckptstore.core.discovery import BESIDE, SAFE, base_of, distrust, is_alone, search
 from ckptstore.core.ids import CONFIG_KEY, check_tag, digest
+from ckptstore.core.options import Storage
 from ckptstore.core.paths import make_directories, rights
 from ckptstore.core.text import redact
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
@@ -265,7 +266,7 @@ def store_at(
         _release()
         known = _open.get(key)
         if known is None:
-            store = open_store(place, create=create, storage_options=storage_options or None)
+            store = open_store(place, create=create, storage=Storage(options=storage_options))
             known = _open[key] = _Open(store, _identity(place))
         return known.store
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ckptstore.commit.pending import Pending
 from ckptstore.core.ids import CommitId
+from ckptstore.core.options import Ranks
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import on_all
@@ -28,8 +29,8 @@ from ckptstore.interop.torchsnapshot.take import (
     budget_of,
     check_stateful,
     ordered,
+    ranks_of,
     undisturbed,
-    whose,
 )
 from ckptstore.interop.torchsnapshot.views import Index, manifest_of
 from ckptstore.objects.pointer_files import Pointer, write_pointer
@@ -100,8 +101,8 @@ class Snapshot:
                 metrics=metrics,
                 memory_budget_bytes=budget_of(store, None),
                 allow_pickle=allow_pickle,
-                process_group=pg,
-                **whose(agreed, _custom_tensor_prepare_func),
+                tag=agreed.place.tag,
+                ranks=ranks_of(agreed, pg, _custom_tensor_prepare_func),
             )
         _await_pointers(agreed.path)
         _point(peers, agreed, commit)
@@ -136,8 +137,8 @@ class Snapshot:
                 step=step,
                 metrics=metrics,
                 allow_pickle=allow_pickle,
-                process_group=pg,
-                **whose(agreed, _custom_tensor_prepare_func),
+                tag=agreed.place.tag,
+                ranks=ranks_of(agreed, pg, _custom_tensor_prepare_func),
             )
         leads = peers is None or peers.leads
         return PendingSnapshot(cls(agreed.path, pg, storage_options), pending, agreed, leads=leads)
@@ -170,7 +171,7 @@ class Snapshot:
                 strict=strict,
                 memory_budget_bytes=budget_of(self._store(), memory_budget_bytes),
                 allow_pickle=allow_pickle,
-                process_group=self.pg,
+                ranks=Ranks(process_group=self.pg),
             )
         except InvalidInput as error:
             note = (
@@ -341,7 +342,7 @@ class PendingSnapshot:
 
 
 _unfinished: set[PendingSnapshot] = set()
-"""Snapshots whose pointers may not be written yet."""
+"""Snapshots ranks_of pointers may not be written yet."""
 
 
 def _await_pointers(path: str) -> None:

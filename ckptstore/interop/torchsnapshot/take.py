@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ckptstore.core.options import Ranks
 from ckptstore.distributed.collective import Collective
 from ckptstore.interop.torchsnapshot import knobs
 from ckptstore.interop.torchsnapshot.errors import UnusableState
@@ -138,17 +139,15 @@ def ordered(app_state: Mapping[str, Any], prepare: Prepare | None) -> dict[str, 
     }
 
 
-def whose(agreed: Agreed, prepare: Prepare | None) -> dict[str, Any]:
-    """Commit options for the state: its name, and everything not named a replica as private, by
-    TorchSnapshot's rules.
+def ranks_of(agreed: Agreed, process_group: Any, prepare: Prepare | None) -> Ranks:
+    """Everything not named a replica is private, by TorchSnapshot's rules.
+
+    Prepared tensors are not those that DistributedDataParallel keeps equal, so their content
+    decides.
     """
-    # Prepared tensors are not those that DistributedDataParallel keeps equal, so their content
-    # decides.
-    return {
-        "tag": agreed.place.tag,
-        "replicated": agreed.replicated,
-        "compare": prepare is not None,
-    }
+    return Ranks(
+        process_group=process_group, replicated=agreed.replicated, compare=prepare is not None
+    )
 
 
 def budget_of(store: Store, wanted: int | None) -> int | None:

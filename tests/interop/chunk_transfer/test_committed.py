@@ -51,7 +51,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("how", ["commit", "commit_async", "dedup_first"])
+@pytest.mark.parametrize("how", ["commit", "commit_async"])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_what_was_committed_beside_a_transport_is_found_by_quick_names(
     start: Start, store: Store, learned: list[bytes], how: str, in_place: bool
@@ -63,7 +63,7 @@ def test_what_was_committed_beside_a_transport_is_found_by_quick_names(
     if how == "commit":
         store.commit({"any key": weights_of(state)})
     else:
-        store.commit_async({"any key": weights_of(state)}, dedup_first=how == "dedup_first").wait()
+        store.commit_async({"any key": weights_of(state)}).wait()
     assert len(learned) == 6
     sender.send_checkpoint([1], 1, state, SOON)
     assert sender.staged_bytes == 0 and len(learned) == 6
@@ -120,7 +120,7 @@ def test_looking_for_what_was_not_committed_is_given_up(
     start: Start, tmp_path: Path, learned: list[bytes]
 ) -> None:
     state, chunks = {"w": torch.randn(800, SMALL // 4)}, 800
-    with ckptstore.open(tmp_path / "store", chunk_bytes=SMALL) as store:
+    with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=SMALL)) as store:
         store.commit({"something else": torch.randn(SMALL)})
         sender, receiver = start(store), start()
         sender.send_checkpoint([1], 1, state, SOON)
@@ -134,7 +134,7 @@ def test_it_is_not_given_up_where_there_is_no_room_for_a_copy(
 ) -> None:
     chunks, stored = 1024, 64
     state = {"w": torch.randn(chunks, SMALL // 4)}
-    with ckptstore.open(tmp_path / "store", chunk_bytes=SMALL) as store:
+    with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=SMALL)) as store:
         store.commit({"part": state["w"][-stored:].clone()})
         sender, receiver = start(store, staging_bytes=(chunks - stored) * SMALL), start()
         sender.send_checkpoint([1], 1, state, SOON)

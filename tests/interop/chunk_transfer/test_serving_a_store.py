@@ -99,7 +99,7 @@ def test_what_is_damaged_in_the_store_of_one_peer_comes_from_another(
 ) -> None:
     state = {"a": torch.randn(1 << 20).bfloat16().float()}  # two of four bytes compress well
     wanted = copy_of(state)
-    with ckptstore.open(tmp_path / "store", codec=codec) as store:
+    with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(codec=codec)) as store:
         store.commit(state)
         sender, other, receiver = start(store), start(), start()
         sender.send_checkpoint([1], 1, state, SOON)

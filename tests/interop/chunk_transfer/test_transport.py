@@ -287,7 +287,9 @@ def test_what_was_received_is_committed_as_what_was_sent(start: Start, tmp_path:
 
 def test_a_store_with_another_chunk_size_takes_part(start: Start, tmp_path: Path) -> None:
     state = state_of(4)
-    with ckptstore.open(tmp_path / "store", chunk_bytes=64 << 10) as store:
+    with ckptstore.open(
+        tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=64 << 10)
+    ) as store:
         sender, receiver = start(store), start(state_dict=lambda: state)
         sender.send_checkpoint([1], 1, state, SOON)
         assert_same(receive(receiver, sender), state)

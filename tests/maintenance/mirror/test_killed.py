@@ -39,7 +39,9 @@ class _Push:
             self.contents = {
                 info.id: large_state(info.step or 0) for info in store.log(all_runs=True)
             }
-        ckptstore.open(scratch / "empty", chunk_bytes=CHUNK_BYTES).close()
+        ckptstore.open(
+            scratch / "empty", storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)
+        ).close()
         target = copytree(scratch / "empty", scratch / "counted")
         assert not traced(self.start(target), scratch / "log")
         self.calls = every_call(scratch / "log")

@@ -135,7 +135,9 @@ def test_chunks_in_the_target_are_not_sent_again(place: Path, target: str) -> No
 
 def test_chunks_are_found_in_packs_of_any_layout(place: Path, tmp_path: Path) -> None:
     """The target committed one of the states itself, in another order, under other names."""
-    with ckptstore.open(tmp_path / "target", chunk_bytes=CHUNK_BYTES, codec="zstd") as other:
+    with ckptstore.open(
+        tmp_path / "target", storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES, codec="zstd")
+    ) as other:
         mine = large_state(1)["model"]
         other.commit({"x": {"small": mine["small"]}, "y": [mine["big"]]}, step=0)
     with ckptstore.open(place) as store:
@@ -157,7 +159,9 @@ def test_a_dry_run_says_what_a_real_run_moves(place: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("codecs", [("raw", "zstd"), ("zstd", "raw")])
 def test_each_store_encodes_as_it_is_set_to(codecs: tuple[str, str], tmp_path: Path) -> None:
     source = make_store(tmp_path / "source", codec=codecs[0], steps=1)
-    with ckptstore.open(tmp_path / "target", chunk_bytes=CHUNK_BYTES, codec=codecs[1]) as target:
+    with ckptstore.open(
+        tmp_path / "target", storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES, codec=codecs[1])
+    ) as target:
         target.pull(source, verify=True)
         assert_restores(target, "main@0", 0)
         assert not target.fsck(read_data="100%").findings
@@ -214,7 +218,9 @@ def test_what_the_target_has_forgotten_stays_forgotten(place: Path, tmp_path: Pa
 
 
 def test_stores_that_cut_chunks_differently_are_told_so(place: Path, tmp_path: Path) -> None:
-    ckptstore.open(tmp_path / "target", chunk_bytes=2 * CHUNK_BYTES).close()
+    ckptstore.open(
+        tmp_path / "target", storage=ckptstore.Storage(chunk_bytes=2 * CHUNK_BYTES)
+    ).close()
     with ckptstore.open(place) as store:
         with pytest.raises(InvalidInput, match="chunk-size 65536"):
             store.push(tmp_path / "target")
@@ -237,7 +243,9 @@ def test_a_clone_has_everything_and_a_second_one_completes_it(place: Path, targe
 def test_a_mirror_of_a_mirror_can_be_pulled_back(place: Path, tmp_path: Path) -> None:
     with ckptstore.open(place) as store, ckptstore.clone(place, "memory://chain") as there:
         first = store.checkout(1).id
-        with ckptstore.open(tmp_path / "back", chunk_bytes=CHUNK_BYTES) as back:
+        with ckptstore.open(
+            tmp_path / "back", storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)
+        ) as back:
             back.pull("memory://chain", "main@1")
             assert back.checkout(1).id == first
             back.checkout(1).verify()
@@ -291,7 +299,7 @@ def _fail_at(n: int, patch: pytest.MonkeyPatch) -> None:
 
 
 def _empty(place: Path) -> Path:
-    ckptstore.open(place, chunk_bytes=CHUNK_BYTES).close()
+    ckptstore.open(place, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)).close()
     return place
 
 
@@ -419,7 +427,7 @@ def test_verifying_finds_what_the_storage_made_of_the_bytes(
         )
 
     with ckptstore.open(place) as store:
-        ckptstore.open("memory://bad", chunk_bytes=CHUNK_BYTES).close()
+        ckptstore.open("memory://bad", storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)).close()
         monkeypatch.setattr(FsspecStorage, "put_new", damaging)
         with pytest.raises(ckptstore.Corrupt):
             store.push("memory://bad", verify=True)

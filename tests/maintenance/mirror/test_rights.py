@@ -49,7 +49,7 @@ def modes(store: Path) -> set[int]:
 def test_a_private_stores_mirror_is_private(
     way: Callable[[Path, Path], None], tmp_path: Path
 ) -> None:
-    with ckptstore.open(tmp_path / "source", private=True) as store:
+    with ckptstore.open(tmp_path / "source", storage=ckptstore.Storage(private=True)) as store:
         store.commit({"w": torch.zeros(3)})
     way(tmp_path / "source", tmp_path / "deep" / "target")
     assert all(mode & 0o077 == 0 for mode in modes(tmp_path / "deep" / "target"))

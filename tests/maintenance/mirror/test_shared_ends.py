@@ -73,7 +73,7 @@ def proxy(s3: S3Server) -> Iterator[Proxy]:
 
 def way(site: Site) -> dict[str, Any]:
     """The arguments that say how to get to the other end."""
-    return {"storage_options": site.options, **site.more}
+    return {"storage": site.as_storage()}
 
 
 def ids(store: Store) -> dict[str, tuple[Any, ...]]:
@@ -112,15 +112,18 @@ def test_between_two_shared_stores_and_back_to_a_disk(
             assert len(there.pull(database.place, **way(database)).sent) == 4
             assert_whole(there, store)
         with ckptstore.clone(
-            bucket.place, tmp_path / "back", storage_options=bucket.options
+            bucket.place, tmp_path / "back", storage=ckptstore.Storage(options=bucket.options)
         ) as back:
             assert_whole(back, store)
 
 
 def test_a_clone_into_a_bucket_with_its_log_in_a_database(place: Path, database: Site) -> None:
-    more = {"to_options": database.options, "to_index": database.more["index"]}
-    with ckptstore.open(place) as store, ckptstore.clone(place, database.place, **more) as there:
-        assert_whole(there, store)
+    there = ckptstore.Storage(options=database.options, index=database.more["index"])
+    with (
+        ckptstore.open(place) as store,
+        ckptstore.clone(place, database.place, to_storage=there) as copy,
+    ):
+        assert_whole(copy, store)
 
 
 def test_an_end_whose_log_is_in_a_database_is_not_taken_for_one_without(
@@ -129,10 +132,13 @@ def test_an_end_whose_log_is_in_a_database_is_not_taken_for_one_without(
     with ckptstore.open(place) as store:
         store.mirror(database.place, **way(database))
         with pytest.raises(InvalidInput, match=r"is in postgresql.*--to-index"):
-            store.push(database.place, storage_options=database.options)
+            store.push(database.place, storage=ckptstore.Storage(options=database.options))
         store.mirror(bucket.place, **way(bucket))
         with pytest.raises(InvalidInput, match="not in a database"):
-            store.push(bucket.place, storage_options=bucket.options, index=database.more["index"])
+            store.push(
+                bucket.place,
+                storage=ckptstore.Storage(options=bucket.options, index=database.more["index"]),
+            )
 
 
 def test_the_command_names_the_database_of_either_end(
@@ -151,19 +157,17 @@ def test_the_command_names_the_database_of_either_end(
 def test_a_tier_uploads_to_a_shared_store_and_a_new_disk_resumes_from_it(
     end: Site, tmp_path: Path
 ) -> None:
-    mirror = {
-        "mirror": end.place,
-        "mirror_options": end.options,
-        "mirror_index": end.more.get("index"),
-    }
-    with ckptstore.open(tmp_path / "old", chunk_bytes=CHUNK_BYTES, **mirror) as store:
+    mirror = ckptstore.Mirror(end.place, storage=end.as_storage())
+    with ckptstore.open(
+        tmp_path / "old", storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES), mirror=mirror
+    ) as store:
         for step in range(3):
             store.commit(large_state(step), step=step, tag=f"t{step}")
         assert store.flush_mirror()
     target = {
         "model": {name: torch.zeros_like(value) for name, value in large_state(0)["model"].items()}
     }
-    with ckptstore.open(tmp_path / "new", **mirror) as store:
+    with ckptstore.open(tmp_path / "new", mirror=mirror) as store:
         snapshot = store.resume(target)
         assert snapshot is not None and snapshot.step == 2
         assert torch.equal(target["model"]["big"], large_state(2)["model"]["big"])
@@ -180,7 +184,10 @@ def test_a_flipped_bit_is_healed_from_a_shared_store(place: Path, end: Site) -> 
         assert store.fsck(read_data="100%").findings
         assert (
             store.repair(
-                end.place, apply=True, read_data="100%", storage_options=end.options
+                end.place,
+                apply=True,
+                read_data="100%",
+                storage=ckptstore.Storage(options=end.options),
             ).after.findings
             == ()
         )

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -70,12 +69,10 @@ def test_commits_go_on_while_the_way_to_postgresql_is_broken(
 def _train_through(
     mirror: Site, seen_by_others: Site, proxy: Proxy, fault: str, tmp_path: Path
 ) -> None:
-    way: dict[str, Any] = {
-        "mirror": mirror.place,
-        "mirror_options": mirror.options,
-        "mirror_index": mirror.more.get("index"),
-    }
-    with ckptstore.open(tmp_path / "disk", chunk_bytes=CHUNK_BYTES, **way) as store:
+    there = ckptstore.Mirror(mirror.place, storage=mirror.as_storage())
+    with ckptstore.open(
+        tmp_path / "disk", storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES), mirror=there
+    ) as store:
         store.commit(state_of(0), step=0)
         _flush(store)
         proxy.break_by(fault)

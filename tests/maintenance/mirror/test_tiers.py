@@ -17,6 +17,7 @@ from ckptstore.maintenance.mirror import tiers
 from ckptstore.storage.fsspec_backend import FsspecStorage
 from ckptstore.store import Store
 from tests.maintenance.stores import CHUNK_BYTES, assert_equal, files, flip
+from tests.support.grouped import grouped
 
 MIRROR = "memory://tiers/mirror"
 
@@ -33,7 +34,8 @@ def state(step: int) -> dict[str, Any]:
 
 
 def opened(place: Path, **options: Any) -> Store:
-    return ckptstore.open(place, mirror=MIRROR, **options)
+    there = ckptstore.Mirror(MIRROR, keep_local=options.pop("keep_local", ()))
+    return ckptstore.open(place, mirror=there, **grouped("storage", **options))
 
 
 def in_mirror() -> dict[int | None, str]:
