@@ -15,6 +15,7 @@ from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape
 from ckptstore.core.process import uncollected
 from ckptstore.errors import InvalidInput
 from ckptstore.state import containers, paths, tensors, values
+from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
 from ckptstore.state.inflate import pickled
 from ckptstore.state.leaf_sources import FlatState, HeldLeaf, Source
@@ -23,7 +24,6 @@ from ckptstore.state.optimizers import ParameterNames, named_state
 from ckptstore.state.registry import class_name, registered
 from ckptstore.state.shards import Held, held_of, is_distributed
 from ckptstore.state.stateful import state_dict_of, state_of
-from ckptstore.state.tensor_subclasses import split_tensor
 from ckptstore.state.tensors import DTYPE_NAMES
 
 _ITSELF = ""

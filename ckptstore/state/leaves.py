@@ -101,31 +101,32 @@ class Destination:
 
     Either `memory` is filled, or every byte is handed to `write`, in any order and from any thread.
     On a device it lands ahead of what the thread that makes this launches next, and behind what it
-    launched before. Bytes of another dtype than the tensor's, `committed`, are converted as they
-    are handed over, chunk by chunk.
+    launched before. Bytes of another dtype, `committed`, are converted to the tensor's as they are
+    handed over, chunk by chunk.
     """
 
-    __slots__ = ("_converted", "nbytes", "stream", "tensor")
+    __slots__ = ("_committed", "nbytes", "stream", "tensor")
 
     def __init__(self, tensor: torch.Tensor, committed: torch.dtype | None = None) -> None:
         self.tensor = tensor
         self.stream = current_stream(tensor)
-        self._converted = None if committed == tensor.dtype else committed
-        width = (self._converted or tensor).itemsize
-        self.nbytes: int = tensor.numel() * width
+        self._committed = committed
+        self.nbytes: int = (
+            tensor.nbytes if committed is None else tensor.numel() * committed.itemsize
+        )
 
     def memory(self) -> memoryview | None:
         """The tensor's own memory, writable, or None if bytes must be handed to `write`."""
-        in_place = self._converted is None and tensors.is_plain(self.tensor)
+        in_place = self._committed is None and tensors.is_plain(self.tensor)
         return tensors.memory_of(self.tensor) if in_place else None
 
     def write(self, start: int, data: memoryview) -> None:
         """Land `data`, whole elements, at byte `start` of the committed ones."""
         with through(self.stream):
-            if self._converted is None:
+            if self._committed is None:
                 tensors.write_range(self.tensor, start, data)
             else:
-                tensors.convert_range(self.tensor, self._converted, start, data)
+                tensors.convert_range(self.tensor, self._committed, start, data)
 
     @property
     def parts(self) -> tuple[tuple[Box | None, "Destination"], ...]:
@@ -196,4 +197,5 @@ def _candidates(node: Node | int) -> Iterator[int]:
 def destination(tensor: torch.Tensor, committed: str) -> Destination:
     """Where the bytes of a leaf committed as `committed` land in `tensor`, which has that dtype or
     is converted to."""
-    return Destination(tensor, tensors.dtype_of(committed))
+    same = tensors.DTYPE_NAMES[tensor.dtype] == committed
+    return Destination(tensor, None if same else tensors.dtype_of(committed))

@@ -14,11 +14,11 @@ from torch.nn.parameter import is_lazy
 from ckptstore.core.model import Node, Schema
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors, values
+from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
 from ckptstore.state.leaves import Destination, HeldDestination, convertible, destination
 from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.shards import Held, empty_like_held, held_of, is_distributed
-from ckptstore.state.tensor_subclasses import split_tensor
 
 _MARKS = ("torch.Parameter", "torch.Tensor")
 """Wrappers that only record whether a tensor requires grad, which the target decides."""
@@ -98,7 +98,7 @@ class TensorMatch:
 
     def __init__(self, schema: Schema, matching: Matching, content_of: ContentOf) -> None:
         self.schema, self.content_of = schema, content_of
-        self._matching = matching
+        self._dtype, self._claims = matching.dtype, matching.claims
         dtype, count = matching.dtype, len(schema)
         self._convertible = frozenset() if dtype is None else convertible(schema, dtype)
         self.objects: list[Any] = [None] * count
@@ -191,15 +191,19 @@ class TensorMatch:
         if not isinstance(node, int) or not self._is_like(node, held.shape, held.dtype):
             raise _Differs
         strides = tuple(n for _, part in held.parts for n in part.stride())
-        address = held.parts[0][1].data_ptr() if held.parts else 0
-        if self._claim(address, Claim(self, node, held.shape, strides), target):
+        mine = Claim(self, node, held.shape, strides)
+        first = self._claims.setdefault(held.parts[0][1].data_ptr(), mine) if held.parts else mine
+        if first is mine:
             self.destinations[node] = _held_destination(held)
+        elif not _are_one(first, mine):
+            return
+        self.objects[node], self.direct[node] = target, True
 
     def _pair_strided(self, leaf: int, strided: torch.Tensor, target: torch.Tensor) -> None:
         """Match `leaf` with `strided`, which is `target` or its strided equivalent."""
         if (
             leaf in self._convertible
-            and strided.dtype == self._matching.dtype
+            and strided.dtype == self._dtype
             and strided.shape == self.schema.shapes[leaf]
         ):
             self._new_dtypes[leaf] = tensors.DTYPE_NAMES[strided.dtype]
@@ -207,21 +211,15 @@ class TensorMatch:
             raise _Differs
         if not tensors.is_writable_by_range(strided):
             return
-        claim = Claim(self, leaf, strided.shape, strided.stride())
-        if self._claim(strided.data_ptr(), claim, target):
-            self.destinations[leaf] = destination(strided, self.schema.dtypes[leaf])
-
-    def _claim(self, address: int, mine: Claim, target: torch.Tensor) -> bool:
-        """Take the memory of `target` for a leaf. Whether its bytes must land there: not those of
-        one that has the same content as the leaf that took it before. With another content the leaf
-        gets a tensor of its own, or is mismatched."""
+        mine = Claim(self, leaf, strided.shape, strided.stride())
+        address = strided.data_ptr()
         # Address 0 means an empty tensor, which shares nothing.
-        first = self._matching.claims.setdefault(address, mine) if address else mine
-        if first is not mine and not _are_one(first, mine):
-            return False
-        self.objects[mine.leaf] = target
-        self.direct[mine.leaf] = True
-        return first is mine
+        first = self._claims.setdefault(address, mine) if address else mine
+        if first is mine:
+            self.destinations[leaf] = destination(strided, self.schema.dtypes[leaf])
+        elif not _are_one(first, mine):
+            return
+        self.objects[leaf], self.direct[leaf] = target, True
 
     def _pair_composite(
         self, node: Node, parts: Parts, target: torch.Tensor, path: str, report: bool
@@ -268,7 +266,8 @@ def _held_destination(held: Held) -> HeldDestination:
 
 
 def _are_one(first: Claim, mine: Claim) -> bool:
-    """Whether both claims have equal contents."""
+    """Whether both claims have equal contents. Otherwise `mine` gets a tensor of its own, or is
+    mismatched."""
     if first[2:] != mine[2:]:
         return False
     if first.root() == mine.root():

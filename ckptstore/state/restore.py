@@ -195,10 +195,13 @@ class Binding:
                 f"a {type(target).__qualname__} of others",
             )
         counterparts = _children_of(node, target, self._classes)
-        below = paths.below(node, path)
-        for child, there, name in zip(node.children, counterparts, below, strict=True):
-            if there is not None or partial:
-                self._pair(child, there, name, report=report)
+        names = range(len(node.children)) if node.keys is None else paths.segments(node.keys)
+        for child, there, name in zip(node.children, counterparts, names, strict=True):
+            if isinstance(child, int):  # by far the most
+                if isinstance(there, torch.Tensor):
+                    self._tensors.pair(child, there, self._schema.paths[child], report=report)
+            elif there is not None or partial:
+                self._pair(child, there, f"{path}/{name}", report=report)
 
     def finish(self, content: Mapping[int, bytes]) -> Any:
         """Hand over: `content` has the bytes of `wanted_bytes`, and every destination is filled. To

@@ -139,24 +139,25 @@ def own_loading(module: nn.Module) -> tuple[str, ...]:
     that its keys need not match theirs."""
     wrappers = _wrapper_prefixes(module)
     return tuple(
-        _without(prefix, wrappers)
-        for prefix, each in _submodules(module)
+        _without(_prefix(name), wrappers)
+        for name, each in module.named_modules(remove_duplicate=False)
         if each._load_state_dict_pre_hooks
         or type(each)._load_from_state_dict is not nn.Module._load_from_state_dict
     )
 
 
-def _submodules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The prefix of each module's keys, outermost first."""
-    for name, each in module.named_modules(remove_duplicate=False):
-        yield f"{name}." if name else "", each
+def _prefix(module: str) -> str:
+    return f"{module}." if module else ""
 
 
 def _wrapper_prefixes(module: nn.Module) -> list[tuple[str, str]]:
     """(outer, inner) prefixes of every wrapper within `module`, outermost first: keys below `outer`
     begin with `inner`."""
-    found = ((prefix, _wrapped_name(each)) for prefix, each in _submodules(module))
-    return [(prefix, f"{prefix}{name}.") for prefix, name in found if name]
+    return [
+        (_prefix(name), f"{_prefix(name)}{inner}.")
+        for name, each in module.named_modules(remove_duplicate=False)
+        if (inner := _wrapped_name(each))
+    ]
 
 
 def _wrapped_name(module: nn.Module) -> str | None:

@@ -149,10 +149,9 @@ def decode_key(encoded: Any, classes: Classes = no_classes) -> Any:
 
 @cache
 def load_codecs() -> None:
-    """Register the types of numpy and the tensors that are no strided blocks of memory, which
-    import this file: called for the first type or name that is not known without them."""
-    import_module("ckptstore.state.numpy_values")
-    import_module("ckptstore.state.tensor_subclasses")
+    """Register the types of `composites`, which imports this file: called for the first type or
+    name that is not known without them."""
+    import_module("ckptstore.state.composites")
 
 
 def add_codec(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.state import frozen_weights
+from ckptstore.state import writes
 from ckptstore.state.flatten import flatten
 from ckptstore.state.leaf_sources import leaves_of
 from ckptstore.state.leaves import KnownSource
@@ -39,9 +39,9 @@ def known(frozen_weights: FrozenWeights, state: dict[str, Any]) -> set[str]:
         leaves_of(flats),
         [path for flat in flats.values() for path in flat.schema.paths],
     )
-    candidates = frozen_weights.candidates(state, sources, paths)
-    found = frozen_weights.known(candidates)
-    frozen_weights.remember(candidates, {c.leaf: b"id" for c in candidates})
+    candidates = writes.candidates(state, sources, paths)
+    found = writes.known(candidates)
+    writes.remember(candidates, {c.leaf: b"id" for c in candidates})
     return {paths[n] for n, source in found.items() if isinstance(source, KnownSource)}
 
 
@@ -137,7 +137,7 @@ def test_a_trusted_chunk_that_was_collected_is_written_again(store: ckptstore.St
 def test_a_full_check_finds_writes_torch_did_not_count(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(frozen_weights, "CHECK_EVERY", 3)
+    monkeypatch.setattr(writes, "CHECK_EVERY", 3)
     state: dict[str, Any] = {"model": frozen()}
     store.commit_async(state, background=ckptstore.Async(trust_version=True)).wait()
     weight = state["model"][0].weight
