@@ -39,9 +39,9 @@ def known(frozen_weights: FrozenWeights, state: dict[str, Any]) -> set[str]:
         leaves_of(flats),
         [path for flat in flats.values() for path in flat.schema.paths],
     )
-    candidates = writes.candidates(state, sources, paths)
-    found = writes.known(candidates)
-    writes.remember(candidates, {c.leaf: b"id" for c in candidates})
+    candidates = frozen_weights.candidates(state, sources, paths)
+    found = frozen_weights.known(candidates)
+    frozen_weights.remember(candidates, {c.leaf: b"id" for c in candidates})
     return {paths[n] for n, source in found.items() if isinstance(source, KnownSource)}
 
 
