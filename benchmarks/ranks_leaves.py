@@ -118,8 +118,8 @@ def _mark_rounds() -> None:
     """Note in this process when rounds end, and when there is something to publish."""
     do = Collective.round
 
-    def marking(self: Collective, what: str, mine: Callable[[], bytes], answer: Any) -> bytes:
-        def handed_in() -> bytes:
+    def marking(self: Collective, what: str, mine: Callable[[], Any], answer: Any) -> Any:
+        def handed_in() -> Any:
             data = mine()
             _here["written"] = time.monotonic()
             return data

@@ -9,44 +9,35 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from typing import Any, TypeAlias
 
-from ckptstore.commit.async_commit import (
-    AsyncCommits,
-    AsyncOptions,
-    AsyncResult,
-    CommitRoute,
-    by_itself,
-)
-from ckptstore.commit.commit import CommitStats, Committed
+from ckptstore.commit.async_commit import AsyncCommits, CommitRoute
+from ckptstore.commit.commit import CommitRequest, Flats
 from ckptstore.commit.commit_metadata import CommitMetadata, ParentTracker
-from ckptstore.commit.dedup_probe import DedupProbe, GcPin
-from ckptstore.commit.pending import Pending, Watch
+from ckptstore.commit.pending import UNWATCHED, Pending
+from ckptstore.commit.transaction import CommitStats, Committed
 from ckptstore.contents import CommitContents
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitDocument
-from ckptstore.core.options import Ranks
+from ckptstore.core.options import Async, Ranks
 from ckptstore.core.settings import Settings
 from ckptstore.core.text import bytes_text, seconds_text
-from ckptstore.distributed.collective import Collective, begun_by_all
-from ckptstore.distributed.commit import Prepare, RanksCommitted
-from ckptstore.distributed.coordinator import Options
+from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.gloo import BACKGROUND, collective_of
-from ckptstore.errors import InvalidInput, ReadOnly, Unavailable
+from ckptstore.errors import InvalidInput, NoSpace, ReadOnly, Unavailable
 from ckptstore.maintenance.enospc import DiskWatch
 from ckptstore.maintenance.mirror.tiers import Tier
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.gc_pin import GcPin
 from ckptstore.repository.lru import SecondNames
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.reader import Reader
 from ckptstore.runtime import StoreRuntime
 from ckptstore.snapshot import Snapshot
 from ckptstore.state.flatten import flatten
-from ckptstore.state.leaf_sources import FlatState
 from ckptstore.state.replication import Globs, marked
-from ckptstore.state.staging_buffers import Buffer
 
 logger = logging.getLogger("ckptstore")
 
@@ -60,23 +51,15 @@ MakeMetadata: TypeAlias = Callable[[], CommitMetadata]
 """Checks the arguments that describe a commit. Ranks call it where errors reach every rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class RanksArguments:
-    """How a caller wants several ranks to commit together."""
-
-    process_group: Any
-    globs: Globs
-    options: Options
-    timeout_s: float
-
-    @classmethod
-    def of(cls, ranks: Ranks) -> "RanksArguments":
-        return cls(
-            ranks.process_group,
-            Globs(tuple(ranks.replicated), tuple(ranks.private), ranks.compare),
-            Options(ranks.canonical, ranks.trust_replicated),
-            ranks.timeout_s,
-        )
+def flats_of(
+    app_state: Mapping[str, Any], ranks: Ranks, peers: Collective | None, *, allow_pickle: bool
+) -> Flats:
+    """The flattened state; with `peers`, this rank's part of one."""
+    flats = flatten(app_state, allow_pickle=allow_pickle, ranks=peers is not None)
+    if peers is None:
+        return flats
+    globs = Globs(tuple(ranks.replicated), tuple(ranks.private), ranks.compare)
+    return marked(app_state, flats, globs)
 
 
 class StoreInternals:
@@ -99,7 +82,6 @@ class StoreInternals:
         self._best_rate = 0.0
         self.async_commits: AsyncCommits[Snapshot] = AsyncCommits(
             self.parent_tracker,
-            lambda: DedupProbe(handle.config, handle.objects, handle.log),
             max_in_flight=settings.max_in_flight,
             staging_bytes=settings.staging_bytes,
             shared=settings.executor == "process",
@@ -138,69 +120,68 @@ class StoreInternals:
             logger.warning("%s cannot be relied on for chunks: %s", self.handle.url, error)
             return None
 
-    def commit_flat(
+    def request(
         self,
-        flats: Callable[[], Mapping[str, FlatState]],
+        flats: Callable[[], Flats],
         metadata: MakeMetadata,
-        *,
+        ranks: Ranks,
         memory_budget_bytes: int | None = None,
-    ) -> Snapshot:
-        """Commit the flattened state that `flats` returns, by this process alone. The bytes of its
+    ) -> CommitRequest:
+        """A request to commit, now, the flattened state that `flats` returns. The bytes of its
         leaves may come from anywhere, as in an import."""
         self.check_not_within()
-        self.async_commits.settle()
-        self.handle.check_writable()
-        label = metadata()
-        with self._lock:
-            started = time.perf_counter()
-            label = replace(label, parents=self.parent_tracker.parents())
-            with self._within():
-                state = flats()
-            committed = self._make(
-                state,
-                lambda: self.runtime.committer.commit(
-                    state, label, started, memory_budget_bytes=memory_budget_bytes
-                ),
-            )
-            self.parent_tracker.now(committed.id)
-        return self._committed(committed)
-
-    def commit_ranks(
-        self,
-        app_state: Mapping[str, Any],
-        metadata: MakeMetadata,
-        peers: Collective,
-        ranks: RanksArguments,
-        *,
-        allow_pickle: bool,
-        memory_budget_bytes: int | None,
-    ) -> Snapshot:
-        """Commit together with `peers`; every rank calls this and gets the same snapshot."""
-        self.check_not_within()
         failed = self.async_commits.drain()
+        started = time.perf_counter()
 
-        def prepare() -> tuple[CommitMetadata, dict[str, FlatState]]:
+        @cache  # a retry after a full disk reuses the state
+        def prepare() -> tuple[CommitMetadata, Flats]:
             if failed:
                 raise failed
             self.handle.check_writable()
-            label = metadata()
-            flats = self._flats_of_ranks(app_state, ranks.globs, allow_pickle=allow_pickle)
-            return replace(label, parents=self.parent_tracker.parents()), flats
+            label = replace(metadata(), parents=self.parent_tracker.parents())
+            with self._within():
+                return label, flats()
 
-        started = time.perf_counter()
+        return CommitRequest(prepare, started, UNWATCHED, memory_budget_bytes, ranks)
 
-        def commit(prepared: Prepare) -> RanksCommitted:
-            return self.runtime.ranks_committer.commit(
-                peers, prepared, ranks.options, started, memory_budget_bytes=memory_budget_bytes
-            )
+    def commit(
+        self, request: CommitRequest, peers: Collective | None, *, behind: bool = False
+    ) -> Committed:
+        """Make a commit, `behind` the caller's back or not; on a full disk, try once more if that
+        is promising. Every rank of `peers` calls this and gets the same commit."""
+        committer = self.runtime.background_committer if behind else self.runtime.committer
+        sizes = [0]
 
-        committed = self._make_together(peers, prepare, commit)
-        self.parent_tracker.now(committed.id)
-        return self._committed(committed)
+        def prepare() -> tuple[CommitMetadata, Flats]:
+            label, flats = request.prepare()
+            sizes[0] = sum(flat.nbytes for flat in flats.values())
+            if peers is None or peers.leads:
+                self._disk.before(sizes[0])
+            return label, flats
+
+        sized = replace(request, prepare=prepare)
+        with self._lock:
+            try:
+                committed = committer.commit(sized, peers)
+            except NoSpace as full:
+                self._disk.relieve(full, sizes[0], peers, collect=True)
+                try:
+                    committed = committer.commit(sized, peers)
+                except NoSpace as still_full:
+                    self._disk.relieve(still_full, sizes[0], peers, collect=False)
+                    raise
+            if peers is None or peers.leads:
+                trees, schemas = committed.document.trees, committed.schemas
+                self.handle.follow(
+                    {ref.schema.hex(): schemas[key] for key, ref in trees if schemas}
+                )
+            if not behind:
+                self.parent_tracker.now(committed.id)
+        return committed
 
     def commit_external(
         self,
-        publish: Callable[[CommitMetadata], RanksCommitted],
+        publish: Callable[[CommitMetadata], Committed],
         metadata: CommitMetadata,
         *,
         follow: bool = True,
@@ -219,18 +200,42 @@ class StoreInternals:
             self.handle.follow()
             if follow:
                 self.parent_tracker.now(committed.id)
-        return self._committed(committed)
+        return self.committed(committed)
 
     def commit_async(
         self,
         app_state: Mapping[str, Any],
         metadata: CommitMetadata,
-        options: AsyncOptions,
-        ranks: RanksArguments,
+        options: Async,
+        ranks: Ranks,
+        *,
+        allow_pickle: bool,
     ) -> PendingCommit:
         """Stage `app_state` and commit it in the background, alone or with other ranks."""
-        route = self._ranks_route(app_state, options, ranks) or self._own_route(app_state, options)
-        return self.async_commits.start(app_state, metadata, options, route)
+        peers = collective_of(ranks.process_group, ranks.timeout_s)
+        behind = collective_of(ranks.process_group, ranks.timeout_s, channel=BACKGROUND)
+        if peers and options.trust_version:
+            raise InvalidInput(
+                "ranks that commit together copy all that they hold: leave out trust_version"
+            )
+
+        def flats() -> Flats:
+            with self._within():
+                return flats_of(app_state, ranks, peers, allow_pickle=allow_pickle)
+
+        def commit(request: CommitRequest, pending: PendingCommit) -> tuple[Committed, Snapshot]:
+            committed = self.commit(replace(request, ranks=ranks), behind, behind=True)
+            held_s = pending.timings.held_s or pending.age_s
+            stats = replace(committed.stats, held_s=held_s)
+            return committed, self.committed(replace(committed, stats=stats))
+
+        elsewhere = self.settings.executor == "process"
+        return self.async_commits.start(
+            app_state,
+            metadata,
+            options,
+            CommitRoute(flats, commit, peers, peers is not None or elsewhere, elsewhere),
+        )
 
     @contextmanager
     def _within(self) -> Iterator[None]:
@@ -275,142 +280,8 @@ class StoreInternals:
         if self.tier:
             self.tier.wake()
 
-    def _commit_staged(
-        self,
-        flats: Mapping[str, FlatState],
-        buffer: Buffer,
-        label: CommitMetadata,
-        pending: PendingCommit,
-        watch: Watch,
-    ) -> AsyncResult[Snapshot]:
-        """Commit a staged state; called in the background."""
-        with self._lock:
-            if self.settings.executor == "process":
-                committed = self._make(
-                    flats,
-                    lambda: self.runtime.process_committer.commit(
-                        flats, buffer, label, pending.started, watch
-                    ),
-                )
-            else:
-                committed = self._make(
-                    flats,
-                    lambda: self.runtime.background_committer.commit(
-                        flats, label, pending.started, watch
-                    ),
-                )
-        return self._result(committed, committed.ids, pending)
-
-    def _result(
-        self,
-        committed: Committed | RanksCommitted,
-        ids: Mapping[int, bytes],
-        pending: PendingCommit,
-    ) -> AsyncResult[Snapshot]:
-        held_s = pending.timings.held_s or pending.age_s
-        snapshot = self._committed(
-            replace(committed, stats=replace(committed.stats, held_s=held_s))
-        )
-        return AsyncResult(committed.id, ids, snapshot)
-
-    def _make(self, flats: Mapping[str, FlatState], commit: Callable[[], Committed]) -> Committed:
-        logical_bytes = sum(leaf.nbytes for flat in flats.values() for leaf in flat.leaves)
-        committed = self._disk.fit(commit, logical_bytes)
-        self.handle.follow(
-            {ref.schema.hex(): committed.schemas[key] for key, ref in committed.document.trees}
-        )
-        return committed
-
-    def _make_together(
-        self, peers: Collective, prepare: Prepare, commit: Callable[[Prepare], RanksCommitted]
-    ) -> RanksCommitted:
-        sizes: list[int] = []
-
-        @cache  # a retry after a full disk reuses the state
-        def prepared() -> tuple[CommitMetadata, Mapping[str, FlatState]]:
-            label, flats = prepare()
-            sizes.append(sum(flat.nbytes for flat in flats.values()))
-            if peers.leads:
-                self._disk.before(sizes[0])
-            return label, flats
-
-        with self._lock:
-            committed = self._disk.fit_together(peers, lambda: commit(prepared), lambda: sum(sizes))
-            if peers.leads:
-                self.handle.follow()
-        return committed
-
-    def _flats_of_ranks(
-        self, app_state: Mapping[str, Any], globs: Globs, *, allow_pickle: bool
-    ) -> dict[str, FlatState]:
-        with self._within():
-            flats = flatten(app_state, allow_pickle=allow_pickle, ranks=True)
-            return marked(app_state, flats, globs)
-
-    def _own_route(
-        self, app_state: Mapping[str, Any], options: AsyncOptions
-    ) -> CommitRoute[Snapshot]:
-        """Background commits of this process alone."""
-
-        def flats() -> dict[str, FlatState]:
-            with self._within():
-                return flatten(app_state, allow_pickle=options.allow_pickle)
-
-        elsewhere = self.settings.executor == "process"
-        return CommitRoute(
-            flats, self._commit_staged, by_itself, whole=elsewhere, elsewhere=elsewhere
-        )
-
-    def _ranks_route(
-        self, app_state: Mapping[str, Any], options: AsyncOptions, ranks: RanksArguments
-    ) -> CommitRoute[Snapshot] | None:
-        """Background commits of several ranks together; None if there is one rank."""
-        peers = collective_of(ranks.process_group, ranks.timeout_s)
-        behind = collective_of(ranks.process_group, ranks.timeout_s, channel=BACKGROUND)
-        if not (peers and behind):
-            return None
-        if options.trust_version or options.dedup_first:
-            raise InvalidInput(
-                "ranks that commit together copy all that they hold: leave out trust_version and "
-                "dedup_first"
-            )
-        flats = partial(
-            self._flats_of_ranks, app_state, ranks.globs, allow_pickle=options.allow_pickle
-        )
-        make = partial(self._commit_staged_ranks, behind, ranks.options)
-        return CommitRoute(
-            flats,
-            make,
-            partial(begun_by_all, peers),
-            whole=True,
-            elsewhere=self.settings.executor == "process",
-        )
-
-    def _commit_staged_ranks(
-        self,
-        peers: Collective,
-        options: Options,
-        staged: Mapping[str, FlatState],
-        buffer: Buffer,
-        metadata: CommitMetadata,
-        pending: PendingCommit,
-        watch: Watch,
-    ) -> AsyncResult[Snapshot]:
-        """Commit a staged state together with `peers`; called in the background."""
-
-        def commit(prepared: Prepare) -> RanksCommitted:
-            if self.settings.executor == "process":
-                return self.runtime.process_ranks_committer.commit(
-                    peers, prepared, buffer, options, pending.started, watch
-                )
-            return self.runtime.background_ranks_committer.commit(
-                peers, prepared, options, pending.started, watch
-            )
-
-        committed = self._make_together(peers, lambda: (metadata, staged), commit)
-        return self._result(committed, {}, pending)
-
-    def _committed(self, committed: Committed | RanksCommitted) -> Snapshot:
+    def committed(self, committed: Committed) -> Snapshot:
+        """The snapshot of a commit that was just made, which is reported."""
         self.wake_tier()
         self._disk.after(committed.stats.logical_bytes, committed.stats.new_bytes)
         self._report(committed)
@@ -432,7 +303,7 @@ class StoreInternals:
         )
         return Snapshot(contents, tags=tags, stats=stats, restored=self.parent_tracker.now)
 
-    def _report(self, committed: Committed | RanksCommitted) -> None:
+    def _report(self, committed: Committed) -> None:
         """Log one line; `Snapshot.stats` has the same figures."""
         stats, document = committed.stats, committed.document
         if stats.new_bytes >= RATE_BYTES:

@@ -12,11 +12,15 @@ from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Box
 from ckptstore.core.options import Ranks
 from ckptstore.core.text import bytes_text, selector
-from ckptstore.distributed.broadcast import Broadcast
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.rank_view import RankView, own_trees, tree_of_rank
-from ckptstore.distributed.restore import Common, check_loaders, restore_together
-from ckptstore.distributed.shared_verification import SharedVerification
+from ckptstore.distributed.restore import (
+    Broadcast,
+    Common,
+    SharedVerification,
+    check_loaders,
+    restore_together,
+)
 from ckptstore.errors import InvalidInput
 from ckptstore.objects.documents import Layout
 from ckptstore.restore.inflate_commit import Select, assemble, selected, whole
@@ -32,7 +36,7 @@ from ckptstore.state.optimizers import unnamed
 if TYPE_CHECKING:
     import torch
 
-    from ckptstore.commit.commit import CommitStats
+    from ckptstore.commit.transaction import CommitStats
     from ckptstore.state.renaming import Rename
 
 

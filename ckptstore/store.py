@@ -12,7 +12,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ckptstore.commit.async_commit import AsyncOptions
 from ckptstore.commit.commit_metadata import label_of
 from ckptstore.commit.schedule import Schedule, rule_of
 from ckptstore.core.ids import CommitId, check_run, check_tag
@@ -20,11 +19,11 @@ from ckptstore.core.model import CommitInfo
 from ckptstore.core.options import Async, Ranks
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
-from ckptstore.distributed.collective import Collective, is_due_for_all
+from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import agreed, on_all
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
-from ckptstore.internals import PendingCommit, RanksArguments, StoreInternals
+from ckptstore.internals import PendingCommit, StoreInternals, flats_of
 from ckptstore.log.resolve import Resolved, newest_first
 from ckptstore.maintenance.mirror.tiers import Tier
 from ckptstore.maintenance.tags import remove_tag, set_tag
@@ -34,7 +33,6 @@ from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.diff import Difference, compare
 from ckptstore.restore.reader import Reader
 from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state.flatten import flatten
 from ckptstore.state.staging_buffers import BufferPool
 
 logger = logging.getLogger("ckptstore")
@@ -127,17 +125,10 @@ class Store(Maintenance):
         metadata = partial(label_of, self.run, step, tag, message, metrics)
         self._internals.check_not_within()
         ranks = ranks or Ranks()
-        if peers := collective_of(ranks.process_group, ranks.timeout_s):
-            return self._internals.commit_ranks(
-                app_state,
-                metadata,
-                peers,
-                RanksArguments.of(ranks),
-                allow_pickle=allow_pickle,
-                memory_budget_bytes=memory_budget_bytes,
-            )
-        flats = partial(flatten, app_state, allow_pickle=allow_pickle)
-        return self._internals.commit_flat(flats, metadata, memory_budget_bytes=memory_budget_bytes)
+        peers = collective_of(ranks.process_group, ranks.timeout_s)
+        flats = partial(flats_of, app_state, ranks, peers, allow_pickle=allow_pickle)
+        request = self._internals.request(flats, metadata, ranks, memory_budget_bytes)
+        return self._internals.committed(self._internals.commit(request, peers))
 
     def commit_async(
         self,
@@ -175,9 +166,12 @@ class Store(Maintenance):
         metadata = label_of(self.run, step, tag, message, metrics)
         if background:
             background.check_for_one_commit()
-        options = AsyncOptions.of(background or self._background, allow_pickle)
         return self._internals.commit_async(
-            app_state, metadata, options, RanksArguments.of(ranks or Ranks())
+            app_state,
+            metadata,
+            background or self._background,
+            ranks or Ranks(),
+            allow_pickle=allow_pickle,
         )
 
     def every(
@@ -404,7 +398,7 @@ def _agreed_schedule(options: Mapping[str, Any], due: bool, came: bool) -> tuple
     """Whether a commit is due and a signal came, as the ranks that commit together agree."""
     ranks = options.get("ranks") or Ranks()
     peers = collective_of(ranks.process_group, ranks.timeout_s)
-    return is_due_for_all(peers, due, came) if peers else (due, came)
+    return peers.is_due(due, came) if peers else (due, came)
 
 
 def internals_of(store: Store) -> StoreInternals:

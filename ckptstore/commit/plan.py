@@ -50,6 +50,10 @@ class Extent(NamedTuple):
     cells: tuple[int, int] | None = None
 
 
+def is_floating(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat"))
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Consecutive chunks of a part, starting with chunk `first`: chunk `first + i` is bytes

@@ -5,13 +5,13 @@ meanwhile. A worker copies memory that others may change, then hashes and writes
 (docs/decisions/043-…).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress, pairwise
+from typing import TypeAlias
 
 import numpy as np
 
-from ckptstore.commit.pending import UNWATCHED, Watch
+from ckptstore.commit.pending import Watch
 from ckptstore.commit.plan import CommitPlan, Part, Run
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
 from ckptstore.errors import Conflict
@@ -19,7 +19,7 @@ from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR, align
 from ckptstore.repository.dedup import Dedup
 from ckptstore.repository.pack_set import PackSet
-from ckptstore.repository.thread_pool import NO_MEMORY, Scratch, ThreadPool, shared
+from ckptstore.repository.thread_pool import NO_MEMORY, Scratch, ThreadPool
 from ckptstore.state.leaf_sources import NotCopied, Source
 
 COPIED_BY_NUMPY = 64 << 10
@@ -30,46 +30,35 @@ PARALLEL_BYTES = 4 << 20
 """The calling thread writes a commit up to this size alone: into one pack, without hand-overs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The result of `write_chunks`: chunk ids by leaf, in grid order, and the numbers of chunks and
-    of new chunks."""
-
-    ids: dict[int, bytes]
-    chunks: int
-    new_chunks: int
+_New: TypeAlias = tuple[Part, list[ChunkId], list[memoryview], memoryview | None]
+"""Chunks of a part to be written: ids, bytes, and the memory that holds all of them together."""
 
 
-def write_chunks(
-    plan: CommitPlan,
-    sources: Sequence[Source],
-    dedup: Dedup,
-    packs: PackSet,
-    threads: ThreadPool,
-    watch: Watch = UNWATCHED,
-    *,
-    max_workers: int | None = None,
-) -> Written:
-    """Execute `plan` on at most `max_workers` threads; raises the failure of any of them.
+def hash_chunks(
+    plan: CommitPlan, sources: Sequence[Source], threads: ThreadPool, max_workers: int
+) -> list[bytes]:
+    """The chunk ids of each part of the plan, computed by at most `max_workers` threads. Writes
+    nothing."""
+    ids = [bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts]
 
-    Afterwards the packs are closing; `packs.wait()` waits for them.
-    """
-    ids = {part.leaf: bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts}
-    batches = shared(plan.batches)
-    small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
-    max_workers = (
-        1 if small else min(max_workers or threads.count, threads.count, len(plan.batches))
-    )
-    workers = [
-        _Worker(batches, sources, ids, dedup, packs, watch, threads.scratch)
-        for _ in range(max_workers)
-    ]
-    if workers:
-        threads.together([worker.work for worker in workers], batches.stop)
-    new = sum(worker.new_chunks for worker in workers)
-    return Written(
-        {leaf: bytes(data) for leaf, data in ids.items()}, sum(map(len, plan.parts)), new
-    )
+    def work(batch: Sequence[Run]) -> None:
+        for run in batch:
+            at = (run.first - run.part.first) * CHUNK_ID_BYTES
+            found = b"".join(map(digest, _chunks(run, _in_place(run, sources[run.part.leaf]))))
+            ids[run.part.leaf][at : at + len(found)] = found
+
+    small = plan.logical_bytes <= PARALLEL_BYTES
+    threads.spread(work, plan.batches, max_workers=1 if small else max_workers)
+    return [bytes(each) for each in ids]
+
+
+def _in_place(run: Run, source: Source) -> memoryview:
+    base, end = run.cuts[0], run.cuts[-1]
+    memory = source.view(base, end)
+    if memory is None:
+        memory = memoryview(bytearray(run.raw_bytes))
+        source.stage(base, end, memory)
+    return memory
 
 
 def write_metadata(
@@ -104,8 +93,9 @@ def read_all(source: Source) -> bytes:
     return bytes(buffer)
 
 
-class _Worker:
-    """One thread that writes a commit's batches to its own packs."""
+class ChunkWriter:
+    """One thread that writes a commit's batches to its own packs. Chunk ids go to `ids`, by leaf,
+    in grid order."""
 
     def __init__(
         self,
@@ -121,15 +111,26 @@ class _Worker:
         self._batches, self._sources, self._ids = batches, sources, ids
         self._dedup, self._packs, self._watch = dedup, packs, watch
         self._pack_writer = packs.pack_writer()
-        self._codec = packs.codec
         self._scratch = scratch
         self._memory = NO_MEMORY
         """Private to this thread; each batch overwrites it."""
 
     def work(self) -> None:
+        """Write batches until none is left. The last pack is then closing."""
         try:
             for batch in self._batches:
-                self._batch(batch)
+                for part, ids, raws, whole in self._new(batch):
+                    self._pack_writer.add(
+                        ids,
+                        raws,
+                        part.width,
+                        TENSOR,
+                        codec=self._codec_of(part),
+                        run_bytes=sum(map(len, raws)),
+                        whole=whole,
+                    )
+                    self.new_chunks += len(ids)
+                self._pack_writer.flush()
                 self._watch.worked(batch)
             self._packs.close_aside(self._pack_writer)
         except BaseException:
@@ -139,7 +140,8 @@ class _Worker:
             self._scratch.give(self._memory)
             self._memory = NO_MEMORY
 
-    def _batch(self, batch: tuple[Run, ...]) -> None:
+    def _new(self, batch: tuple[Run, ...]) -> Iterator[_New]:
+        """Hash a batch and look its chunks up; the chunks to write, run by run."""
         hashed = self._hashed(batch)
         fresh = self._dedup.fresh_runs(
             [(run.key, ids) for run, (ids, _) in zip(batch, hashed, strict=True)]
@@ -148,15 +150,13 @@ class _Worker:
             at = (run.first - run.part.first) * CHUNK_ID_BYTES
             self._ids[run.part.leaf][at : at + len(ids) * CHUNK_ID_BYTES] = b"".join(ids)
             if any(is_new):
-                new = (
+                raws = (
                     self._fetch_chunks(run, ids, is_new)
                     if memory is None
                     else list(compress(_chunks(run, memory), is_new))
                 )
-                self._add(
-                    run.part, list(compress(ids, is_new)), new, memory if all(is_new) else None
-                )
-        self._pack_writer.flush()
+                whole = memory if all(is_new) else None
+                yield run.part, list(compress(ids, is_new)), raws, whole
 
     def _hashed(self, batch: Sequence[Run]) -> list[tuple[list[ChunkId], memoryview | None]]:
         """For each run, its chunk ids and its bytes in memory that no other thread changes. None
@@ -262,27 +262,10 @@ class _Worker:
             )
         return data
 
-    def _add(
-        self, part: Part, ids: list[ChunkId], raws: list[memoryview], whole: memoryview | None
-    ) -> None:
-        self._pack_writer.add(
-            ids,
-            raws,
-            part.width,
-            TENSOR,
-            codec=self._codec_of(part),
-            run_bytes=sum(map(len, raws)),
-            whole=whole,
-        )
-        self.new_chunks += len(ids)
-
     def _codec_of(self, part: Part) -> int:
         """Floats compress better split into byte planes."""
-        return (
-            codecs.SPLIT_ZSTD
-            if self._codec == codecs.ZSTD and part.floating and part.width > 1
-            else self._codec
-        )
+        split = self._packs.codec == codecs.ZSTD and part.floating and part.width > 1
+        return codecs.SPLIT_ZSTD if split else self._packs.codec
 
 
 def _chunks(run: Run, memory: memoryview) -> list[memoryview]:

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from ckptstore.errors import Unavailable
@@ -59,7 +60,7 @@ class Pool(Executor):
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **options: P.kwargs) -> "Future[T]":
         future: Future[T] = Future()
-        item = future, lambda: work(*args, **options)
+        item = future, partial(work, *args, **options)
         with self._changed:
             if self._closed:
                 raise RuntimeError("work was submitted to threads that have ended")

@@ -22,9 +22,10 @@ from ckptstore.distributed.framing import (
     MAX_BYTES,
     Cause,
     cause_of,
-    decode_causes,
-    encode_causes,
+    causes_from,
     failure,
+    pack,
+    unpack,
 )
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, Unavailable
 
@@ -144,11 +145,12 @@ class Collective:
         return bool(self._lost)
 
     def round(
-        self, what: str, mine: Callable[[], bytes], answer: Callable[[list[bytes]], Sequence[bytes]]
-    ) -> bytes:
-        """Hand in the result of `mine` and return the coordinator's `answer` for this rank.
+        self, what: str, mine: Callable[[], Any], answer: Callable[[list[Any]], Sequence[Any]]
+    ) -> Any:
+        """Hand in the result of `mine` and return the coordinator's `answer` for this rank: values
+        for `framing.pack`.
 
-        `answer` runs on the coordinator only. It maps the payloads of all ranks, by rank, to one
+        `answer` runs on the coordinator only. It maps the values of all ranks, by rank, to one
         answer per rank. All ranks must call the same round `what` (at most 16 ASCII characters).
 
         If anything fails on any rank, raises the same error on every rank: of the class that the
@@ -199,6 +201,29 @@ class Collective:
                 f"exchanged: {failed}"
             ) from failed
 
+    def agree(self, begin: Callable[[], str]) -> str:
+        """Call `begin` on every rank and return the reasons of all ranks.
+
+        `begin` returns why this rank cannot begin now, or an empty string. An error that it raises
+        on one rank is raised on all.
+        """
+
+        def answer(found: Sequence[str]) -> list[str]:
+            reasons = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(found) if why)
+            return [reasons] * len(found)
+
+        return str(self.round("commit: begin", begin, answer))
+
+    def is_due(self, due: bool, came: bool) -> tuple[bool, bool]:
+        """Whether a commit is due by the coordinator's schedule, and whether any rank got a
+        signal."""
+
+        def answer(found: Sequence[tuple[bool, bool]]) -> list[tuple[bool, bool]]:
+            return [(found[0][0], any(came for _, came in found))] * len(found)
+
+        due, came = self.round("every: decide", lambda: (due, came), answer)
+        return due, came
+
     def _post(self, begin: Callable[..., Any], part: Part) -> Any:
         """Start the transfer of one part; returns the error if it cannot start."""
         if part.rank in self._unreached:
@@ -213,16 +238,17 @@ class Collective:
         what: str,
         payload: bytes,
         own: BaseException | None,
-        answer: Callable[[list[bytes]], Sequence[bytes]],
-    ) -> bytes:
+        answer: Callable[[list[Any]], Sequence[Any]],
+    ) -> Any:
         payloads, causes = self._gather(what)
         payloads[0] = payload
         if own is not None:
             causes[0] = cause_of(own)
-        answers: Sequence[bytes] = ()
+        answers: list[bytes] = []
         if not causes:
             try:
-                answers = answer([payloads[rank] for rank in range(self.size)])
+                found = answer([unpack(payloads[rank]) for rank in range(self.size)])
+                answers = [pack(each) for each in found]
             except BaseException as error:
                 own, causes[0] = error, cause_of(error)
         if causes:
@@ -230,7 +256,7 @@ class Collective:
             self._raise(what, causes, own)
         for rank in range(1, self.size):
             self._try(rank, lambda rank=rank: self._send(rank, what, _OK, answers[rank]))  # type: ignore[misc]
-        return answers[0]
+        return unpack(answers[0])
 
     def _gather(self, what: str) -> tuple[dict[int, bytes], dict[int, Cause]]:
         payloads: dict[int, bytes] = {}
@@ -246,14 +272,14 @@ class Collective:
                 if received is None:
                     causes[rank] = self._lost[rank]
                 elif received[0] == _FAILED:
-                    causes[rank] = decode_causes(received[1])[rank]
+                    causes[rank] = causes_from(unpack(received[1]))[rank]
                 else:
                     payloads[rank] = received[1]
         return payloads, causes
 
     def _announce(self, what: str, causes: dict[int, Cause]) -> None:
         """Tell every rank that can be reached. The others look into the link's shared store."""
-        data = encode_causes(causes)
+        data = pack(causes)
         if self._lost:
             self._announced = True
             self._link.leave(f"lost/{self._sequence}", data)
@@ -261,7 +287,7 @@ class Collective:
             if rank not in self._lost:
                 self._try(rank, lambda rank=rank: self._send(rank, what, _FAILED, data))  # type: ignore[misc]
 
-    def _follow(self, what: str, payload: bytes, own: BaseException | None) -> bytes:
+    def _follow(self, what: str, payload: bytes, own: BaseException | None) -> Any:
         try:
             with warning_when_slow(
                 what,
@@ -271,7 +297,7 @@ class Collective:
                 if own is None:
                     self._send(0, what, _OK, payload)
                 else:
-                    self._send(0, what, _FAILED, encode_causes({self.rank: cause_of(own)}))
+                    self._send(0, what, _FAILED, pack({self.rank: cause_of(own)}))
                 status, answer = self._finish(
                     0, what, self._start_head(0), time.monotonic() + self.timeout_s * _MARGIN
                 )
@@ -283,12 +309,13 @@ class Collective:
             if own is not None:
                 causes[self.rank] = cause_of(own)
             self._raise(what, causes, own or error)
+        said = unpack(answer)
         if status == _FAILED:
-            causes = decode_causes(answer)
+            causes = causes_from(said)
             if any(cause.kind == _GONE for cause in causes.values()):
                 self._lost.update(causes)
             self._raise(what, causes, own)
-        return answer
+        return said
 
     def _post_mortem(self) -> dict[int, Cause]:
         """The coordinator's report of a lost rank, from the link's shared store; empty if the
@@ -298,7 +325,7 @@ class Collective:
         hears of it. So this waits for the report.
         """
         found = self._link.left(f"lost/{self._sequence}", min(GRACE_S, self.timeout_s))
-        return decode_causes(found) if found else {}
+        return causes_from(unpack(found)) if found else {}
 
     def _raise(self, what: str, causes: dict[int, Cause], own: BaseException | None) -> None:
         if own is not None and not isinstance(own, Exception):
@@ -358,7 +385,7 @@ class Collective:
                 f"it is at {theirs} ({sequence}) while rank {self.rank} is at {what} "
                 f"({self._sequence})"
             )
-            return _FAILED, encode_causes({rank: cause_of(error)})
+            return _FAILED, pack({rank: cause_of(error)})
         return status, bytes(payload)
 
     def _wait(self, work: Transfer, timeout_s: float | None = None) -> None:
@@ -370,9 +397,9 @@ class Collective:
         return Cause("Unavailable", f"gone, or silent for too long ({cause.text}); {self._advice}")
 
 
-def _attempt(mine: Callable[[], bytes]) -> tuple[bytes, BaseException | None]:
+def _attempt(mine: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
     try:
-        return mine(), None
+        return pack(mine()), None
     except BaseException as error:
         return b"", error
 
@@ -381,32 +408,6 @@ def _silent(heads: Mapping[int, tuple[Any, bytearray]]) -> str:
     """The ranks that have sent nothing yet. A head that has arrived contains the round's name."""
     found = [rank for rank, (_, head) in heads.items() if not any(head)]
     return f"{named(found)}, silent so far" if found else ""
-
-
-def begun_by_all(peers: Collective, begin: Callable[[], str]) -> str:
-    """Call `begin` on every rank and return the reasons of all ranks.
-
-    `begin` returns why this rank cannot begin now, or an empty string. An error that it raises on
-    one rank is raised on all.
-    """
-
-    def answer(handed_in: Sequence[bytes]) -> list[bytes]:
-        reasons = "; ".join(
-            f"rank {rank}: {why.decode()}" for rank, why in enumerate(handed_in) if why
-        )
-        return [reasons.encode()] * len(handed_in)
-
-    return peers.round("commit: begin", lambda: begin().encode(), answer).decode()
-
-
-def is_due_for_all(peers: Collective, due: bool, came: bool) -> tuple[bool, bool]:
-    """Whether a commit is due by the coordinator's schedule, and whether any rank got a signal."""
-
-    def answer(handed_in: Sequence[bytes]) -> list[bytes]:
-        return [bytes([handed_in[0][0], any(each[1] for each in handed_in)])] * len(handed_in)
-
-    found = peers.round("every: decide", lambda: bytes([due, came]), answer)
-    return bool(found[0]), bool(found[1])
 
 
 class DeferredErrors:

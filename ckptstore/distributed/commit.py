@@ -1,6 +1,7 @@
-"""How does a state that many ranks hold become one commit?
+"""How does a state become one commit, whether one process holds it or many ranks?
 
-Each rank hashes and writes its part, between three rounds:
+One process takes the short way: a plan of whole leaves, and no rounds. Of many ranks, each hashes
+and writes its part, between three rounds:
 
 * *plan*: Ranks describe what they hold. The coordinator assigns the work and names the session.
 * *decide*: Ranks have exchanged the fragments of cut chunks and written the planned chunks. They
@@ -14,20 +15,21 @@ that it can follow the plan: from then on, others wait for what it sends.
 """
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
-from ckptstore.commit.commit import ATTEMPTS, CommitStats
+from ckptstore.commit.commit import CommitRequest, Flats, WholePlan, contents_of
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.pending import UNWATCHED, Watch
-from ckptstore.core.config import StoreConfig
-from ckptstore.core.ids import CommitId, SessionId
-from ckptstore.core.model import CommitDocument
+from ckptstore.commit.transaction import (
+    ATTEMPTS,
+    Committed,
+    Destination,
+    Published,
+    Transaction,
+)
+from ckptstore.core.ids import CommitId, SessionId, digest
 from ckptstore.core.options import Milestone
 from ckptstore.core.process import uncollected
-from ckptstore.distributed import framing
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.coordinator import (
     AGAIN,
@@ -35,339 +37,262 @@ from ckptstore.distributed.coordinator import (
     DONE,
     PLANNED,
     Coordinator,
-    Options,
-    digest_of,
     head_of,
     refused,
 )
-from ckptstore.distributed.describe import encode_description
-from ckptstore.distributed.exchange_plan import Boxes, Moves, moves_of
 from ckptstore.distributed.framing import Cause, failure
-from ckptstore.distributed.rank_plan import RankTask, decode_task
-from ckptstore.distributed.rank_worker import RankWorker
+from ckptstore.distributed.merge import encode_description
+from ckptstore.distributed.rank_task import Boxes, RankTask, decode_task
+from ckptstore.distributed.rank_worker import Plans, RankWorker
 from ckptstore.errors import CkptStoreError, Conflict, NoSpace
-from ckptstore.log.log import Log
-from ckptstore.objects import canonical
+from ckptstore.log.log import Refused
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.schema import LastSchemas
-from ckptstore.repository.chunk_store import ObjectStore
-from ckptstore.repository.dedup import Dedup, DedupHints
-from ckptstore.repository.memory_budget import rank_room
-from ckptstore.repository.pack_set import PackSet
-from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.state.leaf_sources import FlatState
-
-Prepare: TypeAlias = Callable[[], tuple[CommitMetadata, Mapping[str, FlatState]]]
-"""Returns what a rank commits. It runs within the first round, so that its failure reaches every
-rank.
-"""
+from ckptstore.repository.dedup import DedupHints
+from ckptstore.repository.memory_budget import RankRoom, rank_room, write_room
 
 
 @dataclass(frozen=True, slots=True)
-class RanksCommitted:
-    """A commit of many ranks that is in the log."""
+class _Described:
+    """What this rank commits, its description, and what it may use."""
 
-    id: CommitId
-    document: CommitDocument
-    stats: CommitStats
+    label: CommitMetadata
+    flats: Flats
+    description: bytes
+    room: RankRoom
 
 
-class RanksCommitter:
-    """Commits states of many ranks to one store. Exists on every rank and makes one commit at a
-    time. Keeps this rank's task for the next commit.
+class Committer:
+    """Commits states to one store, one at a time, alone or with other ranks, each of which has one.
+    Keeps the plan, and this rank's task, for the next commit.
     """
 
-    def __init__(
-        self, config: StoreConfig, objects: ObjectStore, log: Log, threads: ThreadPool
-    ) -> None:
-        self._config, self._objects, self._log, self._threads = config, objects, log, threads
-        self._coordinator = Coordinator(config, objects, log)
+    def __init__(self, to: Destination) -> None:
+        self._to = to
+        self._whole = WholePlan()
+        self._coordinator = Coordinator(to)
         self._schemas = LastSchemas()
-        self._described = b""
+        self._described_last = b""
         self._task: RankTask | None = None
-        self._moves: Moves | None = None
-        self._runs = DedupHints()
-        self._room = rank_room(
-            None, config.chunk_bytes, threads.count, encoding=config.codec != "raw"
-        )
+        self._plans: Plans = {}
+        self._hints = DedupHints()
 
-    def commit(
-        self,
-        peers: Collective,
-        prepare: Prepare,
-        options: Options,
-        started: float,
-        watch: Watch = UNWATCHED,
-        *,
-        memory_budget_bytes: int | None = None,
-    ) -> RanksCommitted:
-        """Write this rank's part of a state. Every rank of `peers` must call it with its own part.
+    def commit(self, request: CommitRequest, peers: Collective | None = None) -> Committed:
+        """Write a state, or this rank's part of one, and append its entry; the commit is durable on
+        return. Every rank of `peers` must call it with its own part.
 
-        The coordinator's metadata and options count. `watch` receives progress; an error that it
-        raises on any rank stops all ranks. Staged, encoded, exchanged and assembled bytes stay
-        within `memory_budget_bytes`; the coordinator's budget limits the bytes in transfer.
+        The coordinator's metadata and options count. Staged, encoded, exchanged and assembled bytes
+        stay within the request's budget; the coordinator's limits the bytes in transfer.
 
-        Raises one error on all ranks: `Conflict` for states that do not fit together, for replicas
-        that differ, and if concurrent gc kept removing chunks that this commit reused; otherwise
-        the class that the causes share. `causes` names the ranks.
+        Raises `InvalidInput` for too small a budget, `Unavailable` if storage fails, `Conflict` if
+        others kept removing chunks to be reused, for states that do not fit together and for
+        replicas that differ, and exceptions of `watch`. Many ranks raise one error, of the class
+        that the causes share; `causes` names the ranks. After any of them the store is as before.
         """
+        if peers is not None:
+            return self._together(request, peers)
+        to, watch = self._to, request.watch
+        room = write_room(
+            request.memory_budget_bytes,
+            to.config.chunk_bytes,
+            to.threads.count,
+            encoding=to.config.codec != "raw",
+        )
+        label, flats = request.prepare()
+        plan = self._whole.of(flats, to.config.chunk_bytes, room.run_bytes)
+        sources = [leaf for flat in flats.values() for leaf in flat.leaves]
+        for _ in range(ATTEMPTS):
+            watch.starting()
+            try:
+                with Transaction.begin(to, self._whole.hints, unbuffered=room.unbuffered) as whole:
+                    ids = whole.write(plan, sources, watch, max_workers=room.threads)
+                    watch.reached(Milestone.HASHED)
+                    trees = contents_of(flats, plan, ids)
+                    published = whole.publish(
+                        label, trees, logical_bytes=plan.logical_bytes, watch=watch
+                    )
+                    schemas = {key: flat.schema for key, flat in flats.items()}
+                    return published.committed(request.started, schemas, ids)
+            except Refused as error:
+                if not error.refusal.again:
+                    raise
+                last = error
+        raise _contended() from last
+
+    def _together(self, request: CommitRequest, peers: Collective) -> Committed:
         try:
-            metadata, flats, session = self._plan(
-                peers, prepare, options, watch, memory_budget_bytes
-            )
+            described, session = self._plan(peers, request)
             for _ in range(ATTEMPTS):
-                outcome = self._attempt(peers, flats, session, metadata, started, watch)
-                if isinstance(outcome, RanksCommitted):
+                outcome = self._attempt(peers, request, described, session)
+                if isinstance(outcome, Committed):
                     self._coordinator.close(ended=True)
                     return outcome
                 session = outcome
         except NoSpace:
-            self._coordinator.close(
-                ended=True
-                # Every rank deletes its packs, so a gc that makes room need not wait for the
-                # session.
-            )
+            # Every rank deletes its packs, so a gc that makes room need not wait for the session.
+            self._coordinator.close(ended=True)
             raise
         finally:
             self._coordinator.close(ended=False)
-        raise Conflict(
-            f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; "
-            "repeat it"
-        )
+        raise _contended()
 
-    def _plan(
-        self,
-        peers: Collective,
-        prepare: Prepare,
-        options: Options,
-        watch: Watch,
-        memory_budget_bytes: int | None,
-    ) -> tuple[CommitMetadata, Mapping[str, FlatState], SessionId]:
-        described: list[tuple[CommitMetadata, Mapping[str, FlatState], bytes]] = []
+    def _plan(self, peers: Collective, request: CommitRequest) -> tuple[_Described, SessionId]:
+        found: list[_Described] = []
 
-        def describe() -> bytes:
-            asked = bool(described)
+        def describe() -> Any:
+            asked = bool(found)
             if not asked:
-                watch.starting()
-                chunk_bytes, encoding = self._config.chunk_bytes, self._config.codec != "raw"
-                self._room = rank_room(
-                    memory_budget_bytes, chunk_bytes, self._threads.count, encoding=encoding
-                )
-                metadata, flats = prepare()
-                with uncollected():
-                    described.append((metadata, flats, encode_description(flats, self._schemas)))
-            metadata, _, description = described[0]
-            known = digest_of(description) == self._described and not asked
-            return framing.join(
-                [head_of(metadata), digest_of(description), b"" if known else description]
-            )
+                found.append(self._describe(request))
+            label, description = found[0].label, found[0].description
+            known = digest(description) == self._described_last and not asked
+            return head_of(label), digest(description), b"" if known else description
 
-        def answer(handed_in: list[bytes]) -> list[bytes]:
-            return self._coordinator.plan(
-                handed_in, described[0][0], replace(options, window_bytes=self._room.window_bytes)
-            )
+        def answer(handed_in: list[Any]) -> list[Any]:
+            window_bytes = found[0].room.window_bytes
+            return self._coordinator.plan(handed_in, found[0].label, request.ranks, window_bytes)
 
         kind = DESCRIBE
         while kind == DESCRIBE:
-            kind, session, task = framing.split(peers.round("commit: plan", describe, answer), 3)
-        metadata, flats, description = described[0]
+            kind, session, task = peers.round("commit: plan", describe, answer)
         if kind == PLANNED:
-            self._described = b""  # until every rank has confirmed the plan
+            self._described_last = b""  # until every rank has confirmed the plan
             peers.round(
-                "commit: prepare",
-                lambda: self._follow(task, flats, peers.rank),
-                lambda ready: ready,
+                "commit: prepare", lambda: self._follow(task, peers.rank), lambda ready: ready
             )
-            self._described = digest_of(description)
-        return metadata, flats, SessionId(session.decode())
+            self._described_last = digest(found[0].description)
+        return found[0], SessionId(session)
 
-    def _follow(self, task: bytes, flats: Mapping[str, FlatState], rank: int) -> bytes:
-        """Decode a new task and compute its moves."""
+    def _describe(self, request: CommitRequest) -> _Described:
+        request.watch.starting()
+        config = self._to.config
+        room = rank_room(
+            request.memory_budget_bytes,
+            config.chunk_bytes,
+            self._to.threads.count,
+            encoding=config.codec != "raw",
+        )
+        label, flats = request.prepare()
         with uncollected():
-            self._task, self._runs = decode_task(task), DedupHints()
-            self._moves = moves_of(
-                self._task, Boxes(list(flats.values()), self._config.chunk_bytes), rank
-            )
-        return b""
+            return _Described(label, flats, encode_description(flats, self._schemas), room)
+
+    def _follow(self, task: bytes, rank: int) -> None:
+        with uncollected():
+            self._task, self._plans, self._hints = decode_task(task, rank), {}, DedupHints()
 
     def _attempt(
         self,
         peers: Collective,
-        flats: Mapping[str, FlatState],
+        request: CommitRequest,
+        described: _Described,
         session: SessionId,
-        metadata: CommitMetadata,
-        started: float,
-        watch: Watch,
-    ) -> RanksCommitted | SessionId:
-        packs = PackSet.of(
-            self._config,
-            self._objects,
-            session,
-            self._threads,
-            peers.rank,
-            unbuffered=self._room.write.unbuffered,
+    ) -> Committed | SessionId:
+        """The second and the third round: the commit, or the session under which to try again."""
+        assert self._task is not None
+        room, chunk_bytes = described.room, self._to.config.chunk_bytes
+        transaction = Transaction(
+            self._to, session, self._hints, rank=peers.rank, unbuffered=room.write.unbuffered
         )
-        attempt = _Attempt(self._coordinator, peers, packs, metadata, started, watch)
-        try:
-            return attempt.run(self._work(flats, packs), self._look, self._registered)
-        except BaseException as error:
-            # Once the coordinator may have appended the entry, only the log's answer tells whether
-            # these packs belong to a commit.
-            if not attempt.handed_in or (
-                isinstance(error, CkptStoreError) and error.causes and 0 not in error.causes
-            ):
-                with suppress(CkptStoreError):
-                    packs.drop()
-            raise
-
-    def _work(self, flats: Mapping[str, FlatState], packs: PackSet) -> RankWorker:
-        assert self._task is not None and self._moves is not None
-        boxes = Boxes(list(flats.values()), self._config.chunk_bytes)
-        return RankWorker(
-            boxes,
-            self._task,
-            self._moves,
-            self._config.chunk_bytes,
-            packs,
-            self._threads,
-            self._room,
+        boxes = Boxes(list(described.flats.values()), chunk_bytes)
+        worker = RankWorker(
+            transaction, boxes, self._task, self._plans, self._to.threads, chunk_bytes, room
         )
+        publication = _Publication(peers, transaction, worker, request, self._coordinator)
+        with transaction:
+            decided = peers.round(
+                "commit: decide", lambda: worker.report(peers), self._coordinator.decide
+            )
+            kind, said = publication.ask(decided, described.label)
+            if kind == DONE:
+                return publication.done(*said)
+            transaction.asked = False
+            if kind != AGAIN:
+                raise failure(
+                    "commit: publish", {0: Cause(*said)}, peers.size
+                ) from publication.failed
+            transaction.packs.drop()
+            return SessionId(said)
 
-    def _look(self) -> Dedup:
-        state = self._log.replay()
-        self._objects.sync(state)
-        return Dedup(self._objects, state, self._runs)
 
-    def _registered(self, numbers: bytes, packs: PackSet) -> None:
-        tables = {pack.record.id: pack.table for pack in packs.closed}
-        for number, name in canonical.decode(numbers):
-            if name in tables:
-                self._objects.registered(number, name, tables[name])
-
-
-class _Attempt:
-    """The second and the third round, under one session. `handed_in` is set once the coordinator
-    may have appended to the log.
-    """
+class _Publication:
+    """The third round. `failed` is what kept this rank, the coordinator, from the log."""
 
     def __init__(
         self,
-        coordinator: Coordinator,
         peers: Collective,
-        packs: PackSet,
-        metadata: CommitMetadata,
-        started: float,
-        watch: Watch,
+        transaction: Transaction,
+        worker: RankWorker,
+        request: CommitRequest,
+        coordinator: Coordinator,
     ) -> None:
-        self._coordinator, self._peers, self._packs, self._metadata, self._started, self._watch = (
-            coordinator,
-            peers,
-            packs,
-            metadata,
-            started,
-            watch,
-        )
-        self._dedup: Dedup | None = None
-        self._packed_s = 0.0
-        self._failed: Exception | None = None
-        self.handed_in = False
+        self._peers, self._transaction, self._worker = peers, transaction, worker
+        self._request, self._coordinator = request, coordinator
+        self._packed_at = 0.0
+        self.failed: Exception | None = None
 
-    def run(
-        self,
-        work: RankWorker,
-        look: Callable[[], Dedup],
-        register: Callable[[bytes, PackSet], None],
-    ) -> RanksCommitted | SessionId:
-        """The commit, or the session under which to try again."""
-        decided = self._peers.round(
-            "commit: decide", lambda: self._report(work, look), self._coordinator.decide
-        )
-        answer = self._peers.round(
-            "commit: publish", lambda: self._receipt(work, decided), self._publish
-        )
-        kind, first, second = framing.split(answer, 3)
-        if kind != DONE:
-            self._packs.drop()
-            if kind == AGAIN:
-                return SessionId(first.decode())
-            raise failure(
-                "commit: publish", {0: Cause(*canonical.decode(first))}, self._peers.size
-            ) from self._failed
-        commit, numbers, totals = framing.split(second, 3)
-        durable_s = time.perf_counter() - self._started
-        self._watch.reached(Milestone.DURABLE)
-        register(numbers, self._packs)
-        return self._committed(
-            CommitId(commit.decode()), first, canonical.decode(totals), durable_s
-        )
+    def ask(self, decided: Any, label: CommitMetadata) -> Any:
+        """The coordinator's answer to the ranks' receipts. If another rank has failed, the log was
+        not asked, and the transaction may be undone."""
 
-    def _report(self, work: RankWorker, look: Callable[[], Dedup]) -> bytes:
-        self._dedup = work.write(self._peers, look)
-        samples = work.samples(self._packs.session)
-        where = canonical.encode([[sample.shared, sample.cell] for sample in samples])
-        return framing.join([work.reports(), where, b"".join(sample.id for sample in samples)])
+        def publish(handed_in: list[Any]) -> list[Any]:
+            if self.failed:
+                return refused(self.failed, self._peers.size)
+            try:
+                return self._coordinator.publish(handed_in, label, self._transaction)
+            except Exception as error:
+                if self._transaction.asked:
+                    raise
+                self.failed = error
+                return refused(error, self._peers.size)
 
-    def _receipt(self, work: RankWorker, decided: bytes) -> bytes:
-        """This rank's receipt. `_publish` reports a failure of the coordinator's own, so that all
-        ranks know that the log was not asked.
+        try:
+            return self._peers.round("commit: publish", lambda: self._receipt(decided), publish)
+        except CkptStoreError as error:
+            if not self._peers.leads and error.causes and 0 not in error.causes:
+                self._transaction.asked = False
+            raise
+
+    def _receipt(self, decided: Any) -> Any:
+        """This rank's receipt. `ask` reports a failure of the coordinator's own, so that all ranks
+        know that the log was not asked.
         """
         try:
-            return self._written(work, decided)
+            return self._written(decided)
         except Exception as error:
             if not self._peers.leads:
                 raise
-            self._failed = error
-            return b""
+            self.failed = error
+            return None
 
-    def _written(self, work: RankWorker, decided: bytes) -> bytes:
-        work.write_decided([tuple(each) for each in canonical.decode(decided)])
-        self._watch.reached(Milestone.HASHED)
-        self._packs.wait()
-        self._packed_s = time.perf_counter() - self._started
-        self._watch.reached(Milestone.WRITTEN)
-        self._watch.publishing()
-        written = work.written
-        head = {
-            "packs": [
-                [pack.record.id, pack.record.bytes, pack.record.chunks]
-                for pack in self._packs.closed
-            ],
-            "reused": sorted(self._dedup.reused) if self._dedup else [],
-            "chunks": written.chunks,
-            "new_chunks": written.new_chunks,
-            "sent_bytes": written.sent_bytes,
-        }
-        self.handed_in = not self._peers.leads
-        return framing.join([canonical.encode(head), written.jobs, written.cells, written.decided])
+    def _written(self, decided: Any) -> Any:
+        watch = self._request.watch
+        self._worker.write_decided(decided)
+        watch.reached(Milestone.HASHED)
+        receipt = self._worker.receipt()
+        self._packed_at = time.perf_counter()
+        watch.reached(Milestone.WRITTEN)
+        watch.publishing()
+        # Once the coordinator may have appended the entry, only the log's answer tells whether
+        # these packs belong to a commit.
+        self._transaction.asked = not self._peers.leads
+        return receipt
 
-    def _publish(self, handed_in: list[bytes]) -> list[bytes]:
-        """Publish. A failure before the append counts as a refusal: ranks that know it delete their
-        packs.
-        """
-        if self._failed:
-            return refused(self._failed, self._peers.size)
-        assert self._dedup is not None
-        try:
-            return self._coordinator.publish(handed_in, self._metadata, self._dedup, self._packs)
-        except BaseException as error:
-            self.handed_in = self._coordinator.asked
-            if self.handed_in or not isinstance(error, Exception):
-                raise
-            self._failed = error
-            return refused(error, self._peers.size)
-
-    def _committed(
-        self, commit: CommitId, stored: bytes, totals: dict[str, int], durable_s: float
-    ) -> RanksCommitted:
-        document = decode_document(stored, commit)
-        stats = CommitStats(
-            document.logical_bytes,
-            document.new_bytes,
-            document.leaves,
-            totals["chunks"],
-            totals["new_chunks"],
-            self._packed_s,
-            durable_s,
-            time.perf_counter() - self._started,
+    def done(
+        self, commit: str, stored: bytes, packs: Any, chunks: int, new_chunks: int
+    ) -> Committed:
+        """The commit whose document is `stored`."""
+        durable_at = time.perf_counter()
+        self._request.watch.reached(Milestone.DURABLE)
+        document = decode_document(stored, CommitId(commit))
+        if not self._peers.leads:
+            self._transaction.index(packs)
+        published = Published(
+            CommitId(commit), document, packs, chunks, new_chunks, self._packed_at, durable_at
         )
-        return RanksCommitted(commit, document, stats)
+        return published.committed(self._request.started)
+
+
+def _contended() -> Conflict:
+    return Conflict(
+        f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; "
+        "repeat it"
+    )

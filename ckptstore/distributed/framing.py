@@ -1,40 +1,54 @@
-"""How are several byte strings, or errors by rank, sent as one message? Bytes only; nothing is
-pickled.
-"""
+"""How are values, or errors by rank, sent as one message? Nothing is pickled."""
 
+import json
 import struct
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptstore import errors
 from ckptstore.errors import CkptStoreError, Corrupt, Unavailable
-from ckptstore.objects import canonical
 
-_COUNT = struct.Struct("<I")
-
-
-def join(frames: Sequence[bytes]) -> bytes:
-    return b"".join(
-        (_COUNT.pack(len(frames)), struct.pack(f"<{len(frames)}Q", *map(len, frames)), *frames)
-    )
+_TEXT_BYTES = struct.Struct("<Q")
 
 
-def split(data: bytes, count: int) -> list[bytes]:
-    """The inverse of `join` for `count` frames; raises `Corrupt`."""
-    at = _COUNT.size + 8 * count
-    if len(data) < at or _COUNT.unpack_from(data)[0] != count:
-        raise Corrupt(
-            f"a rank's message of {len(data)} bytes does not have {count} parts; do all ranks run "
-            "one version of ckptstore?"
-        )
-    sizes = struct.unpack_from(f"<{count}Q", data, _COUNT.size)
-    if at + sum(sizes) != len(data):
-        raise Corrupt("a rank's message is cut short; do all ranks run one version of ckptstore?")
-    found = []
-    for size in sizes:
-        found.append(data[at : at + size])
-        at += size
-    return found
+def pack(value: Any) -> bytes:
+    """A message of None, bools, numbers, text, bytes, and lists, tuples and dicts of them: JSON, in
+    which an object of one nameless length stands for bytes, and the bytes after it."""
+    parts: list[bytes | memoryview] = []
+
+    def put(data: bytes | memoryview) -> dict[str, int]:
+        parts.append(data)
+        return {"": len(data)}
+
+    text = json.dumps(value, default=put, separators=(",", ":")).encode()
+    return b"".join((_TEXT_BYTES.pack(len(text)), text, *parts))
+
+
+def unpack(data: bytes) -> Any:
+    """The inverse of `pack`, with tuples as lists; raises `Corrupt`."""
+
+    at = 0
+
+    def take(found: dict[str, Any]) -> Any:
+        nonlocal at
+        if found.keys() != {""}:
+            return found
+        start, at = at, at + found[""]
+        return data[start:at]
+
+    try:
+        at = _TEXT_BYTES.size + _TEXT_BYTES.unpack_from(data)[0]
+        value = json.loads(data[_TEXT_BYTES.size : at], object_hook=take)
+    except (ValueError, TypeError, struct.error) as error:
+        raise damaged(error) from error
+    if at != len(data):
+        raise damaged(f"{len(data)} bytes in place of {at}")
+    return value
+
+
+def damaged(why: object) -> Corrupt:
+    said = f"a rank's message is damaged: {why}"
+    return Corrupt(f"{said}; do all ranks run one version of ckptstore?")
 
 
 MAX_BYTES = 1 << 31
@@ -61,21 +75,9 @@ def cause_of(error: BaseException) -> Cause:
     return Cause(type(error).__name__, text)
 
 
-def encode_causes(causes: Mapping[int, Cause]) -> bytes:
-    return canonical.encode({str(rank): list(cause) for rank, cause in causes.items()})
-
-
-def decode_causes(data: bytes) -> dict[int, Cause]:
-    """The inverse of `encode_causes`; raises `Corrupt`."""
-    try:
-        return {
-            int(rank): Cause(str(kind), str(text))
-            for rank, (kind, text) in canonical.decode(data).items()
-        }
-    except (AttributeError, TypeError, ValueError) as error:
-        raise Corrupt(
-            f"a rank's message is damaged: {error}; do all ranks run one version of ckptstore?"
-        ) from error
+def causes_from(said: Mapping[str, Sequence[str]]) -> dict[int, Cause]:
+    """The causes of a message that has them by rank."""
+    return {int(rank): Cause(*cause) for rank, cause in said.items()}
 
 
 def failure(what: str, causes: Mapping[int, Cause], size: int) -> CkptStoreError:

@@ -15,10 +15,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ckptstore.core import geometry
-from ckptstore.core.geometry import Grid, grid
+from ckptstore.core.geometry import Grid, byte_ranges, grid, within
 from ckptstore.core.model import INLINE_BYTES, Box
 from ckptstore.distributed.merge import Holder, MergedLeaf, MergedTree
-from ckptstore.distributed.tiling import Cell, Fragment, Span, Tiling, misfit, tile
+from ckptstore.distributed.tiling import Cell, Span, Tiling, misfit, tile
 from ckptstore.errors import Conflict
 from ckptstore.repository.memory_budget import WINDOW_BYTES
 
@@ -59,25 +59,26 @@ class Job(NamedTuple):
     chunk: int
 
 
-class FragmentPlan(NamedTuple):
-    """Cell `cell` of a box, sent to the rank that completes a chunk; `box` is its position in the
-    leaf.
+class FragmentBytes(NamedTuple):
+    """Bytes `start:stop` of box number `box` of a leaf: a fragment of a chunk, which fills the
+    chunk's byte ranges `ranges` in order.
     """
 
-    place: Place
-    cell: int
-    box: Box
+    box: int
+    start: int
+    stop: int
+    ranges: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkAssembly:
-    """How rank `owner` assembles chunk `chunk` of a leaf; `moved` bytes come from other ranks.
-    Shared by leaves with equal holdings.
+    """How rank `owner` assembles chunk `chunk` of a leaf from fragments of ranks; `moved` bytes
+    come from other ranks. Shared by leaves with equal holdings.
     """
 
     owner: Place
     chunk: int
-    fragments: tuple[FragmentPlan, ...]
+    fragments: tuple[tuple[Place, FragmentBytes], ...]
     moved: int
 
 
@@ -355,42 +356,48 @@ class _CutCell:
     of them, and the assembly for each of these.
     """
 
-    def __init__(self, tiled: Tiled, cell: Cell, grids: Sequence[Grid]) -> None:
-        parts = [
-            (
-                fragment,
-                grids[fragment.box].cell(fragment.cell),
-                _nbytes(grids[fragment.box], fragment),
-            )
-            for fragment in cell.fragments
+    def __init__(
+        self, tiled: Tiled, cell: Cell, width: int, whole: Grid, grids: Sequence[Grid]
+    ) -> None:
+        self._chunk, self._holders = cell.chunk, tiled.holders
+        self._fragments = [
+            _fragment(whole, cell, box, grids[box], number, width) for box, number in cell.fragments
         ]
-        self._chunk, self._holders, self._parts = cell.chunk, tiled.holders, parts
-        self.nbytes = sum(nbytes for _, _, nbytes in parts)
-        largest = max(nbytes for _, _, nbytes in parts)
+        sizes = [fragment.stop - fragment.start for fragment in self._fragments]
+        self.nbytes = sum(sizes)
         self.able = [
             place
-            for fragment, _, nbytes in parts
-            if nbytes == largest
+            for fragment, nbytes in zip(self._fragments, sizes, strict=True)
+            if nbytes == max(sizes)
             for place in tiled.holders[fragment.box]
         ]
-        self._recipes: dict[Place, ChunkAssembly] = {}
+        self._assemblies: dict[Place, ChunkAssembly] = {}
 
     def assembly(self, owner: Place) -> ChunkAssembly:
-        if owner not in self._recipes:
-            places = [
-                _nearest(self._holders[fragment.box], owner.rank) for fragment, _, _ in self._parts
-            ]
+        if owner not in self._assemblies:
+            fragments = tuple(
+                (_nearest(self._holders[fragment.box], owner.rank), fragment)
+                for fragment in self._fragments
+            )
             moved = sum(
-                nbytes
-                for place, (_, _, nbytes) in zip(places, self._parts, strict=True)
+                fragment.stop - fragment.start
+                for place, fragment in fragments
                 if place.rank != owner.rank
             )
-            fragments = [
-                FragmentPlan(place, fragment.cell, box)
-                for place, (fragment, box, _) in zip(places, self._parts, strict=True)
-            ]
-            self._recipes[owner] = ChunkAssembly(owner, self._chunk, tuple(fragments), moved)
-        return self._recipes[owner]
+            self._assemblies[owner] = ChunkAssembly(owner, self._chunk, fragments, moved)
+        return self._assemblies[owner]
+
+
+def _fragment(
+    whole: Grid, cell: Cell, box: int, held: Grid, number: int, width: int
+) -> FragmentBytes:
+    start, stop = held.span(number)
+    if len(cell.fragments) == 1:
+        return FragmentBytes(box, start, stop, ((0, stop - start),))
+    # Most fragments are contiguous; columns of a small leaf are not.
+    chunk = whole.cell(cell.chunk)
+    ranges = byte_ranges(chunk.lengths, within(held.cell(number), chunk), width)
+    return FragmentBytes(box, start, stop, tuple(ranges))
 
 
 def _assign_cells(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
@@ -398,12 +405,13 @@ def _assign_cells(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
     cut: dict[int, list[_CutCell]] = {}
     for target, tiled in plan.tiled.items():
         if id(tiled) not in cut:
-            grids = (
-                [_cells(plan, target, box, chunk_bytes) for box in tiled.boxes]
-                if tiled.tiling.cells
-                else []
-            )
-            cut[id(tiled)] = [_CutCell(tiled, cell, grids) for cell in tiled.tiling.cells]
+            held = tiled.boxes if tiled.tiling.cells else ()
+            grids = [_cells(plan, target, box, chunk_bytes) for box in held]
+            whole = _cells(plan, target, None, chunk_bytes)
+            width = geometry.width_of(plan.leaf(target).dtype)
+            cut[id(tiled)] = [
+                _CutCell(tiled, cell, width, whole, grids) for cell in tiled.tiling.cells
+            ]
         for cell in cut[id(tiled)]:
             assembly = cell.assembly(min(cell.able, key=lambda place: plan.load[place.rank]))
             if on_the_way + assembly.moved > window_bytes:
@@ -414,17 +422,12 @@ def _assign_cells(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
             plan.cells.append(CellJob(target, assembly, window))
 
 
-def _nbytes(cells: Grid, fragment: Fragment) -> int:
-    start, stop = cells.span(fragment.cell)
-    return stop - start
-
-
 def _nearest(places: Sequence[Place], rank: int) -> Place:
     if len(places) == 1:
         return places[0]
     return next((place for place in places if place.rank == rank), places[0])
 
 
-def _cells(plan: RanksPlan, target: Target, box: Box, chunk_bytes: int) -> Grid:
+def _cells(plan: RanksPlan, target: Target, box: Box | None, chunk_bytes: int) -> Grid:
     leaf = plan.leaf(target)
     return _grid(leaf.shape, geometry.width_of(leaf.dtype), chunk_bytes, box)

@@ -3,118 +3,96 @@ reports content.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Any, TypeAlias
 
-from ckptstore.commit.hashing import hash_chunks
 from ckptstore.commit.plan import CommitPlan, Extent, plan_chunks
-from ckptstore.commit.write import read_all, write_chunks
+from ckptstore.commit.transaction import Transaction
+from ckptstore.commit.write import hash_chunks, read_all
 from ckptstore.core.ids import SessionId
 from ckptstore.core.model import INLINE_BYTES
-from ckptstore.distributed.collective import Collective, Part
-from ckptstore.distributed.describe import Report, encode_reports
-from ckptstore.distributed.exchange_plan import (
-    Boxes,
-    ByteRange,
-    Completion,
-    Moves,
-    Outgoing,
-    Window,
-)
-from ckptstore.distributed.rank_plan import LeafRef, RankTask
-from ckptstore.repository.dedup import Dedup
+from ckptstore.distributed.collective import Collective, DeferredErrors, Part
+from ckptstore.distributed.merge import Report
+from ckptstore.distributed.rank_task import Assembly, Boxes, LeafRef, Outgoing, RankTask, Window
 from ckptstore.repository.memory_budget import RankRoom
-from ckptstore.repository.pack_set import PackSet
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import Source
 
 SAMPLE = 32
 """One in this many boxes that other ranks write is hashed here as well."""
 
-
-class Sample(NamedTuple):
-    """The id of a chunk that another rank writes, as computed here: cell `cell` of the task's
-    shared box number `shared`.
-    """
-
-    shared: int
-    cell: int
-    id: bytes
-
-
-@dataclass(slots=True)
-class RankWritten:
-    """Chunk ids of jobs, of completed cells and of content that was resolved later, each in task
-    order.
-    """
-
-    jobs: bytes = b""
-    cells: bytes = b""
-    decided: bytes = b""
-    chunks: int = 0
-    new_chunks: int = 0
-    sent_bytes: int = 0
-    failures: list[BaseException] = field(default_factory=list)
+Plans: TypeAlias = dict[tuple[str, int, int], CommitPlan]
+"""Plans of the chunks of one task: what they are of, and the lengths of runs and batches."""
 
 
 class RankWorker:
-    """One rank's attempt at a commit."""
+    """One rank's attempt at a commit. `plans` are kept from one commit to the next."""
 
     def __init__(
         self,
+        transaction: Transaction,
         boxes: Boxes,
         task: RankTask,
-        moves: Moves,
-        chunk_bytes: int,
-        packs: PackSet,
+        plans: Plans,
         threads: ThreadPool,
+        chunk_bytes: int,
         room: RankRoom,
     ) -> None:
-        self._room = room
-        self._boxes, self._task, self._moves, self._chunk_bytes = boxes, task, moves, chunk_bytes
-        self._packs, self._threads = packs, threads
-        self._dedup: Dedup | None = None
-        self.written = RankWritten()
+        self._transaction, self._boxes, self._task, self._plans = transaction, boxes, task, plans
+        self._threads, self._chunk_bytes, self._room = threads, chunk_bytes, room
+        self._later = DeferredErrors()
+        self._cells = self._jobs = self._decided = b""
 
-    def write(self, peers: Collective, look: Callable[[], Dedup]) -> Dedup | None:
-        """Exchange fragments and write the planned chunks that the store lacks, by the lookup of
-        `look`; returns that lookup.
+    def report(self, peers: Collective) -> Any:
+        """Exchange fragments, write the planned chunks that the store lacks, and report the content
+        of leaves whose replication is unknown, and a sample of what other ranks write.
 
         Peers get what they wait for even if something fails here.
         """
-        ids: list[bytes] = []
-        with self._failing_later():
-            self._dedup = look()
-        ready: list[tuple[Extent, Source]] = []
-        size = batches = 0
-        for extent, data in self._exchanged(peers):
-            ready.append((extent, _Bytes(data, extent.width)))
-            size += len(data)
-            if size >= self._room.cells_bytes:
-                with self._failing_later():
-                    ids.extend(self._write(ready, f"cells {batches}"))
-                ready, size, batches = [], 0, batches + 1
-        if self.written.failures:
-            raise self.written.failures[0]
-        self.written.cells = b"".join((*ids, *self._write(ready, f"cells {batches}")))
-        jobs = zip(
-            self._moves.jobs, (self._boxes.source(job.ref) for job in self._task.jobs), strict=True
-        )
-        self.written.jobs = b"".join(self._write(list(jobs), "jobs"))
-        return self._dedup
+        self._write_planned(peers)
+        chosen = list(_chosen(self._task, self._transaction.session))
+        spots = [self._task.shared[number][0] for number, _ in chosen]
+        cells = [
+            self._boxes.cells(ref, cell, cell + 1)
+            for ref, (_, cell) in zip(spots, chosen, strict=True)
+        ]
+        return self._reports(), chosen, b"".join(self._hash(spots, cells))
 
-    def write_decided(self, decided: Sequence[tuple[int, int, int]]) -> None:
+    def write_decided(self, decided: Sequence[Sequence[int]]) -> None:
         """Write chunks `first:stop` of reported leaves: (number of the report, first, stop)."""
         spots = [self._task.reports[number] for number, _, _ in decided]
         extents = [
             self._boxes.cells(ref, first, stop)
             for ref, (_, first, stop) in zip(spots, decided, strict=True)
         ]
-        jobs = zip(extents, map(self._boxes.source, spots), strict=True)
-        self.written.decided = b"".join(self._write(list(jobs)))
+        self._decided = self._write(self._planned(extents), list(map(self._boxes.source, spots)))
 
-    def reports(self) -> bytes:
+    def receipt(self) -> Any:
+        """This rank's receipt and its chunk ids, once its packs are durable."""
+        receipt = self._transaction.receipt().encode()
+        return receipt, self._jobs, self._cells, self._decided
+
+    def _write_planned(self, peers: Collective) -> None:
+        ids: list[bytes] = []
+        with self._later.failing():
+            self._transaction.look()
+        for number, batch in enumerate(self._batches(peers)):
+            with self._later.failing():
+                extents = [extent for extent, _ in batch]
+                plan = self._kept(f"cells {number}", partial(self._planned, extents))
+                sources: list[Source] = [_Bytes(data, extent.width) for extent, data in batch]
+                ids.append(self._write(plan, sources))
+        self._later.settle()
+        self._cells = b"".join(ids)
+        plan = self._kept("jobs", self._plan_of_jobs)
+        self._jobs = self._write(plan, [self._boxes.source(job.ref) for job in self._task.jobs])
+
+    def _plan_of_jobs(self) -> CommitPlan:
+        return self._planned(
+            [self._boxes.cells(job.ref, job.first, job.stop) for job in self._task.jobs]
+        )
+
+    def _reports(self) -> list[Report]:
         """This rank's content of the reported leaves."""
         found: list[Report | None] = []
         hashed: list[LeafRef] = []
@@ -126,132 +104,97 @@ class RankWorker:
             else:
                 found.append(None)
                 hashed.extend(pieces)
-        ids = iter(self._hash(hashed, [self._boxes.extent(ref) for ref in hashed]))
+        extents = [self._boxes.extent(ref) for ref in hashed]
+        ids = iter(zip(self._hash(hashed, extents), extents, strict=True))
         for i, report in enumerate(found):
             if report is None:
-                pieces = self._boxes.pieces(self._task.reports[i])
-                joined = b"".join(next(ids) for _ in pieces)
-                found[i] = Report(
-                    None, joined, sum(self._boxes.extent(piece).raw_bytes for piece in pieces)
-                )
-        return encode_reports([report for report in found if report is not None])
-
-    def samples(self, session: SessionId) -> list[Sample]:
-        """Ids of chunks that other ranks write of boxes held here as well: a sample, or all if
-        replicas are not trusted.
-        """
-        chosen = list(_chosen(self._task, session))
-        spots = [self._task.shared[number][0] for number, _ in chosen]
-        ids = self._hash(
-            spots,
-            [
-                self._boxes.cells(ref, cell, cell + 1)
-                for ref, (_, cell) in zip(spots, chosen, strict=True)
-            ],
-        )
-        return [
-            Sample(number, cell, chunk) for (number, cell), chunk in zip(chosen, ids, strict=True)
-        ]
+                parts = [next(ids) for _ in self._boxes.pieces(self._task.reports[i])]
+                joined = b"".join(chunks for chunks, _ in parts)
+                found[i] = Report(None, joined, sum(extent.raw_bytes for _, extent in parts))
+        return [report for report in found if report is not None]
 
     def _hash(self, spots: Sequence[LeafRef], extents: Sequence[Extent]) -> list[bytes]:
-        plan = plan_chunks(extents, self._chunk_bytes, self._room.write.run_bytes)
-        return hash_chunks(
-            plan, list(map(self._boxes.source, spots)), self._threads, self._room.write.threads
-        )
+        sources = list(map(self._boxes.source, spots))
+        return hash_chunks(self._planned(extents), sources, self._threads, self._room.write.threads)
 
-    def _write(self, parts: Sequence[tuple[Extent, Source]], same: str = "") -> list[bytes]:
-        """Write parts. Under the name `same`, the extents are equal in every attempt."""
-        if not parts or self._dedup is None:
-            return []
+    def _planned(self, extents: Sequence[Extent]) -> CommitPlan:
+        return plan_chunks(extents, self._chunk_bytes, self._room.write.run_bytes)
 
-        def make() -> CommitPlan:
-            return plan_chunks(
-                [extent for extent, _ in parts], self._chunk_bytes, self._room.write.run_bytes
-            )
+    def _kept(self, what: str, make: Callable[[], CommitPlan]) -> CommitPlan:
+        key = what, self._room.write.run_bytes, self._room.cells_bytes
+        if key not in self._plans:
+            self._plans[key] = make()
+        return self._plans[key]
 
-        plan = self._moves.plan((same, self._room.write.run_bytes), make) if same else make()
-        sources = [source for _, source in parts]
-        written = write_chunks(
-            plan,
-            sources,
-            self._dedup,
-            self._packs,
-            self._threads,
-            max_workers=self._room.write.threads,
-        )
-        self.written.chunks += written.chunks
-        self.written.new_chunks += written.new_chunks
-        return [written.ids[i] for i in range(len(parts))]
+    def _write(self, plan: CommitPlan, sources: Sequence[Source]) -> bytes:
+        """The ids of the plan's chunks, written as far as the store lacks them."""
+        if self._later.failed or not sources:
+            return b""
+        ids = self._transaction.write(plan, sources, max_workers=self._room.write.threads)
+        return b"".join(ids[i] for i in range(len(sources)))
 
-    @contextmanager
-    def _failing_later(self) -> Iterator[None]:
-        """Keep an error until the exchange ends, since other ranks wait for this rank's data."""
-        try:
-            yield
-        except BaseException as error:
-            self.written.failures.append(error)
-
-    def _exchanged(self, peers: Collective) -> Iterator[tuple[Extent, bytearray]]:
-        """The completed cells, window by window. After a local failure, send and yield placeholders
-        so that peers do not block.
+    def _batches(self, peers: Collective) -> Iterator[list[tuple[Extent, bytearray]]]:
+        """The assembled chunks, in batches of bounded size. After a local failure, send and yield
+        placeholders so that peers do not block.
         """
-        for window in self._moves.windows:
-            yield from self._in_window(
-                peers, window
-            )  # this window's memory is free again when the next one begins
+        batch: list[tuple[Extent, bytearray]] = []
+        size = 0
+        for window in self._task.windows:
+            for extent, data in self._in_window(peers, window):
+                batch.append((extent, data))
+                size += len(data)
+                if size >= self._room.cells_bytes:
+                    yield batch
+                    batch, size = [], 0
+        yield batch
 
     def _in_window(self, peers: Collective, window: Window) -> Iterator[tuple[Extent, bytearray]]:
-        outgoing = [Part(rank, self._joined(found)) for rank, found in window.outgoing]
-        incoming = [Part(rank, memoryview(bytearray(nbytes))) for rank, nbytes in window.incoming]
-        with self._failing_later():
+        outgoing = [
+            Part(rank, self._joined(found)) for rank, found in sorted(window.outgoing.items())
+        ]
+        arrived = {rank: bytearray(nbytes) for rank, nbytes in sorted(window.incoming.items())}
+        incoming = [Part(rank, memoryview(data)) for rank, data in arrived.items()]
+        with self._later.failing():
             peers.exchange(outgoing, incoming)
-        self.written.sent_bytes += sum(len(part.memory) for part in outgoing)
-        arrived = {part.rank: _Cursor(part.memory) for part in incoming}
-        for completion in window.completions:
-            yield completion.how.extent, self._complete(completion, arrived)
+        cursors = {rank: _Cursor(memoryview(data)) for rank, data in arrived.items()}
+        for tree, leaf, assembly in window.assemblies:
+            yield assembly.extent, self._assemble(tree, leaf, assembly, cursors)
 
     def _joined(self, outgoing: Sequence[Outgoing]) -> memoryview:
-        """One message with copies of the byte ranges, concatenated: the sources may be reused while
-        it is sent.
-        """
-        message = memoryview(
-            bytearray(sum(byte_range.stop - byte_range.start for _, _, byte_range in outgoing))
-        )
-        at = 0
-        with self._failing_later():
-            for tree, leaf, byte_range in outgoing:
-                end = at + byte_range.stop - byte_range.start
-                self._stage(tree, leaf, byte_range, message[at:end])
-                at = end
+        """One message with copies of the bytes: sources may be reused while it is sent."""
+        message = memoryview(bytearray(sum(stop - start for _, start, stop in outgoing)))
+        cursor = _Cursor(message)
+        with self._later.failing():
+            for ref, start, stop in outgoing:
+                self._stage(ref, start, stop, cursor.take(stop - start))
         return message
 
-    def _complete(self, completion: Completion, arrived: Mapping[int, "_Cursor"]) -> bytearray:
-        tree, leaf, how = completion
-        data = bytearray(how.extent.raw_bytes)
+    def _assemble(
+        self, tree: int, leaf: int, assembly: Assembly, arrived: Mapping[int, "_Cursor"]
+    ) -> bytearray:
+        data = bytearray(assembly.extent.raw_bytes)
         memory = memoryview(data)
-        for part in how.parts:
-            if part.own is None:
-                buffer = arrived[part.rank].take(part.nbytes)
-            elif len(part.ranges) == 1:
-                start, stop = part.ranges[0]
-                with self._failing_later():
-                    self._stage(tree, leaf, part.own, memory[start:stop])
-                continue
+        for rank, part, start, stop, ranges in assembly.pieces:
+            if rank in arrived:
+                buffer = arrived[rank].take(stop - start)
             else:
-                buffer = memoryview(bytearray(part.nbytes))
-                with self._failing_later():
-                    self._stage(tree, leaf, part.own, buffer)
-            at = 0
-            for start, stop in part.ranges:
-                memory[start:stop] = buffer[at : at + stop - start]
-                at += stop - start
+                buffer = memory[slice(*ranges[0])]
+                if len(ranges) > 1:
+                    buffer = memoryview(bytearray(stop - start))
+                with self._later.failing():
+                    self._stage(LeafRef(tree, leaf, part), start, stop, buffer)
+                if len(ranges) == 1:
+                    continue
+            cursor = _Cursor(buffer)
+            for first, last in ranges:
+                memory[first:last] = cursor.take(last - first)
         return data
 
-    def _stage(self, tree: int, leaf: int, byte_range: ByteRange, out: memoryview) -> None:
-        source = self._boxes.source(LeafRef(tree, leaf, byte_range.part))
-        memory = source.view(byte_range.start, byte_range.stop)
+    def _stage(self, ref: LeafRef, start: int, stop: int, out: memoryview) -> None:
+        source = self._boxes.source(ref)
+        memory = source.view(start, stop)
         if memory is None:
-            source.stage(byte_range.start, byte_range.stop, out)
+            source.stage(start, stop, out)
         else:
             out[:] = memory
 
@@ -268,7 +211,7 @@ class _Cursor:
 
 
 class _Bytes:
-    """A completed chunk as a source."""
+    """An assembled chunk as a source."""
 
     known_ids: bytes | None = None
     still = True
@@ -281,11 +224,13 @@ class _Bytes:
         return memoryview(self._data)[start:stop]
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
-        out[:] = memoryview(self._data)[start:stop]
+        out[:] = self.view(start, stop)
 
 
 def _chosen(task: RankTask, session: SessionId) -> Iterator[tuple[int, int]]:
-    """Shared boxes by their number in the task, and their chosen cells."""
+    """Shared boxes by their number in the task, and their chosen cells: a sample, or all if
+    replicas are not trusted.
+    """
     seed = int(session[:12], 16)
     for i, (_, cells) in enumerate(task.shared):
         if not task.trust_replicated:

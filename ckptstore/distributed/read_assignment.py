@@ -5,7 +5,6 @@ A chunk is known by its number in the order in which the commit names them, equa
 rank's need is one bit a chunk.
 """
 
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,16 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, digest
-from ckptstore.distributed import framing
-from ckptstore.errors import Corrupt
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ALONE = -1
 """Instead of a reader: every rank that needs the chunk reads and hashes it."""
-
-_WINDOW = struct.Struct("<Q")
 
 
 class Numbering:
@@ -63,23 +58,11 @@ class Need(NamedTuple):
     window_bytes: int
     bits: bytes
 
-
-def encode_need(numbering: Numbering, window_bytes: int, numbers: "NDArray[np.int64]") -> bytes:
-    needed = np.zeros(len(numbering), bool)
-    needed[numbers] = True
-    return framing.join(
-        [numbering.digest, _WINDOW.pack(window_bytes), np.packbits(needed).tobytes()]
-    )
-
-
-def decode_need(data: bytes) -> Need:
-    """The inverse of `encode_need`; raises `Corrupt`."""
-    found, window, bits = framing.split(data, 3)
-    if len(window) != _WINDOW.size:
-        raise Corrupt(
-            "what a rank says of its needs is damaged; do all ranks run one version of ckptstore?"
-        )
-    return Need(found, _WINDOW.unpack(window)[0], bits)
+    @classmethod
+    def of(cls, numbering: Numbering, window_bytes: int, numbers: "NDArray[np.int64]") -> "Need":
+        needed = np.zeros(len(numbering), bool)
+        needed[numbers] = True
+        return cls(numbering.digest, window_bytes, np.packbits(needed).tobytes())
 
 
 class Shares(NamedTuple):
@@ -176,7 +159,7 @@ class Share:
 
 def encode_shares(
     shares: Shares, needs: "NDArray[np.bool_]", nbytes: "NDArray[np.int64]", rank: int
-) -> bytes:
+) -> list[bytes]:
     """The part of `shares` that concerns rank `rank`."""
     mine = np.flatnonzero(needs[rank] & (shares.readers != ALONE))
     read = mine[shares.readers[mine] == rank]
@@ -186,16 +169,13 @@ def encode_shares(
         shares.readers[mine].astype("<i4"),
         shares.windows[mine].astype("<i4"),
     )
-    return framing.join(
-        [*(column.tobytes() for column in columns), np.packbits(needs[:, read], axis=0).T.tobytes()]
-    )
+    receivers = np.packbits(needs[:, read], axis=0).T
+    return [*(column.tobytes() for column in columns), receivers.tobytes()]
 
 
-def decode_shares(data: bytes, rank: int, size: int) -> list[list[Share]]:
-    """The shares of rank `rank` of `size`, window by window, in the order of chunk numbers. Raises
-    `Corrupt`.
-    """
-    *columns, bits = framing.split(data, 5)
+def decode_shares(said: Sequence[bytes], rank: int, size: int) -> list[list[Share]]:
+    """The shares of rank `rank` of `size`, window by window, in the order of chunk numbers."""
+    *columns, bits = said
     numbers, nbytes, readers, windows = (
         np.frombuffer(column, kind).tolist()
         for column, kind in zip(columns, ("<i8", "<i8", "<i4", "<i4"), strict=True)

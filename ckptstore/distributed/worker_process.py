@@ -1,47 +1,202 @@
-"""What runs in a worker process, which commits for a trainer?
+"""What runs in a worker process, which commits for a trainer, and what do the two tell each other?
 
-`commit.worker_client` starts it; the first argument is the descriptor of its socket. It imports no
-torch, runs in its own session with low priority, and maps the staged state's memory by a
-descriptor. So it finishes its commit even if the trainer is gone, and then ends.
+`distributed.worker_client` starts it; the first argument is the descriptor of its socket. It
+imports no torch, runs in its own session with low priority, and maps the staged state's memory by a
+descriptor. So it finishes its commit even if the trainer is gone, and then ends. Workers of many
+ranks are connected to each other, and commit by the same rounds as trainers.
+
+Messages are JSON, bytes and, at times, a descriptor. Nothing is unpickled, so neither side can run
+code in the other.
 """
 
+import json
 import mmap
 import os
-import select
 import signal
-import socket
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from ckptstore.commit.commit import Committer
+from ckptstore import errors
+from ckptstore.commit.commit import CommitRequest, Flats
+from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.pending import Watch
-from ckptstore.commit.worker_protocol import (
-    Message,
-    failure_to,
-    flats_from,
-    label_from,
-    receive,
-    send,
-)
-from ckptstore.core.options import Milestone
-from ckptstore.distributed.worker_group import WorkerGroup
-from ckptstore.errors import Cancelled
+from ckptstore.commit.transaction import CommitStats, Committed, Destination
+from ckptstore.core.ids import CommitId
+from ckptstore.core.model import Schema
+from ckptstore.core.options import Milestone, Ranks
+from ckptstore.distributed import framing
+from ckptstore.distributed.collective import Collective
+from ckptstore.distributed.commit import Committer
+from ckptstore.distributed.merge import decode_description, encode_description
+from ckptstore.distributed.sockets import Invitation, Listener, SocketLink
+from ckptstore.errors import Cancelled, CkptStoreError, Unavailable
+from ckptstore.objects.documents import decode_document, encode_document
+from ckptstore.objects.schema import LastSchemas
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, step_aside_of_parent
+from ckptstore.state.leaf_sources import FlatState, HeldLeaf, Source, leaves_of
+from ckptstore.state.staging_buffers import BufferSource, ElsewhereSource
+
+_ARENA, _BYTES, _KNOWN = "arena", "bytes", "known"
+
+
+class Message(NamedTuple):
+    """`says` is JSON, `blob` the bytes it refers to, `fd` a received descriptor or -1."""
+
+    says: dict[str, Any]
+    blob: bytes = b""
+    fd: int = -1
+
+
+def send(connection: "Connection[Any, Any]", message: Message) -> None:
+    """Send a message. Raises `OSError` if the other side has closed."""
+    connection.send_bytes(json.dumps([message.says, message.fd >= 0]).encode())
+    connection.send_bytes(message.blob)
+    if message.fd >= 0:
+        send_handle(connection, message.fd, 0)
+
+
+def receive(connection: "Connection[Any, Any]") -> Message | None:
+    """The next message, or None if the other side has closed."""
+    try:
+        says, has_fd = json.loads(connection.recv_bytes())
+        blob = connection.recv_bytes()
+        return Message(says, blob, recv_handle(connection) if has_fd else -1)
+    except (OSError, EOFError):
+        return None
+
+
+def state_to(
+    label: CommitMetadata, flats: Flats, request: CommitRequest, schemas: LastSchemas
+) -> Message:
+    """A staged state, or a rank's part of one: its description, and where each leaf's bytes lie: in
+    the staging buffer, in the blob, or in the store, by chunk ids in the blob."""
+    description = encode_description(flats, schemas)
+    blob = bytearray(description)
+    says = {
+        "label": asdict(label),
+        "ranks": {
+            "canonical": request.ranks.canonical,
+            "trust_replicated": request.ranks.trust_replicated,
+        },
+        "started": request.started,
+        "description": len(description),
+        "sources": [_leaf_to(source, blob) for source in leaves_of(flats)],
+        "group": None,
+    }
+    return Message(says, bytes(blob))
+
+
+def state_from(
+    message: Message, arena: memoryview, schemas: dict[bytes, Schema]
+) -> tuple[CommitMetadata, Flats]:
+    """The inverse of `state_to`, for a buffer mapped at `arena`."""
+    says, blob = message.says["label"], memoryview(message.blob)
+    label = CommitMetadata(
+        says["run"],
+        says["step"],
+        says["message"],
+        tuple((str(name), float(value)) for name, value in says["metrics"]),
+        tuple(says["tags"]),
+        tuple(CommitId(commit) for commit in says["parents"]),
+    )
+    trees = decode_description(message.blob[: message.says["description"]], schemas)
+    sources = (_leaf_from(said, blob, arena) for said in message.says["sources"])
+    flats = {}
+    for tree in trees:
+        leaves = [next(sources) for _ in range(len(tree.schema))]
+        held = {
+            n: HeldLeaf(holding, tuple((box, next(sources)) for box in holding.boxes))
+            for n, holding in tree.held.items()
+        }
+        flats[tree.key] = FlatState(tree.schema, leaves, held, tree.marks)
+    return label, flats
+
+
+def _leaf_to(source: Source, blob: bytearray) -> list[Any]:
+    if isinstance(source, BufferSource):
+        return [_ARENA, source.offset, source.nbytes, source.nbytes, source.width]
+    kind, data = _KNOWN, memoryview(source.known_ids or b"")
+    if source.known_ids is None:
+        memory = source.view(0, source.nbytes)
+        assert memory is not None  # other leaves are bytes
+        kind, data = _BYTES, memory
+    blob.extend(data)
+    return [kind, len(blob) - len(data), len(data), source.nbytes, source.width]
+
+
+def _leaf_from(said: Sequence[Any], blob: memoryview, arena: memoryview) -> Source:
+    kind, at, size, nbytes, width = said
+    if kind == _KNOWN:
+        return ElsewhereSource(bytes(blob[at : at + size]), nbytes, width)
+    return BufferSource(arena if kind == _ARENA else blob, at, nbytes, width)
+
+
+def committed_to(committed: Committed) -> Message:
+    """A worker's message about a commit that is durable."""
+    says = {"done": committed.id, "stats": asdict(committed.stats), "leaves": list(committed.ids)}
+    _, stored = encode_document(committed.document)
+    return Message(says, framing.pack([stored, *committed.ids.values()]))
+
+
+def committed_from(message: Message, flats: Flats = MappingProxyType({})) -> Committed:
+    """The inverse of `committed_to`; `flats` is the state, if this process held all of it."""
+    says, commit = message.says, CommitId(message.says["done"])
+    stored, *ids = framing.unpack(message.blob)
+    return Committed(
+        commit,
+        decode_document(stored, commit),
+        CommitStats(**says["stats"]),
+        {key: flat.schema for key, flat in flats.items()},
+        dict(zip(says["leaves"], ids, strict=True)),
+    )
+
+
+def failure_to(error: Exception) -> Message:
+    """A worker's message about a failed commit."""
+    kind, text = (
+        (type(error), str(error))
+        if isinstance(error, CkptStoreError)
+        else (CkptStoreError, f"{type(error).__name__}: {error}")
+    )
+    causes: Mapping[int, str] = getattr(error, "causes", {})
+    return Message({"failed": kind.__name__, "text": text, "causes": list(causes.items())})
+
+
+def error_from(message: Message) -> CkptStoreError:
+    """The inverse of `failure_to`, as one of our errors."""
+    cls = getattr(errors, message.says["failed"], CkptStoreError)
+    error: CkptStoreError = cls(message.says["text"])
+    error.causes = {int(rank): why for rank, why in message.says["causes"]}
+    return error
+
 
 LOOK_S = 0.5
 """How often an idle worker checks that its trainer lives."""
 
+MEETING_S = 60.0
+"""Time for all workers to connect. All of them are running when they are told to."""
+
+_ADVICE = "the next commit starts other workers for those that are gone"
+
 
 class Worker:
-    """One trainer's worker."""
+    """One trainer's worker, for commits alone and in any number of groups of ranks."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: "Connection[Any, Any]") -> None:
         self._connection = connection
-        self._waiting = select.poll()
-        self._waiting.register(connection, select.POLLIN)
         self._trainer = os.getppid()
         self._arena = memoryview(b"")
+        self._listener: Listener | None = None
+        self._links: dict[int, SocketLink] = {}
+        self._peers: dict[int, Collective | Exception] = {}
+        self._schemas: dict[bytes, Schema] = {}
 
     def serve(self) -> None:
         """Open the store that the first message names, then handle one message after another until
@@ -50,58 +205,72 @@ class Worker:
         first = self._heard()
         if first is None:
             return
-        asked = first.says
-        options = {name: asked[name] for name in ("storage_options", "direct_io", "index")}
-        handle = StoreHandle(asked["place"], **options)
-        threads = ThreadPool(asked["threads"])
-        committer = Committer(handle.config, handle.objects, handle.log, threads)
-        delegate = WorkerGroup(handle.config, handle.objects, handle.log, threads)
+        handle = StoreHandle(first.says["place"], **first.says["options"])
+        threads = ThreadPool(first.says["threads"])
+        committer = Committer(Destination(handle, threads))
         while message := self._heard():
-            self._map(message.fd)
-            self._do(message, committer, delegate)
-        delegate.close()
+            if message.fd >= 0:  # memory that holds staged states until another one comes
+                self._arena = memoryview(mmap.mmap(message.fd, 0))
+                os.close(message.fd)
+            try:
+                self._do(message, committer)
+            except Exception as error:
+                self.tell(failure_to(error))
+        for link in self._links.values():
+            link.close()
         threads.close()
         handle.close()
 
-    def _map(self, fd: int) -> None:
-        """Map the memory that came with a message; it holds staged states until another one
-        comes.
+    def _do(self, message: Message, committer: Committer) -> None:
+        if "listen" in message.says:
+            if self._listener:
+                self._listener.close()
+            self._listener = Listener()
+            self.tell(Message({"addresses": self._listener.addresses}))
+        elif "places" in message.says:
+            self._meet(message)
+        else:
+            self.tell(self._commit(message, committer))
+
+    def _meet(self, message: Message) -> None:
+        """Connect to the other workers of a group. If this fails, the commits of the group fail
+        with the same error.
         """
-        if fd >= 0:
-            self._arena = memoryview(mmap.mmap(fd, 0))
-            os.close(fd)
-
-    def _do(self, message: Message, committer: Committer, delegate: WorkerGroup) -> None:
-        """Handle a message, alone or as the worker of one of many ranks."""
-        try:
-            if "listen" in message.says:
-                self.tell(delegate.listen())
-            elif "invitation" in message.says:
-                delegate.meet(message)
-            elif "group" in message.says:
-                self.tell(delegate.commit(message, self._arena, TellingWatch(self)))
-            else:
-                self.tell(self._commit(committer, message))
-        except Exception as error:
-            self.tell(failure_to(error))
-
-    def _commit(self, committer: Committer, message: Message) -> Message:
         says = message.says
-        flats = flats_from(says["keys"], message.blob, self._arena)
-        made = committer.commit(
-            flats, label_from(says["label"]), says["started"], TellingWatch(self)
+        group, rank, timeout_s = says["group"], says["rank"], says["timeout_s"]
+        places = [[(str(host), int(port)) for host, port in place] for place in says["places"]]
+        if group in self._links:
+            self._links.pop(group).close()
+        try:
+            assert self._listener is not None
+            link = self._listener.connect(
+                Invitation(rank, places, message.blob), min(MEETING_S, timeout_s)
+            )
+        except Exception as error:
+            self._peers[group] = error
+        else:
+            self._links[group] = link
+            self._peers[group] = Collective(link, rank, len(places), timeout_s, _ADVICE)
+        finally:
+            self._listener = None
+
+    def _commit(self, message: Message, committer: Committer) -> Message:
+        """Make the commit, or this rank's part of it, that `state_to` described."""
+        peers = None
+        if (group := message.says["group"]) is not None:
+            found = self._peers.get(group)
+            if not isinstance(found, Collective):
+                raise found or Unavailable("the worker has not met the workers of other ranks")
+            peers = found
+            peers.timeout_s = message.says["timeout_s"]
+        label, flats = state_from(message, self._arena, self._schemas)
+        request = CommitRequest(
+            lambda: (label, flats),
+            message.says["started"],
+            TellingWatch(self),
+            ranks=Ranks(**message.says["ranks"]),
         )
-        stats = {name: getattr(made.stats, name) for name in made.stats.__slots__}
-        leaves = list(made.ids)
-        ends = [len(made.ids[n]) for n in leaves]
-        done = {
-            "done": made.id,
-            "session": made.document.session,
-            "stats": stats,
-            "leaves": leaves,
-            "lengths": ends,
-        }
-        return Message(done, b"".join(made.ids[n] for n in leaves))
+        return committed_to(committer.commit(request, peers))
 
     def tell(self, message: Message) -> None:
         """Tell the trainer, if it is still there."""
@@ -112,9 +281,10 @@ class Worker:
         """The trainer's next message, or None if it is gone. Its liveness is checked too, since
         processes that it forked may keep the connection open.
         """
-        while not self._waiting.poll(1000 * LOOK_S):
-            if os.getppid() != self._trainer:
-                return None
+        with suppress(OSError):
+            while not self._connection.poll(LOOK_S):
+                if os.getppid() != self._trainer:
+                    return None
         return receive(self._connection)
 
     def may_publish(self) -> bool:
@@ -141,5 +311,5 @@ class TellingWatch(Watch):
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     step_aside_of_parent()
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
+    with Connection(int(sys.argv[1])) as connection:
         Worker(connection).serve()

@@ -8,11 +8,10 @@ wait.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from ckptstore.core.options import OnFull
 from ckptstore.core.text import bytes_text
@@ -27,8 +26,6 @@ from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 
 logger = logging.getLogger("ckptstore")
-
-T = TypeVar("T")
 
 PATIENCE = 4
 """Fraction of the ranks' timeout after which the waiting ranks are told that a gc is running."""
@@ -101,44 +98,24 @@ class DiskWatch:
             )
         )
 
-    def fit(self, commit: Callable[[], T], logical_bytes: int) -> T:
-        """The result of `commit`. On a full disk with `on_full="gc"`, retry after a gc that freed
-        something.
+    def relieve(
+        self, error: NoSpace, logical_bytes: int, peers: Collective | None, *, collect: bool
+    ) -> None:
+        """Return if a commit of a state of `logical_bytes` that failed with `error` is to be
+        repeated: with `collect` and `on_full="gc"`, after a gc that freed something.
 
-        Raises `NoSpace` with the missing space and what would free it; the store is unchanged.
+        Otherwise raises `NoSpace` with the missing space and what would free it; the store is
+        unchanged. The coordinator's `on_full` and view of the disk count, and all ranks raise one
+        `NoSpace`, whose `causes` say where the disk was full.
         """
-        self.before(logical_bytes)
-        try:
-            return commit()
-        except NoSpace as error:
-            if self._on_full != "gc" or not self._collected():
-                raise self._explained(error, logical_bytes) from error
-        try:
-            return commit()
-        except NoSpace as error:
-            raise self._explained(error, logical_bytes) from error
-
-    def fit_together(
-        self, peers: Collective, commit: Callable[[], T], logical_bytes: Callable[[], int]
-    ) -> T:
-        """`fit` for a commit of all ranks of `peers`; `logical_bytes` is this rank's estimate of
-        the state's size. The coordinator's `on_full` and view of the disk count.
-
-        Raises one `NoSpace` on all ranks, whose `causes` say where the disk was full.
-        """
-        try:
-            return commit()
-        except NoSpace as error:
-            if said := self._relieved(peers, logical_bytes, collect=True):
+        if peers is not None:
+            if said := self._relieved(peers, logical_bytes, collect=collect):
                 raise _joined(error, said) from error
-        try:
-            return commit()
-        except NoSpace as error:
-            raise _joined(error, self._relieved(peers, logical_bytes, collect=False)) from error
+        elif not collect or self._on_full != "gc" or not self._collected():
+            explained = "; ".join([str(error), *self._explanation(logical_bytes)])
+            raise NoSpace(explained) from error
 
-    def _relieved(
-        self, peers: Collective, logical_bytes: Callable[[], int], *, collect: bool
-    ) -> str:
+    def _relieved(self, peers: Collective, logical_bytes: int, *, collect: bool) -> str:
         """Nothing if a gc of the coordinator freed something; otherwise the missing space and
         what would free it."""
         begun: list[Future[bytes]] = []
@@ -147,7 +124,7 @@ class DiskWatch:
         def look() -> bytes:
             if collect and self._on_full == "gc" and self._collected():
                 return _AGAIN
-            return _EXPLAINED + "; ".join(self._explanation(logical_bytes())).encode()
+            return _EXPLAINED + "; ".join(self._explanation(logical_bytes)).encode()
 
         def answer(handed_in: Sequence[bytes]) -> list[bytes]:
             if not begun:
@@ -178,9 +155,6 @@ class DiskWatch:
             bytes_text(report.freed_bytes - report.copied_bytes),
         )
         return report.freed_bytes > 0
-
-    def _explained(self, error: NoSpace, logical_bytes: int) -> NoSpace:
-        return NoSpace("; ".join([str(error), *self._explanation(logical_bytes)]))
 
     def _explanation(self, logical_bytes: int) -> list[str]:
         """The space missing for a state of this many bytes, and what would free it."""

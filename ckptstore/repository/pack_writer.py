@@ -79,9 +79,12 @@ class OpenPack:
         start = self.offset
         self._pending.append(data)
         self.offset += len(data)
-        if self.offset - self._flushed >= FLUSH_BYTES:
-            self.flush()
         return start
+
+    @property
+    def is_full(self) -> bool:
+        """Whether enough is queued for `flush`."""
+        return self.offset - self._flushed >= FLUSH_BYTES
 
     def pad_to(self, offset: int) -> None:
         while self.offset < offset:
@@ -186,6 +189,8 @@ class PackWriter:
                     PackEntry(chunk, offset, len(raw), len(raw), codecs.RAW, width, kind, 0)
                 )
                 offset += len(raw)
+            if target.is_full:
+                target.flush()
             return
         for chunk, raw in zip(ids, raws, strict=True):
             used, stored = codecs.encode(codec, raw, width)
@@ -194,6 +199,8 @@ class PackWriter:
             target.entries.append(
                 PackEntry(chunk, offset, len(stored), len(raw), used, width, kind, crc)
             )
+            if target.is_full:
+                target.flush()
 
     def flush(self) -> None:
         """Write the queued chunks; afterwards the caller may reuse their memory."""

@@ -97,12 +97,18 @@ class ThreadPool:
         wait for each other: there may be fewer threads than works, or only the calling one.
         """
         pool = self._alive()
-        futures = [pool.submit(_stopping(work, stop)) for work in works[:-1]]
-        own: Future[object] = Future()
+
+        def stop_if_failed(future: Future[object]) -> None:
+            if future.exception():
+                stop()
+
+        futures = [pool.submit(work) for work in works[:-1]]
+        for future in futures:
+            future.add_done_callback(stop_if_failed)
         try:
-            own.set_result(_stopping(works[-1], stop)())
-        except BaseException as error:
-            own.set_exception(error)
+            works[-1]()
+        except BaseException:
+            stop()
             wait(futures)
             raise
         wait(futures)
@@ -180,14 +186,3 @@ class _Shared(Iterable[T]):
 def shared(items: Iterable[T]) -> _Shared[T]:
     """An iterable over `items` for several threads; each item goes to one of them."""
     return _Shared(items)
-
-
-def _stopping(work: Callable[[], object], stop: Callable[[], None]) -> Callable[[], object]:
-    def run() -> object:
-        try:
-            return work()
-        except BaseException:
-            stop()
-            raise
-
-    return run

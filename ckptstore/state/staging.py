@@ -1,9 +1,9 @@
 """How is a state copied so that training can go on? Plan the copies, then run them on threads.
 
 Each byte is copied once, even if several leaves share it (tied weights, views). Flattening encodes
-values, and small leaves become `bytes`; the rest goes to one staging buffer. Of leaves looked up
-before, only bytes that the store lacks are copied. Leaves that exceed the buffer, the first of the
-state, are *borrowed*: they stay in place, and the caller waits until they are written.
+values, and small leaves become `bytes`; the rest goes to one staging buffer. Leaves that exceed the
+buffer, the first of the state, are *borrowed*: they stay in place, and the caller waits until they
+are written.
 
 From a CUDA device bytes come through a side stream, ordered after what training launched before the
 call, into pinned memory. Each copying thread waits for its piece without the GIL; several threads
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 from weakref import finalize
 
@@ -28,7 +27,7 @@ from ckptstore.objects.pack import align
 from ckptstore.state import tensors
 from ckptstore.state.leaf_sources import FlatState, Source, leaves_of
 from ckptstore.state.leaves import BytesSource, TensorSource
-from ckptstore.state.staging_buffers import Buffer, BufferSource, Copy, CopyProgress, Place
+from ckptstore.state.staging_buffers import Buffer, BufferSource, Copy, CopyProgress
 
 logger = logging.getLogger("ckptstore")
 
@@ -39,8 +38,6 @@ PIECE_BYTES = 8 << 20
 
 TASK_COPIES = 256
 
-NOTHING_LOOKED_UP: Mapping[int, "LookedUp"] = MappingProxyType({})
-
 
 class Spread(Protocol):
     """Calls a task for every item, on several threads, and returns when all are done."""
@@ -49,25 +46,16 @@ class Spread(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LookedUp:
-    """A leaf that was hashed before it is copied: the ids of its chunks, and the byte ranges that
-    no live pack of the store holds."""
-
-    ids: bytes
-    missing: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class StagingPlan:
     """What to copy into an arena of `nbytes`.
 
-    Leaves are numbered through all keys: `places` says where a leaf will lie, or what is copied of
-    one that was looked up, `small` are those that become `bytes`, `borrowed` those that stay where
-    they are. `later` is what may be copied while training goes on.
+    Leaves are numbered through all keys: `offsets` says where a leaf will lie, `small` are those
+    that become `bytes`, `borrowed` those that stay where they are. `later` is what may be copied
+    while training goes on.
     """
 
     nbytes: int
-    places: dict[int, tuple[Place, ...]]
+    offsets: dict[int, int]
     small: tuple[int, ...]
     borrowed: tuple[int, ...]
     tasks: tuple[tuple[Copy, ...], ...]
@@ -112,46 +100,44 @@ def with_leaves(flats: Mapping[str, FlatState], sources: Sequence[Source]) -> di
 
 
 def plan_staging(
-    sources: Sequence[Source],
-    room_bytes: int,
-    lazy: frozenset[int] = frozenset(),
-    looked_up: Mapping[int, LookedUp] = NOTHING_LOOKED_UP,
+    sources: Sequence[Source], room_bytes: int, lazy: frozenset[int] = frozenset()
 ) -> StagingPlan:
     """Where the bytes of `sources` go, and which leaves do not fit `room_bytes`. Reads no bytes.
 
     Those of the leaves `lazy` that nothing else shares memory with may be copied later. Leaves
-    whose chunks are known stay where they are. Of the leaves `looked_up` only what is missing is
-    copied.
+    whose chunks are known stay where they are.
     """
     tensor_leaves = {
         n: source
         for n, source in enumerate(sources)
         if isinstance(source, TensorSource) and source.known_ids is None
     }
+    small = tuple(n for n, source in tensor_leaves.items() if source.nbytes <= INLINE_BYTES)
     large = {n: source for n, source in tensor_leaves.items() if source.nbytes > INLINE_BYTES}
-    found: dict[int, tuple[Place, ...]] = {}
+    offsets: dict[int, int] = {}
     copies: list[Copy] = []
     later: list[Iterable[Copy]] = []
     borrowed: list[int] = []
     end = 0
     for group in sorted(_groups(large), key=lambda group: max(group.leaves), reverse=True):
-        places, stop = _places(group.spans(looked_up), end)
-        if borrowed or stop > room_bytes:
+        # aligned as in a pack, so that it can go to the disk from where it lies
+        offset = align(end, group.nbytes)
+        if borrowed or offset + group.nbytes > room_bytes:
             borrowed.extend(group.leaves)
             continue
-        for n, at in group.leaves.items():
-            found[n] = tuple(_within(places, at, at + large[n].nbytes))
+        offsets |= {n: offset + at for n, at in group.leaves.items()}
         if group.leaves.keys() <= lazy:
-            later.append(group.copies(large, places))
+            later.append(group.copies(large, offset))
         else:
-            copies.extend(group.copies(large, places))
-        end = stop
-    # the first leaf first: it is the first to be hashed, perhaps meanwhile
-    in_order = chain.from_iterable(reversed(later))
+            copies.extend(group.copies(large, offset))
+        end = offset + group.nbytes
+    in_order = chain.from_iterable(
+        reversed(later)
+    )  # the first leaf first: it is the first to be hashed, perhaps meanwhile
     return StagingPlan(
         end,
-        found,
-        tuple(n for n in tensor_leaves if n not in large),
+        offsets,
+        small,
         tuple(sorted(borrowed)),
         tuple(_tasks(copies)),
         tuple(_tasks(in_order)),
@@ -163,7 +149,6 @@ def stage(
     flats: Mapping[str, FlatState],
     arena: Buffer | None,
     spread: Spread,
-    looked_up: Mapping[int, LookedUp] = NOTHING_LOOKED_UP,
     arrivals: CopyProgress | None = None,
 ) -> dict[str, FlatState]:
     """Carry out `plan` but for what may be copied later: the same keys with sources that do not
@@ -178,11 +163,9 @@ def stage(
             arena,
         )
         spread(lambda task: copy_task(task, arena), plan.tasks)
-        for n, places in plan.places.items():
-            ids = looked_up[n].ids if n in looked_up else None
-            source = sources[n]
+        for n, offset in plan.offsets.items():
             sources[n] = BufferSource(
-                arena.memory, places, source.nbytes, source.width, ids, arrivals
+                arena.memory, offset, sources[n].nbytes, sources[n].width, arrivals
             )
     return with_leaves(flats, sources)
 
@@ -196,58 +179,14 @@ class _Group:
     nbytes: int
     leaves: dict[int, int]
 
-    def spans(self, looked_up: Mapping[int, LookedUp]) -> list[tuple[int, int]]:
-        """The bytes that must be copied: all, or what is missing of any of the leaves."""
-        if not self.leaves.keys() <= looked_up.keys():
-            return [(0, self.nbytes)]
-        return merged(
-            (at + start, at + stop)
-            for n, at in self.leaves.items()
-            for start, stop in looked_up[n].missing
-        )
-
-    def copies(
-        self, sources: Mapping[int, TensorSource], places: Sequence[Place]
-    ) -> Iterator[Copy]:
-        for place in places:
-            for start in range(place.start, place.stop, PIECE_BYTES):
-                nbytes = min(PIECE_BYTES, place.stop - start)
-                offset = place.offset + start - place.start
-                if self.address:
-                    yield Copy(offset, nbytes, self.address + start)
-                else:
-                    (n,) = self.leaves
-                    yield Copy(offset, nbytes, start, sources[n])
-
-
-def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The spans, sorted, with adjacent and overlapping ones merged."""
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
-        else:
-            found.append((start, stop))
-    return found
-
-
-def _places(spans: Sequence[tuple[int, int]], end: int) -> tuple[list[Place], int]:
-    """`spans` one behind the other from `end` on, aligned as in a pack, so that they can go to the
-    disk from where they lie; and where they end."""
-    places = []
-    for start, stop in spans:
-        offset = align(end, stop - start)
-        places.append(Place(start, stop, offset))
-        end = offset + stop - start
-    return places, end
-
-
-def _within(places: Sequence[Place], first: int, last: int) -> Iterator[Place]:
-    """What lies in `first:last`, counted from `first`."""
-    for start, stop, offset in places:
-        if start < last and stop > first:
-            begin = max(start, first)
-            yield Place(begin - first, min(stop, last) - first, offset + begin - start)
+    def copies(self, sources: Mapping[int, TensorSource], offset: int) -> Iterator[Copy]:
+        for start in range(0, self.nbytes, PIECE_BYTES):
+            nbytes = min(PIECE_BYTES, self.nbytes - start)
+            if self.address:
+                yield Copy(offset + start, nbytes, self.address + start)
+            else:
+                (n,) = self.leaves
+                yield Copy(offset + start, nbytes, start, sources[n])
 
 
 def _groups(sources: Mapping[int, TensorSource]) -> Iterator[_Group]:

@@ -99,47 +99,54 @@ class Buffer:
         """Whether the memory is pinned for devices (`state.staging`)."""
 
 
-class Place(NamedTuple):
-    """Bytes `start:stop` of a leaf lie at `offset` of a buffer."""
-
-    start: int
-    stop: int
-    offset: int
-
-
 class BufferSource:
-    """A leaf of which `memory` holds what `places` say, in order, or will: who asks for bytes waits
-    for their arrival. What lies nowhere is in the store: its chunks' ids are known. Valid until the
-    buffer is given back."""
+    """A leaf that lies in `memory` from `offset` on, or will: who asks for bytes waits for their
+    arrival. Valid until the arena is given back."""
 
-    __slots__ = ("arrivals", "known_ids", "memory", "nbytes", "places", "width")
+    __slots__ = ("arrivals", "memory", "nbytes", "offset", "width")
+    known_ids: bytes | None = None
     still = True
 
     def __init__(
         self,
         memory: memoryview,
-        places: Sequence[Place],
+        offset: int,
         nbytes: int,
         width: int,
-        known_ids: bytes | None = None,
         arrivals: CopyProgress | None = None,
     ) -> None:
-        self.memory, self.places, self.nbytes, self.width = memory, tuple(places), nbytes, width
-        self.known_ids, self.arrivals = known_ids, arrivals
+        self.memory, self.offset, self.nbytes, self.width, self.arrivals = (
+            memory,
+            offset,
+            nbytes,
+            width,
+            arrivals,
+        )
 
     def view(self, start: int, stop: int) -> memoryview:
-        i = bisect_right(self.places, start, key=lambda place: place.start) - 1
-        if i < 0 or stop > self.places[i].stop:
-            raise NotCopied(
-                f"bytes {start}:{stop} of a leaf of {self.nbytes} were left to the store"
-            )
-        offset = self.places[i].offset + start - self.places[i].start
         if self.arrivals:
-            self.arrivals.wait(offset, offset + stop - start)
-        return self.memory[offset : offset + stop - start]
+            self.arrivals.wait(self.offset + start, self.offset + stop)
+        return self.memory[self.offset + start : self.offset + stop]
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         out[:] = self.view(start, stop)
+
+
+class ElsewhereSource:
+    """A leaf whose chunks' ids are known, and whose bytes this process does not have: they are read
+    from the store if it must write them again."""
+
+    __slots__ = ("known_ids", "nbytes", "width")
+    still = True
+
+    def __init__(self, known_ids: bytes, nbytes: int, width: int) -> None:
+        self.known_ids, self.nbytes, self.width = known_ids, nbytes, width
+
+    def view(self, start: int, stop: int) -> memoryview:
+        raise NotCopied(f"bytes {start}:{stop} of a leaf of {self.nbytes} were left to the store")
+
+    def stage(self, start: int, stop: int, out: memoryview) -> None:
+        self.view(start, stop)
 
 
 class BufferPool:

@@ -21,7 +21,7 @@ DIRECT_FROM = 8 * MIB
 """Smaller files are likely to be read again soon, and wait for little."""
 BUFFER_BYTES = 2 * MIB
 
-WriteAll: TypeAlias = Callable[[int, Sequence[memoryview]], None]
+WriteAll: TypeAlias = Callable[[int, Sequence[memoryview]], object]
 """Write the buffers, one behind the other, from an offset on."""
 
 
@@ -40,7 +40,8 @@ class GrowingFile:
         self._queue: list[memoryview] = []
         """Whole blocks that come before `aligned[queued:filled]`."""
         self._queued = self._filled = 0
-        self._offset = 0
+        self.written = 0
+        """Bytes written so far."""
 
     @property
     def direct(self) -> bool:
@@ -51,10 +52,11 @@ class GrowingFile:
         """Add `buffers`, which the caller may reuse on return. Copies of up to `BUFFER_BYTES`
         wait for the next call or `finish`."""
         rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
-        if self._aligned is None and self._may_go_direct and self._offset >= DIRECT_FROM:
+        if self._aligned is None and self._may_go_direct and self.written >= DIRECT_FROM:
             rest = self._go_direct(rest)
-        if self._aligned is None:
-            self._write(rest)
+        if self._aligned is None:  # what `_write` does, one call nearer to the disk
+            self._write_all(self.written, rest)
+            self.written += sum(len(buffer) for buffer in rest)
         else:
             for buffer in rest:
                 self._add(self._aligned, buffer)
@@ -72,9 +74,9 @@ class GrowingFile:
 
     def _go_direct(self, buffers: list[memoryview]) -> list[memoryview]:
         """Complete the last block through the page cache; returns the rest of `buffers`."""
-        head, rest = _cut(buffers, -self._offset % BLOCK_BYTES)
+        head, rest = _cut(buffers, -self.written % BLOCK_BYTES)
         self._write(head)
-        if self._offset % BLOCK_BYTES == 0:
+        if self.written % BLOCK_BYTES == 0:
             self._may_go_direct = _set_direct(self._fd, True)
             if self._may_go_direct:
                 self._aligned = memoryview(mmap.mmap(-1, BUFFER_BYTES))
@@ -125,8 +127,8 @@ class GrowingFile:
         self._queued = 0
 
     def _write(self, buffers: Sequence[memoryview]) -> None:
-        self._write_all(self._offset, buffers)
-        self._offset += sum(len(buffer) for buffer in buffers)
+        self._write_all(self.written, buffers)
+        self.written += sum(len(buffer) for buffer in buffers)
 
 
 def _in_blocks(data: memoryview) -> int:

@@ -49,15 +49,16 @@ class LocalWriter:
         self._durable = durable
         self._replace = replace
         self._named = named
-        self._written = self._sent = 0
-        self._file = GrowingFile(fd, self._write_all, direct=direct_io and durable)
+        self._sent = 0
+        write_all = partial(transfer, os.pwritev, fd)
+        self._file = GrowingFile(fd, write_all, direct=direct_io and durable)
 
     def append(self, buffers: Sequence[memoryview]) -> None:
         try:
             self._file.append(buffers)
         except OSError as error:
             raise self._failure(error, "write", sum(b.nbytes for b in buffers)) from error
-        if self._written - self._sent >= _WRITE_BACK_BYTES:
+        if self._file.written - self._sent >= _WRITE_BACK_BYTES:
             self._write_back()
 
     def finish(self) -> bool:
@@ -105,17 +106,12 @@ class LocalWriter:
             return os.stat(self._temporary).st_nlink == 2
         return True
 
-    def _write_all(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        transfer(os.pwritev, self._fd, offset, buffers)
-        self._written = offset + sum(len(buffer) for buffer in buffers)
-
     def _write_back(self) -> None:
         """Advise the disk to start writing the file's cached pages. Promises and raises nothing."""
+        written = self._file.written
         if self._durable and not self._file.direct:
-            _sync_file_range()(
-                self._fd, self._sent, self._written - self._sent, _SYNC_FILE_RANGE_WRITE
-            )
-        self._sent = self._written
+            _sync_file_range()(self._fd, self._sent, written - self._sent, _SYNC_FILE_RANGE_WRITE)
+        self._sent = written
 
     def _seal(self) -> None:
         self._file.finish()

@@ -12,8 +12,8 @@ import torch
 
 import ckptstore
 from ckptstore import Async, Unavailable
-from ckptstore.commit import lazy_copy
-from ckptstore.commit.lazy_copy import PendingWatch
+from ckptstore.commit import commit_queue as copies
+from ckptstore.commit.commit_queue import PendingWatch
 from ckptstore.commit.plan import Run
 from ckptstore.state import staging
 from ckptstore.state.staging import PIECE_BYTES
@@ -43,13 +43,13 @@ def pieces() -> torch.Tensor:
 def copying(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> None:
     """Have `before` called with the number of the piece ahead of each copy that goes on after the
     call has handed the commit over."""
-    original = lazy_copy.copy_task
+    original = copies.copy_task
 
     def copy_task(task: Sequence[Any], arena: Any) -> None:
         before(task[0].offset // PIECE_BYTES)
         original(task, arena)
 
-    monkeypatch.setattr(lazy_copy, "copy_task", copy_task)
+    monkeypatch.setattr(copies, "copy_task", copy_task)
 
 
 # -- what has arrived --
@@ -184,12 +184,12 @@ def test_interrupting_the_call_cancels_the_commit(
 ) -> None:
     """What has not been copied then is the caller's to write to."""
 
-    def interrupted(self: lazy_copy.LazyCopy) -> None:
+    def interrupted(self: copies.LazyCopy) -> None:
         raise KeyboardInterrupt
 
     go_on = threading.Event()
     copying(monkeypatch, lambda piece: go_on.wait(HANGS_S) and None)
-    monkeypatch.setattr(lazy_copy.LazyCopy, "hold", interrupted)
+    monkeypatch.setattr(copies.LazyCopy, "hold", interrupted)
     with pytest.raises(KeyboardInterrupt):
         store.commit_async({"t": pieces()})
     go_on.set()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import ckptstore
 from ckptstore import Conflict
-from ckptstore.commit import lazy_copy
+from ckptstore.commit import commit_queue as copies
 from ckptstore.state import staging
 from tests.commit.states import frozen_copy
 from tests.state.carrying import assert_same
@@ -40,14 +40,14 @@ def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
 def nobody_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The thread that copies lazily does not begin before this is set: whoever must wait has to
     copy himself."""
-    begin, copying = threading.Event(), lazy_copy.copy_task
+    begin, copying = threading.Event(), copies.copy_task
 
     def copy_task(*args: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             begin.wait(20)
         copying(*args)
 
-    monkeypatch.setattr(lazy_copy, "copy_task", copy_task)
+    monkeypatch.setattr(copies, "copy_task", copy_task)
     monkeypatch.setattr(staging, "TASK_COPIES", 1)
     yield begin
     begin.set()

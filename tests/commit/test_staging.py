@@ -27,22 +27,22 @@ def test_memory_that_several_leaves_show_is_copied_once() -> None:
         sources([base, base, base[:5000], base[2000:], base.view(100, 100)]), PLENTY
     )
     assert sum(copy.nbytes for task in plan.tasks for copy in task) == base.nbytes
-    assert sorted(place.offset for (place,) in plan.places.values()) == [0, 0, 0, 8000]
+    assert sorted(plan.offsets.values()) == [0, 0, 0, 8000]
 
 
 def test_neighbours_in_memory_are_two_leaves() -> None:
     base = torch.randn(10_000)
     plan = plan_staging(sources([base[:5000], base[5000:]]), PLENTY)
-    assert len(set(plan.places.values())) == 2 and plan.nbytes >= base.nbytes
+    assert len(set(plan.offsets.values())) == 2 and plan.nbytes >= base.nbytes
 
 
 def test_large_leaves_lie_as_in_packs_so_that_the_disk_takes_them_from_there() -> None:
     sizes = [100_001, 5_000, 65_536, 70_000, 64]
     plan = plan_staging(sources([torch.zeros(size, dtype=torch.uint8) for size in sizes]), PLENTY)
     assert [
-        plan.places[n][0].offset % (4096 if size >= 65_536 else 64)
+        plan.offsets[n] % (4096 if size >= 65_536 else 64)
         for n, size in enumerate(sizes)
-        if n in plan.places
+        if n in plan.offsets
     ] == [0] * 4
     arena = BufferPool(PLENTY).take(plan.nbytes)
     assert arena and arena.address % 4096 == 0
@@ -51,7 +51,7 @@ def test_large_leaves_lie_as_in_packs_so_that_the_disk_takes_them_from_there() -
 def test_leaves_beyond_the_budget_are_borrowed_from_the_first_on() -> None:
     tensors = [torch.zeros(MIB, dtype=torch.uint8) for _ in range(5)]
     plan = plan_staging(sources(tensors), 2 * MIB)
-    assert plan.borrowed == (0, 1, 2) and set(plan.places) == {3, 4} and plan.nbytes == 2 * MIB
+    assert plan.borrowed == (0, 1, 2) and set(plan.offsets) == {3, 4} and plan.nbytes == 2 * MIB
 
 
 def test_small_leaves_need_no_room() -> None:

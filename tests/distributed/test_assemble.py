@@ -4,9 +4,8 @@ import pytest
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import Box
-from ckptstore.distributed.assemble import Assembler, Receipt
+from ckptstore.distributed.assemble import Assembler, Decided, WrittenIds
 from ckptstore.distributed.plan import Job, Place, RanksPlan, Target, Tiled
-from ckptstore.distributed.resolve_content import Decided
 from ckptstore.distributed.tiling import tile
 from ckptstore.errors import Corrupt
 
@@ -22,5 +21,5 @@ def test_ids_of_a_wrong_number_are_refused_also_if_their_sum_is_right() -> None:
     two = bytes(2 * CHUNK_ID_BYTES)
     with pytest.raises(Corrupt, match=f"rank 0 hands in {len(two)} bytes of ids; wanted 1 ids"):
         Assembler(plan).assemble(
-            Decided(wanted=[[], []]), [Receipt(two, b"", b""), Receipt(b"", b"", b"")], []
+            Decided(wanted=[[], []]), [WrittenIds(two, b"", b""), WrittenIds(b"", b"", b"")], []
         )

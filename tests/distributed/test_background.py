@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptstore
-from ckptstore.commit import hashing, lazy_copy
-from ckptstore.distributed.commit import _Attempt
+from ckptstore.commit import commit_queue as copies
+from ckptstore.commit import write
+from ckptstore.distributed.commit import _Publication
 from ckptstore.distributed.coordinator import Coordinator
+from ckptstore.distributed.rank_worker import RankWorker
 from ckptstore.state import staging
 from ckptstore.state.staging import PIECE_BYTES
 from tests.commit.states import HANGS_S, Gate
@@ -212,7 +214,8 @@ def die_in_the_background(
     store = ckptstore.open(path)
     before = len(store.log())
     if rank == victim:
-        owner: Any = Coordinator if phase == "publish" else _Attempt
+        owners = {"publish": Coordinator, "report": RankWorker, "_receipt": _Publication}
+        owner: Any = owners[phase]
         setattr(owner, phase, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
     pending = store.commit_async(state, ranks=ckptstore.Ranks(process_group=group, timeout_s=20))
     with pytest.raises(ckptstore.Unavailable):
@@ -248,7 +251,7 @@ def hash_what_has_arrived(rank: int, path: Path, how: Any) -> int:
         {"w": nn.Parameter(torch.arange(PIECES * PIECE_BYTES // 8) + rank, requires_grad=False)}
     )
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
-    digest, copy = hashing.digest, lazy_copy.copy_task
+    digest, copy = write.digest, copies.copy_task
 
     def noted_digest(data: memoryview) -> bytes:
         found = digest(data)
@@ -267,8 +270,8 @@ def hash_what_has_arrived(rank: int, path: Path, how: Any) -> int:
         copy(task, arena)
 
     with pytest.MonkeyPatch.context() as patch, ckptstore.open(path) as store:
-        patch.setattr(hashing, "digest", noted_digest)
-        patch.setattr(lazy_copy, "copy_task", copy_task)
+        patch.setattr(write, "digest", noted_digest)
+        patch.setattr(copies, "copy_task", copy_task)
         patch.setattr(staging, "AWAY", frozenset(["cpu"]))
         pending = store.commit_async(
             state,

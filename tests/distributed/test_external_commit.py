@@ -9,7 +9,7 @@ import torch
 import ckptstore
 from ckptstore.commit.commit import extent_of
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.publish import TreeContent
+from ckptstore.commit.transaction import TreeContent
 from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.distributed.external_commit import Part, PartsWritten
 from ckptstore.errors import Conflict, InvalidInput

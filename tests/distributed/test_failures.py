@@ -15,10 +15,12 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptstore
+from ckptstore.commit.transaction import Transaction
 from ckptstore.distributed.collective import TIMEOUT_S, Collective
-from ckptstore.distributed.commit import _Attempt
+from ckptstore.distributed.commit import _Publication
 from ckptstore.distributed.coordinator import Coordinator
 from ckptstore.distributed.gloo import collective_of
+from ckptstore.distributed.rank_worker import RankWorker
 from ckptstore.repository import memory_budget
 from ckptstore.repository.pack_set import PackSet
 from tests.distributed.layouts import full, group_of, layout, meet, placed
@@ -172,10 +174,10 @@ def test_pipeline_stages_are_one_state_for_any_number_of_ranks(pool: Pool, tmp_p
 PHASES: dict[str, tuple[type, str]] = {
     "plan": (Collective, "round"),
     "exchange": (Collective, "exchange"),
-    "decide": (_Attempt, "_report"),
-    "receipt": (_Attempt, "_receipt"),
+    "decide": (RankWorker, "report"),
+    "receipt": (_Publication, "_receipt"),
     "publish": (Coordinator, "publish"),
-    "appended": (Coordinator, "_append"),
+    "appended": (Transaction, "append"),
 }
 """Where a rank is killed: when it enters a call, or, for the last, when it returns. Only the
 coordinator reaches the last two. A silent rank enters and never answers.

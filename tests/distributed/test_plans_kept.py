@@ -40,7 +40,7 @@ def commit_alike(rank: int, path: Path) -> list[tuple[int, int]]:
         ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=1 << 16)) as store,
     ):
         patch.setattr(coordinator, "plan_ranks", counting("plans", coordinator.plan_ranks))
-        patch.setattr(commit, "moves_of", counting("moves", commit.moves_of))
+        patch.setattr(commit, "decode_task", counting("moves", commit.decode_task))
         for step, (shape, dtype) in enumerate(
             [(CUT, torch.float32)] * 3 + [(CUT, torch.int32), ((511, 150), torch.int32)]
         ):
@@ -160,7 +160,7 @@ def commit_badly(rank: int, path: Path) -> tuple[dict[int, str], int]:
 
     with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=1 << 16)) as store:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(commit, "moves_of", failing if rank == 2 else commit.moves_of)
+            patch.setattr(commit, "decode_task", failing if rank == 2 else commit.decode_task)
             with pytest.raises(ckptstore.CkptStoreError) as caught:
                 store.commit(state, step=0, ranks=ckptstore.Ranks(timeout_s=60))
         return caught.value.causes, store.commit(state, step=1).step or 0

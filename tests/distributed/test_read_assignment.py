@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from ckptstore.core.ids import digest
 from ckptstore.distributed.read_assignment import (
     ALONE,
+    Need,
     Numbering,
     Share,
-    decode_need,
     decode_shares,
-    encode_need,
     encode_shares,
     plan_shares,
     plan_verifiers,
@@ -152,7 +151,7 @@ def test_chunks_are_numbered_in_the_order_in_which_they_are_first_named(names: l
     order = list(dict.fromkeys(ids))
     assert numbering.ids == b"".join(order)
     assert numbering.numbers(b"".join(ids)).tolist() == [order.index(each) for each in ids]
-    need = decode_need(encode_need(numbering, 77, numbering.numbers(b"".join(ids[:3]))))
+    need = Need.of(numbering, 77, numbering.numbers(b"".join(ids[:3])))
     bits = np.unpackbits(np.frombuffer(need.bits, np.uint8), count=len(numbering))
     assert (need.digest, need.window_bytes) == (numbering.digest, 77)
     assert np.flatnonzero(bits).tolist() == sorted({order.index(each) for each in ids[:3]})

@@ -11,7 +11,7 @@ import torch
 
 import ckptstore
 from ckptstore.core.ids import digest
-from ckptstore.distributed import shared_verification
+from ckptstore.distributed import restore as reading
 from ckptstore.distributed.collective import Collective, Part
 from ckptstore.repository import read_planner
 from ckptstore.storage.local import LocalStorage
@@ -51,8 +51,8 @@ def verified_from(least_bytes: int = 0) -> Iterator[list[int]]:
         return digest(data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_verification, "LEAST_BYTES", least_bytes)
-        patch.setattr(shared_verification, "digest", counted)
+        patch.setattr(reading, "LEAST_BYTES", least_bytes)
+        patch.setattr(reading, "digest", counted)
         patch.setattr(read_planner, "digest", counted)
         yield found
 
@@ -64,7 +64,7 @@ def spoilt(rank: int, which: int, *, again: bool = False) -> Iterator[None]:
     """
     read_into, verified_for_others, flips = (
         LocalStorage.read_into,
-        shared_verification.SharedVerification._read,
+        reading.SharedVerification._read,
         again,
     )
 
@@ -73,7 +73,7 @@ def spoilt(rank: int, which: int, *, again: bool = False) -> Iterator[None]:
         if flips and key.startswith("packs/") and len(buffers[0]) == CHUNK_BYTES:
             buffers[0][7] ^= 1
 
-    def read(self: shared_verification.SharedVerification, *args: Any) -> None:
+    def read(self: reading.SharedVerification, *args: Any) -> None:
         nonlocal flips
         flips = True
         try:
@@ -84,7 +84,7 @@ def spoilt(rank: int, which: int, *, again: bool = False) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if rank == which:
             patch.setattr(LocalStorage, "read_into", flipping)
-            patch.setattr(shared_verification.SharedVerification, "_read", read)
+            patch.setattr(reading.SharedVerification, "_read", read)
         yield
 
 
@@ -112,8 +112,8 @@ def test_a_rank_alone_and_a_small_commit_are_compared_with_ids_as_ever(
     pool: Pool, committed: Path
 ) -> None:
     assert min(pool.run(restore_alone, committed)) >= COPY_BYTES
-    assert COPY_BYTES < shared_verification.LEAST_BYTES
-    assert min(pool.run(restore, committed, shared_verification.LEAST_BYTES)) >= COPY_BYTES
+    assert COPY_BYTES < restore.LEAST_BYTES
+    assert min(pool.run(restore, committed, restore.LEAST_BYTES)) >= COPY_BYTES
 
 
 def restore_alone(rank: int, path: Path) -> int:
@@ -249,14 +249,14 @@ def test_ranks_that_have_nothing_in_common_compare_their_own(pool: Pool, tmp_pat
 @contextmanager
 def interrupted() -> Iterator[None]:
     """Ctrl-C at the first read."""
-    fetch = shared_verification.SharedVerification._read
+    fetch = reading.SharedVerification._read
 
-    def read(self: shared_verification.SharedVerification, *args: Any) -> None:
+    def read(self: reading.SharedVerification, *args: Any) -> None:
         signal.raise_signal(signal.SIGINT)
         fetch(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_verification.SharedVerification, "_read", read)
+        patch.setattr(reading.SharedVerification, "_read", read)
         yield
 
 

@@ -16,7 +16,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-from ckptstore.commit.dedup_probe import GcPin
 from ckptstore.commit.plan import plan_chunks
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import digest
@@ -47,6 +46,7 @@ from ckptstore.interop.chunk_transfer.store_lookup import Stored, find_stored
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import encode_schema
 from ckptstore.repository.chunk_store import FileRange
+from ckptstore.repository.gc_pin import GcPin
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.flatten import flatten
 from ckptstore.state.leaf_sources import FlatState

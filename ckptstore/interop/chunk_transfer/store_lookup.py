@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from ckptstore.commit.dedup_probe import GcPin
 from ckptstore.commit.plan import CommitPlan, Run
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.errors import Unavailable
 from ckptstore.interop.chunk_transfer.chunk_names import is_named, quick_name
 from ckptstore.interop.chunk_transfer.staging import Part, blank_names, read_chunks
+from ckptstore.repository.gc_pin import GcPin
 from ckptstore.repository.lru import SecondNames
 from ckptstore.repository.thread_pool import ThreadPool
 

@@ -19,12 +19,11 @@ from ckptstore.commit.plan import Extent
 from ckptstore.core import geometry
 from ckptstore.core.model import Box, LeafContent, Schema, Shape, leaves_of
 from ckptstore.distributed import framing
-from ckptstore.distributed.external_commit import Part, decode_contents, encode_contents
+from ckptstore.distributed.external_commit import Part, contents_from, contents_to
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.interop.dcp.names import Marks, Named
 from ckptstore.interop.formats.pickles import load_torch
 from ckptstore.interop.formats.sources import Loaded, Shelf
-from ckptstore.objects import canonical
 from ckptstore.objects.schema import decode_schema, encode_schema
 from ckptstore.restore.reader import ReadRequest
 from ckptstore.snapshot import Snapshot, contents_of
@@ -105,16 +104,10 @@ def messages_of(resolved: Sequence[Resolved], contents: Sequence[LeafContent]) -
                 list(item.box.offsets),
                 list(item.box.lengths),
             ]
-            messages.append(framing.join([canonical.encode(head), b"", encode_contents(found)]))
+            messages.append(framing.pack([head, b"", contents_to(found)]))
         else:
             messages.append(
-                framing.join(
-                    [
-                        canonical.encode([item.is_bytes]),
-                        encode_schema(item.schema),
-                        encode_contents(found),
-                    ]
-                )
+                framing.pack([[item.is_bytes], encode_schema(item.schema), contents_to(found)])
             )
     return messages
 
@@ -126,20 +119,13 @@ def decode_message(name: str, rank: int, message: object) -> Stored:
             f"rank {rank} says nothing of {name}; do all ranks use a StoreWriter, and one version "
             "of ckptstore?"
         )
-    head_bytes, schema_bytes, contents = framing.split(message, 3)
-    head = canonical.decode(head_bytes)
+    head, schema_bytes, said = framing.unpack(message)
+    contents = contents_from(said)
     if schema_bytes:
-        schema = decode_schema(schema_bytes)
-        return Stored(
-            name, ObjectItem(schema, head[0]), decode_contents(contents, len(schema)), rank
-        )
+        return Stored(name, ObjectItem(decode_schema(schema_bytes), head[0]), contents, rank)
     dtype, shape, offsets, lengths = head
-    return Stored(
-        name,
-        BoxItem(dtype, tuple(shape), Box(tuple(offsets), tuple(lengths))),
-        decode_contents(contents, 1),
-        rank,
-    )
+    box = Box(tuple(offsets), tuple(lengths))
+    return Stored(name, BoxItem(dtype, tuple(shape), box), contents, rank)
 
 
 def _parts(item: "BoxItem | ObjectItem", sources: Sequence[Source], alone: bool) -> list[Part]:

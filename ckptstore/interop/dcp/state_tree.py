@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptstore.commit.publish import TreeContent
+from ckptstore.commit.transaction import TreeContent
 from ckptstore.core import geometry
 from ckptstore.core.geometry import byte_ranges
 from ckptstore.core.ids import CHUNK_ID_BYTES

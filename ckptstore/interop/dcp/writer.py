@@ -181,9 +181,9 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
             save.release()
             raise
         # Session and receipt travel with the first item; a rank without items sends none.
-        receipt = [session.encode(), written.receipt]
+        receipt = [session, written.receipt]
         texts = [
-            framing.join([message, *([b"", b""] if i else receipt)])
+            framing.pack([message, *(["", None] if i else receipt)])
             for i, message in enumerate(messages)
         ]
         done: Future[list[WriteResult]] = Future()
@@ -295,7 +295,7 @@ class _Told(NamedTuple):
     """
 
     messages: list[tuple[str, int, bytes]]
-    receipts: list[bytes]
+    receipts: list[Any]
     sessions: set[SessionId]
     world: int
 
@@ -304,10 +304,10 @@ def _told(results: Sequence[Sequence[WriteResult]]) -> _Told:
     told = _Told([], [], set(), len(results))
     for rank, found in enumerate(results):
         for result in found:
-            message, session, receipt = framing.split(result.storage_data, 3)
+            message, session, receipt = framing.unpack(result.storage_data)
             told.messages.append((result.index.fqn, rank, message))
             if session:
-                told.sessions.add(parse_session_id(session.decode()))
+                told.sessions.add(parse_session_id(session))
                 told.receipts.append(receipt)
     return told
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ckptstore.commit.commit_metadata import label_of
+from ckptstore.core.options import Ranks
 from ckptstore.core.text import redact, unicode_text
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.formats import directory
@@ -63,10 +64,13 @@ def import_path(
         }
         return dcp_to_store(place, store, **names, allow_pickle=allow_pickle)
     message = labels.message or f"imported from {unicode_text(place.name)}"
-    return internals_of(store).commit_flat(
+    internals = internals_of(store)
+    request = internals.request(
         lambda: _flats(place, allow_pickle=allow_pickle),
         lambda: label_of(store.run, labels.step, labels.tags, message, labels.metrics),
+        Ranks(),
     )
+    return internals.committed(internals.commit(request, None))
 
 
 def _flats(place: Path, *, allow_pickle: bool) -> Mapping[str, FlatState]:

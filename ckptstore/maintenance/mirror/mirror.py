@@ -11,17 +11,16 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckptstore.commit.publish import entry_body, put_document
+from ckptstore.commit.transaction import ATTEMPTS, Destination, Transaction, entry_of
 from ckptstore.commit.write import write_metadata
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, document_key
-from ckptstore.core.model import CommitDocument, PackRecord, Schema
-from ckptstore.errors import Conflict, InvalidInput, NoSpace
+from ckptstore.core.model import CommitDocument, Schema
+from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.log import entries
 from ckptstore.log.fold import Code
 from ckptstore.log.log import Refused
 from ckptstore.log.resolve import resolved
-from ckptstore.log.sessions import Session, open_session
 from ckptstore.maintenance.mirror.chunk_batches import (
     ChunkBatch,
     CopyWorker,
@@ -40,14 +39,12 @@ from ckptstore.repository import footers
 from ckptstore.repository.dedup import Dedup, DedupHints
 from ckptstore.repository.pack_reader import read_chunks
 from ckptstore.repository.pack_set import PackSet
-from ckptstore.repository.pack_writer import delete_own
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, shared
 from ckptstore.restore.reader import Reader, Tree
+from ckptstore.storage.contract import put_finished
 
 logger = logging.getLogger("ckptstore")
-
-ATTEMPTS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +148,7 @@ class _Mirror:
         progress: Progress,
     ) -> None:
         self._source, self._target, self._threads = source, target, threads
+        self._into = Destination(target, threads)
         self._options, self._progress = options, progress
         self._batch_bytes = (
             options.batch_bytes or target.storage.capabilities.pack_bytes * threads.count
@@ -162,7 +160,7 @@ class _Mirror:
     def weigh(self, plan: MirrorPlan) -> Load:
         """The load of the plan. Reads the pages of its commits, and no tensor."""
         self._source.objects.sync(self._source.log.replay())
-        dedup = self._dedup()
+        dedup = self._into.look(DedupHints())
         chunks = raw_bytes = metadata_bytes = 0
         for transfer in plan.commits:
             try:
@@ -232,8 +230,8 @@ class _Mirror:
         stored, document, trees = self._read(transfer)
         for attempt in range(ATTEMPTS):
             try:
-                with open_session(self._target.storage, "push") as session:
-                    self._attempt(session, transfer, document, stored, trees, tally)
+                with Transaction.begin(self._into, DedupHints(), what="push") as transaction:
+                    self._attempt(transaction, transfer, document, stored, trees, tally)
                 break
             except Refused as error:
                 if error.refusal.code is Code.COMMIT_KNOWN:
@@ -246,83 +244,49 @@ class _Mirror:
 
     def _attempt(
         self,
-        session: Session,
+        transaction: Transaction,
         transfer: CommitTransfer,
         document: CommitDocument,
         stored: bytes,
         trees: Sequence[Tree],
         tally: _Tally,
     ) -> None:
-        dedup = self._dedup()
+        dedup, packs = transaction.look(), transaction.packs
         *batches, last = group_batches(self._missing_batches(trees, dedup), self._batch_bytes)
         new_bytes = 0
         for batch in batches:
-            records = self._register(batch, dedup, tally)
-            new_bytes += sum(record.bytes for record in records)
-        packs = self._packs(session)
-        try:
-            self._copy(last, packs, tally)
-            write_metadata(self._metadata(document), dedup, packs)
-            self._close(packs)
-            new_bytes += sum(p.record.bytes * (2 if p.record.metadata else 1) for p in packs.closed)
-            published = put_document(
-                self._target.storage,
-                document_key(session.id, transfer.commit),
-                document,
-                transfer.commit,
-                stored,
-            )
-            told = entry_body(published, [pack.record for pack in packs.closed], dedup.reused)
-            body = replace(told, session=session.id, tags=transfer.tags, new_bytes=new_bytes)
-        except BaseException:
-            packs.drop()
-            raise
-        try:
-            entry = self._target.log.append(body, time_ns=document.time_ns)
-        except (
-            Refused,
-            NoSpace,
-            # Nothing was appended. After any other error the outcome is unknown, and nothing may be
-            # deleted.
-        ):
-            packs.drop()
-            delete_own(self._target.storage, published.own)
-            raise
-        self._index(entry, packs)
+            new_bytes += self._register(batch, dedup, tally)
+        self._copy(last, packs, tally)
+        write_metadata(self._metadata(document), dedup, packs)
+        self._close(packs)
+        records = [pack.record for pack in packs.closed]
+        new_bytes += sum(record.bytes * (2 if record.metadata else 1) for record in records)
+        key = document_key(transaction.session, transfer.commit)
+        own = (key,) if put_finished(self._target.storage, key, stored) else ()
+        body = replace(
+            entry_of(document, transfer.commit, len(stored), records, dedup.reused),
+            session=transaction.session,
+            tags=transfer.tags,
+            new_bytes=new_bytes,
+        )
+        transaction.index(transaction.append(body, own, time_ns=document.time_ns))
         tally.stored_bytes += new_bytes + len(stored)
 
-    def _register(
-        self, batch: Sequence[ChunkBatch], dedup: Dedup, tally: _Tally
-    ) -> tuple[PackRecord, ...]:
-        """Send a batch and list its packs, so that they outlive this process. A concurrent gc
-        may condemn them, but waits for the commit's session before it deletes them."""
-        with open_session(self._target.storage, "push") as session:
-            packs = self._packs(session)
-            try:
-                self._copy(batch, packs, tally)
-                self._close(packs)
-            except BaseException:
-                packs.drop()
-                raise
+    def _register(self, batch: Sequence[ChunkBatch], dedup: Dedup, tally: _Tally) -> int:
+        """Send a batch and list its packs, so that they outlive this process; returns their bytes.
+        A concurrent gc may condemn them, but waits for the commit's session before it deletes them.
+        """
+        with Transaction.begin(self._into, DedupHints(), what="push") as transaction:
+            self._copy(batch, transaction.packs, tally)
+            self._close(transaction.packs)
             state = self._target.log.replay()
-            records = tuple(pack.record for pack in packs.closed)
-            try:
-                entry = self._target.log.append(
-                    entries.Register(session.id, state.n, state.fence, records, frozenset())
-                )
-            except (Refused, NoSpace):
-                packs.drop()
-                raise
-            dedup.reused.update(self._index(entry, packs))
-        return records
-
-    def _packs(self, session: Session) -> PackSet:
-        return PackSet.of(self._target.config, self._target.objects, session.id, self._threads)
-
-    def _dedup(self) -> Dedup:
-        state = self._target.log.replay()
-        self._target.objects.sync(state)
-        return Dedup(self._target.objects, state, DedupHints())
+            records = tuple(pack.record for pack in transaction.packs.closed)
+            registered = transaction.append(
+                entries.Register(transaction.session, state.n, state.fence, records, frozenset())
+            )
+            transaction.index(registered)
+        dedup.reused.update(number for number, _ in registered)
+        return sum(record.bytes for record in records)
 
     def _read(self, transfer: CommitTransfer) -> tuple[bytes, CommitDocument, list[Tree]]:
         """The commit's document, as stored and decoded, and its trees."""
@@ -380,13 +344,6 @@ class _Mirror:
                 self._target.storage, pack.record.id, rows, metadata=pack.record.metadata
             ):
                 pass
-
-    def _index(self, entry: entries.Entry, packs: PackSet) -> set[int]:
-        assert isinstance(entry.body, entries.Commit | entries.Register)
-        tables = {pack.record.id: pack.table for pack in packs.closed}
-        for record in entry.body.packs:
-            self._target.objects.registered(record.number, record.id, tables[record.id])
-        return {record.number for record in entry.body.packs}
 
 
 def _metadata_kinds(document: CommitDocument) -> dict[ChunkId, int]:

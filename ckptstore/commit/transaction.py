@@ -1,0 +1,427 @@
+"""How do packed chunks become a commit, or leave nothing behind?
+
+Every commit is a transaction: writers pack chunks under one session, and one publisher writes
+metadata, document and log entry. The order makes it crash-safe. A pack is durable before a document
+names its chunks, the document before the log entry names it, and the commit exists when its entry
+does. An earlier crash leaves files that no entry names, and gc removes them.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple, Self
+
+from ckptstore.commit.commit_metadata import CommitMetadata
+from ckptstore.commit.pending import UNWATCHED, Watch
+from ckptstore.commit.plan import CommitPlan
+from ckptstore.commit.write import PARALLEL_BYTES, ChunkWriter, write_metadata
+from ckptstore.core.ids import (
+    CHUNK_ID_BYTES,
+    ChunkId,
+    CommitId,
+    PackId,
+    SessionId,
+    digest,
+    document_key,
+    parse_pack_id,
+)
+from ckptstore.core.model import CommitDocument, LeafContent, PackRecord, Schema, TreeRef
+from ckptstore.core.options import Milestone
+from ckptstore.errors import Corrupt, InvalidInput, NoSpace
+from ckptstore.log import entries
+from ckptstore.log.log import Refused
+from ckptstore.log.sessions import Session, open_session
+from ckptstore.objects.documents import content_id, encode_document
+from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
+from ckptstore.objects.pages import split_pages
+from ckptstore.objects.schema import LastSchemas
+from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.dedup import Dedup, DedupHints
+from ckptstore.repository.pack_set import PackSet
+from ckptstore.repository.pack_writer import delete_own
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool, shared
+from ckptstore.state.leaf_sources import Source
+from ckptstore.storage.contract import put_finished
+
+ATTEMPTS = 5
+"""A commit is written this often if others change the store meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitStats:
+    """The cost of a commit. `new_bytes` is the growth of the store's packs; times are seconds from
+    the call."""
+
+    logical_bytes: int
+    new_bytes: int
+    leaves: int
+    chunks: int
+    new_chunks: int
+    packed_s: float
+    durable_s: float
+    held_s: float
+
+    @property
+    def written_bytes_per_s(self) -> float:
+        """Durable write rate of this commit."""
+        return self.new_bytes / self.durable_s
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A commit that the log has acknowledged. `schemas` has those that the caller knows, by key.
+
+    `ids` are chunk ids, 32 bytes each, by leaf, for leaves stored as chunks. Numbering continues
+    from key to key. A commit of many ranks has none.
+    """
+
+    id: CommitId
+    document: CommitDocument
+    stats: CommitStats
+    schemas: Mapping[str, Schema] = field(default_factory=dict)
+    ids: Mapping[int, bytes] = field(default_factory=dict)
+
+
+class TreeContent(NamedTuple):
+    """One key of a state whose chunks are packed: its schema, and its leaves' contents in order."""
+
+    key: str
+    schema: Schema
+    contents: Sequence[LeafContent]
+
+
+class Destination:
+    """An open store as its committers see it. `schemas` caches the encoded ones of the last
+    commit."""
+
+    def __init__(self, handle: StoreHandle, threads: ThreadPool) -> None:
+        self.config, self.log, self.threads = handle.config, handle.log, threads
+        self.schemas = LastSchemas()
+        self._handle = handle
+
+    @property
+    def objects(self) -> ObjectStore:
+        """The store's chunks. The first use opens this host's chunk index."""
+        return self._handle.objects
+
+    def look(self, hints: DedupHints) -> Dedup:
+        """Deduplication against the store's chunks of now."""
+        state = self.log.replay()
+        self.objects.sync(state)
+        return Dedup(self.objects, state, hints)
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What a publisher needs to know of a writer: its durable packs, the packs that it reuses, and
+    how many chunks it hashed and wrote."""
+
+    packs: tuple[PackRecord, ...]
+    reused: frozenset[int]
+    chunks: int
+    new_chunks: int
+
+    def encode(self) -> list[Any]:
+        """The receipt as lists and numbers."""
+        packs = [[pack.id, pack.bytes, pack.chunks] for pack in self.packs]
+        return [packs, sorted(self.reused), self.chunks, self.new_chunks]
+
+    @classmethod
+    def decode(cls, said: Any) -> Self:
+        """The inverse of `encode`; raises `Corrupt`."""
+        try:
+            packs, reused, chunks, new_chunks = said
+            records = tuple(
+                PackRecord(parse_pack_id(name), int(nbytes), int(count), metadata=False)
+                for name, nbytes, count in packs
+            )
+            return cls(records, frozenset(map(int, reused)), int(chunks), int(new_chunks))
+        except (TypeError, ValueError) as error:
+            raise Corrupt(
+                f"a rank's receipt is damaged: {error!r}; do all ranks run one version of "
+                "ckptstore?"
+            ) from error
+
+
+class Published(NamedTuple):
+    """A commit whose entry is in the log since `durable_at`; `packs` are the numbers and names of
+    its new ones, and all writers' chunks are counted. Times are those of `time.perf_counter`."""
+
+    commit: CommitId
+    document: CommitDocument
+    packs: Sequence[tuple[int, PackId]]
+    chunks: int
+    new_chunks: int
+    packed_at: float
+    durable_at: float
+
+    def committed(
+        self,
+        started: float,
+        schemas: Mapping[str, Schema] = MappingProxyType({}),
+        ids: Mapping[int, bytes] = MappingProxyType({}),
+    ) -> Committed:
+        """The commit and its cost, for a caller who called at `started`."""
+        stats = CommitStats(
+            self.document.logical_bytes,
+            self.document.new_bytes,
+            self.document.leaves,
+            self.chunks,
+            self.new_chunks,
+            self.packed_at - started,
+            self.durable_at - started,
+            time.perf_counter() - started,
+        )
+        return Committed(self.commit, self.document, stats, schemas, ids)
+
+
+class Transaction:
+    """One writer's part of a commit, and its publication if this writer is the publisher.
+
+    As a context manager it deletes what this writer wrote if the block raises, unless the log may
+    name it (`asked`), and closes the session that it `owns`.
+    """
+
+    def __init__(
+        self,
+        to: Destination,
+        session: SessionId,
+        hints: DedupHints,
+        *,
+        rank: int = 0,
+        unbuffered: bool = False,
+        owns: Session | None = None,
+    ) -> None:
+        self.session, self.owns = session, owns
+        self.asked = False
+        """Whether an append was sent to the log and its outcome is unknown."""
+        self.packs = PackSet.of(
+            to.config, to.objects, session, to.threads, rank, unbuffered=unbuffered
+        )
+        self._to, self._hints = to, hints
+        self._chunks = self._new_chunks = 0
+        self._has_peers = False
+        self._dedup: Dedup | None = None
+
+    @classmethod
+    def begin(
+        cls, to: Destination, hints: DedupHints, *, what: str = "commit", unbuffered: bool = False
+    ) -> Self:
+        """A transaction of one writer, with a session of its own."""
+        session = open_session(to.objects.storage, what)
+        try:
+            return cls(to, session.id, hints, unbuffered=unbuffered, owns=session)
+        except BaseException:
+            session.abandon()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error and not self.asked:
+            self.packs.drop()
+        if self.owns:
+            # A session without objects ends, so that the gc which makes room need not wait for it.
+            undone = isinstance(error, Refused | NoSpace) and not self.asked
+            ended = error is None or (undone and not self._has_peers)
+            self.owns.end() if ended else self.owns.abandon()
+
+    def look(self) -> Dedup:
+        """What the store had at the first call, which comes after the session was opened."""
+        if self._dedup is None:
+            self._dedup = self._to.look(self._hints)
+        return self._dedup
+
+    def write(
+        self,
+        plan: CommitPlan,
+        sources: Sequence[Source],
+        watch: Watch = UNWATCHED,
+        *,
+        max_workers: int | None = None,
+    ) -> dict[int, bytes]:
+        """Hash the chunks of `plan` on at most `max_workers` threads and pack those that the store
+        lacks; returns the chunk ids by leaf, in grid order. Raises the failure of any thread.
+
+        Afterwards the packs are closing; `receipt` and `publish` wait for them.
+        """
+        ids = {part.leaf: bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts}
+        batches, threads = shared(plan.batches), self._to.threads
+        small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
+        count = min(max_workers or threads.count, threads.count, len(plan.batches))
+        writers = [
+            ChunkWriter(batches, sources, ids, self.look(), self.packs, watch, threads.scratch)
+            for _ in range(min(count, 1) if small else count)
+        ]
+        if writers:
+            threads.together([writer.work for writer in writers], batches.stop)
+        self._chunks += sum(map(len, plan.parts))
+        self._new_chunks += sum(writer.new_chunks for writer in writers)
+        return {leaf: bytes(data) for leaf, data in ids.items()}
+
+    def receipt(self) -> Receipt:
+        """This writer's receipt, once its packs are durable."""
+        self.packs.wait()
+        return Receipt(
+            tuple(pack.record for pack in self.packs.closed),
+            frozenset(self.look().reused),
+            self._chunks,
+            self._new_chunks,
+        )
+
+    def publish(
+        self,
+        label: CommitMetadata,
+        trees: Iterable[TreeContent],
+        *,
+        logical_bytes: int,
+        layout: bytes | None = None,
+        receipts: Sequence[Receipt] = (),
+        watch: Watch = UNWATCHED,
+    ) -> Published:
+        """Append the commit of what this writer has packed, or all writers by `receipts`, which may
+        include this one's.
+
+        Without parents in `label`, the run's newest commit is the parent. Raises what the log
+        raises; after `Refused` and `NoSpace` the document is deleted.
+        """
+        refs, layout_id, leaves = self._write_metadata(trees, layout)
+        self.packs.wait()
+        packed_at = time.perf_counter()
+        watch.reached(Milestone.WRITTEN)
+        records = self._records(receipts)
+        self._has_peers = len(records) > len(self.packs.closed)
+        document = CommitDocument(
+            store=self._to.config.store,
+            session=self.session,
+            run=label.run,
+            step=label.step,
+            message=label.message,
+            time_ns=time.time_ns(),
+            parents=label.parents or self._to.log.replay().runs.get(label.run, ())[-1:],
+            metrics=label.metrics,
+            tags=label.tags,
+            trees=refs,
+            layout=layout_id,
+            content=content_id(refs),
+            logical_bytes=logical_bytes,
+            new_bytes=sum(record.bytes * (2 if record.metadata else 1) for record in records),
+            leaves=leaves,
+        )
+        reused = self.look().reused.union(*(receipt.reused for receipt in receipts))
+        commit, stored = encode_document(document)
+        key = document_key(self.session, commit)
+        own = (key,) if put_finished(self._to.objects.storage, key, stored) else ()
+        watch.publishing()
+        packs = self.append(entry_of(document, commit, len(stored), records, reused), own)
+        durable_at = time.perf_counter()
+        watch.reached(Milestone.DURABLE)
+        self.index(packs)
+        chunks = sum(each.chunks for each in receipts) if receipts else self._chunks
+        new_chunks = sum(each.new_chunks for each in receipts) if receipts else self._new_chunks
+        return Published(commit, document, packs, chunks, new_chunks, packed_at, durable_at)
+
+    def append(
+        self,
+        body: entries.Commit | entries.Register,
+        own: Sequence[str] = (),
+        *,
+        time_ns: int | None = None,
+    ) -> list[tuple[int, PackId]]:
+        """Append an entry; returns the numbers and names of its packs.
+
+        After a refusal, `own` is deleted and the packs are to be dropped. After any other error the
+        entry may exist, and everything stays.
+        """
+        self.asked = True
+        try:
+            entry = self._to.log.append(body, time_ns=time_ns)
+        except (Refused, NoSpace):
+            self.asked = False
+            delete_own(self._to.objects.storage, own)
+            raise
+        assert isinstance(entry.body, entries.Commit | entries.Register)
+        return [(record.number, record.id) for record in entry.body.packs]
+
+    def index(self, registered: Iterable[tuple[int, PackId]]) -> None:
+        """Add this writer's packs to the chunk index, under the numbers that the log gave them."""
+        tables = {pack.record.id: pack.table for pack in self.packs.closed}
+        for number, name in registered:
+            if name in tables:
+                self._to.objects.registered(number, name, tables[name])
+
+    def _write_metadata(
+        self, trees: Iterable[TreeContent], layout: bytes | None
+    ) -> tuple[tuple[tuple[str, TreeRef], ...], ChunkId | None, int]:
+        """Pack the new schemas, pages and layout; returns how the document refers to them, and the
+        number of leaves."""
+        chunks: dict[ChunkId, tuple[bytes, int]] = {}
+        refs, leaves = [], 0
+
+        def add(data: bytes, kind: int) -> ChunkId:
+            chunk = ChunkId(digest(data))
+            chunks[chunk] = data, kind
+            return chunk
+
+        for key, schema, contents in trees:
+            schema_id = add(self._to.schemas.encode(key, schema), SCHEMA)
+            pages = split_pages(schema.kinds, contents)
+            refs.append((key, TreeRef(schema_id, tuple(add(page, PAGE) for page in pages))))
+            leaves += len(schema)
+        layout_id = None if layout is None else add(layout, LAYOUT)
+        write_metadata(chunks, self.look(), self.packs)
+        for chunk, (data, _) in chunks.items():
+            self._to.objects.remember_metadata(chunk, data)
+        return tuple(refs), layout_id, leaves
+
+    def _records(self, receipts: Sequence[Receipt]) -> list[PackRecord]:
+        """The packs of all writers. Two with one name come from two writers of one rank."""
+        own = [pack.record for pack in self.packs.closed]
+        told = [pack for each in receipts for pack in each.packs]
+        records = own + [pack for pack in told if pack not in own]
+        for packs in (told, records):
+            name, count = Counter(pack.id for pack in packs).most_common(1)[0] if packs else ("", 0)
+            if count > 1:
+                raise InvalidInput(
+                    f"two writers of this commit wrote a pack {name}: each needs a rank of its "
+                    "own; repeat the save"
+                )
+        return records
+
+
+def entry_of(
+    document: CommitDocument,
+    commit: CommitId,
+    document_bytes: int,
+    records: Sequence[PackRecord],
+    reused: Iterable[int],
+) -> entries.Commit:
+    """The log entry of a commit that registers the packs `records` and reuses the packs numbered
+    `reused`."""
+    return entries.Commit(
+        session=document.session,
+        commit=commit,
+        content=document.content,
+        run=document.run,
+        step=document.step,
+        parents=document.parents,
+        message=document.message,
+        metrics=document.metrics,
+        tags=document.tags,
+        packs=tuple(records),
+        reused=frozenset(reused),
+        schemas=tuple((key, ref.schema.hex()) for key, ref in document.trees),
+        logical_bytes=document.logical_bytes,
+        new_bytes=document.new_bytes,
+        leaves=document.leaves,
+        document_bytes=document_bytes,
+    )
