@@ -22,7 +22,11 @@ from torch.optim.optimizer import Optimizer
 from ckptstore.core.model import Node, leaves_of
 from ckptstore.state import containers, values
 from ckptstore.state.containers import Named, Names
-from ckptstore.state.stateful import name_without_wrappers, named_parameters_of
+from ckptstore.state.stateful import (
+    load_optimizer,
+    name_without_wrappers,
+    named_parameters_of,
+)
 
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _FLAT = ("_fsdp_wrapped_module", "_flat_param")
@@ -359,31 +363,6 @@ def _is_names(node: Node | int) -> TypeGuard[Node]:
 
 def _children(node: Node | int | None) -> tuple[Node | int, ...]:
     return node.children if isinstance(node, Node) else ()
-
-
-def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """`optimizer.load_state_dict(state)` without torch's cast of the state to its parameters'
-    dtype, which would round fp32 moments under bf16 parameters."""
-    optimizer.load_state_dict(state)
-    numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for number, parameter in zip(numbers, parameters, strict=False):
-        if number in state["state"]:
-            optimizer.state[parameter] = _in_own_dtype(
-                optimizer.state[parameter], state["state"][number], None
-            )
-
-
-def _in_own_dtype(loaded: Any, saved: Any, name: Any) -> Any:
-    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        # A fused or capturable optimizer wants its step as float32 and has seen to it.
-        return loaded if loaded.dtype == saved.dtype or name == "step" else saved.to(loaded.device)
-    if isinstance(saved, dict) and isinstance(loaded, dict):
-        for key in saved.keys() & loaded.keys():
-            loaded[key] = _in_own_dtype(loaded[key], saved[key], key)
-    elif type(saved) in (list, tuple) and type(loaded) is type(saved):
-        return type(saved)(_in_own_dtype(a, b, name) for a, b in zip(loaded, saved, strict=True))
-    return loaded
 
 
 class ShardedOptimizer:

@@ -18,12 +18,13 @@ from ckptstore.state.containers import LEFT_OUT
 from ckptstore.state.inflate import Inflater, decode_leaf, refuse_pickles
 from ckptstore.state.leaves import Destination, HeldDestination
 from ckptstore.state.match_target import ContentOf, Matching, Mismatch, TensorMatch
-from ckptstore.state.optimizers import ParameterNames, ShardedOptimizer, fit, load_optimizer
+from ckptstore.state.optimizers import ParameterNames, ShardedOptimizer, fit
 from ckptstore.state.registry import Classes, classes_in
 from ckptstore.state.stateful import (
     RNGState,
     StateDict,
     is_stateful,
+    load_optimizer,
     own_loading,
     state_dict_of,
     state_of,

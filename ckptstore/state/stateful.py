@@ -1,4 +1,4 @@
-"""How is the state of an object read and set? Modules, dicts restored in place, random generators.
+"""How is the state of an object read and set? Modules, optimizers, dicts, random generators.
 
 `torch.compile`, DistributedDataParallel and DataParallel nest a module under a fixed name, which
 changes the keys of the same weights. `state_dict_of` removes the prefix, only where such a wrapper
@@ -10,11 +10,13 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.optimizer import Optimizer
 
 
 @runtime_checkable
@@ -181,3 +183,28 @@ def _with(key: str, prefixes: list[tuple[str, str]]) -> str:
         if key.startswith(outer):
             key = inner + key[len(outer) :]
     return key
+
+
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict(state)` without torch's cast of the state to its parameters'
+    dtype, which would round fp32 moments under bf16 parameters."""
+    optimizer.load_state_dict(state)
+    numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, parameter in zip(numbers, parameters, strict=False):
+        if number in state["state"]:
+            optimizer.state[parameter] = _in_own_dtype(
+                optimizer.state[parameter], state["state"][number], None
+            )
+
+
+def _in_own_dtype(loaded: Any, saved: Any, name: Any) -> Any:
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        # A fused or capturable optimizer wants its step as float32 and has seen to it.
+        return loaded if loaded.dtype == saved.dtype or name == "step" else saved.to(loaded.device)
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        for key in saved.keys() & loaded.keys():
+            loaded[key] = _in_own_dtype(loaded[key], saved[key], key)
+    elif type(saved) in (list, tuple) and type(loaded) is type(saved):
+        return type(saved)(_in_own_dtype(a, b, name) for a, b in zip(loaded, saved, strict=True))
+    return loaded
