@@ -21,7 +21,7 @@ from ckptstore.commit.transaction import CommitStats, Committed
 from ckptstore.contents import CommitContents
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitDocument
-from ckptstore.core.options import Async, Ranks
+from ckptstore.core.options import Async, Ranks, Storage
 from ckptstore.core.settings import Settings
 from ckptstore.core.text import bytes_text, seconds_text
 from ckptstore.distributed.collective import Collective
@@ -94,8 +94,7 @@ class StoreInternals:
         return {
             "place": self.handle.place,
             "run": self.run,
-            "storage_options": self.settings.storage_options,
-            "index": self.settings.index,
+            "storage": Storage(options=self.settings.storage_options, index=self.settings.index),
         }
 
     def chunks(self) -> ObjectStore:

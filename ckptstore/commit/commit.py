@@ -1,4 +1,4 @@
-"""How does one process commit a state? The short way: a plan of whole leaves, and no rounds."""
+"""What is asked of a committer, and how is a state planned that one process holds whole?"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -112,8 +112,8 @@ def test_a_rank_alone_and_a_small_commit_are_compared_with_ids_as_ever(
     pool: Pool, committed: Path
 ) -> None:
     assert min(pool.run(restore_alone, committed)) >= COPY_BYTES
-    assert COPY_BYTES < restore.LEAST_BYTES
-    assert min(pool.run(restore, committed, restore.LEAST_BYTES)) >= COPY_BYTES
+    assert COPY_BYTES < reading.LEAST_BYTES
+    assert min(pool.run(restore, committed, reading.LEAST_BYTES)) >= COPY_BYTES
 
 
 def restore_alone(rank: int, path: Path) -> int:
