@@ -7,11 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ckptstore.contents import CommitContents, Leaf, Region, box_of, leaf_of
-from ckptstore.core.globs import selector
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Box
 from ckptstore.core.options import Ranks
-from ckptstore.core.text import bytes_text
+from ckptstore.core.text import bytes_text, selector
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.rank_view import RankView, own_trees, tree_of_rank
 from ckptstore.distributed.restore import (
@@ -35,10 +34,11 @@ from ckptstore.restore.restore import (
     selected,
     whole,
 )
-from ckptstore.state import dtype_cast, tensors
+from ckptstore.state import tensors
 from ckptstore.state.flatten import check_app_state
 from ckptstore.state.inflate import inflate_leaf
-from ckptstore.state.optimizer_ids import unnamed
+from ckptstore.state.leaves import checked_dtype, converts, destination
+from ckptstore.state.optimizers import unnamed
 
 if TYPE_CHECKING:
     import torch
@@ -273,9 +273,7 @@ class Snapshot:
             return inflate_leaf(tree.schema, i, data, allow_pickle=allow_pickle)
         box, shape = box_of(tree, i, region)
         tree.check(i)  # before memory is allocated for a shape that may be damaged
-        converted = dtype is not None and dtype_cast.converts(
-            tree.schema.dtypes[i], dtype_cast.checked(dtype)
-        )
+        converted = dtype is not None and converts(tree.schema.dtypes[i], checked_dtype(dtype))
         out = new_tensor(tree.schema, i, dtype if converted else None, shape)
         self._read_tensor(tree, i, box, out, memory_budget_bytes)
         return out
@@ -307,7 +305,7 @@ class Snapshot:
         converted = (
             dtype is not None
             and tensor.dtype == dtype
-            and dtype_cast.converts(committed, dtype_cast.checked(dtype))
+            and converts(committed, checked_dtype(dtype))
         )
         if tuple(tensor.shape) != shape or not (
             converted or tensors.DTYPE_NAMES[tensor.dtype] == committed
@@ -381,7 +379,7 @@ class Snapshot:
                 "mmap takes tensors as they are stored, dtype converts them; give one or the other"
             )
         if dtype is not None:
-            dtype_cast.checked(dtype)
+            checked_dtype(dtype)
         trees = self._trees if key is None else {key: self._contents.tree(key)}
         views = whole(trees) if select is None else selected(trees, select, self.id)
         states = {
@@ -427,7 +425,7 @@ class Snapshot:
         tensor: "torch.Tensor",
         memory_budget_bytes: int | None,
     ) -> None:
-        wanted = ReadRequest(tree, i, dtype_cast.destination(tensor, tree.schema.dtypes[i]), box)
+        wanted = ReadRequest(tree, i, destination(tensor, tree.schema.dtypes[i]), box)
         self._reader.read([wanted], self.id, memory_budget_bytes=memory_budget_bytes)
 
 

@@ -16,11 +16,10 @@ from ckptstore.cli.commits import (
     trees_of,
 )
 from ckptstore.cli.screen import Hint, Part
-from ckptstore.core.globs import selector
 from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId
 from ckptstore.core.model import CommitInfo, Shape
 from ckptstore.core.tables import CYAN, Column, Table
-from ckptstore.core.text import bytes_text, count_text, near
+from ckptstore.core.text import bytes_text, count_text, near, selector
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.index.queries import Queries
 from ckptstore.repository.resolve_ref import find_id

@@ -11,8 +11,8 @@ from ckptstore.cli.call import Answer, Call
 from ckptstore.cli.exits import Exit, exit_of
 from ckptstore.cli.parser import build, parse
 from ckptstore.cli.screen import Screen
-from ckptstore.core.redaction import redact
 from ckptstore.core.tables import printable
+from ckptstore.core.text import redact
 from ckptstore.errors import CkptStoreError
 
 

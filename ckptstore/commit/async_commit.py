@@ -18,9 +18,7 @@ from ckptstore.core.options import Async, Milestone
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import Busy, InvalidInput
 from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.state.frozen_weights import Candidate, FrozenWeights
 from ckptstore.state.leaf_sources import leaves_of
-from ckptstore.state.optimizer_hooks import StepHooks, changed_by_steps, optimizers_in, versions
 from ckptstore.state.staging import (
     StagingPlan,
     leaves_away,
@@ -30,6 +28,14 @@ from ckptstore.state.staging import (
     with_leaves,
 )
 from ckptstore.state.staging_buffers import Buffer, BufferPool, CopyProgress, default_budget
+from ckptstore.state.writes import (
+    Candidate,
+    FrozenWeights,
+    StepHooks,
+    changed_by_steps,
+    optimizers_in,
+    versions,
+)
 
 S = TypeVar("S")
 

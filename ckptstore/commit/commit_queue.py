@@ -26,8 +26,8 @@ from ckptstore.core.options import Milestone
 from ckptstore.core.text import seconds_text
 from ckptstore.errors import Conflict
 from ckptstore.repository.thread_pool import shared, step_aside
-from ckptstore.state.staging import Copy, StagingPlan, copy_task
-from ckptstore.state.staging_buffers import Buffer, CopyProgress
+from ckptstore.state.staging import StagingPlan, copy_task
+from ckptstore.state.staging_buffers import Buffer, Copy, CopyProgress
 
 NOTICE_S = 4.0
 """Implicit waits are reported on stderr each time this many seconds have passed."""

@@ -176,25 +176,16 @@ def _unravel(i: int, lengths: Shape) -> Shape:
     return tuple(reversed(index))
 
 
-WIDTHS: dict[str, int] = {
-    **dict.fromkeys(
-        (
-            "bool",
-            "uint8",
-            "int8",
-            *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
-        ),
-        1,
-    ),
-    **dict.fromkeys(("bits8", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2"), 1),
-    **dict.fromkeys(
-        ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1
-    ),
-    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16", "bits16"), 2),
-    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
-    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
-    "complex128": 16,
+_NAMES = {
+    1: "bool uint8 int8 uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 "
+    "int7 bits8 bits1x8 bits2x4 bits4x2 float4_e2m1fn_x2 "
+    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu",
+    2: "int16 uint16 float16 bfloat16 bits16",
+    4: "int32 uint32 float32 complex32",
+    8: "int64 uint64 float64 complex64",
+    16: "complex128",
 }
+WIDTHS: dict[str, int] = {name: width for width, names in _NAMES.items() for name in names.split()}
 
 
 def width_of(dtype: str) -> int:

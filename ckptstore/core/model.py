@@ -3,7 +3,8 @@
 No I/O and no torch here; dtypes are torch's names without `torch.`.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ckptstore.core.ids import ChunkId, CommitId, PackId, SessionId, StoreId
@@ -31,6 +32,25 @@ class Node:
     children: tuple["Node | int", ...]
     keys: tuple[Any, ...] | None = None
     attrs: tuple[tuple[str, Any], ...] = ()
+
+    def items(self) -> "Iterator[tuple[Any, Node | int]]":
+        """The encoded keys of a mapping, each with its child."""
+        return zip(self.keys or (), self.children, strict=True)
+
+    def filtered(self, keep: "Callable[[Any, Node | int], bool]") -> "Node":
+        """A mapping with those items only for which `keep` holds."""
+        kept = [(key, child) for key, child in self.items() if keep(key, child)]
+        children = tuple(child for _, child in kept)
+        return replace(self, children=children, keys=tuple(key for key, _ in kept))
+
+
+def leaves_of(node: Node | int) -> Iterator[int]:
+    """The numbers of the leaves below `node`."""
+    if isinstance(node, int):
+        yield node
+    else:
+        for child in node.children:
+            yield from leaves_of(child)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,36 +1,26 @@
-"""Which paths of this host may hold stores, indexes and caches, and with which permissions?"""
+"""Which paths of this host may hold stores, indexes and caches, and with which permissions?
 
+A file or folder appears only once it is complete (`scratch_for`).
+"""
+
+import fcntl
 import os
 import re
+import secrets
+import shutil
 import stat
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptstore.errors import InvalidInput
 
-_NETWORK = frozenset(
-    [
-        "nfs",
-        "nfs4",
-        "lustre",
-        "cifs",
-        "smb3",
-        "smbfs",
-        "ceph",
-        "glusterfs",
-        "gpfs",
-        "beegfs",
-        "pvfs2",
-        "orangefs",
-        "afs",
-        "9p",
-        "fuse.sshfs",
-        "fuse.s3fs",
-        "fuse.gcsfuse",
-        "fuse.juicefs",
-    ]
+_NETWORK = (
+    "nfs nfs4 lustre cifs smb3 smbfs ceph glusterfs gpfs beegfs pvfs2 orangefs afs 9p "
+    "fuse.sshfs fuse.s3fs fuse.gcsfuse fuse.juicefs"
 )
+"""Types of file systems that other hosts may write to."""
 
 _MOUNT_TABLE = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(rb"\\([0-3][0-7]{2})")
@@ -121,7 +111,7 @@ def sync_path(path: Path) -> None:
 
 def is_network_filesystem(path: Path) -> bool:
     """Whether the mount table says that other hosts may write to the file system of `path`."""
-    return file_system(path) in _NETWORK
+    return file_system(path) in _NETWORK.split()
 
 
 def file_system(path: Path) -> str:
@@ -158,3 +148,66 @@ def parse_mounts(table: bytes) -> list[tuple[str, str]]:
             path = _OCTAL.sub(lambda found: bytes([int(found[1], 8)]), left.split(b" ")[4])
             mounts.append((os.fsdecode(path), os.fsdecode(right.split(b" ")[0])))
     return mounts
+
+
+_TOKEN_BYTES = 6
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+@contextmanager
+def scratch_for(target: Path) -> Iterator[Path]:
+    """A path beside `target`, on the same filesystem, for content that the block renames to
+    `target`. The directory of `target` must exist.
+
+    It lies in a folder of its own, which the process locks (flock(2)). The lock ends with the
+    process, so the next writer of the same target recognizes abandoned folders and removes them.
+    """
+    _sweep(target)
+    folder, lock = _make_folder(target)
+    try:
+        yield folder / target.name
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            os.close(lock)
+
+
+def replace_file(target: Path, data: bytes) -> None:
+    """Replace the content of `target` atomically but not durably, with no more permissions than
+    its directory. Raises `OSError`."""
+    with scratch_for(target) as new:
+        write_file(new, data)
+        new.replace(target)
+
+
+def _make_folder(target: Path) -> tuple[Path, int]:
+    while True:
+        folder = target.with_name(f".{target.name}-{secrets.token_hex(_TOKEN_BYTES)}")
+        folder.mkdir(mode=rights(target.parent))
+        with suppress(FileNotFoundError):  # swept before it was locked
+            lock = os.open(folder, _FOLDER)
+            with suppress(OSError):  # a filesystem without locks: what a kill leaves stays
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock).st_nlink:
+                return folder, lock
+            os.close(lock)
+
+
+def _sweep(target: Path) -> None:
+    """Remove the folders of processes that were killed while they wrote `target`."""
+    name = re.compile(rf"\.{re.escape(target.name)}-[0-9a-f]{{{2 * _TOKEN_BYTES}}}")
+    with suppress(OSError), os.scandir(target.parent) as found:
+        for folder in [entry.path for entry in found if name.fullmatch(entry.name)]:
+            _remove_if_abandoned(folder)
+
+
+def _remove_if_abandoned(folder: str) -> None:
+    with suppress(OSError):
+        lock = os.open(folder, _FOLDER)
+        try:
+            status = os.fstat(lock)
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)

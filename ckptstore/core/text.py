@@ -1,8 +1,13 @@
-"""How are sizes, times, counts and suggestions written for people?"""
+"""How is text written for people, how does it lose its secrets, and which paths match a glob?"""
 
 import difflib
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import translate
+from typing import Any
+
+from ckptstore.errors import InvalidInput
 
 SECOND_NS = 1_000_000_000
 
@@ -71,3 +76,90 @@ def near(wanted: str, names: Iterable[str], count: int = 3) -> str:
     """`"; did you mean 'a' or 'b'?"`, or an empty text if no name is similar."""
     found = difflib.get_close_matches(wanted, list(names), n=count, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+
+
+MASK = "***"
+
+_SECRET_NAME = re.compile(
+    r"key|secret|token|passw|pwd|credential|sas|signature$|^sig$", re.IGNORECASE
+)
+_USER_INFO = re.compile(
+    r"(?<=://)(?:[^/@:\s]*:\S*|[^/\s]*)@|(?<![^\s'\"=(])[^/@:\s'\"=(]+:(?!//)[^\s'\"]*@"
+)
+"""An unquoted password may contain any character, `/` and `@` too: it runs from the colon to the
+last `@`. Without a scheme in front (`USER:PASSWORD@HOST/DATABASE`), it ends at a quote."""
+
+_SECRET_OPTION = re.compile(
+    r"([?&](?:[^=&\s]*(?:key|secret|token|passw|pwd|credential|signature)[^=&\s]*|sig|sas)=)[^&\s'\"]*",
+    re.IGNORECASE,
+)
+_PLAIN_NAME = (
+    r"\w*(?:secret|passw(?:or)?d|pwd|credential)\w*"
+    r"|\w*(?:access|account|api|session)_?(?:key|token)\w*"
+)
+_ASSIGNED = re.compile(
+    rf"""(?<![\w/.-])((?:(?:{_PLAIN_NAME})\s*=\s*|(['"])(?:{_PLAIN_NAME})\2\s*:\s*|(?=\w*_)(?:{_PLAIN_NAME}):\s*)(['"]?))"""
+    r"""((?<=')[^']*|(?<=")[^"]*|(?<!['"])[^\s'",;)}\]&]+)""",
+    re.IGNORECASE,
+)
+"""As connection strings, JSON and Python write it: `password=…`, `"secret": "…"`,
+`aws_secret_access_key: …`."""
+
+_SHORTEST = 6
+"""Shorter values are ordinary words (`test`), not secrets."""
+
+
+def redact(text: str) -> str:
+    """`text` with the user part of every URL, and every value named like a secret, replaced by
+    `***`."""
+    return _ASSIGNED.sub(
+        rf"\1{MASK}", _SECRET_OPTION.sub(rf"\1{MASK}", _USER_INFO.sub(f"{MASK}@", text))
+    )
+
+
+def without(text: str, secrets: frozenset[str]) -> str:
+    """`redact(text)` with every occurrence of `secrets` replaced, too."""
+    for secret in secrets:
+        text = text.replace(secret, MASK)
+    return redact(text)
+
+
+def secrets_of(options: Mapping[str, Any]) -> frozenset[str]:
+    """The values in `options`, at any depth, whose names mark them as secret."""
+    return frozenset(value for value in _secrets(options) if len(value) >= _SHORTEST)
+
+
+def _secrets(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _secrets(value)
+        elif isinstance(value, str) and _SECRET_NAME.search(str(name)):
+            yield value
+
+
+def selector(select: str | Sequence[str]) -> Callable[[str], bool]:
+    """A predicate for paths that match the glob, or one of several, in full or below their key.
+
+    `*`, `?` and `[…]` work as in `fnmatch`, and `*` also matches `/`. A glob that matches a
+    container selects its content. The literal text of a path matches even if it has brackets.
+    Raises `InvalidInput` for anything else.
+    """
+    globs = (
+        (select,) if isinstance(select, str) or not isinstance(select, Sequence) else tuple(select)
+    )
+    if not globs or not all(isinstance(glob, str) and glob for glob in globs):
+        raise InvalidInput(
+            f"select is {select!r:.80}; wanted a glob such as 'layers.*', or several"
+        )
+    found = re.compile("|".join(_pattern(glob.rstrip("/") or glob) for glob in globs)).match
+
+    def is_selected(path: str) -> bool:
+        below = path.partition("/")[2]
+        return bool(found(path) or (below and found(below)))
+
+    return is_selected
+
+
+def _pattern(glob: str) -> str:
+    literal = rf"(?s:{re.escape(glob)}(?:/.*)?)\Z"
+    return f"{translate(glob)}|{translate(f'{glob}/*')}|{literal}"

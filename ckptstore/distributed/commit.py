@@ -27,9 +27,9 @@ from ckptstore.commit.transaction import (
     Published,
     Transaction,
 )
-from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.ids import CommitId, SessionId, digest
 from ckptstore.core.options import Milestone
+from ckptstore.core.process import uncollected
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.coordinator import (
     AGAIN,

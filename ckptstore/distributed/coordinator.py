@@ -7,10 +7,10 @@ from typing import Any
 
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.transaction import Destination, Receipt, Transaction
-from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.ids import SessionId
 from ckptstore.core.model import Schema
 from ckptstore.core.options import Ranks
+from ckptstore.core.process import uncollected
 from ckptstore.distributed.assemble import (
     Assembler,
     Decided,

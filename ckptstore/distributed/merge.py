@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
-from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape
+from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape, leaves_of
 from ckptstore.distributed.framing import damaged, pack, unpack
 from ckptstore.objects.schema import LastSchemas, decode_schema
-from ckptstore.state.containers import leaves_of
 from ckptstore.state.leaf_sources import FlatState, Holding, Mark, Mesh
 
 

@@ -5,11 +5,10 @@ private ones. Pure.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptstore.core.model import Node, Schema
+from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.distributed.merge import RANKS
 from ckptstore.errors import InvalidInput
 from ckptstore.restore.reader import Tree
-from ckptstore.state.containers import leaves_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
 from ckptstore.core.ids import CommitId, StoreId
 from ckptstore.core.model import Schema
-from ckptstore.core.redaction import redact, without
+from ckptstore.core.text import redact, without
 from ckptstore.core.threads import pauses, start
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.index.catalog import cause

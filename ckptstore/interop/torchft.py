@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptstore.core.config import CHUNK_BYTES, default_threads
-from ckptstore.core.host_memory import free_bytes
+from ckptstore.core.process import free_bytes
 from ckptstore.core.threads import behind
 from ckptstore.distributed.addresses import own_addresses
 from ckptstore.errors import InvalidInput

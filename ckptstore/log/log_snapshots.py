@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 from rpds import HashTrieMap, HashTrieSet
 
 from ckptstore.core.ids import StoreId, checkpoint_key
-from ckptstore.core.paths import make_directories
-from ckptstore.core.scratch import replace_file
+from ckptstore.core.paths import make_directories, replace_file
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.log.entries import Position, decode_entry, origin, seal, unseal
 from ckptstore.log.fold import FOLD_VERSION, CommitRow, Pack, State

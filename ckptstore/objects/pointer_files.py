@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptstore.core.ids import CommitId, parse_commit_id
-from ckptstore.core.paths import check_path, make_directories, sync_path, write_file
-from ckptstore.core.redaction import redact
-from ckptstore.core.scratch import scratch_for
+from ckptstore.core.paths import check_path, make_directories, scratch_for, sync_path, write_file
+from ckptstore.core.text import redact
 from ckptstore.errors import (
     CkptStoreError,
     Conflict,

@@ -9,7 +9,7 @@ chunk.
 from dataclasses import dataclass
 
 from ckptstore.core.config import MIB, RUN_BYTES
-from ckptstore.core.host_memory import free_bytes
+from ckptstore.core.process import free_bytes
 from ckptstore.errors import InvalidInput
 from ckptstore.storage.direct_io_file import BUFFER_BYTES
 

@@ -8,24 +8,23 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptstore.core.globs import selector
 from ckptstore.core.ids import CommitId
-from ckptstore.core.model import Node, Schema, Shape
-from ckptstore.core.text import near
+from ckptstore.core.model import Node, Schema, Shape, leaves_of
+from ckptstore.core.text import near, selector
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.restore.mmap import Unmappable
 from ckptstore.restore.reader import ChunkRead, Reader, Reading, ReadRequest, Tree
-from ckptstore.state import dtype_cast, tensors
-from ckptstore.state.containers import leaves_of
+from ckptstore.state import tensors
 from ckptstore.state.inflate import inflate
-from ckptstore.state.optimizer_ids import ParameterNames
+from ckptstore.state.leaves import checked_dtype, convertible, destination
+from ckptstore.state.match_target import Matching
+from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.renaming import Renamer, narrow, rename_tree
 from ckptstore.state.restore import bind
 
 if TYPE_CHECKING:
     import torch
 
-    from ckptstore.state.match_target import Claim
     from ckptstore.state.renaming import Rename
     from ckptstore.state.restore import Binding
 
@@ -134,29 +133,28 @@ class RestoreOperation:
     ) -> None:
         self._reader, self._commit, self._app_state = reader, commit, app_state
         self._budget_bytes = options.memory_budget_bytes
-        partial = options.select is not None
         self._views = views = _views(commit, trees, app_state, options)
-        claims: dict[int, Claim] = {}
-        names = ParameterNames(app_state)
+        matching = Matching(
+            ParameterNames(app_state),
+            strict=options.strict,
+            allow_pickle=options.allow_pickle,
+            partial=options.select is not None,
+            in_order=options.rename is not None,
+            dtype=None if options.dtype is None else checked_dtype(options.dtype),
+        )
         self._bindings = bindings = {
             key: bind(
                 app_state[key],
                 key,
                 view.schema,
-                strict=options.strict,
-                allow_pickle=options.allow_pickle,
+                matching,
                 content_of=view.tree.content_key,
                 check=view.tree.check,
-                claims=claims,
-                names=names,
-                partial=partial,
-                in_order=options.rename is not None,
-                dtype=None if options.dtype is None else dtype_cast.checked(options.dtype),
             )
             for key, view in views.items()
             if key in app_state
         }
-        missing = [key for key in app_state if key not in views and not partial]
+        missing = [key for key in app_state if key not in views and options.select is None]
         unexpected = [key for key in views if key not in app_state]
         for binding in bindings.values():
             missing += binding.missing
@@ -259,7 +257,7 @@ def assemble(
     schema, tree = view.schema, view.tree
     values: list[Any] = [None] * len(schema)
     leaves = list(leaves_of(schema.skeleton))
-    converted = frozenset() if dtype is None else dtype_cast.convertible(schema, dtype)
+    converted = frozenset() if dtype is None else convertible(schema, dtype)
     wanted = []
     for i in leaves:
         if schema.kinds[i] != "tensor":
@@ -269,7 +267,7 @@ def assemble(
             if values[i] is None:
                 tree.check(i)
                 values[i] = new_tensor(schema, i, dtype if i in converted else None)
-                to = dtype_cast.destination(values[i], schema.dtypes[i])
+                to = destination(values[i], schema.dtypes[i])
                 wanted.append(ReadRequest(tree, i, to))
     reader.read(wanted, commit, memory_budget_bytes=memory_budget_bytes)
     for i in leaves:

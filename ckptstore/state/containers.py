@@ -8,14 +8,15 @@ import dataclasses
 import io
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ckptstore.core.model import Node
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.state import values
-from ckptstore.state.values import Classes
+from ckptstore.state.registry import Classes, class_name, class_named, registered_name
+from ckptstore.state.stateful import is_stateful
 
 _SCALARS = (int, float, complex, str, bool, bytes)
 _COLLECTIONS = (dict, list, set, tuple, frozenset, deque, OrderedDict, Counter, defaultdict)
@@ -30,17 +31,6 @@ _DIVISIBLE = ("list", "tuple", "deque", "namedtuple", "dataclass", "stateful")
 
 LEFT_OUT = Node("left out", ())
 """Stands, by identity, for unselected nodes of a narrowed skeleton; never stored."""
-
-_FACTORY_NAMES: dict[Any, str] = {factory: name for name, factory in _FACTORIES.items()}
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object whose state `state_dict` returns and `load_state_dict` sets."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
 class Named(dict[Any, Any]):
@@ -76,15 +66,26 @@ Form: TypeAlias = Literal["wrapper", "sequence", "mapping", "record"]
 """A node's children: one at the node's path, items, values by key, or values by string name."""
 
 Split: TypeAlias = Callable[[Any], Parts]
-Join: TypeAlias = Callable[[Joint], Any]
-Refill: TypeAlias = Callable[[Any, Joint], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeType:
+    """How nodes of one type become objects again.
+
+    `make` returns an object that `fill`, if there is one, gives its content. With `fill`, an object
+    of a target for which `takes` holds is filled in place. With `copies`, `make` returns an object
+    that shares no memory with its children.
+    """
+
+    form: Form
+    make: Callable[[Joint], Any]
+    fill: Callable[[Any, Joint], object] | None = None
+    takes: Callable[[Any, Joint], bool] = lambda target, joint: False
+    copies: bool = False
+
 
 _SPLITS: dict[type, Split] = {}
-_JOINS: dict[str, Join] = {}
-_REFILLS: dict[str, Refill] = {}
-_FORMS: dict[str, Form] = {}
-_COPYING: set[str] = set()
-_PROVIDERS = {"torch": "ckptstore.state.tensor_subclasses", "numpy": "ckptstore.state.numpy_values"}
+_TYPES: dict[str, NodeType] = {}
 
 
 def add_container(cls: type, split: Split) -> None:
@@ -93,15 +94,27 @@ def add_container(cls: type, split: Split) -> None:
 
 
 def add_node_type(
-    name: str, form: Form, join: Join, refill: Refill | None = None, *, copies: bool = False
+    name: str, form: Form, make: Callable[[Joint], Any], *, copies: bool = False
 ) -> None:
-    """Register a node type. `refill` updates a target in place, or returns False for another type.
-    With `copies`, `join` returns an object that shares no memory with its children."""
-    _FORMS[name], _JOINS[name] = form, join
-    if refill:
-        _REFILLS[name] = refill
-    if copies:
-        _COPYING.add(name)
+    """Register a node type whose objects are made anew."""
+    _TYPES[name] = NodeType(form, make, copies=copies)
+
+
+def add_filled(
+    cls: type,
+    split: Split,
+    name: str,
+    form: Form,
+    make: Callable[[Joint], Any],
+    fill: Callable[[Any, Joint], object],
+    fits: Callable[[Any, Joint], bool] = lambda target, joint: True,
+) -> None:
+    """Register a class whose objects are filled in place, those of a target for which `fits`
+    holds."""
+    add_container(cls, split)
+    _TYPES[name] = NodeType(
+        form, make, fill, lambda target, joint: type(target) is cls and fits(target, joint)
+    )
 
 
 def split(value: Any) -> Parts | None:
@@ -110,9 +123,7 @@ def split(value: Any) -> Parts | None:
     if cls in _SPLITS:
         return _SPLITS[cls](value)
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        return Parts(
-            "namedtuple", list(value), list(cls._fields), (("class", values.class_name(cls)),)
-        )
+        return Parts("namedtuple", list(value), list(cls._fields), (("class", class_name(cls)),))
     if is_stateful(value):
         return Parts("stateful", [value.state_dict()])
     if dataclasses.is_dataclass(cls):
@@ -121,7 +132,7 @@ def split(value: Any) -> Parts | None:
             "dataclass",
             [getattr(value, name) for name in names],
             names,
-            (("class", values.class_name(cls)),),
+            (("class", class_name(cls)),),
         )
     return None
 
@@ -129,33 +140,27 @@ def split(value: Any) -> Parts | None:
 def join(node: Node, children: Sequence[Any], classes: Classes) -> Any:
     """Build the object that `node` describes. Raises `Corrupt` for a node that `split` cannot
     make."""
-    return _call(_join_of(node.type), node, children, classes)
+    return _build(node, children, classes, None)
 
 
-def refill(target: Any, node: Node, children: Sequence[Any], classes: Classes) -> bool:
-    """Update `target` to equal the result of `join`; False if its type differs or cannot be
-    updated."""
-    known = _REFILLS.get(node.type)
-    return known is not None and bool(
-        _call(lambda joint: known(target, joint), node, children, classes)
-    )
+def join_into(target: Any, node: Node, children: Sequence[Any], classes: Classes) -> Any:
+    """As `join`, but `target`, filled, where it is of that type and can be changed."""
+    return _build(node, children, classes, target)
 
 
 def is_wrapper(name: str) -> bool:
     """Whether nodes of this type have one child, under the node's own path."""
-    _join_of(name)
-    return _FORMS[name] == "wrapper"
+    return _type(name).form == "wrapper"
 
 
 def copies(name: str) -> bool:
     """Whether `join` copies the memory of its children; then tied objects must be one object."""
-    return name in _COPYING
+    return _type(name).copies
 
 
 def is_mapping(name: str) -> bool:
     """Whether nodes of this type hold independent values by key."""
-    _join_of(name)
-    return _FORMS[name] == "mapping"
+    return _type(name).form == "mapping"
 
 
 def is_divisible(name: str) -> bool:
@@ -167,8 +172,7 @@ def check(node: Node | int) -> None:
     """Raise `Corrupt` for a skeleton with containers that `split` cannot make."""
     if isinstance(node, int) or node is LEFT_OUT:
         return
-    _join_of(node.type)
-    form = _FORMS[node.type]
+    form = _type(node.type).form
     fits = {
         "wrapper": node.keys is None and len(node.children) == 1,
         "sequence": node.keys is None,
@@ -184,19 +188,6 @@ def check(node: Node | int) -> None:
         check(child)
 
 
-def leaves_of(node: Node | int) -> Iterator[int]:
-    """The numbers of the leaves below `node`."""
-    if isinstance(node, int):
-        yield node
-    else:
-        for child in node.children:
-            yield from leaves_of(child)
-
-
-def is_stateful(value: Any) -> bool:
-    return isinstance(value, Stateful) and not isinstance(value, type)
-
-
 def attribute(value: Any, what: str) -> Any:
     """An attribute as JSON. Raises `InvalidInput`, naming `what`, unless it is a plain value."""
     encoded = values.encode_attribute(value)
@@ -208,37 +199,34 @@ def attribute(value: Any, what: str) -> Any:
     return encoded
 
 
-def _call(function: Join, node: Node, children: Sequence[Any], classes: Classes) -> Any:
+def _build(node: Node, children: Sequence[Any], classes: Classes, target: Any) -> Any:
+    known = _type(node.type)
     try:
         keys = [values.decode_value(key, classes) for key in node.keys or ()]
         attrs = {name: values.decode_value(value, classes) for name, value in node.attrs}
-        return function(Joint(children, keys, attrs, classes))
+        joint = Joint(children, keys, attrs, classes)
+        made = target if known.takes(target, joint) else known.make(joint)
+        if known.fill:
+            known.fill(made, joint)
+        return made
     except CkptStoreError:
         raise
-    except (
-        TypeError,
-        ValueError,
-        LookupError,
-        ArithmeticError,
-        AttributeError,
-        RuntimeError,
-    ) as error:
+    except values.MALFORMED as error:
         raise Corrupt(
             f"a container of type {node.type[:40]!r} cannot be put together: {error}; run "
             "`ckptstore fsck`"
         ) from error
 
 
-def _join_of(name: str) -> Join:
-    root = name.partition(".")[0]
-    if name not in _JOINS and root in _PROVIDERS:
-        import_module(_PROVIDERS[root])
-    if name not in _JOINS:
+def _type(name: str) -> NodeType:
+    if name not in _TYPES:
+        values.load_codecs()
+    if name not in _TYPES:
         raise Corrupt(
             f"unknown container type {name[:40]!r}; written by a newer ckptstore, or damaged: run "
             "`ckptstore fsck`"
         )
-    return _JOINS[name]
+    return _TYPES[name]
 
 
 def _split_mapping(value: Any) -> Parts:
@@ -276,25 +264,19 @@ def _split_names(value: Names) -> Parts:
 
 def _split_defaultdict(value: defaultdict[Any, Any]) -> Parts:
     factory = value.default_factory
-    if factory is None:
-        name = None
-    elif factory in _FACTORY_NAMES:
-        name = _FACTORY_NAMES[factory]
-    elif isinstance(factory, type):
-        name = values.class_name(factory)
-    else:
+    if factory is not None and not isinstance(factory, type):
         raise InvalidInput(
             f"a defaultdict with the factory {factory!r} cannot be stored, since code is not; use "
             "a class as factory"
         )
+    known = factory is not None and _FACTORIES.get(factory.__name__) is factory
+    name = None if factory is None else factory.__name__ if known else class_name(factory)
     return _split_mapping(value)._replace(attrs=(("factory", name),))
 
 
 def _join_defaultdict(joint: Joint) -> defaultdict[Any, Any]:
     name = joint.attrs["factory"]
-    factory = (
-        None if name is None else _FACTORIES.get(name) or values.class_named(name, joint.classes)
-    )
+    factory = None if name is None else _FACTORIES.get(name) or class_named(name, joint.classes)
     return defaultdict(factory, joint.items())
 
 
@@ -303,63 +285,41 @@ def _split_deque(value: deque[Any]) -> Parts:
 
 
 def _join_namedtuple(joint: Joint) -> Any:
-    cls: Any = values.class_named(joint.attrs["class"], joint.classes)
+    cls: Any = class_named(joint.attrs["class"], joint.classes)
     if not issubclass(cls, tuple) or list(getattr(cls, "_fields", ())) != list(joint.keys):
         fields = ", ".join(joint.keys)
         raise InvalidInput(
-            f"{values.class_name(cls)} is no namedtuple of the fields {fields}; restore with the "
+            f"{class_name(cls)} is no namedtuple of the fields {fields}; restore with the "
             "code that wrote it"
         )
     return cls._make(joint.children)
 
 
-def _join_dataclass(joint: Joint) -> Any:
+def _make_dataclass(joint: Joint) -> Any:
     """An instance, built without running the class's code."""
-    cls = values.class_named(joint.attrs["class"], joint.classes)
-    fields = (
-        {field.name for field in dataclasses.fields(cls)}
-        if dataclasses.is_dataclass(cls)
-        else set()
-    )
-    if unknown := set(joint.keys) - fields:
-        names = ", ".join(sorted(unknown))
+    cls = class_named(joint.attrs["class"], joint.classes)
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    if unknown := set(joint.keys) - {field.name for field in fields}:
         raise InvalidInput(
-            f"{values.class_name(cls)} is no dataclass with the fields {names}; restore with the "
-            "code that wrote it"
+            f"{class_name(cls)} is no dataclass with the fields {', '.join(sorted(unknown))}; "
+            "restore with the code that wrote it"
         )
-    made: Any = object.__new__(cls)
-    for name, value in joint.items():
-        object.__setattr__(made, name, value)
-    return made
+    return object.__new__(cls)
 
 
-def _refill_dataclass(target: Any, joint: Joint) -> bool:
-    cls = type(target)
-    if values.class_name(cls) != joint.attrs["class"] or cls.__dataclass_params__.frozen:
-        return False
+def _fill_dataclass(target: Any, joint: Joint) -> None:
     for name, value in joint.items():
         object.__setattr__(target, name, value)
-    return True
 
 
-def _refill_deque(target: Any, joint: Joint) -> bool:
-    if type(target) is not deque or target.maxlen != joint.attrs["maxlen"]:
-        return False
+def _takes_dataclass(target: Any, joint: Joint) -> bool:
+    cls = type(target)
+    return class_name(cls) == joint.attrs["class"] and not cls.__dataclass_params__.frozen
+
+
+def _fill_deque(target: deque[Any], joint: Joint) -> None:
     target.clear()
     target.extend(joint.children)
-    return True
-
-
-def _refill_bytearray(target: Any, joint: Joint) -> bool:
-    if type(target) is not bytearray:
-        return False
-    target[:] = joint.children[0]
-    return True
-
-
-def _split_bytearray(value: bytearray) -> Parts:
-    # Copied: a view would prevent its owner from resizing it during the commit.
-    return Parts("bytearray", [bytes(value)])
 
 
 def _split_bytesio(value: io.BytesIO) -> Parts:
@@ -372,17 +332,12 @@ def _join_bytesio(joint: Joint) -> io.BytesIO:
     return made
 
 
-def _join_random(joint: Joint) -> random.Random:
-    made = random.Random()
-    made.setstate(joint.children[0])
-    return made
+def _as_dict(joint: Joint) -> dict[Any, Any]:
+    return dict(joint.items())
 
 
-def _refill_random(target: Any, joint: Joint) -> bool:
-    if type(target) is not random.Random:
-        return False
-    target.setstate(joint.children[0])
-    return True
+def _only_child(joint: Joint) -> Any:
+    return joint.children[0]
 
 
 def _add_containers() -> None:
@@ -394,43 +349,55 @@ def _add_containers() -> None:
     add_container(Names, _split_names)
     for sequence in (list, tuple):
         add_container(sequence, lambda value: Parts(type(value).__name__, value))
-    add_container(deque, _split_deque)
-    add_node_type("dict", "mapping", lambda joint: dict(joint.items()))
-    add_node_type("Counter", "mapping", lambda joint: Counter(dict(joint.items())))
+    for name in ("dict", "ranks", PARAMETERS):
+        add_node_type(name, "mapping", _as_dict)
+    add_node_type("Counter", "mapping", lambda joint: Counter(_as_dict(joint)))
     add_node_type("OrderedDict", "mapping", _join_ordered)
     add_node_type("defaultdict", "mapping", _join_defaultdict)
-    add_node_type("ranks", "mapping", lambda joint: dict(joint.items()))
-    add_node_type(PARAMETERS, "mapping", lambda joint: dict(joint.items()))
     add_node_type(NAMES, "sequence", lambda joint: list(joint.attrs["names"]))
     add_node_type("list", "sequence", lambda joint: list(joint.children))
     add_node_type("tuple", "sequence", lambda joint: tuple(joint.children))
-    add_node_type(
+    add_node_type("namedtuple", "record", _join_namedtuple)
+    _TYPES["dataclass"] = NodeType("record", _make_dataclass, _fill_dataclass, _takes_dataclass)
+    add_filled(
+        deque,
+        _split_deque,
         "deque",
         "sequence",
-        lambda joint: deque(joint.children, joint.attrs["maxlen"]),
-        _refill_deque,
+        lambda joint: deque(maxlen=joint.attrs["maxlen"]),
+        _fill_deque,
+        lambda target, joint: target.maxlen == joint.attrs["maxlen"],
     )
-    add_node_type("namedtuple", "record", _join_namedtuple)
-    add_node_type("dataclass", "record", _join_dataclass, _refill_dataclass)
 
 
 def _add_wrappers() -> None:
-    add_container(bytearray, _split_bytearray)
-    add_container(io.BytesIO, _split_bytesio)
-    add_container(random.Random, lambda value: Parts("Random", [value.getstate()]))
-    add_node_type(
-        "bytearray", "wrapper", lambda joint: bytearray(joint.children[0]), _refill_bytearray
+    # Copied: a view would prevent its owner from resizing it during the commit.
+    add_filled(
+        bytearray,
+        lambda value: Parts("bytearray", [bytes(value)]),
+        "bytearray",
+        "wrapper",
+        lambda joint: bytearray(),
+        lambda target, joint: target.__setitem__(slice(None), joint.children[0]),
     )
+    add_filled(
+        random.Random,
+        lambda value: Parts("Random", [value.getstate()]),
+        "Random",
+        "wrapper",
+        lambda joint: random.Random(),
+        lambda target, joint: target.setstate(joint.children[0]),
+    )
+    add_container(io.BytesIO, _split_bytesio)
     add_node_type("BytesIO", "wrapper", _join_bytesio)
-    add_node_type("Random", "wrapper", _join_random, _refill_random)
-    add_node_type("stateful", "wrapper", lambda joint: joint.children[0])
+    # `inflate` decides whether the bytes of a pickle may be unpickled.
+    for name in ("stateful", "pickle"):
+        add_node_type(name, "wrapper", _only_child)
     add_node_type(
         "registered",
         "wrapper",
-        lambda joint: values.registered_name(joint.attrs["name"]).decode(joint.children[0]),
+        lambda joint: registered_name(joint.attrs["name"]).decode(joint.children[0]),
     )
-    # `inflate` decides whether the bytes may be unpickled.
-    add_node_type("pickle", "wrapper", lambda joint: joint.children[0])
 
 
 _add_containers()

@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape
+from ckptstore.core.process import uncollected
 from ckptstore.errors import InvalidInput
-from ckptstore.state import containers, paths, pickles, tensors, values
+from ckptstore.state import containers, paths, tensors, values
+from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
+from ckptstore.state.inflate import pickled
 from ckptstore.state.leaf_sources import FlatState, HeldLeaf, Source
 from ckptstore.state.leaves import NOTHING, BytesSource, TensorSource
-from ckptstore.state.modules import state_dict_of
-from ckptstore.state.optimizer_ids import ParameterNames, named_state
+from ckptstore.state.optimizers import ParameterNames, named_state
+from ckptstore.state.registry import class_name, registered
 from ckptstore.state.shards import Held, held_of, is_distributed
-from ckptstore.state.tensor_subclasses import split_tensor
+from ckptstore.state.stateful import state_dict_of, state_of
 from ckptstore.state.tensors import DTYPE_NAMES
 
 _ITSELF = ""
@@ -64,14 +66,6 @@ def check_app_state(app_state: object) -> None:
             raise InvalidInput(
                 f"the application state has the key {key!r}; its keys must be strings"
             )
-
-
-def state_of(value: Any) -> Any:
-    """The state dict of an object that has one, with the names of wrapped modules; anything else as
-    it is."""
-    if isinstance(value, torch.nn.Module):
-        return state_dict_of(value)
-    return value.state_dict() if containers.is_stateful(value) else value
 
 
 class _Tree:
@@ -128,7 +122,7 @@ class _Tree:
     def _split(self, value: Any) -> Parts | None:
         """The parts of what is neither a value nor a container that a target fills: the caller's
         types, tensors, wrapped modules."""
-        known = values.registered(type(value))
+        known = registered(type(value))
         if known:
             return Parts("registered", [known.encode(value)], attrs=(("name", known.name),))
         if isinstance(value, torch.nn.Module):
@@ -145,13 +139,13 @@ class _Tree:
 
     def _pickle(self, value: Any) -> Parts:
         if self._allow_pickle:
-            return Parts("pickle", [pickles.dump(value)])
+            return Parts("pickle", [pickled(value)])
         if isinstance(value, set | frozenset):
             raise InvalidInput(
                 "a set whose items are not plain values has no order to restore; use a list, or a "
                 "dict"
             )
-        name = values.class_name(type(value))
+        name = class_name(type(value))
         raise InvalidInput(
             f"a {name} cannot be stored; ckptstore.register_value(…, {name}, encode, decode), or "
             "pass allow_pickle=True"

@@ -1,53 +1,51 @@
-"""How is a state rebuilt from its schema and leaves? As new containers of the flattened types."""
+"""How is a state rebuilt from its schema and leaves? As new containers of the flattened types.
 
+Only this file pickles and unpickles, and only with `allow_pickle=True`.
+"""
+
+import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from ckptstore.core.model import Node, Schema
+from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.state import containers, paths, pickles, values
-from ckptstore.state.values import Classes
+from ckptstore.state import containers, paths, values
+from ckptstore.state.registry import Classes, no_classes
+
+_PROTOCOL = 4
+"""Fixed, so that equal objects keep giving equal bytes when Python's default moves on."""
 
 
-def inflate(
-    schema: Schema,
-    content: Sequence[Any],
-    *,
-    allow_pickle: bool = False,
-    classes: Classes = values.NO_CLASSES,
-) -> Any:
+def inflate(schema: Schema, content: Sequence[Any], *, allow_pickle: bool = False) -> Any:
     """The nested state that `schema` describes. `content` has, per leaf, a tensor, or the bytes of
     a `value` or `bytes` leaf; None for one that the skeleton leaves out.
 
     Leaves that shared memory get the tensor of the leaf they shared it with, whatever `content` has
-    for them. `classes` are those that documents may refer to besides the registered ones. Raises
-    `InvalidInput` for a pickled leaf without `allow_pickle`, and for a class or codec that is not
-    known here; `Corrupt` for a schema that `flatten` did not make.
+    for them. Raises `InvalidInput` for a pickled leaf without `allow_pickle`, and for a class or
+    codec that is not known here; `Corrupt` for a schema that `flatten` did not make.
     """
     containers.check(schema.skeleton)
-    leaves = _decode(schema, content, classes)
-    return Inflater(schema, leaves, {}, classes, allow_pickle=allow_pickle).inflate(schema.skeleton)
+    leaves: list[Any] = []
+    for i, alias in enumerate(schema.aliases):
+        made = None if content[i] is None else decode_leaf(schema, i, content[i])
+        leaves.append(leaves[alias] if alias >= 0 else made)
+    return Inflater(schema, leaves, allow_pickle=allow_pickle).inflate(schema.skeleton)
 
 
-def inflate_leaf(
-    schema: Schema,
-    leaf: int,
-    content: Any,
-    *,
-    allow_pickle: bool = False,
-    classes: Classes = values.NO_CLASSES,
-) -> Any:
+def inflate_leaf(schema: Schema, leaf: int, content: Any, *, allow_pickle: bool = False) -> Any:
     """The object under the path of one leaf: a tensor, a value, or what is made of this leaf alone,
     such as a numpy array."""
     containers.check(schema.skeleton)
     leaves: list[Any] = [None] * len(schema)
-    leaves[leaf] = decode_leaf(schema, leaf, content, classes)
-    return Inflater(schema, leaves, {}, classes, allow_pickle=allow_pickle).inflate(
-        _outermost(schema.skeleton, leaf)
-    )
+    leaves[leaf] = decode_leaf(schema, leaf, content)
+    node = schema.skeleton
+    while not isinstance(node, int) and not _wraps(node):
+        node = next(child for child in node.children if leaf in leaves_of(child))
+    return Inflater(schema, leaves, allow_pickle=allow_pickle).inflate(node)
 
 
-def decode_leaf(schema: Schema, leaf: int, content: Any, classes: Classes) -> Any:
+def decode_leaf(schema: Schema, leaf: int, content: Any, classes: Classes = no_classes) -> Any:
     """The object that stands at `leaf` in its container, from its tensor or bytes."""
     match schema.kinds[leaf]:
         case "value":
@@ -71,51 +69,38 @@ def _refusal(path: str) -> InvalidInput:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class Inflater:
     """Makes the containers of one schema. `leaves` may be filled until `inflate` is called; `kept`
-    has what stands for a node."""
+    has what stands for a node, by its id. `classes` are those that documents may refer to besides
+    the registered ones."""
 
-    def __init__(
-        self,
-        schema: Schema,
-        leaves: Sequence[Any],
-        kept: Mapping[int, Any],
-        classes: Classes,
-        *,
-        allow_pickle: bool,
-    ) -> None:
-        self._schema, self._leaves, self._kept, self._classes, self._allow_pickle = (
-            schema,
-            leaves,
-            kept,
-            classes,
-            allow_pickle,
-        )
-        self._tied: dict[tuple[Any, ...], Any] = {}
+    schema: Schema
+    leaves: Sequence[Any]
+    allow_pickle: bool = False
+    classes: Classes = no_classes
+    kept: Mapping[int, Any] = field(default_factory=dict)
+    _tied: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def inflate(self, node: Node | int) -> Any:
         """The object at `node`."""
         if isinstance(node, int):
-            return self._leaves[node]
+            return self.leaves[node]
         if node is containers.LEFT_OUT:
             return None
-        if id(node) in self._kept:
-            return self._kept[id(node)]
+        if id(node) in self.kept:
+            return self.kept[id(node)]
         if node.type == "pickle":
             return self._unpickle(node)
         return self._join_once(node) if containers.copies(node.type) else self._join(node)
 
     def _join(self, node: Node) -> Any:
-        return containers.join(
-            node, [self.inflate(child) for child in node.children], self._classes
-        )
+        return containers.join(node, list(map(self.inflate, node.children)), self.classes)
 
     def _join_once(self, node: Node) -> Any:
         """One object for all nodes that are made of the same tensors in the same way."""
-        aliases = self._schema.aliases
-        tensors = tuple(
-            aliases[leaf] if aliases[leaf] >= 0 else leaf for leaf in containers.leaves_of(node)
-        )
+        aliases, leaves = self.schema.aliases, leaves_of(node)
+        tensors = tuple(aliases[leaf] if aliases[leaf] >= 0 else leaf for leaf in leaves)
         made_of = (node.type, repr(node.attrs), tensors)
         if made_of not in self._tied:
             self._tied[made_of] = self._join(node)
@@ -123,34 +108,32 @@ class Inflater:
 
     def _unpickle(self, node: Node) -> Any:
         (leaf,) = node.children
-        if not isinstance(leaf, int) or self._schema.kinds[leaf] != "bytes":
+        if not isinstance(leaf, int) or self.schema.kinds[leaf] != "bytes":
             raise Corrupt("a pickle in the schema is no leaf of bytes; run `ckptstore fsck`")
-        if not self._allow_pickle:
-            raise _refusal(self._schema.paths[leaf])
-        return pickles.load(self._leaves[leaf])
+        if not self.allow_pickle:
+            raise _refusal(self.schema.paths[leaf])
+        return unpickled(self.leaves[leaf])
 
 
-def _decode(schema: Schema, content: Sequence[Any], classes: Classes) -> list[Any]:
-    made: list[Any] = []
-    for i, alias in enumerate(schema.aliases):
-        made.append(
-            made[alias]
-            if alias >= 0
-            else None
-            if content[i] is None
-            else decode_leaf(schema, i, content[i], classes)
-        )
-    return made
+def pickled(value: Any) -> bytes:
+    """`value` pickled; `InvalidInput` if it cannot be."""
+    try:
+        return pickle.dumps(value, protocol=_PROTOCOL)
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidInput(
+            f"a {type(value).__qualname__} cannot be pickled: {error}; register it with "
+            "ckptstore.register_value"
+        ) from error
 
 
-def _outermost(node: Node | int, leaf: int) -> Node | int:
-    """The outermost node that has `leaf`'s path: the leaf, or the wrappers around it."""
-    while not isinstance(node, int) and not _wraps(node):
-        node = next(child for child in node.children if leaf in containers.leaves_of(child))
-    return node
+def unpickled(data: bytes | memoryview) -> Any:
+    """The object pickled in `data`. Runs whatever code `data` says: only for stores that the caller
+    trusts."""
+    return pickle.loads(data)
 
 
 def _wraps(node: Node | int) -> bool:
+    """Whether all below `node` is under its own path: a leaf, or wrappers around one."""
     return isinstance(node, int) or (
         containers.is_wrapper(node.type) and all(map(_wraps, node.children))
     )

@@ -5,7 +5,7 @@ Keys are *encoded*: a string, an integer within 2^53, or a value array `[tag, pa
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptstore.core.model import Node, Schema
@@ -67,19 +67,16 @@ def below(node: Node, path: str) -> list[str]:
 
 def pickled(schema: Schema) -> list[str]:
     """The paths of the leaves that are pickles."""
-    found: list[int] = []
-    _collect_pickles(schema.skeleton, found)
-    return [schema.paths[leaf] for leaf in found]
+    return [schema.paths[leaf] for leaf in _pickles(schema.skeleton)]
 
 
-def _collect_pickles(node: Node | int, found: list[int]) -> None:
+def _pickles(node: Node | int) -> Iterator[int]:
     if isinstance(node, int):
         return
-    if node.type == "pickle":
-        found.extend(child for child in node.children if isinstance(child, int))
-    else:
-        for child in node.children:
-            _collect_pickles(child, found)
+    for child in node.children:
+        if isinstance(child, int) and node.type == "pickle":
+            yield child
+        yield from _pickles(child)
 
 
 def _typed_segment(key: Any, names: set[str]) -> str:

@@ -9,10 +9,10 @@ Selecting one leaf of a composite tensor or array selects all of them. In a sequ
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
 
-from ckptstore.core.model import Node, Schema
+from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
 from ckptstore.state import containers, paths, values
 from ckptstore.state.containers import LEFT_OUT
@@ -20,19 +20,29 @@ from ckptstore.state.containers import LEFT_OUT
 Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str]"
 """Old prefixes to new ones, or a function from path to path."""
 
+Selected: TypeAlias = Callable[[str], bool]
+
 
 class Renamer:
     """The new path of every path. A prefix is looked for in the path below the key, or in all of
     it; the longest that fits is replaced."""
 
     def __init__(self, rename: Rename) -> None:
-        self._function = rename if callable(rename) else self._by_prefix
-        self._prefixes = {} if callable(rename) else _checked(rename)
-        self._longest_first = sorted(self._prefixes, key=len, reverse=True)
-        self._used: set[str] = set()
+        self._rename = rename
+        self._unused: list[str] = []
+        if callable(rename):
+            return
+        texts = (*rename, *rename.values()) if isinstance(rename, Mapping) else ()
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise InvalidInput(
+                f"rename is {rename!r:.80}; wanted prefixes such as {{'old.': 'new.'}}, or a "
+                "function from path to path"
+            )
+        self._longest_first = sorted(rename, key=len, reverse=True)
+        self._unused = list(self._longest_first)
 
     def __call__(self, path: str) -> str:
-        new = self._function(path)
+        new = self._rename(path) if callable(self._rename) else self._by_prefix(path)
         if not isinstance(new, str) or not all(new.split("/")):
             raise InvalidInput(
                 f"rename makes {new!r} of {path}; wanted a path: names joined by '/', the first "
@@ -42,47 +52,25 @@ class Renamer:
 
     def check_used(self) -> None:
         """Raise `InvalidInput` for a prefix that fitted nothing."""
-        if unused := [prefix for prefix in self._longest_first if prefix not in self._used]:
+        if self._unused:
             raise InvalidInput(
-                f"rename: no path begins with {' or '.join(map(repr, unused))}; `ckptstore ls` "
-                "lists the paths"
+                f"rename: no path begins with {' or '.join(map(repr, self._unused))}; `ckptstore "
+                "ls` lists the paths"
             )
 
     def _by_prefix(self, path: str) -> str:
-        key, slash, below = path.partition("/")
+        assert isinstance(self._rename, Mapping)
+        below = path.find("/") + 1
         for prefix in self._longest_first:
-            if slash and below.startswith(prefix):
-                self._used.add(prefix)
-                return f"{key}{slash}{self._prefixes[prefix]}{below[len(prefix) :]}"
-            if prefix and path.startswith(prefix):
-                self._used.add(prefix)
-                return self._prefixes[prefix] + path[len(prefix) :]
+            for at in (below, 0):
+                if path.startswith(prefix, at) and (at or prefix):
+                    if prefix in self._unused:
+                        self._unused.remove(prefix)
+                    return path[:at] + self._rename[prefix] + path[at + len(prefix) :]
         return path
 
 
-def rename_tree(key: str, schema: Schema, rename: Callable[[str], str]) -> tuple[str, Schema]:
-    """The key and the schema of a tree under the paths that `rename` gives. Leaves keep their
-    numbers.
-
-    Raises `InvalidInput` where two leaves would get one path, where one would lie within another,
-    for a tree that would go to several keys, and for a list or a tensor of several leaves that
-    would be taken apart.
-    """
-    containers.check(schema.skeleton)
-    places = list(_places(schema, schema.skeleton, paths.segment(key), (), rename))
-    heads = sorted({place.new[0] for place in places}) or [paths.segment(key)]
-    if len(heads) > 1:
-        raise InvalidInput(
-            f"rename takes {key} apart, to {', '.join(heads)}; the leaves of one key can only go "
-            "to one key"
-        )
-    return paths.unescape(heads[0]), replace(
-        schema, skeleton=_skeleton(schema.skeleton, places), paths=_paths(schema, places)
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Above:
+class _Above(NamedTuple):
     """A mapping on the way to a unit: its node, the wrappers around it, and the encoded key of what
     is below it."""
 
@@ -91,10 +79,9 @@ class _Above:
     key: Any
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A unit, what moves as a whole: where it was and where it goes, segment by segment, and the
-    mappings that it was in."""
+class _Unit(NamedTuple):
+    """What moves as a whole: where it was and where it goes, segment by segment, and the mappings
+    that it was in."""
 
     node: Node | int
     old: tuple[str, ...]
@@ -110,181 +97,126 @@ class _Place:
     def key(self, depth: int) -> Any:
         """The encoded key under the mapping at `depth`: as it was if it keeps its name, and of an
         integer an integer."""
-        name = self.new[depth + 1]
-        i = depth + len(self.old) - len(self.new)
-        origin = self.above[i] if i >= 0 else None
-        if origin and self.old[i + 1] == name:
-            return origin.key
-        if origin and type(origin.key) is int and name.isdecimal():
+        name, i = self.new[depth + 1], depth + len(self.old) - len(self.new)
+        if i >= 0 and self.old[i + 1] == name:
+            return self.above[i].key
+        if i >= 0 and type(self.above[i].key) is int and name.isdecimal():
             return int(name)
         return values.encode_key(paths.unescape(name))
 
 
-def _places(
+def rename_tree(key: str, schema: Schema, rename: Callable[[str], str]) -> tuple[str, Schema]:
+    """The key and the schema of a tree under the paths that `rename` gives. Leaves keep their
+    numbers.
+
+    Raises `InvalidInput` where two leaves would get one path, where one would lie within another,
+    for a tree that would go to several keys, and for a list or a tensor of several leaves that
+    would be taken apart.
+    """
+    containers.check(schema.skeleton)
+    units = list(_units(schema, schema.skeleton, paths.segment(key), (), rename))
+    heads = sorted({unit.new[0] for unit in units}) or [paths.segment(key)]
+    if len(heads) > 1:
+        raise InvalidInput(
+            f"rename takes {key} apart, to {', '.join(heads)}; the leaves of one key can only go "
+            "to one key"
+        )
+    new_paths = list(schema.paths)
+    for unit in units:
+        for leaf in leaves_of(unit.node):
+            new_paths[leaf] = "/".join(unit.new) + new_paths[leaf][len("/".join(unit.old)) :]
+    skeleton = _mapping(units, 0) if units and units[0].above else schema.skeleton
+    return paths.unescape(heads[0]), replace(schema, skeleton=skeleton, paths=tuple(new_paths))
+
+
+def _units(
     schema: Schema,
     node: Node | int,
     path: str,
     above: tuple[_Above, ...],
     rename: Callable[[str], str],
-) -> Iterator[_Place]:
-    wrappers, inner = _unwrapped(node)
+) -> Iterator[_Unit]:
+    wrappers: tuple[Node, ...] = ()
+    inner = node
+    while isinstance(inner, Node) and inner.type == "stateful":
+        wrappers, inner = (*wrappers, inner), inner.children[0]
     if isinstance(inner, int) or not inner.children or not containers.is_mapping(inner.type):
-        yield _place(schema, node, path, above, rename)
+        yield _Unit(
+            node, tuple(path.split("/")), _renamed(schema, node, path, above, rename), above
+        )
         return
-    for key, child, name in zip(
-        inner.keys or (), inner.children, paths.below(inner, path), strict=True
-    ):
-        yield from _places(schema, child, name, (*above, _Above(inner, wrappers, key)), rename)
+    for (key, child), name in zip(inner.items(), paths.below(inner, path), strict=True):
+        yield from _units(schema, child, name, (*above, _Above(inner, wrappers, key)), rename)
 
 
-def _place(
+def _renamed(
     schema: Schema,
     node: Node | int,
     path: str,
     above: tuple[_Above, ...],
     rename: Callable[[str], str],
-) -> _Place:
-    suffixes = [schema.paths[leaf][len(path) :] for leaf in containers.leaves_of(node)] or [""]
+) -> tuple[str, ...]:
+    suffixes = [schema.paths[leaf][len(path) :] for leaf in leaves_of(node)] or [""]
     found = {(suffix, rename(path + suffix)) for suffix in suffixes}
-    new = {
-        there[: len(there) - len(suffix)] if there.endswith(suffix) else ""
-        for suffix, there in found
-    }
+    new = {there.removesuffix(suffix) if there.endswith(suffix) else "" for suffix, there in found}
     if len(new) > 1 or new == {""}:
         raise InvalidInput(
             f"rename takes {path} apart: a list, a record or a tensor of several leaves is renamed "
             "as a whole"
         )
-    old, now = tuple(path.split("/")), tuple(new.pop().split("/"))
+    now = tuple(new.pop().split("/"))
     if (len(now) > 1) != bool(above):
         raise InvalidInput(
             f"rename brings {path} to {'/'.join(now)}: what is below a key stays below one, and "
             "what is all of a key stays so"
         )
-    return _Place(node, old, now, above)
+    return now
 
 
-def _unwrapped(node: Node | int) -> tuple[tuple[Node, ...], Node | int]:
-    wrappers: list[Node] = []
-    while isinstance(node, Node) and node.type == "stateful":
-        wrappers.append(node)
-        node = node.children[0]
-    return tuple(wrappers), node
-
-
-def _paths(schema: Schema, places: Sequence[_Place]) -> tuple[str, ...]:
-    found = list(schema.paths)
-    for place in places:
-        old, new = "/".join(place.old), "/".join(place.new)
-        for leaf in containers.leaves_of(place.node):
-            found[leaf] = new + found[leaf][len(old) :]
-    return tuple(found)
-
-
-def _skeleton(skeleton: Node | int, places: Sequence[_Place]) -> Node | int:
-    if not places or not places[0].above:
-        return skeleton
-    top = _Branch(places[0].above[0])
-    for place in places:
-        _insert(top, place)
-    return top.build()
-
-
-@dataclass(slots=True)
-class _Branch:
-    """A mapping of the new skeleton on its way: the old one that it comes from, and by segment the
-    key and what is below it."""
-
-    origin: _Above | None
-    below: "dict[str, tuple[Any, _Branch | _Place]]" = field(default_factory=dict)
-
-    def build(self) -> Node:
-        keys = tuple(key for key, _ in self.below.values())
-        children = tuple(
-            item.build() if isinstance(item, _Branch) else item.node
-            for _, item in self.below.values()
-        )
-        if self.origin is None:
-            return Node("dict", children, keys)
-        moved = {
-            item.old[-1]: name for name, (_, item) in self.below.items() if isinstance(item, _Place)
-        }
-        node = replace(
-            self.origin.node, children=children, keys=keys, attrs=_attrs(self.origin.node, moved)
-        )
-        for wrapper in reversed(self.origin.wrappers):
-            node = replace(wrapper, children=(node,))
-        return node
-
-    def any_place(self) -> _Place:
-        _, item = next(iter(self.below.values()))
-        return item.any_place() if isinstance(item, _Branch) else item
-
-
-def _insert(top: _Branch, place: _Place) -> None:
-    branch = top
-    for depth, name in enumerate(place.new[1:-1]):
-        _, there = branch.below.setdefault(
-            name, (place.key(depth), _Branch(place.origin(depth + 1)))
-        )
-        if isinstance(there, _Place):
-            raise _clash(there, place)
-        branch = there
-    depth, name = len(place.new) - 2, place.new[-1]
-    _, there = branch.below.setdefault(name, (place.key(depth), place))
-    if there is not place:
-        raise _clash(there.any_place() if isinstance(there, _Branch) else there, place)
-
-
-def _clash(one: _Place, other: _Place) -> InvalidInput:
-    old = [f"{'/'.join(place.old)} to {'/'.join(place.new)}" for place in (one, other)]
-    return InvalidInput(
-        f"rename brings {' and '.join(old)}; both cannot be there: give them different names, or "
-        "leave one out with select"
+def _mapping(units: Sequence[_Unit], depth: int) -> Node:
+    """The mapping at `depth` of the new paths of `units`, with what is below it."""
+    groups: dict[str, list[_Unit]] = {}
+    for unit in units:
+        groups.setdefault(unit.new[depth + 1], []).append(unit)
+    children: list[Node | int] = []
+    moved: dict[str, str] = {}
+    for name, group in groups.items():
+        ends = [unit for unit in group if len(unit.new) == depth + 2]
+        if ends and len(group) > 1:
+            old = [f"{'/'.join(unit.old)} to {'/'.join(unit.new)}" for unit in group[:2]]
+            raise InvalidInput(
+                f"rename brings {' and '.join(old)}; both cannot be there: give them different "
+                "names, or leave one out with select"
+            )
+        moved.update({unit.old[-1]: name for unit in ends})
+        children.append(ends[0].node if ends else _mapping(group, depth + 1))
+    keys = tuple(group[0].key(depth) for group in groups.values())
+    origin = units[0].origin(depth)
+    if origin is None:
+        return Node("dict", tuple(children), keys)
+    node = replace(
+        origin.node, children=tuple(children), keys=keys, attrs=_attrs(origin.node, moved)
     )
+    for wrapper in reversed(origin.wrappers):
+        node = replace(wrapper, children=(node,))
+    return node
 
 
 def _attrs(node: Node, moved: Mapping[str, str]) -> tuple[tuple[str, Any], ...]:
     """A mapping's attributes; the `metadata` of a module's state dict, named by modules, follows
-    the modules' leaves."""
-    encoded = dict(node.attrs).get("metadata")
-    metadata = values.decode_value(encoded) if encoded is not None else None
+    the first leaf of each module."""
+    attrs = dict(node.attrs)
+    metadata = values.decode_value(attrs.get("metadata"))
     if not isinstance(metadata, Mapping) or all(old == new for old, new in moved.items()):
         return node.attrs
-    modules = _modules(moved)
-    renamed = OrderedDict((modules.get(name, name), entry) for name, entry in metadata.items())
-    return tuple(
-        (name, containers.attribute(renamed, name) if name == "metadata" else value)
-        for name, value in node.attrs
-    )
-
-
-def _modules(moved: Mapping[str, str]) -> dict[str, str]:
-    """Old names of modules to new ones, by the first leaf of each."""
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     for old, new in moved.items():
-        for at in (
-            i for i, character in enumerate(old) if character == "." and old[:i] not in found
-        ):
+        for at in (i for i, character in enumerate(old) if character == "."):
             if new.endswith(old[at:]):
-                found[old[:at]] = new[: len(new) - len(old) + at]
-    return found
-
-
-def _checked(rename: Mapping[str, str]) -> dict[str, str]:
-    if (
-        not isinstance(rename, Mapping)
-        or not rename
-        or not all(isinstance(text, str) for text in (*rename, *rename.values()))
-    ):
-        raise InvalidInput(
-            f"rename is {rename!r:.80}; wanted prefixes such as {{'old.': 'new.'}}, or a function "
-            "from path to path"
-        )
-    return dict(rename)
-
-
-Selected = Callable[[str], bool]
+                modules.setdefault(old[:at], new.removesuffix(old[at:]))
+    renamed = OrderedDict((modules.get(name, name), entry) for name, entry in metadata.items())
+    attrs["metadata"] = containers.attribute(renamed, "metadata")
+    return tuple(attrs.items())
 
 
 def narrow(key: str, schema: Schema, is_selected: Selected) -> Schema | None:
@@ -295,48 +227,29 @@ def narrow(key: str, schema: Schema, is_selected: Selected) -> Schema | None:
     """
     containers.check(schema.skeleton)
     skeleton = _narrow(schema, schema.skeleton, paths.segment(key), is_selected)
-    return (
-        None
-        if skeleton is LEFT_OUT
-        else replace(schema, skeleton=skeleton, aliases=_aliases(schema, skeleton))
-    )
+    if skeleton is LEFT_OUT:
+        return None
+    aliases = list(schema.aliases)
+    first: dict[int, int] = {}
+    for leaf in sorted(leaves_of(skeleton)):
+        owner = schema.aliases[leaf] if schema.aliases[leaf] >= 0 else leaf
+        aliases[leaf] = first.get(owner, -1)
+        first.setdefault(owner, leaf)
+    return replace(schema, skeleton=skeleton, aliases=tuple(aliases))
 
 
 def _narrow(schema: Schema, node: Node | int, path: str, is_selected: Selected) -> Node | int:
     if isinstance(node, int):
         return node if is_selected(schema.paths[node]) else LEFT_OUT
     if not containers.is_divisible(node.type):
-        leaves = containers.leaves_of(node)
-        return (
-            node
-            if is_selected(path) or any(is_selected(schema.paths[leaf]) for leaf in leaves)
-            else LEFT_OUT
-        )
-    below = paths.below(node, path)
-    children = [
+        found = (path, *(schema.paths[leaf] for leaf in leaves_of(node)))
+        return node if any(map(is_selected, found)) else LEFT_OUT
+    children = tuple(
         _narrow(schema, child, name, is_selected)
-        for child, name in zip(node.children, below, strict=True)
-    ]
+        for child, name in zip(node.children, paths.below(node, path), strict=True)
+    )
     if all(child is LEFT_OUT for child in children):
         return node if not children and is_selected(path) else LEFT_OUT
     if not containers.is_mapping(node.type):
-        return replace(node, children=tuple(children))
-    assert node.keys is not None
-    kept = [
-        (key, child)
-        for key, child in zip(node.keys, children, strict=True)
-        if child is not LEFT_OUT
-    ]
-    return replace(
-        node, keys=tuple(key for key, _ in kept), children=tuple(child for _, child in kept)
-    )
-
-
-def _aliases(schema: Schema, skeleton: Node | int) -> tuple[int, ...]:
-    aliases = list(schema.aliases)
-    first: dict[int, int] = {}
-    for leaf in sorted(containers.leaves_of(skeleton)):
-        owner = schema.aliases[leaf] if schema.aliases[leaf] >= 0 else leaf
-        aliases[leaf] = first.get(owner, -1)
-        first.setdefault(owner, leaf)
-    return tuple(aliases)
+        return replace(node, children=children)
+    return replace(node, children=children).filtered(lambda key, child: child is not LEFT_OUT)

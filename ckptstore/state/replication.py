@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptstore.state.leaf_sources import FlatState, Mark
 from ckptstore.state.leaves import TensorSource
-from ckptstore.state.optimizer_ids import is_named
+from ckptstore.state.optimizers import is_named
 from ckptstore.state.stateful import RNGState
 
 

@@ -4,83 +4,55 @@ Modules and other objects with `load_state_dict` get a state dict of their own t
 filled. In plain containers, tensors are filled in place and other values replaced.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ckptstore.core.model import Node, Schema
+from ckptstore.core.model import Node, Schema, leaves_of
+from ckptstore.errors import InvalidInput
 from ckptstore.state import containers, paths, tensors, values
-from ckptstore.state.class_registry import TargetClasses
-from ckptstore.state.dtype_cast import Converting
-from ckptstore.state.flatten import state_of
-from ckptstore.state.fsdp1 import ShardedOptimizer
+from ckptstore.state.containers import LEFT_OUT
 from ckptstore.state.inflate import Inflater, decode_leaf, refuse_pickles
 from ckptstore.state.leaves import Destination, HeldDestination
-from ckptstore.state.loading import load
-from ckptstore.state.match_target import Claim, ContentOf, Mismatch, Pairing
-from ckptstore.state.optimizer_ids import ParameterNames
-from ckptstore.state.stateful import RNGState, StateDict
-from ckptstore.state.target_fit import children_of
-
-__all__ = ["Binding", "Mismatch", "bind"]
+from ckptstore.state.match_target import ContentOf, Matching, Mismatch, TensorMatch
+from ckptstore.state.optimizers import ParameterNames, ShardedOptimizer, fit
+from ckptstore.state.registry import Classes, classes_in
+from ckptstore.state.stateful import (
+    RNGState,
+    StateDict,
+    is_stateful,
+    load_optimizer,
+    own_loading,
+    state_dict_of,
+    state_of,
+    with_wrappers,
+)
 
 
 def bind(
     target: Any,
     key: str,
     schema: Schema,
+    matching: Matching | None = None,
     *,
-    strict: bool = True,
-    allow_pickle: bool = False,
     content_of: ContentOf = lambda leaf: leaf,
     check: Callable[[int], None] = lambda leaf: None,
-    claims: dict[int, Claim] | None = None,
-    names: ParameterNames | None = None,
-    partial: bool = False,
-    in_order: bool = False,
-    dtype: torch.dtype | None = None,
 ) -> "Binding":
     """Find the place of every leaf of `schema` in `target`, the object under `key` of an
-    application state. Changes nothing.
+    application state. Changes nothing. Bindings of one restore share `matching`.
 
-    With `strict`, a plain container becomes what was committed; without it, entries that only the
-    target has stay. Bindings of one restore share `claims`, so that tensors which are tied across
-    keys get one content, by `content_of`, or are mismatched, and `names`, by which an optimizer's
-    parameters are found; with `in_order`, what is called otherwise is matched in its order. With
-    `partial`, `schema` has some leaves only: the target is to keep everything else, and lacks
-    nothing. With `dtype`, floating leaves are converted where the target has a tensor of that
-    dtype.
+    `check` raises for a leaf of implausible shape before memory is allocated for it.
     """
     containers.check(schema.skeleton)
-    if not allow_pickle:
+    matching = matching or Matching(ParameterNames({key: target}))
+    if not matching.allow_pickle:
         refuse_pickles(schema)
-    classes = TargetClasses(target)
-    pairing = Pairing(
-        schema,
-        classes,
-        content_of,
-        {} if claims is None else claims,
-        names=names or ParameterNames({key: target}),
-        partial=partial,
-        in_order=in_order,
-        dtype=dtype,
-    )
-    skeleton = schema.skeleton
-    path = paths.segment(key)
-    if isinstance(target, torch.nn.Module):
-        skeleton = pairing.pair_module(skeleton, target, path)
-    elif isinstance(target, Optimizer):
-        skeleton = pairing.pair_optimizer(skeleton, target, path)
-    elif isinstance(target, StateDict) or not containers.is_stateful(target):
-        pairing.pair(skeleton, target, path, report=True)
-    else:
-        pairing.pair(skeleton, target.state_dict(), path, report=False)
-    pairing.complete(check)
-    return Binding(
-        target, skeleton, pairing, _Settler(schema, pairing, classes, strict, allow_pickle, partial)
-    )
+    binding = Binding(target, schema, matching, TensorMatch(schema, matching, content_of))
+    binding.pair(paths.segment(key), check)
+    return binding
 
 
 class Binding:
@@ -94,17 +66,143 @@ class Binding:
     """
 
     def __init__(
-        self, target: Any, skeleton: Node | int, pairing: Pairing, settler: "_Settler"
+        self, target: Any, schema: Schema, matching: Matching, tensor_match: TensorMatch
     ) -> None:
-        self._target, self._skeleton, self._settler = target, skeleton, settler
-        self.destinations: list[Destination | Converting | HeldDestination | None] = (
-            pairing.destinations
+        self._target, self._schema, self._matching = target, schema, matching
+        self._tensors, self._classes = tensor_match, classes_in(target)
+        self._inflater = Inflater(
+            schema, tensor_match.objects, matching.allow_pickle, self._classes, tensor_match.kept
         )
-        self.wanted_bytes: list[int] = pairing.wanted_bytes()
-        self.missing: list[str] = pairing.missing
-        self.unexpected: list[str] = pairing.unexpected
-        self.mismatched: list[Mismatch] = pairing.mismatched
-        self.late = pairing.late or isinstance(target, RNGState)
+        self._wanted = [not matching.partial] * len(schema)
+        for leaf in leaves_of(schema.skeleton) if matching.partial else ():
+            self._wanted[leaf] = True
+        self._narrowed: dict[int, Node | int] = {}
+        self._receivers: dict[int, Any] = {}
+        self.destinations: Sequence[Destination | HeldDestination | None] = (
+            tensor_match.destinations
+        )
+        self.mismatched: list[Mismatch] = tensor_match.mismatched
+        self.wanted_bytes: list[int] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.late = False
+
+    def pair(self, path: str, check: Callable[[int], None]) -> None:
+        """Match the target under `path`, and make tensors for the leaves that it has none for."""
+        self._pair_state(self._schema.skeleton, self._target, path, report=True)
+        for leaf, kind in enumerate(self._schema.kinds):
+            if not self._wanted[leaf]:
+                continue
+            if kind == "tensor":
+                self._tensors.complete(leaf, check)
+            else:
+                self.wanted_bytes.append(leaf)
+
+    def _pair_state(self, node: Node | int, target: Any, path: str, *, report: bool) -> None:
+        """Match the state of an object. What does not fit is recorded for modules, dicts restored
+        in place and, with `report`, plain containers."""
+        if isinstance(target, torch.nn.Module):
+            self._narrowed[id(node)] = self._pair_module(node, target, path)
+        elif isinstance(target, Optimizer):
+            self._narrowed[id(node)] = self._pair_optimizer(node, target, path)
+        elif isinstance(target, StateDict):
+            self._pair(node, target, path, report=True)
+        else:
+            self.late |= isinstance(target, RNGState)
+            report = report and not is_stateful(target)
+            self._pair(node, state_of(target), path, report=report)
+
+    def _pair(self, node: Node | int, target: Any, path: str, *, report: bool) -> None:
+        """Match the leaves below `node` with tensors of `target`."""
+        if node is LEFT_OUT:
+            return
+        if isinstance(target, torch.Tensor):
+            self._tensors.pair(node, target, path, report=report)
+        elif isinstance(node, int):
+            return
+        elif node.type == "stateful":
+            self._pair_state(node.children[0], target, path, report=False)
+        elif containers.is_wrapper(node.type):
+            self._pair_array(node, target, path)
+        else:
+            self._pair_children(node, target, path, report)
+
+    def _pair_module(self, node: Node | int, module: torch.nn.Module, path: str) -> Node | int:
+        """Match a module's state dict; returns `node` without the keys that the module lacks."""
+        if isinstance(node, int) or node.keys is None:
+            kind = type(module).__qualname__
+            self._tensors.mismatch(path, "no state dict of a module", kind)
+            return node
+        state, adapting = state_dict_of(module), own_loading(module)
+        known = set(map(str, node.keys))
+        for name in state if not self._matching.partial else ():
+            if name not in known and not name.startswith(adapting):
+                self.missing.append(f"{path}/{paths.segment(name)}")
+        taken: list[tuple[Any, Node | int]] = []
+        for (encoded, child), below in zip(node.items(), paths.below(node, path), strict=True):
+            key = values.decode_key(encoded, self._classes)
+            if key in state:
+                self._pair(child, state[key], below, report=True)
+            elif not str(key).startswith(adapting):
+                self._leave_out(child, below)
+                continue
+            taken.append((encoded, child))
+        children = tuple(child for _, child in taken)
+        return replace(node, keys=tuple(key for key, _ in taken), children=children)
+
+    def _pair_optimizer(self, node: Node | int, optimizer: Optimizer, path: str) -> Node | int:
+        """Match an optimizer's state; returns `node` as the optimizer takes it, without parameters
+        it lacks."""
+        matching = self._matching
+        fitted = fit(node, optimizer, matching.names, in_order=matching.in_order)
+        for name, child in fitted.unexpected:
+            self._leave_out(child, f"{path}/state/{paths.segment(name)}")
+        if not matching.partial:
+            self.missing.extend(f"{path}/state/{paths.segment(name)}" for name in fitted.missing)
+        self._tensors.models.update(fitted.models)
+        self._receivers[id(optimizer)] = fitted.receiver
+        self._pair(fitted.skeleton, fitted.state, path, report=False)
+        return fitted.skeleton
+
+    def _leave_out(self, node: Node | int, path: str) -> None:
+        self.unexpected.append(path)
+        for leaf in leaves_of(node):
+            self._wanted[leaf] = False
+
+    def _pair_array(self, node: Node, target: Any, path: str) -> None:
+        """Match a numpy array, to be filled in place. Other shapes and wrappers are replaced."""
+        if node.type != "numpy.ndarray" or type(target).__module__ != "numpy":
+            return
+        parts = containers.split(target)
+        if not parts or parts.type != node.type:
+            return
+        (child,), (leaf,) = parts.children, node.children
+        self._pair(leaf, child, path, report=False)
+        if isinstance(child, torch.Tensor) and child.data_ptr() == target.ctypes.data:
+            self._tensors.keep(node, target)
+
+    def _pair_children(self, node: Node, target: Any, path: str, report: bool) -> None:
+        partial = self._matching.partial
+        if report and not partial and isinstance(target, dict) and node.keys is not None:
+            known = set(_keys_of(node, self._classes))
+            # Values that are no tensors are not reported.
+            for key, value in target.items() if target.keys() - known else ():
+                if key not in known:
+                    self.missing.extend(_tensor_paths(value, _below(path, key)))
+        if partial and LEFT_OUT in node.children and not _has_places(node, target):
+            self._tensors.mismatch(
+                path,
+                f"a {node.type} of {len(node.children)}, of which some are selected",
+                f"a {type(target).__qualname__} of others",
+            )
+        counterparts = _children_of(node, target, self._classes)
+        names = range(len(node.children)) if node.keys is None else paths.segments(node.keys)
+        for child, there, name in zip(node.children, counterparts, names, strict=True):
+            if isinstance(child, int):  # by far the most
+                if isinstance(there, torch.Tensor):
+                    self._tensors.pair(child, there, self._schema.paths[child], report=report)
+            elif there is not None or partial:
+                self._pair(child, there, f"{path}/{name}", report=report)
 
     def finish(self, content: Mapping[int, bytes]) -> Any:
         """Hand over: `content` has the bytes of `wanted_bytes`, and every destination is filled. To
@@ -112,118 +210,129 @@ class Binding:
 
         Returns the target, or what replaces it where it cannot be changed (a number, a tuple).
         """
-        self._settler.decode(content)
-        if containers.is_stateful(self._target) and not isinstance(self._target, StateDict):
-            self._settler.load(self._skeleton, self._target)
-            return self._target
-        return self._settler.settle(self._skeleton, self._target)
+        for leaf, data in content.items():
+            self._tensors.objects[leaf] = decode_leaf(self._schema, leaf, data, self._classes)
+        return self._settle_state(self._schema.skeleton, self._target)
 
-
-class _Settler:
-    """Makes objects of leaves and puts them where the target has such: containers keep their
-    identity wherever they can."""
-
-    def __init__(
-        self,
-        schema: Schema,
-        pairing: Pairing,
-        classes: TargetClasses,
-        strict: bool,
-        allow_pickle: bool,
-        partial: bool,
-    ) -> None:
-        self._schema, self._pairing, self._classes, self._strict, self._partial = (
-            schema,
-            pairing,
-            classes,
-            strict,
-            partial,
-        )
-        self._inflater = Inflater(
-            schema, pairing.objects, pairing.kept, classes, allow_pickle=allow_pickle
-        )
-
-    def decode(self, content: Mapping[int, bytes]) -> None:
-        for i, data in content.items():
-            self._pairing.objects[i] = decode_leaf(self._schema, i, data, self._classes)
-
-    def load(self, node: Node | int, target: Any) -> None:
+    def _settle_state(self, node: Node | int, target: Any) -> Any:
         """Hand the state at `node` to an object with `load_state_dict`; a part of a state within
-        the object's own state."""
-        target = self._pairing.sharded.get(id(target), target)
-        state = (
-            self._inflater.inflate(node)
-            if not self._partial
-            else self._within(
-                node,
-                target.state_dict() if isinstance(target, ShardedOptimizer) else state_of(target),
-            )
-        )
-        load(target, state, strict=self._strict)
+        the object's own state. Containers are filled."""
+        if isinstance(target, StateDict) or not is_stateful(target):
+            return self._settle(node, target)
+        node = self._narrowed.get(id(node), node)
+        receiver = self._receivers.get(id(target), target)
+        if not self._matching.partial:
+            state = self._inflater.inflate(node)
+        else:
+            state = self._within(node, state_of(receiver))
+        _load(receiver, state, strict=self._matching.strict)
+        return target
 
     def _within(self, node: Node | int, state: Any) -> Any:
-        filled = self.settle(node, state)
+        filled = self._settle(node, state)
         versions = getattr(state, "_metadata", None)
-        if versions is not None and not isinstance(node, int):
+        if versions is not None and isinstance(node, Node):
             # A module goes by these to bring what an older one committed up to date.
             committed = getattr(self._inflater.inflate(node), "_metadata", {})
             modules = {str(key).rpartition(".")[0] for key in node.keys or ()}
             versions.update((name, entry) for name, entry in committed.items() if name in modules)
         return filled
 
-    def settle(self, node: Node | int, target: Any) -> Any:
+    def _settle(self, node: Node | int, target: Any) -> Any:
         """The object for `node`: `target`, updated if possible, otherwise a new one."""
         if isinstance(node, int):
             return self._settle_leaf(node, target)
-        if node is containers.LEFT_OUT:
+        if node is LEFT_OUT:
             return target
-        if id(node) in self._pairing.kept:
-            return self._pairing.kept[id(node)]
+        if id(node) in self._tensors.kept:
+            return self._tensors.kept[id(node)]
         if node.type == "stateful":
-            return self._settle_stateful(node.children[0], target)
-        if (
-            node.type == "pickle"
-            or isinstance(target, torch.Tensor)
-            or containers.copies(node.type)
-        ):
+            return self._settle_state(node.children[0], target)
+        is_pickle = node.type == "pickle"
+        if is_pickle or isinstance(target, torch.Tensor) or containers.copies(node.type):
             return _overwrite(target, self._inflater.inflate(node))
-        children = [
-            self.settle(child, below)
-            for child, below in zip(
-                node.children, children_of(node, target, self._classes), strict=True
-            )
-        ]
+        counterparts = _children_of(node, target, self._classes)
+        children = list(map(self._settle, node.children, counterparts))
         if node.type in containers.MAPPINGS and isinstance(target, dict):
-            return self._fill_mapping(target, node, children)
+            if self._matching.strict and not self._matching.partial:
+                target.clear()
+            for key, child in zip(_keys_of(node, self._classes), children, strict=True):
+                target[key] = child
+            return target
         if node.type == "list" and type(target) is list:
             target[:] = children
             return target
-        if containers.refill(target, node, children, self._classes):
-            return target
-        return containers.join(node, children, self._classes)
+        return containers.join_into(target, node, children, self._classes)
 
     def _settle_leaf(self, leaf: int, target: Any) -> Any:
-        made = self._pairing.objects[leaf]
+        made = self._tensors.objects[leaf]
         if type(made) is list and type(target) is list:
             target[:] = made
             return target
-        return made if self._pairing.direct[leaf] else _overwrite(target, made)
+        return made if self._tensors.direct[leaf] else _overwrite(target, made)
 
-    def _settle_stateful(self, node: Node | int, target: Any) -> Any:
-        if isinstance(target, StateDict) or not containers.is_stateful(target):
-            return self.settle(node, target)
-        self.load(self._pairing.narrowed.get(id(node), node), target)
-        return target
 
-    def _fill_mapping(
-        self, target: dict[Any, Any], node: Node, children: list[Any]
-    ) -> dict[Any, Any]:
-        keys = [values.decode_key(key, self._classes) for key in node.keys or ()]
-        if self._strict and not self._partial:
-            target.clear()
-        for key, child in zip(keys, children, strict=True):
-            target[key] = child
-        return target
+def _children_of(node: Node, target: Any, classes: Classes) -> Sequence[Any]:
+    """For each child of `node`, its counterpart in `target`, or None."""
+    if node.keys is None:
+        is_sequence = isinstance(target, list | tuple) or type(target).__name__ == "deque"
+        there = [*target] if is_sequence else []
+        return [*there, *[None] * len(node.children)][: len(node.children)]
+    if node.type in ("namedtuple", "dataclass"):
+        return [getattr(target, key, None) for key in node.keys]
+    if not isinstance(target, dict):
+        return [None] * len(node.children)
+    return [target.get(key) for key in _keys_of(node, classes)]
+
+
+def _keys_of(node: Node, classes: Classes) -> list[Any]:
+    keys = node.keys or ()
+    return [key if type(key) is str else values.decode_key(key, classes) for key in keys]
+
+
+def _has_places(node: Node, target: Any) -> bool:
+    """Whether a sequence or record has all items of `node`, so that unselected items can stay."""
+    if node.keys is not None:
+        return all(hasattr(target, key) for key in node.keys)
+    return type(target).__name__ == node.type and len(target) == len(node.children)
+
+
+def _tensor_paths(value: Any, path: str) -> Iterator[str]:
+    items: Any = ()
+    if isinstance(value, torch.Tensor) or is_stateful(value):
+        yield path
+    elif isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    for key, child in items:
+        yield from _tensor_paths(child, _below(path, key))
+
+
+def _below(path: str, key: Any) -> str:
+    return f"{path}/{paths.segments([values.encode_key(key)])[0]}"
+
+
+def _load(target: Any, state: Any, *, strict: bool) -> None:
+    """`target.load_state_dict(state)`, by torch's function without its side effects. Raises
+    `InvalidInput` where a module or optimizer refuses its state."""
+    try:
+        if isinstance(target, torch.nn.Module):
+            target.load_state_dict(with_wrappers(target, state), strict=strict)
+            return
+        if isinstance(target, Optimizer | ShardedOptimizer) and not strict:
+            # What the commit does not have stays, here too.
+            state = {**state, "state": {**target.state_dict()["state"], **state["state"]}}
+        if isinstance(target, Optimizer):
+            load_optimizer(target, state)
+        else:
+            target.load_state_dict(state)
+    except (RuntimeError, ValueError) as error:
+        if isinstance(target, torch.nn.Module | Optimizer | ShardedOptimizer):
+            raise InvalidInput(
+                f"{type(target).__qualname__} refuses the committed state: {error}"
+            ) from error
+        raise
 
 
 def _overwrite(target: Any, made: Any) -> Any:

@@ -1,21 +1,25 @@
 """Which boxes of a distributed tensor does this rank hold, and where in memory?
 
-Computed from the tensor's mesh and placements (`core.placements`): torch's function gives one box
-where a strided shard has several, and takes milliseconds. A rank outside the mesh, or without a
-part of the tensor, holds no box. A mesh without dimensions divides nothing: a rank that has the
-whole tensor holds it, in the mesh or not.
+Placements apply from the first mesh dimension to the last, each to the indices left by the
+previous ones (`torch.distributed.tensor`). A strided shard cuts these into `split_factor`
+stretches and each stretch into one part per rank. A rank gets its part of every stretch, so its
+indices are several runs, and its shard several boxes. torch's own function gives one box there, and
+takes milliseconds.
+
+A rank outside the mesh, or without a part of the tensor, holds no box. A mesh without dimensions
+divides nothing: a rank that has the whole tensor holds it, in the mesh or not.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import accumulate, product
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from ckptstore.core.model import Box, Shape
-from ckptstore.core.placements import Cut, held_boxes, local_shape
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors
 from ckptstore.state.leaf_sources import Holding, Mesh
@@ -36,7 +40,7 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     cls = type(tensor)
     if cls is torch.Tensor or cls is torch.nn.Parameter:
         return False
-    return _is_instance(tensor, "torch.distributed.tensor", "DTensor") or _is_instance(
+    return is_dtensor(tensor) or _is_instance(
         tensor, "torch.distributed._shard.sharded_tensor", "ShardedTensor"
     )
 
@@ -47,7 +51,7 @@ def held_of(tensor: Any) -> Held:
     Raises `InvalidInput` for unfinished sums (Partial), for local tensors that are no plain blocks,
     and where a tensor's own memory is not what its placements say.
     """
-    if _is_instance(tensor, "torch.distributed.tensor", "DTensor"):
+    if is_dtensor(tensor):
         return _held_of_dtensor(tensor)
     shards = (_shard_part(shard) for shard in tensor.local_shards())
     parts = tuple((box, part) for box, part in shards if 0 not in box.lengths)
@@ -137,6 +141,15 @@ def _is_subclass(cls: type, module: str, name: str) -> bool:
     return known is not None and issubclass(cls, getattr(known, name))
 
 
+def check_finished(placements: Sequence[Any]) -> None:
+    """Raise `InvalidInput` for a DTensor placed so that its parts must still be summed."""
+    if any(placement.is_partial() for placement in placements):
+        raise InvalidInput(
+            "a DTensor with Partial placements holds unfinished sums; redistribute it to Replicate "
+            "or Shard first"
+        )
+
+
 class _Placed(NamedTuple):
     """What a DTensor's placements say of one rank: the boxes that it has, the shape of its part,
     and where in the part each box lies."""
@@ -179,11 +192,7 @@ def _placed(
     mesh: Any, placements: tuple[Any, ...], shape: Shape, where: tuple[int, ...] | None
 ) -> _Placed:
     """Tensors of one shape are placed alike, layer after layer and commit after commit."""
-    if any(placement.is_partial() for placement in placements):
-        raise InvalidInput(
-            "a DTensor with Partial placements holds unfinished sums; redistribute it to Replicate "
-            "or Shard first"
-        )
+    check_finished(placements)
     names, shape = tuple(map(str, placements)), tuple(shape)
     if where is None:
         return _Placed(shape, Holding(_mesh_of(mesh), names, ()), (), ())
@@ -192,9 +201,9 @@ def _placed(
         for placement, size, number in zip(placements, mesh.shape, where, strict=True)
         if not placement.is_replicate()
     )
-    held = held_boxes(shape, cuts)
-    holding = Holding(_mesh_of(mesh), names, tuple(each.box for each in held))
-    return _Placed(shape, holding, local_shape(shape, cuts), tuple(each.local for each in held))
+    part = rank_part(shape, cuts)
+    holding = Holding(_mesh_of(mesh), names, part.boxes)
+    return _Placed(shape, holding, part.shape, part.local)
 
 
 @lru_cache(256)
@@ -234,3 +243,82 @@ def _view(local: torch.Tensor, place: Box) -> torch.Tensor:
         if length != local.shape[dim]:
             local = local.narrow(dim, offset, length)
     return local
+
+
+Run: TypeAlias = tuple[int, int]
+"""Consecutive indices: the first, and how many."""
+
+
+class Cut(NamedTuple):
+    """One mesh dimension that divides tensor dimension `dim` among `parts` ranks, of which this one
+    is number `number`."""
+
+    dim: int
+    parts: int
+    number: int
+    split_factor: int = 1
+
+
+class RankPart(NamedTuple):
+    """What a rank holds of a tensor: the shape of its own tensor, its boxes in global indices, and
+    where each of them lies in its own tensor."""
+
+    shape: Shape
+    boxes: tuple[Box, ...]
+    local: tuple[Box, ...]
+
+
+def rank_part(shape: Shape, cuts: Sequence[Cut]) -> RankPart:
+    """What a rank holds of a tensor of `shape` after `cuts`: boxes in the order of their offsets,
+    none if it holds no element.
+
+    Mesh dimensions that replicate cut nothing and are left out of `cuts`.
+    """
+    runs: list[list[Run]] = [[(0, n)] for n in shape]
+    for cut in cuts:
+        runs[cut.dim] = _cut(runs[cut.dim], cut)
+    starts = [list(accumulate((length for _, length in found), initial=0)) for found in runs]
+    boxes, local = [], []
+    for which in product(*(range(len(found)) for found in runs)):
+        chosen = [found[i] for found, i in zip(runs, which, strict=True)]
+        lengths = tuple(length for _, length in chosen)
+        if 0 not in lengths:
+            boxes.append(Box(tuple(first for first, _ in chosen), lengths))
+            offsets = tuple(found[i] for found, i in zip(starts, which, strict=True))
+            local.append(Box(offsets, lengths))
+    return RankPart(tuple(found[-1] for found in starts), tuple(boxes), tuple(local))
+
+
+def _cut(runs: Sequence[Run], cut: Cut) -> list[Run]:
+    """The part of `runs`, taken as one list of indices, that `cut` leaves to its rank."""
+    size = sum(length for _, length in runs)
+    left: list[Run] = []
+    for start, stop in _chunks(size, cut.split_factor):
+        first, last = _chunk(stop - start, cut.parts, cut.number)
+        for run in _slice(runs, start + first, start + last):
+            if left and sum(left[-1]) == run[0]:
+                left[-1] = (left[-1][0], left[-1][1] + run[1])
+            else:
+                left.append(run)
+    return left
+
+
+def _chunks(size: int, parts: int) -> Iterator[tuple[int, int]]:
+    return (_chunk(size, parts, i) for i in range(parts))
+
+
+def _chunk(size: int, parts: int, i: int) -> tuple[int, int]:
+    """The half-open range of part `i` as `torch.chunk` cuts: all parts as large as the first, as
+    long as indices last."""
+    each = -(-size // parts)
+    return min(i * each, size), min((i + 1) * each, size)
+
+
+def _slice(runs: Sequence[Run], start: int, stop: int) -> Iterator[Run]:
+    """Indices number `start` to `stop` of the list that `runs` are."""
+    at = 0
+    for first, length in runs:
+        low, high = max(start - at, 0), min(stop - at, length)
+        if low < high:
+            yield first + low, high - low
+        at += length

@@ -4,21 +4,32 @@ Each byte is copied once, even if several leaves share it (tied weights, views).
 values, and small leaves become `bytes`; the rest goes to one staging buffer. Leaves that exceed the
 buffer, the first of the state, are *borrowed*: they stay in place, and the caller waits until they
 are written.
+
+From a CUDA device bytes come through a side stream, ordered after what training launched before the
+call, into pinned memory. Each copying thread waits for its piece without the GIL; several threads
+keep the copy engine busy.
 """
 
 import ctypes
+import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import finalize
+
+import torch
 
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.objects.pack import align
 from ckptstore.state import tensors
-from ckptstore.state.devices import beside_training, devices_of, is_away, prepare
 from ckptstore.state.leaf_sources import FlatState, Source, leaves_of
 from ckptstore.state.leaves import BytesSource, TensorSource
-from ckptstore.state.staging_buffers import Buffer, BufferSource, CopyProgress
+from ckptstore.state.staging_buffers import Buffer, BufferSource, Copy, CopyProgress
+
+logger = logging.getLogger("ckptstore")
 
 T = TypeVar("T")
 
@@ -32,33 +43,6 @@ class Spread(Protocol):
     """Calls a task for every item, on several threads, and returns when all are done."""
 
     def __call__(self, task: Callable[[T], object], items: Sequence[T], /) -> object: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A contiguous copy: `nbytes` from an address to an offset in the buffer."""
-
-    address: int
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """The bytes `start:stop` of a leaf that does not lie in one piece of this host's memory, to an
-    offset in the arena."""
-
-    source: TensorSource
-    start: int
-    stop: int
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-
-Copy: TypeAlias = Move | Gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +65,11 @@ class StagingPlan:
 def paths_of(flats: Mapping[str, FlatState]) -> list[str]:
     """The path of each source of `leaves_of`."""
     return [
-        path
+        flat.schema.paths[n]
         for flat in flats.values()
-        for path in (*flat.schema.paths, *(flat.schema.paths[n] for n, _ in _held_in(flat)))
+        for n in chain(
+            range(len(flat.leaves)), *([n] * len(held.parts) for n, held in flat.held.items())
+        )
     ]
 
 
@@ -100,20 +86,17 @@ def leaves_away(sources: Sequence[Source]) -> frozenset[int]:
 def with_leaves(flats: Mapping[str, FlatState], sources: Sequence[Source]) -> dict[str, FlatState]:
     """The same keys with other sources, numbered in the same way."""
     numbered = iter(sources)
-    return {key: _with(flat, numbered) for key, flat in flats.items()}
-
-
-def _held_in(flat: FlatState) -> Iterator[tuple[int, Source]]:
-    return ((n, source) for n, held in flat.held.items() for _, source in held.parts)
-
-
-def _with(flat: FlatState, numbered: Iterator[Source]) -> FlatState:
-    leaves = [next(numbered) for _ in flat.leaves]
-    held = {
-        n: each._replace(parts=tuple((box, next(numbered)) for box, _ in each.parts))
-        for n, each in flat.held.items()
+    return {
+        key: replace(
+            flat,
+            leaves=[next(numbered) for _ in flat.leaves],
+            held={
+                n: held._replace(parts=tuple((box, next(numbered)) for box, _ in held.parts))
+                for n, held in flat.held.items()
+            },
+        )
+        for key, flat in flats.items()
     }
-    return replace(flat, leaves=leaves, held=held)
 
 
 def plan_staging(
@@ -198,12 +181,12 @@ class _Group:
 
     def copies(self, sources: Mapping[int, TensorSource], offset: int) -> Iterator[Copy]:
         for start in range(0, self.nbytes, PIECE_BYTES):
-            stop = min(start + PIECE_BYTES, self.nbytes)
+            nbytes = min(PIECE_BYTES, self.nbytes - start)
             if self.address:
-                yield Move(self.address + start, offset + start, stop - start)
+                yield Copy(offset + start, nbytes, self.address + start)
             else:
                 (n,) = self.leaves
-                yield Gather(sources[n], start, stop, offset + start)
+                yield Copy(offset + start, nbytes, start, sources[n])
 
 
 def _groups(sources: Mapping[int, TensorSource]) -> Iterator[_Group]:
@@ -247,20 +230,13 @@ def _tasks(copies: Iterable[Copy]) -> Iterator[tuple[Copy, ...]]:
 
 def copy_task(task: Sequence[Copy], arena: Buffer) -> None:
     """Make the copies of one task."""
-    for copy in task:
-        if isinstance(copy, Move):
-            ctypes.memmove(
-                arena.address + copy.offset, copy.address, copy.nbytes
-            )  # without the GIL
-        else:
-            tensor = copy.source.tensor
-            with beside_training(tensor.device):
-                tensors.read_range(
-                    tensor,
-                    copy.start,
-                    copy.stop,
-                    arena.memory[copy.offset : copy.offset + copy.nbytes],
-                )
+    for offset, nbytes, start, source in task:
+        if source is None:
+            ctypes.memmove(arena.address + offset, start, nbytes)  # without the GIL
+            continue
+        out = arena.memory[offset : offset + nbytes]
+        with beside_training(source.tensor.device):
+            tensors.read_range(source.tensor, start, start + nbytes, out)
 
 
 def _bytes_of(source: Source) -> BytesSource:
@@ -270,3 +246,71 @@ def _bytes_of(source: Source) -> BytesSource:
     buffer = bytearray(source.nbytes)
     source.stage(0, source.nbytes, memoryview(buffer))
     return BytesSource(bytes(buffer), source.width)
+
+
+AWAY = frozenset(["cuda"])
+"""Kinds of devices whose bytes arrive by themselves, while the processor hashes others."""
+
+_PORTABLE = 1
+"""`cudaHostRegisterPortable`: pinned for every device, not only the current one."""
+
+
+def is_away(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes take a way on which the processor is free."""
+    return tensor.device.type in AWAY
+
+
+def devices_of(found: Iterable[torch.Tensor]) -> frozenset[torch.device]:
+    """The CUDA devices that some of these tensors lie on."""
+    return frozenset(tensor.device for tensor in found if tensor.is_cuda)
+
+
+def prepare(devices: Iterable[torch.device], arena: Buffer) -> None:
+    """What is copied to `arena` from here on was written by what the caller's streams have been
+    given so far, and by nothing later that waits for the copy."""
+    for device in devices:
+        _stream(device).wait_stream(torch.cuda.current_stream(device))
+        _pin(arena, device)
+
+
+def beside_training(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it, copies from `device` do not wait for what training launches meanwhile, nor
+    training for them."""
+    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+_making_streams = threading.Lock()
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the device. Of two, made by threads that commit at once, the one that waits could be
+    another than the one that copies."""
+    with _making_streams:
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)
+        return _streams[device]
+
+
+def _pin(arena: Buffer, device: torch.device) -> None:
+    """Once per arena, for every device, by way of `device`: one that is not used would be set up
+    for it, which takes memory. Where the host allows no more locked memory, copies go through the
+    driver's own buffers: slower, not wrong."""
+    if arena.pinned:
+        return
+    cudart: Any = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        error = int(cudart.cudaHostRegister(arena.address, arena.nbytes, _PORTABLE))
+    arena.pinned = True  # or not to be asked again
+    if error:
+        # CUDA reports it once more, to whoever launches a kernel next: that must not be training.
+        with suppress(RuntimeError):
+            torch.ones(1, device=device)
+        logger.warning(
+            "%d bytes of staging memory could not be pinned (CUDA error %d): copies from the "
+            "device are slower",
+            arena.nbytes,
+            error,
+        )
+    else:
+        finalize(arena, cudart.cudaHostUnregister, arena.address)

@@ -13,39 +13,35 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple
 from weakref import finalize
 
 from ckptstore.core.config import MIN_STAGING_BYTES
-from ckptstore.core.host_memory import free_bytes
+from ckptstore.core.process import free_bytes
 from ckptstore.errors import Unavailable
 from ckptstore.state.leaf_sources import NotCopied
 
 
-class Copied(Protocol):
-    """A copy into a staging buffer."""
+class Copy(NamedTuple):
+    """A copy of `nbytes` to `offset` of a buffer: from an address, or of a tensor that does not lie
+    in one piece of this host's memory, from byte `start` on."""
 
-    @property
-    def offset(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
+    offset: int
+    nbytes: int
+    start: int
+    source: Any = None
 
 
 class CopyProgress:
-    """Which of `tasks`, each some copies into one arena that do not overlap, have been carried out.
-    Threads may share it."""
+    """Which of `tasks`, each some copies into one buffer that do not overlap, have been carried
+    out. Threads may share it."""
 
-    def __init__(self, tasks: Sequence[Sequence[Copied]]) -> None:
-        places = sorted(
+    def __init__(self, tasks: Sequence[Sequence[Copy]]) -> None:
+        self._places = sorted(
             (copy.offset, copy.offset + copy.nbytes, number)
             for number, task in enumerate(tasks)
             for copy in task
         )
-        self._starts, self._stops = (
-            [start for start, _, _ in places],
-            [stop for _, stop, _ in places],
-        )
-        self._tasks = [number for _, _, number in places]
         self._missing = set(range(len(tasks)))
         self._failed: dict[int, BaseException] = {}
         self._changed = threading.Condition()
@@ -64,9 +60,9 @@ class CopyProgress:
         what its copy failed with."""
         if not self._missing and not self._failed:
             return
-        wanted = set(
-            self._tasks[bisect_right(self._stops, start) : bisect_left(self._starts, stop)]
-        )
+        first = bisect_right(self._places, start, key=lambda place: place[1])
+        last = bisect_left(self._places, stop, key=lambda place: place[0])
+        wanted = {number for _, _, number in self._places[first:last]}
         with self._changed:
             self._changed.wait_for(lambda: self._missing.isdisjoint(wanted))
             for task in wanted & self._failed.keys():
@@ -100,7 +96,7 @@ class Buffer:
         self.memory = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.pinned = False
-        """Whether the memory is pinned for devices (`state.devices`)."""
+        """Whether the memory is pinned for devices (`state.staging`)."""
 
 
 class BufferSource:
@@ -231,7 +227,7 @@ def _no_memory(nbytes: int, error: OSError) -> Unavailable:
 
 
 def default_budget(root: Path = Path("/")) -> int:
-    """Half of the host memory that is free now, by the probe of `core.host_memory`."""
+    """Half of the host memory that is free now, by the probe of `core.process`."""
     free = free_bytes(root)
     if free is None:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,11 +1,43 @@
-"""Helpers for an application state: a dict restored in place, and all random generators."""
+"""How is the state of an object read and set? Modules, optimizers, dicts, random generators.
+
+`torch.compile`, DistributedDataParallel and DataParallel nest a module under a fixed name, which
+changes the keys of the same weights. `state_dict_of` removes the prefix, only where such a wrapper
+stands: a user's module called `module` keeps its name.
+"""
 
 import random
 import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from itertools import chain
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.optimizer import Optimizer
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state `state_dict` returns and `load_state_dict` sets."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+def is_stateful(value: Any) -> bool:
+    return isinstance(value, Stateful) and not isinstance(value, type)
+
+
+def state_of(value: Any) -> Any:
+    """The state dict of an object that has one, with the names of wrapped modules; anything else as
+    it is."""
+    if isinstance(value, nn.Module):
+        return state_dict_of(value)
+    return value.state_dict() if is_stateful(value) else value
 
 
 class StateDict(dict[str, Any]):
@@ -60,3 +92,119 @@ class RNGState:
             with suppress(RuntimeError):  # a forked child cannot use CUDA
                 torch.cuda.init()  # or torch would seed the generators after what is set here
             torch.cuda.set_rng_state(state, device)
+
+
+def state_dict_of(module: nn.Module) -> "OrderedDict[str, Any]":
+    """`module.state_dict()` under the names it would have without wrappers; tensors share memory
+    with the module's."""
+    state: OrderedDict[str, Any] = module.state_dict()  # type: ignore[assignment]  # it is one
+    prefixes = _wrapper_prefixes(module)
+    return _renamed(state, lambda key: _without(key, prefixes)) if prefixes else state
+
+
+def with_wrappers(module: nn.Module, state: "OrderedDict[str, Any]") -> "OrderedDict[str, Any]":
+    """`state`, named as `state_dict_of` names, under the names that `module.load_state_dict`
+    expects."""
+    prefixes = _wrapper_prefixes(module)
+    return _renamed(state, lambda key: _with(key, prefixes)) if prefixes else state
+
+
+def named_parameters_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """`module.named_parameters()` under the names of `state_dict_of`."""
+    prefixes = _wrapper_prefixes(module)
+    for name, parameter in module.named_parameters():
+        yield _without(name, prefixes), parameter
+
+
+def name_without_wrappers(module: nn.Module, name: str) -> str:
+    """The name in `state_dict_of(module)` of what `module.state_dict()` calls `name`."""
+    return _without(name, _wrapper_prefixes(module))
+
+
+def _renamed(
+    state: "OrderedDict[str, Any]", rename: Callable[[str], str]
+) -> "OrderedDict[str, Any]":
+    renamed = OrderedDict((rename(key), value) for key, value in state.items())
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        # Metadata is named after modules, not after what they hold. A wrapper and its module get
+        # one name; the module's entry is the later.
+        entries = ((f"{name}." if name else "", entry) for name, entry in metadata.items())
+        renamed._metadata = OrderedDict(  # type: ignore[attr-defined]
+            (rename(name).removesuffix("."), entry) for name, entry in entries
+        )
+    return renamed
+
+
+def own_loading(module: nn.Module) -> tuple[str, ...]:
+    """The prefixes, as in `state_dict_of`, of submodules that change a state dict on its way in, so
+    that its keys need not match theirs."""
+    wrappers = _wrapper_prefixes(module)
+    return tuple(
+        _without(_prefix(name), wrappers)
+        for name, each in module.named_modules(remove_duplicate=False)
+        if each._load_state_dict_pre_hooks
+        or type(each)._load_from_state_dict is not nn.Module._load_from_state_dict
+    )
+
+
+def _prefix(module: str) -> str:
+    return f"{module}." if module else ""
+
+
+def _wrapper_prefixes(module: nn.Module) -> list[tuple[str, str]]:
+    """(outer, inner) prefixes of every wrapper within `module`, outermost first: keys below `outer`
+    begin with `inner`."""
+    return [
+        (_prefix(name), f"{_prefix(name)}{inner}.")
+        for name, each in module.named_modules(remove_duplicate=False)
+        if (inner := _wrapped_name(each))
+    ]
+
+
+def _wrapped_name(module: nn.Module) -> str | None:
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        return "module"
+    # torch._dynamo takes a second to import; without it there is no compiled module.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return "_orig_mod" if dynamo and isinstance(module, dynamo.OptimizedModule) else None
+
+
+def _without(key: str, prefixes: list[tuple[str, str]]) -> str:
+    # Innermost first: an inner wrapper's prefix is spelled with the outer wrappers' names.
+    for outer, inner in reversed(prefixes):
+        if key.startswith(inner):
+            key = outer + key[len(inner) :]
+    return key
+
+
+def _with(key: str, prefixes: list[tuple[str, str]]) -> str:
+    for outer, inner in prefixes:
+        if key.startswith(outer):
+            key = inner + key[len(outer) :]
+    return key
+
+
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict(state)` without torch's cast of the state to its parameters'
+    dtype, which would round fp32 moments under bf16 parameters."""
+    optimizer.load_state_dict(state)
+    numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, parameter in zip(numbers, parameters, strict=False):
+        if number in state["state"]:
+            optimizer.state[parameter] = _in_own_dtype(
+                optimizer.state[parameter], state["state"][number], None
+            )
+
+
+def _in_own_dtype(loaded: Any, saved: Any, name: Any) -> Any:
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        # A fused or capturable optimizer wants its step as float32 and has seen to it.
+        return loaded if loaded.dtype == saved.dtype or name == "step" else saved.to(loaded.device)
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        for key in saved.keys() & loaded.keys():
+            loaded[key] = _in_own_dtype(loaded[key], saved[key], key)
+    elif type(saved) in (list, tuple) and type(loaded) is type(saved):
+        return type(saved)(_in_own_dtype(a, b, name) for a, b in zip(loaded, saved, strict=True))
+    return loaded

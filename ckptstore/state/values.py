@@ -3,163 +3,84 @@ name (docs/values.md).
 
 `encode_value` gives the canonical form of docs/format.md §6.1; `decode_value` returns an equal
 value of the same type. Neither imports what a document names: a class comes from the registry or
-from the target of a restore. No torch here: `standard_values` and `numpy_values` add their types
-when such a value or tag first appears.
+from the target of a restore.
 """
 
-import re
+import datetime as dt
 from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum, Flag
+from fractions import Fraction
+from functools import cache, partial
 from importlib import import_module
-from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
+from typing import Any, Final, NamedTuple, TypeAlias
+from uuid import UUID
+from zoneinfo import ZoneInfo
+
+import torch
 
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.objects import canonical
+from ckptstore.objects.canonical import bits_float, float_bits
+from ckptstore.state import tensors
+from ckptstore.state.registry import (
+    STORED_AS_THEY_ARE,
+    Classes,
+    class_name,
+    class_named,
+    no_classes,
+    register_class,
+    register_value,
+    registered,
+    registered_name,
+)
 
-Classes: TypeAlias = Mapping[str, type]
-"""Classes by name that decoding may use besides the registered ones: those of a restore's
-target."""
-
-NO_CLASSES: Final[Classes] = MappingProxyType({})
+__all__ = ["register_class", "register_value"]
+"""For callers, who get them with all types that are stored as they are."""
 
 NOT_A_VALUE: Final = object()
 """What `encode_value` returns for something that holds more than values, or is none."""
 
+MALFORMED = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError)
+"""What decoding raises for JSON that is no encoding."""
+
 _LARGEST = 2**53
 _NESTING = 16
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.:-]{0,199}")
-_PROVIDERS = {"torch": "ckptstore.state.standard_values", "numpy": "ckptstore.state.numpy_values"}
-_STANDARD = "ckptstore.state.standard_values"
-
-_Encoder: TypeAlias = Callable[[Any, "_Room"], Any]
-_Decoder: TypeAlias = Callable[[list[Any], Classes], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
+class _Room(NamedTuple):
     """How much deeper lists may nest, and whether mappings are values too (in attributes they are,
     in leaves they are containers)."""
 
     depth: int
     mappings: bool
 
-    def below(self) -> "_Room":
-        return _Room(self.depth - 1, self.mappings)
 
+_Encode: TypeAlias = Callable[[Any, _Room], Iterable[Any] | None]
+_Decode: TypeAlias = Callable[[list[Any], Classes], Any]
 
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """A type of the caller's: `encode` turns it into something that can be stored, `decode`
-    back."""
-
-    name: str
-    cls: type
-    encode: Callable[[Any], Any]
-    decode: Callable[[Any], Any]
-
-
-_ENCODERS: dict[type, _Encoder] = {}
-_DECODERS: dict[str, _Decoder] = {}
-_REGISTERED: dict[type, Registered] = {}
-_REGISTERED_NAMES: dict[str, Registered] = {}
-_CLASSES: dict[str, type] = {}
-_CLASS_NAMES: dict[type, str] = {}
-
-
-def register_value(
-    name: str, cls: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]
-) -> None:
-    """Store every `cls` as what `encode` makes of it, under `name`; `decode` makes the object
-    again.
-
-    `encode` may return anything that can be stored, tensors and dicts included. `name` is what
-    documents hold: keep it when the class moves. Raises `InvalidInput` if `name` or `cls` is taken
-    by another.
-    """
-    if not _NAME.fullmatch(name):
-        raise InvalidInput(
-            f"{name!r} cannot name a codec: wanted letters, digits and _ . : -, beginning with a "
-            "letter or _"
-        )
-    if cls in _ENCODERS:
-        raise InvalidInput(f"{class_name(cls)} is stored as it is; register a class of your own")
-    for known in (_REGISTERED.get(cls), _REGISTERED_NAMES.get(name)):
-        if known and (known.name, known.cls) != (name, cls):
-            raise InvalidInput(
-                f"codec {name!r} for {class_name(cls)}: {known.name!r} already stands for "
-                f"{class_name(known.cls)}"
-            )
-    _REGISTERED[cls] = _REGISTERED_NAMES[name] = Registered(name, cls, encode, decode)
-
-
-def register_class(cls: type, name: str | None = None) -> type:
-    """Let documents refer to `cls`, an Enum, a namedtuple, a dataclass or a tensor subclass, by
-    `name` (else by module and qualified name).
-
-    Restoring into a target that holds an object of the class needs no registration. Returns `cls`,
-    so it can decorate.
-    """
-    name = name or f"{cls.__module__}.{cls.__qualname__}"
-    if _CLASSES.get(name, cls) is not cls:
-        raise InvalidInput(
-            f"class name {name!r} already stands for {_CLASSES[name]!r}; choose another"
-        )
-    _CLASSES[name], _CLASS_NAMES[cls] = cls, name
-    return cls
-
-
-def registered(cls: type) -> Registered | None:
-    """The caller's codec for `cls`."""
-    return _REGISTERED.get(cls)
-
-
-def registered_name(name: str) -> Registered:
-    """The caller's codec called `name`; `InvalidInput` if it is not registered here."""
-    if name not in _REGISTERED_NAMES:
-        raise InvalidInput(
-            f"stored with the codec {name!r}, which is not registered here; call "
-            "ckptstore.register_value first"
-        )
-    return _REGISTERED_NAMES[name]
-
-
-def class_name(cls: type) -> str:
-    """The name under which documents hold `cls`."""
-    return _CLASS_NAMES.get(cls) or f"{cls.__module__}.{cls.__qualname__}"
-
-
-def class_named(name: str, classes: Classes) -> type:
-    """The class that a document calls `name`: registered, or present in the target. It is never
-    imported."""
-    found = _CLASSES.get(name) or classes.get(name)
-    if found is None:
-        raise InvalidInput(
-            f"the class {name} is neither registered nor in the target, and ckptstore imports no "
-            "class that a document names; "
-            f"call ckptstore.register_class on it, or restore into a target that holds one"
-        )
-    return found
+_ENCODERS: dict[type, tuple[str, _Encode]] = {}
+"""The tag of each type, and what gives a value's payload, or None if this one is no value."""
+_DECODERS: dict[str, _Decode] = {}
 
 
 def encode_value(value: Any) -> Any:
     """The JSON of `value`, or `NOT_A_VALUE`. A list or tuple is a value if everything in it is.
     `InvalidInput` for a lone surrogate."""
-    return _encode(value, _LEAF_ROOM)
+    return _encode(value, _Room(_NESTING, mappings=False))
 
 
 def encode_attribute(value: Any) -> Any:
     """As `encode_value`, but dicts are values too; for what a container needs beside its
     children."""
-    return _encode(value, _ATTRIBUTE_ROOM)
+    return _encode(value, _Room(_NESTING, mappings=True))
 
 
-def decode_value(encoded: Any, classes: Classes = NO_CLASSES) -> Any:
+def decode_value(encoded: Any, classes: Classes = no_classes) -> Any:
     """The value that `encode_value` encoded. `Corrupt` if it is no such JSON, `InvalidInput` for a
     codec or class not known here."""
     if encoded is None or isinstance(encoded, str | int):
@@ -170,19 +91,18 @@ def decode_value(encoded: Any, classes: Classes = NO_CLASSES) -> Any:
             "fsck`"
         )
     tag, *payload = encoded
-    decoder = _decoder(tag)
+    if tag not in _DECODERS:
+        load_codecs()
+    if tag not in _DECODERS:
+        raise Corrupt(
+            f"unknown tag {tag[:40]!r} in a value; written by a newer ckptstore, or damaged: run "
+            "`ckptstore fsck`"
+        )
     try:
-        return decoder(payload, classes)
+        return _DECODERS[tag](payload, classes)
     except CkptStoreError:
         raise
-    except (
-        TypeError,
-        ValueError,
-        LookupError,
-        ArithmeticError,
-        AttributeError,
-        RuntimeError,
-    ) as error:
+    except MALFORMED as error:
         raise Corrupt(
             f"not an encoded {tag}: {str(payload)[:80]} ({error}); run `ckptstore fsck`"
         ) from error
@@ -193,7 +113,7 @@ def encode_leaf(encoded: Any) -> bytes:
     return canonical.encode(encoded)
 
 
-def decode_leaf(data: bytes | memoryview, classes: Classes = NO_CLASSES) -> Any:
+def decode_leaf(data: bytes | memoryview, classes: Classes = no_classes) -> Any:
     """The value that a value leaf's bytes hold."""
     return decode_value(canonical.decode(bytes(data)), classes)
 
@@ -213,7 +133,7 @@ def encode_key(key: Any) -> Any:
     return encoded
 
 
-def decode_key(encoded: Any, classes: Classes = NO_CLASSES) -> Any:
+def decode_key(encoded: Any, classes: Classes = no_classes) -> Any:
     """The key that `encode_key` encoded."""
     if type(encoded) is str:
         return encoded
@@ -227,132 +147,24 @@ def decode_key(encoded: Any, classes: Classes = NO_CLASSES) -> Any:
     return key
 
 
+@cache
+def load_codecs() -> None:
+    """Register the types of `composites`, which imports this file: called for the first type or
+    name that is not known without them."""
+    import_module("ckptstore.state.composites")
+
+
 def add_codec(
-    cls: type, tag: str, encode: Callable[[Any], list[Any] | None], decode: _Decoder
+    cls: type, tag: str, encode: Callable[[Any], Iterable[Any] | None], decode: Callable[..., Any]
 ) -> None:
     """Enter a type whose values hold no others: `encode` gives the payload, or None if this one
-    cannot be stored so."""
-
-    def encode_tagged(value: Any, room: _Room) -> Any:
-        payload = encode(value)
-        return NOT_A_VALUE if payload is None else [tag, *payload]
-
-    _ENCODERS[cls] = encode_tagged
-    _DECODERS[tag] = decode
+    cannot be stored so; `decode` takes the payload's items."""
+    _add(cls, tag, lambda value, room: encode(value), lambda payload, classes: decode(*payload))
 
 
-def decode_all(payload: list[Any], classes: Classes) -> Iterable[Any]:
-    """Every item of a payload, decoded."""
-    return (decode_value(item, classes) for item in payload)
-
-
-def _encode(value: Any, room: _Room) -> Any:
-    cls = type(value)
-    encoder = _ENCODERS.get(cls) or _find_encoder(cls)
-    return encoder(value, room) if encoder else NOT_A_VALUE
-
-
-def _find_encoder(cls: type) -> _Encoder | None:
-    if cls in _REGISTERED:
-        return _encode_registered
-    if issubclass(cls, Enum):
-        return _encode_enum
-    import_module(_PROVIDERS.get(cls.__module__.partition(".")[0], _STANDARD))
-    return _ENCODERS.get(cls)
-
-
-def _decoder(tag: str) -> _Decoder:
-    if tag not in _DECODERS:
-        import_module(_PROVIDERS.get(tag.partition(".")[0], _STANDARD))
-    if tag not in _DECODERS:
-        raise Corrupt(
-            f"unknown tag {tag[:40]!r} in a value; written by a newer ckptstore, or damaged: run "
-            "`ckptstore fsck`"
-        )
-    return _DECODERS[tag]
-
-
-def _encode_items(items: Iterable[Any], room: _Room) -> list[Any] | None:
-    if not room.depth:
-        return None
-    below, encoded = room.below(), []
-    for item in items:
-        json = _encode(item, below)
-        if json is NOT_A_VALUE:
-            return None
-        encoded.append(json)
-    return encoded
-
-
-def _sequence(tag: str) -> _Encoder:
-    def encode(value: Any, room: _Room) -> Any:
-        items = _encode_items(value, room)
-        return NOT_A_VALUE if items is None else [tag, *items]
-
-    return encode
-
-
-def _unordered(tag: str) -> _Encoder:
-    def encode(value: Any, room: _Room) -> Any:
-        items = _encode_items(value, room)
-        return NOT_A_VALUE if items is None else [tag, *sorted(items, key=canonical.encode)]
-
-    return encode
-
-
-def _mapping(tag: str) -> _Encoder:
-    def encode(value: Any, room: _Room) -> Any:
-        items = (
-            _encode_items((list(item) for item in value.items()), room) if room.mappings else None
-        )
-        return NOT_A_VALUE if items is None else [tag, *(item[1:] for item in items)]
-
-    return encode
-
-
-def _encode_deque(value: deque[Any], room: _Room) -> Any:
-    items = _encode_items(value, room)
-    return NOT_A_VALUE if items is None else ["deque", value.maxlen, *items]
-
-
-def _encode_registered(value: Any, room: _Room) -> Any:
-    known = _REGISTERED[type(value)]
-    payload = _encode_items([known.encode(value)], room)
-    return NOT_A_VALUE if payload is None else ["registered", known.name, *payload]
-
-
-def _encode_enum(value: Enum, room: _Room) -> Any:
-    name = class_name(type(value))
-    if isinstance(value, Flag):
-        return ["flag", name, _encode_int(value.value, room)]
-    return ["enum", name, value.name]
-
-
-def _decode_enum(payload: list[Any], classes: Classes) -> Any:
-    name, member = payload
-    cls = class_named(name, classes)
-    if not issubclass(cls, Enum) or member not in cls.__members__:
-        raise InvalidInput(
-            f"{name} has no member {member!r} any more; restore with the code that wrote it, or "
-            "give it that member"
-        )
-    return cls[member]
-
-
-def _encode_str(value: str, room: _Room) -> str:
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidInput(
-                f"a string with a lone surrogate cannot be stored: {value[:40]!a}; store "
-                "os.fsencode of it"
-            ) from error
-    return value
-
-
-def _encode_int(value: int, room: _Room) -> Any:
-    return value if -_LARGEST <= value <= _LARGEST else ["int", decimal_digits(value)]
+def _add(cls: type, tag: str, encode: _Encode, decode: _Decode) -> None:
+    STORED_AS_THEY_ARE.add(cls)
+    _ENCODERS[cls], _DECODERS[tag] = (tag, encode), decode
 
 
 def decimal_digits(value: int) -> str:
@@ -366,54 +178,263 @@ def decode_digits(digits: str) -> int:
     return int(digits) if len(digits) < 4_000 else int(Decimal(digits))
 
 
-def _encode_bytes(value: bytes, room: _Room) -> Any:
+def _encode(value: Any, room: _Room) -> Any:
+    cls = type(value)
+    if plain := _PLAIN.get(cls):
+        return plain(value)
+    tag, encode = _ENCODERS.get(cls) or _find_encoder(cls)
+    payload = encode(value, room)
+    return NOT_A_VALUE if payload is None else [tag, *payload]
+
+
+def _find_encoder(cls: type) -> tuple[str, _Encode]:
+    if registered(cls):
+        return "registered", _encode_registered
+    if issubclass(cls, Enum):
+        return ("flag", _encode_flag) if issubclass(cls, Flag) else ("enum", _encode_enum)
+    load_codecs()
+    return _ENCODERS.get(cls, ("", lambda value, room: None))
+
+
+def _encode_items(items: Iterable[Any], room: _Room) -> list[Any] | None:
+    if not room.depth:
+        return None
+    below, encoded = _Room(room.depth - 1, room.mappings), []
+    for item in items:
+        json = _encode(item, below)
+        if json is NOT_A_VALUE:
+            return None
+        encoded.append(json)
+    return encoded
+
+
+def _encode_set(value: set[Any], room: _Room) -> list[Any] | None:
+    items = _encode_items(value, room)
+    return items and sorted(items, key=canonical.encode)
+
+
+def _encode_deque(value: deque[Any], room: _Room) -> list[Any] | None:
+    items = _encode_items(value, room)
+    return None if items is None else [value.maxlen, *items]
+
+
+def _decode_deque(payload: list[Any], classes: Classes) -> Any:
+    maxlen, *items = payload
+    return deque(_decode_all(items, classes), maxlen)
+
+
+def _encode_mapping(value: Mapping[Any, Any], room: _Room) -> list[Any] | None:
+    items = _encode_items(map(list, value.items()), room) if room.mappings else None
+    return items and [item[1:] for item in items]
+
+
+def _decode_all(payload: list[Any], classes: Classes) -> Iterable[Any]:
+    return (decode_value(item, classes) for item in payload)
+
+
+def _encode_registered(value: Any, room: _Room) -> list[Any] | None:
+    known = registered(type(value))
+    assert known is not None
+    payload = _encode_items([known.encode(value)], room)
+    return payload and [known.name, *payload]
+
+
+def _decode_registered(payload: list[Any], classes: Classes) -> Any:
+    return registered_name(payload[0]).decode(decode_value(payload[1], classes))
+
+
+def _encode_enum(value: Enum, room: _Room) -> list[Any]:
+    return [class_name(type(value)), value.name]
+
+
+def _decode_enum(payload: list[Any], classes: Classes) -> Any:
+    name, member = payload
+    cls = class_named(name, classes)
+    if not issubclass(cls, Enum) or member not in cls.__members__:
+        raise InvalidInput(
+            f"{name} has no member {member!r} any more; restore with the code that wrote it, or "
+            "give it that member"
+        )
+    return cls[member]
+
+
+def _encode_flag(value: Flag, room: _Room) -> list[Any]:
+    return [class_name(type(value)), _encode_int(value.value)]
+
+
+def _decode_flag(payload: list[Any], classes: Classes) -> Any:
+    return class_named(payload[0], classes)(decode_value(payload[1]))
+
+
+def _encode_str(value: str) -> str:
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidInput(
+                f"a string with a lone surrogate cannot be stored: {value[:40]!a}; store "
+                "os.fsencode of it"
+            ) from error
+    return value
+
+
+def _encode_int(value: int) -> Any:
+    return value if -_LARGEST <= value <= _LARGEST else ["int", decimal_digits(value)]
+
+
+def _encode_bytes(value: bytes) -> list[Any] | None:
     # Large bytes within a list become leaves of their own; base64 would blow them up.
-    return NOT_A_VALUE if len(value) > INLINE_BYTES else ["bytes", b64encode(value).decode()]
+    return None if len(value) > INLINE_BYTES else [b64encode(value).decode()]
 
 
-def _add_plain() -> None:
-    """The types that JSON has, and those that hold other values."""
-    for cls in (type(None), bool):
-        _ENCODERS[cls] = lambda value, room: value
-    _ENCODERS.update(
-        {str: _encode_str, int: _encode_int, bytes: _encode_bytes, deque: _encode_deque}
+def _encode_slice(value: slice) -> list[Any] | None:
+    bounds = [value.start, value.stop, value.step]
+    plain = all(bound is None or type(bound) is int for bound in bounds)
+    return list(map(encode_value, bounds)) if plain else None
+
+
+def _encode_timezone(zone: dt.tzinfo | None) -> Any:
+    if zone is None:
+        return None
+    if type(zone) is dt.timezone:
+        # the one way to its name as given
+        offset, *name = zone.__getinitargs__()  # type: ignore[attr-defined]
+        return [_span(offset), *name]
+    if type(zone) is ZoneInfo and zone.key:
+        return zone.key
+    raise InvalidInput(
+        f"the time zone {zone!r} cannot be stored; use datetime.timezone, or zoneinfo.ZoneInfo "
+        "with a key"
     )
-    _ENCODERS.update(
-        {
-            list: _sequence("list"),
-            tuple: _sequence("tuple"),
-            set: _unordered("set"),
-            frozenset: _unordered("frozenset"),
-        }
-    )
-    _ENCODERS.update({cls: _mapping(cls.__name__) for cls in (dict, OrderedDict, Counter)})
-    add_codec(
-        float, "float", lambda x: [canonical.float_bits(x)], lambda p, _: canonical.bits_float(p[0])
-    )
+
+
+def _decode_timezone(encoded: Any) -> dt.tzinfo | None:
+    if encoded is None:
+        return None
+    if isinstance(encoded, str):
+        return ZoneInfo(encoded)
+    offset, *name = encoded
+    return dt.timezone(_timedelta(offset), *name)
+
+
+def _span(delta: dt.timedelta) -> list[int]:
+    return [delta.days, delta.seconds, delta.microseconds]
+
+
+def _timedelta(span: Iterable[int]) -> dt.timedelta:
+    days, seconds, microseconds = span
+    return dt.timedelta(days, seconds, microseconds)
+
+
+def _encode_clock(value: dt.datetime | dt.time) -> list[Any]:
+    return [value.replace(tzinfo=None).isoformat(), value.fold, _encode_timezone(value.tzinfo)]
+
+
+def _decode_clock(cls: type[dt.datetime | dt.time], text: str, fold: int, zone: Any) -> Any:
+    return cls.fromisoformat(text).replace(fold=fold, tzinfo=_decode_timezone(zone))
+
+
+def _encode_path(value: PurePath) -> list[Any] | None:
+    """None where Python reads the text as another path: before 3.12, that of a Windows server
+    without a share."""
+    return [encode_value(str(value))] if type(value)(str(value)) == value else None
+
+
+def _decode_path(cls: type[PurePath], text: str) -> PurePath:
+    # A PosixPath of a checkpoint opened on Windows becomes that system's own kind of path, since it
+    # could not be made.
+    return Path(text) if issubclass(cls, Path) else cls(text)
+
+
+def _named(known: dict[str, Any], name: str) -> Any:
+    if name not in known:
+        raise InvalidInput(
+            f"this torch ({torch.__version__}) has no {name[:60]!r}; read with the torch that "
+            "wrote it or a newer one"
+        )
+    return known[name]
+
+
+def _add_collection(cls: type, encode: _Encode) -> None:
+    _add(cls, cls.__name__, encode, lambda payload, classes: cls(_decode_all(payload, classes)))
+
+
+def _add_mapping(cls: type[dict[Any, Any]]) -> None:
+    def decode(payload: list[Any], classes: Classes) -> Any:
+        return cls(
+            {decode_value(key, classes): decode_value(item, classes) for key, item in payload}
+        )
+
+    _add(cls, cls.__name__, _encode_mapping, decode)
+
+
+def _add_builtins() -> None:
     _DECODERS["none"] = lambda payload, classes: None
     _DECODERS["bool"] = lambda payload, classes: bool(payload[0])
     _DECODERS["int"] = lambda payload, classes: decode_digits(payload[0])
-    _DECODERS["bytes"] = lambda payload, classes: b64decode(payload[0], validate=True)
-    for kind in (list, tuple, set, frozenset):
-        _DECODERS[kind.__name__] = lambda payload, classes, kind=kind: kind(
-            decode_all(payload, classes)
-        )  # type: ignore[misc]
+    _DECODERS.update(enum=_decode_enum, flag=_decode_flag, registered=_decode_registered)
+    for sequence in (list, tuple):
+        _add_collection(sequence, _encode_items)
+    for unordered in (set, frozenset):
+        _add_collection(unordered, _encode_set)
     for mapping in (dict, OrderedDict, Counter):
-        _DECODERS[mapping.__name__] = lambda payload, classes, mapping=mapping: mapping(  # type: ignore[misc]
-            {decode_value(key, classes): decode_value(item, classes) for key, item in payload}
-        )
-    _DECODERS["deque"] = lambda payload, classes: deque(
-        decode_all(payload[1:], classes), payload[0]
-    )
-    _DECODERS["enum"] = _decode_enum
-    _DECODERS["flag"] = lambda payload, classes: class_named(payload[0], classes)(
-        decode_value(payload[1], classes)
-    )
-    _DECODERS["registered"] = lambda payload, classes: registered_name(payload[0]).decode(
-        decode_value(payload[1], classes)
-    )
+        _add_mapping(mapping)
+    _add(deque, "deque", _encode_deque, _decode_deque)
+    add_codec(float, "float", lambda x: [float_bits(x)], bits_float)
+    add_codec(bytes, "bytes", _encode_bytes, partial(b64decode, validate=True))
+    add_codec(type(...), "Ellipsis", lambda x: [], lambda: ...)
 
 
-_LEAF_ROOM = _Room(_NESTING, mappings=False)
-_ATTRIBUTE_ROOM = _Room(_NESTING, mappings=True)
-_add_plain()
+def _add_standard_library() -> None:
+    add_codec(
+        complex,
+        "complex",
+        lambda x: [float_bits(x.real), float_bits(x.imag)],
+        lambda real, imag: complex(bits_float(real), bits_float(imag)),
+    )
+    add_codec(Decimal, "Decimal", lambda x: [str(x)], Decimal)
+    add_codec(
+        Fraction,
+        "Fraction",
+        lambda x: [*map(decimal_digits, x.as_integer_ratio())],
+        lambda *digits: Fraction(*map(decode_digits, digits)),
+    )
+    add_codec(
+        range,
+        "range",
+        lambda x: [*map(decimal_digits, (x.start, x.stop, x.step))],
+        lambda *digits: range(*map(decode_digits, digits)),
+    )
+    add_codec(slice, "slice", _encode_slice, lambda *bounds: slice(*map(decode_value, bounds)))
+    add_codec(UUID, "UUID", lambda x: [x.hex], UUID)
+    add_codec(dt.timedelta, "timedelta", _span, lambda *span: _timedelta(span))
+    add_codec(dt.date, "date", lambda x: [x.isoformat()], dt.date.fromisoformat)
+    for zone in (dt.timezone, ZoneInfo):
+        add_codec(zone, zone.__name__, lambda x: [_encode_timezone(x)], _decode_timezone)
+    for clock in (dt.time, dt.datetime):
+        add_codec(clock, clock.__name__, _encode_clock, partial(_decode_clock, clock))
+    for path in (PurePosixPath, PureWindowsPath, PosixPath, WindowsPath):
+        add_codec(path, path.__name__, _encode_path, partial(_decode_path, path))
+
+
+def _add_torch() -> None:
+    add_codec(torch.dtype, "torch.dtype", lambda x: [tensors.DTYPE_NAMES[x]], tensors.dtype_of)
+    add_codec(torch.device, "torch.device", lambda x: [str(x)], torch.device)
+    for cls in (torch.layout, torch.memory_format, torch.qscheme):
+        known = {str(each): each for each in vars(torch).values() if isinstance(each, cls)}
+        add_codec(cls, f"torch.{cls.__name__}", lambda x: [str(x)], partial(_named, known))
+    add_codec(torch.Size, "torch.Size", list, lambda *lengths: torch.Size(lengths))
+
+
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    type(None): lambda value: value,
+    bool: lambda value: value,
+    str: _encode_str,
+    int: _encode_int,
+}
+"""What JSON has."""
+
+STORED_AS_THEY_ARE.update(_PLAIN)
+_add_builtins()
+_add_standard_library()
+_add_torch()

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Any
 
 from ckptstore.core.ids import SessionId, new_session_id
-from ckptstore.core.redaction import redact, secrets_of, without
+from ckptstore.core.text import redact, secrets_of, without
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.storage.contract import RemoteStorage, check_key, check_size, largest, put_finished
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from ckptstore.core.ids import SessionId
-from ckptstore.core.redaction import redact
+from ckptstore.core.text import redact
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.storage.contract import RemoteStorage, check_key, check_size
 from ckptstore.storage.s3_obstore import Obstore, ObstoreWriter

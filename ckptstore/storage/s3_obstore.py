@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ckptstore.core.redaction import secrets_of, without
+from ckptstore.core.text import secrets_of, without
 from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.storage.s3_requests import CONNECT_TIMEOUT_S, DEADLINE_S, READ_TIMEOUT_S, Requests
 from ckptstore.storage.s3_upload import PART_BYTES, Got, S3Writer, SizeCheck, get

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ckptstore.core.redaction import secrets_of, without
+from ckptstore.core.text import secrets_of, without
 from ckptstore.core.threads import pauses
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, ReadOnly, Unavailable
 

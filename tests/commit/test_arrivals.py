@@ -15,9 +15,9 @@ from ckptstore import Async, Unavailable
 from ckptstore.commit import commit_queue as copies
 from ckptstore.commit.commit_queue import PendingWatch
 from ckptstore.commit.plan import Run
-from ckptstore.state import devices
-from ckptstore.state.staging import PIECE_BYTES, Move
-from ckptstore.state.staging_buffers import CopyProgress
+from ckptstore.state import staging
+from ckptstore.state.staging import PIECE_BYTES
+from ckptstore.state.staging_buffers import Copy, CopyProgress
 from tests.commit.states import HANGS_S, assert_committed, attack, frozen_copy, training
 from tests.commit.test_commits import break_storage, mend_storage
 
@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> None:
     """This host's memory counts as a device's."""
-    monkeypatch.setattr(devices, "AWAY", frozenset(["cpu"]))
+    monkeypatch.setattr(staging, "AWAY", frozenset(["cpu"]))
 
 
 def pieces() -> torch.Tensor:
@@ -56,7 +56,7 @@ def copying(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> N
 
 
 def test_a_reader_waits_only_for_the_bytes_it_needs() -> None:
-    arrivals = CopyProgress([(Move(1, 0, 100), Move(1, 300, 50)), (Move(1, 100, 100),)])
+    arrivals = CopyProgress([(Copy(0, 100, 1), Copy(300, 50, 1)), (Copy(100, 100, 1),)])
     with ThreadPoolExecutor(3) as threads:
         first, second, both = (
             threads.submit(arrivals.wait, *span) for span in ((320, 330), (199, 200), (99, 101))
@@ -71,7 +71,7 @@ def test_a_reader_waits_only_for_the_bytes_it_needs() -> None:
 
 
 def test_a_reader_of_a_failed_copy_gets_its_error() -> None:
-    arrivals = CopyProgress([(Move(1, 0, 100),), (Move(1, 100, 100),)])
+    arrivals = CopyProgress([(Copy(0, 100, 1),), (Copy(100, 100, 1),)])
     arrivals.arrived(0, OSError("no bus"))
     arrivals.arrived(1)
     arrivals.wait(100, 200)

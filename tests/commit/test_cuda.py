@@ -13,10 +13,9 @@ import torch
 
 import ckptstore
 from benchmarks import cuda
-from ckptstore.state import devices
-from ckptstore.state.devices import beside_training, devices_of
+from ckptstore.state import staging
 from ckptstore.state.leaves import TensorSource
-from ckptstore.state.staging import PIECE_BYTES, Gather, plan_staging
+from ckptstore.state.staging import PIECE_BYTES, beside_training, devices_of, plan_staging
 from ckptstore.state.staging_buffers import Buffer
 from ckptstore.state.stateful import RNGState
 
@@ -29,9 +28,9 @@ def test_device_memory_is_fetched_piece_by_piece() -> None:
     # not in host memory, like a device's
     away = torch.empty(3 * PIECE_BYTES + 1, dtype=torch.uint8, device="meta")
     plan = plan_staging([TensorSource(away), TensorSource(torch.zeros(5000))], 1 << 40)
-    fetched = [copy for task in plan.tasks for copy in task if isinstance(copy, Gather)]
+    fetched = [copy for task in plan.tasks for copy in task if copy.source is not None]
     ends = [0, PIECE_BYTES, 2 * PIECE_BYTES, 3 * PIECE_BYTES, 3 * PIECE_BYTES + 1]
-    assert [(copy.start, copy.stop) for copy in fetched] == list(pairwise(ends))
+    assert [(copy.start, copy.start + copy.nbytes) for copy in fetched] == list(pairwise(ends))
 
 
 def test_without_a_device_none_is_prepared() -> None:
@@ -54,9 +53,9 @@ def test_threads_that_commit_at_once_share_one_stream_beside_training(
         return object()
 
     monkeypatch.setattr(torch.cuda, "Stream", make)
-    monkeypatch.setattr(devices, "_streams", {}, raising=False)
-    other = threading.Thread(target=lambda: found.append(devices._stream(device)))
-    found[0:] = [devices._stream(device), *found[1:]]
+    monkeypatch.setattr(staging, "_streams", {}, raising=False)
+    other = threading.Thread(target=lambda: found.append(staging._stream(device)))
+    found[0:] = [staging._stream(device), *found[1:]]
     other.join()
     assert len(found) == 2 and found[0] is found[1]
 
@@ -93,14 +92,14 @@ def test_memory_is_pinned_by_way_of_the_device_that_is_used(
         ("current_stream", lambda of: f"current of {of}"),
     ):
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(devices, "_streams", {}, raising=False)
+    monkeypatch.setattr(staging, "_streams", {}, raising=False)
     arena, one, two = (
         Buffer(1 << 21, shared=False),
         torch.device("cuda", 1),
         torch.device("cuda", 2),
     )
     for _ in range(2):
-        devices.prepare([one, two], arena)
+        staging.prepare([one, two], arena)
     waited = ["current of cuda:1", "current of cuda:2"]
     assert used == [waited[0], one, (arena.address, arena.nbytes, 1), "left", waited[1], *waited]
 

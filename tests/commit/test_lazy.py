@@ -266,7 +266,7 @@ def test_a_write_without_waiting_is_detected(
 def test_only_memory_changed_by_steps_is_staged_lazily() -> None:
     from ckptstore.state.flatten import flatten
     from ckptstore.state.leaf_sources import leaves_of
-    from ckptstore.state.optimizer_hooks import changed_by_steps, optimizers_in
+    from ckptstore.state.writes import changed_by_steps, optimizers_in
 
     training = Training(OPTIMIZERS["AdamW foreach"])
     training.step()

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.state import frozen_weights
+from ckptstore.state import writes
 from ckptstore.state.flatten import flatten
-from ckptstore.state.frozen_weights import FrozenWeights
 from ckptstore.state.leaf_sources import leaves_of
 from ckptstore.state.leaves import KnownSource
+from ckptstore.state.writes import FrozenWeights
 from tests.state.carrying import assert_same
 
 WEIGHT = "model/0.weight"
@@ -137,7 +137,7 @@ def test_a_trusted_chunk_that_was_collected_is_written_again(store: ckptstore.St
 def test_a_full_check_finds_writes_torch_did_not_count(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(frozen_weights, "CHECK_EVERY", 3)
+    monkeypatch.setattr(writes, "CHECK_EVERY", 3)
     state: dict[str, Any] = {"model": frozen()}
     store.commit_async(state, background=ckptstore.Async(trust_version=True)).wait()
     weight = state["model"][0].weight

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ckptstore.core.gc_pause import uncollected
+from ckptstore.core.process import uncollected
 from ckptstore.state.flatten import flatten
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore.core.config import MIN_STAGING_BYTES
-from ckptstore.core.host_memory import free_bytes
+from ckptstore.core.process import free_bytes
 from ckptstore.state.staging_buffers import default_budget
 
 MIB = 1 << 20

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckptstore.core.redaction import redact, secrets_of
+from ckptstore.core.text import redact, secrets_of
 
 SECRET = "SEKRIT+xyz"
 

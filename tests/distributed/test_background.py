@@ -21,7 +21,7 @@ from ckptstore.commit import write
 from ckptstore.distributed.commit import _Publication
 from ckptstore.distributed.coordinator import Coordinator
 from ckptstore.distributed.rank_worker import RankWorker
-from ckptstore.state import devices
+from ckptstore.state import staging
 from ckptstore.state.staging import PIECE_BYTES
 from tests.commit.states import HANGS_S, Gate
 from tests.distributed.layouts import full, group_of, layout, meet
@@ -272,7 +272,7 @@ def hash_what_has_arrived(rank: int, path: Path, how: Any) -> int:
     with pytest.MonkeyPatch.context() as patch, ckptstore.open(path) as store:
         patch.setattr(write, "digest", noted_digest)
         patch.setattr(copies, "copy_task", copy_task)
-        patch.setattr(devices, "AWAY", frozenset(["cpu"]))
+        patch.setattr(staging, "AWAY", frozenset(["cpu"]))
         pending = store.commit_async(
             state,
             ranks=ckptstore.Ranks(process_group=group, private=["model/*"]),

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from ckptstore.core.geometry import byte_ranges, grid
 from ckptstore.core.model import Box
-from ckptstore.core.placements import Cut, held_boxes
 from ckptstore.distributed.tiling import Tiling, misfit, tile
+from ckptstore.state.shards import Cut, rank_part
 
 CHUNK = 64 << 10
 WIDTH = 4
@@ -35,11 +35,11 @@ def shards(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     ]
     boxes = set()
     for at in product(*(range(parts) for parts in mesh)):
-        held = held_boxes(
+        part = rank_part(
             shape,
             [Cut(dim, parts, i, factor) for (dim, parts, factor), i in zip(cuts, at, strict=True)],
         )
-        boxes |= {each.box for each in held}
+        boxes |= set(part.boxes)
     return shape, sorted(boxes)
 
 
@@ -110,6 +110,6 @@ def test_boxes_that_do_not_tile_are_told_apart(boxes: list[Box], why: str) -> No
 
 def test_the_rows_of_an_embedding_on_four_ranks_cut_three_cells() -> None:
     shape = (50257, 768)
-    boxes = sorted(each.box for i in range(4) for each in held_boxes(shape, [Cut(0, 4, i)]))
+    boxes = sorted(box for i in range(4) for box in rank_part(shape, [Cut(0, 4, i)]).boxes)
     tiling = tile(shape, 4, 1 << 20, boxes)
     assert tiling.whole and len(tiling.cells) == 3 and len(tiling.spans) == 4

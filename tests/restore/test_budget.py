@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import ckptstore
 from ckptstore import InvalidInput
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.host_memory import free_bytes
+from ckptstore.core.process import free_bytes
 from ckptstore.repository import memory_budget
 from ckptstore.repository.memory_budget import (
     PACK_BUFFERS_BYTES,

@@ -12,7 +12,7 @@ from torch import nn
 
 import ckptstore
 from ckptstore import InvalidInput, NotFound
-from ckptstore.core.globs import selector
+from ckptstore.core.text import selector
 from ckptstore.snapshot import Snapshot, contents_of
 from tests.restore.counting import least_bytes_read
 from tests.state.carrying import assert_same

@@ -13,6 +13,8 @@ from ckptstore.state import tensors
 from ckptstore.state.flatten import flatten
 from ckptstore.state.inflate import inflate
 from ckptstore.state.leaf_sources import Source
+from ckptstore.state.match_target import Matching
+from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.restore import Binding, bind
 
 
@@ -41,7 +43,7 @@ class Carried:
         return inflate(self.schema, values, **options)
 
     def bind(self, target: Any, **options: Any) -> Binding:
-        return bind(target, "s", self.schema, **options)
+        return bind(target, "s", self.schema, Matching(ParameterNames({"s": target}), **options))
 
     def restore(self, target: Any, **options: Any) -> Any:
         binding = self.bind(target, **options)

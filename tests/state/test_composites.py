@@ -11,8 +11,8 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckptstore.errors import InvalidInput
+from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
-from ckptstore.state.tensor_subclasses import split_tensor
 from ckptstore.state.values import register_class
 from tests.state.carrying import carry, tensor_bytes
 from tests.state.describing import describe

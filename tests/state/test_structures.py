@@ -402,7 +402,7 @@ json = st.recursive(
     ),
     max_leaves=8,
 )
-node_types = st.sampled_from([*sorted(containers._FORMS), "os.system", "torch.unknown", ""])
+node_types = st.sampled_from([*sorted(containers._TYPES), "os.system", "torch.unknown", ""])
 
 
 @given(st.data())

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from ckptstore.commit.plan import Extent, Run, plan_chunks
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.ids import CHUNK_ID_BYTES, digest
 from ckptstore.core.model import INLINE_BYTES, LeafContent
+from ckptstore.core.process import uncollected
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable
 from ckptstore.interop.chunk_transfer.targets import placed_leaves
@@ -39,12 +39,11 @@ from ckptstore.repository.chunk_reader import FileRange
 from ckptstore.repository.gc_pin import GcPin
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state import tensors
-from ckptstore.state.devices import devices_of, prepare
 from ckptstore.state.flatten import flatten
 from ckptstore.state.leaf_sources import FlatState, Source
 from ckptstore.state.leaves import TensorSource
-from ckptstore.state.staging import Gather, copy_task
-from ckptstore.state.staging_buffers import Buffer, BufferPool
+from ckptstore.state.staging import copy_task, devices_of, prepare
+from ckptstore.state.staging_buffers import Buffer, BufferPool, Copy
 
 T = TypeVar("T")
 
@@ -411,7 +410,7 @@ def _copied(cut: CutState, copy: _Copy, buffer: Buffer) -> Iterator[memoryview]:
             yield piece
         return
     if isinstance(source, TensorSource):
-        copy_task((Gather(source, copy.start, copy.stop, copy.offset),), buffer)
+        copy_task((Copy(copy.offset, copy.stop - copy.start, copy.start, source),), buffer)
     else:
         source.stage(copy.start, copy.stop, memory)
     yield memory

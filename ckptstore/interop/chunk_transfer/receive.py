@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.commit.plan import Run
-from ckptstore.core.gc_pause import uncollected
 from ckptstore.core.ids import ChunkId
 from ckptstore.core.model import TreeRef
+from ckptstore.core.process import uncollected
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.interop.chunk_transfer.connection import Deadline
 from ckptstore.interop.chunk_transfer.fetch import Peers, Wanted

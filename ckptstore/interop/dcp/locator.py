@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ckptstore.core.ids import CONFIG_KEY, check_tag
 from ckptstore.core.options import Storage
-from ckptstore.core.redaction import redact
+from ckptstore.core.text import redact
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.interop.formats.sources import DCP_METADATA
 from ckptstore.objects.pointer_files import is_pointer

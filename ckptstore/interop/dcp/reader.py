@@ -42,7 +42,8 @@ from ckptstore.interop.dcp.names import DCP_VERSION, CommitItems, Named, dumped,
 from ckptstore.repository.resolve_ref import AnyRef
 from ckptstore.restore.reader import ReadRequest
 from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state import dtype_cast, tensors
+from ckptstore.state import tensors
+from ckptstore.state.leaves import FLOATS, converts, destination
 from ckptstore.store import Store
 
 __all__ = ["StoreReader"]
@@ -253,9 +254,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
             if not tensors.is_strided(landing) or not tensors.is_writable_by_range(landing):
                 landing = torch.empty(landing.shape, dtype=landing.dtype)
                 copied.append((target, landing))
-            wanted.append(
-                ReadRequest(item.tree, number, dtype_cast.destination(landing, committed), box)
-            )
+            wanted.append(ReadRequest(item.tree, number, destination(landing, committed), box))
             targets.append((request, target))
         contents_of(load.snapshot).read(wanted)
         for target, landing in copied:
@@ -270,7 +269,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
                 f"{list(request.lengths)}"
             )
         own = tensors.DTYPE_NAMES[target.dtype]
-        may = target.dtype in dtype_cast.FLOATS and dtype_cast.converts(committed, target.dtype)
+        may = target.dtype in FLOATS and converts(committed, target.dtype)
         if own != committed and not (may and self._cast):
             way = "StoreReader(…, cast=True) converts" if may else "make a tensor of that dtype"
             raise InvalidInput(

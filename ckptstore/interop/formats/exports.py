@@ -15,8 +15,7 @@ from typing import Literal, TypeAlias
 from urllib.parse import unquote
 
 from ckptstore.core.model import Node
-from ckptstore.core.paths import check_path
-from ckptstore.core.scratch import scratch_for
+from ckptstore.core.paths import check_path, scratch_for
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
 from ckptstore.interop.formats.imports import FILES, SUFFIX, group_keys
 from ckptstore.interop.formats.safetensors_file import (

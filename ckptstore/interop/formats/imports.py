@@ -19,8 +19,7 @@ from typing import Literal, NoReturn, TypeAlias
 from ckptstore.commit.commit_metadata import label_of
 from ckptstore.core.model import Shape
 from ckptstore.core.options import Ranks
-from ckptstore.core.redaction import redact
-from ckptstore.core.text import count_text, unicode_text
+from ckptstore.core.text import count_text, redact, unicode_text
 from ckptstore.errors import InvalidInput, Unavailable
 from ckptstore.interop.formats.safetensors_file import Entry, Header, global_shape, read_header
 from ckptstore.interop.formats.sources import (

@@ -24,7 +24,7 @@ from ckptstore.core.discovery import BESIDE, SAFE, base_of, distrust, is_alone, 
 from ckptstore.core.ids import CONFIG_KEY, check_tag, digest
 from ckptstore.core.options import Storage
 from ckptstore.core.paths import make_directories, rights
-from ckptstore.core.redaction import redact
+from ckptstore.core.text import redact
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
 from ckptstore.interop.formats.sources import SNAPSHOT_METADATA
 from ckptstore.objects.pointer_files import DIRECTORY_POINTERS, Pointer, is_pointer, read_pointer

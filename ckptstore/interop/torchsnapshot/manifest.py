@@ -14,14 +14,13 @@ from math import prod
 from typing import Any, ClassVar, TypeAlias
 
 from ckptstore.core.geometry import nbytes_of, width_of
-from ckptstore.core.model import Box, Node, Schema
+from ckptstore.core.model import Box, Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchsnapshot import knobs
 from ckptstore.interop.torchsnapshot.reading import Index, Item, keys_of
 from ckptstore.objects.documents import Layout, Placed
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state import values
-from ckptstore.state.containers import leaves_of
 
 INTERFACE_VERSION = "0.1.0"
 """The release of TorchSnapshot whose interface this is."""

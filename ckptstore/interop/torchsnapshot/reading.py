@@ -193,10 +193,7 @@ def keys_of(node: Node | int) -> list[Any] | None:
         return list(range(len(node.children)))
     if node.type not in _DICTS:
         return None
-    keys = [
-        key if type(key) is str else values.decode_key(key, values.NO_CLASSES)
-        for key in node.keys or ()
-    ]
+    keys = [key if type(key) is str else values.decode_key(key) for key in node.keys or ()]
     is_plain = all(isinstance(key, str | int) for key in keys)
     return keys if is_plain and len(set(map(str, keys))) == len(keys) else None
 

@@ -21,8 +21,8 @@ from ckptstore.interop.torchsnapshot.stateful import UnusableState, check_statef
 from ckptstore.objects import canonical
 from ckptstore.objects.pointer_files import Pointer, write_pointer
 from ckptstore.snapshot import Snapshot
-from ckptstore.state.flatten import state_of
 from ckptstore.state.shards import is_distributed, is_dtensor
+from ckptstore.state.stateful import state_of
 from ckptstore.store import Store
 
 logger = logging.getLogger("ckptstore")

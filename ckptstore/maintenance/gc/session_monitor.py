@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ckptstore.core.ids import PackId, SessionId
-from ckptstore.core.paths import make_directories
-from ckptstore.core.scratch import replace_file
+from ckptstore.core.paths import make_directories, replace_file
 from ckptstore.log.sessions import SessionInfo, is_gone, read_sessions
 from ckptstore.log.state import Pack, State
 from ckptstore.maintenance.gc.plan import Listing, list_objects, owner, unlisted

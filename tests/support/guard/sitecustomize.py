@@ -42,7 +42,7 @@ DCP's and FSDP's collectives, the compiler (which takes hashes of them), the pee
 server of the tests; and torch's own file, behind `torch.load` and `torch.save`, which are guarded
 themselves."""
 
-OURS = ("ckptstore.state.pickles", "ckptstore.interop.formats.pickles")
+OURS = ("ckptstore.state.inflate", "ckptstore.interop.formats.pickles")
 """Where ckptstore may, if the caller asks for it."""
 
 HARMLESS = {

@@ -15,7 +15,7 @@ import torch
 
 import ckptstore
 from ckptstore.errors import InvalidInput
-from ckptstore.state import pickles
+from ckptstore.state import inflate
 from tests.support.guard import sitecustomize as guard
 
 NUMBER = b"\x80\x04K\x05."
@@ -35,7 +35,7 @@ ENTRANCES: dict[str, Callable[[], Any]] = {
     "torch.load": lambda: torch.load(io.BytesIO()),
     "torch.save": lambda: torch.save(5, io.BytesIO()),
     "a subclass": lambda: type("Mine", (pickle.Unpickler,), {})(io.BytesIO(NUMBER)),
-    "ckptstore's own door": lambda: pickles.load(NUMBER),
+    "ckptstore's own door": lambda: inflate.unpickled(NUMBER),
 }
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptstore.core.model import Box
-from ckptstore.core.placements import Cut, HeldBox, held_boxes, local_shape
+from ckptstore.state.shards import Cut, RankPart, rank_part
 
 
 @st.composite
@@ -54,12 +54,10 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))
 
 
-def local_of(
-    tensor: torch.Tensor, shape: tuple[int, ...], held: tuple[HeldBox, ...]
-) -> torch.Tensor:
+def local_of(tensor: torch.Tensor, shape: tuple[int, ...], part: RankPart) -> torch.Tensor:
     """The rank's own tensor, put together from the global one by the boxes."""
     local = torch.full(shape, -1)
-    for box, place in held:
+    for box, place in zip(part.boxes, part.local, strict=True):
         assert (local[slices(place)] == -1).all(), "two boxes lie in one place"
         local[slices(place)] = tensor[slices(box)]
     return local
@@ -72,8 +70,9 @@ def test_the_boxes_of_every_rank_are_the_indices_that_torch_leaves_to_it(layout:
     for at in product(*(range(n) for n in mesh)):
         cuts = cuts_of(mesh, at, placements)
         wanted = by_torch(tensor, mesh, at, placements)
-        assert local_shape(shape, cuts) == tuple(wanted.shape)
-        assert torch.equal(local_of(tensor, tuple(wanted.shape), held_boxes(shape, cuts)), wanted)
+        part = rank_part(shape, cuts)
+        assert part.shape == tuple(wanted.shape)
+        assert torch.equal(local_of(tensor, tuple(wanted.shape), part), wanted)
 
 
 @given(layouts())
@@ -81,7 +80,7 @@ def test_the_boxes_of_a_mesh_tile_the_tensor_once_for_each_replica(layout: tuple
     shape, mesh, placements = layout
     seen = torch.zeros(shape, dtype=torch.int64)
     for at in product(*(range(n) for n in mesh)):
-        for box, _ in held_boxes(shape, cuts_of(mesh, at, placements)):
+        for box in rank_part(shape, cuts_of(mesh, at, placements)).boxes:
             seen[slices(box)] += 1
     replicas = prod(
         n for n, placement in zip(mesh, placements, strict=True) if isinstance(placement, Replicate)
@@ -90,15 +89,15 @@ def test_the_boxes_of_a_mesh_tile_the_tensor_once_for_each_replica(layout: tuple
 
 
 def test_neighbouring_runs_are_one_box() -> None:
-    assert held_boxes((8, 3), [Cut(0, 1, 0, split_factor=4)]) == (
-        HeldBox(Box((0, 0), (8, 3)), Box((0, 0), (8, 3))),
-    )
+    whole = Box((0, 0), (8, 3))
+    part = rank_part((8, 3), [Cut(0, 1, 0, split_factor=4)])
+    assert (part.boxes, part.local) == ((whole,), (whole,))
 
 
 def test_fused_projections_are_held_in_as_many_boxes_as_there_are_projections() -> None:
     """Query, key and value rows in one matrix, each divided among two ranks."""
-    held = held_boxes((12, 5), [Cut(0, 2, 1, split_factor=3)])
-    assert [(each.box.offsets[0], each.local.offsets[0]) for each in held] == [
+    part = rank_part((12, 5), [Cut(0, 2, 1, split_factor=3)])
+    assert [(a.offsets[0], b.offsets[0]) for a, b in zip(part.boxes, part.local, strict=True)] == [
         (2, 0),
         (6, 2),
         (10, 4),
@@ -107,8 +106,8 @@ def test_fused_projections_are_held_in_as_many_boxes_as_there_are_projections() 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 4)])
 def test_a_rank_without_elements_holds_no_box(shape: tuple[int, ...]) -> None:
-    assert held_boxes(shape, [Cut(0, 2, 1)]) == ()
+    assert rank_part(shape, [Cut(0, 2, 1)]).boxes == ()
 
 
 def test_a_number_is_held_whole() -> None:
-    assert held_boxes((), []) == (HeldBox(Box((), ()), Box((), ())),)
+    assert rank_part((), []) == RankPart((), (Box((), ()),), (Box((), ()),))

@@ -1,38 +1,50 @@
-"""Which tensors are more than one block of memory, and how are they split (docs/values.md)?
+"""Which tensors and arrays are more than one block of memory, and how are they split?
 
 `split_tensor` divides parameters, sparse, quantized, nested and jagged tensors and subclasses into
 strided tensors that share their memory. It refuses tensors without memory of their own.
 """
 
-import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.state import tensors
-from ckptstore.state.containers import Joint, Parts, add_container, add_node_type, attribute
-from ckptstore.state.values import class_name, class_named
+from ckptstore.state.containers import (
+    Joint,
+    Parts,
+    add_container,
+    add_filled,
+    add_node_type,
+    attribute,
+)
+from ckptstore.state.registry import class_name, class_named
+from ckptstore.state.shards import check_finished, is_dtensor
+from ckptstore.state.values import add_codec, decode_value, encode_value
 
-_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
     torch.sparse_bsr: ("crow_indices", "col_indices"),
     torch.sparse_csc: ("ccol_indices", "row_indices"),
     torch.sparse_bsc: ("ccol_indices", "row_indices"),
 }
+_BIT_GENERATORS: dict[str, type[np.random.BitGenerator]] = {
+    name: getattr(np.random, name) for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+}
+_TENSOR_KINDS = "biufc"
 
 
 def split_tensor(tensor: torch.Tensor) -> Parts | torch.Tensor:
     """What `tensor` is made of; a strided tensor that stands for it as it is; or `InvalidInput`
     saying why it cannot be stored."""
     _refuse_without_memory(tensor)
-    if _is_distributed(tensor):
+    if is_dtensor(tensor):
         return _whole_local(tensor)
     if isinstance(tensor, torch.nn.Parameter):
         return _split_parameter(tensor)
@@ -75,18 +87,9 @@ def _refuse_without_memory(tensor: torch.Tensor) -> None:
         raise InvalidInput("a masked tensor cannot be stored; store get_data() and get_mask()")
 
 
-def _is_distributed(tensor: torch.Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
 def _whole_local(tensor: Any) -> torch.Tensor:
     """The local part of a distributed tensor where that is all of it."""
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise InvalidInput(
-            "a DTensor with Partial placements holds unfinished sums; redistribute it to Replicate "
-            "or Shard first"
-        )
+    check_finished(tensor.placements)
     local: torch.Tensor = tensor.to_local().detach()
     if local.shape != tensor.shape:
         raise InvalidInput(
@@ -94,6 +97,11 @@ def _whole_local(tensor: Any) -> torch.Tensor:
             "commit tensor.full_tensor()"
         )
     return local
+
+
+def _record(type_: str, children: Mapping[str, Any], attrs: Mapping[str, Any]) -> Parts:
+    encoded = tuple((name, attribute(value, name)) for name, value in attrs.items())
+    return Parts(type_, list(children.values()), list(children), encoded)
 
 
 def _split_parameter(parameter: torch.nn.Parameter) -> Parts:
@@ -115,12 +123,10 @@ def _join_parameter(joint: Joint) -> torch.nn.Parameter:
 
 
 def _split_coo(tensor: torch.Tensor) -> Parts:
-    attrs = (
-        ("coalesced", tensor.is_coalesced()),
-        ("shape", attribute(list(tensor.shape), "shape")),
-    )
-    return Parts(
-        "torch.sparse_coo", [tensor._indices(), tensor._values()], ["indices", "values"], attrs
+    return _record(
+        "torch.sparse_coo",
+        {"indices": tensor._indices(), "values": tensor._values()},
+        {"coalesced": tensor.is_coalesced(), "shape": list(tensor.shape)},
     )
 
 
@@ -136,14 +142,9 @@ def _join_coo(joint: Joint) -> torch.Tensor:
 
 
 def _split_compressed(tensor: torch.Tensor) -> Parts:
-    names = _COMPRESSED[tensor.layout]
-    children = [*(getattr(tensor, name)() for name in names), tensor.values()]
-    return Parts(
-        str(tensor.layout),
-        children,
-        [*names, "values"],
-        (("shape", attribute(list(tensor.shape), "shape")),),
-    )
+    indices = {name: getattr(tensor, name)() for name in _COMPRESSED[tensor.layout]}
+    children = {**indices, "values": tensor.values()}
+    return _record(str(tensor.layout), children, {"shape": list(tensor.shape)})
 
 
 def _join_compressed(joint: Joint, layout: torch.layout) -> torch.Tensor:
@@ -155,48 +156,39 @@ def _join_compressed(joint: Joint, layout: torch.layout) -> torch.Tensor:
 
 
 def _split_quantized(tensor: torch.Tensor) -> Parts:
-    common = (
-        ("dtype", attribute(tensor.dtype, "dtype")),
-        ("shape", attribute(list(tensor.shape), "shape")),
-    )
-    integers = tensors.quantized_integers(tensor)
+    children = {"integers": tensors.quantized_integers(tensor)}
+    attrs = {"dtype": tensor.dtype, "shape": list(tensor.shape)}
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        attrs = (
-            *common,
-            ("scale", attribute(tensor.q_scale(), "scale")),
-            ("zero_point", tensor.q_zero_point()),
-        )
-        return Parts("torch.quantized", [integers], ["integers"], attrs)
-    children = [integers, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
-    return Parts(
-        "torch.quantized",
-        children,
-        ["integers", "scales", "zero_points"],
-        (("axis", tensor.q_per_channel_axis()), *common),
-    )
+        attrs |= {"scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
+    else:
+        children["scales"] = tensor.q_per_channel_scales()
+        children["zero_points"] = tensor.q_per_channel_zero_points()
+        attrs["axis"] = tensor.q_per_channel_axis()
+    return _record("torch.quantized", children, attrs)
 
 
 def _join_quantized(joint: Joint) -> torch.Tensor:
     integers, *channels = joint.children
-    attrs = joint.attrs
-    if integers.nbytes != tensors.quantized_nbytes(attrs["dtype"], attrs["shape"]):
-        raise ValueError(f"{integers.nbytes} bytes of integers for a shape of {attrs['shape']}")
+    dtype, shape = joint.attrs["dtype"], joint.attrs["shape"]
+    if integers.nbytes != tensors.quantized_nbytes(dtype, shape):
+        raise ValueError(f"{integers.nbytes} bytes of integers for a shape of {shape}")
+    made: torch.Tensor
     with _quiet():
         if channels:
             scales, zero_points = channels
             made = torch._empty_per_channel_affine_quantized(
-                attrs["shape"],
+                shape,
                 scales=scales,
                 zero_points=zero_points,
-                axis=attrs["axis"],
-                dtype=attrs["dtype"],
+                axis=joint.attrs["axis"],
+                dtype=dtype,
             )
         else:
             made = torch._empty_affine_quantized(
-                attrs["shape"],
-                scale=attrs["scale"],
-                zero_point=attrs["zero_point"],
-                dtype=attrs["dtype"],
+                shape,
+                scale=joint.attrs["scale"],
+                zero_point=joint.attrs["zero_point"],
+                dtype=dtype,
             )
     # Copied: torch makes no quantized tensor over memory that is there.
     tensors.quantized_integers(made).copy_(integers)
@@ -204,14 +196,13 @@ def _join_quantized(joint: Joint) -> torch.Tensor:
 
 
 def _split_nested(tensor: Any) -> Parts:
-    names = ["buffer", "sizes", "strides", "offsets"]
-    children = [
-        tensor.values(),
-        tensor._nested_tensor_size(),
-        tensor._nested_tensor_strides(),
-        tensor._nested_tensor_storage_offsets(),
-    ]
-    return Parts("torch.nested", children, names)
+    children = {
+        "buffer": tensor.values(),
+        "sizes": tensor._nested_tensor_size(),
+        "strides": tensor._nested_tensor_strides(),
+        "offsets": tensor._nested_tensor_storage_offsets(),
+    }
+    return _record("torch.nested", children, {})
 
 
 def _join_nested(joint: Joint) -> torch.Tensor:
@@ -234,13 +225,12 @@ def _split_jagged(tensor: Any) -> Parts:
     children = {"values": tensor.values(), "offsets": tensor.offsets()}
     if tensor.lengths() is not None:
         children["lengths"] = tensor.lengths()
-    limits = (("max_seqlen", tensor._maybe_max_seqlen), ("min_seqlen", tensor._maybe_min_seqlen))
-    return Parts(
-        "torch.jagged",
-        list(children.values()),
-        list(children),
-        (("jagged_dim", tensor._ragged_idx), *limits),
-    )
+    attrs = {
+        "jagged_dim": tensor._ragged_idx,
+        "max_seqlen": tensor._maybe_max_seqlen,
+        "min_seqlen": tensor._maybe_min_seqlen,
+    }
+    return _record("torch.jagged", children, attrs)
 
 
 def _join_jagged(joint: Joint) -> torch.Tensor:
@@ -263,13 +253,13 @@ def _split_subclass(tensor: Any) -> Parts:
     if not hasattr(tensor, "__tensor_flatten__"):
         return _split_thin_subclass(tensor)
     names, context = tensor.__tensor_flatten__()
-    attrs = (
-        ("class", class_name(cls)),
-        ("context", attribute(context, f"the context of {class_name(cls)}.__tensor_flatten__")),
-        ("shape", attribute(list(tensor.shape), "shape")),
-        ("stride", attribute(list(tensor.stride()), "stride")),
+    parts = _record(
+        "torch.subclass",
+        {name: getattr(tensor, name) for name in names},
+        {"class": class_name(cls), "shape": list(tensor.shape), "stride": list(tensor.stride())},
     )
-    return Parts("torch.subclass", [getattr(tensor, name) for name in names], list(names), attrs)
+    encoded = attribute(context, f"the context of {class_name(cls)}.__tensor_flatten__")
+    return parts._replace(attrs=(*parts.attrs, ("context", encoded)))
 
 
 def _join_subclass(joint: Joint) -> Any:
@@ -312,27 +302,11 @@ def _quiet() -> Iterator[None]:
 
 
 def _split_generator(generator: torch.Generator) -> Parts:
-    return Parts(
-        "torch.Generator",
-        [generator.get_state()],
-        attrs=(("device", attribute(generator.device, "device")),),
-    )
+    device = attribute(generator.device, "device")
+    return Parts("torch.Generator", [generator.get_state()], attrs=(("device", device),))
 
 
-def _join_generator(joint: Joint) -> torch.Generator:
-    made = torch.Generator(joint.attrs["device"])
-    made.set_state(joint.children[0])
-    return made
-
-
-def _refill_generator(target: Any, joint: Joint) -> bool:
-    if type(target) is not torch.Generator or target.device != joint.attrs["device"]:
-        return False
-    target.set_state(joint.children[0])
-    return True
-
-
-def _add_all() -> None:
+def _add_tensors() -> None:
     add_node_type("torch.Parameter", "wrapper", _join_parameter)
     add_node_type(
         "torch.Tensor",
@@ -347,8 +321,127 @@ def _add_all() -> None:
     add_node_type("torch.jagged", "record", _join_jagged)
     add_node_type("torch.subclass", "record", _join_subclass)
     add_node_type("torch.thin_subclass", "wrapper", _join_thin_subclass)
-    add_container(torch.Generator, _split_generator)
-    add_node_type("torch.Generator", "wrapper", _join_generator, _refill_generator)
+    add_filled(
+        torch.Generator,
+        _split_generator,
+        "torch.Generator",
+        "wrapper",
+        lambda joint: torch.Generator(joint.attrs["device"]),
+        lambda target, joint: target.set_state(joint.children[0]),
+        lambda target, joint: target.device == joint.attrs["device"],
+    )
 
 
-_add_all()
+def _encode_dtype(dtype: np.dtype[Any]) -> Any:
+    if dtype.hasobject:
+        raise InvalidInput(
+            f"numpy dtype {dtype} holds Python objects; convert it to a plain dtype, or pass "
+            "allow_pickle=True"
+        )
+    return encode_value(np.lib.format.dtype_to_descr(dtype))
+
+
+def _dtype(description: Any) -> np.dtype[Any]:
+    dtype = np.dtype(np.lib.format.descr_to_dtype(description))
+    if dtype.hasobject:
+        raise Corrupt(
+            f"numpy dtype {dtype} holds Python objects, which are never stored; run `ckptstore "
+            "fsck`"
+        )
+    return dtype
+
+
+def _decode_scalar(description: Any, digits: str) -> Any:
+    memory = bytearray.fromhex(digits) or bytearray(1)
+    return np.ndarray((), _dtype(decode_value(description)), memory)[()]
+
+
+def _split_array(array: np.ndarray[Any, Any]) -> Parts:
+    attrs = (("dtype", _encode_dtype(array.dtype)),)
+    if (
+        array.dtype.kind in _TENSOR_KINDS
+        and array.dtype.isnative
+        and array.dtype != np.longdouble
+        and array.dtype != np.clongdouble
+    ):
+        # torch shares an array's memory only if it may be written and runs forward; any other is
+        # copied.
+        shareable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+        return Parts(
+            "numpy.ndarray", [torch.from_numpy(array if shareable else array.copy())], attrs=attrs
+        )
+    shape = (("shape", encode_value(array.shape)),)
+    return Parts("numpy.ndarray", [array.tobytes()], attrs=attrs + shape)
+
+
+def _join_array(joint: Joint) -> np.ndarray[Any, Any]:
+    (child,) = joint.children
+    dtype = _dtype(joint.attrs["dtype"])
+    if isinstance(child, torch.Tensor):
+        array: np.ndarray[Any, Any] = child.numpy()
+        if array.dtype != dtype:
+            raise Corrupt(
+                f"an array of {dtype} is stored as a tensor of {array.dtype}; run `ckptstore fsck`"
+            )
+        return array
+    # Copied, since an array over bytes could not be written to.
+    return np.ndarray(joint.attrs["shape"], dtype, bytearray(child) or bytearray(1))
+
+
+def _split_numpy_generator(generator: np.random.Generator) -> Parts:
+    name = type(generator.bit_generator).__name__
+    if name not in _BIT_GENERATORS:
+        raise InvalidInput(
+            f"a numpy Generator on {name} cannot be stored; use one of {', '.join(_BIT_GENERATORS)}"
+        )
+    return Parts(
+        "numpy.Generator", [generator.bit_generator.state], attrs=(("bit_generator", name),)
+    )
+
+
+def _make_generator(joint: Joint) -> np.random.Generator:
+    return np.random.Generator(_BIT_GENERATORS[joint.attrs["bit_generator"]]())
+
+
+def _fill_generator(target: np.random.Generator, joint: Joint) -> None:
+    target.bit_generator.state = joint.children[0]
+
+
+def _add_numpy() -> None:
+    for cls in {*np.sctypeDict.values()} - {np.object_}:
+        add_codec(
+            cls,
+            "numpy.scalar",
+            lambda x: [_encode_dtype(x.dtype), x.tobytes().hex()],
+            _decode_scalar,
+        )
+    for dtype_class in {type(np.dtype(cls)) for cls in np.sctypeDict.values()}:
+        add_codec(
+            dtype_class,
+            "numpy.dtype",
+            lambda x: [_encode_dtype(x)],
+            lambda description: _dtype(decode_value(description)),
+        )
+    add_container(np.ndarray, _split_array)
+    add_node_type("numpy.ndarray", "wrapper", _join_array)
+    add_filled(
+        np.random.Generator,
+        _split_numpy_generator,
+        "numpy.Generator",
+        "wrapper",
+        _make_generator,
+        _fill_generator,
+        lambda target, joint: type(target.bit_generator).__name__ == joint.attrs["bit_generator"],
+    )
+    add_filled(
+        np.random.RandomState,
+        lambda x: Parts("numpy.RandomState", [x.get_state(legacy=False)]),
+        "numpy.RandomState",
+        "wrapper",
+        lambda joint: np.random.RandomState(),
+        lambda target, joint: target.set_state(joint.children[0]),
+    )
+
+
+_add_tensors()
+_add_numpy()
