@@ -1,10 +1,16 @@
 """`ckptstore stats`: the size of the store, and the commits that hold most of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ckptstore.cli.call import Answer, Call
+from ckptstore.core.model import CommitInfo
 from ckptstore.core.tables import TAG, Column, Table, fields
 from ckptstore.core.text import bytes_text, count_text, exact_text
+from ckptstore.index.rows import RunInfo
+
+if TYPE_CHECKING:
+    from ckptstore.maintenance.usage import CommitUsage
 
 
 def stats(call: Call) -> Answer:
@@ -37,34 +43,7 @@ def stats(call: Call) -> Answer:
             ),
         ]
         yield fields("", pairs)
-        if runs:
-            yield Table(
-                (
-                    Column("run"),
-                    Column("commits", "count"),
-                    Column("latest", "id"),
-                    Column("step", "step"),
-                    Column("time", "time"),
-                ),
-                runs,
-                "Runs",
-            )
-        if heaviest:
-            sizes = ("logical", "new", "exclusive")
-            yield Table(
-                (
-                    Column("commit", "id"),
-                    Column("run"),
-                    Column("step", "step"),
-                    Column("tags", fit="cut", style=TAG),
-                    *(Column(name, "bytes") for name in sizes),
-                ),
-                [
-                    (i.id, i.run, i.step, i.tags, i.logical_bytes, i.new_bytes, c.exclusive_bytes)
-                    for c, i in zip(heaviest, infos, strict=True)
-                ],
-                "Most exclusive bytes (freed if this commit alone is deleted)",
-            )
+        yield from _lists(runs, zip(heaviest, infos, strict=True))
 
     document = {
         "store_id": config.store,
@@ -91,3 +70,37 @@ def stats(call: Call) -> Answer:
         ],
     }
     return Answer(document, page())
+
+
+def _lists(
+    runs: Sequence[RunInfo], heaviest: "Iterable[tuple[CommitUsage, CommitInfo]]"
+) -> Iterator[Table]:
+    """The runs, and the commits that hold most bytes that no other commit has."""
+    if runs:
+        yield Table(
+            (
+                Column("run"),
+                Column("commits", "count"),
+                Column("latest", "id"),
+                Column("step", "step"),
+                Column("time", "time"),
+            ),
+            runs,
+            "Runs",
+        )
+    if rows := [
+        (i.id, i.run, i.step, i.tags, i.logical_bytes, i.new_bytes, c.exclusive_bytes)
+        for c, i in heaviest
+    ]:
+        sizes = ("logical", "new", "exclusive")
+        yield Table(
+            (
+                Column("commit", "id"),
+                Column("run"),
+                Column("step", "step"),
+                Column("tags", fit="cut", style=TAG),
+                *(Column(name, "bytes") for name in sizes),
+            ),
+            rows,
+            "Most exclusive bytes (freed if this commit alone is deleted)",
+        )
