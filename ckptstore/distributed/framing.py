@@ -13,7 +13,8 @@ _TEXT_BYTES = struct.Struct("<Q")
 
 def pack(value: Any) -> bytes:
     """A message of None, bools, numbers, text, bytes, and lists, tuples and dicts of them: JSON, in
-    which an object of one nameless length stands for bytes, and the bytes after it."""
+    which an object of one nameless length stands for bytes, and the bytes after it. So no dict may
+    have `""` as its only key."""
     parts: list[bytes | memoryview] = []
 
     def put(data: bytes | memoryview) -> dict[str, int]:
