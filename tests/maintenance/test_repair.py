@@ -277,6 +277,47 @@ def test_a_lost_chunk_is_healed_by_committing_it_again(large: Path) -> None:
     assert check(large, Level.DATA).findings == ()
 
 
+def test_a_small_chunk_with_a_flipped_bit_heals_itself(store: Path) -> None:
+    pack = packs_of(store, metadata=False)[0]
+    flip(store / pack_key(pack.id), 17, bit=6)
+    done = heal(store)
+    assert not done.plan.unrepairable
+    assert_whole(store)
+
+
+@pytest.mark.parametrize("from_end", [200, 90, 72, 50, 1])
+def test_a_footer_with_a_flipped_bit_heals_itself(store: Path, from_end: int) -> None:
+    """Bytes of the footer and of each part of the trailer; nothing else knows the chunks."""
+    for pack in packs_of(store, metadata=False):
+        flip(store / pack_key(pack.id), pack.bytes - from_end, bit=5)
+    shutil.rmtree(store / "index")
+    done = heal(store)
+    assert not done.plan.unrepairable
+    assert_whole(store)
+
+
+def test_twins_that_both_have_a_flipped_bit_in_the_footer_heal(store: Path) -> None:
+    for pack in packs_of(store, metadata=True):
+        for key in (pack_key, twin_key):
+            flip(store / key(pack.id), pack.bytes - 90)
+    shutil.rmtree(store / "index")
+    done = heal(store)
+    assert not done.plan.unrepairable
+    assert_whole(store)
+
+
+def test_a_large_chunk_and_a_chunk_with_two_flipped_bits_stay_lost(
+    store: Path, large: Path
+) -> None:
+    for place, offsets in ((store, (17, 18)), (large, (70_000,))):
+        pack = max(packs_of(place, metadata=False), key=lambda pack: pack.chunks)
+        for offset in offsets:
+            flip(place / pack_key(pack.id), offset)
+        done = heal(place)
+        assert done.plan.unrepairable
+        assert check(place, Level.DATA).damaged_commits
+
+
 def test_packs_with_damaged_footers_are_saved_whole(store: Path) -> None:
     for pack in packs_of(store, metadata=False):
         flip(store / pack_key(pack.id), pack.bytes - 90)

@@ -59,7 +59,7 @@ def recover_document(
             data = read_small(mirror, place)
             if data is not None and _is_document(data, commit):
                 return mirror.url, data
-    for data in _flipped(read_small(storage, key)):
+    for data in flipped(read_small(storage, key)):
         if _is_document(data, commit):
             return _ONE_BIT, data
     return None
@@ -138,11 +138,11 @@ def _versions(
     for mirror in mirrors:
         if (data := read_small(mirror, log_key(bad.n))) is not None:
             yield mirror.url, data
-    yield from ((_ONE_BIT, data) for data in _flipped(bad.data))
+    yield from ((_ONE_BIT, data) for data in flipped(bad.data))
 
 
-def _flipped(data: bytes | None) -> Iterator[bytes]:
-    """`data` with each of its bits flipped."""
+def flipped(data: bytes | None) -> Iterator[bytes]:
+    """`data` with each of its bits flipped; nothing for more than `FLIP_BYTES_MAX`."""
     candidate = bytearray(data if data is not None and len(data) <= FLIP_BYTES_MAX else b"")
     for i in range(len(candidate)):
         for bit in range(8):

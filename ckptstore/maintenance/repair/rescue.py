@@ -6,17 +6,18 @@ index. Each is read wherever it may lie, and copied. A copy in another pack repl
 was read, too. If storage does not answer, the pack stays.
 
 All possible sources of a chunk are tried: the damaged packs themselves, their twins, unlisted
-packs, quarantined packs, and the packs of mirrors. None is trusted: a chunk counts only if its
-bytes match its id.
+packs, quarantined packs, and the packs of mirrors; then each of them with one bit flipped back.
+None is trusted: a chunk counts only if its bytes match its id.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import ChunkId, PackId, SessionId
+from ckptstore.core.ids import ChunkId, PackId, SessionId, digest
 from ckptstore.core.model import PackEntry
 from ckptstore.core.text import count_text
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, NotFound, Unavailable
@@ -27,9 +28,23 @@ from ckptstore.maintenance.check.fsck import Facts
 from ckptstore.maintenance.check.indexes import UNKNOWN
 from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.report import Kind
-from ckptstore.maintenance.repair.recover import copy_object, quarantine
+from ckptstore.maintenance.repair.recover import (
+    FLIP_BYTES_MAX,
+    copy_object,
+    flipped,
+    quarantine,
+)
 from ckptstore.objects import codecs
-from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA, TENSOR, FooterTable
+from ckptstore.objects.pack import (
+    LAYOUT,
+    PAGE,
+    SCHEMA,
+    TENSOR,
+    TRAILER_BYTES,
+    FooterTable,
+    parse_footer,
+    parse_trailer,
+)
 from ckptstore.objects.pages import decode_page
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.chunk_reader import coalesce, keys_of, read_chunk_at
@@ -45,7 +60,7 @@ _PACK_FILE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A verified location of a chunk: the object `key` of source number `donor`."""
+    """A location of a chunk: the object `key` of source number `donor`."""
 
     donor: int
     key: str
@@ -73,7 +88,7 @@ class ChunkSource:
             for key, _ in self.storage.list(prefix):
                 try:
                     if _PACK_FILE.fullmatch(key):
-                        tables[key] = read_table_at(self.storage, key)
+                        tables[key] = _read_table(self.storage, key)
                 except CkptStoreError:
                     continue
         return tables
@@ -89,29 +104,68 @@ class ChunkSource:
 
 
 def find_source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
-    """The first location of `chunk` whose bytes match. Source 0 is the store itself.
+    """The first location of `chunk` whose bytes match, or else match with one bit flipped back.
+    Source 0 is the store itself.
 
     Raises `Unavailable` if the chunk is found nowhere and one of its locations did not answer: it
     may not be lost.
     """
     unanswered: Unavailable | None = None
+    damaged: list[Source] = []
     for number, donor in enumerate(donors):
         for key, entry in donor.entries_of(chunk):
+            source = Source(number, key, entry)
             try:
                 read_chunk_at(donor.storage, [key], entry)
-                return Source(number, key, entry)
-            except (Corrupt, NotFound):
+                return source
+            except Corrupt:
+                damaged.append(source)
+            except NotFound:
                 continue
             except Unavailable as error:
                 unanswered = error
+    for source in damaged:
+        with suppress(Corrupt, NotFound):
+            read_source(donors, source)
+            return source
     if unanswered is not None:
         raise unanswered
     return None
 
 
 def read_source(donors: Sequence[ChunkSource], source: Source) -> memoryview:
-    """The raw bytes of the chunk, verified again; raises `Corrupt`, `NotFound` or `Unavailable`."""
-    return read_chunk_at(donors[source.donor].storage, [source.key], source.entry)
+    """The raw bytes of the chunk, verified, if need be with one bit flipped back; raises `Corrupt`,
+    `NotFound` or `Unavailable`."""
+    storage, key, entry = donors[source.donor].storage, source.key, source.entry
+    try:
+        return read_chunk_at(storage, [key], entry)
+    except Corrupt:
+        if entry.codec == codecs.RAW and entry.stored_bytes <= FLIP_BYTES_MAX:
+            stored = storage.read(key, entry.offset, entry.offset + entry.stored_bytes)
+            for data in flipped(stored):
+                if digest(data) == entry.chunk:
+                    return memoryview(data)
+        raise
+
+
+def _read_table(storage: Storage, key: str) -> FooterTable:
+    """The footer of an object, if need be with one bit of its last bytes flipped back; raises
+    `Corrupt`, `NotFound` or `Unavailable`."""
+    try:
+        return read_table_at(storage, key)
+    except Corrupt:
+        tail, size = storage.read_tail(key, FLIP_BYTES_MAX)
+        nbytes = TRAILER_BYTES
+        with suppress(Corrupt):  # otherwise the bit is in the trailer, and only that is tried
+            nbytes += parse_trailer(tail[-TRAILER_BYTES:], size).footer_bytes
+        if nbytes > len(tail):
+            raise
+        for data in flipped(tail[-nbytes:]):
+            with suppress(Corrupt):
+                trailer = parse_trailer(data[-TRAILER_BYTES:], size)
+                footer = (tail[:-nbytes] + data)[-trailer.footer_bytes - TRAILER_BYTES :]
+                return parse_footer(footer[:-TRAILER_BYTES], trailer)
+        raise
 
 
 def write_packs(
@@ -296,12 +350,13 @@ class _Rescue:
         table = self._donors[0].tables.get(sound)
         if table is None or wanted - set(map(ChunkId, table["chunk"].tolist())):
             return ""
-        for chunk in wanted:
-            places = self._donors[0].entries_of(chunk)
-            try:
+        try:
+            read_table_at(self._storage, sound)  # as it is stored, no bit flipped back
+            for chunk in wanted:
+                places = self._donors[0].entries_of(chunk)
                 read_chunk_at(self._storage, [sound], next(e for key, e in places if key == sound))
-            except (Corrupt, NotFound):
-                return ""
+        except (Corrupt, NotFound):
+            return ""
         return sound
 
     def _save(self, damaged: set[PackId]) -> SavePacks:
