@@ -226,13 +226,16 @@ class Transaction:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error and not self.asked:
-            self.packs.drop()
-        if self.owns:
-            # A session without objects ends, so that the gc which makes room need not wait for it.
-            undone = isinstance(error, Refused | NoSpace) and not self.asked
-            ended = error is None or (undone and not self._has_peers)
-            self.owns.end() if ended else self.owns.abandon()
+        undone = False
+        try:
+            if error and not self.asked:
+                self.packs.drop()
+                undone = isinstance(error, Refused | NoSpace)
+        finally:
+            if self.owns:
+                # A session without objects ends, so that the gc which makes room need not wait.
+                ended = error is None or (undone and not self._has_peers)
+                self.owns.end() if ended else self.owns.abandon()
 
     def look(self) -> Dedup:
         """What the store had at the first call, which comes after the session was opened."""

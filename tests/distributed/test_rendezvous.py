@@ -145,24 +145,23 @@ def test_a_rank_that_is_gone_is_known_at_once_and_one_that_is_silent_in_time() -
     gone, silent = threading.Event(), threading.Event()
 
     def work(rank: int) -> Any:
-        peers = company.peers(rank, 2.0 if rank == 0 else TIMEOUT_S)
-        peers.round("together", bytes, lambda handed: handed)
-        if rank == 1:
+        peers = company.peers(rank)
+        try:
+            peers.round("together", bytes, lambda handed: handed)
+            if rank == 2:
+                silent.wait(TIMEOUT_S)
+            if rank != 0:
+                return None
+            gone.wait(TIMEOUT_S)
+            peers.timeout_s = 2.0
+            with pytest.raises(Unavailable) as caught:
+                peers.round("apart", bytes, lambda handed: handed)
+            with pytest.raises(Unavailable, match="rank 1, rank 2 was lost before; way out"):
+                peers.round("again", bytes, lambda handed: handed)
+            return dict(caught.value.causes)
+        finally:
             close(peers)
-            gone.set()
-            return None
-        if rank == 2:
-            silent.wait()
-            close(peers)
-            return None
-        gone.wait()
-        with pytest.raises(Unavailable) as caught:
-            peers.round("apart", bytes, lambda handed: handed)
-        with pytest.raises(Unavailable, match="rank 1, rank 2 was lost before; way out"):
-            peers.round("again", bytes, lambda handed: handed)
-        silent.set()
-        close(peers)
-        return dict(caught.value.causes)
+            (gone if rank == 1 else silent).set()
 
     causes = company.each(work)[0]
     assert isinstance(causes, dict) and causes.keys() == {1, 2}, causes

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptstore.core.options import Storage
 from ckptstore.errors import Unavailable
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.open_store import open
@@ -42,7 +43,7 @@ def fill(place: Path) -> None:
 
 def test_a_full_disk_frees_itself(small_disk: Path) -> None:
     place = small_disk / "store"
-    with open(place, chunk_bytes=65536) as store:
+    with open(place, storage=Storage(chunk_bytes=65536)) as store:
         for step in range(6):
             store.commit(state_of(step, own=400_000), step=step)
     fill(small_disk)
@@ -68,7 +69,7 @@ def test_a_full_disk_frees_itself(small_disk: Path) -> None:
 
 def test_a_copy_that_does_not_fit_is_given_up_and_said_so(small_disk: Path) -> None:
     place = small_disk / "store"
-    with open(place, chunk_bytes=65536) as store:
+    with open(place, storage=Storage(chunk_bytes=65536)) as store:
         for step in range(6):
             store.commit(state_of(step, own=100_000, shared=1_500_000), step=step)
         store.forget(KeepLast(2))

@@ -76,7 +76,7 @@ def test_hosts_of_one_store_may_read_through_different_clients(
         for step in (1, 2, 3):
             assert_equal(theirs.checkout(step).state_dict(), state_of(step))
         assert theirs.fsck().findings == ()
-        assert internals_of(theirs).reopen_arguments["place"].endswith("?client=obstore"), (
+        assert str(internals_of(theirs).handle.place).endswith("?client=obstore"), (
             "other processes of this one read through it too"
         )
     with other.open(there) as theirs:
