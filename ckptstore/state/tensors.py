@@ -118,7 +118,8 @@ def check_memory(tensor: torch.Tensor) -> None:
     """Raise `InvalidInput` for a tensor whose elements are not all in memory that is there: its
     storage was freed or made smaller, or it is a stand-in of one of torch's transforms, which has
     none."""
-    if not tensor.numel():
+    count = tensor.numel()
+    if not count:
         return
     try:
         address, there = tensor.data_ptr(), tensor.untyped_storage().nbytes()
@@ -127,9 +128,10 @@ def check_memory(tensor: torch.Tensor) -> None:
             "a tensor without memory of its own, inside of vmap, grad or the like, has no bytes: "
             f"{_OUTSIDE}"
         ) from error
-    last = tensor.storage_offset() + sum(
-        (n - 1) * abs(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    if not tensor.is_contiguous():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        count = 1 + sum((n - 1) * abs(step) for n, step in steps)
+    last = tensor.storage_offset() + count - 1
     needed = -(-(last + 1) * tensor.itemsize // _PER_BYTE.get(tensor.dtype, 1))
     if there < needed:
         raise InvalidInput(
