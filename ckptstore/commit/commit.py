@@ -14,6 +14,7 @@ from ckptstore.commit.transaction import (
 from ckptstore.commit.write import read_all
 from ckptstore.core.model import LeafContent
 from ckptstore.core.options import Ranks
+from ckptstore.core.process import uncollected
 from ckptstore.repository.dedup import DedupHints
 from ckptstore.state.leaf_sources import FlatState
 from ckptstore.state.staging_buffers import Buffer
@@ -47,11 +48,14 @@ class WholePlan:
         self.hints = DedupHints()
 
     def of(self, flats: Flats, chunk_bytes: int, run_bytes: int) -> CommitPlan:
-        extents = [extent_of(flat, i) for flat in flats.values() for i in range(len(flat.leaves))]
-        if extents != self._extents or run_bytes != self._run_bytes:
-            self._extents, self._run_bytes, self.hints = extents, run_bytes, DedupHints()
-            self._plan = plan_commit(extents, chunk_bytes, run_bytes)
-        return self._plan
+        with uncollected():
+            extents = [
+                extent_of(flat, i) for flat in flats.values() for i in range(len(flat.leaves))
+            ]
+            if extents != self._extents or run_bytes != self._run_bytes:
+                self._extents, self._run_bytes, self.hints = extents, run_bytes, DedupHints()
+                self._plan = plan_commit(extents, chunk_bytes, run_bytes)
+            return self._plan
 
 
 def extent_of(flat: FlatState, i: int) -> Extent:
