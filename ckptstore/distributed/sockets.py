@@ -236,5 +236,4 @@ class SocketTransfer:
             self._moved.result(timeout_s)
         except (TimeoutError, OSError) as error:
             self._end.shut_down()
-            why = str(error) if self._moved.done() else f"silent for {timeout_s:g} s"
-            raise RuntimeError(why) from error
+            raise RuntimeError(str(error) or f"silent for {timeout_s:g} s") from error

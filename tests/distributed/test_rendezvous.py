@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from ckptstore.distributed.collective import Collective, Part
-from ckptstore.distributed.sockets import Invitation, Listener
+from ckptstore.distributed.sockets import Invitation, Listener, SocketTransfer
 from ckptstore.errors import Unavailable
 
 T = TypeVar("T")
@@ -170,3 +170,15 @@ def test_a_rank_that_is_gone_is_known_at_once_and_one_that_is_silent_in_time() -
         and "silent for" in causes[2]
         and "way out" in causes[1]
     )
+
+
+def test_a_silence_is_named_though_the_shutdown_ends_the_transfer_at_once() -> None:
+    moved: Future[None] = Future()
+
+    class End:
+        def shut_down(self) -> None:
+            moved.set_exception(ConnectionResetError("it closed the connection"))
+
+    transfer = SocketTransfer(End(), moved)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"silent for 0\.01 s"):
+        transfer.wait(0.01)
