@@ -1,18 +1,21 @@
 """How is a state divided into units of work? This plans only; no bytes move.
 
-A run is up to 8 MiB of consecutive chunks of one leaf. A batch, the unit a thread takes, is one
-large run or many small ones, so that ten thousand small leaves need few hand-overs.
+A run is up to 8 MiB of consecutive chunks of one leaf, which lie together in a pack. A batch, the
+unit a thread takes, is one large run or many small ones, so that ten thousand small leaves need few
+hand-overs. The thread copies, hashes and writes a batch in windows of 2 MiB.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptstore.core.config import RUN_BYTES
+from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.core.geometry import Grid, grid
 from ckptstore.core.model import INLINE_BYTES, Box, Shape
 
 BATCH_RUNS = 256
+WINDOW_BYTES = 2 * MIB
+"""A copy that leaves the core's cache would cost as much as its hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +60,14 @@ def is_floating(dtype: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class Run:
     """Consecutive chunks of a part, starting with chunk `first`: chunk `first + i` is bytes
-    `cuts[i]:cuts[i + 1]` of the leaf."""
+    `cuts[i]:cuts[i + 1]` of the leaf. A piece of a run has `lead` bytes of the run
+    before it and `rest` behind it."""
 
     part: Part
     first: int
     cuts: tuple[int, ...]
+    lead: int = 0
+    rest: int = 0
 
     @property
     def key(self) -> tuple[int, int]:
@@ -71,6 +77,20 @@ class Run:
     @property
     def raw_bytes(self) -> int:
         return self.cuts[-1] - self.cuts[0]
+
+    def pieces(self) -> Iterator["Run"]:
+        """The run in pieces of at most `WINDOW_BYTES`, or one chunk."""
+        begin = 0
+        for end in range(1, len(self.cuts)):
+            if end + 1 == len(self.cuts) or self.cuts[end + 1] - self.cuts[begin] > WINDOW_BYTES:
+                yield Run(
+                    self.part,
+                    self.first + begin,
+                    self.cuts[begin : end + 1],
+                    self.cuts[begin] - self.cuts[0],
+                    self.cuts[-1] - self.cuts[end],
+                )
+                begin = end
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +166,20 @@ def _batches(runs: Iterator[Run], run_bytes: int) -> Iterator[tuple[Run, ...]]:
         size += run.raw_bytes
     if batch:
         yield tuple(batch)
+
+
+def windows(batch: Sequence[Run]) -> Iterator[list[Run]]:
+    """The pieces of a batch's runs, in order, in windows of at most `WINDOW_BYTES`, or one
+    chunk."""
+    window: list[Run] = []
+    size = 0
+    for run in batch:
+        for piece in run.pieces() if run.raw_bytes > WINDOW_BYTES else (run,):
+            nbytes = piece.raw_bytes
+            if window and size + nbytes > WINDOW_BYTES:
+                yield window
+                window, size = [], 0
+            window.append(piece)
+            size += nbytes
+    if window:
+        yield window

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ckptstore.commit.pending import Watch
-from ckptstore.commit.plan import CommitPlan, Part, Run
+from ckptstore.commit.plan import CommitPlan, Part, Run, windows
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
 from ckptstore.errors import Conflict
 from ckptstore.objects import codecs
@@ -21,6 +21,7 @@ from ckptstore.repository.dedup import Dedup
 from ckptstore.repository.pack_writer import PackSet
 from ckptstore.repository.thread_pool import NO_MEMORY, Scratch, ThreadPool
 from ckptstore.state.leaf_sources import NotCopied, Source
+from ckptstore.storage.direct_io_file import BLOCK_BYTES
 
 COPIED_BY_NUMPY = 64 << 10
 """numpy copies this many bytes or more, and releases the GIL; for fewer, the call costs more than
@@ -30,8 +31,9 @@ PARALLEL_BYTES = 4 << 20
 """The calling thread writes a commit up to this size alone: into one pack, without hand-overs."""
 
 
-_New: TypeAlias = tuple[Part, list[ChunkId], list[memoryview], memoryview | None]
-"""Chunks of a part to be written: ids, bytes, and the memory that holds all of them together."""
+_New: TypeAlias = tuple[Run, int, list[ChunkId], list[memoryview], memoryview | None]
+"""Chunks to be written: their run, the number of the first, ids, bytes, and the memory that holds
+all of them together."""
 
 
 def hash_chunks(
@@ -113,24 +115,18 @@ class ChunkWriter:
         self._pack_writer = packs.pack_writer()
         self._scratch = scratch
         self._memory = NO_MEMORY
-        """Private to this thread; each batch overwrites it."""
+        """Private to this thread; each window overwrites it."""
+        self._written = (-1, -1)
+        """The leaf of the chunks queued last, and the number of the chunk behind them."""
 
     def work(self) -> None:
         """Write batches until none is left. The last pack is then closing."""
         try:
             for batch in self._batches:
-                for part, ids, raws, whole in self._new(batch):
-                    self._pack_writer.add(
-                        ids,
-                        raws,
-                        part.width,
-                        TENSOR,
-                        codec=self._codec_of(part),
-                        run_bytes=sum(map(len, raws)),
-                        whole=whole,
-                    )
-                    self.new_chunks += len(ids)
-                self._pack_writer.flush()
+                for window in windows(batch):
+                    for new in self._new(window):
+                        self._add(*new)
+                    self._pack_writer.flush()
                 self._watch.worked(batch)
             self._packs.close_aside(self._pack_writer)
         except BaseException:
@@ -140,13 +136,35 @@ class ChunkWriter:
             self._scratch.give(self._memory)
             self._memory = NO_MEMORY
 
-    def _new(self, batch: tuple[Run, ...]) -> Iterator[_New]:
-        """Hash a batch and look its chunks up; the chunks to write, run by run."""
-        hashed = self._hashed(batch)
-        fresh = self._dedup.fresh_runs(
-            [(run.key, ids) for run, (ids, _) in zip(batch, hashed, strict=True)]
+    def _add(
+        self,
+        run: Run,
+        first: int,
+        ids: list[ChunkId],
+        raws: list[memoryview],
+        whole: memoryview | None,
+    ) -> None:
+        """Queue new chunks. A piece whose predecessor was just written follows it directly."""
+        follows = run.lead and self._written == (run.part.leaf, first)
+        self._pack_writer.add(
+            ids,
+            raws,
+            run.part.width,
+            TENSOR,
+            codec=self._codec_of(run.part),
+            run_bytes=0 if follows else sum(map(len, raws)) + run.rest,
+            whole=whole,
         )
-        for run, (ids, memory), is_new in zip(batch, hashed, fresh, strict=True):
+        self.new_chunks += len(ids)
+        self._written = run.part.leaf, first + len(ids)
+
+    def _new(self, window: Sequence[Run]) -> Iterator[_New]:
+        """Hash a window and look its chunks up; the chunks to write, run by run."""
+        hashed = self._hashed(window)
+        fresh = self._dedup.fresh_runs(
+            [(run.key, ids) for run, (ids, _) in zip(window, hashed, strict=True)]
+        )
+        for run, (ids, memory), is_new in zip(window, hashed, fresh, strict=True):
             at = (run.first - run.part.first) * CHUNK_ID_BYTES
             self._ids[run.part.leaf][at : at + len(ids) * CHUNK_ID_BYTES] = b"".join(ids)
             if any(is_new):
@@ -156,16 +174,17 @@ class ChunkWriter:
                     else list(compress(_chunks(run, memory), is_new))
                 )
                 whole = memory if all(is_new) else None
-                yield run.part, list(compress(ids, is_new)), raws, whole
+                first = run.first + is_new.index(True)
+                yield run, first, list(compress(ids, is_new)), raws, whole
 
-    def _hashed(self, batch: Sequence[Run]) -> list[tuple[list[ChunkId], memoryview | None]]:
+    def _hashed(self, window: Sequence[Run]) -> list[tuple[list[ChunkId], memoryview | None]]:
         """For each run, its chunk ids and its bytes in memory that no other thread changes. None
         stands for the bytes of a run that probably holds nothing new."""
-        offsets, nbytes = self._copy_offsets(batch)
+        offsets, nbytes = self._copy_offsets(window)
         if len(self._memory) < nbytes:
             self._memory = self._scratch.take(nbytes)
         found: list[tuple[list[ChunkId], memoryview | None]] = []
-        for run, offset in zip(batch, offsets, strict=True):
+        for run, offset in zip(window, offsets, strict=True):
             if offset is not None:
                 memory = self._memory[offset : offset + run.raw_bytes]
                 unchanged = self._unchanged(run)
@@ -180,17 +199,17 @@ class ChunkWriter:
                 found.append((list(map(self._dedup.hash, _chunks(run, still))), still))
         return found
 
-    def _copy_offsets(self, batch: Sequence[Run]) -> tuple[list[int | None], int]:
+    def _copy_offsets(self, window: Sequence[Run]) -> tuple[list[int | None], int]:
         """Offsets in this thread's memory for the runs to be copied, and the total size. They are
         aligned as in a pack, so that the copies can be written from there."""
         offsets: list[int | None] = []
         end = 0
-        for run in batch:
+        for run in window:
             source = self._sources[run.part.leaf]
             if source.still or source.known_ids is not None:
                 offsets.append(None)
             else:
-                start = align(end, run.raw_bytes)
+                start = align(end, run.raw_bytes) + run.lead % BLOCK_BYTES
                 offsets.append(start)
                 end = start + run.raw_bytes
         return offsets, end

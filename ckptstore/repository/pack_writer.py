@@ -147,19 +147,20 @@ class PackWriter:
         run_bytes: int,
         whole: memoryview | None = None,
     ) -> None:
-        """Append a run: chunks that will lie next to each other.
+        """Append chunks that will lie next to each other: a run, or a piece of one.
 
-        `run_bytes` is its raw length and decides its alignment. `whole` is the memory that holds
-        all of `raws` contiguously, if there is one: unencoded chunks then go to storage in one
-        piece, even if they end within a disk block. The memory of `raws` must not change before
-        `flush`.
+        `run_bytes` is the run's raw length and decides its alignment; 0 if these chunks go on with
+        the run of the last call. `whole` is the memory that holds all of `raws` contiguously, if
+        there is one: unencoded chunks then go to storage in one piece, even if they end within a
+        disk block. The memory of `raws` must not change before `flush`.
         """
         target = self._pack
         if target is None or (target.offset and target.offset + run_bytes > self._packs.pack_bytes):
             self.flush()
             self._packs.close_aside(self)
             target = self._pack = self._packs.open_pack(metadata=self._metadata)
-        target.pad_to(pack.align(target.offset, run_bytes))
+        if run_bytes:
+            target.pad_to(pack.align(target.offset, run_bytes))
         if whole is not None and codec == codecs.RAW:
             offset = target.append(whole)
             for chunk, raw in zip(ids, raws, strict=True):

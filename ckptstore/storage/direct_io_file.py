@@ -93,10 +93,10 @@ class GrowingFile:
                 data = self._copy(aligned, data)
 
     def _copy(self, aligned: memoryview, data: memoryview) -> memoryview:
-        """Copy as much of `data` as fits; returns the rest."""
+        """Copy as much of `data` as fits, or completes a begun block; returns the rest."""
         import numpy as np  # here, because queries do not wait for it
 
-        n = min(len(data), BUFFER_BYTES - self._filled)
+        n = min(len(data), -self._filled % BLOCK_BYTES or BUFFER_BYTES - self._filled)
         # A copy, because the disk takes aligned memory only; numpy's, because it lets other threads
         # run meanwhile.
         np.copyto(

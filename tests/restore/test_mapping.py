@@ -85,6 +85,20 @@ def test_a_tensor_that_lies_in_several_packs_is_stitched(store: ckptstore.Store)
     assert tensor.shape == whole.shape and tensor.is_contiguous()
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_is_mapped_as_one_though_its_windows_end_within_pages(
+    store: ckptstore.Store, background: bool
+) -> None:
+    tensor = torch.randn(1900, 1001)  # 7.6 MB in one run; chunks end with rows, of 4,004 bytes
+    state = {"before": torch.randn(30_000), "part": tensor}
+    snapshot = store.commit_async(state).wait() if background else store.commit(state)
+    mapped = snapshot.open("part")
+    assert mappings() == 1
+    assert torch.equal(mapped, tensor)
+    tensor[1000] += 1  # of the third window; what follows it lies in the first commit's pack
+    store.commit(state).verify()
+
+
 def test_opening_reads_nothing_and_touching_a_row_reads_its_pages(
     place: Path, store: ckptstore.Store
 ) -> None:
