@@ -4,7 +4,7 @@ however DCP is called.
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,9 @@ from ckptstore import Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.dcp import StoreReader, StoreWriter, dcp_to_store, store_to_dcp
 from ckptstore.maintenance.check.report import Kind
 from tests.interop.dcp_states import OLD_TORCH, nested, same, zeros
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is",
@@ -313,6 +316,24 @@ def test_async_save_in_a_thread(place: Path) -> None:
         failed = dcp.async_save({"odd": object()}, storage_writer=StoreWriter(store), no_dist=True)
         with pytest.raises(CheckpointException, match="odd"):
             failed.result()
+
+
+@pytest.mark.skipif(OLD_TORCH, reason="torch 2.6 saves asynchronously only with a process group")
+def test_a_name_that_was_given_before_holds_in_the_thread_or_process_that_saves(
+    place: Path,
+) -> None:
+    import copy
+
+    writer, state = StoreWriter(place), {"w": torch.ones(3)}
+    writer.reset("named")
+    for own in (None, "7"):
+        saving = dcp.async_save(state, storage_writer=writer, checkpoint_id=own, no_dist=True)
+        cast("Future[Any]", saving).result()
+    sent = copy.deepcopy(writer)
+    assert sent.checkpoint_id == writer.checkpoint_id == "named"
+    with ckptstore.open(place) as store:
+        last, first = store.log()
+        assert (first.tags, first.step, last.tags, last.step) == (("named",), None, (), 7)
 
 
 def test_a_writer_is_pickled_as_its_place(place: Path) -> None:

@@ -46,7 +46,8 @@ class AtPlace(Generic[Work]):
 
     The store is open, or is opened for each save or load. DCP makes all calls of a save or load on
     one thread, and those of `async_save` on another. It sends this object to another process,
-    where its store is opened again.
+    where its store is opened again. A name given on the thread that made this object holds on every
+    thread that gives none.
     """
 
     def __init__(
@@ -76,10 +77,12 @@ class AtPlace(Generic[Work]):
             "run": run,
             "storage": Storage(options=storage_options, index=index),
         }
+        self._name: CheckpointId | None = None
         self._begin()
 
     def _begin(self) -> None:
         self._thread = threading.local()
+        self._maker = threading.get_ident()
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_thread", "_saves")
@@ -107,12 +110,17 @@ class AtPlace(Generic[Work]):
 
     @property
     def _turn(self) -> Turn[Work]:
-        turn: Turn[Work] = getattr(self._thread, "turn", Turn())
+        turn: Turn[Work] = getattr(self._thread, "turn", Turn(self._name))
         return turn
 
     @_turn.setter
     def _turn(self, turn: Turn[Work]) -> None:
         self._thread.turn = turn
+
+    def _rename(self, name: CheckpointId | None) -> None:
+        if threading.get_ident() == self._maker:
+            self._name = name
+        self._turn = Turn(name)
 
     def _drop(self) -> None:
         """End this thread's save or load."""

@@ -106,7 +106,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
         `ref`.
         """
         self._drop()
-        self._turn = Turn(checkpoint_id)
+        self._rename(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's metadata of the commit; with `rank`, of that rank's save without coordination.

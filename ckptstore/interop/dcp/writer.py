@@ -169,7 +169,7 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         """Forget this thread's last save; the next one is called `checkpoint_id`."""
         Name.of(checkpoint_id)  # raises before anything is forgotten
         self._drop()
-        self._turn = Turn(checkpoint_id)
+        self._rename(checkpoint_id)
         self.commit = None
 
     @property
