@@ -36,7 +36,6 @@ class Decided:
 
     contents: dict[tuple[Target, int | None], LeafContent] = field(default_factory=dict)
     private: set[Target] = field(default_factory=set)
-    compared: dict[Target, dict[Place, bytes]] = field(default_factory=dict)
     writes: list[list[tuple[int, int, int]]] = field(default_factory=list)
     wanted: list[list[bytes]] = field(default_factory=list)
 
@@ -53,9 +52,7 @@ def decide(plan: RanksPlan, reports: Sequence[Sequence[Report]]) -> Decided:
         tree = plan.trees[target.tree]
         leaf = plan.leaf(target)
         here = {place: next(found[place.rank]) for place in places}
-        if target in plan.tiled:
-            decided.compared[target] = {place: report.ids for place, (_, report) in here.items()}
-        elif leaf.kind == "tensor" and any(
+        if leaf.kind == "tensor" and any(
             holder.leaf in tree.trees[holder.rank].held for holder in leaf.holders
         ):
             content = _assembled(
@@ -200,7 +197,7 @@ class Assembler:
                 raise Conflict(
                     f"rank {rank} changed its state while it was committed; commit between steps"
                 )
-        _compare(self._plan, decided, ids, observations)
+        _compare(self._plan, ids, observations)
         return [self._tree(number, decided, ids) for number in range(len(self._plan.trees))]
 
     def _tree(self, number: int, decided: Decided, ids: "_Ids") -> TreeContent:
@@ -342,41 +339,15 @@ def _resolve(
     return _ResolvedTree(schema, found)
 
 
-def _compare(
-    plan: RanksPlan, decided: Decided, ids: _Ids, observations: Sequence[Observation]
-) -> None:
-    """Compare the observations and reports of replicas with what was written for them."""
-    for (target, box, place, _), cell, chunk in observations:
+def _compare(plan: RanksPlan, ids: _Ids, observations: Sequence[Observation]) -> None:
+    """Compare the observations of replicas with what was written for them."""
+    for (target, box, place, _, _), cell, chunk in observations:
         number = _chunk_of(plan.tiled[target], box, cell)
         if (
             number is not None
             and ids.of(target)[number * CHUNK_ID_BYTES : (number + 1) * CHUNK_ID_BYTES] != chunk
         ):
             _diverged(plan, target, place.rank)
-    for target, found in decided.compared.items():
-        tiled = plan.tiled[target]
-        for place, joined in found.items():
-            wanted = b"".join(
-                _box_ids(tiled, ids.of(target), box) for box in _boxes_of(plan, target, place)
-            )
-            if wanted != joined:
-                _diverged(plan, target, place.rank)
-
-
-def _boxes_of(plan: RanksPlan, target: Target, place: Place) -> list[int]:
-    """The numbers of the boxes that a rank holds of a leaf, in that rank's order."""
-    tree, tiled = plan.trees[target.tree], plan.tiled[target]
-    holding = tree.trees[place.rank].held.get(plan.leaf(target).holders[place.holder].leaf)
-    return (
-        list(range(len(tiled.boxes)))
-        if holding is None
-        else [tiled.boxes.index(box) for box in holding.boxes]
-    )
-
-
-def _box_ids(tiled: Tiled, ids: bytes, box: int) -> bytes:
-    span = next(span for span in tiled.tiling.spans if span.box == box)
-    return ids[span.chunk * CHUNK_ID_BYTES : (span.chunk + span.stop - span.first) * CHUNK_ID_BYTES]
 
 
 def _chunk_of(tiled: Tiled, box: int, cell: int) -> int | None:

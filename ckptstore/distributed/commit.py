@@ -42,8 +42,13 @@ from ckptstore.distributed.coordinator import (
 )
 from ckptstore.distributed.framing import Cause, failure
 from ckptstore.distributed.merge import encode_description
-from ckptstore.distributed.rank_task import Boxes, RankTask, decode_task
-from ckptstore.distributed.rank_worker import Plans, RankWorker
+from ckptstore.distributed.rank_worker import (
+    Boxes,
+    Plans,
+    RankTask,
+    RankWorker,
+    decode_task,
+)
 from ckptstore.errors import CkptStoreError, Conflict, NoSpace
 from ckptstore.log.log import Refused
 from ckptstore.objects.documents import decode_document

@@ -23,7 +23,7 @@ from ckptstore.distributed.assemble import (
 from ckptstore.distributed.framing import cause_of
 from ckptstore.distributed.merge import RankTree, Report, decode_description, merge, split_ids
 from ckptstore.distributed.plan import RanksPlan, Shared, plan_ranks
-from ckptstore.distributed.rank_task import encode_tasks
+from ckptstore.distributed.rank_worker import encode_tasks
 from ckptstore.errors import Conflict
 from ckptstore.log.log import Refused
 from ckptstore.log.sessions import Session, open_session
