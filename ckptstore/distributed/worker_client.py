@@ -49,7 +49,7 @@ class WorkerCommitter:
 
     def __init__(self, place: str, options: Mapping[str, Any], threads: int) -> None:
         """`options` are those of `StoreHandle`."""
-        self._opening = Message({"place": place, "options": dict(options), "threads": threads})
+        self._opening = {"place": place, "options": dict(options), "threads": threads}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection[Any, Any] | None = None
         self._sent: Buffer | None = None
@@ -114,7 +114,7 @@ class WorkerCommitter:
 
         if not peers.round("workers: ready", describe, all_of):
             self._meet(peers)
-        found[0].says.update(group=self._groups[peers], timeout_s=peers.timeout_s)
+        found[0].update(group=self._groups[peers], timeout_s=peers.timeout_s)
         return found[0]
 
     def _meet(self, peers: Collective) -> None:
@@ -134,11 +134,12 @@ class WorkerCommitter:
             "rank": peers.rank,
             "places": places,
             "timeout_s": peers.timeout_s,
+            "secret": secret,
         }
         if not (self._connection and self._alive):
             raise self._lost()
         try:
-            send(self._connection, Message(invitation, secret))
+            send(self._connection, invitation)
         except OSError as error:
             raise self._lost() from error
         self._met[peers] = self._alive
@@ -149,7 +150,7 @@ class WorkerCommitter:
         answer = None
         with suppress(OSError):
             connection = self._working()
-            send(connection, Message({"listen": True}))
+            send(connection, {"listen": True})
             answer = receive(connection) if connection.poll(timeout_s) else None
         if answer is None:
             pid = self.pid
@@ -158,9 +159,9 @@ class WorkerCommitter:
                 f"the worker process {pid} ended, or was silent for {timeout_s:g} s; the next "
                 "commit starts another worker"
             )
-        if "failed" in answer.says:
+        if "failed" in answer:
             raise error_from(answer)
-        return answer.says["addresses"]
+        return answer["addresses"]
 
     # -- the worker process --
 
@@ -185,7 +186,7 @@ class WorkerCommitter:
         connection, arena = self._connection, request.buffer
         assert connection is not None and arena is not None
         try:
-            send(connection, message._replace(fd=arena.fd if self._sent is not arena else -1))
+            send(connection, message, arena.fd if self._sent is not arena else None)
             self._sent = arena
             said = self._listen(connection, request.watch)
         except OSError as error:
@@ -201,15 +202,15 @@ class WorkerCommitter:
         """The worker's reply, or its failure; the worker is idle afterwards."""
         cancelled: Cancelled | None = None
         while message := receive(connection):
-            if "reached" in message.says:
-                watch.reached(Milestone(message.says["reached"]))
-            elif "publishing" in message.says:
+            if "reached" in message:
+                watch.reached(Milestone(message["reached"]))
+            elif "publishing" in message:
                 try:
                     watch.publishing()
                 except Cancelled as error:
                     cancelled = error
-                send(connection, Message({"go": cancelled is None}))
-            elif "failed" in message.says:
+                send(connection, {"go": cancelled is None})
+            elif "failed" in message:
                 return cancelled or error_from(message)
             else:
                 return message
