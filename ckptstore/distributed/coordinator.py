@@ -28,13 +28,17 @@ from ckptstore.distributed.assemble import (
     Assembler,
     Decided,
     Observation,
-    WrittenIds,
     decide,
     layout_of,
     logical_bytes,
 )
-from ckptstore.distributed.framing import cause_of, damaged
-from ckptstore.distributed.merge import RankTree, Report, decode_description, merge, split_ids
+from ckptstore.distributed.merge import (
+    RankTree,
+    contents_from,
+    decode_description,
+    merge,
+    split_ids,
+)
 from ckptstore.distributed.plan import RanksPlan, Shared, plan_ranks
 from ckptstore.distributed.rank_worker import encode_tasks
 from ckptstore.errors import Conflict
@@ -129,7 +133,7 @@ class Coordinator:
 
     def decide(self, handed_in: Sequence[Any]) -> list[Any]:
         """Answer the ranks' reports with the chunks that each rank still has to write."""
-        reports = [[Report(*report) for report in found] for found, _, _ in handed_in]
+        reports = [contents_from(found) for found, _, _ in handed_in]
         self._decided = decide(self._plan, reports)
         self._observations = [
             Observation(shared[number], cell, chunk)
@@ -155,10 +159,10 @@ class Coordinator:
         An error is raised only before the append, or if its outcome is unknown; in the second case
         nothing may be deleted.
         """
-        receipts = [Receipt.decode(each[0]) for each in handed_in]
+        receipts = [Receipt.decode(receipt) for receipt, _ in handed_in]
         with uncollected():
             trees = self._assembler.assemble(
-                self._decided, [WrittenIds(*each[1:]) for each in handed_in], self._observations
+                self._decided, [ids for _, ids in handed_in], self._observations
             )
         try:
             published = transaction.publish(
@@ -188,11 +192,6 @@ class Coordinator:
         self.close(ended=False)
         self.session = open_session(self._to.objects.storage, "commit")
         return self.session.id
-
-
-def refused(error: Exception, size: int) -> list[Any]:
-    """The answer to `size` ranks for a commit that is certainly not in the log."""
-    return [(REFUSED, cause_of(error))] * size
 
 
 def head_of(label: CommitMetadata) -> list[Any]:
@@ -303,16 +302,3 @@ class PartsCommitter:
                 ) from error
             raise
         return published.committed(started)
-
-
-def contents_to(contents: Sequence[LeafContent]) -> list[Any]:
-    """Contents without boxes, as values of a message."""
-    return [[each.inline, each.ids, each.raw_bytes] for each in contents]
-
-
-def contents_from(said: Any) -> list[LeafContent]:
-    """The inverse of `contents_to`; raises `Corrupt`."""
-    try:
-        return [LeafContent(inline, ids, raw_bytes) for inline, ids, raw_bytes in said]
-    except (TypeError, ValueError) as error:
-        raise damaged(error) from error

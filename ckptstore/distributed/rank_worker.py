@@ -17,15 +17,17 @@ from ckptstore.commit.transaction import Transaction
 from ckptstore.commit.write import hash_chunks, read_all
 from ckptstore.core import geometry
 from ckptstore.core.geometry import grid
-from ckptstore.core.ids import SessionId
-from ckptstore.core.model import INLINE_BYTES
+from ckptstore.core.ids import CHUNK_ID_BYTES, SessionId
+from ckptstore.core.model import INLINE_BYTES, LeafContent
 from ckptstore.distributed.collective import Collective, DeferredErrors, Part
 from ckptstore.distributed.framing import damaged, pack, unpack
-from ckptstore.distributed.merge import Report
+from ckptstore.distributed.merge import contents_to
 from ckptstore.distributed.plan import Piece, Place, RanksPlan, Target
+from ckptstore.errors import Conflict
 from ckptstore.repository.memory_budget import RankRoom
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import FlatState, Source
+from ckptstore.state.staging_buffers import BufferSource
 
 
 class LeafRef(NamedTuple):
@@ -154,7 +156,7 @@ class Boxes:
     """A rank's part of the state, box by box."""
 
     def __init__(self, flats: Sequence[FlatState], chunk_bytes: int) -> None:
-        self._flats, self._chunk_bytes = flats, chunk_bytes
+        self._flats, self.chunk_bytes = flats, chunk_bytes
 
     def source(self, ref: LeafRef) -> Source:
         flat, leaf = self._resolved(ref)
@@ -174,7 +176,7 @@ class Boxes:
     def cells(self, ref: LeafRef, first: int, stop: int) -> Extent:
         """Cells `first:stop` of a box."""
         extent = self.extent(ref)
-        cells = grid(extent.shape, extent.width, self._chunk_bytes, extent.box)
+        cells = grid(extent.shape, extent.width, self.chunk_bytes, extent.box)
         return extent._replace(
             cells=(first, stop), raw_bytes=cells.span(stop - 1)[1] - cells.span(first)[0]
         )
@@ -221,13 +223,13 @@ class RankWorker:
         task: RankTask,
         plans: Plans,
         threads: ThreadPool,
-        chunk_bytes: int,
         room: RankRoom,
     ) -> None:
         self._transaction, self._boxes, self._task, self._plans = transaction, boxes, task, plans
-        self._threads, self._chunk_bytes, self._room = threads, chunk_bytes, room
+        self._threads, self._room = threads, room
         self._later = DeferredErrors()
-        self._cells = self._jobs = self._decided = b""
+        self._ids = b""
+        self._reported: list[LeafContent] = []
 
     def report(self, peers: Collective) -> Any:
         """Exchange fragments, write the planned chunks that the store lacks, and report the content
@@ -242,21 +244,28 @@ class RankWorker:
             self._boxes.cells(ref, cell, cell + 1)
             for ref, (_, cell) in zip(spots, chosen, strict=True)
         ]
-        return self._reports(), chosen, b"".join(self._hash(spots, cells))
+        self._reported = self._reports()
+        return contents_to(self._reported), chosen, b"".join(self._hash(spots, cells))
 
     def write_decided(self, decided: Sequence[Sequence[int]]) -> None:
-        """Write chunks `first:stop` of reported leaves: (number of the report, first, stop)."""
+        """Write chunks `first:stop` of reported leaves: (number of the report, first, stop). Raises
+        `Conflict` if they are no longer those that were reported.
+        """
         spots = [self._task.reports[number] for number, _, _ in decided]
         extents = [
             self._boxes.cells(ref, first, stop)
             for ref, (_, first, stop) in zip(spots, decided, strict=True)
         ]
-        self._decided = self._write(self._planned(extents), list(map(self._boxes.source, spots)))
+        written = self._write(self._planned(extents), list(map(self._boxes.source, spots)))
+        if written != b"".join(
+            self._reported[number].ids[first * CHUNK_ID_BYTES : stop * CHUNK_ID_BYTES]
+            for number, first, stop in decided
+        ):
+            raise Conflict("the state was changed while it was committed; commit between steps")
 
     def receipt(self) -> Any:
-        """This rank's receipt and its chunk ids, once its packs are durable."""
-        receipt = self._transaction.receipt().encode()
-        return receipt, self._jobs, self._cells, self._decided
+        """This rank's receipt and the ids of its jobs and its cells, once its packs are durable."""
+        return self._transaction.receipt().encode(), self._ids
 
     def _write_planned(self, peers: Collective) -> None:
         ids: list[bytes] = []
@@ -266,43 +275,44 @@ class RankWorker:
             with self._later.failing():
                 extents = [extent for extent, _ in batch]
                 plan = self._kept(f"cells {number}", partial(self._planned, extents))
-                sources: list[Source] = [_Bytes(data, extent.width) for extent, data in batch]
+                sources: list[Source] = [
+                    BufferSource(memoryview(data), 0, len(data), extent.width)
+                    for extent, data in batch
+                ]
                 ids.append(self._write(plan, sources))
         self._later.settle()
-        self._cells = b"".join(ids)
-        plan = self._kept("jobs", self._plan_of_jobs)
-        self._jobs = self._write(plan, [self._boxes.source(ref) for ref, _, _ in self._task.jobs])
+        plan = self._kept(
+            "jobs", lambda: self._planned([self._boxes.cells(*job) for job in self._task.jobs])
+        )
+        jobs = self._write(plan, [self._boxes.source(ref) for ref, _, _ in self._task.jobs])
+        self._ids = b"".join((jobs, *ids))
 
-    def _plan_of_jobs(self) -> CommitPlan:
-        return self._planned([self._boxes.cells(*job) for job in self._task.jobs])
-
-    def _reports(self) -> list[Report]:
+    def _reports(self) -> list[LeafContent]:
         """This rank's content of the reported leaves."""
-        found: list[Report | None] = []
-        hashed: list[LeafRef] = []
-        for ref in self._task.reports:
-            pieces = self._boxes.pieces(ref)
-            if self._boxes.global_bytes(ref) <= INLINE_BYTES:
-                inline = b"".join(read_all(self._boxes.source(piece)) for piece in pieces)
-                found.append(Report(inline, b"", len(inline)))
-            else:
-                found.append(None)
-                hashed.extend(pieces)
-        extents = [self._boxes.extent(ref) for ref in hashed]
-        ids = iter(zip(self._hash(hashed, extents), extents, strict=True))
-        for i, report in enumerate(found):
-            if report is None:
-                parts = [next(ids) for _ in self._boxes.pieces(self._task.reports[i])]
-                joined = b"".join(chunks for chunks, _ in parts)
-                found[i] = Report(None, joined, sum(extent.raw_bytes for _, extent in parts))
-        return [report for report in found if report is not None]
+        boxes = self._boxes
+        small = [boxes.global_bytes(ref) <= INLINE_BYTES for ref in self._task.reports]
+        pieces = [boxes.pieces(ref) for ref in self._task.reports]
+        hashed = [
+            ref
+            for is_small, refs in zip(small, pieces, strict=True)
+            if not is_small
+            for ref in refs
+        ]
+        ids = iter(self._hash(hashed, list(map(boxes.extent, hashed))))
+        found = []
+        for is_small, refs in zip(small, pieces, strict=True):
+            sources = list(map(boxes.source, refs))
+            inline = b"".join(map(read_all, sources)) if is_small else None
+            chunks = b"" if is_small else b"".join(next(ids) for _ in refs)
+            found.append(LeafContent(inline, chunks, sum(source.nbytes for source in sources)))
+        return found
 
     def _hash(self, spots: Sequence[LeafRef], extents: Sequence[Extent]) -> list[bytes]:
         sources = list(map(self._boxes.source, spots))
         return hash_chunks(self._planned(extents), sources, self._threads, self._room.write.threads)
 
     def _planned(self, extents: Sequence[Extent]) -> CommitPlan:
-        return plan_chunks(extents, self._chunk_bytes, self._room.write.run_bytes)
+        return plan_chunks(extents, self._boxes.chunk_bytes, self._room.write.run_bytes)
 
     def _kept(self, what: str, make: Callable[[], CommitPlan]) -> CommitPlan:
         key = what, self._room.write.run_bytes, self._room.cells_bytes
@@ -392,23 +402,6 @@ class _Cursor:
     def take(self, nbytes: int) -> memoryview:
         self._at += nbytes
         return self._memory[self._at - nbytes : self._at]
-
-
-class _Bytes:
-    """An assembled chunk as a source."""
-
-    known_ids: bytes | None = None
-    still = True
-
-    def __init__(self, data: bytearray, width: int) -> None:
-        self._data = data
-        self.nbytes, self.width = len(data), width
-
-    def view(self, start: int, stop: int) -> memoryview:
-        return memoryview(self._data)[start:stop]
-
-    def stage(self, start: int, stop: int, out: memoryview) -> None:
-        out[:] = self.view(start, stop)
 
 
 def _chosen(task: RankTask, session: SessionId) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.distributed.collective import Collective
-from ckptstore.distributed.merge import RANKS
+from ckptstore.distributed.merge import RANKS, schema_of
 from ckptstore.distributed.shared_reads import Sharing
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.restore.reader import Tree
@@ -57,15 +57,15 @@ def restore_together(
     def read() -> None:
         restoring.read(sharing.run(peers, task) if task else None)
 
-    peers.round("restore: read", read, lambda handed_in: handed_in)
-    peers.round("restore: finish", restoring.finish, lambda handed_in: handed_in)
+    peers.share("restore: read", read)
+    peers.share("restore: finish", restoring.finish)
     return restoring
 
 
 def agreed(peers: Collective, candidates: Sequence[CommitId]) -> list[CommitId]:
     """The coordinator's candidates, on every rank."""
-    found: list[CommitId] = peers.round(
-        "resume: choose", lambda: candidates, lambda handed_in: [handed_in[0]] * len(handed_in)
+    found: list[CommitId] = peers.share(
+        "resume: choose", lambda: candidates, lambda handed_in: handed_in[0]
     )
     return found
 
@@ -74,7 +74,7 @@ def on_all(peers: Collective, act: Callable[[], T]) -> T:
     """The result of `act` on this rank; an error on any rank is raised on every rank."""
     found: list[T] = []
 
-    peers.round("resume: open", lambda: found.append(act()), lambda handed_in: handed_in)
+    peers.share("resume: open", lambda: found.append(act()))
     return found[0]
 
 
@@ -218,14 +218,11 @@ class _View:
 
     def _schema_of(self, skeleton: Node | int) -> Schema:
         old, numbers = self._schema, {leaf: i for i, leaf in enumerate(self.taken)}
-        return Schema(
-            skeleton,
-            tuple(self._paths),
-            tuple(old.kinds[i] for i in self.taken),
-            tuple(old.dtypes[i] for i in self.taken),
-            tuple(old.shapes[i] for i in self.taken),
-            tuple(numbers.get(old.aliases[i], -1) for i in self.taken),
-        )
+        rows = [
+            (path, old.kinds[i], old.dtypes[i], old.shapes[i], numbers.get(old.aliases[i], -1))
+            for path, i in zip(self._paths, self.taken, strict=True)
+        ]
+        return schema_of(skeleton, rows)
 
 
 def _depth(paths: Sequence[str], ranks: Sequence[int]) -> int:

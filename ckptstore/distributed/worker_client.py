@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -109,10 +109,7 @@ class WorkerCommitter:
             found.append(state_to(label, flats, request, self._schemas))
             return self._alive is not None and self._met.get(peers) is self._alive
 
-        def all_of(ready: Sequence[bool]) -> list[bool]:
-            return [all(ready)] * len(ready)
-
-        if not peers.round("workers: ready", describe, all_of):
+        if not peers.share("workers: ready", describe, all):
             self._meet(peers)
         found[0].update(group=self._groups[peers], timeout_s=peers.timeout_s)
         return found[0]
@@ -125,10 +122,9 @@ class WorkerCommitter:
             self._met.pop(peers, None)
             return self._listening(peers.timeout_s)
 
-        def invite(places: Sequence[Any]) -> list[Any]:
-            return [(os.urandom(SECRET_BYTES), places)] * len(places)
-
-        secret, places = peers.round("workers: meet", listen, invite)
+        secret, places = peers.share(
+            "workers: meet", listen, lambda places: (os.urandom(SECRET_BYTES), places)
+        )
         invitation = {
             "group": group,
             "rank": peers.rank,

@@ -4,7 +4,7 @@ import pytest
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, digest
 from ckptstore.core.model import Box, Node, Schema
-from ckptstore.distributed.assemble import Assembler, Decided, Observation, WrittenIds
+from ckptstore.distributed.assemble import Assembler, Decided, Observation
 from ckptstore.distributed.merge import RankTree, merge
 from ckptstore.distributed.plan import Job, Place, RanksPlan, Target, Tiled, plan_ranks
 from ckptstore.distributed.tiling import tile
@@ -22,9 +22,7 @@ def test_ids_of_a_wrong_number_are_refused_also_if_their_sum_is_right() -> None:
     plan = RanksPlan([], {LEAF: tiled}, jobs=jobs)
     two = bytes(2 * CHUNK_ID_BYTES)
     with pytest.raises(Corrupt, match=f"rank 0 hands in {len(two)} bytes of ids; wanted 1 ids"):
-        Assembler(plan).assemble(
-            Decided(wanted=[[], []]), [WrittenIds(two, b"", b""), WrittenIds(b"", b"", b"")], []
-        )
+        Assembler(plan).assemble(Decided(), [two, b""], [])
 
 
 def tree_of(rank: int) -> RankTree:
@@ -47,7 +45,7 @@ def test_replicas_on_another_mesh_are_compared_chunk_by_chunk() -> None:
     }
     assert all(shared.all for shared in plan.shared)
     chunks = [digest(bytes([number])) for number in range(4)]
-    written = [WrittenIds(b"".join(found), b"", b"") for found in (chunks[:2], chunks[2:], (), ())]
+    written = [b"".join(found) for found in (chunks[:2], chunks[2:], (), ())]
 
     def assembled(*observed: bytes) -> bytes | None:
         observations = [
@@ -55,7 +53,7 @@ def test_replicas_on_another_mesh_are_compared_chunk_by_chunk() -> None:
             for shared in plan.shared
             for cell in range(shared.cells)
         ]
-        trees = Assembler(plan).assemble(Decided(wanted=[[]] * 4), written, observations)
+        trees = Assembler(plan).assemble(Decided(), written, observations)
         return trees[0].contents[0].ids
 
     assert assembled(*chunks) == b"".join(chunks)
