@@ -16,7 +16,7 @@ from contextlib import suppress
 from http.client import HTTPException, HTTPResponse
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
-from ckptstore.distributed.addresses import Address, reach
+from ckptstore.distributed.sockets import Address, reach
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, Unavailable
 from ckptstore.interop.chunk_transfer.wire import (
     DESCRIPTION_BYTES_MAX,

@@ -18,7 +18,7 @@ from xxhash import xxh3_128
 from ckptstore.core.config import MIB, check_chunk_bytes
 from ckptstore.core.ids import CHUNK_ID_BYTES, digest, quick_digest
 from ckptstore.core.model import Shape
-from ckptstore.distributed.addresses import Address
+from ckptstore.distributed.sockets import Address
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects import canonical
 
