@@ -123,10 +123,7 @@ class Destination:
     def write(self, start: int, data: memoryview) -> None:
         """Land `data`, whole elements, at byte `start` of the committed ones."""
         with through(self.stream):
-            if self._committed is None:
-                tensors.write_range(self.tensor, start, data)
-            else:
-                tensors.convert_range(self.tensor, self._committed, start, data)
+            tensors.write_range(self.tensor, start, data, self._committed)
 
     @property
     def parts(self) -> tuple[tuple[Box | None, "Destination"], ...]:
