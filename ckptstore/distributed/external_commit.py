@@ -19,7 +19,6 @@ from ckptstore.commit.transaction import (
     Transaction,
     TreeContent,
 )
-from ckptstore.commit.write import read_all
 from ckptstore.core.ids import SessionId, pack_rank
 from ckptstore.core.model import INLINE_BYTES, LeafContent
 from ckptstore.distributed.assemble import logical_bytes
@@ -28,7 +27,7 @@ from ckptstore.errors import Conflict
 from ckptstore.log.log import Refused
 from ckptstore.log.sessions import Session, open_session
 from ckptstore.repository.dedup import DedupHints
-from ckptstore.state.leaf_sources import Source
+from ckptstore.state.leaf_sources import Source, read_all
 
 
 class Part(NamedTuple):

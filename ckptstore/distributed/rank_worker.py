@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from ckptstore.commit.plan import CommitPlan, Extent, plan_chunks
 from ckptstore.commit.transaction import Transaction
-from ckptstore.commit.write import hash_chunks, read_all
+from ckptstore.commit.write import hash_chunks
 from ckptstore.core.ids import SessionId
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.distributed.collective import Collective, DeferredErrors, Part
@@ -16,7 +16,7 @@ from ckptstore.distributed.merge import Report
 from ckptstore.distributed.rank_task import Assembly, Boxes, LeafRef, Outgoing, RankTask, Window
 from ckptstore.repository.memory_budget import RankRoom
 from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.state.leaf_sources import Source
+from ckptstore.state.leaf_sources import BytesSource, Source, read_all
 
 SAMPLE = 32
 """One in this many boxes that other ranks write is hashed here as well."""
@@ -80,7 +80,7 @@ class RankWorker:
             with self._later.failing():
                 extents = [extent for extent, _ in batch]
                 plan = self._kept(f"cells {number}", partial(self._planned, extents))
-                sources: list[Source] = [_Bytes(data, extent.width) for extent, data in batch]
+                sources: list[Source] = [BytesSource(data, extent.width) for extent, data in batch]
                 ids.append(self._write(plan, sources))
         self._later.settle()
         self._cells = b"".join(ids)
@@ -208,23 +208,6 @@ class _Cursor:
     def take(self, nbytes: int) -> memoryview:
         self._at += nbytes
         return self._memory[self._at - nbytes : self._at]
-
-
-class _Bytes:
-    """An assembled chunk as a source."""
-
-    known_ids: bytes | None = None
-    still = True
-
-    def __init__(self, data: bytearray, width: int) -> None:
-        self._data = data
-        self.nbytes, self.width = len(data), width
-
-    def view(self, start: int, stop: int) -> memoryview:
-        return memoryview(self._data)[start:stop]
-
-    def stage(self, start: int, stop: int, out: memoryview) -> None:
-        out[:] = self.view(start, stop)
 
 
 def _chosen(task: RankTask, session: SessionId) -> Iterator[tuple[int, int]]:

@@ -18,8 +18,8 @@ from ckptstore.state import containers, paths, tensors, values
 from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
 from ckptstore.state.inflate import pickled
-from ckptstore.state.leaf_sources import FlatState, HeldLeaf, Source
-from ckptstore.state.leaves import NOTHING, BytesSource, TensorSource
+from ckptstore.state.leaf_sources import NOTHING, BytesSource, FlatState, HeldLeaf, Source
+from ckptstore.state.leaves import TensorSource
 from ckptstore.state.optimizers import ParameterNames, named_state
 from ckptstore.state.registry import class_name, registered
 from ckptstore.state.shards import Held, held_of, is_distributed

@@ -11,17 +11,21 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.nn.parameter import is_lazy
 
-from ckptstore.core.model import Node, Schema
+from ckptstore.core.model import Box, Node, Schema
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors, values
 from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
-from ckptstore.state.leaves import Destination, HeldDestination, convertible, destination
+from ckptstore.state.leaves import Destination, convertible, destination
 from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.shards import Held, empty_like_held, held_of, is_distributed
 
 _MARKS = ("torch.Parameter", "torch.Tensor")
 """Wrappers that only record whether a tensor requires grad, which the target decides."""
+
+
+Landing: TypeAlias = tuple[tuple[Box | None, Destination], ...]
+"""Where the bytes of a leaf land: the boxes of it that this rank has, or all of it."""
 
 
 class Mismatch(NamedTuple):
@@ -92,7 +96,7 @@ class TensorMatch:
 
     After `pair` and `complete`, `objects[i]` is the restored object of tensor leaf `i`, and
     `direct[i]` says whether it is the target's own; `destinations[i]` is where its bytes land, an
-    alias' where those of the leaf do that it shares memory with, or None. `kept` maps a node's id
+    alias' where those of the leaf do that it shares memory with, if any. `kept` maps a node's id
     to the target's object for it. A leaf of `models` that has no match is placed as that tensor is.
     """
 
@@ -102,7 +106,7 @@ class TensorMatch:
         dtype, count = matching.dtype, len(schema)
         self._convertible = frozenset() if dtype is None else convertible(schema, dtype)
         self.objects: list[Any] = [None] * count
-        self.destinations: list[Destination | HeldDestination | None] = [None] * count
+        self.destinations: list[Landing] = [()] * count
         self.direct = [False] * count
         self.kept: dict[int, Any] = {}
         self.models: dict[int, torch.Tensor] = {}
@@ -160,10 +164,10 @@ class TensorMatch:
         model = self.models.get(leaf)
         if model is not None and is_distributed(model) and tuple(model.shape) == shape:
             self.objects[leaf] = empty_like_held(model, tensors.dtype_of(name))
-            self.destinations[leaf] = _held_destination(held_of(self.objects[leaf]))
+            self.destinations[leaf] = _landing(held_of(self.objects[leaf]))
         else:
             self.objects[leaf] = tensors.empty(self._new_dtypes.get(leaf, name), shape)
-            self.destinations[leaf] = destination(self.objects[leaf], name)
+            self.destinations[leaf] = ((None, destination(self.objects[leaf], name)),)
 
     def _pair_tensor(self, node: Node | int, target: torch.Tensor, path: str, report: bool) -> None:
         if not isinstance(node, int) and node.type in _MARKS:
@@ -194,7 +198,7 @@ class TensorMatch:
         mine = Claim(self, node, held.shape, strides)
         first = self._claims.setdefault(held.parts[0][1].data_ptr(), mine) if held.parts else mine
         if first is mine:
-            self.destinations[node] = _held_destination(held)
+            self.destinations[node] = _landing(held)
         elif not _are_one(first, mine):
             return
         self.objects[node], self.direct[node] = target, True
@@ -216,7 +220,7 @@ class TensorMatch:
         # Address 0 means an empty tensor, which shares nothing.
         first = self._claims.setdefault(address, mine) if address else mine
         if first is mine:
-            self.destinations[leaf] = destination(strided, self.schema.dtypes[leaf])
+            self.destinations[leaf] = ((None, destination(strided, self.schema.dtypes[leaf])),)
         elif not _are_one(first, mine):
             return
         self.objects[leaf], self.direct[leaf] = target, True
@@ -261,8 +265,8 @@ class TensorMatch:
         return self.direct[node] if isinstance(node, int) else id(node) in self.kept
 
 
-def _held_destination(held: Held) -> HeldDestination:
-    return HeldDestination(tuple((box, Destination(part)) for box, part in held.parts))
+def _landing(held: Held) -> Landing:
+    return tuple((box, Destination(part)) for box, part in held.parts)
 
 
 def _are_one(first: Claim, mine: Claim) -> bool:

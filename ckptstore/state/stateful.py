@@ -163,9 +163,8 @@ def _modules_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
     `named_modules` takes several times as long."""
     found = [("", module)]
     for prefix, each in found:  # which grows meanwhile
-        found += [
-            (f"{prefix}{name}.", child) for name, child in each._modules.items() if child is not None
-        ]
+        children = each._modules.items()
+        found += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
     return found
 
 

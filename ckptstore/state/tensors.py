@@ -122,9 +122,9 @@ def check_memory(tensor: torch.Tensor) -> None:
         return
     try:
         address, there = tensor.data_ptr(), tensor.untyped_storage().nbytes()
-        if address and there == tensor.nbytes and tensor.is_contiguous():
-            if not tensor.storage_offset():  # all of its storage, as by far the most are
-                return
+        is_all = there == tensor.nbytes and not tensor.storage_offset()
+        if is_all and address and tensor.is_contiguous():  # by far the most
+            return
     except RuntimeError as error:  # NotImplementedError is one
         raise InvalidInput(
             "a tensor without memory of its own, inside of vmap, grad or the like, has no bytes: "
