@@ -88,17 +88,15 @@ class _Tree:
         state = self._state_of_optimizer(value) if isinstance(value, Optimizer) else state_of(value)
         with uncollected():
             skeleton = self._visit(state, paths.segment(values.encode_key(key)))
-            kinds, dtypes, shapes, aliases = (
+            schema = Schema(
+                skeleton,
+                tuple(self._paths),
                 tuple(self._kinds),
                 tuple(self._dtypes),
                 tuple(self._shapes),
                 tuple(self._aliases),
             )
-            return FlatState(
-                Schema(skeleton, tuple(self._paths), kinds, dtypes, shapes, aliases),
-                self._leaves,
-                self._held,
-            )
+            return FlatState(schema, self._leaves, self._held)
 
     def _visit(self, value: Any, path: str) -> Node | int:
         try:

@@ -4,14 +4,14 @@ A leaf is read directly into the tensor of the same path, dtype and shape. Two l
 only if their contents are equal, across all trees. A leaf without a match gets a new tensor.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from ckptstore.core.model import Box, Node, Schema
+from ckptstore.core.model import Box, Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors, values
 from ckptstore.state.composites import split_tensor
@@ -145,7 +145,7 @@ class TensorMatch:
         """Keep `target` for `node` if all of the node's bytes go there."""
         if isinstance(node, int):
             self.objects[node] = target if self.direct[node] else self.objects[node]
-        elif all(map(self._stands, node.children)):
+        elif all(self.direct[leaf] for leaf in leaves_of(node)):
             self.kept[id(node)] = target
 
     def complete(self, leaf: int, check: Callable[[int], None]) -> None:
@@ -184,7 +184,7 @@ class TensorMatch:
         elif isinstance(node, int) and isinstance(parts, torch.Tensor):
             self._pair_strided(node, parts, target)
         elif not isinstance(node, int) and isinstance(parts, Parts):
-            self._pair_composite(node, parts, target, path, report)
+            self._pair_composite(node, parts, target)
         elif parts is not None:
             raise _Differs
 
@@ -225,44 +225,39 @@ class TensorMatch:
             return
         self.objects[leaf], self.direct[leaf] = target, True
 
-    def _pair_composite(
-        self, node: Node, parts: Parts, target: torch.Tensor, path: str, report: bool
-    ) -> None:
+    def _pair_composite(self, node: Node, parts: Parts, target: torch.Tensor) -> None:
         if parts.type != node.type or is_other(self.schema, node, parts):
             raise _Differs
-        if self._fits(node, parts):
-            for child, below in zip(node.children, parts.children, strict=True):
-                self.pair(child, below, path, report=report)
-            self.keep(node, target)
+        places = list(self._places(node, parts))
+        if None in places:
+            return
+        for leaf, component in filter(None, places):
+            self._pair_strided(leaf, component, component)
+        self.keep(node, target)
 
-    def _fits(self, node: Node, parts: Parts) -> bool:
-        """Whether each component of a composite tensor can be restored in place."""
-        if tuple(parts.keys or ()) != (node.keys or ()) or tuple(sorted(parts.attrs)) != node.attrs:
-            return False
+    def _places(self, node: Node, parts: Parts) -> Iterator[tuple[int, torch.Tensor] | None]:
+        """Where each leaf of a composite tensor can be restored in place; None for what cannot."""
+        if (parts.type, *(parts.keys or ())) != (node.type, *(node.keys or ())) or (
+            tuple(sorted(parts.attrs)) != node.attrs
+        ):
+            yield None
+            return
         for child, below in zip(node.children, parts.children, strict=True):
             inner = parts_of(below)
-            if isinstance(child, int):
-                fits = (
-                    isinstance(inner, torch.Tensor)
-                    and self._is_like(child, inner.shape, inner.dtype)
-                    and tensors.is_writable_by_range(inner)
-                )
+            if isinstance(child, Node):
+                yield from self._places(child, inner) if isinstance(inner, Parts) else (None,)
+            elif (
+                isinstance(inner, torch.Tensor)
+                and self._is_like(child, inner.shape, inner.dtype)
+                and tensors.is_writable_by_range(inner)
+            ):
+                yield child, inner
             else:
-                fits = (
-                    isinstance(inner, Parts)
-                    and inner.type == child.type
-                    and self._fits(child, inner)
-                )
-            if not fits:
-                return False
-        return True
+                yield None
 
     def _is_like(self, leaf: int, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         schema = self.schema
         return shape == schema.shapes[leaf] and tensors.DTYPE_NAMES[dtype] == schema.dtypes[leaf]
-
-    def _stands(self, node: Node | int) -> bool:
-        return self.direct[node] if isinstance(node, int) else id(node) in self.kept
 
 
 def _landing(held: Held) -> Landing:
