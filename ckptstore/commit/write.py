@@ -85,16 +85,6 @@ def write_metadata(
         raise
 
 
-def read_all(source: Source) -> bytes:
-    """All bytes of `source`, which must be small."""
-    memory = source.view(0, source.nbytes)
-    if memory is not None:
-        return bytes(memory)
-    buffer = bytearray(source.nbytes)
-    source.stage(0, source.nbytes, memoryview(buffer))
-    return bytes(buffer)
-
-
 class ChunkWriter:
     """One thread that writes a commit's batches to its own packs. Chunk ids go to `ids`, by leaf,
     in grid order."""

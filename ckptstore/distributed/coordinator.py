@@ -19,7 +19,6 @@ from ckptstore.commit.transaction import (
     Transaction,
     TreeContent,
 )
-from ckptstore.commit.write import read_all
 from ckptstore.core.ids import SessionId, pack_rank
 from ckptstore.core.model import INLINE_BYTES, LeafContent, Schema
 from ckptstore.core.options import Ranks
@@ -46,7 +45,7 @@ from ckptstore.log.log import Refused
 from ckptstore.log.sessions import Session, open_session
 from ckptstore.objects.documents import encode_document
 from ckptstore.repository.dedup import DedupHints
-from ckptstore.state.leaf_sources import Source
+from ckptstore.state.leaf_sources import Source, read_all
 
 SAME, PLANNED, DESCRIBE = "same", "planned", "describe"
 """Answers of the first round: repeat the last task; follow this task; the digest is unknown, send

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.commit.plan import CommitPlan, Extent, is_floating, plan_chunks
 from ckptstore.commit.transaction import Transaction
-from ckptstore.commit.write import hash_chunks, read_all
+from ckptstore.commit.write import hash_chunks
 from ckptstore.core import geometry
 from ckptstore.core.geometry import grid
 from ckptstore.core.ids import CHUNK_ID_BYTES, SessionId
@@ -26,8 +26,7 @@ from ckptstore.distributed.plan import Piece, Place, RanksPlan, Target
 from ckptstore.errors import Conflict
 from ckptstore.repository.memory_budget import RankRoom
 from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.state.leaf_sources import FlatState, Source
-from ckptstore.state.staging_buffers import BufferSource
+from ckptstore.state.leaf_sources import BytesSource, FlatState, Source, read_all
 
 
 class LeafRef(NamedTuple):
@@ -275,10 +274,7 @@ class RankWorker:
             with self._later.failing():
                 extents = [extent for extent, _ in batch]
                 plan = self._kept(f"cells {number}", partial(self._planned, extents))
-                sources: list[Source] = [
-                    BufferSource(memoryview(data), 0, len(data), extent.width)
-                    for extent, data in batch
-                ]
+                sources: list[Source] = [BytesSource(data, extent.width) for extent, data in batch]
                 ids.append(self._write(plan, sources))
         self._later.settle()
         plan = self._kept(

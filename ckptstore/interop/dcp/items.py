@@ -29,8 +29,7 @@ from ckptstore.objects.schema import decode_schema, encode_schema
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import values
 from ckptstore.state.flatten import flatten
-from ckptstore.state.leaf_sources import Source
-from ckptstore.state.leaves import NOTHING
+from ckptstore.state.leaf_sources import NOTHING, Source
 from ckptstore.state.paths import segment, segments
 from ckptstore.store import Store, internals_of
 
