@@ -16,10 +16,9 @@ from ckptstore.maintenance.check.report import Level, Report, parse_level, parse
 from ckptstore.maintenance.doctor import Check, doctor
 from ckptstore.maintenance.gc.collect import MAX_UNUSED, GcOptions, GcReport, collect
 from ckptstore.maintenance.gc.session_monitor import Activity, activities
-from ckptstore.maintenance.mirror.mirror import Mirrored, MirrorOptions, mirror
-from ckptstore.maintenance.mirror.plan import choose, other_end
-from ckptstore.maintenance.mirror.tiers import Tier
-from ckptstore.maintenance.repair.repair import Repaired, repair
+from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
+from ckptstore.maintenance.mirror_plan import choose, other_end
+from ckptstore.maintenance.repair import Repaired, repair
 from ckptstore.maintenance.retention import (
     ForgetPlan,
     Policy,
@@ -27,6 +26,7 @@ from ckptstore.maintenance.retention import (
     forget_commits,
     undelete,
 )
+from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance.usage import Usage, usage
 from ckptstore.repository.resolve_ref import AnyRef, find_commit
 from ckptstore.repository.store_handle import StoreHandle

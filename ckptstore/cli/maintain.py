@@ -25,7 +25,7 @@ from ckptstore.maintenance.doctor import Verdict, doctor
 from ckptstore.maintenance.gc.collect import GcOptions, collect
 from ckptstore.maintenance.gc.plan import GcPlan
 from ckptstore.maintenance.gc.session_monitor import activities
-from ckptstore.maintenance.repair.repair import repair
+from ckptstore.maintenance.repair import repair
 from ckptstore.maintenance.retention import (
     KeepBest,
     KeepEverySteps,

@@ -332,7 +332,7 @@ def pack_findings(storage: Storage, pack: Pack, table: FooterTable) -> Iterator[
 def _object(pack: Pack, key: str, what: str) -> Finding:
     """A problem of one object. The twin of a metadata pack still serves, so nothing is lost yet."""
     if pack.metadata:
-        step = "run `ckptstore repair --apply`, which copies the sound twin over it"
+        step = "run `ckptstore repair --apply`, which saves its chunks from the sound twin"
         return Finding(Kind.TWIN, f"{key} {what}", step, key=key, pack=pack.id)
     return Finding(Kind.PACK, f"{key} {what}", _SAVE, key=key, pack=pack.id)
 

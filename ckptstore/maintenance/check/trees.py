@@ -232,12 +232,17 @@ class Walk:
         except Corrupt as error:
             yield str(error)
             return
-        for i, path in enumerate(tree.schema.paths):
-            try:
-                if tree.schema.aliases[i] < 0:
-                    tree.check(i)
-            except (Corrupt, KeyError, ValueError) as error:
-                yield f"{path}: {error}"
+        yield from misfits(tree)
+
+
+def misfits(tree: Tree) -> Iterator[str]:
+    """Leaves whose content does not match their shape: path and problem. Pure."""
+    for i, path in enumerate(tree.schema.paths):
+        try:
+            if tree.schema.aliases[i] < 0:
+                tree.check(i)
+        except (Corrupt, KeyError, ValueError) as error:
+            yield f"{path}: {error}"
 
 
 def _misfit(key: str, commit: CommitId, row: CommitRow, what: str) -> Finding:
