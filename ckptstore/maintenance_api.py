@@ -102,7 +102,8 @@ class Maintenance:
         """
         self._handle.check_writable()
         wanted = list(refs) if isinstance(refs, Sequence) and not isinstance(refs, str) else [refs]
-        undelete(self._handle, [find_commit(self._handle, ref, self.run).id for ref in wanted])
+        commits = [find_commit(self._handle, ref, self.run).id for ref in wanted]
+        undelete(self._handle, self._internals.runtime.reader, commits)
         self._handle.follow()
 
     def gc(

@@ -34,7 +34,7 @@ from ckptstore.maintenance.check.fsck import Facts, examine
 from ckptstore.maintenance.check.indexes import drop_indexes
 from ckptstore.maintenance.check.log import BadEntry, decode_at, read_small
 from ckptstore.maintenance.check.offline_store import OfflineStore
-from ckptstore.maintenance.check.report import Finding, Kind, Report, Severity, Share
+from ckptstore.maintenance.check.report import Finding, Kind, Report, Severity, Share, lines_of
 from ckptstore.maintenance.rescue import (
     SavePacks,
     flipped,
@@ -188,7 +188,7 @@ class Repaired:
         lines = [f"{'would' if self.dry_run else 'done'}: {action}" for action in self.actions]
         if self.plan.more and self.dry_run:
             lines.append("then: what the whole log lists is looked at, and repaired as well")
-        lines += map(str, self.plan.unrepairable if self.dry_run else self.after.findings)
+        lines += lines_of(self.plan.unrepairable if self.dry_run else self.after.findings)
         if not self.plan.actions and not self.applied:
             lines.append(
                 "there is nothing that could be done"

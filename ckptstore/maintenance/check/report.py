@@ -2,6 +2,8 @@
 the next step."""
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
@@ -63,7 +65,17 @@ class Finding:
     commits: tuple[CommitId, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.severity}: {self.what}\n    next: {self.next}"
+        return "\n".join(lines_of([self]))
+
+
+def lines_of(findings: Iterable[Finding]) -> Iterator[str]:
+    """The findings as text, grouped by their next step, which is said once."""
+    steps: dict[str, list[str]] = defaultdict(list)
+    for finding in findings:
+        steps[finding.next].append(f"{finding.severity}: {finding.what}")
+    for step, found in steps.items():
+        yield from found
+        yield f"    next: {step}"
 
 
 def severity_of(*, hidden: bool) -> Severity:
@@ -121,7 +133,7 @@ class Report:
             f"the leaves is {found[0].leaf or 'unknown'}"
             for commit, found in self.damaged_commits.items()
         )
-        return "\n".join((*map(str, self.findings), *damaged, self.summary))
+        return "\n".join((*lines_of(self.findings), *damaged, self.summary))
 
     @property
     def summary(self) -> str:

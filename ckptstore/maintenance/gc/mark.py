@@ -14,7 +14,7 @@ one.
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -176,7 +176,7 @@ class PackUse:
 
     number: int
     pack: Pack
-    live: npt.NDArray[np.bool_]
+    live: npt.NDArray[np.bool_] = field(compare=False, repr=False)
     live_chunks: int
     live_bytes: int
     readable: bool
