@@ -9,10 +9,10 @@ from ckptstore.core.settings import Settings
 from ckptstore.errors import InvalidInput
 from ckptstore.internals import StoreInternals
 from ckptstore.maintenance import Progress, silent
+from ckptstore.maintenance.check import Level, Report, parse_level, parse_share
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.indexes import Reindexed, reindex
 from ckptstore.maintenance.check.offline_store import offline_store_of
-from ckptstore.maintenance.check.report import Level, Report, parse_level, parse_share
 from ckptstore.maintenance.doctor import Check, doctor
 from ckptstore.maintenance.gc.collect import MAX_UNUSED, GcOptions, GcReport, collect
 from ckptstore.maintenance.gc.session_monitor import Activity, activities

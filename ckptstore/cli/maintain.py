@@ -12,15 +12,15 @@ from ckptstore.cli.options import parse_best, parse_moment
 from ckptstore.cli.screen import Hint, Part
 from ckptstore.core.tables import Column, Table
 from ckptstore.core.text import SECOND_NS, count_text
-from ckptstore.maintenance.check.fsck import fsck
-from ckptstore.maintenance.check.indexes import reindex
-from ckptstore.maintenance.check.report import (
+from ckptstore.maintenance.check import (
     Finding,
     Report,
     Severity,
     parse_level,
     parse_share,
 )
+from ckptstore.maintenance.check.fsck import fsck
+from ckptstore.maintenance.check.indexes import reindex
 from ckptstore.maintenance.doctor import Verdict, doctor
 from ckptstore.maintenance.gc.collect import GcOptions, collect
 from ckptstore.maintenance.gc.plan import GcPlan

@@ -30,11 +30,11 @@ from ckptstore.log import entries
 from ckptstore.log.entries import Position, encode_entry
 from ckptstore.log.log_backend import decode_segment, segment_end
 from ckptstore.maintenance import Progress, silent
+from ckptstore.maintenance.check import Finding, Kind, Report, Severity, Share, lines_of
 from ckptstore.maintenance.check.fsck import Facts, examine
 from ckptstore.maintenance.check.indexes import drop_indexes
 from ckptstore.maintenance.check.log import BadEntry, decode_at, read_small
 from ckptstore.maintenance.check.offline_store import OfflineStore
-from ckptstore.maintenance.check.report import Finding, Kind, Report, Severity, Share, lines_of
 from ckptstore.maintenance.rescue import (
     SavePacks,
     flipped,

@@ -26,11 +26,11 @@ from ckptstore.core.text import count_text
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, NotFound, Unavailable
 from ckptstore.log import entries
 from ckptstore.log.sessions import open_session
+from ckptstore.maintenance.check import Kind
 from ckptstore.maintenance.check.fsck import Facts
 from ckptstore.maintenance.check.indexes import UNKNOWN
 from ckptstore.maintenance.check.log import read_small
 from ckptstore.maintenance.check.offline_store import OfflineStore
-from ckptstore.maintenance.check.report import Kind
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import (
     LAYOUT,

@@ -23,7 +23,7 @@ import ckptstore
 from ckptstore.errors import CkptStoreError, Conflict, NotFound, Unavailable
 from ckptstore.index import catalog
 from ckptstore.log.log import Log
-from ckptstore.maintenance.check.report import Level
+from ckptstore.maintenance.check import Level
 from ckptstore.maintenance.mirror import MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose
 from ckptstore.maintenance.retention import KeepLast

@@ -19,7 +19,7 @@ from ckptstore.log.entries import Entry, NewerEntry, Position, decode_entry, ori
 from ckptstore.log.fold import State, apply, genesis
 from ckptstore.log.log_backend import decode_segment
 from ckptstore.log.log_snapshots import decode_state
-from ckptstore.maintenance.check.report import Finding, Kind, Severity, foreign
+from ckptstore.maintenance.check import Finding, Kind, Severity, foreign
 from ckptstore.storage.contract import Storage
 
 ENTRY_BYTES_MAX = 256 * MIB

@@ -19,8 +19,8 @@ from ckptstore.index.queries import Queries
 from ckptstore.index.suspect_packs import DISTRUST_NAME, SuspectPacks
 from ckptstore.log.entries import Position, decode_entry
 from ckptstore.log.log import Log
+from ckptstore.maintenance.check import Finding, Kind
 from ckptstore.maintenance.check.log import list_log, read_chain, read_small
-from ckptstore.maintenance.check.report import Finding, Kind
 from ckptstore.maintenance.check.trees import Contents, misfits
 from ckptstore.objects.codecs import RAW
 from ckptstore.objects.documents import decode_config

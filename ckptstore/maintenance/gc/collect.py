@@ -242,7 +242,7 @@ class _Gc:
             fence=marked.fence,
             over=sessions.over,
             purge=purge,
-            doomed=tuple(doomed_packs(state, marked, self._monitor.watch.waits, active)),
+            doomed=tuple(doomed_packs(state, marked, self._monitor.waits, active)),
             orphans=orphans(
                 self._listing,
                 state,

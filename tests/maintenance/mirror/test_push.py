@@ -327,7 +327,7 @@ def test_a_gc_in_the_middle_of_a_push_costs_nothing(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = _empty(tmp_path / "target")
-    from ckptstore.maintenance.mirror import mirror as module
+    from ckptstore.maintenance import mirror as module
 
     registered = module._Mirror._register
 
