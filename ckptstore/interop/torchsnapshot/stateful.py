@@ -1,11 +1,16 @@
-"""The application state of a snapshot: stateful objects by their keys."""
+"""The application state of a snapshot: stateful objects by their keys, two of TorchSnapshot's
+among them.
+"""
 
+from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import torch
+
 from ckptstore.errors import InvalidInput
-from ckptstore.state.stateful import RNGState
+from ckptstore.state import stateful as native
 
 
 @runtime_checkable
@@ -19,6 +24,31 @@ class Stateful(Protocol):
 
 AppState: TypeAlias = dict[str, Any]
 """Stateful objects by their keys."""
+
+
+class StateDict(UserDict[str, Any]):
+    """A stateful dictionary, for tensors and values outside of modules and optimizers.
+
+    A restore sets the keys that the snapshot has and leaves others alone, as in TorchSnapshot. (A
+    restored `ckptstore.StateDict` equals what was committed.)
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.data
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.data.update(state_dict)
+
+
+class RNGState(native.RNGState):
+    """torch's random generator on the CPU, under the key `rng_state`, as in TorchSnapshot.
+
+    After a restore it has the state that it had after the snapshot was taken. `ckptstore.RNGState`,
+    which includes the generators of Python, numpy and CUDA, may replace it.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng_state": torch.get_rng_state()}
 
 
 class UnusableState(InvalidInput, RuntimeError):
@@ -46,9 +76,9 @@ def check_stateful(app_state: Mapping[str, Any]) -> None:
         )
 
 
-def generators_of(app_state: Mapping[str, Any]) -> dict[str, RNGState]:
+def generators_of(app_state: Mapping[str, Any]) -> dict[str, native.RNGState]:
     """The random generators in the state, by key."""
-    return {key: value for key, value in app_state.items() if isinstance(value, RNGState)}
+    return {key: value for key, value in app_state.items() if isinstance(value, native.RNGState)}
 
 
 @contextmanager
