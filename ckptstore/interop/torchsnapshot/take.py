@@ -2,7 +2,6 @@
 states, and what a `_custom_tensor_prepare_func` makes of tensors.
 """
 
-import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from ckptstore.interop.torchsnapshot.stateful import UnusableState, check_statef
 from ckptstore.objects import canonical
 from ckptstore.objects.pointer_files import Pointer, write_pointer
 from ckptstore.snapshot import Snapshot
-from ckptstore.state.shards import is_distributed, is_dtensor
+from ckptstore.state.shards import is_distributed, with_local
 from ckptstore.state.stateful import state_of
 from ckptstore.store import Store
 
@@ -181,7 +180,7 @@ class Prepared:
     def _tensor(self, tensor: Any, path: str) -> Any:
         if not is_distributed(tensor):
             return self._call(tensor, path)
-        return self._dtensor(tensor, path) if is_dtensor(tensor) else self._sharded(tensor, path)
+        return with_local(tensor, lambda local: self._part(local, path))
 
     def _call(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
         made = self._prepare(path, tensor, False)
@@ -200,29 +199,3 @@ class Prepared:
                 "divide must stay a plain tensor"
             )
         return made
-
-    def _dtensor(self, tensor: Any, path: str) -> Any:
-        from torch.distributed.tensor import DTensor
-
-        return DTensor.from_local(
-            self._part(tensor.to_local().detach(), path),
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-
-    def _sharded(self, tensor: Any, path: str) -> Any:
-        from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-        from torch.distributed._shard.sharded_tensor.shard import Shard
-
-        shards = [
-            Shard(self._part(shard.tensor, path), shard.metadata) for shard in tensor.local_shards()
-        ]
-        metadata = copy.deepcopy(tensor.metadata())
-        if shards:
-            metadata.tensor_properties.dtype = shards[0].tensor.dtype
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            shards, metadata, sharding_spec=tensor.sharding_spec()
-        )

@@ -24,8 +24,8 @@ from ckptstore.core.ids import digest
 from ckptstore.core.model import INLINE_BYTES, LeafContent
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable
-from ckptstore.interop.chunk_transfer.targets import placed_leaves
-from ckptstore.interop.chunk_transfer.wire import (
+from ckptstore.interop.torchft.targets import placed_leaves
+from ckptstore.interop.torchft.wire import (
     CHUNKS_PER_REQUEST,
     Description,
     encode_description,

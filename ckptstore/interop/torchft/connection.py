@@ -18,7 +18,7 @@ from http.client import HTTPException, HTTPResponse
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.distributed.addresses import Address, reach
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, Unavailable
-from ckptstore.interop.chunk_transfer.wire import (
+from ckptstore.interop.torchft.wire import (
     DESCRIPTION_BYTES_MAX,
     HELLO_PATH,
     TRANSFER_HEADER,

@@ -23,9 +23,9 @@ from typing import Any
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.threads import behind, start
 from ckptstore.errors import Unavailable
-from ckptstore.interop.chunk_transfer.connection import cut_off
-from ckptstore.interop.chunk_transfer.offer import ServedState
-from ckptstore.interop.chunk_transfer.wire import (
+from ckptstore.interop.torchft.connection import cut_off
+from ckptstore.interop.torchft.offer import ServedState
+from ckptstore.interop.torchft.wire import (
     CHUNKS_PER_REQUEST,
     HELLO_PATH,
     TRANSFER_HEADER,

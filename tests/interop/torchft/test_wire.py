@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, digest
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.interop.chunk_transfer import wire
-from ckptstore.interop.chunk_transfer.wire import Description, Invitation, MeshName, Placed
+from ckptstore.interop.torchft import wire
+from ckptstore.interop.torchft.wire import Description, Invitation, MeshName, Placed
 from ckptstore.objects import canonical
 
 ids = st.binary(min_size=32, max_size=32)
