@@ -21,11 +21,14 @@ from ckptstore.interop.torchsnapshot.manifest import (
 from ckptstore.interop.torchsnapshot.reading import Index, NoSuchObject, split_rank
 from ckptstore.interop.torchsnapshot.stateful import (
     AppState,
+    Prepare,
+    Taking,
+    budget_of,
     check_stateful,
     generators_of,
+    ordered,
     undisturbed,
 )
-from ckptstore.interop.torchsnapshot.take import Prepare, Taking, budget_of, ordered
 from ckptstore.snapshot import Snapshot as Commit
 from ckptstore.store import Store
 

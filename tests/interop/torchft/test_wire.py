@@ -111,6 +111,13 @@ def test_what_is_no_invitation_is_refused(text: str) -> None:
         wire.decode_invitation(text)
 
 
+def test_a_token_is_not_in_the_error_for_metadata_that_are_refused() -> None:
+    fields = {"instance": "a" * 32, "token": "secret\n", "addresses": []}
+    with pytest.raises(InvalidInput) as refused:
+        wire.decode_invitation("ckptstore-transport:" + json.dumps(fields))
+    assert "secret" not in f"{refused.value} {refused.value.__cause__}"
+
+
 @given(st.lists(ids, min_size=1, max_size=5))
 def test_a_request_names_its_chunks(chunks: list[bytes]) -> None:
     body = b"".join(chunks)
