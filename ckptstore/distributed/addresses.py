@@ -29,6 +29,17 @@ _GLOBAL_SCOPE = "00"
 _INTERFACES6 = Path("/proc/net/if_inet6")
 
 
+def listen(host: str = "", port: int = 0) -> socket.socket:
+    """A socket for IPv4 and IPv6, whichever the host has, or for one address."""
+    dualstack = not host and socket.has_dualstack_ipv6()
+    return socket.create_server(
+        (host, port),
+        family=socket.AF_INET6 if dualstack or ":" in host else socket.AF_INET,
+        dualstack_ipv6=dualstack,
+        backlog=socket.SOMAXCONN,
+    )
+
+
 def own_addresses(port: int, host: str = "") -> tuple[Address, ...]:
     """Addresses of a server on `port`, the likeliest first; only `host` if the server is bound to
     it.

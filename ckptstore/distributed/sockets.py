@@ -20,7 +20,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 from ckptstore.core.threads import start
-from ckptstore.distributed.addresses import Address, own_addresses, reach
+from ckptstore.distributed.addresses import Address, listen, own_addresses, reach
 from ckptstore.errors import Unavailable
 
 SECRET_BYTES = 32
@@ -47,13 +47,7 @@ class Listener:
     """A socket that accepts the other ranks; closed once all are connected."""
 
     def __init__(self) -> None:
-        both = socket.has_dualstack_ipv6()
-        self._socket = socket.create_server(
-            ("", 0),
-            family=socket.AF_INET6 if both else socket.AF_INET,
-            dualstack_ipv6=both,
-            backlog=socket.SOMAXCONN,
-        )
+        self._socket = listen()
         self.addresses = own_addresses(self._socket.getsockname()[1])
 
     def connect(self, invitation: Invitation, timeout_s: float) -> "SocketLink":

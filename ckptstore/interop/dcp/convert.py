@@ -47,10 +47,8 @@ from ckptstore.interop.formats.sources import (
     stored_tensor,
 )
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
-from ckptstore.restore.reader import ReadRequest
-from ckptstore.snapshot import Snapshot, contents_of
+from ckptstore.snapshot import Snapshot
 from ckptstore.state import tensors
-from ckptstore.state.leaves import Destination
 from ckptstore.store import Store, internals_of
 
 
@@ -149,10 +147,7 @@ class _CommitPlanner(DefaultSavePlanner):
         if not item.parts:
             value = self._items.objects([item])[name]
             return io.BytesIO(value) if item.path in self._items.marks.raw else dumped(value)
-        leaf = item.parts[0][1]
-        item.tree.check(leaf)  # before memory is allocated for a shape that may be damaged
-        tensor = tensors.empty(item.tree.schema.dtypes[leaf], item.shape)
-        contents_of(self._items.snapshot).read([ReadRequest(item.tree, leaf, Destination(tensor))])
+        tensor: torch.Tensor = self._items.snapshot.read(item.tree.schema.paths[item.parts[0][1]])
         return tensor
 
 

@@ -19,6 +19,7 @@ from xxhash import xxh3_128
 from ckptstore.core.config import MIB, check_chunk_bytes
 from ckptstore.core.ids import CHUNK_ID_BYTES, digest, quick_digest
 from ckptstore.core.model import Shape
+from ckptstore.distributed.merge import split_ids
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects import canonical
 
@@ -207,15 +208,10 @@ def _description(said: _Described) -> Description:
     return Description(said.step, check_chunk_bytes(said.chunk_bytes), metadata, placed)
 
 
-def split_names(joined: bytes | bytearray) -> list[bytes]:
-    """Names, or ids, of 32 bytes each."""
-    return [bytes(joined[i : i + CHUNK_ID_BYTES]) for i in range(0, len(joined), CHUNK_ID_BYTES)]
-
-
 def decode_names(body: bytes) -> list[bytes] | None:
     """The chunks that a request names; None for an invalid request."""
     count, rest = divmod(len(body), CHUNK_ID_BYTES)
-    return split_names(body) if not rest and 0 < count <= CHUNKS_PER_REQUEST else None
+    return split_ids(body) if not rest and 0 < count <= CHUNKS_PER_REQUEST else None
 
 
 def encode_request(
