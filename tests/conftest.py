@@ -35,7 +35,7 @@ LONGEST = (
     "distributed/test_failures.py",
     "cli/test_odd_arguments.py",
     "shared/test_faults.py",
-    "interop/chunk_transfer/test_replicas.py",
+    "interop/torchft/test_replicas.py",
 )
 """The files that take 20 to 80 s, first: were one of them the last, the other processes of `make
 test` would wait for it."""

@@ -45,6 +45,17 @@ _GLOBAL_SCOPE = "00"
 _INTERFACES6 = Path("/proc/net/if_inet6")
 
 
+def listen(host: str = "", port: int = 0) -> socket.socket:
+    """A socket for IPv4 and IPv6, whichever the host has, or for one address."""
+    dualstack = not host and socket.has_dualstack_ipv6()
+    return socket.create_server(
+        (host, port),
+        family=socket.AF_INET6 if dualstack or ":" in host else socket.AF_INET,
+        dualstack_ipv6=dualstack,
+        backlog=socket.SOMAXCONN,
+    )
+
+
 def own_addresses(port: int, host: str = "") -> tuple[Address, ...]:
     """Addresses of a server on `port`, the likeliest first; only `host` if the server is bound to
     it.
@@ -169,13 +180,7 @@ class Listener:
     """A socket that accepts the other ranks; closed once all are connected."""
 
     def __init__(self) -> None:
-        both = socket.has_dualstack_ipv6()
-        self._socket = socket.create_server(
-            ("", 0),
-            family=socket.AF_INET6 if both else socket.AF_INET,
-            dualstack_ipv6=both,
-            backlog=socket.SOMAXCONN,
-        )
+        self._socket = listen()
         self.addresses = own_addresses(self._socket.getsockname()[1])
 
     def connect(self, invitation: Invitation, timeout_s: float) -> "SocketLink":

@@ -6,6 +6,7 @@ only if their contents are equal, across all trees. A leaf without a match gets 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,7 +19,7 @@ from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
 from ckptstore.state.leaves import Destination, convertible, destination
 from ckptstore.state.optimizers import ParameterNames
-from ckptstore.state.shards import Held, empty_like_held, held_of, is_distributed
+from ckptstore.state.shards import Held, held_of, is_distributed, with_local
 
 _MARKS = ("torch.Parameter", "torch.Tensor")
 """Wrappers that only record whether a tensor requires grad, which the target decides."""
@@ -163,7 +164,9 @@ class TensorMatch:
         name, shape = self.schema.dtypes[leaf], self.schema.shapes[leaf]
         model = self.models.get(leaf)
         if model is not None and is_distributed(model) and tuple(model.shape) == shape:
-            self.objects[leaf] = empty_like_held(model, tensors.dtype_of(name))
+            dtype = tensors.dtype_of(name)
+            empty = partial(torch.empty_like, dtype=dtype)
+            self.objects[leaf] = with_local(model, empty, dtype)
             self.destinations[leaf] = _landing(held_of(self.objects[leaf]))
         else:
             self.objects[leaf] = tensors.empty(self._new_dtypes.get(leaf, name), shape)

@@ -11,7 +11,7 @@ divides nothing: a rank that has the whole tensor holds it, in the mesh or not.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import lru_cache
 from itertools import accumulate, product
@@ -62,24 +62,22 @@ def held_of(tensor: Any) -> Held:
     return Held(tuple(metadata.size), metadata.tensor_properties.dtype, holding, parts)
 
 
-def empty_like_held(tensor: Any, dtype: torch.dtype) -> Any:
-    """A DTensor or ShardedTensor of any bytes, placed as `tensor` is, with elements of `dtype`."""
-    if not is_dtensor(tensor):
-        return _empty_like_sharded(tensor, dtype)
-    local = torch.empty_like(_local_of(tensor), dtype=dtype)
-    return _dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-
-
-def _empty_like_sharded(tensor: Any, dtype: torch.dtype) -> Any:
+def with_local(
+    tensor: Any, make: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
+) -> Any:
+    """A DTensor or ShardedTensor placed as `tensor` is, of what `make` returns for each of this
+    rank's local tensors. `dtype` is that of its elements on a rank without local tensors."""
+    if is_dtensor(tensor):
+        local = make(_local_of(tensor))
+        return _dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed._shard.sharded_tensor.shard import Shard
 
+    shards = [Shard(make(shard.tensor.detach()), shard.metadata) for shard in tensor.local_shards()]
     metadata = deepcopy(tensor.metadata())
-    metadata.tensor_properties.dtype = dtype
-    shards = [
-        Shard(torch.empty_like(shard.tensor.detach(), dtype=dtype), shard.metadata)
-        for shard in tensor.local_shards()
-    ]
+    own = [shard.tensor.dtype for shard in shards]
+    properties = metadata.tensor_properties
+    properties.dtype = own[0] if own else dtype or properties.dtype
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, metadata, process_group=tensor._process_group
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.plan import Extent
+from ckptstore.commit.plan import Extent, is_floating
 from ckptstore.commit.transaction import TreeContent
 from ckptstore.core import geometry
 from ckptstore.core.ids import CHUNK_ID_BYTES, SessionId, parse_session_id
@@ -141,8 +141,7 @@ def _parts(item: Item, sources: Sequence[Source], alone: bool) -> Iterator[Part]
         dtype, shape, box = schema.dtypes[i], schema.shapes[i], None
         if item.box and not alone and shape != item.shape:
             shape, box = item.shape, item.box
-        floating = dtype.startswith(("float", "bfloat"))
-        extent = Extent(shape, geometry.width_of(dtype), source.nbytes, floating, box)
+        extent = Extent(shape, geometry.width_of(dtype), source.nbytes, is_floating(dtype), box)
         yield Part(extent, source, geometry.nbytes_of(dtype, shape))
 
 

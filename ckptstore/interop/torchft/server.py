@@ -22,10 +22,11 @@ from typing import Any
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.threads import behind, start
+from ckptstore.distributed.sockets import listen
 from ckptstore.errors import Unavailable
-from ckptstore.interop.chunk_transfer.connection import cut_off
-from ckptstore.interop.chunk_transfer.offer import ServedState
-from ckptstore.interop.chunk_transfer.wire import (
+from ckptstore.interop.torchft.connection import cut_off
+from ckptstore.interop.torchft.offer import ServedState
+from ckptstore.interop.torchft.wire import (
     CHUNKS_PER_REQUEST,
     HELLO_PATH,
     TRANSFER_HEADER,
@@ -56,7 +57,7 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def __init__(
         self, instance: str, token: str, *, timeout_s: float, host: str = "", port: int = 0
     ) -> None:
-        listening = _listen(host, port)
+        listening = listen(host, port)
         super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listening
@@ -208,17 +209,6 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self._strangers.pop(request, None)
             self._readers.pop(request, None)
             self._changed.notify_all()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A socket for IPv4 and IPv6, whichever the host has, or for one address."""
-    dualstack = not host and socket.has_dualstack_ipv6()
-    return socket.create_server(
-        (host, port),
-        family=socket.AF_INET6 if dualstack or ":" in host else socket.AF_INET,
-        dualstack_ipv6=dualstack,
-        backlog=CONNECTIONS_MAX,
-    )
 
 
 class _Refused(Exception):

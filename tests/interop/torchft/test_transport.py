@@ -18,9 +18,9 @@ import torch
 import ckptstore
 import ckptstore.interop.torchft as transport_module
 from ckptstore.errors import Conflict, InvalidInput, Unavailable
-from ckptstore.interop.chunk_transfer.wire import decode_invitation, encode_invitation
 from ckptstore.interop.torchft import StoreTransport
-from tests.interop.chunk_transfer.conftest import (
+from ckptstore.interop.torchft.wire import decode_invitation, encode_invitation
+from tests.interop.torchft.conftest import (
     SOON,
     Start,
     Wire,

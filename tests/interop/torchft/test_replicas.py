@@ -14,8 +14,8 @@ import pytest
 
 from ckptstore.errors import Unavailable
 from tests.distributed.pool import Pool
-from tests.interop.chunk_transfer import replicas
-from tests.interop.chunk_transfer.conftest import SOON, Start, Wire, assert_same, state_of
+from tests.interop.torchft import replicas
+from tests.interop.torchft.conftest import SOON, Start, Wire, assert_same, state_of
 
 METADATA_CHUNKS = 2
 LARGE = 96

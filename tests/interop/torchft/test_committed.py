@@ -12,12 +12,12 @@ import torch
 import ckptstore
 from ckptstore.core.ids import ChunkId, digest
 from ckptstore.errors import CkptStoreError
-from ckptstore.interop.chunk_transfer.offer import PROBE_CHUNKS, ServedState
-from ckptstore.interop.chunk_transfer.wire import name_of
+from ckptstore.interop.torchft.offer import PROBE_CHUNKS, ServedState
+from ckptstore.interop.torchft.wire import name_of
 from ckptstore.repository import chunk_store
 from ckptstore.repository.chunk_store import SecondNames
 from ckptstore.store import Store, internals_of
-from tests.interop.chunk_transfer.conftest import (
+from tests.interop.torchft.conftest import (
     SOON,
     Start,
     assert_same,

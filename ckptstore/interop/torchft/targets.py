@@ -20,7 +20,7 @@ import torch
 from ckptstore.core.model import Box, Shape
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.interop.chunk_transfer.wire import MeshName, Placed
+from ckptstore.interop.torchft.wire import MeshName, Placed
 from ckptstore.restore.reader import Destination, Memory, Tree
 from ckptstore.state import tensors
 from ckptstore.state.leaf_sources import FlatState

@@ -20,13 +20,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from ckptstore.commit.plan import Extent, Run, plan_chunks
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import CHUNK_ID_BYTES, digest
+from ckptstore.core.ids import digest
 from ckptstore.core.model import INLINE_BYTES, LeafContent
-from ckptstore.core.process import uncollected
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable
-from ckptstore.interop.chunk_transfer.targets import placed_leaves
-from ckptstore.interop.chunk_transfer.wire import (
+from ckptstore.interop.torchft.targets import placed_leaves
+from ckptstore.interop.torchft.wire import (
     CHUNKS_PER_REQUEST,
     Description,
     encode_description,
@@ -206,12 +205,11 @@ class Stored:
 
 
 def find_stored(
-    cut: CutState, threads: ThreadPool, pin: GcPin, *, patience: bool = False
-) -> tuple[bytearray, Stored]:
-    """The names of a state's chunks as far as they were looked up, with `patience` all, and those
-    that the store has.
+    cut: CutState, names: list[bytes], threads: ThreadPool, stored: Stored, *, patience: bool
+) -> None:
+    """Look up a state's chunks, with `patience` all of them, and set the names of those that were
+    looked up.
     """
-    names, stored = bytearray(cut.count * CHUNK_ID_BYTES), Stored(pin)
     probe = AdaptiveProbe(inf if patience else PROBE_CHUNKS)
 
     def learn(data: memoryview) -> tuple[bytes, bytes]:
@@ -233,13 +231,11 @@ def find_stored(
             chunk: bytes | None = stored.second_names.id_of(name)
             if chunk is None:
                 chunk, name = learn(data)
-            ids[name] = chunk
-            names[number * CHUNK_ID_BYTES : (number + 1) * CHUNK_ID_BYTES] = name
+            ids[name], names[number] = chunk, name
         probe.add(len(ids), stored.add(ids))
 
     in_strides = (cut.batches[first::_STRIDE] for first in range(_STRIDE))
     threads.spread(task, list(itertools.chain.from_iterable(in_strides)))
-    return names, stored
 
 
 def _parts(flat: FlatState) -> Iterator[Part]:
@@ -319,14 +315,21 @@ def make_offer(
         if pin:
             taken.callback(pin.end)
         cut = cut_state(flatten_state(state), chunk_bytes)
-        names, stored = (
-            find_stored(cut, threads, pin) if pin else (bytearray(cut.count * CHUNK_ID_BYTES), None)
-        )
-        copies, nbytes = _plan_copies(cut, names, stored)
-        if pin and nbytes > pool.budget_bytes:
-            names, stored = find_stored(cut, threads, pin, patience=True)
-            copies, nbytes = _plan_copies(cut, names, stored)
-        chunks = dict[bytes, memoryview]()
+        names, chunks = [b""] * cut.count, dict[bytes, memoryview]()
+        stored = Stored(pin) if pin else None
+        if stored:
+            patience = sum(part.source.nbytes for part in cut.parts) > pool.budget_bytes
+            find_stored(cut, names, threads, stored, patience=patience)
+
+        def missing(batch: Sequence[Run]) -> Iterator[tuple[Source, int, int, int]]:
+            """The chunks of a batch that the store lacks: source, number, first and last byte."""
+            for run in batch:
+                for number, start, stop in cut.chunks(run):
+                    if not stored or names[number] not in stored.found:
+                        yield cut.parts[run.part.leaf].source, number, start, stop
+
+        sizes = (sum(stop - start for _, _, start, stop in missing(batch)) for batch in cut.batches)
+        *offsets, nbytes = itertools.accumulate(sizes, initial=0)
         if nbytes:
             buffer = _take_room(nbytes, pool, taken)
             sources = (part.source for part in cut.parts)
@@ -335,50 +338,16 @@ def make_offer(
                 buffer,
             )
 
-            def copy(batch: Sequence[_Copy]) -> None:
-                for each in batch:
-                    name = name_of_pieces(_copied(cut, each, buffer))
-                    names[each.number * CHUNK_ID_BYTES : (each.number + 1) * CHUNK_ID_BYTES] = name
-                    stop = each.offset + each.stop - each.start
-                    chunks[name] = buffer.memory[each.offset : stop]
+            def copy(place: tuple[int, Sequence[Run]]) -> None:
+                offset, batch = place
+                for source, number, start, stop in missing(batch):
+                    pieces = _copied(source, start, stop, buffer, offset)
+                    name = names[number] = name_of_pieces(pieces)
+                    chunks[name] = buffer.memory[offset : (offset := offset + stop - start)]
 
-            threads.spread(copy, copies)
+            threads.spread(copy, list(zip(offsets, cut.batches, strict=True)))
         description = _describe(step, chunk_bytes, cut, names, chunks)
         return ServedState(step, description, nbytes, chunks, stored, taken.pop_all())
-
-
-class _Copy(NamedTuple):
-    """A chunk to copy: its `number` in the state, bytes `start:stop` of a part, its place in the
-    buffer.
-    """
-
-    number: int
-    part: int
-    start: int
-    stop: int
-    offset: int
-
-
-@uncollected()
-def _plan_copies(
-    cut: CutState, names: bytearray, stored: Stored | None
-) -> tuple[list[list[_Copy]], int]:
-    """The chunks to copy, in batches for one thread at a time, and their bytes: all but those that
-    are `stored` under their `names`.
-    """
-    batches, offset = list[list[_Copy]](), 0
-    for batch in cut.batches:
-        copies = []
-        for run in batch:
-            for number, start, stop in cut.chunks(run):
-                at = number * CHUNK_ID_BYTES
-                if stored and bytes(names[at : at + CHUNK_ID_BYTES]) in stored.found:
-                    continue
-                copies.append(_Copy(number, run.part.leaf, start, stop, offset))
-                offset += stop - start
-        if copies:
-            batches.append(copies)
-    return batches, offset
 
 
 def _take_room(nbytes: int, pool: BufferPool, taken: ExitStack) -> Buffer:
@@ -394,30 +363,35 @@ def _take_room(nbytes: int, pool: BufferPool, taken: ExitStack) -> Buffer:
     return buffer
 
 
-def _copied(cut: CutState, copy: _Copy, buffer: Buffer) -> Iterator[memoryview]:
-    """The pieces of a copy, each while it is still in the processor's cache, so that hashing hardly
-    touches memory.
+def _copied(
+    source: Source, start: int, stop: int, buffer: Buffer, offset: int
+) -> Iterator[memoryview]:
+    """The pieces of a chunk, copied to `offset`, each while it is still in the processor's cache,
+    so that hashing hardly touches memory.
     """
-    source, nbytes = cut.parts[copy.part].source, copy.stop - copy.start
-    memory = buffer.memory[copy.offset : copy.offset + nbytes]
+    memory = buffer.memory[offset : offset + stop - start]
     if isinstance(source, TensorSource) and tensors.is_plain(source.tensor):
-        address = source.tensor.data_ptr() + copy.start
-        for at in range(0, nbytes, PIECE_BYTES):
+        address = source.tensor.data_ptr() + start
+        for at in range(0, stop - start, PIECE_BYTES):
             piece = memory[at : at + PIECE_BYTES]
             ctypes.memmove(
-                buffer.address + copy.offset + at, address + at, len(piece)
+                buffer.address + offset + at, address + at, len(piece)
             )  # releases the GIL
             yield piece
         return
     if isinstance(source, TensorSource):
-        copy_task((Copy(copy.offset, copy.stop - copy.start, copy.start, source),), buffer)
+        copy_task((Copy(offset, stop - start, start, source),), buffer)
     else:
-        source.stage(copy.start, copy.stop, memory)
+        source.stage(start, stop, memory)
     yield memory
 
 
 def _describe(
-    step: int, chunk_bytes: int, cut: CutState, names: bytearray, chunks: dict[bytes, memoryview]
+    step: int,
+    chunk_bytes: int,
+    cut: CutState,
+    names: Sequence[bytes],
+    chunks: dict[bytes, memoryview],
 ) -> bytes:
     """The description of a state with these chunk names; the chunks of its metadata are added to
     `chunks`.
@@ -427,7 +401,7 @@ def _describe(
     contents = [
         LeafContent(
             None,
-            bytes(names[parts[0].first * CHUNK_ID_BYTES : parts[-1].stop * CHUNK_ID_BYTES]),
+            b"".join(names[parts[0].first : parts[-1].stop]),
             source.nbytes,
             tuple(part.extent.box for part in parts if part.extent.box) or None,
         )

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, Unavailable
-from ckptstore.interop.chunk_transfer import server
-from ckptstore.interop.chunk_transfer.connection import Connection, Deadline, PeerFailed, Route
-from ckptstore.interop.chunk_transfer.server import CONNECTIONS_MAX
-from ckptstore.interop.chunk_transfer.wire import (
+from ckptstore.interop.torchft import server
+from ckptstore.interop.torchft.connection import Connection, Deadline, PeerFailed, Route
+from ckptstore.interop.torchft.server import CONNECTIONS_MAX
+from ckptstore.interop.torchft.wire import (
     Invitation,
     decode_invitation,
     encode_invitation,
 )
-from tests.interop.chunk_transfer.conftest import (
+from tests.interop.torchft.conftest import (
     SOON,
     Start,
     Wire,

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, digest
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.interop.chunk_transfer import wire
-from ckptstore.interop.chunk_transfer.wire import Description, Invitation, MeshName, Placed
+from ckptstore.interop.torchft import wire
+from ckptstore.interop.torchft.wire import Description, Invitation, MeshName, Placed
 from ckptstore.objects import canonical
 
 ids = st.binary(min_size=32, max_size=32)
@@ -109,6 +109,13 @@ def test_an_invitation_is_read_as_it_was_written() -> None:
 def test_what_is_no_invitation_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput):
         wire.decode_invitation(text)
+
+
+def test_a_token_is_not_in_the_error_for_metadata_that_are_refused() -> None:
+    fields = {"instance": "a" * 32, "token": "secret\n", "addresses": []}
+    with pytest.raises(InvalidInput) as refused:
+        wire.decode_invitation("ckptstore-transport:" + json.dumps(fields))
+    assert "secret" not in f"{refused.value} {refused.value.__cause__}"
 
 
 @given(st.lists(ids, min_size=1, max_size=5))

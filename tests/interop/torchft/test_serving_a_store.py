@@ -10,7 +10,7 @@ import torch
 import ckptstore
 from ckptstore.errors import CkptStoreError
 from ckptstore.store import internals_of
-from tests.interop.chunk_transfer.conftest import (
+from tests.interop.torchft.conftest import (
     SOON,
     Start,
     assert_same,

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.core.threads import Pool
 from ckptstore.errors import CkptStoreError, Corrupt, Unavailable
-from ckptstore.interop.chunk_transfer.connection import Connection, Deadline, PeerFailed, Route
-from ckptstore.interop.chunk_transfer.wire import (
+from ckptstore.interop.torchft.connection import Connection, Deadline, PeerFailed, Route
+from ckptstore.interop.torchft.wire import (
     CHUNKS_PER_REQUEST,
     Description,
     name_of,

@@ -16,11 +16,11 @@ from ckptstore.core.ids import ChunkId
 from ckptstore.core.model import TreeRef
 from ckptstore.core.process import uncollected
 from ckptstore.errors import Corrupt, NotFound, Unavailable
-from ckptstore.interop.chunk_transfer.connection import Deadline
-from ckptstore.interop.chunk_transfer.fetch import Peers, Wanted
-from ckptstore.interop.chunk_transfer.offer import KEY, AdaptiveProbe, batches, cut_state
-from ckptstore.interop.chunk_transfer.targets import Target, check_claims, make_targets
-from ckptstore.interop.chunk_transfer.wire import Description, name_of
+from ckptstore.interop.torchft.connection import Deadline
+from ckptstore.interop.torchft.fetch import Peers, Wanted
+from ckptstore.interop.torchft.offer import KEY, AdaptiveProbe, batches, cut_state
+from ckptstore.interop.torchft.targets import Target, check_claims, make_targets
+from ckptstore.interop.torchft.wire import Description, name_of
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.thread_pool import ThreadPool

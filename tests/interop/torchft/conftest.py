@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckptstore.interop.chunk_transfer.wire import decode_invitation, encode_invitation
 from ckptstore.interop.torchft import StoreTransport
+from ckptstore.interop.torchft.wire import decode_invitation, encode_invitation
 from tests.support.servers.proxy import Proxy, proxy_to
 
 Start = Callable[..., StoreTransport[Any]]

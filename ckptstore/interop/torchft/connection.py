@@ -16,9 +16,10 @@ from contextlib import suppress
 from http.client import HTTPException, HTTPResponse
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
+from ckptstore.distributed.merge import split_ids
 from ckptstore.distributed.sockets import Address, reach
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, Unavailable
-from ckptstore.interop.chunk_transfer.wire import (
+from ckptstore.interop.torchft.wire import (
     DESCRIPTION_BYTES_MAX,
     HELLO_PATH,
     TRANSFER_HEADER,
@@ -29,7 +30,6 @@ from ckptstore.interop.chunk_transfer.wire import (
     decode_description,
     encode_request,
     path_of,
-    split_names,
 )
 
 HELLOS = 4
@@ -201,7 +201,7 @@ class Connection:
         """The ids of chunks."""
         answer = self._ask("POST", "ids", step, {}, b"".join(names))
         self._check(answer)
-        found = split_names(self._read(answer, len(names) * CHUNK_ID_BYTES))
+        found = split_ids(self._read(answer, len(names) * CHUNK_ID_BYTES))
         if len(found) != len(names):
             raise self._failed(f"gives {len(found)} ids for {len(names)} chunks")
         return found

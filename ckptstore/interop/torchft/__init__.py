@@ -16,12 +16,12 @@ from ckptstore.core.process import free_bytes
 from ckptstore.core.threads import behind
 from ckptstore.distributed.sockets import own_addresses
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.chunk_transfer.connection import Deadline, Route
-from ckptstore.interop.chunk_transfer.fetch import Peers
-from ckptstore.interop.chunk_transfer.offer import flatten_state, make_offer
-from ckptstore.interop.chunk_transfer.receive import Received, Transfer
-from ckptstore.interop.chunk_transfer.server import TransportServer
-from ckptstore.interop.chunk_transfer.wire import (
+from ckptstore.interop.torchft.connection import Deadline, Route
+from ckptstore.interop.torchft.fetch import Peers
+from ckptstore.interop.torchft.offer import flatten_state, make_offer
+from ckptstore.interop.torchft.receive import Received, Transfer
+from ckptstore.interop.torchft.server import TransportServer
+from ckptstore.interop.torchft.wire import (
     Invitation,
     decode_invitation,
     encode_invitation,

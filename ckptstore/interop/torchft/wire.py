@@ -7,18 +7,19 @@ XXH3 hash, which detects accidental damage but not deliberate forgery
 (docs/decisions/036-chunks-travel-under-fast-checksums.md).
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Annotated, TypeAlias
 
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
+from pydantic.dataclasses import dataclass as validated
 from xxhash import xxh3_128
 
 from ckptstore.core.config import MIB, check_chunk_bytes
 from ckptstore.core.ids import CHUNK_ID_BYTES, digest, quick_digest
 from ckptstore.core.model import Shape
-from ckptstore.distributed.sockets import Address
+from ckptstore.distributed.merge import split_ids
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects import canonical
 
@@ -45,21 +46,39 @@ _NAME_ENDING = b"XXH3 of a chunk."
 
 _INVITATION = "ckptstore-transport:"
 _INVITATION_BYTES_MAX = 8 << 10
-_ADDRESSES_MAX = 32
 
 Sized: TypeAlias = tuple[bytes, int]
 """A chunk's name and its raw bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+Word: TypeAlias = Annotated[str, StringConstraints(max_length=200, pattern=r"^\P{C}*$")]
+"""Printable text, as in a header."""
+Size: TypeAlias = Annotated[int, Field(strict=True, ge=0)]
+Sizes: TypeAlias = tuple[Size, ...]
+
+
+@validated(frozen=True, slots=True, config=ConfigDict(hide_input_in_errors=True))
 class Invitation:
     """How to reach a transport: the secret `token` opens it, and the public `instance` identifies
     it at an address.
     """
 
-    instance: str
-    token: str = field(repr=False)
-    addresses: tuple[Address, ...]
+    instance: Word
+    token: Word = field(repr=False)
+    addresses: tuple[tuple[Word, Size], ...]
+
+
+class _Described(BaseModel):
+    """A description as it travels, where DTensors name meshes by their number."""
+
+    step: Annotated[int, Field(strict=True)]
+    chunk_bytes: Size
+    metadata: Annotated[list[tuple[Word, Size]], Field(min_length=1)]
+    meshes: list[tuple[Sizes, Sizes, tuple[Word, ...]]]
+    placed: list[tuple[Size, Size, tuple[Word, ...], Sizes, Word]]
+
+
+_INVITATIONS = TypeAdapter(Invitation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,22 +142,19 @@ def name_of_pieces(pieces: Iterable[bytes | memoryview]) -> bytes:
 
 
 def encode_invitation(invitation: Invitation) -> str:
-    fields = {"id": invitation.instance, "token": invitation.token, "at": invitation.addresses}
-    return _INVITATION + json.dumps(fields, separators=(",", ":"))
+    return _INVITATION + _INVITATIONS.dump_json(invitation).decode()
 
 
 def decode_invitation(text: str) -> Invitation:
     """The inverse of `encode_invitation`; raises `InvalidInput`."""
     try:
         if not text.startswith(_INVITATION) or len(text) > _INVITATION_BYTES_MAX:
-            raise ValueError(f"it begins with {text[:40]!r}")
-        fields = json.loads(text.removeprefix(_INVITATION))
-        addresses = tuple((str(host), int(port)) for host, port in fields["at"][:_ADDRESSES_MAX])
-        return Invitation(_word(fields["id"]), _word(fields["token"]), addresses)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError("it is something else")
+        return _INVITATIONS.validate_json(text.removeprefix(_INVITATION))
+    except ValueError as error:
         raise InvalidInput(
-            f"this is no metadata of a StoreTransport: {error}; both replicas need the same kind "
-            "of transport"
+            f"this is no metadata of a StoreTransport: it begins with {text[:40]!r}; both replicas "
+            "need the same kind of transport"
         ) from error
 
 
@@ -167,8 +183,8 @@ def decode_description(data: bytes) -> Description:
             f"a peer's description of its state does not match its hash ({len(data)} bytes came)"
         )
     try:
-        described = _description(canonical.decode(body))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, Corrupt) as error:
+        described = _description(_Described.model_validate_json(body))
+    except (ValueError, IndexError) as error:
         raise Corrupt(
             f"a peer's description of its state cannot be read: {error!r:.200}"
         ) from error
@@ -180,33 +196,22 @@ def decode_description(data: bytes) -> Description:
     return described
 
 
-def _description(said: Any) -> Description:
-    meshes = [
-        MeshName(_numbers(shape), _numbers(ranks), _words(names))
-        for shape, ranks, names in said["meshes"]
-    ]
+def _description(said: _Described) -> Description:
+    meshes = [MeshName(*mesh) for mesh in said.meshes]
     placed = {
-        _number(leaf): Placed(
-            meshes[_number(mesh)], _words(placements), _numbers(stride), _word(device)
-        )
-        for leaf, mesh, placements, stride, device in said["placed"]
+        leaf: Placed(meshes[mesh], placements, stride, device)
+        for leaf, mesh, placements, stride, device in said.placed
     }
-    metadata = tuple((_name(chunk), _number(nbytes)) for chunk, nbytes in said["metadata"])
-    if not metadata:
-        raise ValueError("it has no schema")
-    chunk_bytes = check_chunk_bytes(said["chunk_bytes"])
-    return Description(int(said["step"]), chunk_bytes, metadata, placed)
-
-
-def split_names(joined: bytes | bytearray) -> list[bytes]:
-    """Names, or ids, of 32 bytes each."""
-    return [bytes(joined[i : i + CHUNK_ID_BYTES]) for i in range(0, len(joined), CHUNK_ID_BYTES)]
+    metadata = tuple((bytes.fromhex(chunk), nbytes) for chunk, nbytes in said.metadata)
+    if any(len(chunk) != CHUNK_ID_BYTES for chunk, _ in metadata):
+        raise ValueError("a chunk name has another length")
+    return Description(said.step, check_chunk_bytes(said.chunk_bytes), metadata, placed)
 
 
 def decode_names(body: bytes) -> list[bytes] | None:
     """The chunks that a request names; None for an invalid request."""
     count, rest = divmod(len(body), CHUNK_ID_BYTES)
-    return split_names(body) if not rest and 0 < count <= CHUNKS_PER_REQUEST else None
+    return split_ids(body) if not rest and 0 < count <= CHUNKS_PER_REQUEST else None
 
 
 def encode_request(
@@ -215,30 +220,3 @@ def encode_request(
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode("ascii") + body
-
-
-def _word(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > 200 or not value.isprintable():
-        raise ValueError(f"{value!r:.80} is no word")
-    return value
-
-
-def _words(values: Any) -> tuple[str, ...]:
-    return tuple(map(_word, values))
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.80} is no size")
-    return value
-
-
-def _numbers(values: Any) -> tuple[int, ...]:
-    return tuple(map(_number, values))
-
-
-def _name(text: Any) -> bytes:
-    data = bytes.fromhex(_word(text))
-    if len(data) != CHUNK_ID_BYTES:
-        raise ValueError(f"{text!r:.80} is no chunk name")
-    return data

@@ -15,7 +15,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchft import StoreTransport
 from ckptstore.state.tensors import memory_of
 from tests.distributed.layouts import LAYOUTS, full, layout, mesh_of
-from tests.interop.chunk_transfer.conftest import assert_same, copy_of, state_of, weights_of
+from tests.interop.torchft.conftest import assert_same, copy_of, state_of, weights_of
 
 SOON = timedelta(seconds=30)
 kept: dict[str, Any] = {}
