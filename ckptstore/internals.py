@@ -14,9 +14,9 @@ from functools import cache
 from typing import Any, TypeAlias
 
 from ckptstore.commit.async_commit import AsyncCommits, CommitRoute
-from ckptstore.commit.commit import CommitRequest, Flats
-from ckptstore.commit.commit_metadata import CommitMetadata, ParentTracker
+from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest, ParentTracker
 from ckptstore.commit.pending import UNWATCHED, Pending
+from ckptstore.commit.plan import Flats
 from ckptstore.commit.transaction import CommitStats, Committed
 from ckptstore.contents import CommitContents
 from ckptstore.core.ids import CommitId

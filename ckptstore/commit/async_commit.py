@@ -8,10 +8,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from ckptstore.commit.commit import CommitRequest, Flats
-from ckptstore.commit.commit_metadata import CommitMetadata, ParentTracker, parents_of
+from ckptstore.commit.commit_metadata import (
+    CommitMetadata,
+    CommitRequest,
+    ParentTracker,
+    parents_of,
+)
 from ckptstore.commit.commit_queue import Background, BorrowedLeaves, LazyCopy, PendingWatch
 from ckptstore.commit.pending import Pending
+from ckptstore.commit.plan import Flats
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Async, Milestone

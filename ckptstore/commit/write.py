@@ -46,21 +46,13 @@ def hash_chunks(
     def work(batch: Sequence[Run]) -> None:
         for run in batch:
             at = (run.first - run.part.first) * CHUNK_ID_BYTES
-            found = b"".join(map(digest, _chunks(run, _in_place(run, sources[run.part.leaf]))))
+            memory = memory_of(sources[run.part.leaf], run.cuts[0], run.cuts[-1])
+            found = b"".join(map(digest, _chunks(run, memory)))
             ids[run.part.leaf][at : at + len(found)] = found
 
     small = plan.logical_bytes <= PARALLEL_BYTES
     threads.spread(work, plan.batches, max_workers=1 if small else max_workers)
     return [bytes(each) for each in ids]
-
-
-def _in_place(run: Run, source: Source) -> memoryview:
-    base, end = run.cuts[0], run.cuts[-1]
-    memory = source.view(base, end)
-    if memory is None:
-        memory = memoryview(bytearray(run.raw_bytes))
-        source.stage(base, end, memory)
-    return memory
 
 
 def write_metadata(
@@ -85,14 +77,18 @@ def write_metadata(
         raise
 
 
+def memory_of(source: Source, start: int, stop: int) -> memoryview:
+    """The bytes `start:stop` of `source`: its own memory, or a copy if it shows none."""
+    memory = source.view(start, stop)
+    if memory is None:
+        memory = memoryview(bytearray(stop - start))
+        source.stage(start, stop, memory)
+    return memory
+
+
 def read_all(source: Source) -> bytes:
     """All bytes of `source`, which must be small."""
-    memory = source.view(0, source.nbytes)
-    if memory is not None:
-        return bytes(memory)
-    buffer = bytearray(source.nbytes)
-    source.stage(0, source.nbytes, memoryview(buffer))
-    return bytes(buffer)
+    return bytes(memory_of(source, 0, source.nbytes))
 
 
 class ChunkWriter:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.commit.commit import extent_of
 from ckptstore.commit.commit_metadata import CommitMetadata
+from ckptstore.commit.plan import extent_of
 from ckptstore.commit.transaction import TreeContent
 from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.distributed.external_commit import Part, PartsWritten
