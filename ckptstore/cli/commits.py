@@ -100,12 +100,9 @@ def tensor_bytes(leaf: LeafInfo) -> int | None:
 
 def reader_of(call: Call, store: StoreHandle) -> "Reader":
     """A reader of commits, for the rest of the call."""
-    from ckptstore.repository.thread_pool import ThreadPool
     from ckptstore.restore.reader import Reader
 
-    threads = ThreadPool(1)
-    call.stack.callback(threads.close)
-    return Reader(store.config, store.objects, threads)
+    return Reader(store.config, store.objects, call.threads())
 
 
 def trees_of(reader: "Reader", info: CommitInfo) -> dict[str, "Tree"]:

@@ -4,9 +4,8 @@ formats."""
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from ckptstore.cli.call import Answer, Call
+from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
 from ckptstore.cli.commits import short
-from ckptstore.cli.exits import Exit, NoStore, UsageError
 from ckptstore.cli.screen import to_json
 from ckptstore.core.config import default_threads
 from ckptstore.core.text import bytes_text, count_text
@@ -15,7 +14,6 @@ from ckptstore.maintenance.mirror.mirror import MirrorOptions, mirror
 from ckptstore.maintenance.mirror.plan import choose, other_end
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.repository.thread_pool import ThreadPool
 
 
 def push(call: Call) -> Answer:
@@ -49,8 +47,7 @@ def _opened(call: Call, end: AbstractContextManager[StoreHandle], advice: str = 
 
 def _mirror(call: Call, source: StoreHandle, target: StoreHandle) -> Answer:
     args = call.args
-    threads = ThreadPool(default_threads())
-    call.stack.callback(threads.close)
+    threads = call.threads(default_threads())
     wanted = choose(source, args.refs, run=args.run, ancestors=args.ancestors)
     options = MirrorOptions(args.tags, args.force, args.verify)
     with call.screen.progress() as shown:

@@ -100,12 +100,14 @@ class Screen:
 
 
 def to_json(value: Any) -> Any:
-    """`value` as JSON has it: dataclasses are objects, bytes hexadecimal, and floats that JSON
-    lacks the strings `"NaN"`, `"Infinity"` and `"-Infinity"`."""
+    """`value` as JSON has it: dataclasses and named tuples are objects, bytes hexadecimal, and
+    floats that JSON lacks the strings `"NaN"`, `"Infinity"` and `"-Infinity"`."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, str | int | float):
         return value
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
     if isinstance(value, bytes):

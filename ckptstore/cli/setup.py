@@ -6,8 +6,8 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from ckptstore.cli.call import VARIABLE, Answer, Call
-from ckptstore.cli.exits import Exit, NoStore
+from ckptstore.cli.call import VARIABLE, Answer, Call, Exit, NoStore
+from ckptstore.cli.commands import COMMANDS
 from ckptstore.cli.parser import build
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import NotFound
@@ -126,7 +126,7 @@ def _revision(path: Path) -> str | None:
 def completion(call: Call) -> Answer:
     import shtab
 
-    parser = build()
+    parser = build(COMMANDS)
     for part in (parser, *parser.commands.values()):
         for action in part._actions:  # argparse has no public list of them
             if action.dest in ("store", "path"):

@@ -1,12 +1,11 @@
-"""`ckptstore show`: everything about one commit. What depends on every other commit comes last, so
-that the rest is printed at once."""
+"""`ckptstore show` and `stats`: everything about one commit, and the size of the whole store."""
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ckptstore.cli.call import Answer, Call
+from ckptstore.cli.call import Answer, Call, Exit
 from ckptstore.cli.commits import (
     commit_document,
     commit_text,
@@ -15,13 +14,13 @@ from ckptstore.cli.commits import (
     short,
     tensor_bytes,
 )
-from ckptstore.cli.exits import Exit
 from ckptstore.core.ids import CommitId, document_key, pack_session
 from ckptstore.core.model import CommitInfo
-from ckptstore.core.tables import BOLD, Column, Table, fields
-from ckptstore.core.text import age_text, bytes_text, count_text, local_text
+from ckptstore.core.tables import BOLD, TAG, Column, Table, fields
+from ckptstore.core.text import age_text, bytes_text, count_text, exact_text, local_text
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.index.queries import LeafInfo, PackInfo, Queries
+from ckptstore.index.rows import RunInfo
 from ckptstore.objects.documents import Placed, decode_document, decode_layout
 from ckptstore.repository.resolve_ref import find_id
 from ckptstore.repository.store_handle import StoreHandle
@@ -34,7 +33,18 @@ T = TypeVar("T")
 RELATIVES_SHOWN = 8
 
 
+class _Group(NamedTuple):
+    """Leaves placed alike: their placements, the shape of the mesh, and the number of ranks with a
+    part."""
+
+    placements: str
+    mesh: str
+    ranks: int
+    leaves: int
+
+
 def show(call: Call) -> Answer:
+    """What depends on every other commit comes last, so that the rest is printed at once."""
     store = call.open(call.args.ref)
     queries = store.queries()
     info = queries.commit(find_id(queries, call.args.ref, call.args.run))
@@ -53,18 +63,13 @@ def show(call: Call) -> Answer:
     leaves = leaves_of(store, queries, info)
     pickles = attempt("whether there are pickles", lambda: pickles_of(store, info, leaves)) or {}
     trees = [_tree(key, info, tree, pickles.get(key, [])) for key, tree in leaves.items()]
-    layout = (
-        None  # it may be deleted
-        if info.forgotten
-        else attempt("the layout on ranks", lambda: _layout(store, info))
-    )
+    layout = used = None
+    if not info.forgotten:  # else it may be deleted
+        layout = attempt("the layout on ranks", lambda: _layout(store, info))
     parents = [_known(queries, parent) for parent in info.parents]
     call.screen.print(_page(info, parents, children, trees, layout, packs))
-    used = (
-        None
-        if call.args.fast or info.forgotten
-        else attempt("exclusive and shared bytes", lambda: _usage(call, store, info))
-    )
+    if not (call.args.fast or info.forgotten):
+        used = attempt("exclusive and shared bytes", lambda: _usage(call, store, info))
     exclusive, shared = (used.exclusive_bytes, used.shared_bytes) if used else (None, None)
     commit = {
         **commit_document(info),
@@ -75,7 +80,7 @@ def show(call: Call) -> Answer:
     document = {
         "commit": commit,
         "trees": trees,
-        "packs": [pack._asdict() for pack in packs],
+        "packs": packs,
         "problem": problems[-1].partition(": ")[2] if problems else None,
         "layout": layout,
     }
@@ -105,16 +110,12 @@ def _layout(store: StoreHandle, info: CommitInfo) -> dict[str, Any] | None:
     if document.layout is None:
         return None
     layout = decode_layout(store.objects.read_metadata(document.layout))
-    groups = Counter(map(_placement, layout.leaves.values()))
-    named = [
-        {"placements": placements, "mesh": mesh, "ranks": ranks, "leaves": n}
-        for (placements, mesh, ranks), n in groups.items()
-    ]
-    return {"world": layout.world, "groups": named} if layout.world > 1 else None
+    counts = Counter(map(_placement, layout.leaves.values()))
+    groups = [_Group(*placement, n) for placement, n in counts.items()]
+    return {"world": layout.world, "groups": groups} if layout.world > 1 else None
 
 
 def _placement(leaf: Placed) -> tuple[str, str, int]:
-    """The placements of a leaf, the shape of the mesh, and the number of ranks with a part."""
     ranks = {rank for ranks in leaf.ranks for rank in ranks}
     boxes = f"{len(leaf.boxes)} boxes" if leaf.boxes else "whole"
     return ", ".join(leaf.placements) or boxes, "x".join(map(str, leaf.mesh or ())), len(ranks)
@@ -181,8 +182,7 @@ def _page(
             Column("ranks", "count"),
             Column("leaves", "count"),
         )
-        groups = [tuple(group.values()) for group in layout["groups"]]
-        yield Table(columns, groups, f"Layout: {layout['world']} ranks")
+        yield Table(columns, layout["groups"], f"Layout: {layout['world']} ranks")
     if packs:
         columns = (
             Column("pack"),
@@ -214,3 +214,96 @@ def _known(queries: Queries, commit: CommitId) -> str:
         return commit_text(queries.commit(commit))
     except NotFound:
         return f"{short(commit)} (purged)"
+
+
+def stats(call: Call) -> Answer:
+    from ckptstore.maintenance.usage import usage
+
+    store = call.open()
+    queries, config = store.queries(), store.config
+    totals, runs = queries.totals(), queries.runs()
+    with call.screen.progress(f"looking at what {count_text(totals.commits, 'commit')} share"):
+        found = usage(store)
+    ratio = found.logical_bytes / found.stored_bytes if found.stored_bytes else None
+    heaviest = sorted(found.commits, key=lambda c: c.exclusive_bytes, reverse=True)[: call.args.top]
+    infos = queries.commits([commit.commit for commit in heaviest])
+
+    def page() -> Iterator[Table]:
+        chunks = f"chunks of {bytes_text(config.chunk_bytes)}, codec {config.codec}"
+        forgotten = f" and {totals.forgotten:,} forgotten" if totals.forgotten else ""
+        counts = f"{count_text(totals.runs, 'run')}, {count_text(totals.tags, 'tag')}"
+        stored = f"{count_text(found.packs, 'pack')}, {count_text(found.chunks, 'chunk')}"
+        pairs = [
+            ("store", store.url, chunks),
+            ("commits", f"{totals.commits:,}{forgotten}", counts),
+            ("logical", bytes_text(found.logical_bytes), "the size of all their states"),
+            ("stored", bytes_text(found.stored_bytes), stored),
+            ("dedup", f"{ratio:.1f}×" if ratio else "", "logical / stored"),
+            (
+                "unreferenced",
+                bytes_text(found.unreferenced_bytes),
+                "stored, but no commit needs it",
+            ),
+        ]
+        yield fields("", pairs)
+        yield from _lists(runs, zip(heaviest, infos, strict=True))
+
+    document = {
+        "store_id": config.store,
+        "chunk_bytes": config.chunk_bytes,
+        "codec": config.codec,
+        "commits": totals.commits,
+        "forgotten": totals.forgotten,
+        "tags": totals.tags,
+        "logical_bytes": found.logical_bytes,
+        "stored_bytes": found.stored_bytes,
+        "unreferenced_bytes": found.unreferenced_bytes,
+        "dedup_ratio": ratio,
+        "packs": found.packs,
+        "chunks": found.chunks,
+        "runs": [{**run._asdict(), "time": exact_text(run.time_ns)} for run in runs],
+        "usage": [
+            {
+                "commit": commit.commit,
+                "logical_bytes": commit.logical_bytes,
+                "new_bytes": commit.new_bytes,
+                "exclusive_bytes": commit.exclusive_bytes,
+            }
+            for commit in found.commits
+        ],
+    }
+    return Answer(document, page())
+
+
+def _lists(
+    runs: Sequence[RunInfo], heaviest: "Iterable[tuple[CommitUsage, CommitInfo]]"
+) -> Iterator[Table]:
+    """The runs, and the commits that hold most bytes that no other commit has."""
+    if runs:
+        yield Table(
+            (
+                Column("run"),
+                Column("commits", "count"),
+                Column("latest", "id"),
+                Column("step", "step"),
+                Column("time", "time"),
+            ),
+            runs,
+            "Runs",
+        )
+    if rows := [
+        (i.id, i.run, i.step, i.tags, i.logical_bytes, i.new_bytes, c.exclusive_bytes)
+        for c, i in heaviest
+    ]:
+        sizes = ("logical", "new", "exclusive")
+        yield Table(
+            (
+                Column("commit", "id"),
+                Column("run"),
+                Column("step", "step"),
+                Column("tags", fit="cut", style=TAG),
+                *(Column(name, "bytes") for name in sizes),
+            ),
+            rows,
+            "Most exclusive bytes (freed if this commit alone is deleted)",
+        )
