@@ -12,7 +12,7 @@ from ckptstore.cli.commits import (
     reader_of,
     trees_of,
 )
-from ckptstore.cli.screen import Hint, Part
+from ckptstore.cli.screen import Hint, Part, columns, fields_of
 from ckptstore.core.tables import Column, Table
 from ckptstore.repository.resolve_ref import find_id
 from ckptstore.restore.diff import MARKS, SIZES, Difference, LeafChange, compare, sizes
@@ -38,27 +38,18 @@ def diff(call: Call) -> Answer:
     document = {
         "before": commit_document(old),
         "after": commit_document(new),
-        "unchanged": found.unchanged,
-        "changed_bytes": found.changed_bytes,
-        "changes": found.changes,
+        **fields_of(found, "unchanged", "changed_bytes", "changes"),
     }
     return Answer(document, page)
 
 
 def _folded(found: Difference) -> Table:
-    columns = (
-        Column(""),
-        Column("leaves", "count"),
-        Column("path", fit="wrap"),
-        Column("what", fit="wrap"),
-        *SIZES,
-    )
     groups = fold(found.changes, lambda change: (change.path, (change.change, *_dtypes(change))))
     rows = [
         (MARKS[group[0].change], len(group), pattern, _what(group), *sizes(group))
         for pattern, group in groups
     ]
-    return Table(columns, rows)
+    return Table((*columns("", "leaves", "path", "what"), *SIZES), rows)
 
 
 def _dtypes(change: LeafChange) -> Iterator[str]:
@@ -77,8 +68,7 @@ def _what(group: Sequence[LeafChange]) -> str:
 
 def _stat(before: Mapping[str, "Tree"], after: Mapping[str, "Tree"]) -> Table:
     """Sums per key."""
-    names = (*MARKS, "unchanged")
-    columns = (Column("key"), *(Column(name, "count") for name in names))
+    counts = (Column(name, "count") for name in (*MARKS, "unchanged"))
     rows = []
     for key in dict.fromkeys((*after, *before)):
         old, new = ({key: trees[key]} if key in trees else {} for trees in (before, after))
@@ -87,4 +77,4 @@ def _stat(before: Mapping[str, "Tree"], after: Mapping[str, "Tree"]) -> Table:
         left = [change for change in found.changes if change.after]
         changed, total = sizes(left)[0], sizes(everything)[1]
         rows.append((key, *map(kinds.count, MARKS), found.unchanged, changed, total))
-    return Table((*columns, Column("changed bytes", "bytes"), Column("of", "bytes")), rows)
+    return Table((*columns("key"), *counts, Column("changed bytes", "bytes"), SIZES[1]), rows)

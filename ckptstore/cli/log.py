@@ -12,10 +12,10 @@ from graphlib import TopologicalSorter
 from ckptstore.cli.call import Answer, Call, UsageError
 from ckptstore.cli.commits import commit_document, commit_text, first_line, reader_of, short
 from ckptstore.cli.parser import parse_best, parse_moment
-from ckptstore.cli.screen import Hint, Part
+from ckptstore.cli.screen import Hint, Part, columns
 from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.core.model import CommitInfo
-from ckptstore.core.tables import BLUE, TAG, Column, Table
+from ckptstore.core.tables import BLUE, Column, Table
 from ckptstore.core.text import count_text, near
 from ckptstore.errors import NotFound
 from ckptstore.repository.resolve_ref import find_id
@@ -91,20 +91,14 @@ def _table(
     call: Call, commits: Sequence[CommitInfo], known: Sequence[CommitInfo], *, several: bool
 ) -> Table:
     metrics = call.args.metric or _frequent_metrics(commits)
-    columns = (
+    chosen = (
         Column("", style=BLUE),
-        Column("commit", "id"),
-        Column("step", "step"),
-        Column("run"),
-        Column("tags", fit="cut", style=TAG),
-        Column("time", "time"),
-        Column("logical", "bytes", spare=True),
-        Column("new", "bytes"),
+        *columns("commit", "step", "run", "tags", "time", "logical", "new"),
         *(
             Column(name, "metric", spare=i > 0 and not call.args.metric)
             for i, name in enumerate(metrics)
         ),
-        Column("message", fit="cut"),
+        *columns("message"),
     )
     rows = [
         (
@@ -121,7 +115,7 @@ def _table(
         )
         for line, info in zip(_graph(call, commits, known), commits, strict=True)
     ]
-    return Table(columns, rows).without_empty("", "step", "run", "tags", "message")
+    return Table(chosen, rows).without_empty("", "step", "run", "tags", "message")
 
 
 def _graph(
@@ -265,20 +259,13 @@ def tag(call: Call) -> Answer:
     if args.names or not tags:
         hint = Hint("no tags: `ckptstore tag NAME REF` sets one")
         return Answer(document, [found.name for found in tags] or [hint])
-    columns = (
-        Column("tag", style=TAG),
-        Column("commit", "id"),
-        Column("step", "step"),
-        Column("run"),
-        Column("time", "time"),
-        Column("message", fit="cut"),
-    )
     infos = queries.commits([found.commit for found in tags])
     rows = [
         (found.name, info.id, info.step, info.run, info.time_ns, first_line(info.message))
         for found, info in zip(tags, infos, strict=True)
     ]
-    return Answer(document, [Table(columns, rows)])
+    table = Table(columns("tag", "commit", "step", "run", "time", "message"), rows)
+    return Answer(document, [table])
 
 
 def _set(call: Call, store: StoreHandle, name: str) -> Answer:

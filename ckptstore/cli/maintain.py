@@ -9,8 +9,8 @@ from dataclasses import asdict, fields
 from ckptstore.cli.call import Answer, Call, Exit, UsageError
 from ckptstore.cli.commits import commit_text
 from ckptstore.cli.parser import parse_best, parse_moment
-from ckptstore.cli.screen import Hint, Part
-from ckptstore.core.tables import Column, Table
+from ckptstore.cli.screen import Hint, Part, columns, fields_of
+from ckptstore.core.tables import Table
 from ckptstore.core.text import SECOND_NS, count_text
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.report import (
@@ -58,8 +58,7 @@ def forget(call: Call) -> Answer:
     commits = [
         {
             "commit": commit,
-            "run": row.run,
-            "step": row.step,
+            **fields_of(row, "run", "step"),
             "kept": bool(reasons),
             "reasons": reasons,
         }
@@ -122,8 +121,7 @@ def gc(call: Call) -> Answer:
     document = {"dry_run": args.dry_run, "plan": _plan_document(report.plan)}
     if not args.dry_run:
         names = [field.name for field in fields(report) if field.name not in ("plan", "dry_run")]
-        done = {name: getattr(report, name) for name in names}
-        document["done"] = done | {"stopped": report.stopped or None}
+        document["done"] = fields_of(report, *names) | {"stopped": report.stopped or None}
     damaged = report.plan.missing or report.plan.unreadable or report.damaged
     code = Exit.DAMAGED if damaged else Exit.OK
     return Answer(document, [report], report.problems, code)
@@ -142,18 +140,13 @@ def _plan_document(plan: GcPlan) -> dict[str, object]:
         {"sessions": sessions, "bytes": size} for sessions, size in plan.freed_later_bytes.items()
     ]
     return {
-        "mark": plan.mark,
-        "over": plan.over,
-        "purge": plan.purge,
+        **fields_of(plan, "mark", "over", "purge"),
         "packs": packs,
         "orphans": plan.orphans,
         "copies": copies,
-        "freed_now_bytes": plan.freed_now_bytes,
         "freed_later": later,
-        "copied_bytes": plan.copied_bytes,
         "missing_chunks": plan.missing,
-        "unreadable": plan.unreadable,
-        "full": plan.full,
+        **fields_of(plan, "freed_now_bytes", "copied_bytes", "unreadable", "full"),
     }
 
 
@@ -163,29 +156,16 @@ def sessions(call: Call) -> Answer:
         {
             "session": each.info.id,
             "status": each.status,
-            "what": each.info.what,
-            "host": each.info.host,
-            "pid": each.info.pid,
-            "time_ns": each.info.time_ns,
+            **fields_of(each.info, "what", "host", "pid", "time_ns"),
             "still_s": each.still_s,
             "waiting_packs": each.packs,
             "waiting_bytes": each.bytes,
         }
         for each in found
     ]
-    columns = (
-        Column("session"),
-        Column("status"),
-        Column("what"),
-        Column("host"),
-        Column("pid", "step"),
-        Column("time", "time"),
-        Column("still", "seconds"),
-        Column("waiting packs", "count"),
-        Column("bytes", "bytes"),
-    )
+    names = ("session", "status", "what", "host", "pid", "time", "still", "waiting packs", "bytes")
     page = (
-        Table(columns, [[*each.values()] for each in documents])
+        Table(columns(*names), [[*each.values()] for each in documents])
         if found
         else Hint("no process writes")
     )
@@ -203,12 +183,8 @@ def fsck_store(call: Call) -> Answer:
         "damaged": report.damaged,
         "findings": _findings(report.findings),
         "damaged_commits": sorted(report.damaged_commits),
-        "entries": report.looked.entries,
-        "commits": report.looked.commits,
-        "packs": report.looked.packs,
-        "chunks": report.looked.chunks,
+        **fields_of(report.looked, "entries", "commits", "packs", "chunks", "stored_bytes"),
         "read_bytes": report.looked.data_bytes,
-        "stored_bytes": report.looked.stored_bytes,
     }
     return Answer(document, [report], code=_code(report))
 
@@ -265,8 +241,8 @@ def doctor(call: Call) -> Answer:
     store = _store(call)
     with call.screen.progress("testing the storage"):
         checks = store.doctor()
-    columns = (Column("check"), Column("verdict"), Column("seen", fit="wrap"))
-    table = Table(columns, [(check.name, check.verdict, check.seen) for check in checks])
+    rows = [(check.name, check.verdict, check.seen) for check in checks]
+    table = Table(columns("check", "verdict", "seen"), rows)
     advice = [f"{check.name}: {check.next}" for check in checks if check.next]
     failed = any(check.verdict is Verdict.FAILED for check in checks)
     return Answer({"checks": checks}, [table, *advice], code=Exit.FAILED if failed else Exit.OK)

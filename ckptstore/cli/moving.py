@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
 from ckptstore.cli.commits import short
-from ckptstore.cli.screen import to_json
+from ckptstore.cli.screen import fields_of, to_json
 from ckptstore.core.config import default_threads
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import NotFound
@@ -60,10 +60,7 @@ def _mirror(call: Call, source: StoreHandle, target: StoreHandle) -> Answer:
     document = {
         **ends,
         "plan": {**to_json(done.plan), "load": done.load},
-        "sent": done.sent,
-        "chunks": done.chunks,
-        "raw_bytes": done.raw_bytes,
-        "stored_bytes": done.stored_bytes,
+        **fields_of(done, "sent", "chunks", "raw_bytes", "stored_bytes"),
         "damaged": [{"commit": commit, "why": why} for commit, why in done.damaged],
     }
     return Answer(document, page, done.problems, code)
@@ -84,11 +81,7 @@ def import_files(call: Call) -> Answer:
     leaves = len(made.leaves())
     document = {
         "commit": made.id,
-        "run": made.run,
-        "step": made.step,
-        "tags": made.tags,
-        "logical_bytes": made.logical_bytes,
-        "new_bytes": made.new_bytes,
+        **fields_of(made, "run", "step", "tags", "logical_bytes", "new_bytes"),
         "leaves": leaves,
     }
     size = f"{bytes_text(made.logical_bytes)}, {bytes_text(made.new_bytes)} of them new"
@@ -135,11 +128,5 @@ def export_files(call: Call) -> Answer:
     page = [f"{short(found.id)} to {args.path} as {done.format}: {files}"]
     if done.left_out:
         page.append(f"{done.left_out} other leaves are not in it")
-    document = {
-        "commit": found.id,
-        "format": done.format,
-        "files": done.files,
-        "bytes": done.bytes,
-        "left_out": done.left_out,
-    }
-    return Answer(document, page)
+    written = fields_of(done, "format", "files", "bytes", "left_out")
+    return Answer({"commit": found.id, **written}, page)

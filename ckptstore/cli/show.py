@@ -2,25 +2,27 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptstore.cli.call import Answer, Call, Exit
 from ckptstore.cli.commits import (
     commit_document,
     commit_text,
+    config_text,
     leaves_of,
     pickles_of,
     short,
     tensor_bytes,
 )
+from ckptstore.cli.screen import columns, fields_of
 from ckptstore.core.ids import CommitId, document_key, pack_session
 from ckptstore.core.model import CommitInfo
-from ckptstore.core.tables import BOLD, TAG, Column, Table, fields
+from ckptstore.core.tables import BOLD, Column, Table, fields
 from ckptstore.core.text import age_text, bytes_text, count_text, exact_text, local_text
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.index.queries import LeafInfo, PackInfo, Queries
-from ckptstore.index.rows import RunInfo
 from ckptstore.objects.documents import Placed, decode_document, decode_layout
 from ckptstore.repository.resolve_ref import find_id
 from ckptstore.repository.store_handle import StoreHandle
@@ -166,35 +168,21 @@ def _page(
     if info.metrics:
         metrics = (Column("name", style=BOLD), Column("value", "metric"))
         yield Table(metrics, list(info.metrics.items()), "Metrics", header=False)
-    columns = (
-        Column("key", style=BOLD),
-        Column("leaves", "count"),
-        Column("tensor bytes", "bytes"),
-        Column("types", fit="wrap"),
-    )
-    yield Table(columns, [_tree_row(tree) for tree in trees], "Trees")
+    named = columns("key", "leaves", "tensor bytes", "types")
+    yield Table(named, [_tree_row(tree) for tree in trees], "Trees")
     if paths := [path for tree in trees for path in tree["pickles"]]:
         yield f"Pickled, so restored with allow_pickle=True only: {_several(paths)}"
     if layout:
-        columns = (
-            Column("placed as", fit="wrap"),
-            Column("mesh"),
-            Column("ranks", "count"),
-            Column("leaves", "count"),
-        )
-        yield Table(columns, layout["groups"], f"Layout: {layout['world']} ranks")
+        named = columns("placed as", "mesh", "ranks", "leaves")
+        yield Table(named, layout["groups"], f"Layout: {layout['world']} ranks")
     if packs:
-        columns = (
-            Column("pack"),
-            Column("bytes", "bytes"),
-            Column("chunks", "count"),
-            Column("holds"),
-        )
         rows = [
             (pack.id, pack.bytes, pack.chunks, "metadata" if pack.metadata else "tensors")
             for pack in packs
         ]
-        yield Table(columns, rows, "Packs written by this commit")
+        yield Table(
+            columns("pack", "bytes", "chunks", "holds"), rows, "Packs written by this commit"
+        )
 
 
 def _tree_row(tree: dict[str, Any]) -> tuple[object, ...]:
@@ -225,85 +213,46 @@ def stats(call: Call) -> Answer:
     with call.screen.progress(f"looking at what {count_text(totals.commits, 'commit')} share"):
         found = usage(store)
     ratio = found.logical_bytes / found.stored_bytes if found.stored_bytes else None
-    heaviest = sorted(found.commits, key=lambda c: c.exclusive_bytes, reverse=True)[: call.args.top]
-    infos = queries.commits([commit.commit for commit in heaviest])
-
-    def page() -> Iterator[Table]:
-        chunks = f"chunks of {bytes_text(config.chunk_bytes)}, codec {config.codec}"
-        forgotten = f" and {totals.forgotten:,} forgotten" if totals.forgotten else ""
-        counts = f"{count_text(totals.runs, 'run')}, {count_text(totals.tags, 'tag')}"
-        stored = f"{count_text(found.packs, 'pack')}, {count_text(found.chunks, 'chunk')}"
-        pairs = [
-            ("store", store.url, chunks),
-            ("commits", f"{totals.commits:,}{forgotten}", counts),
-            ("logical", bytes_text(found.logical_bytes), "the size of all their states"),
-            ("stored", bytes_text(found.stored_bytes), stored),
-            ("dedup", f"{ratio:.1f}×" if ratio else "", "logical / stored"),
-            (
-                "unreferenced",
-                bytes_text(found.unreferenced_bytes),
-                "stored, but no commit needs it",
-            ),
-        ]
-        yield fields("", pairs)
-        yield from _lists(runs, zip(heaviest, infos, strict=True))
-
     document = {
         "store_id": config.store,
-        "chunk_bytes": config.chunk_bytes,
-        "codec": config.codec,
-        "commits": totals.commits,
-        "forgotten": totals.forgotten,
-        "tags": totals.tags,
-        "logical_bytes": found.logical_bytes,
-        "stored_bytes": found.stored_bytes,
-        "unreferenced_bytes": found.unreferenced_bytes,
+        **fields_of(config, "chunk_bytes", "codec"),
+        **fields_of(totals, "commits", "forgotten", "tags"),
+        **fields_of(found, "logical_bytes", "stored_bytes", "unreferenced_bytes"),
         "dedup_ratio": ratio,
-        "packs": found.packs,
-        "chunks": found.chunks,
+        **fields_of(found, "packs", "chunks"),
         "runs": [{**run._asdict(), "time": exact_text(run.time_ns)} for run in runs],
         "usage": [
-            {
-                "commit": commit.commit,
-                "logical_bytes": commit.logical_bytes,
-                "new_bytes": commit.new_bytes,
-                "exclusive_bytes": commit.exclusive_bytes,
-            }
+            fields_of(commit, "commit", "logical_bytes", "new_bytes", "exclusive_bytes")
             for commit in found.commits
         ],
     }
-    return Answer(document, page())
-
-
-def _lists(
-    runs: Sequence[RunInfo], heaviest: "Iterable[tuple[CommitUsage, CommitInfo]]"
-) -> Iterator[Table]:
-    """The runs, and the commits that hold most bytes that no other commit has."""
+    forgotten = f" and {totals.forgotten:,} forgotten" if totals.forgotten else ""
+    counts = f"{count_text(totals.runs, 'run')}, {count_text(totals.tags, 'tag')}"
+    stored = f"{count_text(found.packs, 'pack')}, {count_text(found.chunks, 'chunk')}"
+    unreferenced = bytes_text(found.unreferenced_bytes)
+    pairs = [
+        ("store", store.url, config_text(config)),
+        ("commits", f"{totals.commits:,}{forgotten}", counts),
+        ("logical", bytes_text(found.logical_bytes), "the size of all their states"),
+        ("stored", bytes_text(found.stored_bytes), stored),
+        ("dedup", f"{ratio:.1f}×" if ratio else "", "logical / stored"),
+        ("unreferenced", unreferenced, "stored, but no commit needs it"),
+    ]
+    page = [fields("", pairs)]
     if runs:
-        yield Table(
-            (
-                Column("run"),
-                Column("commits", "count"),
-                Column("latest", "id"),
-                Column("step", "step"),
-                Column("time", "time"),
-            ),
-            runs,
-            "Runs",
-        )
-    if rows := [
-        (i.id, i.run, i.step, i.tags, i.logical_bytes, i.new_bytes, c.exclusive_bytes)
-        for c, i in heaviest
-    ]:
-        sizes = ("logical", "new", "exclusive")
-        yield Table(
-            (
-                Column("commit", "id"),
-                Column("run"),
-                Column("step", "step"),
-                Column("tags", fit="cut", style=TAG),
-                *(Column(name, "bytes") for name in sizes),
-            ),
-            rows,
-            "Most exclusive bytes (freed if this commit alone is deleted)",
-        )
+        page.append(Table(columns("run", "commits", "latest", "step", "time"), runs, "Runs"))
+    if found.commits and call.args.top:
+        page.append(_heaviest(queries, found.commits, call.args.top))
+    return Answer(document, page)
+
+
+def _heaviest(queries: Queries, commits: "Sequence[CommitUsage]", top: int) -> Table:
+    usages = sorted(commits, key=attrgetter("exclusive_bytes"), reverse=True)[:top]
+    infos = queries.commits([usage.commit for usage in usages])
+    rows = [
+        (i.id, i.run, i.step, i.tags, i.logical_bytes, i.new_bytes, usage.exclusive_bytes)
+        for i, usage in zip(infos, usages, strict=True)
+    ]
+    names = ("commit", "run", "step", "tags", "logical", "new", "exclusive")
+    title = "Most exclusive bytes (freed if this commit alone is deleted)"
+    return Table(columns(*names), rows, title)
