@@ -14,10 +14,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from ckptstore.commit.commit import CommitRequest, Flats
-from ckptstore.commit.commit_metadata import CommitMetadata, ParentTracker, parents_of
+from ckptstore.commit.commit_metadata import (
+    CommitMetadata,
+    CommitRequest,
+    ParentTracker,
+    parents_of,
+)
 from ckptstore.commit.pending import Background, Pending, Watch
-from ckptstore.commit.plan import Run
+from ckptstore.commit.plan import Flats, Run
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Async, Milestone

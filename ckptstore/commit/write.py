@@ -20,7 +20,7 @@ from ckptstore.objects.pack import TENSOR, align
 from ckptstore.repository.dedup import Dedup
 from ckptstore.repository.pack_writer import PackSet
 from ckptstore.repository.thread_pool import NO_MEMORY, Scratch, ThreadPool
-from ckptstore.state.leaf_sources import NotCopied, Source
+from ckptstore.state.leaf_sources import NotCopied, Source, memory_of
 from ckptstore.storage.direct_io_file import BLOCK_BYTES
 
 COPIED_BY_NUMPY = 64 << 10
@@ -46,21 +46,13 @@ def hash_chunks(
     def work(batch: Sequence[Run]) -> None:
         for run in batch:
             at = (run.first - run.part.first) * CHUNK_ID_BYTES
-            found = b"".join(map(digest, _chunks(run, _in_place(run, sources[run.part.leaf]))))
+            memory = memory_of(sources[run.part.leaf], run.cuts[0], run.cuts[-1])
+            found = b"".join(map(digest, _chunks(run, memory)))
             ids[run.part.leaf][at : at + len(found)] = found
 
     small = plan.logical_bytes <= PARALLEL_BYTES
     threads.spread(work, plan.batches, max_workers=1 if small else max_workers)
     return [bytes(each) for each in ids]
-
-
-def _in_place(run: Run, source: Source) -> memoryview:
-    base, end = run.cuts[0], run.cuts[-1]
-    memory = source.view(base, end)
-    if memory is None:
-        memory = memoryview(bytearray(run.raw_bytes))
-        source.stage(base, end, memory)
-    return memory
 
 
 def write_metadata(

@@ -18,14 +18,15 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from ckptstore.commit.commit import CommitRequest, Flats, WholePlan, contents_of
-from ckptstore.commit.commit_metadata import CommitMetadata
+from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
+from ckptstore.commit.plan import Flats, WholePlan
 from ckptstore.commit.transaction import (
     ATTEMPTS,
     Committed,
     Destination,
     Published,
     Transaction,
+    contents_of,
 )
 from ckptstore.core.ids import CommitId, SessionId, digest
 from ckptstore.core.options import Milestone

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore import errors
-from ckptstore.commit.commit import CommitRequest
+from ckptstore.commit.commit_metadata import CommitRequest
 from ckptstore.commit.pending import Watch
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.options import Milestone

@@ -20,9 +20,9 @@ from multiprocessing.reduction import recv_handle, send_handle
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from ckptstore.commit.commit import CommitRequest, Flats
-from ckptstore.commit.commit_metadata import CommitMetadata
+from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
 from ckptstore.commit.pending import Watch
+from ckptstore.commit.plan import Flats
 from ckptstore.commit.transaction import CommitStats, Committed, Destination
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Schema

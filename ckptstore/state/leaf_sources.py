@@ -76,14 +76,18 @@ NOTHING = BytesSource(b"")
 """The source of an alias: its bytes are another leaf's."""
 
 
+def memory_of(source: Source, start: int, stop: int) -> memoryview:
+    """The bytes `start:stop` of `source`: its own memory, or a copy if it shows none."""
+    memory = source.view(start, stop)
+    if memory is None:
+        memory = memoryview(bytearray(stop - start))
+        source.stage(start, stop, memory)
+    return memory
+
+
 def read_all(source: Source) -> bytes:
     """All bytes of `source`, which must be small."""
-    memory = source.view(0, source.nbytes)
-    if memory is not None:
-        return bytes(memory)
-    buffer = bytearray(source.nbytes)
-    source.stage(0, source.nbytes, memoryview(buffer))
-    return bytes(buffer)
+    return bytes(memory_of(source, 0, source.nbytes))
 
 
 class Mesh(NamedTuple):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.cli.exits import Exit
+from ckptstore.cli.call import Exit
 from ckptstore.cli.main import main as cli
 from ckptstore.core.ids import log_key, pack_key, segment_key, twin_key
 from ckptstore.errors import Corrupt, NotFound

@@ -77,7 +77,7 @@ def dcp_to_store(
         store.run, step, tag, message or f"imported from {unicode_text(root.name)}", metrics
     )
     keys, resolved = _read_directory(root, allow_pickle)
-    session = internals.runtime.parts_committer.open()
+    session = internals.parts_committer.open()
     try:
         written = read_message(0, write_items(store, session.id, 0, resolved, alone=False))
         return publish_items(

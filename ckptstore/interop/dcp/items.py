@@ -93,7 +93,7 @@ def write_items(
     A rank that saves `alone` stores each box as a tensor of its own.
     """
     parts = [part for item, sources in resolved for part in _parts(item, sources, alone)]
-    written = internals_of(store).runtime.parts_committer.write(session, rank, parts)
+    written = internals_of(store).parts_committer.write(session, rank, parts)
     given = iter(written.contents)
     heads: list[list[Any]] = []
     schemas: list[bytes] = []
@@ -172,7 +172,7 @@ def publish_items(
     encoded = None if world == 1 and "dcp" not in layout else canonical.encode(layout)
     receipts = [rank.receipt for rank in ranks]
     return internals.commit_external(
-        lambda metadata: internals.runtime.parts_committer.publish(
+        lambda metadata: internals.parts_committer.publish(
             session, metadata, trees, encoded, receipts, started
         ),
         label,

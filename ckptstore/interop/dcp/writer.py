@@ -105,7 +105,7 @@ class _Save:
 
     def open_session(self) -> Session:
         self.end_session()
-        self.session = internals_of(self.store).runtime.parts_committer.open()
+        self.session = internals_of(self.store).parts_committer.open()
         # If a rank fails, DCP does not tell the coordinator's writer.
         weakref.finalize(self, self.session.abandon)
         return self.session
