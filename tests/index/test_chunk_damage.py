@@ -65,12 +65,12 @@ def run(code: str, *arguments: object) -> None:
     assert (done.returncode, done.stdout.split()[-1:]) == (0, ["survived"]), done.stderr[-3000:]
 
 
-def damage_and_use(good: Path, seed: int) -> None:
+def damage_and_use(good: Path, seed: int, trials: int) -> None:
     """Change some bytes of a copy, aimed at headers often, then read and write through it."""
     rng = random.Random(seed)
     data = good / "data.mdb"
     size = data.stat().st_size
-    for n in range(120):
+    for n in range(trials):
         path = good.with_name(f"copy{n}")
         shutil.copytree(good, path)
         with (path / "data.mdb").open("r+b") as file:
@@ -102,10 +102,11 @@ def damage_and_use(good: Path, seed: int) -> None:
         shutil.rmtree(path)
 
 
+@pytest.mark.parametrize("trials", [40, pytest.param(1500, marks=pytest.mark.soak)])
 def test_whatever_bytes_change_no_process_dies_and_no_place_is_wrong(
-    tmp_path: Path, seed: int
+    tmp_path: Path, seed: int, trials: int
 ) -> None:
-    run("damage_and_use(path, seed); print('survived')", filled(tmp_path / "good"), seed)
+    run(f"damage_and_use(path, seed, {trials}); print('survived')", filled(tmp_path / "good"), seed)
 
 
 def test_a_page_that_the_disk_cannot_read_costs_no_process(tmp_path: Path) -> None:
