@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import LONGEST, TOGETHER
 from tests.support.rooms import PICTURE, SAYS, draw
 from tests.test_layers import PACKAGE, ROOMS, modules
 
@@ -203,3 +204,8 @@ def test_the_source_files_that_a_page_names_exist() -> None:
         if not is_superseded(page) and not any((at / path).exists() for at in (ROOT, PACKAGE))
     ]
     assert not lost, "\n".join(lost)
+
+
+def test_the_parts_of_the_suite_name_what_exists() -> None:
+    named = [*(name for files in TOGETHER.values() for name in files), *LONGEST]
+    assert [name for name in named if name not in TOGETHER and not (ROOT / name).exists()] == []
