@@ -10,10 +10,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from tests.support.guard import sitecustomize as guard
 from tests.support.live_output import Showing
@@ -24,21 +26,41 @@ SEED = int(
     os.environ.setdefault("CKPTSTORE_TEST_SEED", str(secrets.randbelow(2**32)))
 )  # set: the workers of pytest-xdist draw the same
 
+TOGETHER = {
+    "ranks": ("tests/distributed/", "tests/interop/torchft/test_replicas.py"),
+    "nursery": (
+        "tests/crash/",
+        "tests/faults/",
+        "tests/stress/",
+        "tests/commit/test_killed.py",
+        "tests/maintenance/mirror/test_killed.py",
+        "tests/maintenance/test_hostile.py",
+        "tests/maintenance/test_index_loss.py",
+        "tests/maintenance/test_neighbours.py",
+    ),
+    "fresh": ("tests/state/",),
+}
+"""What one worker of `make test` runs, by what its tests share: ranks, a fork server, a process
+beside pytest's own, each of which imports torch. Other files are on their own."""
+
 LONGEST = (
-    "stateful/test_store_machine.py",
-    "maintenance/test_gc.py",
-    "maintenance/test_bitrot.py",
-    "distributed/test_dcp.py",
-    "crash/test_every_change.py",
-    "storage/test_s3.py",
-    "maintenance/mirror/test_shared_ends.py",
-    "distributed/test_failures.py",
-    "cli/test_odd_arguments.py",
-    "shared/test_faults.py",
-    "interop/torchft/test_replicas.py",
+    "ranks",
+    "nursery",
+    "fresh",
+    "tests/stateful/test_store_machine.py",
+    "tests/storage/test_s3.py",
+    "tests/shared/test_faults.py",
+    "tests/maintenance/mirror/test_shared_ends.py",
+    "tests/maintenance/test_gc.py",
+    "tests/restore/test_budget.py",
+    "tests/commit/test_process.py",
+    "tests/maintenance/test_bitrot.py",
+    "tests/log/test_protocol.py",
+    "tests/shared/test_machine.py",
+    "tests/interop/test_snapshots.py",
+    "tests/cli/test_odd_arguments.py",
 )
-"""The files that take 20 to 80 s, first: were one of them the last, the other processes of `make
-test` would wait for it."""
+"""These come first: were one of them the last, the other workers would wait for it."""
 
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.register_profile(
@@ -68,8 +90,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {Path(__file__).parent / file: place for place, file in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    places = {part: place for place, part in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(part_of(item.nodeid), len(places)))
+
+
+def part_of(nodeid: str) -> str:
+    """The part of the suite that a test belongs to, which one worker runs."""
+    file = nodeid.partition("::")[0]
+    return next((part for part, files in TOGETHER.items() if file.startswith(files)), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    scheduler = LoadFileScheduling(config, log)
+    scheduler._split_scope = part_of
+    return scheduler
 
 
 def pytest_collection_finish() -> None:

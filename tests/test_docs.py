@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import LONGEST, TOGETHER
 from tests.support.rooms import PICTURE, SAYS, draw
 from tests.test_layers import PACKAGE, ROOMS, modules
 
@@ -42,6 +43,11 @@ def prose(page: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
+def every_line() -> Iterator[tuple[Path, int, str]]:
+    """The prose of all pages."""
+    return ((page, number, line) for page in PAGES for number, line in prose(page))
+
+
 def named(page: Path) -> Iterator[tuple[int, str]]:
     """Backticked dotted names of a page that begin with a room."""
     for number, line in prose(page):
@@ -66,11 +72,15 @@ def exists(name: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_modules_and_functions_that_a_page_names_exist(page: Path) -> None:
-    if is_superseded(page):
-        pytest.skip("a superseded page keeps the names of its time")
-    missing = [f"{page.name}:{line}: {name}" for line, name in named(page) if not exists(name)]
+def test_the_modules_and_functions_that_a_page_names_exist() -> None:
+    """A superseded page keeps the names of its time."""
+    missing = [
+        f"{page.name}:{line}: {name}"
+        for page in PAGES
+        if not is_superseded(page)
+        for line, name in named(page)
+        if not exists(name)
+    ]
     assert not missing, "\n".join(missing)
 
 
@@ -86,10 +96,9 @@ def test_the_tour_names_only_what_exists() -> None:
     assert [name for name in names if not exists(name)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_the_links_of_a_page_lead_somewhere() -> None:
     lost = []
-    for number, line in prose(page):
+    for page, number, line in every_line():
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", line):
             if "://" not in target and not (page.parent / target).exists():
                 lost.append(f"{page.name}:{number}: {target}")
@@ -99,10 +108,9 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     assert not lost, "\n".join(lost)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_is_plain_and_its_lines_are_short(page: Path) -> None:
+def test_a_page_is_plain_and_its_lines_are_short() -> None:
     bad = []
-    for number, line in prose(page):
+    for page, number, line in every_line():
         if len(line) > 100 and not line.startswith(("|", "#", "![", "<!--")):
             bad.append(f"{page.name}:{number}: {len(line)} columns")
         word = PRIVATE_WORDS.search(line)
@@ -188,12 +196,16 @@ def test_the_first_snippet_of_the_readme_runs(
     assert names["table"].shape == (8, 4)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_source_files_that_a_page_names_exist(page: Path) -> None:
+def test_the_source_files_that_a_page_names_exist() -> None:
     lost = [
         f"{page.name}:{number}: {path}"
-        for number, line in prose(page)
+        for page, number, line in every_line()
         for path in re.findall(r"`([a-z]+/[\w/]+\.py)`", line)
         if not is_superseded(page) and not any((at / path).exists() for at in (ROOT, PACKAGE))
     ]
     assert not lost, "\n".join(lost)
+
+
+def test_the_parts_of_the_suite_name_what_exists() -> None:
+    named = [*(name for files in TOGETHER.values() for name in files), *LONGEST]
+    assert [name for name in named if name not in TOGETHER and not (ROOT / name).exists()] == []

@@ -167,10 +167,13 @@ def test_a_table_that_is_gone_is_noticed_when_it_is_needed(tmp_path: Path, missi
         assert catalog.fold(log.entries)
 
 
-def test_whatever_bytes_change_the_catalog_is_rebuilt_or_answers(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("trials", [12, pytest.param(400, marks=pytest.mark.soak)])
+def test_whatever_bytes_change_the_catalog_is_rebuilt_or_answers(
+    tmp_path: Path, seed: int, trials: int
+) -> None:
     log, rng = some_log(300), random.Random(seed)
     good = made(tmp_path / "good.sqlite", log)
-    for n in range(40):
+    for n in range(trials):
         path = tmp_path / f"{n}.sqlite"
         shutil.copy(good, path)
         with path.open("r+b") as file:

@@ -16,10 +16,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lmdb.verify import verify
 
 from ckptstore.core.ids import StoreId
-from ckptstore.index import chunks as module
-from ckptstore.index.chunks import ChunkIndex, checks, run_of_pack, salvage, seed_of
+from ckptstore.index.chunks import ChunkIndex, lmdb_check
+from ckptstore.index.chunks import index as module
+from ckptstore.index.chunks.lmdb_env import DATABASES
+from ckptstore.index.chunks.records import decode, encode, ids_of, seed_of
 from ckptstore.storage.file_lock import file_lock
 from tests.index.building import STORE, footer, pack_name
 from tests.index.test_chunks import assert_found, assert_missing, ids
@@ -28,14 +31,9 @@ from tests.support.mounts import failing_disk, power_disk_problem
 PACKS = range(1, 30)
 
 
-def run_at(path: Path) -> Path:
-    """The only file of an index."""
-    (run,) = path.iterdir()
-    return run
-
-
 def filled(path: Path) -> Path:
-    """An index of one file, with chunks that two packs hold."""
+    """An index with several levels of pages, pages that are free, and chunks that two packs
+    hold."""
     with closing(ChunkIndex.open(path, STORE)) as index:
         for number in PACKS:
             index.add_pack(number, pack_name(number), footer(400, number // 2))
@@ -67,19 +65,31 @@ def run(code: str, *arguments: object) -> None:
     assert (done.returncode, done.stdout.split()[-1:]) == (0, ["survived"]), done.stderr[-3000:]
 
 
-def damage_and_use(good: Path, seed: int) -> None:
-    """Change some bytes of a copy, aimed at its end often, then read and write through it."""
+def damage_and_use(good: Path, seed: int, trials: int) -> None:
+    """Change some bytes of a copy, aimed at headers often, then read and write through it."""
     rng = random.Random(seed)
-    size = run_at(good).stat().st_size
-    for n in range(120):
+    data = good / "data.mdb"
+    size = data.stat().st_size
+    for n in range(trials):
         path = good.with_name(f"copy{n}")
         shutil.copytree(good, path)
-        with run_at(path).open("r+b") as file:
+        with (path / "data.mdb").open("r+b") as file:
             for _ in range(rng.choice((1, 1, 3, 50))):
-                file.seek(size - 1 - rng.randrange(rng.choice((16, 40, 1200, size))))
+                page = rng.randrange(size // 4096) * 4096
+                file.seek(
+                    page
+                    + rng.choice(
+                        (
+                            rng.randrange(4096),
+                            rng.randrange(16),
+                            rng.randrange(64),
+                            rng.randrange(160),
+                        )
+                    )
+                )
                 file.write(rng.choice((rng.randbytes(1), rng.randbytes(8), bytes(8), b"\xff" * 8)))
         if rng.random() < 0.2:
-            os.truncate(run_at(path), rng.randrange(size))
+            os.truncate(path / "data.mdb", rng.randrange(size))
         with closing(ChunkIndex.open(path, STORE)) as index:
             assert_right_or_missing(index)
             for number in (50, 51):
@@ -92,18 +102,19 @@ def damage_and_use(good: Path, seed: int) -> None:
         shutil.rmtree(path)
 
 
+@pytest.mark.parametrize("trials", [40, pytest.param(1500, marks=pytest.mark.soak)])
 def test_whatever_bytes_change_no_process_dies_and_no_place_is_wrong(
-    tmp_path: Path, seed: int
+    tmp_path: Path, seed: int, trials: int
 ) -> None:
-    run("damage_and_use(path, seed); print('survived')", filled(tmp_path / "good"), seed)
+    run(f"damage_and_use(path, seed, {trials}); print('survived')", filled(tmp_path / "good"), seed)
 
 
 def test_a_page_that_the_disk_cannot_read_costs_no_process(tmp_path: Path) -> None:
     if problem := power_disk_problem("ext4"):
         pytest.skip(problem)
     with failing_disk(tmp_path / "disk") as lose:
-        path = filled(tmp_path / "disk" / "chunks")
-        lose(run_at(path), run_at(path).stat().st_size // 2)
+        path = filled(tmp_path / "disk" / "chunks.lmdb")
+        lose(path / "data.mdb", (path / "data.mdb").stat().st_size // 2)
         run("use_after_loss(path)\nprint('survived')", path, 0)
 
 
@@ -121,38 +132,54 @@ def test_a_file_that_is_cut_below_a_running_process_is_replaced(
     code = """
 index = ChunkIndex.open(path, STORE)
 assert_right_or_missing(index)
-os.truncate(run_at(path), seed)
+os.truncate(path / "data.mdb", seed)
 assert_missing(index, footer(400, 10))
 assert index.indexed() == set()
 index.add_pack(20, pack_name(20), footer(400, 10))
 assert_found(index, 20, footer(400, 10))
-os.truncate(run_at(path), seed)
+os.truncate(path / "data.mdb", seed)
 index.add_pack(21, pack_name(21), footer(400, 11))
 assert_found(index, 21, footer(400, 11))
 assert index.on_disk
 print("survived")
 """
-    run(code, filled(tmp_path / "chunks"), left_bytes)
+    run(code, filled(tmp_path / "chunks.lmdb"), left_bytes)
+
+
+def _stamp(text: str) -> Callable[[Path], object]:
+    return lambda path: (path / "stamp").write_text(text)
 
 
 SPOILED: dict[str, Callable[[Path], object]] = {
-    "cut": lambda path: os.truncate(run_at(path), 20_000),
-    "empty": lambda path: run_at(path).write_bytes(b""),
-    "zeros": lambda path: run_at(path).write_bytes(bytes(100_000)),
-    "no data": lambda path: run_at(path).unlink(),
-    "another format": lambda path: run_at(path).write_bytes(
-        run_at(path).read_bytes()[:-16] + b"ckptstore run 0\n"
+    "cut": lambda path: os.truncate(path / "data.mdb", 20_000),
+    "empty": lambda path: (path / "data.mdb").write_bytes(b""),
+    "zeros": lambda path: (path / "data.mdb").write_bytes(bytes(100_000)),
+    "no data": lambda path: (path / "data.mdb").unlink(),
+    "no stamp": lambda path: (path / "stamp").unlink(),
+    "another format": _stamp("0 whatever"),
+    "bytes for a stamp": lambda path: (path / "stamp").write_bytes(b"\xff\xfe"),
+    "another boot": lambda path: (path / "stamp").write_text(
+        (path / "stamp").read_text()[:-10] + "123456789\n"
     ),
     "a file": lambda path: (shutil.rmtree(path), path.write_text("no folder")),
     "a dangling link": lambda path: (shutil.rmtree(path), path.symlink_to("nowhere")),
+    "another LMDB database": lambda path: (shutil.rmtree(path), _other_database(path)),
 }
+
+
+def _other_database(path: Path) -> None:
+    import lmdb
+
+    path.mkdir()
+    with lmdb.open(str(path)) as env, env.begin(write=True) as txn:
+        txn.put(b"key", b"value")
 
 
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
 def test_a_file_that_cannot_be_used_is_replaced(
     tmp_path: Path, spoil: Callable[[Path], object]
 ) -> None:
-    path = filled(tmp_path / "chunks")
+    path = filled(tmp_path / "chunks.lmdb")
     spoil(path)
     with closing(ChunkIndex.open(path, STORE)) as index:
         assert index.indexed() == set()
@@ -160,19 +187,18 @@ def test_a_file_that_cannot_be_used_is_replaced(
         index.add_pack(20, pack_name(20), footer(400, 10))
         assert index.on_disk
         assert_found(index, 20, footer(400, 10))
-    assert [place.name for place in tmp_path.iterdir() if place.name.startswith("chunks.")] in (
-        [],
-        ["chunks.lock"],
-    )
+    assert [
+        place.name for place in tmp_path.iterdir() if place.name.startswith("chunks.lmdb.")
+    ] in ([], ["chunks.lmdb.lock"])
 
 
 def test_another_store_s_index_is_replaced(tmp_path: Path) -> None:
-    with closing(ChunkIndex.open(filled(tmp_path / "chunks"), StoreId("6" * 32))) as index:
+    with closing(ChunkIndex.open(filled(tmp_path / "chunks.lmdb"), StoreId("6" * 32))) as index:
         assert index.indexed() == set()
 
 
 def test_an_index_that_another_process_replaced_is_opened_again(tmp_path: Path) -> None:
-    path = filled(tmp_path / "chunks")
+    path = filled(tmp_path / "chunks.lmdb")
     with closing(ChunkIndex.open(path, STORE)) as index:
         assert index.indexed()
         run(
@@ -191,14 +217,14 @@ def test_an_index_that_another_process_replaced_is_opened_again(tmp_path: Path) 
 def test_a_record_that_does_not_match_its_check_is_missing_and_the_index_begins_again(
     tmp_path: Path,
 ) -> None:
-    path = filled(tmp_path / "chunks")
+    path = filled(tmp_path / "chunks.lmdb")
     chunk = ids(footer(400, 10))[:32]
-    data = bytearray(run_at(path).read_bytes())
+    data = bytearray((path / "data.mdb").read_bytes())
     at = data.index(chunk)
     while at >= 0:
         data[at + 33] ^= 1
         at = data.find(chunk, at + 1)
-    run_at(path).write_bytes(data)
+    (path / "data.mdb").write_bytes(data)
     with closing(ChunkIndex.open(path, STORE)) as index:
         assert index.indexed()
         assert not index.get_many(chunk)["found"].any()
@@ -209,38 +235,53 @@ def test_a_record_that_does_not_match_its_check_is_missing_and_the_index_begins_
 def test_any_flipped_bit_of_a_record_or_its_key_is_noticed(
     record: int, bit: int, byte: int
 ) -> None:
-    records = run_of_pack(seed_of(STORE), 3, pack_name(3), footer(256, 1)).records
-    changed = bytearray(records.tobytes())
+    table = footer(256, 1)
+    keys = ids_of(ids(table))
+    rows = encode(seed_of(STORE), 3, keys, table)
+    changed = bytearray(
+        np.concatenate(
+            [keys.view(np.uint8).reshape(-1, 32), rows.view(np.uint8).reshape(-1, 32)], axis=1
+        ).tobytes()
+    )
     changed[record * 64 + byte] ^= 1 << bit
-    got = np.frombuffer(changed, records.dtype)
-    sound = checks(seed_of(STORE), got["chunk"], got["where"]) == got["where"]["check"]
-    assert sound.tolist() == [n != record for n in range(256)]
+    parts = np.frombuffer(changed, np.uint8).reshape(-1, 64)
+    got, whole = decode(
+        seed_of(STORE), ids_of(parts[:, :32].tobytes()), bytearray(parts[:, 32:].tobytes())
+    )
+    assert not whole
+    assert got["found"].tolist() == [int(n != record) for n in range(256)]
 
 
-def test_the_records_that_are_left_of_a_damaged_file_are_salvaged(
+def test_a_sound_file_passes_where_lmdb_s_own_verifier_passes_it(tmp_path: Path) -> None:
+    path = filled(tmp_path / "chunks.lmdb") / "data.mdb"
+    assert not verify(str(path), subdir=False)
+    lmdb_check.check(path, DATABASES)
+
+
+def test_what_lmdb_s_own_verifier_refuses_in_structure_is_refused(
     tmp_path: Path, seed: int
 ) -> None:
-    path, rng = filled(tmp_path / "chunks"), random.Random(seed)
-    records = _salvaged(path, STORE)
-    assert len(records) == 400 * len(PACKS[7:])
-    data = bytearray(run_at(path).read_bytes())
-    for _ in range(5):
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    run_at(path).write_bytes(data[: -rng.randrange(1, 5000)])
-    left = _salvaged(path, STORE)
-    assert left <= records
-    assert len(left) > len(records) - 90
-    assert not _salvaged(path, StoreId("6" * 32))
+    good, rng = (filled(tmp_path / "chunks.lmdb") / "data.mdb").read_bytes(), random.Random(seed)
+    path, refused = tmp_path / "data.mdb", 0
+    for _ in range(60):
+        data = bytearray(good)
+        page = rng.randrange(2, len(data) // 4096) * 4096
+        data[page + rng.randrange(16)] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        if _refuses(path):
+            refused += 1
+            with pytest.raises(lmdb_check.Damaged):
+                lmdb_check.check(path, DATABASES)
+    assert refused
 
 
-def _salvaged(path: Path, store: StoreId) -> set[tuple[bytes, tuple[int, ...]]]:
-    found = salvage(path, store)
-    return {pair for ids_, rows in found for pair in zip(ids_.tolist(), rows.tolist(), strict=True)}
+def _refuses(path: Path) -> bool:
+    return bool(verify(str(path), subdir=False))
 
 
 def test_without_a_place_to_write_everything_is_in_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    with closing(ChunkIndex.open(tmp_path / "file" / "chunks", STORE)) as index:
+    with closing(ChunkIndex.open(tmp_path / "file" / "chunks.lmdb", STORE)) as index:
         assert not index.on_disk
         index.add_pack(1, pack_name(1), footer(100, 1))
         index.add_pack(2, pack_name(2), footer(100, 2))
@@ -254,9 +295,9 @@ def test_without_a_place_to_write_everything_is_in_memory(tmp_path: Path) -> Non
 
 
 def test_what_could_not_be_written_is_found_in_memory_and_written_later(tmp_path: Path) -> None:
-    path = tmp_path / "chunks"
+    path = tmp_path / "chunks.lmdb"
     with closing(ChunkIndex.open(path, STORE, lock_timeout_s=0.05)) as index:
-        with file_lock(path.with_name("chunks.lock"), timeout_s=1) as held:
+        with file_lock(path.with_name("chunks.lmdb.lock"), timeout_s=1) as held:
             assert held
             index.add_pack(1, pack_name(1), footer(100, 1))
         assert index.indexed() == {1}
@@ -274,7 +315,7 @@ def test_a_full_disk_leaves_the_rest_in_memory(tmp_path: Path) -> None:
     ).returncode:
         pytest.skip("this container may not mount")
     try:
-        with closing(ChunkIndex.open(tmp_path / "chunks", STORE)) as index:
+        with closing(ChunkIndex.open(tmp_path / "chunks.lmdb", STORE)) as index:
             for number in range(1, 12):
                 index.add_pack(number, pack_name(number), footer(1000, number))
             for number in range(1, 12):
@@ -285,7 +326,7 @@ def test_a_full_disk_leaves_the_rest_in_memory(tmp_path: Path) -> None:
 
 
 def test_the_boot_is_part_of_the_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = filled(tmp_path / "chunks")
+    path = filled(tmp_path / "chunks.lmdb")
     (tmp_path / "boot_id").write_text("another boot\n")
     monkeypatch.setattr(module, "_BOOT_ID", tmp_path / "boot_id")
     with closing(ChunkIndex.open(path, STORE)) as index:

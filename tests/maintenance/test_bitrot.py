@@ -36,7 +36,7 @@ from tests.maintenance.stores import check
 from tests.maintenance.turned_bits import INDEXES, STEPS, tiny
 
 FSCK_EVERY = 53
-SAMPLED_SHARE = 0.25
+SAMPLED_SHARE = 0.1
 """Of the bytes of the store itself."""
 NOWHERE = Path("/dev/null/index")
 """A chunk index that has no place for a file keeps to memory, so that every trial begins with

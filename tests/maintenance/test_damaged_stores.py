@@ -13,7 +13,7 @@ from ckptstore.errors import CkptStoreError
 from tests.maintenance.damages import States, damage, good, good_in_copy, make
 from tests.maintenance.stores import heal
 
-FEW = 16
+FEW = 8
 MANY = int(os.environ.get("CKPTSTORE_TEST_DAMAGED_STORES", "2000"))
 
 Templates = Mapping[Path, States]

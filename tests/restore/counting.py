@@ -8,7 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 T = TypeVar("T")
+
+np.unique(np.arange(2))  # imports what it needs at its first call, which would be counted
 
 
 class Count:

@@ -58,41 +58,41 @@ def test_every_dtype_is_either_stored_as_it_is_or_quantized() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", STORED)
-def test_any_view_of_any_dtype_comes_back(name: str, layout: str) -> None:
-    base = filled(name)
-    view = LAYOUTS[layout](base)
-    wanted = reference(view, base)
-    carried = carry({"t": view})
-    assert carried.content == [wanted]
-    assert (carried.schema.dtypes, carried.schema.shapes) == ((name,), (tuple(view.shape),))
-    assert_same(carried.inflate()["t"], view)
+def test_any_view_of_any_dtype_comes_back(layout: str) -> None:
+    for name in STORED:
+        base = filled(name)
+        view = LAYOUTS[layout](base)
+        wanted = reference(view, base)
+        carried = carry({"t": view})
+        assert carried.content == [wanted], name
+        assert (carried.schema.dtypes, carried.schema.shapes) == ((name,), (tuple(view.shape),))
+        assert_same(carried.inflate()["t"], view)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", STORED)
-def test_any_byte_range_can_be_staged(name: str, layout: str) -> None:
-    base = filled(name)
-    view = LAYOUTS[layout](base)
-    wanted = reference(view, base)
-    source = TensorSource(view)
-    for _ in range(8):
-        start, stop = sorted(random.randint(0, len(wanted)) for _ in range(2))
-        out = bytearray(stop - start)
-        source.stage(start, stop, memoryview(out))
-        assert out == wanted[start:stop]
+def test_any_byte_range_can_be_staged(layout: str) -> None:
+    for name in STORED:
+        base = filled(name)
+        view = LAYOUTS[layout](base)
+        wanted = reference(view, base)
+        source = TensorSource(view)
+        for _ in range(8):
+            start, stop = sorted(random.randint(0, len(wanted)) for _ in range(2))
+            out = bytearray(stop - start)
+            source.stage(start, stop, memoryview(out))
+            assert out == wanted[start:stop], name
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "zero-dim", "empty"])
-@pytest.mark.parametrize("name", STORED)
-def test_a_tensor_is_restored_where_it_stands(name: str, layout: str) -> None:
-    source, target = LAYOUTS[layout](filled(name)), LAYOUTS[layout](filled(name))
-    state = {"t": target}
-    address = target.data_ptr()
-    assert carry({"t": source}).restore(state) is state
-    assert state["t"] is target
-    assert target.data_ptr() == address
-    assert tensor_bytes(target) == tensor_bytes(source)
+def test_a_tensor_is_restored_where_it_stands(layout: str) -> None:
+    for name in STORED:
+        source, target = LAYOUTS[layout](filled(name)), LAYOUTS[layout](filled(name))
+        state = {"t": target}
+        address = target.data_ptr()
+        assert carry({"t": source}).restore(state) is state
+        assert state["t"] is target, name
+        assert target.data_ptr() == address, name
+        assert tensor_bytes(target) == tensor_bytes(source), name
 
 
 @pytest.mark.parametrize("name", STORED)

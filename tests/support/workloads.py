@@ -16,7 +16,7 @@ from ckptstore.errors import NotFound
 from ckptstore.log import log
 from ckptstore.repository.store_handle import CATALOG_NAME
 from ckptstore.store import Store
-from tests.maintenance.collecting import state_of
+from tests.maintenance.collecting import opened, state_of
 from tests.support.checker import view_of
 
 STORE = "store"
@@ -136,8 +136,9 @@ def contents_of(*stores: Path) -> Mapping[CommitId, Mapping[str, Any]]:
 
 
 def is_store(place: Path) -> bool:
+    """Whether a store has begun to be there. Whether it is whole is for whoever opens it."""
     try:
-        ckptstore.open(place, create=False).close()
+        with opened(place):
+            return True
     except NotFound:
         return False
-    return True
