@@ -13,7 +13,7 @@ from ckptstore.cli.parser import build
 from ckptstore.cli.screen import fields_of
 from ckptstore.core.text import count_text
 from ckptstore.errors import NotFound
-from ckptstore.index.tables import REVISION
+from ckptstore.index.catalog_sqlite import REVISION
 from ckptstore.repository.init_store import init_store, read_config
 from ckptstore.repository.store_handle import CATALOG_NAME
 from ckptstore.storage.registry import open_storage

@@ -27,7 +27,7 @@ from ckptstore.errors import (
     ReadOnly,
     Unavailable,
 )
-from ckptstore.index.catalog import Catalog, open_catalog
+from ckptstore.index.catalog_sqlite import open_catalog
 from ckptstore.index.open_log import open_log_place
 from ckptstore.index.queries import Queries
 from ckptstore.log.entries import Position, check_follows, decode_entry
@@ -37,6 +37,7 @@ from ckptstore.storage.contract import Storage
 from ckptstore.storage.registry import open_storage
 
 if TYPE_CHECKING:
+    from ckptstore.index.catalog import Catalog
     from ckptstore.index.postgres import PostgresCatalog
     from ckptstore.repository.chunk_store import ObjectStore
 
@@ -191,6 +192,8 @@ class StoreHandle:
             from ckptstore.index.postgres import PostgresCatalog
 
             return PostgresCatalog(self.database.database)
+        from ckptstore.index.catalog import Catalog
+
         return Catalog.open(self.index_directory / CATALOG_NAME, self.config.store)
 
     def warm(self) -> None:
@@ -282,6 +285,8 @@ class StoreHandle:
                 catalog.add_schema(schema_id, schema)
 
     def _fold_in_memory(self) -> Queries:
+        from ckptstore.index.catalog import Catalog
+
         catalog = Catalog.temporary(self.config.store)
         catalog.fold(self.log.read_entries())
         self._add_schemas(catalog, {})

@@ -47,4 +47,4 @@ def test_a_query_that_reads_pages_imports_no_more_than_it_must(
 
 
 def test_setting_a_tag_imports_no_torch(store: Path) -> None:
-    assert imported("tag champion 100", store) & {"torch", "s3fs", "sqlalchemy"} == set()
+    assert imported("tag champion 100", store) & {"torch", "s3fs"} == set()

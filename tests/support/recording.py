@@ -18,8 +18,9 @@ from random import Random
 from typing import Any, TypeVar
 
 import pytest
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
 
-from ckptstore.index import catalog
 from ckptstore.index.chunks import ChunkIndex
 from ckptstore.storage import local, local_files
 from tests.support.disk import INDEX, Disk, Left
@@ -145,6 +146,10 @@ def _watched(
 
     lock = threading.RLock()
 
+    def statement(*_: object) -> None:
+        with lock:
+            before()
+
     def looking(function: Callable[..., T]) -> Callable[..., T]:
         def call(*args: Any) -> T:
             with lock:
@@ -158,33 +163,13 @@ def _watched(
         for module in (local, local_files):
             patch.setattr(module, "os", watcher)
         patch.setattr(ChunkIndex, "_write", looking(ChunkIndex._write))
-        connect = catalog._connect
-        patch.setattr(catalog, "_connect", lambda *a, **k: _Statements(connect(*a, **k), looking))
-        yield
-
-
-class _Statements:
-    """A connection to SQLite, or a cursor of one, looked at ahead of each statement and after
-    it."""
-
-    def __init__(
-        self, connection: Any, looking: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
-        self._connection, self._looking = connection, looking
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._connection, name)
-        if name == "cursor":
-            return lambda *args: _Statements(found(*args), self._looking)
-        if name not in ("execute", "executemany"):
-            return found
-
-        def run(*args: Any) -> Any:
-            done = self._looking(found)(*args)
-            self._looking(lambda: None)()
-            return done
-
-        return run
+        event.listen(Engine, "before_cursor_execute", statement)
+        event.listen(Engine, "after_cursor_execute", statement)
+        try:
+            yield
+        finally:
+            event.remove(Engine, "before_cursor_execute", statement)
+            event.remove(Engine, "after_cursor_execute", statement)
 
 
 class _Watcher:

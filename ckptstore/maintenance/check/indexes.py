@@ -7,14 +7,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ckptstore.core.ids import ChunkId, PackId
 from ckptstore.core.model import PackEntry
 from ckptstore.errors import CkptStoreError
-from ckptstore.index.catalog import Catalog, open_catalog
+from ckptstore.index.catalog_sqlite import open_catalog
 from ckptstore.index.chunks import ChunkIndex, salvage
 from ckptstore.index.queries import LeafInfo, Queries
 from ckptstore.log.fold import State
@@ -24,6 +24,9 @@ from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.trees import Contents
 from ckptstore.objects.pack import TENSOR, FooterTable
 from ckptstore.repository.store_handle import StoreHandle
+
+if TYPE_CHECKING:
+    from ckptstore.index.catalog import Catalog
 
 _LOOKS = 5
 """How often the catalog is checked again while others change it."""
@@ -65,6 +68,9 @@ def reindex(handle: StoreHandle, *, progress: Progress = silent) -> Reindexed:
 
 def drop_indexes(offline_store: OfflineStore) -> None:
     """Empty both indexes; the next process that opens the store fills them."""
+    # Its import of SQLAlchemy is slow; programs that never check or repair need not wait for it.
+    from ckptstore.index.catalog import Catalog
+
     Catalog.open(offline_store.catalog_path, offline_store.config.store).reset()
     index = ChunkIndex.open(offline_store.chunks_path, offline_store.config.store)
     index.reset()
@@ -74,6 +80,8 @@ def drop_indexes(offline_store: OfflineStore) -> None:
 def catalog_findings(offline_store: OfflineStore, contents: Contents) -> list[Finding]:
     """Differences between this host's catalog and a fold of the log up to the same entry. Reads
     every entry again."""
+    from ckptstore.index.catalog import Catalog
+
     found: list[str] = []
     # Unlike Path.exists, false for a damaged inode, whose file is recreated.
     for _ in range(_LOOKS if os.path.exists(offline_store.catalog_path) else 0):
@@ -93,7 +101,7 @@ def catalog_findings(offline_store: OfflineStore, contents: Contents) -> list[Fi
 
 
 def _catalog_problems(
-    offline_store: OfflineStore, contents: Contents, fresh: Catalog
+    offline_store: OfflineStore, contents: Contents, fresh: "Catalog"
 ) -> Iterator[str]:
     """Compare a snapshot of the catalog with `fresh`, which is folded from the log."""
     catalog = open_catalog(offline_store.catalog_path, offline_store.config.store)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptstore.core.config import CHUNK_BYTES, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, StoreConfig
 from ckptstore.core.ids import CONFIG_KEY, log_key
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
-from ckptstore.index.catalog import open_catalog
+from ckptstore.index.catalog_sqlite import open_catalog
 from ckptstore.index.open_log import open_log_place
 from ckptstore.index.queries import Queries
 from ckptstore.index.suspect_packs import DISTRUST_NAME, SuspectPacks
