@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ckptstore")
 
 CATALOG_NAME = "catalog.sqlite"
-CHUNKS_NAME = "chunks"
+CHUNKS_NAME = "chunks.lmdb"
 STATE_NAME = "state"
 READ_CACHE_NAME = "read"
 
@@ -317,17 +317,26 @@ def index_directory(storage: Storage, store: StoreId, *, read_only: bool) -> Pat
     """Where this host keeps the indexes of `store`.
 
     In the store itself if that is a writable local disk, else in a local cache directory, under
-    the store's id.
+    the store's id. A store whose path is not Unicode uses the cache directory too, because LMDB
+    cannot open such a path.
     """
     root = storage.capabilities.local_root
     if (
         root is not None
         and not read_only
+        and _is_unicode(root)
         and not is_network_filesystem(root)
         and os.access(root, os.W_OK)
     ):
         return root / "index"
     return _like(root, local_cache_directory() / store)
+
+
+def _is_unicode(path: Path) -> bool:
+    try:
+        return bool(os.fspath(path).encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _like(root: Path | None, directory: Path) -> Path:

@@ -9,7 +9,7 @@ import pytest
 from tests.cli.running import environment
 
 NEVER = {"torch", "s3fs", "fsspec", "alembic", "pydantic", "shtab"}
-SLOW = NEVER | {"numpy", "sqlalchemy"}
+SLOW = NEVER | {"numpy", "sqlalchemy", "lmdb"}
 
 
 def imported(words: str, store: Path) -> set[str]:

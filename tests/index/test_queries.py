@@ -203,7 +203,7 @@ def test_asking_needs_no_sqlalchemy(tmp_path: Path) -> None:
     code = (
         "import sys; from ckptstore.index.catalog_sqlite import open_catalog; "
         f"print(len(open_catalog({str(path)!r}, {STORE!r}).log()),"
-        " {'sqlalchemy', 'numpy'} & set(sys.modules))"
+        " {'sqlalchemy', 'numpy', 'lmdb'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["5", "set()"]

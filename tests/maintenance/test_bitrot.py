@@ -2,8 +2,8 @@
 Nothing else, and nobody dies of it.
 
 Packs, twins, documents, log, checkpoint and `ckptstore.json` are tried in this process. Catalog and
-chunk index are tried in processes of their own (`turned_bits`), because SQLite could take one
-down. A sample of the bytes is tried, in `make soak` every byte.
+chunk index are tried in processes of their own (`turned_bits`), because SQLite and liblmdb could
+take one down. A sample of the bytes is tried, in `make soak` every byte.
 """
 
 import random
@@ -220,7 +220,7 @@ def _turn_bits(
     tiny_store: Path, scratch: Path, name: str, choose: Callable[[bytes], Sequence[int]]
 ) -> tuple[int, int]:
     """How many bytes meant nothing to the library, and how many were tried with a store."""
-    chosen = sorted(choose(INDEXES[name].file(tiny_store).read_bytes()))
+    chosen = sorted(choose((tiny_store / "index" / INDEXES[name].path).read_bytes()))
     same = tried = 0
     for first in range(0, len(chosen), A_PROCESS):
         trials, room = scratch / "trials", scratch / "room"

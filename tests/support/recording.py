@@ -2,8 +2,8 @@
 can be looked at; or interrupted.
 
 Changes are those of `LocalStorage`, seen at the calls of `os` that make them. The indexes belong to
-SQLite and the chunk index; they are copied whenever their bytes are others, which is looked at
-before each change and after each SQL statement.
+SQLite and LMDB; they are copied whenever their bytes are others, which is looked at before each
+change and after each SQL statement.
 """
 
 import os
@@ -21,7 +21,7 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-from ckptstore.index.chunks import ChunkIndex
+from ckptstore.index.chunks import lmdb_writes as chunk_changes
 from ckptstore.storage import local, local_files
 from tests.support.disk import INDEX, Disk, Left
 
@@ -162,7 +162,8 @@ def _watched(
         watcher = _Watcher(place, lock, before, changed)
         for module in (local, local_files):
             patch.setattr(module, "os", watcher)
-        patch.setattr(ChunkIndex, "_write", looking(ChunkIndex._write))
+        for name in ("insert", "remove"):
+            patch.setattr(chunk_changes, name, looking(getattr(chunk_changes, name)))
         event.listen(Engine, "before_cursor_execute", statement)
         event.listen(Engine, "after_cursor_execute", statement)
         try:

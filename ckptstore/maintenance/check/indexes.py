@@ -15,7 +15,8 @@ from ckptstore.core.ids import ChunkId, PackId
 from ckptstore.core.model import PackEntry
 from ckptstore.errors import CkptStoreError
 from ckptstore.index.catalog_sqlite import open_catalog
-from ckptstore.index.chunks import ChunkIndex, salvage
+from ckptstore.index.chunks import ChunkIndex
+from ckptstore.index.chunks.lmdb_salvage import remains
 from ckptstore.index.queries import LeafInfo, Queries
 from ckptstore.log.fold import State
 from ckptstore.maintenance import Progress, silent
@@ -215,7 +216,7 @@ def remembered(
     packs = {number: pack for number, pack in state.packs.items() if pack.id in names}
     found: dict[PackId, list[PackEntry]] = {}
     path, store = offline_store.chunks_path, offline_store.config.store
-    for ids, rows in salvage(path, store) if packs else ():
+    for ids, rows in remains(path, store) if packs else ():
         mine = np.isin(rows["pack"], list(packs))
         for chunk, row in zip(ids[mine].tolist(), rows[mine], strict=True):
             pack = packs[int(row["pack"])]

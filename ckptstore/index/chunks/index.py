@@ -1,0 +1,332 @@
+"""The chunk index of one store on one host: chunk id to location.
+
+It is a cache that can be rebuilt from the packs, so damage, a full disk or an unwritable directory
+never raise. Records that cannot be written stay in memory. A damaged file is discarded, `indexed()`
+says so, and the caller adds the packs again. Nothing is synced, so a file from before the last boot
+counts as damaged. A file is checked before it is mapped, and its size before each use: a missing
+page below a mapping would kill the process.
+
+A lock on `<path>.lock` serializes the writers of all processes. Threads may share an index; a child
+process opens its own.
+"""
+
+import errno
+import os
+import secrets
+import shutil
+import threading
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import repeat
+from pathlib import Path
+from typing import TypeVar
+
+import lmdb
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.core.ids import PackId, StoreId
+from ckptstore.core.paths import make_directories, rights, write_file
+from ckptstore.index.chunks import lmdb_check, lmdb_writes
+from ckptstore.index.chunks.lmdb_env import (
+    DATABASES,
+    MAP_BYTES,
+    UNSOUND,
+    LmdbEnvironment,
+    Transaction,
+    Work,
+    is_open,
+    release,
+    share,
+)
+from ckptstore.index.chunks.records import (
+    LOCATION_DTYPE,
+    NOTHING,
+    RECORD_BYTES,
+    Locations,
+    MemoryRecords,
+    decode,
+    decode_pack,
+    encode,
+    encode_pack,
+    ids_of,
+    seed_of,
+    sorted_order,
+)
+from ckptstore.storage.file_lock import file_lock
+
+_FORMAT = 1
+_BATCH = 65536
+_FEW = 64
+"""Up to this many ids are looked up unsorted: sorting them would cost more than it saves."""
+_LOCK_TIMEOUT_S = 2.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+_T = TypeVar("_T")
+
+
+class ChunkIndex:
+    """Locations of chunks by id. Use `open` to get one."""
+
+    def __init__(self, path: Path, store: StoreId, map_bytes: int, lock_timeout_s: float) -> None:
+        self._path, self._store, self._seed = path, store, seed_of(store)
+        self._map_bytes, self._lock_timeout_s = map_bytes, lock_timeout_s
+        self._env: LmdbEnvironment | None = None
+        self._memory = MemoryRecords()
+        self._packs_at: tuple[int, dict[int, PackId]] = -1, {}
+        self._after_fork()
+        _indexes.add(self)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        store: StoreId,
+        *,
+        map_bytes: int = MAP_BYTES,
+        lock_timeout_s: float = _LOCK_TIMEOUT_S,
+    ) -> "ChunkIndex":
+        """Open the index of `store` in the folder `path`; create it if it is absent, damaged, of
+        another store or from before the last boot.
+
+        `map_bytes` is address space, not disk; it grows.
+        """
+        index = cls(Path(path).resolve(), store, map_bytes, lock_timeout_s)
+        index._current()
+        return index
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether there is a file; otherwise the index is in memory and lost when the process
+        ends."""
+        return self._current() is not None
+
+    def get_many(self, ids: bytes) -> Locations:
+        """The location of each of `ids`, 32 bytes each, as rows of `LOCATION_DTYPE` in the same
+        order."""
+        keys = ids_of(ids)
+        if len(keys) <= _FEW:
+            return self._get(keys)
+        order = sorted_order(keys)
+        rows = np.empty(len(keys), LOCATION_DTYPE)
+        for start in range(0, len(keys), _BATCH):
+            part = order[start : start + _BATCH]
+            rows[part] = self._get(keys[part])
+        return rows
+
+    def pack_ids(self, numbers: Iterable[int]) -> dict[int, PackId]:
+        """The ids of those of the packs `numbers` that are in the index."""
+        packs = self._packs()
+        return {n: packs[n] for n in numbers if n in packs}
+
+    def indexed(self) -> set[int]:
+        """The numbers of the packs that are completely indexed; none after damage."""
+        return set(self._packs())
+
+    def add_pack(self, number: int, pack: PackId, table: npt.NDArray[np.void]) -> None:
+        """Index the chunks of a pack, whose footer is `table`, rows of `FOOTER_DTYPE`. Idempotent.
+
+        A chunk in several packs is found in the one added last.
+        """
+        ids = np.ascontiguousarray(table["chunk"])
+        order = sorted_order(ids)
+        ids = ids[order]
+        rows = encode(self._seed, number, ids, table[order])
+        with self._lock:
+            if self._insert(number, pack, ids, rows):
+                for waiting in list(self._memory.packs):
+                    if not self._insert(
+                        waiting, self._memory.packs[waiting], *self._memory.contents(waiting)
+                    ):
+                        break
+                    self._memory.drop([waiting])
+            else:
+                self._memory.add(number, pack, ids, rows)
+
+    def drop_packs(self, numbers: Iterable[int]) -> None:
+        """Remove packs; their chunks are found in other packs that hold them. Reads the whole index
+        once."""
+        gone = set(numbers)
+        with self._lock:
+            self._memory.drop(gone)
+            self._write(lambda env, txn: lmdb_writes.remove(env, txn, gone))
+
+    def reset(self) -> None:
+        """Clear the index: for `reindex`, and for a caller that finds a chunk missing although
+        every pack is indexed."""
+        with self._lock:
+            self._memory = MemoryRecords()
+            self._open(anew=True)
+
+    def close(self) -> None:
+        """Close the index; nothing is found afterwards. The last index of the process on a path
+        closes its environment."""
+        with self._lock:
+            self._closed = True
+            self._memory = MemoryRecords()
+            self._release()
+
+    def _get(self, keys: npt.NDArray[np.void]) -> Locations:
+        listed = keys.tolist()
+        env = self._env if not self._forked else self._current()
+        records = (
+            self._read(env, lambda _, txn: bytearray().join(map(txn.get, listed, repeat(NOTHING))))
+            if env
+            else None
+        )
+        if records is None:
+            records = bytearray(len(listed) * RECORD_BYTES)
+        rows, whole = decode(self._seed, keys, records)
+        if not whole and env:
+            self._give_up(env)
+        if self._memory.packs and not rows["found"].all():
+            with self._lock:
+                fallback, _ = decode(self._seed, keys, self._memory.get(listed))
+            rows = np.where(rows["found"] == 1, rows, fallback)
+        return rows
+
+    def _packs(self) -> dict[int, PackId]:
+        with self._lock:
+            env = self._current()
+            if env and self._read(env, self._list_packs) is None:
+                self._packs_at = -1, {}
+            return self._packs_at[1] | self._memory.packs
+
+    def _list_packs(self, env: LmdbEnvironment, txn: Transaction) -> bool:
+        if txn.id() != self._packs_at[0]:
+            rows = [(int.from_bytes(key), row) for key, row in txn.cursor(env.packs)]
+            packs = {number: decode_pack(self._seed, number, row) for number, row in rows}
+            if None in packs.values():
+                raise lmdb_check.Damaged(f"{self._path} lists an invalid pack")
+            self._packs_at = txn.id(), {number: pack for number, pack in packs.items() if pack}
+        return True
+
+    def _insert(
+        self, number: int, pack: PackId, ids: npt.NDArray[np.void], rows: Locations
+    ) -> bool:
+        row = encode_pack(self._seed, number, pack)
+        done = self._write(lambda env, txn: lmdb_writes.insert(env, txn, number, row, ids, rows))
+        if done and done - 1 == self._packs_at[0]:
+            self._packs_at[1][number] = pack
+            self._packs_at = done, self._packs_at[1]
+        return done is not None
+
+    def _read(self, env: LmdbEnvironment, work: Work[_T]) -> _T | None:
+        """The result of `work`, or None if the file turns out to be damaged; it is then
+        recreated."""
+        try:
+            return env.read(work)
+        except UNSOUND:
+            self._give_up(env)
+            return None
+
+    def _write(self, work: Work[_T]) -> _T | None:
+        """The result of `work`, or None if the disk cannot take the write."""
+        for _ in range(2):
+            env = self._current()
+            if not env:
+                break
+            with file_lock(self._lock_path, timeout_s=self._lock_timeout_s) as held:
+                if not held:
+                    break
+                try:
+                    return env.write(work)
+                except lmdb.Error as error:
+                    if isinstance(error, lmdb.DiskError) or error.code in _DISK_REFUSES:
+                        break
+                except lmdb_check.Damaged:
+                    pass
+            self._give_up(env)
+        return None
+
+    @property
+    def _lock_path(self) -> Path:
+        return self._path.with_name(self._path.name + ".lock")
+
+    def _current(self) -> LmdbEnvironment | None:
+        """The environment at the path, opened if necessary."""
+        with self._lock:
+            if not self._closed and (self._env is None or self._env.replaced()):
+                self._open()
+            self._forked = False
+            return self._env
+
+    def _give_up(self, env: LmdbEnvironment) -> None:
+        """Replace a damaged file, unless another thread or process has done so."""
+        with self._lock:
+            if self._env is env:
+                self._open(anew=not env.replaced())
+
+    def _open(self, *, anew: bool = False) -> None:
+        """Open the file if it is sound; otherwise, or with `anew`, create one. `_env` stays None if
+        neither works."""
+        self._release()
+        try:
+            make_directories(self._path.parent)
+            for exclusive in (False, True):
+                with file_lock(
+                    self._lock_path, timeout_s=self._lock_timeout_s, exclusive=exclusive
+                ) as held:
+                    sound = held and not anew and self._sound()
+                    if held and exclusive and not sound:
+                        self._make()
+                    if sound or (held and exclusive):
+                        self._env = share(self._path, self._map_bytes)
+                        return
+        except (OSError, *UNSOUND):
+            return
+
+    def _sound(self) -> bool:
+        """Whether the file is of this store and boot, and safe for liblmdb. The caller holds the
+        file lock."""
+        if is_open(self._path):
+            return True
+        try:
+            lmdb_check.check(self._path / "data.mdb", DATABASES)
+            return (self._path / "stamp").read_text() == self._stamp()
+        except (OSError, UnicodeDecodeError, lmdb_check.Damaged):
+            return False
+
+    def _make(self) -> None:
+        """Put an empty index in place of any existing file. Processes that have the old one open
+        keep it until they check."""
+        aside = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}")
+        with suppress(FileNotFoundError):
+            self._path.rename(aside)
+            _delete(aside)
+        self._path.mkdir(mode=rights(self._path.parent))
+        write_file(self._path / "stamp", self._stamp().encode())
+
+    def _stamp(self) -> str:
+        return f"{_FORMAT} {self._store} {_BOOT_ID.read_text() if _BOOT_ID.exists() else ''}"
+
+    def _release(self) -> None:
+        env, self._env, self._packs_at = self._env, None, (-1, {})
+        if env:
+            release(env)
+
+    def _after_fork(self) -> None:
+        """After a fork, locks may be held by threads of the parent, and the environment belongs to
+        the parent."""
+        self._lock = threading.RLock()
+        self._forked, self._closed = True, False
+        self._env = None
+
+
+_indexes: "weakref.WeakSet[ChunkIndex]" = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for index in _indexes:
+        index._after_fork()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink()

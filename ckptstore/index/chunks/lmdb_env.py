@@ -1,0 +1,232 @@
+"""LMDB environments of this process: one per path, with a map that grows, and reopened after a
+fork."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+import lmdb
+
+from ckptstore.core.ids import CHUNK_ID_BYTES
+from ckptstore.core.paths import rights
+from ckptstore.index.chunks.lmdb_check import Damaged
+from ckptstore.index.chunks.records import RECORD_BYTES
+
+MAP_BYTES = 1 << 36
+"""Address space of the map, unless the process is limited to less; the file has only the pages in
+use."""
+
+NUMBER_BYTES = 4
+DATABASES: dict[bytes, tuple[int, int] | None] = {
+    b"chunks": (CHUNK_ID_BYTES, RECORD_BYTES),
+    b"others": (CHUNK_ID_BYTES + NUMBER_BYTES, RECORD_BYTES),
+    b"packs": None,
+}
+"""Bytes of each database's keys and values. For each chunk, `chunks` has the pack added last,
+`others` the other packs that hold it; `packs` lists the completely indexed packs."""
+
+UNSOUND = (lmdb.Error, Damaged)
+"""Errors of an unusable file."""
+
+_MAP_BYTES_MIN = 1 << 20
+_MAX_READERS = 1024
+_T = TypeVar("_T")
+Transaction: TypeAlias = "lmdb.Transaction[bytes]"
+Work: TypeAlias = Callable[["LmdbEnvironment", Transaction], _T]
+
+
+class LmdbEnvironment:
+    """An open LMDB environment, shared by all indexes of this process on one path."""
+
+    def __init__(self, folder: Path, map_bytes: int) -> None:
+        self.folder, self.users = folder, 0
+        self.lmdb = _open_lmdb(folder, map_bytes)
+        self.lmdb.reader_check()
+        self.chunks, self.others, self.packs = (self.lmdb.open_db(name) for name in DATABASES)
+        self._fd = os.open(folder / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+        self._inode, self._bytes = os.fstat(self._fd).st_ino, 0
+        self._gate, self._halted = threading.Condition(), False
+        self._closed = False
+        self._inside = self._waiting = 0
+
+    def read(self, work: Work[_T]) -> _T:
+        while True:
+            try:
+                with self._using(), self.lmdb.begin(self.chunks) as txn:
+                    return work(self, txn)
+            except lmdb.MapResizedError:
+                self._map(0)
+
+    def write(self, work: Work[_T]) -> _T:
+        """Run `work` in one transaction; if the map is too small, double it and start over."""
+        while True:
+            try:
+                with self._using(), self.lmdb.begin(self.chunks, write=True) as txn:
+                    return work(self, txn)
+            except lmdb.MapResizedError:
+                self._map(0)
+            except lmdb.MapFullError:
+                self._map(2 * self.lmdb.info()["map_size"])
+
+    def replaced(self) -> bool:
+        """Whether the path leads to another file now."""
+        try:
+            return (self.folder / "data.mdb").stat().st_ino != self._inode
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        with self._gate:
+            self._empty()
+            self._closed = True
+            self.lmdb.close()
+            # The file was only read from.
+            with suppress(OSError):
+                os.close(self._fd)
+
+    def halt(self, timeout_s: float) -> None:
+        """Wait until no thread uses the map, and block new users until `go_on`."""
+        self._gate.acquire()
+        self._halted = self._empty(timeout_s)
+
+    def go_on(self) -> None:
+        self._gate.release()
+
+    def close_inherited(self) -> bool:
+        """In a child process: close what was halted before the fork; False if it was not halted."""
+        if self._halted:
+            self.lmdb.close()
+            # The file was only read from.
+            with suppress(OSError):
+                os.close(self._fd)
+        return self._halted
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Keep the map in place within the block. Raises `Damaged` if the file was truncated: its
+        pages must not be touched."""
+        with self._gate:
+            self._gate.wait_for(lambda: not self._waiting)
+            self._inside += 1
+        try:
+            if self._closed:
+                raise Damaged(f"{self.folder} was closed meanwhile")
+            # Read first: another thread may see a longer file meanwhile.
+            had = self._bytes
+            size = self._size()
+            if size < had:
+                raise Damaged(f"{self.folder} was truncated: it has {size} bytes and had {had}")
+            self._bytes = size
+            yield
+        finally:
+            with self._gate:
+                self._inside -= 1
+                self._gate.notify_all()
+
+    def _size(self) -> int:
+        try:
+            return os.fstat(self._fd).st_size
+        except OSError as error:
+            raise Damaged(f"{self.folder} cannot be looked at: {error}") from error
+
+    def _map(self, map_bytes: int) -> None:
+        """Map this many bytes, or with 0 the size that another process has set, once no thread uses
+        the map."""
+        with self._gate:
+            self._empty()
+            if not self._closed:
+                self.lmdb.set_mapsize(map_bytes)
+
+    def _empty(self, timeout_s: float | None = None) -> bool:
+        """Wait until no thread uses the map, and block new users until the gate is released."""
+        self._waiting += 1
+        try:
+            return self._gate.wait_for(lambda: not self._inside, timeout_s)
+        finally:
+            self._waiting -= 1
+            self._gate.notify_all()
+
+
+_shared: dict[Path, LmdbEnvironment] = {}
+_lock = threading.Lock()
+
+
+def is_open(folder: Path) -> bool:
+    """Whether this process has the environment at `folder` open already."""
+    with _lock:
+        env = _shared.get(folder)
+        return env is not None and not env.replaced()
+
+
+def share(folder: Path, map_bytes: int) -> LmdbEnvironment:
+    """The environment at `folder`; call `release` once for each."""
+    with _lock:
+        env = _shared.get(folder)
+        if env is None or env.replaced():
+            env = _shared[folder] = LmdbEnvironment(folder, map_bytes)
+        env.users += 1
+        return env
+
+
+def release(env: LmdbEnvironment) -> None:
+    """Close `env` after its last user."""
+    with _lock:
+        env.users -= 1
+        if env.users:
+            return
+        if _shared.get(env.folder) is env:
+            del _shared[env.folder]
+    env.close()
+
+
+_FORK_TIMEOUT_S = 30.0
+_left_behind: list[LmdbEnvironment] = []
+
+
+def _before_fork() -> None:
+    """Let no transaction be open at a fork: closing it in the child would end it for the parent."""
+    _lock.acquire()
+    for env in _shared.values():
+        env.halt(_FORK_TIMEOUT_S)
+
+
+def _in_parent() -> None:
+    for env in _shared.values():
+        env.go_on()
+    _lock.release()
+
+
+def _in_child() -> None:
+    """Close the parent's environments, because liblmdb does not open a file twice. Those not halted
+    stay open and are unusable here."""
+    global _lock
+    _lock = threading.Lock()
+    for env in _shared.values():
+        if not env.close_inherited():
+            _left_behind.append(env)
+    _shared.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+
+
+def _open_lmdb(folder: Path, map_bytes: int) -> lmdb.Environment:
+    """Open with as much address space as the process may have."""
+    while True:
+        try:
+            return lmdb.open(
+                str(folder),
+                map_size=map_bytes,
+                sync=False,
+                metasync=False,
+                max_dbs=len(DATABASES),
+                max_readers=_MAX_READERS,
+                mode=0o666 & rights(folder),
+            )
+        except (lmdb.MemoryError, MemoryError):
+            if map_bytes <= _MAP_BYTES_MIN:
+                raise
+            map_bytes //= 2

@@ -1,0 +1,147 @@
+"""Records of the chunk index: 32 bytes per chunk, with a checksum over store, chunk id and every
+field.
+
+A batch is encoded and checked at once with numpy, never chunk by chunk. `MemoryRecords` holds the
+records that could not be written to disk. As on disk, the pack added last wins.
+"""
+
+from collections.abc import Iterable
+from itertools import repeat
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.core.ids import CHUNK_ID_BYTES, PackId, StoreId, digest
+
+LOCATION_DTYPE = np.dtype(
+    {
+        "names": ["pack", "stored", "raw", "codec", "width", "found", "offset", "check"],
+        "formats": ["<u4", "<u4", "<u4", "u1", "u1", "u1", "<u8", "<u8"],
+        "offsets": [0, 4, 8, 12, 13, 14, 16, 24],
+        "itemsize": 32,
+    }
+)
+"""The location of a chunk: pack number, offset and stored bytes in it, raw bytes, codec, element
+width. `found` is 0 if unknown."""
+
+Locations: TypeAlias = npt.NDArray[np.void]
+RECORD_BYTES = LOCATION_DTYPE.itemsize
+NOTHING = bytes(RECORD_BYTES)
+
+_ID = np.dtype(f"V{CHUNK_ID_BYTES}")
+_RECORD = np.dtype(f"V{RECORD_BYTES}")
+_CHECK_WORD = RECORD_BYTES // 8 - 1
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+_SHIFT = np.uint64(29)
+
+
+def seed_of(store: StoreId) -> int:
+    """The seed of a store's checksums, so that another store's records do not pass."""
+    return int.from_bytes(digest(b"ckptstore chunk index " + store.encode())[:8], "little")
+
+
+def ids_of(ids: bytes | npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """`ids`, 32 bytes each, as an array whose `tolist` gives bytes."""
+    return np.frombuffer(ids, _ID)
+
+
+def sorted_order(ids: npt.NDArray[np.void]) -> npt.NDArray[np.intp]:
+    """The order of `ids` in the index, except among ids that share their first eight bytes."""
+    return np.argsort(ids.view(">u8").reshape(-1, CHUNK_ID_BYTES // 8)[:, 0].astype(np.uint64))
+
+
+def encode(
+    seed: int, number: int, ids: npt.NDArray[np.void], table: npt.NDArray[np.void]
+) -> Locations:
+    """The records of the chunks `ids`, at the locations in pack `number` that its footer rows
+    give."""
+    rows = np.zeros(len(table), LOCATION_DTYPE)
+    rows["pack"], rows["found"] = number, 1
+    for field in ("stored", "raw", "codec", "width", "offset"):
+        rows[field] = table[field]
+    rows["check"] = checks(seed, ids, rows)
+    return rows
+
+
+def decode(seed: int, ids: npt.NDArray[np.void], records: bytearray) -> tuple[Locations, bool]:
+    """The records of `ids`, `NOTHING` for absent ones, and whether all are sound. Damaged ones
+    count as absent."""
+    rows = np.frombuffer(records, LOCATION_DTYPE)
+    if records.count(0) == len(records):
+        return rows, True
+    wrong = checks(seed, ids, rows) != rows["check"]
+    if not wrong.any():
+        return rows, True
+    damaged = wrong & np.frombuffer(records, np.uint64).reshape(-1, RECORD_BYTES // 8).any(axis=1)
+    rows[wrong] = np.zeros((), LOCATION_DTYPE)
+    return rows, not damaged.any()
+
+
+def as_values(rows: Locations) -> list[bytes]:
+    values: list[bytes] = rows.view(_RECORD).tolist()
+    return values
+
+
+def checks(seed: int, ids: npt.NDArray[np.void], rows: Locations) -> npt.NDArray[np.uint64]:
+    """64-bit checksums of records over store, chunk id and fields.
+
+    Each step is a bijection of the sum so far, so that one changed word is always detected.
+    """
+    total = np.full(len(rows), seed, np.uint64)
+    keys = ids.view(np.uint64).reshape(-1, CHUNK_ID_BYTES // 8)
+    values = rows.view(np.uint64).reshape(-1, RECORD_BYTES // 8)
+    for words in (*keys.T, *values.T[:_CHECK_WORD]):
+        total ^= words
+        total *= _ODD
+        total ^= total >> _SHIFT
+    return total
+
+
+def encode_pack(seed: int, number: int, pack: PackId) -> bytes:
+    """The row saying that every chunk of pack `number` is in the index."""
+    return _pack_check(seed, number, pack.encode()) + pack.encode()
+
+
+def decode_pack(seed: int, number: int, row: bytes) -> PackId | None:
+    """The pack's id, or None if the row is damaged."""
+    return PackId(row[8:].decode()) if _pack_check(seed, number, row[8:]) == row[:8] else None
+
+
+def _pack_check(seed: int, number: int, pack: bytes) -> bytes:
+    return digest(seed.to_bytes(8, "little") + number.to_bytes(4, "little") + pack)[:8]
+
+
+_Contents = tuple[npt.NDArray[np.void], Locations]
+
+
+class MemoryRecords:
+    """Records by chunk id, by pack. The caller serializes access."""
+
+    def __init__(self) -> None:
+        self.packs: dict[int, PackId] = {}
+        self._contents: dict[int, _Contents] = {}
+        self._by_id: dict[bytes, bytes] = {}
+
+    def add(self, number: int, pack: PackId, ids: npt.NDArray[np.void], rows: Locations) -> None:
+        if self.packs.get(number, pack) != pack:
+            self.drop([number])
+        self._by_id.update(zip(ids.tolist(), as_values(rows), strict=True))
+        self._contents[number] = ids, rows
+        self.packs[number] = pack
+
+    def contents(self, number: int) -> _Contents:
+        """Ids and records of a pack as they were added."""
+        return self._contents[number]
+
+    def get(self, ids: Iterable[bytes]) -> bytearray:
+        return bytearray().join(map(self._by_id.get, ids, repeat(NOTHING)))
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        gone = self.packs.keys() & set(numbers)
+        for number in gone:
+            del self.packs[number], self._contents[number]
+        if gone:
+            self._by_id = {}
+            for ids, rows in self._contents.values():
+                self._by_id.update(zip(ids.tolist(), as_values(rows), strict=True))
