@@ -141,8 +141,8 @@ def _batches_of(parts: Sequence[Part], run_bytes: int) -> tuple[tuple[Run, ...],
 def _runs(part: Part, run_bytes: int) -> Iterator[Run]:
     whole = len(part) == len(part.grid)
     spans = part.grid.spans() if whole else map(part.grid.span, range(part.first, part.stop))
-    stops = (stop for _, stop in spans)
-    for begin, cuts in _cut((part.grid.span(part.first)[0], *stops), run_bytes):
+    starts, stops = zip(*spans, strict=True)
+    for begin, cuts in _cut((starts[0], *stops), run_bytes):
         yield Run(part, part.first + begin, cuts)
 
 
@@ -150,10 +150,11 @@ def _cut(cuts: tuple[int, ...], most_bytes: int) -> Iterator[tuple[int, tuple[in
     """Consecutive stretches of `cuts` of at most `most_bytes`, or one chunk, each with the number
     of its first chunk."""
     begin = 0
-    for end in range(1, len(cuts)):
-        if end + 1 == len(cuts) or cuts[end + 1] - cuts[begin] > most_bytes:
+    for end in range(1, len(cuts) - 1):
+        if cuts[end + 1] - cuts[begin] > most_bytes:
             yield begin, cuts[begin : end + 1]
             begin = end
+    yield begin, cuts[begin:]
 
 
 def _grouped(runs: Iterable[Run], most_bytes: int) -> Iterator[tuple[Run, ...]]:
