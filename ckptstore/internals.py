@@ -28,7 +28,7 @@ from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.gloo import BACKGROUND, collective_of
 from ckptstore.errors import InvalidInput, NoSpace, ReadOnly, Unavailable
 from ckptstore.maintenance.enospc import DiskWatch
-from ckptstore.maintenance.mirror.tiers import Tier
+from ckptstore.maintenance.tiers import Tier
 from ckptstore.repository.chunk_store import ObjectStore, SecondNames
 from ckptstore.repository.gc_pin import GcPin
 from ckptstore.repository.store_handle import StoreHandle

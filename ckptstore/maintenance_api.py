@@ -9,17 +9,16 @@ from ckptstore.core.settings import Settings
 from ckptstore.errors import InvalidInput
 from ckptstore.internals import StoreInternals
 from ckptstore.maintenance import Progress, silent
+from ckptstore.maintenance.check import Level, Report, parse_level, parse_share
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.indexes import Reindexed, reindex
 from ckptstore.maintenance.check.offline_store import offline_store_of
-from ckptstore.maintenance.check.report import Level, Report, parse_level, parse_share
 from ckptstore.maintenance.doctor import Check, doctor
 from ckptstore.maintenance.gc.collect import MAX_UNUSED, GcOptions, GcReport, collect
 from ckptstore.maintenance.gc.session_monitor import Activity, activities
-from ckptstore.maintenance.mirror.mirror import Mirrored, MirrorOptions, mirror
-from ckptstore.maintenance.mirror.plan import choose, other_end
-from ckptstore.maintenance.mirror.tiers import Tier
-from ckptstore.maintenance.repair.repair import Repaired, repair
+from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
+from ckptstore.maintenance.mirror_plan import choose, other_end
+from ckptstore.maintenance.repair import Repaired, repair
 from ckptstore.maintenance.retention import (
     ForgetPlan,
     Policy,
@@ -27,6 +26,7 @@ from ckptstore.maintenance.retention import (
     forget_commits,
     undelete,
 )
+from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance.usage import Usage, usage
 from ckptstore.repository.resolve_ref import AnyRef, find_commit
 from ckptstore.repository.store_handle import StoreHandle
@@ -102,7 +102,8 @@ class Maintenance:
         """
         self._handle.check_writable()
         wanted = list(refs) if isinstance(refs, Sequence) and not isinstance(refs, str) else [refs]
-        undelete(self._handle, [find_commit(self._handle, ref, self.run).id for ref in wanted])
+        commits = [find_commit(self._handle, ref, self.run).id for ref in wanted]
+        undelete(self._handle, self._internals.runtime.reader, commits)
         self._handle.follow()
 
     def gc(

@@ -10,9 +10,9 @@ from ckptstore.core.settings import Settings
 from ckptstore.distributed.gloo import is_several
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
 from ckptstore.maintenance import Progress, silent
-from ckptstore.maintenance.mirror.plan import other_end
-from ckptstore.maintenance.mirror.tiers import Tier
+from ckptstore.maintenance.mirror_plan import other_end
 from ckptstore.maintenance.retention import Policy
+from ckptstore.maintenance.tiers import Tier
 from ckptstore.repository.init_store import init_store
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.store import Store

@@ -5,7 +5,7 @@ from functools import cached_property
 from ckptstore.commit.transaction import Destination
 from ckptstore.core.settings import Settings
 from ckptstore.distributed.commit import Committer
-from ckptstore.distributed.external_commit import PartsCommitter
+from ckptstore.distributed.coordinator import PartsCommitter
 from ckptstore.distributed.worker_client import WorkerCommitter
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool

@@ -18,7 +18,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "storage": ("fsspec", "s3fs", "obstore"),
     "objects": (),
     "log": (),
-    "index": ("sqlalchemy", "alembic", "lmdb"),
+    "index": ("sqlalchemy", "alembic"),
     "repository": (),
     "state": ("torch", "pickle"),
     "commit": (),
@@ -59,7 +59,7 @@ QUICK = (
     "ckptstore.index.queries",
     "ckptstore.cli.main",
 )
-SLOW = ("numpy", "torch", "sqlalchemy", "alembic", "fsspec", "s3fs", "pydantic", "lmdb")
+SLOW = ("numpy", "torch", "sqlalchemy", "alembic", "fsspec", "s3fs", "pydantic")
 
 
 @cache

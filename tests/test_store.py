@@ -441,7 +441,7 @@ def test_metadata_is_read_from_its_twin(place: Path) -> None:
         assert torch.equal(store.checkout(1).read("w"), torch.arange(3))
 
 
-@pytest.mark.parametrize("lost", ["catalog.sqlite", "chunks.lmdb", ""])
+@pytest.mark.parametrize("lost", ["catalog.sqlite", "chunks", ""])
 def test_losing_the_indexes_loses_nothing(place: Path, lost: str) -> None:
     import shutil
 

@@ -6,26 +6,26 @@ from contextlib import closing
 from dataclasses import asdict, fields
 
 from ckptstore.cli.call import Answer, Call
-from ckptstore.cli.commits import commit_text
+from ckptstore.cli.commits import commit_text, reader_of
 from ckptstore.cli.exits import Exit, UsageError
 from ckptstore.cli.options import parse_best, parse_moment
 from ckptstore.cli.screen import Hint, Part
 from ckptstore.core.tables import Column, Table
 from ckptstore.core.text import SECOND_NS, count_text
-from ckptstore.maintenance.check.fsck import fsck
-from ckptstore.maintenance.check.indexes import reindex
-from ckptstore.maintenance.check.report import (
+from ckptstore.maintenance.check import (
     Finding,
     Report,
     Severity,
     parse_level,
     parse_share,
 )
+from ckptstore.maintenance.check.fsck import fsck
+from ckptstore.maintenance.check.indexes import reindex
 from ckptstore.maintenance.doctor import Verdict, doctor
 from ckptstore.maintenance.gc.collect import GcOptions, collect
 from ckptstore.maintenance.gc.plan import GcPlan
 from ckptstore.maintenance.gc.session_monitor import activities
-from ckptstore.maintenance.repair.repair import repair
+from ckptstore.maintenance.repair import repair
 from ckptstore.maintenance.retention import (
     KeepBest,
     KeepEverySteps,
@@ -118,7 +118,7 @@ def undelete_commits(call: Call) -> Answer:
     store.check_writable()
     queries = store.queries()
     infos = [queries.commit(find_id(queries, ref, None)) for ref in call.args.refs]
-    undelete(store, [info.id for info in infos])
+    undelete(store, reader_of(call, store), [info.id for info in infos])
     store.follow()
     lines = [f"{commit_text(info)} of run {info.run} is restored" for info in infos]
     return Answer({"undeleted": [info.id for info in infos]}, lines)
@@ -147,7 +147,7 @@ def _plan_document(plan: GcPlan) -> dict[str, object]:
         for p in plan.doomed
     ]
     copies = [
-        {"from": [s.id for s in c.sources], "bytes": c.bytes, "freed_bytes": c.freed_bytes}
+        {"from": [use.pack.id for use in c.sources], "bytes": c.bytes, "freed_bytes": c.freed_bytes}
         for c in plan.copies
     ]
     later = [

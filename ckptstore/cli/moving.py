@@ -11,8 +11,8 @@ from ckptstore.cli.screen import to_json
 from ckptstore.core.config import default_threads
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import NotFound
-from ckptstore.maintenance.mirror.mirror import MirrorOptions, mirror
-from ckptstore.maintenance.mirror.plan import choose, other_end
+from ckptstore.maintenance.mirror import MirrorOptions, mirror
+from ckptstore.maintenance.mirror_plan import choose, other_end
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool

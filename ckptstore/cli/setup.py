@@ -11,7 +11,7 @@ from ckptstore.cli.exits import Exit, NoStore
 from ckptstore.cli.parser import build
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import NotFound
-from ckptstore.index.catalog_sqlite import REVISION
+from ckptstore.index.tables import REVISION
 from ckptstore.repository.init_store import init_store, read_config
 from ckptstore.repository.store_handle import CATALOG_NAME
 from ckptstore.storage.registry import open_storage

@@ -11,12 +11,11 @@ from ckptstore.commit.plan import CommitPlan, Extent, is_floating, plan_commit
 from ckptstore.commit.transaction import (
     TreeContent,
 )
-from ckptstore.commit.write import read_all
 from ckptstore.core.model import LeafContent
 from ckptstore.core.options import Ranks
 from ckptstore.core.process import uncollected
 from ckptstore.repository.dedup import DedupHints
-from ckptstore.state.leaf_sources import FlatState
+from ckptstore.state.leaf_sources import FlatState, read_all
 from ckptstore.state.staging_buffers import Buffer
 
 Flats: TypeAlias = Mapping[str, FlatState]

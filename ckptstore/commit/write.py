@@ -85,16 +85,6 @@ def write_metadata(
         raise
 
 
-def read_all(source: Source) -> bytes:
-    """All bytes of `source`, which must be small."""
-    memory = source.view(0, source.nbytes)
-    if memory is not None:
-        return bytes(memory)
-    buffer = bytearray(source.nbytes)
-    source.stage(0, source.nbytes, memoryview(buffer))
-    return bytes(buffer)
-
-
 class ChunkWriter:
     """One thread that writes a commit's batches to its own packs. Chunk ids go to `ids`, by leaf,
     in grid order."""
@@ -123,7 +113,7 @@ class ChunkWriter:
         """Write batches until none is left. The last pack is then closing."""
         try:
             for batch in self._batches:
-                for window in windows(batch):
+                for window in windows(batch) if any(map(self._copied, batch)) else (batch,):
                     for new in self._new(window):
                         self._add(*new)
                     self._pack_writer.flush()
@@ -205,14 +195,18 @@ class ChunkWriter:
         offsets: list[int | None] = []
         end = 0
         for run in window:
-            source = self._sources[run.part.leaf]
-            if source.still or source.known_ids is not None:
-                offsets.append(None)
-            else:
+            if self._copied(run):
                 start = align(end, run.raw_bytes) + run.lead % BLOCK_BYTES
                 offsets.append(start)
                 end = start + run.raw_bytes
+            else:
+                offsets.append(None)
         return offsets, end
+
+    def _copied(self, run: Run) -> bool:
+        """Whether the run's memory may change while it is hashed and written."""
+        source = self._sources[run.part.leaf]
+        return not source.still and source.known_ids is None
 
     def _unchanged(self, run: Run) -> list[ChunkId]:
         """The run's chunk ids, hashed in place, if they equal those of the last commit; else none.

@@ -1,1 +1,1 @@
-"""Disposable indexes on the host: the catalog of the log in SQL, the chunk index in LMDB."""
+"""Disposable indexes on the host: the catalog of the log in SQL, the chunk index in files."""

@@ -8,36 +8,40 @@ holds the write lock for a limited time, and is skipped if the lock is busy.
 
 import os
 import re
+import sqlite3
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
-from sqlalchemy import Connection, StaticPool, TextClause, create_engine, text
-from sqlalchemy.engine import URL
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
-
 from ckptstore.core.ids import CommitId, StoreId
 from ckptstore.core.model import Schema
-from ckptstore.errors import Corrupt
+from ckptstore.errors import Corrupt, Unavailable
 from ckptstore.index import sqlite_file
 from ckptstore.index.catalog_fold import add_schema, add_shards, fold_entries
-from ckptstore.index.catalog_sqlite import catalog_error, is_busy, is_current
-from ckptstore.index.queries import Queries, Rows, ShardInfo
+from ckptstore.index.queries import Ask, Queries, Rows, ShardInfo
 from ckptstore.index.sqlite_file import LOCK_TIMEOUT_S, inode, prepare
-from ckptstore.index.tables import make_tables, migrate
+from ckptstore.index.tables import REVISION, SQLITE, Execute, make_tables, migrate
 from ckptstore.log.entries import Entry, Position
 
 P = ParamSpec("P")
 
 _SLICE = 500
-UNUSABLE = (SQLAlchemyError, ValueError)
+UNUSABLE = (sqlite3.Error, ValueError)
 """Errors of a misbehaving database. SQLite returns the names and texts of a damaged file unchecked.
 """
-
+_BUSY = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+}
 _REVISION = re.compile(r"\d{4}")
 
 
@@ -126,16 +130,16 @@ class Catalog:
                 self._file = None
 
     def _write(
-        self, work: Callable[Concatenate[Connection, P], bool], *args: P.args, **kwargs: P.kwargs
+        self, work: Callable[Concatenate[Execute, P], bool], *args: P.args, **kwargs: P.kwargs
     ) -> bool:
         """Run `work` in one transaction. A catalog found to be damaged is replaced by an empty
         one."""
         with self.lock:
             try:
-                with _transaction(self._opened().connection) as connection:
-                    return work(connection, *args, **kwargs)
+                with _transaction(self._opened().connection) as execute:
+                    return work(execute, *args, **kwargs)
             except UNUSABLE as error:
-                if not is_busy(cause(error)):
+                if not is_busy(error):
                     self.reset()
                 return False
 
@@ -147,7 +151,7 @@ class Catalog:
                     "asked; ask again"
                 )
             try:
-                return ask(file.connection, sql, values)
+                return _ask(file.connection, str(self._path), sql, values)
             except Corrupt:
                 self.reset()
                 raise
@@ -172,14 +176,18 @@ _abandoned: "list[CatalogFile]" = []
 
 
 @contextmanager
-def _transaction(connection: Connection) -> Iterator[Connection]:
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
+def _transaction(connection: sqlite3.Connection) -> Iterator[Execute]:
+    def execute(sql: str, values: Any = ()) -> sqlite3.Cursor:
+        many = isinstance(values, list)
+        return connection.executemany(sql, values) if many else connection.execute(sql, values)
+
+    connection.execute("BEGIN IMMEDIATE")
     try:
-        yield connection
-        connection.exec_driver_sql("COMMIT")
+        yield execute
+        connection.execute("COMMIT")
     except BaseException:
-        with suppress(DBAPIError):
-            connection.exec_driver_sql("ROLLBACK")
+        with suppress(sqlite3.Error):
+            connection.execute("ROLLBACK")
         raise
 
 
@@ -207,20 +215,7 @@ class CatalogFile:
         return self._file is not None and inode(self._file[0]) != self._file[1]
 
     def close(self) -> None:
-        _close(self.connection)
-
-
-def ask(connection: Connection, sql: str, values: Mapping[str, Any]) -> Rows:
-    """Run a query of `index.queries`."""
-    try:
-        return connection.execute(_text(sql), values).fetchall()
-    except UNUSABLE as error:
-        raise catalog_error(cause(error), str(connection.engine.url.database)) from error
-
-
-def cause(error: BaseException) -> BaseException:
-    """The database's own error behind an SQLAlchemy error."""
-    return (error.orig if isinstance(error, DBAPIError) else None) or error
+        self.connection.close()
 
 
 def _prepare(path: Path, store: StoreId) -> bool:
@@ -229,9 +224,9 @@ def _prepare(path: Path, store: StoreId) -> bool:
         return prepare(
             path,
             lambda exclusive: _usable(path, store, migrate=exclusive),
-            lambda new: _close(_fill(_connect(new, journal="DELETE"), store)),
+            lambda new: _fill(_connect(new, journal="DELETE"), store).close(),
         )
-    except (OSError, SQLAlchemyError):
+    except (OSError, sqlite3.Error):
         return False
 
 
@@ -243,21 +238,25 @@ def _usable(path: Path, store: StoreId, *, migrate: bool) -> bool:
     try:
         connection = _connect(path)
         try:
-            return is_current(lambda sql, values: _rows(connection, sql, values), store) or (
-                migrate and _migrated(connection, store)
+            return _is_current(partial(_rows, connection), store) or (
+                migrate and _migrated(connection, path, store)
             )
         finally:
-            _close(connection)
+            connection.close()
     except UNUSABLE as error:
-        if is_busy(cause(error)):
+        if is_busy(error):
             raise
         return False
 
 
-def _migrated(connection: Connection, store: StoreId) -> bool:
+def _migrated(connection: sqlite3.Connection, path: Path, store: StoreId) -> bool:
     """Whether tables of an older revision were migrated; tables of a newer or foreign one are left
     alone."""
+    # Needed once per release.
     from alembic.util import CommandError
+    from sqlalchemy import create_engine
+    from sqlalchemy.exc import SQLAlchemyError
+    from sqlalchemy.pool import StaticPool
 
     if [row[0] for row in _rows(connection, "SELECT store FROM position", {})] != [store]:
         return False
@@ -268,49 +267,112 @@ def _migrated(connection: Connection, store: StoreId) -> bool:
         for row in _rows(connection, "SELECT version_num FROM alembic_version", {})
     ):
         return False
+    engine = create_engine(
+        "sqlite://", creator=lambda: connection, poolclass=StaticPool, isolation_level="AUTOCOMMIT"
+    )
     try:
-        migrate(connection)
-    except CommandError:
+        with engine.connect() as connected:
+            migrate(connected)
+    except (CommandError, SQLAlchemyError):
         return False
-    return is_current(lambda sql, values: _rows(connection, sql, values), store)
+    return _is_current(partial(_rows, connection), store)
 
 
-def _connect(path: Path | None, *, journal: str = "WAL") -> Connection:
+def _connect(path: Path | None, *, journal: str = "WAL") -> sqlite3.Connection:
     """One connection for all threads, which serialize their use; transactions are begun
     explicitly."""
-    engine = create_engine(
-        URL.create("sqlite", database=str(path) if path else None),
-        isolation_level="AUTOCOMMIT",
-        poolclass=StaticPool,
-        connect_args={"timeout": LOCK_TIMEOUT_S, "check_same_thread": False},
+    connection = sqlite3.connect(
+        path or ":memory:", timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
     )
-    connection = engine.connect()
     try:
         for pragma in (f"journal_mode={journal}", "synchronous=NORMAL", "temp_store=MEMORY"):
-            connection.exec_driver_sql(f"PRAGMA {pragma}")
+            connection.execute(f"PRAGMA {pragma}")
     except UNUSABLE:
-        _close(connection)
+        connection.close()
         raise
     return connection
 
 
-def _fill(connection: Connection, store: StoreId) -> Connection:
+def _fill(connection: sqlite3.Connection, store: StoreId) -> sqlite3.Connection:
     """Create the tables of an empty catalog."""
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
-    make_tables(connection, store)
-    connection.exec_driver_sql("COMMIT")
+    with _transaction(connection) as execute:
+        make_tables(execute, store, SQLITE)
     return connection
 
 
-def _close(connection: Connection) -> None:
+def _rows(connection: sqlite3.Connection, sql: str, values: Mapping[str, Any]) -> Rows:
+    return connection.execute(sql, values).fetchall()
+
+
+def _ask(connection: sqlite3.Connection, place: str, sql: str, values: Mapping[str, Any]) -> Rows:
+    """Run a query of `index.queries`."""
+    try:
+        return _rows(connection, sql, values)
+    except UNUSABLE as error:
+        if is_busy(error):
+            raise Unavailable(
+                f"the catalog {place} did not answer: {error}; repeat the call, or free its disk"
+            ) from error
+        raise Corrupt(
+            f"the catalog {place} is damaged: {error}; run `ckptstore reindex`"
+        ) from error
+
+
+def _is_current(ask: Ask, store: StoreId) -> bool:
+    """Whether a catalog is of `store` and of the revision that these queries require."""
+    revisions, stores = (
+        ask("SELECT version_num FROM alembic_version", {}),
+        ask("SELECT store FROM position", {}),
+    )
+    return [row[0] for row in revisions] == [REVISION] and [row[0] for row in stores] == [store]
+
+
+def is_busy(error: BaseException) -> bool:
+    """Whether the database is merely locked or out of space, and not damaged."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _BUSY
+
+
+def open_catalog(path: str | os.PathLike[str], store: StoreId) -> Queries | None:
+    """Queries on the catalog of `store` at `path`, which changes nothing, or None if there is no
+    readable one. Threads may share them."""
+    try:
+        connection = _connect_to_read(Path(path))
+    except UNUSABLE:
+        return None
+    lock = threading.Lock()
+
+    def ask(sql: str, values: Mapping[str, Any]) -> Rows:
+        with lock:
+            return _ask(connection, str(path), sql, values)
+
+    try:
+        if _is_current(ask, store):
+            queries = Queries(ask, connection.close)
+            # sqlite3's connections are part of a cycle: garbage collection alone would keep the
+            # file open for long.
+            weakref.finalize(queries, connection.close).atexit = False
+            return queries
+    except (Corrupt, Unavailable):
+        pass
     connection.close()
-    connection.engine.dispose()
+    return None
 
 
-def _rows(connection: Connection, sql: str, values: Mapping[str, Any]) -> Rows:
-    return connection.execute(_text(sql), values).fetchall()
-
-
-@lru_cache(maxsize=256)
-def _text(sql: str) -> TextClause:
-    return text(sql)
+def _connect_to_read(path: Path) -> sqlite3.Connection:
+    """Connect read-only. In a directory without write permission, a catalog that nobody has open is
+    read as it is."""
+    place = path.absolute().as_uri()
+    connection = sqlite3.connect(
+        f"{place}?mode=ro", uri=True, timeout=5, isolation_level=None, check_same_thread=False
+    )
+    try:
+        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+    except sqlite3.OperationalError:
+        connection.close()
+        wal = path.with_name(path.name + "-wal")
+        if not path.exists() or (wal.exists() and wal.stat().st_size):
+            raise
+        return sqlite3.connect(
+            f"{place}?mode=ro&immutable=1", uri=True, isolation_level=None, check_same_thread=False
+        )
+    return connection

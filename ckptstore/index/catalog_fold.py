@@ -7,28 +7,14 @@ where they change: a commit may reuse all packs, but few of them are condemned.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
-
-from sqlalchemy import Connection, Table, bindparam, delete, insert, select, text, update
+from typing import Any
 
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import PackRecord, Schema
 from ckptstore.index.queries import KINDS, ShardInfo
-from ckptstore.index.tables import (
-    commit_trees,
-    commits,
-    entries,
-    leaves,
-    metrics,
-    packs,
-    parents,
-    position,
-    schemas,
-    shards,
-    tags,
-)
+from ckptstore.index.tables import Execute
 from ckptstore.log.entries import (
     Commit,
     Condemn,
@@ -42,63 +28,54 @@ from ckptstore.log.entries import (
     encode_entry,
 )
 
-_INSERTED = (entries, commits, parents, metrics, packs, commit_trees, tags)
-_INSERT = {table: insert(table) for table in (*_INSERTED, schemas)}
-_DELETE_TAG = delete(tags).where(tags.c.name == bindparam("key"))
+_GATHERED = ("entries", "commits", "parents", "metrics", "packs", "commit_trees", "tags")
+_DELETE_TAG = "DELETE FROM tags WHERE name = :key"
 # Worded as the condition of the index `packs_condemned`; otherwise SQLite would not use it.
-_CONDEMNED = select(packs.c.number).where(text("condemned"))
-_CONDEMN = (
-    update(packs).where(packs.c.number == bindparam("key")).values(condemned=bindparam("value"))
-)
-_DELETE_PACK = delete(packs).where(packs.c.number == bindparam("key"))
-_FORGET = (
-    update(commits).where(commits.c.id == bindparam("key")).values(forgotten=bindparam("value"))
-)
-_SCHEMA = select(schemas.c.number).where(schemas.c.id == bindparam("key"))
-_SCHEMAS_OF = select(commit_trees.c.schema).where(commit_trees.c.n == bindparam("key"))
-_USES = select(commit_trees.c.n).where(commit_trees.c.schema == bindparam("key")).limit(1)
-_COMMIT = select(commits.c.n).where(commits.c.id == bindparam("key"))
+_CONDEMNED = "SELECT number FROM packs WHERE condemned"
+_CONDEMN = "UPDATE packs SET condemned = :value WHERE number = :key"
+_DELETE_PACK = "DELETE FROM packs WHERE number = :key"
+_FORGET = "UPDATE commits SET forgotten = :value WHERE id = :key"
+_SCHEMA = "SELECT number FROM schemas WHERE id = :key"
+_SCHEMAS_OF = "SELECT schema FROM commit_trees WHERE n = :key"
+_USES = "SELECT n FROM commit_trees WHERE schema = :key LIMIT 1"
+_COMMIT = "SELECT n FROM commits WHERE id = :key"
 _PURGE = tuple(
-    delete(table).where(table.c.n == bindparam("key"))
-    for table in (commits, parents, metrics, commit_trees, shards)
+    f"DELETE FROM {table} WHERE n = :key"
+    for table in ("commits", "parents", "metrics", "commit_trees", "shards")
 )
 _DROP_SCHEMA = (
-    delete(leaves).where(leaves.c.schema == bindparam("key")),
-    delete(schemas).where(schemas.c.number == bindparam("key")),
+    "DELETE FROM leaves WHERE schema = :key",
+    "DELETE FROM schemas WHERE number = :key",
 )
-_SET_POSITION = update(position).values(
-    n=bindparam("new_n"), hash=bindparam("new_hash"), bytes=bindparam("new_bytes")
-)
-
-_POSITION = select(position.c.n, position.c.hash, position.c.bytes)
-_UNFILLED = select(schemas.c.number).where(
-    schemas.c.id == bindparam("key"), schemas.c.leaves.is_(None)
-)
-_FILLED = (
-    update(schemas).where(schemas.c.number == bindparam("key")).values(leaves=bindparam("count"))
-)
-_LEAVES = insert(leaves)
-_SHARDS = insert(shards)
-_SHARDED = select(shards.c.n).where(shards.c.n == bindparam("key")).limit(1)
+_SET_POSITION = "UPDATE position SET n = :n, hash = :hash, bytes = :bytes"
+_POSITION = "SELECT n, hash, bytes FROM position"
+_UNFILLED = "SELECT number FROM schemas WHERE id = :key AND leaves IS NULL"
+_FILLED = "UPDATE schemas SET leaves = :count WHERE number = :key"
+_SHARDED = "SELECT n FROM shards WHERE n = :key LIMIT 1"
 _KIND = {kind: number for number, kind in enumerate(KINDS)}
 
-Within: TypeAlias = AbstractContextManager[object]
+
+def insert(execute: Execute, table: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Insert rows that have the same columns."""
+    if rows:
+        names, values = ", ".join(rows[0]), ", ".join(f":{name}" for name in rows[0])
+        execute(f"INSERT INTO {table} ({names}) VALUES ({values})", rows)
 
 
 class CatalogFold:
     """A batch of entries in one transaction. `finish` writes the gathered rows."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._rows: dict[Table, list[dict[str, Any]]] = defaultdict(list)
+    def __init__(self, execute: Execute) -> None:
+        self._execute = execute
+        self._rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self._tags: dict[str, CommitId | None] = {}
         self._schemas: dict[str, int] = {}
-        self._condemned = {number for (number,) in connection.execute(_CONDEMNED)}
+        self._condemned = {number for (number,) in execute(_CONDEMNED)}
 
     def add(self, entry: Entry) -> None:
         """Fold the next entry."""
         body, n = entry.body, entry.n
-        self._rows[entries].append({"n": n, "data": encode_entry(entry)})
+        self._rows["entries"].append({"n": n, "data": encode_entry(entry)})
         match body:
             case Commit():
                 self._commit(body, n, entry.time_ns)
@@ -123,12 +100,10 @@ class CatalogFold:
     def finish(self, last: Entry) -> None:
         """Write the gathered rows; the catalog's position is `last` afterwards."""
         self._flush()
-        self._connection.execute(
-            _SET_POSITION, {"new_n": last.n, "new_hash": last.hash, "new_bytes": last.bytes}
-        )
+        self._execute(_SET_POSITION, last.position._asdict())
 
     def _commit(self, body: Commit, n: int, time_ns: int) -> None:
-        self._rows[commits].append(
+        self._rows["commits"].append(
             {
                 "n": n,
                 "id": body.commit,
@@ -143,14 +118,14 @@ class CatalogFold:
                 "leaves": body.leaves,
             }
         )
-        self._rows[parents].extend(
+        self._rows["parents"].extend(
             {"n": n, "position": i, "parent": parent} for i, parent in enumerate(body.parents)
         )
-        self._rows[metrics].extend(
+        self._rows["metrics"].extend(
             {"n": n, "name": name, "value": None if math.isnan(x) else x}
             for name, x in body.metrics
         )
-        self._rows[commit_trees].extend(
+        self._rows["commit_trees"].extend(
             {"n": n, "key": key, "schema": self._schema(schema)} for key, schema in body.schemas
         )
         self._tags.update((name, body.commit) for name in body.tags)
@@ -158,7 +133,7 @@ class CatalogFold:
         self._set_condemned(body.reused, False)
 
     def _list(self, records: Iterable[PackRecord]) -> None:
-        self._rows[packs].extend(
+        self._rows["packs"].extend(
             {
                 "number": p.number,
                 "id": p.id,
@@ -172,12 +147,15 @@ class CatalogFold:
     def _schema(self, schema: str) -> int:
         number = self._schemas.get(schema)
         if number is None:
-            number = self._connection.execute(_SCHEMA, {"key": schema}).scalar()
+            number = self._first(_SCHEMA, schema)
             if number is None:
-                self._connection.execute(_INSERT[schemas], {"id": schema})
-                number = int(self._connection.execute(_SCHEMA, {"key": schema}).scalar_one())
+                insert(self._execute, "schemas", [{"id": schema}])
+                number = self._first(_SCHEMA, schema)
             self._schemas[schema] = number
         return number
+
+    def _first(self, sql: str, key: object) -> Any:
+        return first(self._execute, sql, key)
 
     def _set_condemned(self, numbers: frozenset[int], condemned: bool) -> None:
         changed = numbers - self._condemned if condemned else numbers & self._condemned
@@ -189,25 +167,18 @@ class CatalogFold:
 
     def _purge(self, ids: Iterable[CommitId]) -> None:
         self._flush()
-        numbers = [
-            n for commit in ids for (n,) in self._connection.execute(_COMMIT, {"key": commit})
-        ]
+        found = (self._first(_COMMIT, commit) for commit in ids)
+        numbers = [n for n in found if n is not None]
         used = {
             schema
             for n in numbers
-            for (schema,) in self._connection.execute(_SCHEMAS_OF, {"key": n})
+            for (schema,) in self._execute(_SCHEMAS_OF, {"key": n}).fetchall()
         }
         for statement in _PURGE:
             self._each(statement, numbers)
+        unused = [schema for schema in used if self._first(_USES, schema) is None]
         for statement in _DROP_SCHEMA:
-            self._each(
-                statement,
-                [
-                    schema
-                    for schema in used
-                    if not self._connection.execute(_USES, {"key": schema}).first()
-                ],
-            )
+            self._each(statement, unused)
         self._schemas.clear()
 
     def _each(self, statement: Any, keys: Iterable[int | str], value: int | None = None) -> None:
@@ -215,18 +186,23 @@ class CatalogFold:
         rows = [{"key": key} if value is None else {"key": key, "value": value} for key in keys]
         if rows:
             self._flush()
-            self._connection.execute(statement, rows)
+            self._execute(statement, rows)
 
     def _flush(self) -> None:
         if self._tags:
-            self._connection.execute(_DELETE_TAG, [{"key": name} for name in self._tags])
-            self._rows[tags].extend(
+            self._execute(_DELETE_TAG, [{"key": name} for name in self._tags])
+            self._rows["tags"].extend(
                 {"name": name, "commit_id": commit} for name, commit in self._tags.items() if commit
             )
             self._tags.clear()
-        for table in _INSERTED:
-            if rows := self._rows.pop(table, None):
-                self._connection.execute(_INSERT[table], rows)
+        for table in _GATHERED:
+            insert(self._execute, table, self._rows.pop(table, ()))
+
+
+def first(execute: Execute, sql: str, key: object) -> Any:
+    """The first column of the first row of a query, None if there is none."""
+    row = execute(sql, {"key": key}).fetchone()
+    return None if row is None else row[0]
 
 
 def leaf_rows(
@@ -250,52 +226,49 @@ def leaf_rows(
 
 
 def fold_entries(
-    connection: Connection,
+    execute: Execute,
     entries: Sequence[Entry],
     *,
     at: Position | None = None,
-    at_once: Callable[[Connection], Within] = nullcontext,
+    at_once: AbstractContextManager[object] | None = None,
 ) -> bool:
     """Fold `entries` within a transaction; False if they do not follow the position, which is `at`
     if the caller knows it.
 
-    `at_once` wraps statements whose results nobody needs.
+    Statements whose results nobody needs run within `at_once`.
     """
-    at = at or Position(*connection.execute(_POSITION).one())
+    at = at or Position(*execute(_POSITION).fetchone())
     new = [entry for entry in entries if entry.n > at.n]
     if not new:
         return True
     if (new[0].n - 1, new[0].prev_hash, new[0].prev_bytes) != at:
         return False
-    folding = CatalogFold(connection)
+    folding = CatalogFold(execute)
     for entry in new:
         folding.add(entry)
-    with at_once(connection):
+    with at_once or nullcontext():
         folding.finish(new[-1])
     return True
 
 
-def add_schema(connection: Connection, schema_id: str, schema: Schema) -> bool:
+def add_schema(execute: Execute, schema_id: str, schema: Schema) -> bool:
     """Add the leaves of a schema within a transaction."""
-    number = connection.execute(_UNFILLED, {"key": schema_id}).scalar()
+    number = first(execute, _UNFILLED, schema_id)
     if number is not None:
         kinds = map(_KIND.__getitem__, schema.kinds)
         columns = zip(
             schema.paths, kinds, schema.dtypes, schema.shapes, schema.aliases, strict=True
         )
-        if rows := list(leaf_rows(number, columns)):
-            connection.execute(_LEAVES, rows)
-        connection.execute(_FILLED, {"key": number, "count": len(schema)})
+        insert(execute, "leaves", list(leaf_rows(number, columns)))
+        execute(_FILLED, {"key": number, "count": len(schema)})
     return True
 
 
-def add_shards(connection: Connection, commit: CommitId, boxes: Sequence[ShardInfo]) -> bool:
+def add_shards(execute: Execute, commit: CommitId, boxes: Sequence[ShardInfo]) -> bool:
     """Add the boxes of a commit within a transaction."""
-    n = connection.execute(_COMMIT, {"key": commit}).scalar()
-    if n is not None and boxes and not connection.execute(_SHARDED, {"key": n}).first():
-        connection.execute(
-            _SHARDS, [_shard_row(n, number, box) for number, box in enumerate(boxes)]
-        )
+    n = first(execute, _COMMIT, commit)
+    if n is not None and first(execute, _SHARDED, n) is None:
+        insert(execute, "shards", [_shard_row(n, number, box) for number, box in enumerate(boxes)])
     return True
 
 

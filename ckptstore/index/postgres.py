@@ -14,9 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import lru_cache
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, text
+from sqlalchemy import Connection, CursorResult, Engine, TextClause, create_engine, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
@@ -25,9 +26,9 @@ from ckptstore.core.model import Schema
 from ckptstore.core.text import redact, without
 from ckptstore.core.threads import pauses, start
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, ReadOnly, Unavailable
-from ckptstore.index.catalog import cause
 from ckptstore.index.catalog_fold import add_schema, add_shards
 from ckptstore.index.queries import Queries, Rows, ShardInfo
+from ckptstore.index.tables import Execute
 from ckptstore.log.entries import Entry, Position
 
 DEADLINE_S = 30.0
@@ -180,7 +181,7 @@ class Database:
 
     def _failure(self, error: DBAPIError) -> CkptStoreError:
         code = str(getattr(error.orig, "sqlstate", None) or "") or _refused(str(error.orig))
-        told = f"{self.name}: {self._told(cause(error))}"
+        told = f"{self.name}: {self._told(error.orig or error)}"
         if not code and type(error.orig).__name__ in ("DataError", "ProgrammingError"):
             return InvalidInput(f"{told}; PostgreSQL cannot store this")
         if not code or code in _REPEAT or code.startswith(("08", "57P")):
@@ -241,6 +242,20 @@ def at_once(connection: Connection) -> Iterator[None]:
             yield
     except psycopg.Error as error:
         raise DBAPIError.instance(None, None, error, psycopg.Error) from error
+
+
+def executor(connection: Connection) -> Execute:
+    """Runs statements of `index.catalog_fold` on a connection."""
+
+    def execute(sql: str, values: Any = None) -> CursorResult[Any]:
+        return connection.execute(_text(sql), values)
+
+    return execute
+
+
+@lru_cache(maxsize=256)
+def _text(sql: str) -> TextClause:
+    return text(sql)
 
 
 def quoted(schema: str) -> str:
@@ -318,10 +333,14 @@ class PostgresCatalog:
         return self.queries().missing_schemas()
 
     def add_schema(self, schema_id: str, schema: Schema) -> bool:
-        return self._database.write(lambda connection: add_schema(connection, schema_id, schema))
+        return self._database.write(
+            lambda connection: add_schema(executor(connection), schema_id, schema)
+        )
 
     def add_shards(self, commit: CommitId, boxes: Sequence[ShardInfo]) -> bool:
-        return self._database.write(lambda connection: add_shards(connection, commit, boxes))
+        return self._database.write(
+            lambda connection: add_shards(executor(connection), commit, boxes)
+        )
 
     def reset(self) -> None:
         """No-op: the tables are as trustworthy as the log beside them."""
@@ -331,5 +350,5 @@ class PostgresCatalog:
 
     def _ask(self, sql: str, values: Mapping[str, Any]) -> Rows:
         return self._database.read(
-            lambda connection: connection.execute(text(sql), values).fetchall()
+            lambda connection: connection.execute(_text(sql), values).fetchall()
         )

@@ -1,7 +1,7 @@
 """Catalog queries: portable SQL with named parameters, for any connection.
 
-`index.catalog_sqlite` runs them with the standard library alone, `Catalog.queries` through
-SQLAlchemy. Answers are as of the last folded log entry.
+`index.catalog` runs them with the standard library, `index.postgres` through SQLAlchemy. Answers
+are as of the last folded log entry.
 """
 
 import math

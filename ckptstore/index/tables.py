@@ -1,218 +1,107 @@
 """The tables of the catalog: the log folded into rows, and the schemas' leaves.
 
-Portable between SQLite and PostgreSQL. Rows of a commit carry the number `n` of its log entry,
+One definition for SQLite and PostgreSQL. Rows of a commit carry the number `n` of its log entry,
 which is shorter than its id. Times and byte counts are 64-bit; a metric that is NaN is stored as
 NULL.
 """
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-from sqlalchemy import (
-    BigInteger,
-    Boolean,
-    Column,
-    Connection,
-    Double,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    PrimaryKeyConstraint,
-    SmallInteger,
-    String,
-    Table,
-    Text,
-    text,
-)
-from sqlalchemy.dialects.sqlite import INTEGER
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptstore.core.ids import StoreId
-from ckptstore.index.catalog_sqlite import REVISION
 from ckptstore.log.entries import origin
 
-metadata = MetaData()
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
-# SQLite uses a column of exactly this type as its row id, and then needs no other index.
-_Number = BigInteger().with_variant(INTEGER(), "sqlite")
+REVISION = "0003"
+"""The revision of `migrations/` that makes these tables."""
 
+Execute: TypeAlias = Callable[..., Any]
+"""Runs a statement with the named values of one row, or with a list of rows; returns a cursor."""
 
-def _key(name: str, type_: Any = _Number) -> Column[Any]:
-    """A column of the primary key, which the caller gives."""
-    return Column(name, type_, primary_key=True, autoincrement=False)
+SQLITE: Mapping[str, str] = {
+    # SQLite uses a column of exactly this type as its row id, and then needs no other index.
+    "number": "INTEGER",
+    "counted": "INTEGER",
+    "real": "DOUBLE",
+    "bytes": "BLOB",
+    "keyed": " WITHOUT ROWID",
+}
+POSTGRESQL: Mapping[str, str] = {
+    "number": "BIGINT",
+    "counted": "BIGSERIAL",
+    "real": "DOUBLE PRECISION",
+    "bytes": "BYTEA",
+    "keyed": "",
+}
 
-
-def _value(
-    name: str,
-    type_: Any = BigInteger,
-    *,
-    unique: bool | None = None,
-    index: bool | None = None,
-    default: str | None = None,
-) -> Column[Any]:
-    """A column that is never NULL."""
-    start = None if default is None else text(default)
-    return Column(name, type_, nullable=False, unique=unique, index=index, server_default=start)
-
-
-position = Table(
-    "position",
-    metadata,
-    _key("id", SmallInteger),
-    _value("store", String(32)),
-    _value("n"),
-    _value("hash", String(64)),
-    _value("bytes"),
-)
-"""One row: the last folded entry. `n` is 0 before the first."""
-
-commits = Table(
-    "commits",
-    metadata,
-    _key("n"),
-    _value("id", String(64), unique=True),
-    _value("content", String(64)),
-    _value("session", String(24)),
-    _value("run", Text),
-    Column("step", BigInteger),
-    _value("message", Text),
-    _value("time_ns"),
-    _value("logical_bytes"),
-    _value("new_bytes"),
-    _value("leaves"),
-    _value("forgotten", default="0"),
-    Index("commits_by_run", "run", "n"),
-    Index("commits_by_step", "run", "step", "n"),
-)
-"""Commits that were not purged; `forgotten` is the entry that forgot one, or 0."""
-
-parents = Table(
-    "parents",
-    metadata,
-    _key("n"),
-    _key("position", Integer),
-    _value("parent", String(64)),
-    sqlite_with_rowid=False,
-)
-
-metrics = Table(
-    "metrics",
-    metadata,
-    _key("n"),
-    _key("name", Text),
-    Column("value", Double),
-    Index("metrics_by_value", "name", "value", "n"),
-    sqlite_with_rowid=False,
-)
-
-tags = Table(
-    "tags",
-    metadata,
-    _key("name", Text),
-    _value("commit_id", String(64), index=True),
-    sqlite_with_rowid=False,
-)
-
-packs = Table(
-    "packs",
-    metadata,
-    _key("number"),
-    _value("id", Text),
-    _value("bytes"),
-    _value("chunks"),
-    _value("metadata", Boolean),
-    _value("condemned", Boolean, default="false"),
-    Index(
-        "packs_condemned",
-        "number",
-        sqlite_where=text("condemned"),
-        postgresql_where=text("condemned"),
-    ),
-)
-"""Packs that the log lists, including condemned ones."""
-
-schemas = Table(
-    "schemas",
-    metadata,
-    Column("number", _Number, primary_key=True, autoincrement=True),
-    _value("id", String(64), unique=True),
-    Column("leaves", BigInteger),
-    Index(
-        "schemas_missing",
-        "number",
-        sqlite_where=text("leaves IS NULL"),
-        postgresql_where=text("leaves IS NULL"),
-    ),
-)
-"""Schemas that commits name; `leaves` is NULL until their leaves were added."""
-
-commit_trees = Table(
-    "commit_trees",
-    metadata,
-    _key("n"),
-    _key("key", Text),
-    _value("schema", index=True),
-    sqlite_with_rowid=False,
-)
-
-leaves = Table(
-    "leaves",
-    metadata,
-    _key("schema"),
-    _key("number", Integer),
-    _value("path", Text),
-    _value("kind", SmallInteger),
-    _value("dtype", Text),
-    _value("shape", Text),
-    _value("alias", Integer),
-    sqlite_with_rowid=False,
-)
-"""One set of rows per schema, shared by its commits. `kind` indexes `queries.KINDS`; `shape` is
-lengths with commas."""
-
-shards = Table(
-    "shards",
-    metadata,
-    _key("n"),
-    _key("number", Integer),
-    _value("path", Text),
-    _value("rank", Integer),
-    _value("offsets", Text),
-    _value("lengths", Text),
-    sqlite_with_rowid=False,
-)
-"""The rank that wrote each box of each leaf, for multi-rank commits."""
-
-entries = Table(
-    "entries",
-    metadata,
-    _key("n"),
-    _value("data", LargeBinary),
-)
-"""The bytes of the log's entries. `repair` restores a lost entry from them if its successor attests
-them."""
-
-revision = Table(
-    "alembic_version",
-    metadata,
-    _value("version_num", String(32)),
-    PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
-)
-"""Alembic's own table: the revision of `migrations/` of these tables."""
+# position: one row, the last folded entry; n is 0 before the first.
+# commits: those that were not purged; `forgotten` is the entry that forgot one, or 0.
+# packs: those that the log lists, including condemned ones.
+# schemas: those that commits name; `leaves` is NULL until their leaves were added.
+# leaves: one set of rows per schema, shared by its commits; `kind` indexes `queries.KINDS`, `shape`
+#   is lengths with commas.
+# shards: the rank that wrote each box of each leaf, for multi-rank commits.
+# entries: the bytes of the log's entries; `repair` restores a lost entry from them if its successor
+#   attests them.
+# alembic_version: Alembic's own table, the revision of these tables.
+_TABLES = """
+CREATE TABLE position (
+    id SMALLINT NOT NULL, store VARCHAR(32) NOT NULL, n BIGINT NOT NULL, hash VARCHAR(64) NOT NULL,
+    bytes BIGINT NOT NULL, PRIMARY KEY (id) );
+CREATE TABLE commits (
+    n {number} NOT NULL, id VARCHAR(64) NOT NULL, content VARCHAR(64) NOT NULL,
+    session VARCHAR(24) NOT NULL, run TEXT NOT NULL, step BIGINT, message TEXT NOT NULL,
+    time_ns BIGINT NOT NULL, logical_bytes BIGINT NOT NULL, new_bytes BIGINT NOT NULL,
+    leaves BIGINT NOT NULL, forgotten BIGINT DEFAULT 0 NOT NULL, PRIMARY KEY (n), UNIQUE (id) );
+CREATE INDEX commits_by_run ON commits (run, n);
+CREATE INDEX commits_by_step ON commits (run, step, n);
+CREATE TABLE parents (
+    n {number} NOT NULL, position INTEGER NOT NULL, parent VARCHAR(64) NOT NULL,
+    PRIMARY KEY (n, position) ){keyed};
+CREATE TABLE metrics (
+    n {number} NOT NULL, name TEXT NOT NULL, value {real}, PRIMARY KEY (n, name) ){keyed};
+CREATE INDEX metrics_by_value ON metrics (name, value, n);
+CREATE TABLE tags (
+    name TEXT NOT NULL, commit_id VARCHAR(64) NOT NULL, PRIMARY KEY (name) ){keyed};
+CREATE INDEX ix_tags_commit_id ON tags (commit_id);
+CREATE TABLE packs (
+    number {number} NOT NULL, id TEXT NOT NULL, bytes BIGINT NOT NULL, chunks BIGINT NOT NULL,
+    metadata BOOLEAN NOT NULL, condemned BOOLEAN DEFAULT false NOT NULL, PRIMARY KEY (number) );
+CREATE INDEX packs_condemned ON packs (number) WHERE condemned;
+CREATE TABLE schemas (
+    number {counted} NOT NULL, id VARCHAR(64) NOT NULL, leaves BIGINT, PRIMARY KEY (number),
+    UNIQUE (id) );
+CREATE INDEX schemas_missing ON schemas (number) WHERE leaves IS NULL;
+CREATE TABLE commit_trees (
+    n {number} NOT NULL, "key" TEXT NOT NULL, schema BIGINT NOT NULL, PRIMARY KEY (n, "key")
+    ){keyed};
+CREATE INDEX ix_commit_trees_schema ON commit_trees (schema);
+CREATE TABLE leaves (
+    schema {number} NOT NULL, number INTEGER NOT NULL, path TEXT NOT NULL, kind SMALLINT NOT NULL,
+    dtype TEXT NOT NULL, shape TEXT NOT NULL, alias INTEGER NOT NULL, PRIMARY KEY (schema, number)
+    ){keyed};
+CREATE TABLE shards (
+    n {number} NOT NULL, number INTEGER NOT NULL, path TEXT NOT NULL, rank INTEGER NOT NULL,
+    offsets TEXT NOT NULL, lengths TEXT NOT NULL, PRIMARY KEY (n, number) ){keyed};
+CREATE TABLE entries ( n {number} NOT NULL, data {bytes} NOT NULL, PRIMARY KEY (n) );
+CREATE TABLE alembic_version (
+    version_num VARCHAR(32) NOT NULL, CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num) )
+"""
 
 
-def make_tables(connection: Connection, store: StoreId) -> None:
-    """Create the tables of an empty catalog within a transaction."""
-    metadata.create_all(connection, checkfirst=False)
-    start = origin(store)
-    connection.execute(revision.insert(), {"version_num": REVISION})
-    connection.execute(
-        position.insert(),
-        {"id": 1, "store": store, "n": start.n, "hash": start.hash, "bytes": start.bytes},
-    )
+def make_tables(execute: Execute, store: StoreId, words: Mapping[str, str]) -> None:
+    """Create the tables of an empty catalog within a transaction. `words` are a database's."""
+    for statement in _TABLES.format(**words).split(";"):
+        execute(statement)
+    start = origin(store)._asdict()
+    execute("INSERT INTO alembic_version VALUES (:revision)", {"revision": REVISION})
+    execute("INSERT INTO position VALUES (1, :store, :n, :hash, :bytes)", {"store": store, **start})
 
 
-def migrate(connection: Connection) -> None:
+def migrate(connection: "Connection") -> None:
     """Migrate the tables to `REVISION` from any revision, or from none."""
     # The import costs 0.25 s and is needed once per release.
     from alembic import command

@@ -27,7 +27,7 @@ from ckptstore.errors import (
     ReadOnly,
     Unavailable,
 )
-from ckptstore.index.catalog_sqlite import open_catalog
+from ckptstore.index.catalog import Catalog, open_catalog
 from ckptstore.index.open_log import open_log_place
 from ckptstore.index.queries import Queries
 from ckptstore.log.entries import Position, check_follows, decode_entry
@@ -37,14 +37,13 @@ from ckptstore.storage.contract import Storage
 from ckptstore.storage.registry import open_storage
 
 if TYPE_CHECKING:
-    from ckptstore.index.catalog import Catalog
     from ckptstore.index.postgres import PostgresCatalog
     from ckptstore.repository.chunk_store import ObjectStore
 
 logger = logging.getLogger("ckptstore")
 
 CATALOG_NAME = "catalog.sqlite"
-CHUNKS_NAME = "chunks.lmdb"
+CHUNKS_NAME = "chunks"
 STATE_NAME = "state"
 READ_CACHE_NAME = "read"
 
@@ -192,8 +191,6 @@ class StoreHandle:
             from ckptstore.index.postgres import PostgresCatalog
 
             return PostgresCatalog(self.database.database)
-        from ckptstore.index.catalog import Catalog
-
         return Catalog.open(self.index_directory / CATALOG_NAME, self.config.store)
 
     def warm(self) -> None:
@@ -285,8 +282,6 @@ class StoreHandle:
                 catalog.add_schema(schema_id, schema)
 
     def _fold_in_memory(self) -> Queries:
-        from ckptstore.index.catalog import Catalog
-
         catalog = Catalog.temporary(self.config.store)
         catalog.fold(self.log.read_entries())
         self._add_schemas(catalog, {})
@@ -317,26 +312,17 @@ def index_directory(storage: Storage, store: StoreId, *, read_only: bool) -> Pat
     """Where this host keeps the indexes of `store`.
 
     In the store itself if that is a writable local disk, else in a local cache directory, under
-    the store's id. A store whose path is not Unicode uses the cache directory too, because LMDB
-    cannot open such a path.
+    the store's id.
     """
     root = storage.capabilities.local_root
     if (
         root is not None
         and not read_only
-        and _is_unicode(root)
         and not is_network_filesystem(root)
         and os.access(root, os.W_OK)
     ):
         return root / "index"
     return _like(root, local_cache_directory() / store)
-
-
-def _is_unicode(path: Path) -> bool:
-    try:
-        return bool(os.fspath(path).encode())
-    except UnicodeEncodeError:
-        return False
 
 
 def _like(root: Path | None, directory: Path) -> Path:

@@ -9,7 +9,7 @@ import pytest
 from tests.cli.running import environment
 
 NEVER = {"torch", "s3fs", "fsspec", "alembic", "pydantic", "shtab"}
-SLOW = NEVER | {"numpy", "sqlalchemy", "lmdb"}
+SLOW = NEVER | {"numpy", "sqlalchemy"}
 
 
 def imported(words: str, store: Path) -> set[str]:
@@ -47,4 +47,4 @@ def test_a_query_that_reads_pages_imports_no_more_than_it_must(
 
 
 def test_setting_a_tag_imports_no_torch(store: Path) -> None:
-    assert imported("tag champion 100", store) & {"torch", "s3fs"} == set()
+    assert imported("tag champion 100", store) & {"torch", "s3fs", "sqlalchemy"} == set()

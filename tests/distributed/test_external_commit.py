@@ -11,7 +11,7 @@ from ckptstore.commit.commit import extent_of
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.transaction import TreeContent
 from ckptstore.core.ids import CommitId, SessionId
-from ckptstore.distributed.external_commit import Part, PartsWritten
+from ckptstore.distributed.coordinator import Part, PartsWritten
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.log.sessions import Session
 from ckptstore.state.flatten import flatten

@@ -104,7 +104,7 @@ def test_when_a_host_is_lost_the_ranks_of_the_other_go_on(
     committed = [job.said(rank) for rank in range(4)]
     assert len({commit for _, commit in committed}) == 1
     caches = [
-        sorted(path.name for path in (tmp_path / host.name).rglob("*.lmdb")) for host in job.hosts
+        sorted(path.name for path in (tmp_path / host.name).rglob("chunks")) for host in job.hosts
     ]
     assert all(caches), "each host keeps an index of its own"
     job.lose(job.hosts[lost[0] // PER_HOST])

@@ -10,8 +10,8 @@ import pytest
 
 import ckptstore
 from ckptstore.errors import Unavailable
+from ckptstore.index import chunks
 from ckptstore.index.catalog import Catalog
-from ckptstore.index.chunks import lmdb_env
 from ckptstore.storage.local import LocalStorage
 from tests.support.checker import assert_same, view_of
 from tests.support.fixtures import store_of
@@ -70,10 +70,10 @@ def test_a_chunk_index_that_storage_does_not_answer_for_is_done_without(
         def __getattr__(self, name: str) -> Any:
             return getattr(os, name)
 
-        def fstat(self, fd: int) -> os.stat_result:
+        def scandir(self, path: Path) -> Any:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with ckptstore.open(template) as store:
-        monkeypatch.setattr(lmdb_env, "os", Gone())
+        monkeypatch.setattr(chunks, "os", Gone())
         commit = store.commit(small(STEP), step=STEP).id
         assert_same(store.checkout(commit).state_dict(), small(STEP), "without the chunk index")

@@ -76,7 +76,8 @@ def catalog(place: Path) -> str:
 
 
 def chunk_index(place: Path) -> str:
-    return "index/chunks.lmdb/data.mdb"
+    (run,) = (place / "index" / "chunks").iterdir()
+    return str(run.relative_to(place))
 
 
 CASES = [

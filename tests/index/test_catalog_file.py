@@ -15,12 +15,12 @@ import pytest
 from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
+from sqlalchemy import create_engine
 
 from ckptstore.core.ids import StoreId
 from ckptstore.errors import Corrupt, Unavailable
-from ckptstore.index import catalog, tables
-from ckptstore.index.catalog import Catalog
-from ckptstore.index.catalog_sqlite import REVISION, open_catalog
+from ckptstore.index import tables
+from ckptstore.index.catalog import REVISION, Catalog, open_catalog
 from ckptstore.index.queries import ShardInfo
 from tests.index.building import STORE, LogBuilder
 from tests.support.workloads import FIRST_REVISION
@@ -44,7 +44,7 @@ def made(path: Path, log: LogBuilder) -> Path:
 def alembic_config(path: Path) -> Config:
     config = Config()
     config.set_main_option("script_location", str(tables.migrations()))
-    config.attributes["connection"] = catalog._connect(path)
+    config.attributes["connection"] = create_engine(f"sqlite:///{path}").connect()
     return config
 
 
@@ -233,10 +233,9 @@ def test_migrations_ship_in_the_wheel_and_are_found_there(tmp_path: Path) -> Non
     (wheel,) = source.glob("*.whl")
     shutil.unpack_archive(wheel, tmp_path / "installed", "zip")
     code = (
-        "from pathlib import Path; from ckptstore.index import catalog as f, tables as t; from "
-        "ckptstore.index.catalog import Catalog;"
-        "c = f._connect(Path('old.sqlite')); t.migrate(c); print(t.migrations(), len(f._rows(c, "
-        "'SELECT * FROM shards', {})))"
+        "from sqlalchemy import create_engine, text; from ckptstore.index import tables as t; "
+        "c = create_engine('sqlite:///old.sqlite').connect(); t.migrate(c); "
+        "print(t.migrations(), len(c.execute(text('SELECT * FROM shards')).fetchall()))"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     done = subprocess.run(

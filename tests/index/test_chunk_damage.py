@@ -16,13 +16,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lmdb.verify import verify
 
 from ckptstore.core.ids import StoreId
-from ckptstore.index.chunks import ChunkIndex, lmdb_check
-from ckptstore.index.chunks import index as module
-from ckptstore.index.chunks.lmdb_env import DATABASES
-from ckptstore.index.chunks.records import decode, encode, ids_of, seed_of
+from ckptstore.index import chunks as module
+from ckptstore.index.chunks import ChunkIndex, checks, run_of_pack, salvage, seed_of
 from ckptstore.storage.file_lock import file_lock
 from tests.index.building import STORE, footer, pack_name
 from tests.index.test_chunks import assert_found, assert_missing, ids
@@ -31,9 +28,14 @@ from tests.support.mounts import failing_disk, power_disk_problem
 PACKS = range(1, 30)
 
 
+def run_at(path: Path) -> Path:
+    """The only file of an index."""
+    (run,) = path.iterdir()
+    return run
+
+
 def filled(path: Path) -> Path:
-    """An index with several levels of pages, pages that are free, and chunks that two packs
-    hold."""
+    """An index of one file, with chunks that two packs hold."""
     with closing(ChunkIndex.open(path, STORE)) as index:
         for number in PACKS:
             index.add_pack(number, pack_name(number), footer(400, number // 2))
@@ -66,30 +68,18 @@ def run(code: str, *arguments: object) -> None:
 
 
 def damage_and_use(good: Path, seed: int) -> None:
-    """Change some bytes of a copy, aimed at headers often, then read and write through it."""
+    """Change some bytes of a copy, aimed at its end often, then read and write through it."""
     rng = random.Random(seed)
-    data = good / "data.mdb"
-    size = data.stat().st_size
+    size = run_at(good).stat().st_size
     for n in range(120):
         path = good.with_name(f"copy{n}")
         shutil.copytree(good, path)
-        with (path / "data.mdb").open("r+b") as file:
+        with run_at(path).open("r+b") as file:
             for _ in range(rng.choice((1, 1, 3, 50))):
-                page = rng.randrange(size // 4096) * 4096
-                file.seek(
-                    page
-                    + rng.choice(
-                        (
-                            rng.randrange(4096),
-                            rng.randrange(16),
-                            rng.randrange(64),
-                            rng.randrange(160),
-                        )
-                    )
-                )
+                file.seek(size - 1 - rng.randrange(rng.choice((16, 40, 1200, size))))
                 file.write(rng.choice((rng.randbytes(1), rng.randbytes(8), bytes(8), b"\xff" * 8)))
         if rng.random() < 0.2:
-            os.truncate(path / "data.mdb", rng.randrange(size))
+            os.truncate(run_at(path), rng.randrange(size))
         with closing(ChunkIndex.open(path, STORE)) as index:
             assert_right_or_missing(index)
             for number in (50, 51):
@@ -112,8 +102,8 @@ def test_a_page_that_the_disk_cannot_read_costs_no_process(tmp_path: Path) -> No
     if problem := power_disk_problem("ext4"):
         pytest.skip(problem)
     with failing_disk(tmp_path / "disk") as lose:
-        path = filled(tmp_path / "disk" / "chunks.lmdb")
-        lose(path / "data.mdb", (path / "data.mdb").stat().st_size // 2)
+        path = filled(tmp_path / "disk" / "chunks")
+        lose(run_at(path), run_at(path).stat().st_size // 2)
         run("use_after_loss(path)\nprint('survived')", path, 0)
 
 
@@ -131,54 +121,38 @@ def test_a_file_that_is_cut_below_a_running_process_is_replaced(
     code = """
 index = ChunkIndex.open(path, STORE)
 assert_right_or_missing(index)
-os.truncate(path / "data.mdb", seed)
+os.truncate(run_at(path), seed)
 assert_missing(index, footer(400, 10))
 assert index.indexed() == set()
 index.add_pack(20, pack_name(20), footer(400, 10))
 assert_found(index, 20, footer(400, 10))
-os.truncate(path / "data.mdb", seed)
+os.truncate(run_at(path), seed)
 index.add_pack(21, pack_name(21), footer(400, 11))
 assert_found(index, 21, footer(400, 11))
 assert index.on_disk
 print("survived")
 """
-    run(code, filled(tmp_path / "chunks.lmdb"), left_bytes)
-
-
-def _stamp(text: str) -> Callable[[Path], object]:
-    return lambda path: (path / "stamp").write_text(text)
+    run(code, filled(tmp_path / "chunks"), left_bytes)
 
 
 SPOILED: dict[str, Callable[[Path], object]] = {
-    "cut": lambda path: os.truncate(path / "data.mdb", 20_000),
-    "empty": lambda path: (path / "data.mdb").write_bytes(b""),
-    "zeros": lambda path: (path / "data.mdb").write_bytes(bytes(100_000)),
-    "no data": lambda path: (path / "data.mdb").unlink(),
-    "no stamp": lambda path: (path / "stamp").unlink(),
-    "another format": _stamp("0 whatever"),
-    "bytes for a stamp": lambda path: (path / "stamp").write_bytes(b"\xff\xfe"),
-    "another boot": lambda path: (path / "stamp").write_text(
-        (path / "stamp").read_text()[:-10] + "123456789\n"
+    "cut": lambda path: os.truncate(run_at(path), 20_000),
+    "empty": lambda path: run_at(path).write_bytes(b""),
+    "zeros": lambda path: run_at(path).write_bytes(bytes(100_000)),
+    "no data": lambda path: run_at(path).unlink(),
+    "another format": lambda path: run_at(path).write_bytes(
+        run_at(path).read_bytes()[:-16] + b"ckptstore run 0\n"
     ),
     "a file": lambda path: (shutil.rmtree(path), path.write_text("no folder")),
     "a dangling link": lambda path: (shutil.rmtree(path), path.symlink_to("nowhere")),
-    "another LMDB database": lambda path: (shutil.rmtree(path), _other_database(path)),
 }
-
-
-def _other_database(path: Path) -> None:
-    import lmdb
-
-    path.mkdir()
-    with lmdb.open(str(path)) as env, env.begin(write=True) as txn:
-        txn.put(b"key", b"value")
 
 
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
 def test_a_file_that_cannot_be_used_is_replaced(
     tmp_path: Path, spoil: Callable[[Path], object]
 ) -> None:
-    path = filled(tmp_path / "chunks.lmdb")
+    path = filled(tmp_path / "chunks")
     spoil(path)
     with closing(ChunkIndex.open(path, STORE)) as index:
         assert index.indexed() == set()
@@ -186,18 +160,19 @@ def test_a_file_that_cannot_be_used_is_replaced(
         index.add_pack(20, pack_name(20), footer(400, 10))
         assert index.on_disk
         assert_found(index, 20, footer(400, 10))
-    assert [
-        place.name for place in tmp_path.iterdir() if place.name.startswith("chunks.lmdb.")
-    ] in ([], ["chunks.lmdb.lock"])
+    assert [place.name for place in tmp_path.iterdir() if place.name.startswith("chunks.")] in (
+        [],
+        ["chunks.lock"],
+    )
 
 
 def test_another_store_s_index_is_replaced(tmp_path: Path) -> None:
-    with closing(ChunkIndex.open(filled(tmp_path / "chunks.lmdb"), StoreId("6" * 32))) as index:
+    with closing(ChunkIndex.open(filled(tmp_path / "chunks"), StoreId("6" * 32))) as index:
         assert index.indexed() == set()
 
 
 def test_an_index_that_another_process_replaced_is_opened_again(tmp_path: Path) -> None:
-    path = filled(tmp_path / "chunks.lmdb")
+    path = filled(tmp_path / "chunks")
     with closing(ChunkIndex.open(path, STORE)) as index:
         assert index.indexed()
         run(
@@ -216,14 +191,14 @@ def test_an_index_that_another_process_replaced_is_opened_again(tmp_path: Path) 
 def test_a_record_that_does_not_match_its_check_is_missing_and_the_index_begins_again(
     tmp_path: Path,
 ) -> None:
-    path = filled(tmp_path / "chunks.lmdb")
+    path = filled(tmp_path / "chunks")
     chunk = ids(footer(400, 10))[:32]
-    data = bytearray((path / "data.mdb").read_bytes())
+    data = bytearray(run_at(path).read_bytes())
     at = data.index(chunk)
     while at >= 0:
         data[at + 33] ^= 1
         at = data.find(chunk, at + 1)
-    (path / "data.mdb").write_bytes(data)
+    run_at(path).write_bytes(data)
     with closing(ChunkIndex.open(path, STORE)) as index:
         assert index.indexed()
         assert not index.get_many(chunk)["found"].any()
@@ -234,53 +209,38 @@ def test_a_record_that_does_not_match_its_check_is_missing_and_the_index_begins_
 def test_any_flipped_bit_of_a_record_or_its_key_is_noticed(
     record: int, bit: int, byte: int
 ) -> None:
-    table = footer(256, 1)
-    keys = ids_of(ids(table))
-    rows = encode(seed_of(STORE), 3, keys, table)
-    changed = bytearray(
-        np.concatenate(
-            [keys.view(np.uint8).reshape(-1, 32), rows.view(np.uint8).reshape(-1, 32)], axis=1
-        ).tobytes()
-    )
+    records = run_of_pack(seed_of(STORE), 3, pack_name(3), footer(256, 1)).records
+    changed = bytearray(records.tobytes())
     changed[record * 64 + byte] ^= 1 << bit
-    parts = np.frombuffer(changed, np.uint8).reshape(-1, 64)
-    got, whole = decode(
-        seed_of(STORE), ids_of(parts[:, :32].tobytes()), bytearray(parts[:, 32:].tobytes())
-    )
-    assert not whole
-    assert got["found"].tolist() == [int(n != record) for n in range(256)]
+    got = np.frombuffer(changed, records.dtype)
+    sound = checks(seed_of(STORE), got["chunk"], got["where"]) == got["where"]["check"]
+    assert sound.tolist() == [n != record for n in range(256)]
 
 
-def test_a_sound_file_passes_where_lmdb_s_own_verifier_passes_it(tmp_path: Path) -> None:
-    path = filled(tmp_path / "chunks.lmdb") / "data.mdb"
-    assert not verify(str(path), subdir=False)
-    lmdb_check.check(path, DATABASES)
-
-
-def test_what_lmdb_s_own_verifier_refuses_in_structure_is_refused(
+def test_the_records_that_are_left_of_a_damaged_file_are_salvaged(
     tmp_path: Path, seed: int
 ) -> None:
-    good, rng = (filled(tmp_path / "chunks.lmdb") / "data.mdb").read_bytes(), random.Random(seed)
-    path, refused = tmp_path / "data.mdb", 0
-    for _ in range(60):
-        data = bytearray(good)
-        page = rng.randrange(2, len(data) // 4096) * 4096
-        data[page + rng.randrange(16)] ^= 1 << rng.randrange(8)
-        path.write_bytes(data)
-        if _refuses(path):
-            refused += 1
-            with pytest.raises(lmdb_check.Damaged):
-                lmdb_check.check(path, DATABASES)
-    assert refused
+    path, rng = filled(tmp_path / "chunks"), random.Random(seed)
+    records = _salvaged(path, STORE)
+    assert len(records) == 400 * len(PACKS[7:])
+    data = bytearray(run_at(path).read_bytes())
+    for _ in range(5):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    run_at(path).write_bytes(data[: -rng.randrange(1, 5000)])
+    left = _salvaged(path, STORE)
+    assert left <= records
+    assert len(left) > len(records) - 90
+    assert not _salvaged(path, StoreId("6" * 32))
 
 
-def _refuses(path: Path) -> bool:
-    return bool(verify(str(path), subdir=False))
+def _salvaged(path: Path, store: StoreId) -> set[tuple[bytes, tuple[int, ...]]]:
+    found = salvage(path, store)
+    return {pair for ids_, rows in found for pair in zip(ids_.tolist(), rows.tolist(), strict=True)}
 
 
 def test_without_a_place_to_write_everything_is_in_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    with closing(ChunkIndex.open(tmp_path / "file" / "chunks.lmdb", STORE)) as index:
+    with closing(ChunkIndex.open(tmp_path / "file" / "chunks", STORE)) as index:
         assert not index.on_disk
         index.add_pack(1, pack_name(1), footer(100, 1))
         index.add_pack(2, pack_name(2), footer(100, 2))
@@ -294,9 +254,9 @@ def test_without_a_place_to_write_everything_is_in_memory(tmp_path: Path) -> Non
 
 
 def test_what_could_not_be_written_is_found_in_memory_and_written_later(tmp_path: Path) -> None:
-    path = tmp_path / "chunks.lmdb"
+    path = tmp_path / "chunks"
     with closing(ChunkIndex.open(path, STORE, lock_timeout_s=0.05)) as index:
-        with file_lock(path.with_name("chunks.lmdb.lock"), timeout_s=1) as held:
+        with file_lock(path.with_name("chunks.lock"), timeout_s=1) as held:
             assert held
             index.add_pack(1, pack_name(1), footer(100, 1))
         assert index.indexed() == {1}
@@ -314,7 +274,7 @@ def test_a_full_disk_leaves_the_rest_in_memory(tmp_path: Path) -> None:
     ).returncode:
         pytest.skip("this container may not mount")
     try:
-        with closing(ChunkIndex.open(tmp_path / "chunks.lmdb", STORE)) as index:
+        with closing(ChunkIndex.open(tmp_path / "chunks", STORE)) as index:
             for number in range(1, 12):
                 index.add_pack(number, pack_name(number), footer(1000, number))
             for number in range(1, 12):
@@ -325,7 +285,7 @@ def test_a_full_disk_leaves_the_rest_in_memory(tmp_path: Path) -> None:
 
 
 def test_the_boot_is_part_of_the_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = filled(tmp_path / "chunks.lmdb")
+    path = filled(tmp_path / "chunks")
     (tmp_path / "boot_id").write_text("another boot\n")
     monkeypatch.setattr(module, "_BOOT_ID", tmp_path / "boot_id")
     with closing(ChunkIndex.open(path, STORE)) as index:

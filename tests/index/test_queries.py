@@ -13,8 +13,7 @@ import pytest
 from ckptstore.core.ids import CommitId, StoreId
 from ckptstore.core.refs import parse_ref
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
-from ckptstore.index.catalog import Catalog
-from ckptstore.index.catalog_sqlite import open_catalog
+from ckptstore.index.catalog import Catalog, open_catalog
 from ckptstore.index.queries import Queries, RunInfo, TagInfo, Totals
 from ckptstore.log import fold
 from ckptstore.log.entries import Condemn, Forget, Tag
@@ -48,11 +47,11 @@ def history() -> LogBuilder:
     return log
 
 
-@pytest.fixture(params=["sqlite3", "sqlalchemy"])
+@pytest.fixture(params=["read", "written"])
 def queries(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Queries]:
     with closing(Catalog.open(tmp_path / "catalog.sqlite", STORE)) as catalog:
         catalog.fold(history().entries)
-        if request.param == "sqlalchemy":
+        if request.param == "written":
             yield catalog.queries()
             return
         opened = open_catalog(tmp_path / "catalog.sqlite", STORE)
@@ -201,9 +200,9 @@ def test_asking_needs_no_sqlalchemy(tmp_path: Path) -> None:
     with closing(Catalog.open(path, STORE)) as catalog:
         catalog.fold(history().entries)
     code = (
-        "import sys; from ckptstore.index.catalog_sqlite import open_catalog; "
+        "import sys; from ckptstore.index.catalog import open_catalog; "
         f"print(len(open_catalog({str(path)!r}, {STORE!r}).log()),"
-        " {'sqlalchemy', 'numpy', 'lmdb'} & set(sys.modules))"
+        " {'sqlalchemy', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["5", "set()"]

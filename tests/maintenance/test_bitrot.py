@@ -2,8 +2,8 @@
 Nothing else, and nobody dies of it.
 
 Packs, twins, documents, log, checkpoint and `ckptstore.json` are tried in this process. Catalog and
-chunk index are tried in processes of their own (`turned_bits`), because SQLite and liblmdb could
-take one down. A sample of the bytes is tried, in `make soak` every byte.
+chunk index are tried in processes of their own (`turned_bits`), because SQLite could take one
+down. A sample of the bytes is tried, in `make soak` every byte.
 """
 
 import random
@@ -24,7 +24,7 @@ from ckptstore.errors import CkptStoreError
 from ckptstore.index.chunks import ChunkIndex
 from ckptstore.index.suspect_packs import SuspectPacks
 from ckptstore.log.log_snapshots import encode_state
-from ckptstore.maintenance.check.report import Level
+from ckptstore.maintenance.check import Level
 from ckptstore.objects.documents import decode_document
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.store_handle import StoreHandle
@@ -220,7 +220,7 @@ def _turn_bits(
     tiny_store: Path, scratch: Path, name: str, choose: Callable[[bytes], Sequence[int]]
 ) -> tuple[int, int]:
     """How many bytes meant nothing to the library, and how many were tried with a store."""
-    chosen = sorted(choose((tiny_store / "index" / INDEXES[name].path).read_bytes()))
+    chosen = sorted(choose(INDEXES[name].file(tiny_store).read_bytes()))
     same = tried = 0
     for first in range(0, len(chosen), A_PROCESS):
         trials, room = scratch / "trials", scratch / "room"

@@ -60,8 +60,8 @@ def of_another_store(path: Path, old: Path, other: Path) -> None:
 
 FILES = {
     "catalog": ("catalog.sqlite",),
-    "chunk index": ("chunks.lmdb/data.mdb",),
-    "both": ("catalog.sqlite", "chunks.lmdb/data.mdb"),
+    "chunk index": ("chunks",),
+    "both": ("catalog.sqlite", "chunks"),
 }
 HOW = (remove, truncate, empty, fill_with_noise, old_copy, of_another_store)
 
@@ -76,10 +76,16 @@ class ToFiles:
 
     def __call__(self, index: Path, old: Path, other: Path) -> None:
         for name in self.files:
-            self.how(index / name, old / name, other / name)
+            for path in _files(index / name):
+                self.how(path, _files(old / name)[0], _files(other / name)[0])
             if self.how in (remove, old_copy, of_another_store):
                 for more in index.glob(f"{name}-*"):
                     more.unlink()
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of an index, which is a file or a folder."""
+    return sorted(path.iterdir()) if path.is_dir() else [path]
 
 
 def remove_all(index: Path, old: Path, other: Path) -> None:
@@ -191,7 +197,7 @@ BENEATH = [
     if not name.startswith(("truncate", "empty", "becomes"))
 ]
 """What leaves the files whole that somebody has mapped: a file that is cut in the microseconds in
-which liblmdb reads it ends a process."""
+which a process reads it through a map ends that process."""
 
 
 def _lose_indexes(times: int, stranger: Path, scratch: Path, nursery: Nursery, seed: int) -> int:

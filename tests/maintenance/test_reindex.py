@@ -4,7 +4,7 @@ from pathlib import Path
 
 import ckptstore
 from ckptstore.core.ids import pack_key
-from ckptstore.index.catalog_sqlite import open_catalog
+from ckptstore.index.catalog import open_catalog
 from ckptstore.index.chunks import ChunkIndex
 from ckptstore.maintenance.check.indexes import reindex
 from ckptstore.repository.store_handle import CATALOG_NAME, CHUNKS_NAME, StoreHandle

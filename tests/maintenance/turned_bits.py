@@ -1,5 +1,5 @@
 """What does a trainer make of an index in which one bit has turned? Asked in a process of its own,
-which SQLite or liblmdb could end.
+which SQLite could end.
 
 The library is asked first. If it finds nothing wrong with the file, reads every row or record as it
 was, and can write them anew, then whoever asks it goes on as before. Otherwise, for the bytes that
@@ -11,18 +11,15 @@ import shutil
 import sqlite3
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import torch
 
 import ckptstore
-from ckptstore.index.chunks import lmdb_check
-from ckptstore.index.chunks.lmdb_env import DATABASES, UNSOUND
 from tests.maintenance.stores import assert_equal
 
 SAMPLED = 200
@@ -37,13 +34,17 @@ Found = Any
 
 @dataclass(frozen=True)
 class Index:
-    """`path` of a file below the folder of the indexes. The first `head` bytes of its first `pages`
-    say what kind of file it is."""
+    """The pattern `path` of files below the folder of the indexes. The first `head` bytes of the
+    first `pages` of each say what kind of file it is."""
 
     path: str
     head: int
     pages: int
     look: Callable[[Path], Found]
+
+    def file(self, store: Path) -> Path:
+        """The largest of the files."""
+        return max((store / "index").glob(self.path), key=lambda path: path.stat().st_size)
 
     def says_what_it_is(self, offset: int) -> bool:
         return offset < self.pages * PAGE_BYTES and offset % PAGE_BYTES < self.head
@@ -79,41 +80,15 @@ def rows(path: Path) -> Found:
 
 
 def records(path: Path) -> Found:
-    """Every record of an LMDB file that the product would open, and again after each was written
-    anew."""
-    try:
-        lmdb_check.check(path, DATABASES)
-        with lmdb.open(
-            str(path.parent), max_dbs=len(DATABASES), map_size=1 << 24, sync=False, metasync=False
-        ) as env:
-            databases = [env.open_db(name) for name in DATABASES]
-            found = [list(_records(env, database)) for database in databases]
-            with env.begin(write=True) as txn:
-                for database, there in zip(databases, found, strict=True):
-                    for key, value in there:
-                        txn.delete(key, db=database)
-                        txn.put(key, value, db=database)
-                    txn.put(b"\xff" * len(there[0][0]) if there else b"new", b"new", db=database)
-            return (
-                found,
-                [list(_records(env, database)) for database in databases],
-                env.info()["last_txnid"],
-            )
-    except UNSOUND:
-        return None
-
-
-def _records(env: "lmdb.Environment[bytes]", database: Any) -> Iterator[tuple[bytes, bytes]]:
-    with env.begin(database) as txn:
-        yield from txn.cursor()
+    """A run of the chunk index has no byte that means nothing."""
+    return path.read_bytes()
 
 
 INDEXES = {
     "catalog": Index("catalog.sqlite", 100, 1, rows),
-    "chunk index": Index("chunks.lmdb/data.mdb", 256, 2, records),
+    "chunk index": Index("chunks/*", 0, 0, records),
 }
-"""A SQLite file begins with a header of 100 bytes; an LMDB file has one of 152 in each of its first
-two pages."""
+"""A SQLite file begins with a header of 100 bytes."""
 
 
 class Trials:
@@ -121,11 +96,9 @@ class Trials:
 
     def __init__(self, index: Index, whole: Path, scratch: Path) -> None:
         self._index, self._whole, self._place = index, whole, scratch / "store"
-        self._bytes = (whole / "index" / index.path).read_bytes()
+        self._bytes = index.file(whole).read_bytes()
         self._looked_at = scratch / "looked-at" / "file"
         self._looked_at.parent.mkdir()
-        if index.look is records:
-            self._looked_at = self._looked_at.with_name("data.mdb")
         with ckptstore.open(shutil.copytree(whole, scratch / "asked")) as store:
             self._ids = {info.step: info.id for info in store.log()}
         self._wanted = self._look(self._bytes)
@@ -153,7 +126,7 @@ class Trials:
         and the next one can be made."""
         shutil.rmtree(self._place, ignore_errors=True)
         shutil.copytree(self._whole, self._place)
-        (self._place / "index" / self._index.path).write_bytes(turned)
+        self._index.file(self._place).write_bytes(turned)
         with ckptstore.open(self._place) as store:
             assert len(store.log()) <= len(STEPS)
             store.runs(), store.tags()

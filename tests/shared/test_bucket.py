@@ -59,7 +59,7 @@ def test_what_one_host_commits_another_checks_out(site: Site, here: Path, there:
     assert not (here / "catalog.sqlite").exists(), "each store has a folder of its own in the cache"
     assert {path.name for path in (here / mine.id).iterdir()} >= {
         "catalog.sqlite",
-        "chunks.lmdb",
+        "chunks",
         "state",
     }
 

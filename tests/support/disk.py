@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 
 INDEX = "index"
-"""The folder of the indexes, which SQLite and LMDB write; not part of the model."""
+"""The folder of the indexes, which nothing depends on; not part of the model."""
 
 
 @dataclass(eq=False, slots=True)

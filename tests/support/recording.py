@@ -2,8 +2,8 @@
 can be looked at; or interrupted.
 
 Changes are those of `LocalStorage`, seen at the calls of `os` that make them. The indexes belong to
-SQLite and LMDB; they are copied whenever their bytes are others, which is looked at before each
-change and after each SQL statement.
+SQLite and the chunk index; they are copied whenever their bytes are others, which is looked at
+before each change and after each SQL statement.
 """
 
 import os
@@ -18,10 +18,9 @@ from random import Random
 from typing import Any, TypeVar
 
 import pytest
-from sqlalchemy import event
-from sqlalchemy.engine import Engine
 
-from ckptstore.index.chunks import lmdb_writes as chunk_changes
+from ckptstore.index import catalog
+from ckptstore.index.chunks import ChunkIndex
 from ckptstore.storage import local, local_files
 from tests.support.disk import INDEX, Disk, Left
 
@@ -146,10 +145,6 @@ def _watched(
 
     lock = threading.RLock()
 
-    def statement(*_: object) -> None:
-        with lock:
-            before()
-
     def looking(function: Callable[..., T]) -> Callable[..., T]:
         def call(*args: Any) -> T:
             with lock:
@@ -162,15 +157,34 @@ def _watched(
         watcher = _Watcher(place, lock, before, changed)
         for module in (local, local_files):
             patch.setattr(module, "os", watcher)
-        for name in ("insert", "remove"):
-            patch.setattr(chunk_changes, name, looking(getattr(chunk_changes, name)))
-        event.listen(Engine, "before_cursor_execute", statement)
-        event.listen(Engine, "after_cursor_execute", statement)
-        try:
-            yield
-        finally:
-            event.remove(Engine, "before_cursor_execute", statement)
-            event.remove(Engine, "after_cursor_execute", statement)
+        patch.setattr(ChunkIndex, "_write", looking(ChunkIndex._write))
+        connect = catalog._connect
+        patch.setattr(catalog, "_connect", lambda *a, **k: _Statements(connect(*a, **k), looking))
+        yield
+
+
+class _Statements:
+    """A connection to SQLite, or a cursor of one, looked at ahead of each statement and after
+    it."""
+
+    def __init__(
+        self, connection: Any, looking: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        self._connection, self._looking = connection, looking
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._connection, name)
+        if name == "cursor":
+            return lambda *args: _Statements(found(*args), self._looking)
+        if name not in ("execute", "executemany"):
+            return found
+
+        def run(*args: Any) -> Any:
+            done = self._looking(found)(*args)
+            self._looking(lambda: None)()
+            return done
+
+        return run
 
 
 class _Watcher:

@@ -20,7 +20,7 @@ SAYS = {
     "storage": "where objects lie: local disks, buckets, fsspec, the read cache",
     "objects": "the bytes of chunks, packs, pages, schemas and documents",
     "log": "numbered entries, their rules, sessions",
-    "index": "catalog in SQL, chunk index in LMDB",
+    "index": "catalog in SQL, chunk index in files",
     "repository": "locate, read, verify and write chunks",
     "state": "torch: flatten, match, inflate",
     "commit": "plan, hash, write, publish; async",

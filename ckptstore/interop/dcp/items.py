@@ -18,7 +18,8 @@ from ckptstore.core import geometry
 from ckptstore.core.ids import CHUNK_ID_BYTES, SessionId, parse_session_id
 from ckptstore.core.model import INLINE_BYTES, Box, LeafContent, Node, Schema, Shape
 from ckptstore.distributed import framing
-from ckptstore.distributed.external_commit import Part, contents_from, contents_to
+from ckptstore.distributed.coordinator import Part
+from ckptstore.distributed.merge import contents_from, contents_to
 from ckptstore.distributed.tiling import misfit, tile
 from ckptstore.errors import Conflict, Corrupt
 from ckptstore.interop.dcp.names import Keys, Marks, is_divided
@@ -28,8 +29,7 @@ from ckptstore.objects.schema import decode_schema, encode_schema
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import values
 from ckptstore.state.flatten import flatten
-from ckptstore.state.leaf_sources import Source
-from ckptstore.state.leaves import NOTHING
+from ckptstore.state.leaf_sources import NOTHING, Source
 from ckptstore.state.paths import segment, segments
 from ckptstore.store import Store, internals_of
 

@@ -16,8 +16,8 @@ from contextlib import suppress
 from http.client import HTTPException, HTTPResponse
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
-from ckptstore.distributed.addresses import Address, reach
 from ckptstore.distributed.merge import split_ids
+from ckptstore.distributed.sockets import Address, reach
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, Unavailable
 from ckptstore.interop.torchft.wire import (
     DESCRIPTION_BYTES_MAX,

@@ -22,7 +22,7 @@ from typing import Any
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.threads import behind, start
-from ckptstore.distributed.addresses import listen
+from ckptstore.distributed.sockets import listen
 from ckptstore.errors import Unavailable
 from ckptstore.interop.torchft.connection import cut_off
 from ckptstore.interop.torchft.offer import ServedState

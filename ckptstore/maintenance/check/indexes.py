@@ -7,30 +7,28 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ckptstore.core.ids import ChunkId, PackId
 from ckptstore.core.model import PackEntry
 from ckptstore.errors import CkptStoreError
-from ckptstore.index.catalog_sqlite import open_catalog
-from ckptstore.index.chunks import ChunkIndex
-from ckptstore.index.chunks.lmdb_salvage import remains
+from ckptstore.index.catalog import Catalog, open_catalog
+from ckptstore.index.chunks import ChunkIndex, salvage
 from ckptstore.index.queries import LeafInfo, Queries
 from ckptstore.log.fold import State
 from ckptstore.maintenance import Progress, silent
+from ckptstore.maintenance.check import Finding, Kind, Severity
 from ckptstore.maintenance.check.offline_store import OfflineStore
-from ckptstore.maintenance.check.report import Finding, Kind, Severity
 from ckptstore.maintenance.check.trees import Contents
 from ckptstore.objects.pack import TENSOR, FooterTable
 from ckptstore.repository.store_handle import StoreHandle
 
-if TYPE_CHECKING:
-    from ckptstore.index.catalog import Catalog
-
 _LOOKS = 5
 """How often the catalog is checked again while others change it."""
+
+_PLACE = ["offset", "stored", "raw", "codec"]
 
 UNKNOWN = -1
 """The kind of a metadata chunk known only to the chunk index; the chunk itself tells its kind."""
@@ -67,9 +65,6 @@ def reindex(handle: StoreHandle, *, progress: Progress = silent) -> Reindexed:
 
 def drop_indexes(offline_store: OfflineStore) -> None:
     """Empty both indexes; the next process that opens the store fills them."""
-    # Its import of SQLAlchemy is slow; programs that never check or repair need not wait for it.
-    from ckptstore.index.catalog import Catalog
-
     Catalog.open(offline_store.catalog_path, offline_store.config.store).reset()
     index = ChunkIndex.open(offline_store.chunks_path, offline_store.config.store)
     index.reset()
@@ -79,8 +74,6 @@ def drop_indexes(offline_store: OfflineStore) -> None:
 def catalog_findings(offline_store: OfflineStore, contents: Contents) -> list[Finding]:
     """Differences between this host's catalog and a fold of the log up to the same entry. Reads
     every entry again."""
-    from ckptstore.index.catalog import Catalog
-
     found: list[str] = []
     # Unlike Path.exists, false for a damaged inode, whose file is recreated.
     for _ in range(_LOOKS if os.path.exists(offline_store.catalog_path) else 0):
@@ -100,7 +93,7 @@ def catalog_findings(offline_store: OfflineStore, contents: Contents) -> list[Fi
 
 
 def _catalog_problems(
-    offline_store: OfflineStore, contents: Contents, fresh: "Catalog"
+    offline_store: OfflineStore, contents: Contents, fresh: Catalog
 ) -> Iterator[str]:
     """Compare a snapshot of the catalog with `fresh`, which is folded from the log."""
     catalog = open_catalog(offline_store.catalog_path, offline_store.config.store)
@@ -195,17 +188,14 @@ def _compared(index: ChunkIndex, number: int, listed: Mapping[int, FooterTable])
     """The number of a pack's chunks that the index lacks, and that it places wrongly."""
     table = listed[number]
     where = index.get_many(table["chunk"].tobytes())
-    found, mine = where["found"] == 1, where["pack"] == number
-    right = np.logical_and.reduce(
-        [where[name] == table[name] for name in ("offset", "stored", "raw", "codec")]
-    )
-    wrong = int((found & mine & ~right).sum())
+    found, wrong = where["found"] == 1, 0
     # Other chunks, of unlisted packs, are looked up again later.
-    for other in listed.keys() & set(where["pack"][found & ~mine].tolist()):
+    for other in listed.keys() & set(where["pack"][found].tolist()):
         rows = found & (where["pack"] == other)
-        claimed = zip(table["chunk"][rows].tolist(), where["offset"][rows].tolist(), strict=True)
-        there = zip(listed[other]["chunk"].tolist(), listed[other]["offset"].tolist(), strict=True)
-        wrong += len(set(claimed) - set(there))
+        claimed = zip(table["chunk"][rows].tolist(), where[_PLACE][rows].tolist(), strict=True)
+        there = listed[other]
+        held = zip(there["chunk"].tolist(), there[_PLACE].tolist(), strict=True)
+        wrong += len(set(claimed) - set(held))
     return int((~found).sum()), wrong
 
 
@@ -217,7 +207,7 @@ def remembered(
     packs = {number: pack for number, pack in state.packs.items() if pack.id in names}
     found: dict[PackId, list[PackEntry]] = {}
     path, store = offline_store.chunks_path, offline_store.config.store
-    for ids, rows in remains(path, store) if packs else ():
+    for ids, rows in salvage(path, store) if packs else ():
         mine = np.isin(rows["pack"], list(packs))
         for chunk, row in zip(ids[mine].tolist(), rows[mine], strict=True):
             pack = packs[int(row["pack"])]

@@ -10,30 +10,27 @@ packs, quarantined packs, and the packs of mirrors; then each of them with one b
 None is trusted: a chunk counts only if its bytes match its id.
 """
 
+import itertools
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import ChunkId, PackId, SessionId, digest
-from ckptstore.core.model import PackEntry
+from ckptstore.core.config import MIB, RUN_BYTES
+from ckptstore.core.ids import ChunkId, PackId, SessionId, digest, new_session_id
+from ckptstore.core.model import PackEntry, PackRecord
+from ckptstore.core.paths import make_directories
 from ckptstore.core.text import count_text
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, NotFound, Unavailable
 from ckptstore.log import entries
-from ckptstore.log.log import Log
 from ckptstore.log.sessions import open_session
+from ckptstore.maintenance.check import Kind
 from ckptstore.maintenance.check.fsck import Facts
 from ckptstore.maintenance.check.indexes import UNKNOWN
+from ckptstore.maintenance.check.log import read_small
 from ckptstore.maintenance.check.offline_store import OfflineStore
-from ckptstore.maintenance.check.report import Kind
-from ckptstore.maintenance.repair.recover import (
-    FLIP_BYTES_MAX,
-    copy_object,
-    flipped,
-    quarantine,
-)
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import (
     LAYOUT,
@@ -49,9 +46,12 @@ from ckptstore.objects.pages import decode_page
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.chunk_reader import coalesce, keys_of, read_chunk_at
 from ckptstore.repository.footers import Inventory, read_chunk, read_table_at
-from ckptstore.repository.pack_writer import ClosedPack, PackSet
+from ckptstore.repository.pack_writer import PackSet
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
+
+FLIP_BYTES_MAX = 16384
+"""Larger objects are not tried bit by bit: it would take minutes."""
 
 _PACK_FILE = re.compile(
     r"(quarantine/)?packs/[0-9a-f]{2}/([0-9a-f]{24}-[0-9]{1,7}-[0-9]{1,7})(\.2)?(~[0-9]+)?"
@@ -170,38 +170,37 @@ def _read_table(storage: Storage, key: str) -> FooterTable:
 
 def write_packs(
     donors: Sequence[ChunkSource], sources: Iterable[Source], session: SessionId
-) -> list[ClosedPack]:
+) -> tuple[PackRecord, ...]:
     """Copy chunks into new packs of `session`, durable on return and not yet listed by the log.
     A failure leaves nothing behind."""
-    storage, threads = donors[0].storage, ThreadPool(1)
-    packs = PackSet(storage, session, threads, codec=codecs.RAW)
-    pack_writer = packs.pack_writer()
-    ordered = sorted(sources, key=lambda s: (s.donor, s.key, s.entry.offset))
+    threads = ThreadPool(1)
+    packs = PackSet(donors[0].storage, session, threads, codec=codecs.RAW)
+    writers = {metadata: packs.pack_writer(metadata=metadata) for metadata in (False, True)}
     try:
-        for metadata in (False, True):
-            part = [source for source in ordered if (source.entry.kind != TENSOR) is metadata]
-            pack_writer = packs.pack_writer(metadata=metadata)
-            for run in _runs(part):
-                raws = [read_source(donors, source) for source in run]
-                first = run[0].entry
-                pack_writer.add(
-                    [source.entry.chunk for source in run],
-                    raws,
-                    first.width,
-                    first.kind,
-                    codec=first.codec,
-                    run_bytes=sum(map(len, raws)),
-                )
-                pack_writer.flush()
-            packs.close(pack_writer)
+        for run in _runs(sorted(sources, key=lambda s: (s.donor, s.key, s.entry.offset))):
+            raws = [read_source(donors, source) for source in run]
+            first = run[0].entry
+            writer = writers[first.kind != TENSOR]
+            writer.add(
+                [source.entry.chunk for source in run],
+                raws,
+                first.width,
+                first.kind,
+                codec=first.codec,
+                run_bytes=sum(map(len, raws)),
+            )
+            writer.flush()
+        for writer in writers.values():
+            packs.close(writer)
         packs.wait()
     except BaseException:
-        pack_writer.discard()
+        for writer in writers.values():
+            writer.discard()
         packs.drop()
         raise
     finally:
         threads.close()
-    return packs.closed
+    return tuple(pack.record for pack in packs.closed)
 
 
 def _runs(sources: Sequence[Source]) -> Iterator[Sequence[Source]]:
@@ -215,25 +214,6 @@ def _runs(sources: Sequence[Source]) -> Iterator[Sequence[Source]]:
         limit_bytes=RUN_BYTES,
     ):
         yield sources[some]
-
-
-@dataclass(frozen=True, slots=True)
-class CopyTwin:
-    """Replace a damaged twin of a pack by the sound one."""
-
-    pack: PackId
-    source: str
-    target: str
-
-    def __str__(self) -> str:
-        return f"copy {self.source} to {self.target}"
-
-    def apply(self, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
-        """Move the damaged twin to quarantine, and copy the sound one to its place."""
-        packs = offline_store.open_log().replay().packs.values()
-        if any(pack.id == self.pack for pack in packs):
-            quarantine(offline_store.storage, self.target)
-            copy_object(offline_store.storage, self.source, self.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,35 +249,29 @@ class SavePacks:
         storage, log = offline_store.storage, offline_store.open_log()
         donors = [ChunkSource(storage), *map(ChunkSource, mirrors)]
         with open_session(storage, "repair") as session:
-            closed = write_packs(donors, self.sources, session.id)
+            records = write_packs(donors, self.sources, session.id)
             state = log.replay()
             if state.fence != self.fence:
                 raise Conflict(
                     f"entry {state.fence} of the log condemned packs while the store was repaired; "
                     "repeat the repair"
                 )
-            metadata = {n: state.packs[n].metadata for n, _ in self._listed(log)}
-            condemned = frozenset(n for n in metadata if state.packs[n].live)
-            if closed:
-                records = tuple(pack.record for pack in closed)
+            damaged = {n: state.packs[n] for n, _ in self.damaged if n in state.packs}
+            condemned = frozenset(n for n, pack in damaged.items() if pack.live)
+            if records:
                 log.append(entries.Register(session.id, state.n, state.fence, records, condemned))
             elif condemned:
                 log.append(entries.Condemn(state.n, state.fence, condemned, ()))
-        gone = [(n, name) for n, name in self._listed(log) if n in metadata]
+        gone = frozenset(damaged.keys() & set(log.state.packs))
         if gone:
-            log.append(entries.Delete(frozenset(n for n, _ in gone)))
-        for n, name in gone:
-            for key in keys_of(name, metadata=metadata[n]):
+            log.append(entries.Delete(gone))
+        for n in gone:
+            for key in keys_of(damaged[n].id, metadata=damaged[n].metadata):
                 quarantine(storage, key)
 
-    def _listed(self, log: Log) -> list[tuple[int, PackId]]:
-        packs = log.state.packs
-        return [(n, name) for n, name in self.damaged if n in packs and packs[n].id == name]
 
-
-def plan_packs(facts: Facts, mirrors: Sequence[Storage]) -> list[CopyTwin | SavePacks]:
-    """Plan the actions for damaged packs and chunks. Chunks come before twins, which may be
-    their source."""
+def plan_rescue(facts: Facts, mirrors: Sequence[Storage]) -> SavePacks:
+    """Plan to save the chunks of damaged packs, and missing ones; an empty plan without damage."""
     return _Rescue(facts, mirrors).plan()
 
 
@@ -305,87 +279,59 @@ class _Rescue:
     """The state of one plan."""
 
     def __init__(self, facts: Facts, mirrors: Sequence[Storage]) -> None:
-        self._facts, self._storage = facts, facts.offline_store.storage
-        self._packs = facts.contents.state.packs
-        self._numbers = {pack.id: number for number, pack in self._packs.items()}
+        self._facts = facts
+        self._packs = {pack.id: (n, pack) for n, pack in facts.contents.state.packs.items()}
         places: dict[ChunkId, list[tuple[str, PackEntry]]] = {}
         for name, remembered in facts.remembered.items():
-            for key in self._keys(name) if name in self._numbers else ():
+            for key in self._keys(name) if name in self._packs else ():
                 for entry in remembered:
                     places.setdefault(entry.chunk, []).append((key, entry))
-        self._donors = [ChunkSource(self._storage, places), *map(ChunkSource, mirrors)]
+        storage = facts.offline_store.storage
+        self._donors = [ChunkSource(storage, places), *map(ChunkSource, mirrors)]
 
-    def plan(self) -> list[CopyTwin | SavePacks]:
-        copies: list[CopyTwin | SavePacks] = []
+    def plan(self) -> SavePacks:
+        facts = self._facts
         damaged: set[PackId] = set()
-        for name in sorted(self._numbers):
-            if not (wrong := self._wrong_objects(name)):
-                continue
-            try:
-                if sound := self._sound_twin(name, wrong):
-                    copies += (CopyTwin(name, sound, key) for key in sorted(wrong))
-                else:
-                    for chunk in self._chunks_of(name):
-                        find_source(self._donors, chunk)
-                    damaged.add(name)
-            except Unavailable:
-                # The readable chunks are unknown: the pack stays as it is.
-                continue
-        save = self._save(damaged)
-        return [*([save] if save.damaged or save.sources else []), *copies]
+        found: dict[ChunkId, Source | None] = {}
+        for name in self._suspects():
+            # Without an answer the readable chunks are unknown: the pack stays as it is.
+            with suppress(Unavailable):
+                found |= {
+                    chunk: find_source(self._donors, chunk) for chunk in self._chunks_of(name)
+                }
+                damaged.add(name)
+        bad = {chunk.entry.chunk for chunk in facts.bad} | found.keys()
+        wanted = {chunk for chunk in bad if not self._is_held(chunk, damaged)} | facts.missing
+        for chunk in wanted - found.keys():
+            with suppress(Unavailable):
+                found[chunk] = find_source(self._donors, chunk)
+        sources = [source for chunk in sorted(wanted) if (source := found.get(chunk))]
+        lost = (wanted & facts.needed) - {source.entry.chunk for source in sources}
+        return SavePacks(
+            tuple((self._packs[name][0], name) for name in sorted(damaged)),
+            tuple(map(self._named, sources)),
+            tuple(sorted(lost)),
+            facts.contents.state.fence,
+        )
 
-    def _wrong_objects(self, name: PackId) -> set[str]:
-        """The damaged objects of a pack; those that storage did not return are left alone."""
+    def _suspects(self) -> set[PackId]:
+        """The listed packs with damage; those that storage did not return are left alone."""
         kinds = (Kind.PACK, Kind.TWIN, Kind.CHUNK)
         return {
-            finding.key
+            finding.pack
             for finding in self._facts.report.findings
-            if finding.pack == name and finding.kind in kinds and finding.key
+            if finding.pack in self._packs and finding.kind in kinds and finding.key
         }
-
-    def _sound_twin(self, name: PackId, wrong: set[str]) -> str:
-        """The twin of a damaged object that reads completely and has all chunks that the pack is
-        known to hold, or an empty text."""
-        sound, wanted = min(set(self._keys(name)) - wrong, default=""), self._chunks_of(name)
-        table = self._donors[0].tables.get(sound)
-        if table is None or wanted - set(map(ChunkId, table["chunk"].tolist())):
-            return ""
-        try:
-            read_table_at(self._storage, sound)  # as it is stored, no bit flipped back
-            for chunk in wanted:
-                places = self._donors[0].entries_of(chunk)
-                read_chunk_at(self._storage, [sound], next(e for key, e in places if key == sound))
-        except (Corrupt, NotFound):
-            return ""
-        return sound
-
-    def _save(self, damaged: set[PackId]) -> SavePacks:
-        facts = self._facts
-        bad = {chunk.entry.chunk for chunk in facts.bad}
-        bad.update(chunk for name in damaged for chunk in self._chunks_of(name))
-        wanted = {chunk for chunk in bad if not self._is_held(chunk, damaged)} | facts.missing
-        sources, lost = list[Source](), list[ChunkId]()
-        for chunk in sorted(wanted):
-            try:
-                source = find_source(self._donors, chunk)
-            except Unavailable:
-                source = None
-            if source is not None:
-                sources.append(self._named(source))
-            elif chunk in facts.needed:
-                lost.append(chunk)
-        gone = tuple((self._numbers[name], name) for name in sorted(damaged))
-        return SavePacks(gone, tuple(sources), tuple(lost), facts.contents.state.fence)
 
     def _is_held(self, chunk: ChunkId, damaged: set[PackId]) -> bool:
         """Whether a live pack that stays has a readable copy."""
         stay = [
             place
             for place in self._facts.contents.inventory.places(chunk)
-            if place.pack not in damaged and self._packs[self._numbers[place.pack]].live
+            if place.pack not in damaged and self._packs[place.pack][1].live
         ]
         try:
-            read_chunk(self._storage, stay)
+            read_chunk(self._donors[0].storage, stay)
         except CkptStoreError:
             return False
         return True
@@ -403,7 +349,7 @@ class _Rescue:
         return listed | {entry.chunk for entry in self._facts.remembered.get(name, ())}
 
     def _keys(self, name: PackId) -> tuple[str, ...]:
-        return keys_of(name, metadata=self._packs[self._numbers[name]].metadata)
+        return keys_of(name, metadata=self._packs[name][1].metadata)
 
     def _named(self, source: Source) -> Source:
         """`source` with the kind of its chunk, which the chunk index does not know."""
@@ -418,3 +364,72 @@ class _Rescue:
             except Corrupt:
                 continue
         return replace(source, entry=source.entry._replace(kind=found))
+
+
+def flipped(data: bytes | None) -> Iterator[bytes]:
+    """`data` with each of its bits flipped; nothing for more than `FLIP_BYTES_MAX`."""
+    candidate = bytearray(data if data is not None and len(data) <= FLIP_BYTES_MAX else b"")
+    for i in range(len(candidate)):
+        for bit in range(8):
+            candidate[i] ^= 1 << bit
+            yield bytes(candidate)
+            candidate[i] ^= 1 << bit
+
+
+def quarantine(storage: Storage, key: str) -> None:
+    """Move an object to `quarantine/`, where it is durable before the original is removed; an
+    absent one is ignored."""
+    if storage.size(key) is None:
+        return
+    kept = _keep(storage, key)
+    storage.sync_dirs([kept])
+    storage.delete(key)
+    storage.sync_dirs([key])
+
+
+def replace_small(storage: Storage, key: str, data: bytes) -> None:
+    """Write a small object after copying the old one to `quarantine/`: its name is never free in
+    between."""
+    old = read_small(storage, key)
+    if old is not None:
+        storage.put(next(_free_names(storage, key)), old)
+    storage.put(key, data)
+
+
+def copy_object(storage: Storage, source: str, target: str) -> None:
+    """Copy an object in pieces to an unused name, and put it in place atomically."""
+    size = storage.size(source) or 0
+    writer = storage.create(target, session=new_session_id())
+    try:
+        for start in range(0, size, 8 * MIB):
+            writer.append([memoryview(storage.read(source, start, min(start + 8 * MIB, size)))])
+        writer.finish()
+    except (CkptStoreError, OSError):
+        writer.discard()
+        raise
+    storage.sync_dirs([target])
+
+
+def _keep(storage: Storage, key: str) -> str:
+    """Give an object a second name in `quarantine/`, or copy it if storage has no second names."""
+    names = _free_names(storage, key)
+    if (root := storage.capabilities.local_root) is None:
+        copy_object(storage, key, name := next(names))
+        return name
+    for name in names:
+        make_directories((root / name).parent)
+        try:
+            os.link(root / key, root / name)
+        except FileExistsError:
+            continue
+        except OSError:
+            copy_object(storage, key, name)
+        return name
+    raise AssertionError("an unused name always exists")
+
+
+def _free_names(storage: Storage, key: str) -> Iterator[str]:
+    for n in itertools.count():
+        name = f"quarantine/{key}~{n}" if n else f"quarantine/{key}"
+        if storage.size(name) is None:
+            yield name

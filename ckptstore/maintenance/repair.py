@@ -4,32 +4,45 @@ Four rules. Everything written is proved to be the original, or matches its id; 
 a lost `ckptstore.json`, and the plan says so. Nothing is deleted: replaced objects go to
 `quarantine/`. The log only grows. An entry is restored only as the exact bytes that the rest of the
 log attests, so history never forks. And a readable copy is removed only after another one is
-durable and listed, so repair never costs a commit (`maintenance.repair.rescue`).
+durable and listed, so repair never costs a commit (`maintenance.rescue`).
+
+A document's hash is its commit's id. An entry's hash and length are attested by the next entry, by
+a checkpoint, by the catalog, or by the entry's own first line. Only bytes that match are written.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ckptstore.core.config import StoreConfig
-from ckptstore.core.ids import CONFIG_KEY, CommitId, document_key, log_key
-from ckptstore.errors import Conflict, Corrupt, NotFound
+from ckptstore.core.ids import (
+    CONFIG_KEY,
+    CommitId,
+    StoreId,
+    digest,
+    document_key,
+    log_key,
+    segment_key,
+)
+from ckptstore.errors import CkptStoreError, Conflict, Corrupt, NotFound
 from ckptstore.log import entries
-from ckptstore.log.entries import Position
+from ckptstore.log.entries import Position, encode_entry
+from ckptstore.log.log_backend import decode_segment, segment_end
 from ckptstore.maintenance import Progress, silent
+from ckptstore.maintenance.check import Finding, Kind, Report, Severity, Share, lines_of
 from ckptstore.maintenance.check.fsck import Facts, examine
 from ckptstore.maintenance.check.indexes import drop_indexes
-from ckptstore.maintenance.check.log import decode_at
+from ckptstore.maintenance.check.log import BadEntry, decode_at, read_small
 from ckptstore.maintenance.check.offline_store import OfflineStore
-from ckptstore.maintenance.check.report import Finding, Kind, Report, Severity, Share
-from ckptstore.maintenance.repair.recover import (
+from ckptstore.maintenance.rescue import (
+    SavePacks,
+    flipped,
+    plan_rescue,
     quarantine,
-    recover_document,
-    recover_entry,
     replace_small,
 )
-from ckptstore.maintenance.repair.rescue import CopyTwin, SavePacks, plan_packs
-from ckptstore.objects.documents import encode_config
+from ckptstore.objects.documents import decode_document, encode_config
 from ckptstore.storage.contract import Storage
 
 DAMAGED_SETTING = "damaged"
@@ -37,6 +50,13 @@ DAMAGED_SETTING = "damaged"
 
 ROUNDS = 3
 """A repaired log brings back packs and commits, which may need repair; then the marks follow."""
+
+_HASH_DIGITS = 64
+_WRONG_DIGITS = 2
+"""Digits of an entry's first line that may differ from its body's hash and still attest it: no
+other body comes that near."""
+
+_ONE_BIT = "its own bytes, one bit flipped back"
 
 RETRIES = 10
 """How often a plan is made again because others changed the store meanwhile."""
@@ -126,7 +146,7 @@ class Rebuild:
         drop_indexes(offline_store)
 
 
-Action: TypeAlias = WriteConfig | PutBack | SetAside | CopyTwin | SavePacks | Mark | Rebuild
+Action: TypeAlias = WriteConfig | PutBack | SetAside | SavePacks | Mark | Rebuild
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -168,7 +188,7 @@ class Repaired:
         lines = [f"{'would' if self.dry_run else 'done'}: {action}" for action in self.actions]
         if self.plan.more and self.dry_run:
             lines.append("then: what the whole log lists is looked at, and repaired as well")
-        lines += map(str, self.plan.unrepairable if self.dry_run else self.after.findings)
+        lines += lines_of(self.plan.unrepairable if self.dry_run else self.after.findings)
         if not self.plan.actions and not self.applied:
             lines.append(
                 "there is nothing that could be done"
@@ -234,14 +254,27 @@ def plan_repair(facts: Facts, mirrors: Sequence[Storage]) -> RepairPlan:
             key = document_key(state.commits[commit].session, commit)
             if found := recover_document(offline_store.storage, key, commit, mirrors):
                 actions.append(PutBack(key, *found, commit))
-    actions += plan_packs(facts, mirrors)
+    save = plan_rescue(facts, mirrors)
+    actions += [save] if save.damaged or save.sources else []
     damaged = tuple(sorted(facts.report.damaged_commits))
     # Marks come last: only then is it known what stays damaged.
     if not actions and damaged != (state.settings.get(DAMAGED_SETTING) or ()):
         actions.append(Mark(damaged))
-    if _indexes_disagree(facts) and not _only_the_index_knows(facts, actions):
+    stale = any(
+        finding.severity is Severity.INDEX and finding.kind is not Kind.CHECKPOINT
+        for finding in facts.report.findings
+    )
+    # The chunk index alone knows the chunks of a pack without readable footer.
+    if stale and facts.contents.problems.keys() <= {name for _, name in save.damaged}:
         actions.append(Rebuild())
-    return RepairPlan(tuple(actions), tuple(_unrepairable(facts, actions)))
+    healed = {source.entry.chunk for source in save.sources}
+    put_back = {action.key for action in actions if isinstance(action, PutBack)}
+    left = (
+        finding
+        for finding in facts.report.findings
+        if finding.commits and finding.chunk not in healed and finding.key not in put_back
+    )
+    return RepairPlan(tuple(actions), tuple(left))
 
 
 def _plan_log(facts: Facts, mirrors: Sequence[Storage]) -> tuple[list[PutBack], list[Finding]]:
@@ -267,26 +300,71 @@ def _plan_log(facts: Facts, mirrors: Sequence[Storage]) -> tuple[list[PutBack], 
     return actions, unrepairable
 
 
-def _indexes_disagree(facts: Facts) -> bool:
-    return any(
-        finding.severity is Severity.INDEX and finding.kind is not Kind.CHECKPOINT
-        for finding in facts.report.findings
+def recover_entry(
+    bad: BadEntry, store: StoreId, own: Storage, mirrors: Sequence[Storage], kept: bytes | None
+) -> tuple[str, bytes] | None:
+    """The entry `bad.n`, and whether it is from its own bytes, from `kept` (the catalog's copy),
+    from a segment of the store's `own` or from a mirror; None if all fail."""
+    versions = _entry_versions(bad, store, own, mirrors, kept)
+    return next((each for each in versions if _is_the_one(bad, each[1], store)), None)
+
+
+def recover_document(
+    storage: Storage, key: str, commit: CommitId, mirrors: Sequence[Storage]
+) -> tuple[str, bytes] | None:
+    """The document of a commit, and whether it is from its own bytes or from a mirror; None if
+    both fail."""
+    for origin, data in _document_versions(storage, key, commit, mirrors):
+        with suppress(CkptStoreError):
+            decode_document(data, commit)
+            return origin, data
+    return None
+
+
+def _document_versions(
+    storage: Storage, key: str, commit: CommitId, mirrors: Sequence[Storage]
+) -> Iterator[tuple[str, bytes]]:
+    """Bytes that may be those of a document. In a mirror it has the same key, or, in a push
+    target, another session's."""
+    for mirror in mirrors:
+        yield mirror.url, read_small(mirror, key) or b""
+        with suppress(CkptStoreError):
+            for other, _ in mirror.list("commits/"):
+                if other.endswith(f"-{commit}"):
+                    yield mirror.url, read_small(mirror, other) or b""
+    yield from ((_ONE_BIT, data) for data in flipped(read_small(storage, key)))
+
+
+def _entry_versions(
+    bad: BadEntry, store: StoreId, own: Storage, mirrors: Sequence[Storage], kept: bytes | None
+) -> Iterator[tuple[str, bytes]]:
+    """Bytes that may be those of an entry."""
+    if bad.data is not None:
+        body = bad.data[_HASH_DIGITS + 1 :]
+        whole = digest(body).hex().encode() + b"\n" + body
+        yield "its own body, under a new first line", whole
+    if kept is not None:
+        yield "the catalog's copy", kept
+    last = segment_end(bad.n)
+    with suppress(CkptStoreError):
+        for entry in decode_segment(read_small(own, segment_key(last)) or b"", last, store):
+            if entry.n == bad.n:
+                yield "a segment of the log", encode_entry(entry)
+    yield from ((mirror.url, read_small(mirror, log_key(bad.n)) or b"") for mirror in mirrors)
+    yield from ((_ONE_BIT, data) for data in flipped(bad.data))
+
+
+def _is_the_one(bad: BadEntry, data: bytes, store: StoreId) -> bool:
+    """Whether `data` is the attested entry."""
+    try:
+        entry = decode_at(bad.n, data, store)
+    except CkptStoreError:
+        return False
+    if bad.wanted is not None:
+        return entry.position == bad.wanted
+    line = entry.hash.encode() + b"\n"
+    return (
+        bad.data is not None
+        and len(bad.data) == entry.bytes
+        and sum(a != b for a, b in zip(bad.data, line, strict=False)) <= _WRONG_DIGITS
     )
-
-
-def _only_the_index_knows(facts: Facts, actions: Sequence[Action]) -> bool:
-    """Whether there is a pack without readable footer: only the chunk index knows its chunks."""
-    saved = {
-        name for action in actions if isinstance(action, SavePacks) for _, name in action.damaged
-    }
-    return not facts.contents.problems.keys() <= saved
-
-
-def _unrepairable(facts: Facts, actions: Sequence[Action]) -> Iterator[Finding]:
-    """Findings that cost commits and that no action repairs."""
-    saves = [action for action in actions if isinstance(action, SavePacks)]
-    healed = {source.entry.chunk for save in saves for source in save.sources}
-    put_back = {action.key for action in actions if isinstance(action, PutBack)}
-    for finding in facts.report.findings:
-        if finding.commits and finding.chunk not in healed and finding.key not in put_back:
-            yield finding

@@ -16,12 +16,12 @@ from ckptstore.core.refs import parse_ref
 from ckptstore.core.threads import start
 from ckptstore.errors import CkptStoreError, Unavailable
 from ckptstore.log.state import Resolved, State, newest_first, resolve
+from ckptstore.maintenance.check import Share
 from ckptstore.maintenance.check.offline_store import offline_store_of
-from ckptstore.maintenance.check.report import Share
 from ckptstore.maintenance.gc.collect import GcOptions, collect
-from ckptstore.maintenance.mirror.mirror import MirrorOptions, mirror
-from ckptstore.maintenance.mirror.plan import all_commits, other_end
-from ckptstore.maintenance.repair.repair import repair
+from ckptstore.maintenance.mirror import MirrorOptions, mirror
+from ckptstore.maintenance.mirror_plan import all_commits, other_end
+from ckptstore.maintenance.repair import repair
 from ckptstore.maintenance.retention import Policy, forget_commits, plan_policies
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
