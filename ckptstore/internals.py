@@ -30,7 +30,7 @@ from ckptstore.errors import InvalidInput, NoSpace, ReadOnly, Unavailable
 from ckptstore.maintenance.enospc import DiskWatch
 from ckptstore.maintenance.mirror.tiers import Tier
 from ckptstore.repository.chunk_store import ObjectStore, SecondNames
-from ckptstore.repository.gc_pin import GcPin
+from ckptstore.repository.dedup import GcPin
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.reader import Reader
 from ckptstore.runtime import StoreRuntime

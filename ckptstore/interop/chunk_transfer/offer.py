@@ -36,7 +36,7 @@ from ckptstore.interop.chunk_transfer.wire import (
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import encode_schema
 from ckptstore.repository.chunk_reader import FileRange
-from ckptstore.repository.gc_pin import GcPin
+from ckptstore.repository.dedup import GcPin
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state import tensors
 from ckptstore.state.flatten import flatten
