@@ -33,7 +33,7 @@ from ckptstore.errors import InvalidInput, NoSpace, ReadOnly, Unavailable
 from ckptstore.maintenance.enospc import DiskWatch
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.repository.chunk_store import ObjectStore, SecondNames
-from ckptstore.repository.gc_pin import GcPin
+from ckptstore.repository.dedup import GcPin
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader

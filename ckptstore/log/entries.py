@@ -21,7 +21,8 @@ from ckptstore.core.ids import (
 )
 from ckptstore.core.model import PackRecord
 from ckptstore.errors import Conflict, Corrupt
-from ckptstore.log.fields import (
+from ckptstore.objects.canonical import bits_float, decode, encode, float_bits
+from ckptstore.objects.fields import (
     COMMITS,
     COUNT,
     NUMBERS,
@@ -42,7 +43,6 @@ from ckptstore.log.fields import (
     setting_to_json,
     tuple_of,
 )
-from ckptstore.objects.canonical import bits_float, decode, encode, float_bits
 from ckptstore.storage.contract import ENTRY_BYTES_MAX
 
 _HASH_DIGITS = 64

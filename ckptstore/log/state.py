@@ -16,7 +16,7 @@ from ckptstore.core.ids import CommitId, PackId, SessionId, StoreId
 from ckptstore.core.refs import Best, Latest, Name, Ref, Step
 from ckptstore.errors import Corrupt
 from ckptstore.log.entries import Position, origin
-from ckptstore.log.fields import Setting
+from ckptstore.objects.fields import Setting
 
 NEWEST_KEPT = 2
 """This many of the newest commits of each run cannot be forgotten."""

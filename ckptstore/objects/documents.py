@@ -23,14 +23,28 @@ from ckptstore.core.ids import (
     CommitId,
     digest,
     parse_chunk_id,
-    parse_commit_id,
-    parse_session_id,
     parse_store_id,
 )
 from ckptstore.core.model import Box, CommitDocument, Shape, TreeRef
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.objects import canonical
 from ckptstore.objects.canonical import bits_float, field, float_bits
+from ckptstore.objects.fields import (
+    COMMITS,
+    COUNT,
+    SESSION,
+    TEXT,
+    Field,
+    as_it_is,
+    decode_fields,
+    optional,
+    pairs_of,
+    parse_hash,
+    parse_integer,
+    parse_text,
+    parse_time,
+    tuple_of,
+)
 from ckptstore.objects.frames import compress, decompress
 from ckptstore.storage.contract import DOCUMENT_BYTES_MAX
 
@@ -74,29 +88,42 @@ def decode_document(stored: bytes, commit: CommitId | None) -> CommitDocument:
     return document
 
 
+def _tree_texts(tree: TreeRef) -> tuple[str, str]:
+    return tree.schema.hex(), b64encode(b"".join(tree.pages)).decode()
+
+
+def _parse_tree(value: Any) -> TreeRef:
+    ids = b64decode(parse_text(value["pages"]), validate=True)
+    if len(ids) % CHUNK_ID_BYTES:
+        raise ValueError(f"{len(ids)} bytes are no whole ids")
+    pages = (ChunkId(ids[i : i + CHUNK_ID_BYTES]) for i in range(0, len(ids), CHUNK_ID_BYTES))
+    return TreeRef(parse_chunk_id(value["schema"]), tuple(pages))
+
+
+_FIELDS: Mapping[str, Field] = {
+    "store": Field(as_it_is, parse_store_id),
+    "session": SESSION,
+    "run": TEXT,
+    "step": optional(parse_integer),
+    "message": TEXT,
+    "time_ns": Field(str, parse_time),
+    "parents": COMMITS,
+    "metrics": pairs_of(float_bits, bits_float),
+    "tags": tuple_of(parse_text),
+    "trees": pairs_of(
+        lambda tree: dict(zip(("schema", "pages"), _tree_texts(tree), strict=True)), _parse_tree
+    ),
+    "layout": Field(lambda chunk: chunk and chunk.hex(), optional(parse_chunk_id).decode),
+    "content": Field(as_it_is, parse_hash),
+    "logical_bytes": COUNT,
+    "new_bytes": COUNT,
+    "leaves": COUNT,
+}
+
+
 def _to_json(document: CommitDocument) -> dict[str, Any]:
-    return {
-        "ckptstore": _VERSION,
-        "store": document.store,
-        "session": document.session,
-        "run": document.run,
-        "step": document.step,
-        "message": document.message,
-        "time_ns": str(document.time_ns),
-        "parents": document.parents,
-        "metrics": {name: float_bits(value) for name, value in document.metrics},
-        "tags": document.tags,
-        "trees": {
-            key: dict(zip(("schema", "pages"), _tree_texts(tree), strict=True))
-            for key, tree in document.trees
-        },
-        "order": [key for key, _ in document.trees],
-        "layout": document.layout and document.layout.hex(),
-        "content": document.content,
-        "logical_bytes": document.logical_bytes,
-        "new_bytes": document.new_bytes,
-        "leaves": document.leaves,
-    }
+    fields = {name: field.encode(getattr(document, name)) for name, field in _FIELDS.items()}
+    return {"ckptstore": _VERSION, **fields, "order": [key for key, _ in document.trees]}
 
 
 def _from_json(obj: Any) -> CommitDocument:
@@ -105,67 +132,15 @@ def _from_json(obj: Any) -> CommitDocument:
             f"a commit document has version {version}; wanted {_VERSION}; read it with a newer "
             "ckptstore"
         )
-    trees = field(obj, "trees", dict)
-    order = _strings(obj, "order")
+    order = decode_fields({"order": tuple_of(parse_text)}, obj, "a commit document")["order"]
+    found = decode_fields(_FIELDS, obj, "a commit document")
+    trees = dict(found["trees"])
     if sorted(order) != sorted(trees):
-        raise _damaged("order", f"wanted the keys {sorted(trees)}, got {order}")
-    return CommitDocument(
-        store=parse_store_id(field(obj, "store", str)),
-        session=parse_session_id(field(obj, "session", str)),
-        run=field(obj, "run", str),
-        step=None if obj.get("step", 0) is None else field(obj, "step", int),
-        message=field(obj, "message", str),
-        time_ns=_decimal(field(obj, "time_ns", str)),
-        parents=tuple(map(parse_commit_id, field(obj, "parents", list))),
-        metrics=tuple(
-            (name, bits_float(bits)) for name, bits in field(obj, "metrics", dict).items()
-        ),
-        tags=_strings(obj, "tags"),
-        trees=tuple((key, _tree(trees[key])) for key in order),
-        layout=None if obj.get("layout", "") is None else parse_chunk_id(field(obj, "layout", str)),
-        content=parse_commit_id(field(obj, "content", str)),
-        logical_bytes=_count(obj, "logical_bytes"),
-        new_bytes=_count(obj, "new_bytes"),
-        leaves=_count(obj, "leaves"),
-    )
-
-
-def _tree_texts(tree: TreeRef) -> tuple[str, str]:
-    return tree.schema.hex(), b64encode(b"".join(tree.pages)).decode()
-
-
-def _tree(obj: Any) -> TreeRef:
-    try:
-        ids = b64decode(field(obj, "pages", str), validate=True)
-    except ValueError as error:
-        raise _damaged("pages", str(error)) from error
-    if len(ids) % CHUNK_ID_BYTES:
-        raise _damaged("pages", f"{len(ids)} bytes are no whole ids")
-    pages = (ChunkId(ids[i : i + CHUNK_ID_BYTES]) for i in range(0, len(ids), CHUNK_ID_BYTES))
-    return TreeRef(parse_chunk_id(field(obj, "schema", str)), tuple(pages))
-
-
-def _strings(obj: Any, key: str) -> tuple[str, ...]:
-    items = field(obj, key, list)
-    if not all(isinstance(item, str) for item in items):
-        raise _damaged(key, f"wanted strings, got {str(items)[:80]}")
-    return tuple(items)
-
-
-def _decimal(text: str) -> int:
-    if not text.isascii() or not text.removeprefix("-").isdigit() or len(text) > 20:
-        raise _damaged("time_ns", f"got {text[:80]!r}")
-    return int(text)
-
-
-def _count(obj: Any, key: str) -> int:
-    if (value := field(obj, key, int)) < 0:
-        raise _damaged(key, f"got {value}")
-    return value
-
-
-def _damaged(key: str, what: str) -> Corrupt:
-    return Corrupt(f"a commit document's {key!r} is damaged: {what}; run `ckptstore fsck`")
+        raise Corrupt(
+            f"a commit document's 'order' is damaged: wanted the keys {sorted(trees)}, got "
+            f"{order}; run `ckptstore fsck`"
+        )
+    return CommitDocument(**{**found, "trees": tuple((key, trees[key]) for key in order)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Which chunks of a commit are new, and which does the store hold already?"""
+"""Which chunks of a commit are new, and which does the store hold already?
+
+`GcPin` keeps those that were found from gc, for a reader that commits nothing.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -9,6 +12,8 @@ import numpy as np
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId
 from ckptstore.errors import Conflict, NotFound
 from ckptstore.log.fold import Pack, State
+from ckptstore.log.log import Log
+from ckptstore.log.sessions import open_session
 from ckptstore.repository.chunk_store import ObjectStore
 
 RunKey: TypeAlias = tuple[int, int]
@@ -139,3 +144,32 @@ class Dedup:
 
     def _is_reliable(self, pack: Pack) -> bool:
         return pack.live and pack.id not in self._suspected and self._objects.is_there(pack)
+
+
+class GcPin:
+    """A session that protects chunks found in the store from gc (unless forced) until `end`."""
+
+    def __init__(self, objects: ObjectStore, log: Log, what: str) -> None:
+        """Raises the storage error if the session cannot be opened."""
+        self.objects = objects
+        self._session = open_session(objects.storage, what)
+        # Replay after opening the session: a gc that condemned packs earlier has not seen it.
+        state = log.replay(refresh=True)
+        objects.sync(state)
+        self._dedup = Dedup(objects, state, DedupHints())
+
+    def held(self, ids: bytes) -> dict[bytes, int]:
+        """The raw size of each of `ids` that a live pack holds."""
+        if not ids:
+            return {}
+        sizes = self.objects.locate(ids)["raw"].tolist()
+        live = self._dedup.live(ids)
+        return {
+            ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]: sizes[i]
+            for i in range(len(sizes))
+            if live[i]
+        }
+
+    def end(self) -> None:
+        """Stop protecting the chunks. Idempotent."""
+        self._session.end()

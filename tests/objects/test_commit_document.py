@@ -34,7 +34,7 @@ def documents(draw: st.DrawFn) -> CommitDocument:
         run=draw(NAMES),
         step=draw(st.none() | st.integers(-5, 2**53)),
         message=draw(NAMES),
-        time_ns=draw(st.integers(-(2**63), 2**63)),
+        time_ns=draw(st.integers(-(2**63), 2**63 - 1)),
         parents=tuple(draw(st.lists(COMMITS, max_size=2))),
         metrics=tuple(
             sorted(draw(st.dictionaries(NAMES, st.floats(allow_nan=False), max_size=3)).items())

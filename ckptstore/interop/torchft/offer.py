@@ -35,7 +35,7 @@ from ckptstore.interop.torchft.wire import (
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import encode_schema
 from ckptstore.repository.chunk_reader import FileRange
-from ckptstore.repository.gc_pin import GcPin
+from ckptstore.repository.dedup import GcPin
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state import tensors
 from ckptstore.state.flatten import flatten

@@ -1,4 +1,5 @@
-"""Encoding of log entry values as JSON, both directions per field (docs/format.md §8)."""
+"""How are the values of log entries and commit documents encoded as JSON? One table per document
+drives both directions (docs/format.md §7, §8)."""
 
 import base64
 import re
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ckptstore.core.config import MIB
 from ckptstore.core.ids import parse_chunk_id, parse_commit_id, parse_pack_id, parse_session_id
 from ckptstore.core.model import PackRecord
+from ckptstore.errors import Corrupt
 from ckptstore.objects.frames import compress, decompress
 
 Setting: TypeAlias = str | int | tuple[str, ...] | None
@@ -25,6 +27,18 @@ class Field(NamedTuple):
 
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
+
+
+def decode_fields(fields: Mapping[str, Field], document: Any, what: str) -> dict[str, Any]:
+    """The values of `fields` in `document`. Raises `Corrupt`, naming the field, for one that is
+    missing or invalid."""
+    found = {}
+    for name, field in fields.items():
+        try:
+            found[name] = field.decode(document[name])
+        except (KeyError, TypeError, ValueError, AttributeError, Corrupt) as error:
+            raise Corrupt(f"{what}'s {name!r} is damaged: {error}; run `ckptstore fsck`") from error
+    return found
 
 
 def as_it_is(value: Any) -> Any:
