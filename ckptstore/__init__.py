@@ -33,8 +33,7 @@ if TYPE_CHECKING:
         KeepPeriods,
         KeepWithin,
     )
-    from ckptstore.open_store import Mirror, clone, open
-    from ckptstore.pointer_api import open_pointer, write_pointer
+    from ckptstore.open_store import Mirror, clone, open, open_pointer, write_pointer
     from ckptstore.snapshot import Snapshot
     from ckptstore.state.stateful import RNGState, StateDict
     from ckptstore.state.values import register_class, register_value
@@ -84,8 +83,8 @@ _LATER = {
     "Storage": "ckptstore.core.options",
     "clone": "ckptstore.open_store",
     "open": "ckptstore.open_store",
-    "open_pointer": "ckptstore.pointer_api",
-    "write_pointer": "ckptstore.pointer_api",
+    "open_pointer": "ckptstore.open_store",
+    "write_pointer": "ckptstore.open_store",
     "Store": "ckptstore.store",
     "PendingCommit": "ckptstore.internals",
     "CommitProgress": "ckptstore.core.options",

@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, TypeAlias
 
 from ckptstore.commit.async_commit import AsyncCommits, CommitRoute
-from ckptstore.commit.commit import CommitRequest, Flats
-from ckptstore.commit.commit_metadata import CommitMetadata, ParentTracker
+from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest, ParentTracker
 from ckptstore.commit.pending import UNWATCHED, Pending
-from ckptstore.commit.transaction import CommitStats, Committed
+from ckptstore.commit.plan import Flats
+from ckptstore.commit.transaction import CommitStats, Committed, Destination
 from ckptstore.contents import CommitContents
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitDocument
@@ -25,15 +25,18 @@ from ckptstore.core.options import Async, Ranks
 from ckptstore.core.settings import Settings
 from ckptstore.core.text import bytes_text, seconds_text
 from ckptstore.distributed.collective import Collective
+from ckptstore.distributed.commit import Committer
+from ckptstore.distributed.coordinator import PartsCommitter
 from ckptstore.distributed.gloo import BACKGROUND, collective_of
+from ckptstore.distributed.worker_client import WorkerCommitter
 from ckptstore.errors import InvalidInput, NoSpace, ReadOnly, Unavailable
 from ckptstore.maintenance.enospc import DiskWatch
-from ckptstore.maintenance.mirror.tiers import Tier
+from ckptstore.maintenance.tiers import Tier
 from ckptstore.repository.chunk_store import ObjectStore, SecondNames
 from ckptstore.repository.gc_pin import GcPin
 from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader
-from ckptstore.runtime import StoreRuntime
 from ckptstore.snapshot import Snapshot
 from ckptstore.state.flatten import flatten
 from ckptstore.state.replication import Globs, marked
@@ -42,6 +45,9 @@ logger = logging.getLogger("ckptstore")
 
 PendingCommit: TypeAlias = Pending[Snapshot]
 """The result of `Store.commit_async`."""
+
+REMOTE_READS = 8
+"""Least number of concurrent reads from a bucket. They wait for the network, not for processors."""
 
 RATE_BYTES = 64 << 20
 """Smaller writes do not measure the speed of the disk."""
@@ -62,9 +68,12 @@ def flats_of(
 
 
 class StoreInternals:
-    """An open store for one run: its handle, its committers and what it committed last.
+    """An open store for one run: its handle, its threads, its committers and what it committed
+    last.
 
-    Threads may share it. Commits of one object take turns.
+    A committer that the caller waits for, one in the background (with low priority, or in a worker
+    process) and a reader are created when they are first used. Threads may share it. Commits of one
+    object take turns.
     """
 
     def __init__(self, handle: StoreHandle, settings: Settings, tier: Tier | None = None) -> None:
@@ -73,7 +82,10 @@ class StoreInternals:
         if tier:
             handle.objects.rescue = tier.rescue
         self.handle, self.settings = handle, settings
-        self.runtime = StoreRuntime(handle, settings)
+        self.threads = ThreadPool(settings.threads)
+        self._low_priority = ThreadPool(settings.threads, aside=True)
+        slow = handle.storage.capabilities.slow_requests
+        self._reading = ThreadPool(max(settings.threads, REMOTE_READS)) if slow else self.threads
         self._lock = threading.Lock()
         self._thread = threading.local()
         self._disk = DiskWatch(handle, settings.run, settings.on_full)
@@ -86,6 +98,37 @@ class StoreInternals:
             shared=settings.executor == "process",
             place=handle.url,
         )
+
+    @cached_property
+    def committer(self) -> Committer:
+        return Committer(Destination(self.handle, self.threads))
+
+    @cached_property
+    def background_committer(self) -> Committer | WorkerCommitter:
+        if self.settings.executor != "process":
+            return Committer(Destination(self.handle, self._low_priority))
+        options = {
+            "storage_options": dict(self.settings.storage_options),
+            "direct_io": self.settings.direct_io is not False,
+            "index": self.settings.index,
+        }
+        return WorkerCommitter(self.handle.place, options, self.settings.threads)
+
+    @cached_property
+    def parts_committer(self) -> PartsCommitter:
+        """For commits whose parts another library's ranks write: `open` and `write`, then
+        `publish` within `commit_external`."""
+        return PartsCommitter(Destination(self.handle, self.threads))
+
+    @cached_property
+    def reader(self) -> Reader:
+        return Reader(self.handle.config, self.handle.objects, self._reading)
+
+    @property
+    def worker(self) -> WorkerCommitter | None:
+        """The worker process; None while there is none."""
+        found = self.__dict__.get("background_committer")
+        return found if isinstance(found, WorkerCommitter) else None
 
     def chunks(self) -> ObjectStore:
         """The chunks that this store has now, by id."""
@@ -138,7 +181,7 @@ class StoreInternals:
     ) -> Committed:
         """Make a commit, `behind` the caller's back or not; on a full disk, try once more if that
         is promising. Every rank of `peers` calls this and gets the same commit."""
-        committer = self.runtime.background_committer if behind else self.runtime.committer
+        committer = self.background_committer if behind else self.committer
         sizes = [0]
 
         def prepare() -> tuple[CommitMetadata, Flats]:
@@ -261,7 +304,10 @@ class StoreInternals:
     def _release(self) -> None:
         with self._lock:
             self.async_commits.close()
-            self.runtime.close()
+            if self.worker:
+                self.worker.close()
+            for threads in (self.threads, self._low_priority, self._reading):
+                threads.close()
             self.handle.close()
 
     def wake_tier(self) -> None:
@@ -287,9 +333,7 @@ class StoreInternals:
         reader: Reader | None = None,
     ) -> Snapshot:
         """A snapshot whose restores wait for lazy copies and set the parent of later commits."""
-        contents = CommitContents(
-            reader or self.runtime.reader, commit, document, self.async_commits.hold
-        )
+        contents = CommitContents(reader or self.reader, commit, document, self.async_commits.hold)
         return Snapshot(contents, tags=tags, stats=stats, restored=self.parent_tracker.now)
 
     def _report(self, committed: Committed) -> None:

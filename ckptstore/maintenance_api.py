@@ -5,21 +5,18 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from ckptstore.core.options import Storage
-from ckptstore.core.settings import Settings
 from ckptstore.errors import InvalidInput
-from ckptstore.internals import StoreInternals
 from ckptstore.maintenance import Progress, silent
+from ckptstore.maintenance.check import Level, Report, parse_level, parse_share
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.indexes import Reindexed, reindex
 from ckptstore.maintenance.check.offline_store import offline_store_of
-from ckptstore.maintenance.check.report import Level, Report, parse_level, parse_share
 from ckptstore.maintenance.doctor import Check, doctor
 from ckptstore.maintenance.gc.collect import MAX_UNUSED, GcOptions, GcReport, collect
 from ckptstore.maintenance.gc.session_monitor import Activity, activities
-from ckptstore.maintenance.mirror.mirror import Mirrored, MirrorOptions, mirror
-from ckptstore.maintenance.mirror.plan import choose, other_end
-from ckptstore.maintenance.mirror.tiers import Tier
-from ckptstore.maintenance.repair.repair import Repaired, repair
+from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
+from ckptstore.maintenance.mirror_plan import choose, other_end
+from ckptstore.maintenance.repair import Repaired, repair
 from ckptstore.maintenance.retention import (
     ForgetPlan,
     Policy,
@@ -30,16 +27,20 @@ from ckptstore.maintenance.retention import (
 from ckptstore.maintenance.usage import Usage, usage
 from ckptstore.repository.resolve_ref import AnyRef, find_commit
 from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.restore.reader import Reader
 from ckptstore.storage.registry import open_storage
 
 
 class Maintenance:
-    """The methods of `Store` that maintain it."""
+    """Maintains an open store, and needs no torch for it. The command line uses it as it is;
+    `Store` adds training.
 
-    def __init__(self, handle: StoreHandle, settings: Settings, tier: Tier | None = None) -> None:
-        self.run = settings.run
-        self._handle = handle
-        self._internals = StoreInternals(handle, settings, tier)
+    Refs that name no run are resolved in `run`, or in all runs if that is None.
+    """
+
+    def __init__(self, handle: StoreHandle, threads: ThreadPool, run: str | None = None) -> None:
+        self._handle, self._threads, self._run = handle, threads, run
 
     @property
     def chunk_bytes(self) -> int:
@@ -72,23 +73,25 @@ class Maintenance:
         Example:
             >>> store.forget(ckptstore.KeepLast(5), dry_run=True)
         """
-        self._handle.check_writable()
+        if not dry_run:
+            self._handle.check_writable()
         wanted = list(what) if isinstance(what, Sequence) and not isinstance(what, str) else [what]
         policies = [item for item in wanted if isinstance(item, Policy)]
         refs = [item for item in wanted if not isinstance(item, Policy)]
         if policies and refs:
             raise InvalidInput(
-                "policies name commits to keep, refs commits to forget: give one or the other"
+                "policies (--keep options) name commits to keep, refs commits to forget: give one "
+                "or the other"
             )
         if refs:
             plan = forget_commits(
                 self._handle,
-                [find_commit(self._handle, ref, self.run).id for ref in refs],
+                [find_commit(self._handle, ref, self._run).id for ref in refs],
                 dry_run=dry_run,
             )
         else:
             plan = forget_by_policy(
-                self._handle, policies, run=None if all_runs else self.run, dry_run=dry_run
+                self._handle, policies, run=None if all_runs else self._run, dry_run=dry_run
             )
         if not dry_run:
             self._handle.follow()
@@ -102,7 +105,9 @@ class Maintenance:
         """
         self._handle.check_writable()
         wanted = list(refs) if isinstance(refs, Sequence) and not isinstance(refs, str) else [refs]
-        undelete(self._handle, [find_commit(self._handle, ref, self.run).id for ref in wanted])
+        reader = Reader(self._handle.config, self._handle.objects, self._threads)
+        commits = [find_commit(self._handle, ref, self._run).id for ref in wanted]
+        undelete(self._handle, reader, commits)
         self._handle.follow()
 
     def gc(
@@ -258,14 +263,13 @@ class Maintenance:
             >>> store.push("s3://bucket/checkpoints", "best:val_loss")
         """
         options = MirrorOptions(tags, force, verify)
-        run = run or (self.run if refs else None)
+        run = run or (self._run if refs else None)
         wanted = choose(self._handle, refs, run=run, ancestors=ancestors)
         like = self._handle if create else None
         there = storage or Storage()
-        threads = self._internals.runtime.threads
         with other_end(to, like=like, storage_options=there.options, index=there.index) as target:
             ends = (self._handle, target)
-            return mirror(*ends, wanted, options, threads, dry_run=dry_run, progress=progress)
+            return mirror(*ends, wanted, options, self._threads, dry_run=dry_run, progress=progress)
 
     def pull(
         self,
@@ -283,15 +287,14 @@ class Maintenance:
         """Copy commits from the store at `source`, in which `refs` are resolved; as `push`."""
         self._handle.check_writable()
         options = MirrorOptions(tags, force, verify)
-        run = run or (self.run if refs else None)
+        run = run or (self._run if refs else None)
         there = storage or Storage()
-        threads = self._internals.runtime.threads
         with other_end(
             source, read_only=True, storage_options=there.options, index=there.index
         ) as origin:
             wanted = choose(origin, refs, run=run, ancestors=ancestors)
             ends = (origin, self._handle)
-            return mirror(*ends, wanted, options, threads, dry_run=dry_run, progress=progress)
+            return mirror(*ends, wanted, options, self._threads, dry_run=dry_run, progress=progress)
 
     def mirror(
         self,
@@ -305,9 +308,9 @@ class Maintenance:
         """
         return self.push(to, force=True, create=True, storage=storage, progress=progress)
 
-    def reindex(self) -> Reindexed:
+    def reindex(self, *, progress: Progress = silent) -> Reindexed:
         """Rebuild this host's catalog and chunk index from log and packs."""
-        return reindex(self._handle)
+        return reindex(self._handle, progress=progress)
 
     def doctor(self) -> tuple[Check, ...]:
         """Test the storage, and check whether the next commit fits."""

@@ -12,14 +12,14 @@ from ckptstore.core.model import Box
 from ckptstore.core.options import Ranks
 from ckptstore.core.text import bytes_text, selector
 from ckptstore.distributed.gloo import collective_of
-from ckptstore.distributed.rank_view import RankView, own_trees, tree_of_rank
 from ckptstore.distributed.restore import (
-    Broadcast,
-    Common,
-    SharedVerification,
+    RankView,
     check_loaders,
+    own_trees,
     restore_together,
+    tree_of_rank,
 )
+from ckptstore.distributed.shared_reads import Broadcast, SharedVerification, Sharing
 from ckptstore.errors import InvalidInput
 from ckptstore.objects.documents import Layout
 from ckptstore.restore.mmap import Unmappable
@@ -224,8 +224,8 @@ class Snapshot:
         )
         begin = partial(self._begin_restore, app_state, view, options)
         if peers:
-            common = partial(self._common, ranks.broadcast)
-            operation = restore_together(peers, self.id, begin, common)
+            sharing = partial(self._sharing, ranks.broadcast)
+            operation = restore_together(peers, self.id, begin, sharing)
         else:
             operation = begin()
             operation.read()
@@ -242,7 +242,7 @@ class Snapshot:
         own = own_trees(self._trees, view, strict=options.strict)
         return RestoreOperation(self._reader, self.id, own, app_state, options)
 
-    def _common(self, broadcast: bool | None, operation: RestoreOperation) -> Common:
+    def _sharing(self, broadcast: bool | None, operation: RestoreOperation) -> Sharing:
         """How ranks share the reading: one reads and sends, or each reads and verifies a part."""
         sends = self._reader.remote if broadcast is None else broadcast
         ids = b"".join(c.ids for tree in self._trees.values() for c in tree.contents)

@@ -5,7 +5,7 @@ Maintenance is in `maintenance_api`, opening in `open_store`.
 
 import logging
 import signal
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +24,9 @@ from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import agreed, on_all
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.internals import PendingCommit, StoreInternals, flats_of
-from ckptstore.log.state import Resolved, newest_first
-from ckptstore.maintenance.mirror.tiers import Tier
+from ckptstore.log.state import Resolved, newest_first, resolved
 from ckptstore.maintenance.retention import remove_tag, set_tag
+from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, through_pointers
 from ckptstore.repository.store_handle import StoreHandle
@@ -60,7 +60,9 @@ class Store(Maintenance):
         tier: Tier | None = None,
         background: Async | None = None,
     ) -> None:
-        super().__init__(handle, settings, tier)
+        self._internals = StoreInternals(handle, settings, tier)
+        super().__init__(handle, self._internals.threads, settings.run)
+        self.run = settings.run
         self._tier, self._background = tier, background or Async()
         self.skipped: tuple[Skipped, ...] = ()
 
@@ -210,7 +212,8 @@ class Store(Maintenance):
     @property
     def worker_pid(self) -> int | None:
         """Id of the worker process of `executor="process"`; None while there is none."""
-        return self._internals.runtime.worker_pid
+        worker = self._internals.worker
+        return worker.pid if worker else None
 
     @contextmanager
     def committing(self) -> Iterator[None]:
@@ -287,15 +290,10 @@ class Store(Maintenance):
         self, restore: Callable[[Snapshot], object], peers: Collective | None
     ) -> Snapshot | None:
         skipped: list[Skipped] = []
-        for reader, info in (
-            [(None, info) for info in self._candidates(peers)] if peers else self._newest_first()
-        ):
+        for reader, info in self._candidates(peers):
+            look = partial(self._snapshot, info, reader)
             try:
-                snapshot = (
-                    on_all(peers, partial(self._snapshot, info))
-                    if peers
-                    else self._snapshot(info, reader)
-                )
+                snapshot = on_all(peers, look) if peers else look()
                 restore(snapshot)
             except (Corrupt, NotFound) as error:
                 skipped.append(Skipped(info.id, info.step, str(error)))
@@ -331,7 +329,7 @@ class Store(Maintenance):
 
     def tag(self, name: str, ref: AnyRef = "latest") -> None:
         """Set tag `name` to the commit `ref`. An existing tag moves."""
-        set_tag(self._handle, self._internals.runtime.reader, check_tag(name), self._resolve(ref))
+        set_tag(self._handle, self._internals.reader, check_tag(name), self._resolve(ref))
         self._internals.wake_tier()
 
     def untag(self, name: str) -> None:
@@ -359,14 +357,19 @@ class Store(Maintenance):
     def _resolve(self, ref: AnyRef) -> Resolved:
         return find_commit(self._handle, ref, self.run)
 
-    def _candidates(self, peers: Collective) -> list[Resolved]:
-        """Commits of this run, newest first, as the coordinator lists them."""
-        found = list(newest_first(self._handle.log.replay(), self.run))
-        wanted = agreed(peers, [info.id for info in found])
-        if any(commit not in {info.id for info in found} for commit in wanted):
-            found = list(newest_first(self._handle.log.replay(refresh=True), self.run))
-        known = {info.id: info for info in found}
-        return [known[commit] for commit in wanted]
+    def _candidates(self, peers: Collective | None) -> Iterable[tuple[Reader | None, Resolved]]:
+        """Commits of this run, newest first, each with a reader if only the mirror has it; with
+        `peers`, as the coordinator lists them."""
+        log = self._handle.log
+        state = log.replay()
+        if self._tier and not peers:
+            return self._tier.newest_first(self.run, state)
+        found = newest_first(state, self.run)
+        if peers:
+            wanted = agreed(peers, [info.id for info in found])
+            state = log.replay(refresh=any(commit not in state.commits for commit in wanted))
+            found = [resolved(state, commit) for commit in wanted]
+        return [(None, info) for info in found]
 
     def _find(self, ref: str | int) -> tuple[Reader | None, Resolved]:
         """The commit of `ref`, with a reader if only the mirror has it. `latest` is the newest of
@@ -381,16 +384,8 @@ class Store(Maintenance):
                 return there
             raise
 
-    def _newest_first(self) -> list[tuple[Reader | None, Resolved]]:
-        state = self._handle.log.replay()
-        return (
-            self._tier.newest_first(self.run, state)
-            if self._tier
-            else [(None, info) for info in newest_first(state, self.run)]
-        )
-
     def _snapshot(self, info: Resolved, reader: Reader | None = None) -> Snapshot:
-        document = (reader or self._internals.runtime.reader).document(info.session, info.id)
+        document = (reader or self._internals.reader).document(info.session, info.id)
         return self._internals.snapshot_of(info.id, document, info.tags, reader=reader)
 
 

@@ -27,7 +27,7 @@ SEED = int(
 )  # set: the workers of pytest-xdist draw the same
 
 TOGETHER = {
-    "ranks": ("tests/distributed/", "tests/interop/chunk_transfer/test_replicas.py"),
+    "ranks": ("tests/distributed/", "tests/interop/torchft/test_replicas.py"),
     "nursery": (
         "tests/crash/",
         "tests/faults/",

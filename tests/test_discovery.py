@@ -16,7 +16,7 @@ import torch
 
 import ckptstore
 from ckptstore import InvalidInput
-from ckptstore.cli.exits import Exit
+from ckptstore.cli.call import Exit
 from ckptstore.interop.torchsnapshot import Snapshot, StateDict
 from tests.cli.running import call, run
 

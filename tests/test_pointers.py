@@ -10,7 +10,7 @@ import torch
 
 import ckptstore
 from ckptstore import Conflict, InvalidInput, NotFound
-from ckptstore.cli.exits import Exit
+from ckptstore.cli.call import Exit
 from ckptstore.core.ids import CommitId
 from ckptstore.objects.pointer_files import POINTER_BYTES_MAX, Pointer, read_pointer, write_pointer
 from tests.cli.running import call

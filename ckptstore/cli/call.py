@@ -1,26 +1,55 @@
-"""One run of a command: its arguments, the store that it opens, and its answer."""
+"""One run of a command: its arguments, the store that it opens, its answer and its exit code."""
 
 import os
+import sqlite3
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptstore.cli.exits import Exit, NoStore, UnusableStore
 from ckptstore.cli.screen import Part, Screen
 from ckptstore.core.discovery import distrust, search
 from ckptstore.core.ids import CONFIG_KEY
-from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.errors import Busy, CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
 from ckptstore.repository.resolve_ref import is_path
 from ckptstore.repository.store_handle import StoreHandle
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.check.offline_store import OfflineStore
+    from ckptstore.repository.thread_pool import ThreadPool
 
 VARIABLE = "CKPTSTORE"
+
+
+class Exit(IntEnum):
+    """Exit codes; scripts may rely on them."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    DAMAGED = 3
+    NO_STORE = 10
+    BUSY = 11
+    INTERRUPTED = 130
+
+
+class UsageError(CkptStoreError):
+    """The command line cannot be understood. `command` is the part of it whose `--help` helps."""
+
+    def __init__(self, message: str, command: str = "ckptstore") -> None:
+        super().__init__(f"{message}; see `{command} --help`")
+
+
+class NoStore(NotFound):
+    """No store at the place that the command line names, or no place."""
+
+
+class UnusableStore(CkptStoreError):
+    """The place of the store holds something else, or a store of a newer format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +96,12 @@ class Call:
             store = self.stack.enter_context(open_offline_store(place, index=self.args.index))
         self.url = store.storage.url
         return store
+
+    def threads(self, count: int = 1) -> "ThreadPool":
+        """Threads for the rest of the call."""
+        from ckptstore.repository.thread_pool import ThreadPool
+
+        return self.stack.enter_context(closing(ThreadPool(count)))
 
     def place(self) -> str:
         """The path or URL of the store: `-s`, else `$CKPTSTORE`, else the nearest enclosing
@@ -116,3 +151,29 @@ def _advice(directory: Path) -> str:
     if below:
         return f"there is one in {' and in '.join(below[:3])}: name it with -s {below[0]}"
     return f"name one with -s or ${VARIABLE}, or make one with `ckptstore init PATH`"
+
+
+def exit_of(error: BaseException) -> Exit:
+    """The exit code for an error that ended a command."""
+    match error:
+        case UsageError() | InvalidInput():
+            return Exit.USAGE
+        case NoStore():
+            return Exit.NO_STORE
+        case Corrupt():
+            return Exit.DAMAGED
+        case KeyboardInterrupt():
+            return Exit.INTERRUPTED
+    return Exit.BUSY if _busy(error) else Exit.FAILED
+
+
+def _busy(error: BaseException) -> bool:
+    """Whether others kept changing or locking the store, so that the command may be repeated."""
+    from ckptstore.log.log import Refused
+
+    cause = error.__cause__ or error
+    locked = getattr(cause, "sqlite_errorcode", 0) & 0xFF in (
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+    )
+    return locked or isinstance(error, Refused | Busy)

@@ -1,6 +1,6 @@
 """Every command with its options, as data; the modules that run them are imported when needed."""
 
-from ckptstore.cli.options import (
+from ckptstore.cli.parser import (
     Command,
     Option,
     Options,
@@ -152,7 +152,7 @@ COMMANDS = (
     ),
     Command(
         "tag",
-        "tag.tag",
+        "log.tag",
         "list, set or remove tags",
         (
             Option("name", "NAME", "the tag to set or move", nargs="?"),
@@ -171,7 +171,7 @@ COMMANDS = (
     ),
     Command(
         "stats",
-        "stats.stats",
+        "show.stats",
         "show the size of the store and its largest commits",
         (
             Option(
@@ -221,7 +221,7 @@ COMMANDS = (
     ),
     Command(
         "undelete",
-        "maintain.undelete_commits",
+        "maintain.undelete",
         "restore forgotten commits",
         (Option("refs", "REF", "ids of forgotten commits, or prefixes of ids", nargs="+"),),
     ),
@@ -286,10 +286,10 @@ COMMANDS = (
         "Replaced objects\ngo to quarantine/ in the store. Commits that stay damaged are named. "
         "Readers and writers may continue.",
     ),
-    Command("reindex", "maintain.reindex_store", "rebuild this host's catalog and chunk index"),
+    Command("reindex", "maintain.reindex", "rebuild this host's catalog and chunk index"),
     Command(
         "doctor",
-        "maintain.doctor_store",
+        "maintain.doctor",
         "test the storage, and check the space for the next commit",
     ),
     Command(

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptstore.cli.call import Call
+from ckptstore.cli.screen import fields_of
+from ckptstore.core.config import StoreConfig
 from ckptstore.core.geometry import nbytes_of
 from ckptstore.core.ids import CommitId, parse_chunk_id
 from ckptstore.core.model import CommitInfo, Schema
 from ckptstore.core.tables import ID_DIGITS
-from ckptstore.core.text import exact_text
+from ckptstore.core.text import bytes_text, exact_text
 from ckptstore.index.queries import LeafInfo, Queries
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.store_handle import StoreHandle
@@ -37,6 +39,10 @@ def commit_text(info: CommitInfo) -> str:
     return short(info.id) if info.step is None else f"{short(info.id)} (step {info.step})"
 
 
+def config_text(config: StoreConfig) -> str:
+    return f"chunks of {bytes_text(config.chunk_bytes)}, codec {config.codec}"
+
+
 def first_line(message: str) -> str:
     """The part of a message that a table shows."""
     line, _, more = message.strip().partition("\n")
@@ -46,22 +52,12 @@ def first_line(message: str) -> str:
 def commit_document(info: CommitInfo) -> dict[str, Any]:
     """One commit in JSON documents (docs/cli.md)."""
     return {
-        "id": info.id,
-        "content": info.content,
+        **fields_of(info, "id", "content"),
         "entry": info.n,
-        "session": info.session,
-        "run": info.run,
-        "step": info.step,
-        "message": info.message,
+        **fields_of(info, "session", "run", "step", "message"),
         "time": exact_text(info.time_ns),
-        "time_ns": info.time_ns,
-        "parents": info.parents,
-        "metrics": info.metrics,
-        "tags": info.tags,
-        "logical_bytes": info.logical_bytes,
-        "new_bytes": info.new_bytes,
-        "leaves": info.leaves,
-        "forgotten": info.forgotten,
+        **fields_of(info, "time_ns", "parents", "metrics", "tags", "logical_bytes", "new_bytes"),
+        **fields_of(info, "leaves", "forgotten"),
     }
 
 
@@ -100,12 +96,9 @@ def tensor_bytes(leaf: LeafInfo) -> int | None:
 
 def reader_of(call: Call, store: StoreHandle) -> "Reader":
     """A reader of commits, for the rest of the call."""
-    from ckptstore.repository.thread_pool import ThreadPool
     from ckptstore.restore.reader import Reader
 
-    threads = ThreadPool(1)
-    call.stack.callback(threads.close)
-    return Reader(store.config, store.objects, threads)
+    return Reader(store.config, store.objects, call.threads())
 
 
 def trees_of(reader: "Reader", info: CommitInfo) -> dict[str, "Tree"]:

@@ -12,7 +12,7 @@ from ckptstore.cli.commits import (
     reader_of,
     trees_of,
 )
-from ckptstore.cli.screen import Hint, Part
+from ckptstore.cli.screen import Hint, Part, columns, fields_of
 from ckptstore.core.tables import Column, Table
 from ckptstore.repository.resolve_ref import find_id
 from ckptstore.restore.diff import MARKS, SIZES, Difference, LeafChange, compare, sizes
@@ -31,34 +31,25 @@ def diff(call: Call) -> Answer:
     found = compare(before, after)
     page: list[Part] = [Hint(f"from {commit_text(old)} to {commit_text(new)}")]
     if call.args.stat:
-        page.append(_stat(found, before, after))
+        page.append(_stat(before, after))
     elif found.changes:
         page.append(_folded(found) if is_folded(call, len(found.changes)) else found.table())
     page.append(found.summary)
     document = {
         "before": commit_document(old),
         "after": commit_document(new),
-        "unchanged": found.unchanged,
-        "changed_bytes": found.changed_bytes,
-        "changes": found.changes,
+        **fields_of(found, "unchanged", "changed_bytes", "changes"),
     }
     return Answer(document, page)
 
 
 def _folded(found: Difference) -> Table:
-    columns = (
-        Column(""),
-        Column("leaves", "count"),
-        Column("path", fit="wrap"),
-        Column("what", fit="wrap"),
-        *SIZES,
-    )
     groups = fold(found.changes, lambda change: (change.path, (change.change, *_dtypes(change))))
     rows = [
         (MARKS[group[0].change], len(group), pattern, _what(group), *sizes(group))
         for pattern, group in groups
     ]
-    return Table(columns, rows)
+    return Table((*columns("", "leaves", "path", "what"), *SIZES), rows)
 
 
 def _dtypes(change: LeafChange) -> Iterator[str]:
@@ -75,20 +66,15 @@ def _what(group: Sequence[LeafChange]) -> str:
     return f"{' → '.join(dict.fromkeys(_dtypes(group[0])))}, {len(texts)} shapes"
 
 
-def _stat(found: Difference, before: Mapping[str, "Tree"], after: Mapping[str, "Tree"]) -> Table:
+def _stat(before: Mapping[str, "Tree"], after: Mapping[str, "Tree"]) -> Table:
     """Sums per key."""
-    names = ("added", "removed", "changed", "unchanged")
-    columns = (Column("key"), *(Column(name, "count") for name in names))
+    counts = (Column(name, "count") for name in (*MARKS, "unchanged"))
     rows = []
     for key in dict.fromkeys((*after, *before)):
-        trees = [trees[key] for trees in (before, after) if key in trees]
-        here = [c for c in found.changes if any(c.path in tree.numbers for tree in trees)]
-        kinds = [change.change for change in here]
-        counts = [kinds.count(kind) for kind in MARKS]
-        tree = after.get(key)
-        unchanged = len(tree.schema) - counts[0] - counts[2] if tree else 0
-        aliases = tree.schema.aliases if tree else ()
-        total = sum(tree.raw_bytes(i) for i, alias in enumerate(aliases) if tree and alias < 0)
-        changed = sizes([change for change in here if change.change != "removed"])[0]
-        rows.append((key, *counts, unchanged, changed, total))
-    return Table((*columns, Column("changed bytes", "bytes"), Column("of", "bytes")), rows)
+        old, new = ({key: trees[key]} if key in trees else {} for trees in (before, after))
+        found, everything = compare(old, new), compare({}, new).changes
+        kinds = [change.change for change in found.changes]
+        left = [change for change in found.changes if change.after]
+        changed, total = sizes(left)[0], sizes(everything)[1]
+        rows.append((key, *map(kinds.count, MARKS), found.unchanged, changed, total))
+    return Table((*columns("key"), *counts, Column("changed bytes", "bytes"), SIZES[1]), rows)

@@ -1,25 +1,31 @@
-"""`ckptstore log`: commits, newest first, with their lineage."""
+"""`ckptstore log` and `tag`: commits with their lineage, newest first, and their tags."""
 
 import math
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from graphlib import TopologicalSorter
 
-from ckptstore.cli import lineage
-from ckptstore.cli.call import Answer, Call
-from ckptstore.cli.commits import commit_document, first_line
-from ckptstore.cli.exits import UsageError
-from ckptstore.cli.options import parse_best, parse_moment
-from ckptstore.cli.screen import Hint, Part
+from ckptstore.cli.call import Answer, Call, UsageError
+from ckptstore.cli.commits import commit_document, commit_text, first_line, reader_of, short
+from ckptstore.cli.parser import parse_best, parse_moment
+from ckptstore.cli.screen import Hint, Part, columns
+from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.core.model import CommitInfo
-from ckptstore.core.tables import BLUE, TAG, Column, Table
+from ckptstore.core.tables import BLUE, Column, Table
 from ckptstore.core.text import count_text, near
 from ckptstore.errors import NotFound
+from ckptstore.repository.resolve_ref import find_id
+from ckptstore.repository.store_handle import StoreHandle
 
 SHOWN_ON_A_TERMINAL = 50
 METRIC_COLUMNS = 3
+
+_LANES = " ───│╭╮┬│╰╯┴│├┤┼"
+"""A lane by the directions in which lines leave it: up 8, down 4, left 2, right 1."""
 
 
 def log(call: Call) -> Answer:
@@ -85,20 +91,14 @@ def _table(
     call: Call, commits: Sequence[CommitInfo], known: Sequence[CommitInfo], *, several: bool
 ) -> Table:
     metrics = call.args.metric or _frequent_metrics(commits)
-    columns = (
+    chosen = (
         Column("", style=BLUE),
-        Column("commit", "id"),
-        Column("step", "step"),
-        Column("run"),
-        Column("tags", fit="cut", style=TAG),
-        Column("time", "time"),
-        Column("logical", "bytes", spare=True),
-        Column("new", "bytes"),
+        *columns("commit", "step", "run", "tags", "time", "logical", "new"),
         *(
             Column(name, "metric", spare=i > 0 and not call.args.metric)
             for i, name in enumerate(metrics)
         ),
-        Column("message", fit="cut"),
+        *columns("message"),
     )
     rows = [
         (
@@ -115,7 +115,7 @@ def _table(
         )
         for line, info in zip(_graph(call, commits, known), commits, strict=True)
     ]
-    return Table(columns, rows).without_empty("", "step", "run", "tags", "message")
+    return Table(chosen, rows).without_empty("", "step", "run", "tags", "message")
 
 
 def _graph(
@@ -125,7 +125,7 @@ def _graph(
     wanted = call.args.graph
     if wanted or (wanted is None and call.screen.terminal and not call.args.sort):
         parents = {info.id: info.parents for info in known}
-        lines = lineage.draw(lineage.shown([info.id for info in commits], parents))
+        lines = draw(shown([info.id for info in commits], parents))
         if wanted or any(len(line) > 1 for line in lines):
             return lines
     return [None] * len(commits)
@@ -159,3 +159,140 @@ def _frequent_metrics(commits: Sequence[CommitInfo]) -> list[str]:
 
 def _metrics(commits: Sequence[CommitInfo]) -> Iterator[str]:
     return (name for info in commits for name in info.metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A commit to draw. `parents` are among the commits drawn; `cut` says that it has others, which
+    are not."""
+
+    id: CommitId
+    parents: tuple[CommitId, ...]
+    cut: bool = False
+
+
+def shown(order: Sequence[CommitId], parents: Mapping[CommitId, Sequence[CommitId]]) -> list[Node]:
+    """The commits of `order` as nodes. A parent that is not among them is replaced by its nearest
+    ancestors that are.
+
+    `parents` may know more commits than `order` has, in any order.
+    """
+    drawn = frozenset(order)
+    nearest: dict[CommitId, tuple[CommitId, ...]] = {}
+    for commit in TopologicalSorter(parents).static_order():
+        found = (
+            near
+            for parent in parents.get(commit, ())
+            for near in ((parent,) if parent in drawn else nearest[parent])
+        )
+        nearest[commit] = tuple(dict.fromkeys(found))
+    return [
+        Node(commit, nearest[commit], cut=bool(parents.get(commit)) and not nearest[commit])
+        for commit in order
+    ]
+
+
+def draw(nodes: Sequence[Node]) -> list[str]:
+    """The lineage beside a log, newest first. One line per node: `●` a commit, `○` one whose
+    parents are not drawn.
+
+    A lane is a column with a line down to a commit that follows. A commit takes the leftmost lane
+    that leads to it, and the other such lanes end there (`╯`). Its second and later parents open
+    lanes (`╮`) or join the lanes that lead to them (`├`, `┤`).
+    """
+    lanes: list[CommitId | None] = []
+    return [_line(node, lanes) for node in nodes]
+
+
+def _line(node: Node, lanes: list[CommitId | None]) -> str:
+    """Draw `node` and move `lanes` on below it."""
+    above = [wanted is not None for wanted in lanes]
+    arriving = [i for i, wanted in enumerate(lanes) if wanted == node.id]
+    here = arriving[0] if arriving else _free(lanes)
+    for i in arriving:
+        lanes[i] = None
+    lanes[here] = node.parents[0] if node.parents else None
+    ends = {here, *arriving}
+    for parent in node.parents[1:]:
+        ends.add(lanes.index(parent) if parent in lanes else _open(lanes, parent, here))
+    above += [False] * (len(lanes) - len(above))
+    line = ""
+    for i, wanted in enumerate(lanes):
+        left, right = min(ends) < i <= max(ends), min(ends) <= i < max(ends)
+        lane = _LANES[8 * above[i] + 4 * (wanted is not None) + 2 * left + right]
+        line += ("○" if node.cut else "●") if i == here else lane
+        line += "─" if right else " "
+    while lanes and lanes[-1] is None:
+        lanes.pop()
+    return line.rstrip()
+
+
+def _free(lanes: list[CommitId | None]) -> int:
+    if None in lanes:
+        return lanes.index(None)
+    lanes.append(None)
+    return len(lanes) - 1
+
+
+def _open(lanes: list[CommitId | None], parent: CommitId, here: int) -> int:
+    """A lane to the right of `here` that leads to `parent`."""
+    for i in range(here + 1, len(lanes)):
+        if lanes[i] is None:
+            lanes[i] = parent
+            return i
+    lanes.append(parent)
+    return len(lanes) - 1
+
+
+def tag(call: Call) -> Answer:
+    args = call.args
+    if args.delete and args.name:
+        raise UsageError("-d removes tags and takes no other arguments", "ckptstore tag")
+    store = call.open(*filter(None, [args.ref]))
+    if args.delete:
+        return _remove(store, dict.fromkeys(args.delete))
+    if args.name:
+        return _set(call, store, check_tag(args.name))
+    queries = store.queries()
+    tags = queries.tags()
+    document = {"tags": tags}
+    if args.names or not tags:
+        hint = Hint("no tags: `ckptstore tag NAME REF` sets one")
+        return Answer(document, [found.name for found in tags] or [hint])
+    infos = queries.commits([found.commit for found in tags])
+    rows = [
+        (found.name, info.id, info.step, info.run, info.time_ns, first_line(info.message))
+        for found, info in zip(tags, infos, strict=True)
+    ]
+    table = Table(columns("tag", "commit", "step", "run", "time", "message"), rows)
+    return Answer(document, [table])
+
+
+def _set(call: Call, store: StoreHandle, name: str) -> Answer:
+    from ckptstore.maintenance.retention import set_tag
+
+    queries = store.queries()
+    info = queries.commit(find_id(queries, call.args.ref or "latest", call.args.run))
+    before = next((found.commit for found in queries.tags() if found.name == name), None)
+    set_tag(store, reader_of(call, store), name, info)
+    was = f", was {short(before)}" if before and before != info.id else ""
+    line = f"{name} is {commit_text(info)} of run {info.run}{was}"
+    return Answer({"tag": name, "commit": info.id, "previous": before}, [line])
+
+
+def _remove(store: StoreHandle, names: dict[str, None]) -> Answer:
+    from ckptstore.maintenance.retention import remove_tag
+
+    store.check_writable()
+    there = {tag.name: tag.commit for tag in store.queries().tags()}
+    for name in names:
+        if name not in there:
+            raise NotFound(
+                f"no tag {name!r}{near(name, there)}; nothing was removed, `ckptstore tag` lists "
+                "the tags"
+            )
+    for name in names:
+        remove_tag(store, name)
+    removed = {name: there[name] for name in names}
+    lines = [f"removed {name}, was {short(commit)}" for name, commit in removed.items()]
+    return Answer({"removed": removed}, lines)

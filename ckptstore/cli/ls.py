@@ -15,10 +15,10 @@ from ckptstore.cli.commits import (
     tensor_bytes,
     trees_of,
 )
-from ckptstore.cli.screen import Hint, Part
+from ckptstore.cli.screen import Hint, Part, columns
 from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId
 from ckptstore.core.model import CommitInfo, Shape
-from ckptstore.core.tables import CYAN, Column, Table
+from ckptstore.core.tables import Table
 from ckptstore.core.text import bytes_text, count_text, near, selector
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.index.queries import Queries
@@ -122,22 +122,13 @@ def _with_content(
 
 def _table(rows: Sequence[Row], *, folded: bool, long: bool) -> Table:
     """One line per leaf, or per group of leaves that differ only in the numbers of their paths."""
-    columns = (
-        Column("leaves", "count"),
-        Column("path", fit="wrap"),
-        Column("dtype", style=CYAN),
-        Column("shape"),
-        Column("bytes", "bytes"),
-        Column("chunks", "count"),
-        Column("value", fit="cut"),
-        Column("same memory as", fit="wrap"),
-    )
+    names = ("leaves", "path", "dtype", "shape", "bytes", "chunks", "value", "same memory as")
     groups = [(row.path, [row]) for row in rows]
     if folded:
         groups = fold(rows, lambda row: (row.path, (row.kind, row.dtype, row.alias_of is None)))
     cells = [(len(group), path, *_cells(group)) for path, group in groups]
     hidden = [*([] if folded else ["leaves"]), *([] if long and not folded else _LONG)]
-    return Table(columns, cells).without(*hidden).without_empty("same memory as")
+    return Table(columns(*names), cells).without(*hidden).without_empty("same memory as")
 
 
 def _cells(rows: Sequence[Row]) -> tuple[object, ...]:

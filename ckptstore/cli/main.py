@@ -7,8 +7,8 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from ckptstore.cli.call import Answer, Call
-from ckptstore.cli.exits import Exit, exit_of
+from ckptstore.cli.call import Answer, Call, Exit, exit_of
+from ckptstore.cli.commands import COMMANDS
 from ckptstore.cli.parser import build, parse
 from ckptstore.cli.screen import Screen
 from ckptstore.core.tables import printable
@@ -42,16 +42,11 @@ def _run(words: Sequence[str]) -> int:
         # A name that is not Unicode is printed with escapes.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        args = parse(words)
-    except SystemExit:  # --help has printed the help
-        return Exit.OK
-    if args.version:
-        import ckptstore
-
-        print(f"ckptstore {ckptstore.__version__}")
+        args = parse(COMMANDS, words)
+    except SystemExit:  # --help or --version has printed its answer
         return Exit.OK
     if args.command is None:
-        build().print_help()
+        build(COMMANDS).print_help()
         return Exit.USAGE
     _log_to_stderr(debug=args.debug)
     module, _, name = args.run_command.partition(".")

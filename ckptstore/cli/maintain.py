@@ -2,30 +2,27 @@
 a store."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, fields
 
-from ckptstore.cli.call import Answer, Call
+from ckptstore.cli.call import Answer, Call, Exit, UsageError
 from ckptstore.cli.commits import commit_text
-from ckptstore.cli.exits import Exit, UsageError
-from ckptstore.cli.options import parse_best, parse_moment
-from ckptstore.cli.screen import Hint, Part
-from ckptstore.core.tables import Column, Table
+from ckptstore.cli.parser import parse_best, parse_moment
+from ckptstore.cli.screen import Hint, Part, columns, fields_of
+from ckptstore.core.tables import Table
 from ckptstore.core.text import SECOND_NS, count_text
-from ckptstore.maintenance.check.fsck import fsck
-from ckptstore.maintenance.check.indexes import reindex
-from ckptstore.maintenance.check.report import (
+from ckptstore.maintenance.check import (
     Finding,
     Report,
     Severity,
     parse_level,
     parse_share,
 )
-from ckptstore.maintenance.doctor import Verdict, doctor
-from ckptstore.maintenance.gc.collect import GcOptions, collect
+from ckptstore.maintenance.check.fsck import fsck
+from ckptstore.maintenance.doctor import Verdict
 from ckptstore.maintenance.gc.plan import GcPlan
-from ckptstore.maintenance.gc.session_monitor import activities
-from ckptstore.maintenance.repair.repair import repair
+from ckptstore.maintenance.repair import repair
 from ckptstore.maintenance.retention import (
     KeepBest,
     KeepEverySteps,
@@ -34,36 +31,25 @@ from ckptstore.maintenance.retention import (
     KeepWithin,
     Period,
     Policy,
-    forget_by_policy,
-    forget_commits,
-    undelete,
 )
+from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.resolve_ref import find_id
 from ckptstore.storage.registry import open_storage
 
 PERIODS: tuple[Period, ...] = ("hourly", "daily", "weekly", "monthly")
 
 
+def _store(call: Call, refs: Sequence[str] = (), run: str | None = None) -> Maintenance:
+    return Maintenance(call.open(*refs), call.threads(), run)
+
+
 def forget(call: Call) -> Answer:
     args = call.args
-    policies = _policies(args)
-    if policies and args.refs:
-        raise UsageError(
-            "--keep options name commits to keep, REFs commits to forget: give one or the other",
-            "ckptstore forget",
-        )
-    store = call.open(*args.refs)
-    if not args.dry_run:
-        store.check_writable()
-    if args.refs:
-        queries = store.queries()
-        refs = [find_id(queries, ref, args.run) for ref in args.refs]
-        plan = forget_commits(store, refs, dry_run=args.dry_run)
-    else:
-        plan = forget_by_policy(store, policies, run=args.run, dry_run=args.dry_run)
+    wanted = [*_policies(args), *args.refs]
+    store = _store(call, args.refs, args.run)
+    plan = store.forget(wanted, all_runs=args.run is None, dry_run=args.dry_run)
     page: list[Part] = [plan.table(), plan.summary] if plan.decisions else [plan.summary]
     if not args.dry_run:
-        store.follow()
         page.append(f"forgot {count_text(len(plan.forgotten), 'commit')}")
         if plan.forgotten:
             page.append(
@@ -72,15 +58,14 @@ def forget(call: Call) -> Answer:
     commits = [
         {
             "commit": commit,
-            "run": row.run,
-            "step": row.step,
+            **fields_of(row, "run", "step"),
             "kept": bool(reasons),
             "reasons": reasons,
         }
         for commit, row, reasons in plan.decisions
     ]
-    document = {"entry": plan.n, "reason": plan.reason, "commits": commits}
-    return Answer({"dry_run": args.dry_run, **document}, page)
+    document = {"dry_run": args.dry_run, "entry": plan.n, "reason": plan.reason}
+    return Answer({**document, "commits": commits}, page)
 
 
 def _policies(args: Namespace) -> list[Policy]:
@@ -113,29 +98,30 @@ def _policies(args: Namespace) -> list[Policy]:
     return policies
 
 
-def undelete_commits(call: Call) -> Answer:
-    store = call.open(*call.args.refs)
-    store.check_writable()
-    queries = store.queries()
+def undelete(call: Call) -> Answer:
+    handle = call.open(*call.args.refs)
+    Maintenance(handle, call.threads()).undelete(call.args.refs)
+    queries = handle.queries()
     infos = [queries.commit(find_id(queries, ref, None)) for ref in call.args.refs]
-    undelete(store, [info.id for info in infos])
-    store.follow()
     lines = [f"{commit_text(info)} of run {info.run} is restored" for info in infos]
     return Answer({"undeleted": [info.id for info in infos]}, lines)
 
 
 def gc(call: Call) -> Answer:
     args = call.args
-    store = call.open()
+    store = _store(call)
     with call.screen.progress() as shown:
-        options = GcOptions(args.max_unused, args.max_repack, args.force)
-        report = collect(store, options, dry_run=args.dry_run, progress=shown)
+        report = store.gc(
+            dry_run=args.dry_run,
+            max_unused=args.max_unused,
+            max_repack_bytes=args.max_repack,
+            force=args.force,
+            progress=shown,
+        )
     document = {"dry_run": args.dry_run, "plan": _plan_document(report.plan)}
     if not args.dry_run:
-        store.follow()
         names = [field.name for field in fields(report) if field.name not in ("plan", "dry_run")]
-        done = {name: getattr(report, name) for name in names}
-        document["done"] = done | {"stopped": report.stopped or None}
+        document["done"] = fields_of(report, *names) | {"stopped": report.stopped or None}
     damaged = report.plan.missing or report.plan.unreadable or report.damaged
     code = Exit.DAMAGED if damaged else Exit.OK
     return Answer(document, [report], report.problems, code)
@@ -147,57 +133,39 @@ def _plan_document(plan: GcPlan) -> dict[str, object]:
         for p in plan.doomed
     ]
     copies = [
-        {"from": [s.id for s in c.sources], "bytes": c.bytes, "freed_bytes": c.freed_bytes}
+        {"from": [use.pack.id for use in c.sources], "bytes": c.bytes, "freed_bytes": c.freed_bytes}
         for c in plan.copies
     ]
     later = [
         {"sessions": sessions, "bytes": size} for sessions, size in plan.freed_later_bytes.items()
     ]
     return {
-        "mark": plan.mark,
-        "over": plan.over,
-        "purge": plan.purge,
+        **fields_of(plan, "mark", "over", "purge"),
         "packs": packs,
-        "orphans": [orphan._asdict() for orphan in plan.orphans],
+        "orphans": plan.orphans,
         "copies": copies,
-        "freed_now_bytes": plan.freed_now_bytes,
         "freed_later": later,
-        "copied_bytes": plan.copied_bytes,
         "missing_chunks": plan.missing,
-        "unreadable": plan.unreadable,
-        "full": plan.full,
+        **fields_of(plan, "freed_now_bytes", "copied_bytes", "unreadable", "full"),
     }
 
 
 def sessions(call: Call) -> Answer:
-    found = activities(call.open())
+    found = _store(call).sessions()
     documents = [
         {
             "session": each.info.id,
             "status": each.status,
-            "what": each.info.what,
-            "host": each.info.host,
-            "pid": each.info.pid,
-            "time_ns": each.info.time_ns,
+            **fields_of(each.info, "what", "host", "pid", "time_ns"),
             "still_s": each.still_s,
             "waiting_packs": each.packs,
             "waiting_bytes": each.bytes,
         }
         for each in found
     ]
-    columns = (
-        Column("session"),
-        Column("status"),
-        Column("what"),
-        Column("host"),
-        Column("pid", "step"),
-        Column("time", "time"),
-        Column("still", "seconds"),
-        Column("waiting packs", "count"),
-        Column("bytes", "bytes"),
-    )
+    names = ("session", "status", "what", "host", "pid", "time", "still", "waiting packs", "bytes")
     page = (
-        Table(columns, [[*each.values()] for each in documents])
+        Table(columns(*names), [[*each.values()] for each in documents])
         if found
         else Hint("no process writes")
     )
@@ -215,12 +183,8 @@ def fsck_store(call: Call) -> Answer:
         "damaged": report.damaged,
         "findings": _findings(report.findings),
         "damaged_commits": sorted(report.damaged_commits),
-        "entries": report.looked.entries,
-        "commits": report.looked.commits,
-        "packs": report.looked.packs,
-        "chunks": report.looked.chunks,
+        **fields_of(report.looked, "entries", "commits", "packs", "chunks", "stored_bytes"),
         "read_bytes": report.looked.data_bytes,
-        "stored_bytes": report.looked.stored_bytes,
     }
     return Answer(document, [report], code=_code(report))
 
@@ -259,10 +223,10 @@ def _code(report: Report) -> Exit:
     return Exit.OK if notes else Exit.DAMAGED
 
 
-def reindex_store(call: Call) -> Answer:
+def reindex(call: Call) -> Answer:
     store = call.open()
     with call.screen.progress() as shown:
-        done = reindex(store, progress=shown)
+        done = Maintenance(store, call.threads()).reindex(progress=shown)
     counts = f"{count_text(done.commits, 'commit')}, {count_text(done.packs, 'pack')}"
     lost = f"{count_text(done.unreadable, 'pack')} cannot be read; run `ckptstore fsck`"
     return Answer(
@@ -273,12 +237,12 @@ def reindex_store(call: Call) -> Answer:
     )
 
 
-def doctor_store(call: Call) -> Answer:
-    store = call.open()
+def doctor(call: Call) -> Answer:
+    store = _store(call)
     with call.screen.progress("testing the storage"):
-        checks = doctor(store)
-    columns = (Column("check"), Column("verdict"), Column("seen", fit="wrap"))
-    table = Table(columns, [(check.name, check.verdict, check.seen) for check in checks])
+        checks = store.doctor()
+    rows = [(check.name, check.verdict, check.seen) for check in checks]
+    table = Table(columns("check", "verdict", "seen"), rows)
     advice = [f"{check.name}: {check.next}" for check in checks if check.next]
     failed = any(check.verdict is Verdict.FAILED for check in checks)
     return Answer({"checks": checks}, [table, *advice], code=Exit.FAILED if failed else Exit.OK)

@@ -4,18 +4,16 @@ formats."""
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from ckptstore.cli.call import Answer, Call
+from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
 from ckptstore.cli.commits import short
-from ckptstore.cli.exits import Exit, NoStore, UsageError
-from ckptstore.cli.screen import to_json
+from ckptstore.cli.screen import fields_of, to_json
 from ckptstore.core.config import default_threads
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import NotFound
-from ckptstore.maintenance.mirror.mirror import MirrorOptions, mirror
-from ckptstore.maintenance.mirror.plan import choose, other_end
+from ckptstore.maintenance.mirror import MirrorOptions, mirror
+from ckptstore.maintenance.mirror_plan import choose, other_end
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.repository.thread_pool import ThreadPool
 
 
 def push(call: Call) -> Answer:
@@ -49,8 +47,7 @@ def _opened(call: Call, end: AbstractContextManager[StoreHandle], advice: str = 
 
 def _mirror(call: Call, source: StoreHandle, target: StoreHandle) -> Answer:
     args = call.args
-    threads = ThreadPool(default_threads())
-    call.stack.callback(threads.close)
+    threads = call.threads(default_threads())
     wanted = choose(source, args.refs, run=args.run, ancestors=args.ancestors)
     options = MirrorOptions(args.tags, args.force, args.verify)
     with call.screen.progress() as shown:
@@ -63,10 +60,7 @@ def _mirror(call: Call, source: StoreHandle, target: StoreHandle) -> Answer:
     document = {
         **ends,
         "plan": {**to_json(done.plan), "load": done.load},
-        "sent": done.sent,
-        "chunks": done.chunks,
-        "raw_bytes": done.raw_bytes,
-        "stored_bytes": done.stored_bytes,
+        **fields_of(done, "sent", "chunks", "raw_bytes", "stored_bytes"),
         "damaged": [{"commit": commit, "why": why} for commit, why in done.damaged],
     }
     return Answer(document, page, done.problems, code)
@@ -87,11 +81,7 @@ def import_files(call: Call) -> Answer:
     leaves = len(made.leaves())
     document = {
         "commit": made.id,
-        "run": made.run,
-        "step": made.step,
-        "tags": made.tags,
-        "logical_bytes": made.logical_bytes,
-        "new_bytes": made.new_bytes,
+        **fields_of(made, "run", "step", "tags", "logical_bytes", "new_bytes"),
         "leaves": leaves,
     }
     size = f"{bytes_text(made.logical_bytes)}, {bytes_text(made.new_bytes)} of them new"
@@ -138,11 +128,5 @@ def export_files(call: Call) -> Answer:
     page = [f"{short(found.id)} to {args.path} as {done.format}: {files}"]
     if done.left_out:
         page.append(f"{done.left_out} other leaves are not in it")
-    document = {
-        "commit": found.id,
-        "format": done.format,
-        "files": done.files,
-        "bytes": done.bytes,
-        "left_out": done.left_out,
-    }
-    return Answer(document, page)
+    written = fields_of(done, "format", "files", "bytes", "left_out")
+    return Answer({"commit": found.id, **written}, page)

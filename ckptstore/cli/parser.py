@@ -1,16 +1,24 @@
-"""Build the parser of the command line and parse its words."""
+"""Describe the command line as data, build its parser, and parse its words."""
 
 import argparse
 import difflib
 import re
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime, timedelta
+from typing import Any, NoReturn, TypeAlias
 
-from ckptstore.cli.commands import COMMANDS
-from ckptstore.cli.exits import UsageError
-from ckptstore.cli.options import Command, Option
+import ckptstore
+from ckptstore.cli.call import UsageError
+from ckptstore.core.text import SECOND_NS
+from ckptstore.errors import InvalidInput
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_SIZE = re.compile(r"([0-9]+) ?([KMGT]?)(?:iB|B)?", re.IGNORECASE)
+_SPAN = re.compile(r"([0-9]+) ?(s|min|m|h|d|w)(?: ago)?")
+_SPAN_S = {"s": 1, "min": 60, "m": 60, "h": 3_600, "d": 86_400, "w": 7 * 86_400}
+_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _INVALID_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<choices>.*)\)")
 
 _EPILOG = """\
@@ -20,6 +28,113 @@ or the path of a pointer file.
 
 The store is -s, else $CKPTSTORE, else the nearest enclosing directory that is a store.
 Exit codes: 0 ok, 1 failed, 2 usage, 3 partial or damaged, 10 no store, 11 busy, 130 interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option (`"-n --dry-run"`) or an operand (`"path"`); the fields are those of argparse's
+    `add_argument`. An option with a value is given once."""
+
+    names: str
+    metavar: str | tuple[str, ...] | None
+    help: str
+    type: Callable[[str], Any] | None = None
+    default: Any = None
+    dest: str | None = None
+    choices: Sequence[str] | None = None
+    nargs: str | None = None
+    const: Any = None
+    action: str | None = None
+
+    def add_to(self, parser: argparse._ActionsContainer) -> None:
+        settings = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        given = {name: setting for name, setting in settings.items() if setting is not None}
+        parser.add_argument(*self.names.split(), **given)
+
+
+Options: TypeAlias = tuple[Option | tuple[Option, ...], ...]
+"""What a command takes; the options of an inner tuple exclude each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """`run` is the function of this room that runs the command: `module.function`. `summary` is
+    for the list of commands, `description` for the command's own help."""
+
+    name: str
+    run: str
+    summary: str
+    options: Options = ()
+    description: str = ""
+
+
+def flag(
+    names: str, help: str, *, dest: str | None = None, means: bool = True, default: Any = False
+) -> Option:
+    """An option without a value."""
+    return Option(names, None, help, default=default, dest=dest, const=means, action="store_const")
+
+
+def several(
+    names: str,
+    metavar: str | tuple[str, ...],
+    help: str,
+    *,
+    action: str = "append",
+    nargs: str | None = None,
+    const: str | None = None,
+    dest: str | None = None,
+) -> Option:
+    """An option that may be repeated; its values are a list."""
+    help = f"{help}; may be repeated"
+    return Option(names, metavar, help, None, [], dest, None, nargs, const, action)
+
+
+def size(text: str) -> int:
+    if found := _SIZE.fullmatch(text):
+        return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[found[2].upper()]
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a size: wanted bytes, or KiB, MiB or GiB, such as 1MiB"
+    )
+
+
+def share(text: str) -> float:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
+    if found and float(found[1]) <= 100:
+        return float(found[1]) / 100
+    raise argparse.ArgumentTypeError(f"{text!r} is not a share: wanted a percentage such as 5%")
+
+
+def count(text: str) -> int:
+    if text.isascii() and text.isdigit():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a count: wanted a whole number, 0 or more")
+
+
+def parse_moment(text: str, now_ns: int, *, end: bool = False) -> int:
+    """The time that `text` says, in ns: a span before now (`90min`, `2h`, `3d`), or a date or time
+    in ISO 8601, local unless it has a zone.
+
+    A date alone is its first moment, or its last with `end`. Raises `InvalidInput`.
+    """
+    if span := _SPAN.fullmatch(text.strip()):
+        return now_ns - int(span[1]) * _SPAN_S[span[2]] * SECOND_NS
+    try:
+        moment = datetime.fromisoformat(text.strip()).astimezone()
+        if end and _DATE.fullmatch(text.strip()):
+            moment += timedelta(days=1, microseconds=-1)
+        return (moment - _EPOCH) // timedelta(microseconds=1) * 1_000
+    except (ValueError, OverflowError, OSError) as error:
+        raise InvalidInput(
+            f"{text!r} is not a time: wanted a span such as 90min, 2h, 3d, 1w, or a date or time "
+            "such as 2026-11-20T18:30"
+        ) from error
+
+
+def parse_best(text: str) -> tuple[str, bool]:
+    """`METRIC`, `METRIC:min` or `METRIC:max` as the metric and whether large is good."""
+    metric, _, order = text.rpartition(":")
+    return (metric, order == "max") if metric and order in ("min", "max") else (text, False)
 
 
 class Parser(ArgumentParser):
@@ -44,15 +159,10 @@ class Parser(ArgumentParser):
 
 
 class Once(argparse.Action):
-    """Store the value of an option, and refuse a second one.
+    """Store the value of an option, and refuse a second one. A parser with such options parses one
+    command line."""
 
-    Parsers whose options are the same to a user share `given`, the values given so far by
-    destination.
-    """
-
-    def __init__(self, *args: Any, given: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._given = {} if given is None else given
+    _given: object = None
 
     def __call__(
         self,
@@ -62,45 +172,50 @@ class Once(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         if self.option_strings:
-            if self.dest in self._given:
-                both = f"{self._given[self.dest]!r} and {values!r}"
+            if self._given is not None:
                 raise UsageError(
-                    f"{option_string} is given twice, with {both}; it takes one value", parser.prog
+                    f"{option_string} is given twice, with {self._given!r} and {values!r}; it "
+                    "takes one value",
+                    parser.prog,
                 )
-            self._given[self.dest] = values
+            self._given = values
         setattr(namespace, self.dest, values)
 
 
-def build(words: Sequence[str] | None = None) -> Parser:
+def build(commands: Iterable[Command], words: Sequence[str] | None = None) -> Parser:
     """The parser of the whole command line; given `words`, with options only for commands among
     them, which is quicker."""
-    given: dict[str, Any] = {}
+    common = _common()
     top = Parser(
         prog="ckptstore",
         description="Inspect and maintain a store of checkpoints.",
         epilog=_EPILOG,
-        parents=[_common(given)],
+        parents=[common],
     )
-    top.set_defaults(store=None, index=None, json=False, debug=False, version=False)
-    top.add_argument("--version", action="store_true", help="print the version and exit")
-    common = _common(given)  # a fresh one: the top parser has changed the defaults of the first
-    commands = top.add_subparsers(
+    top.add_argument(
+        "--version",
+        action="version",
+        version=f"ckptstore {ckptstore.__version__}",
+        help="print the version and exit",
+    )
+    below = top.add_subparsers(
         dest="command", metavar="COMMAND", title="commands", parser_class=Parser
     )
-    for command in COMMANDS:
+    for command in commands:
         if words is None or command.name in words:
-            _add(command, commands, common)
+            _add(command, below, common)
         else:
-            commands.add_parser(command.name, help=command.summary)
-    top.commands = commands.choices
+            below.add_parser(command.name, help=command.summary)
+    top.commands = below.choices
     return top
 
 
-def parse(words: Sequence[str]) -> Namespace:
+def parse(commands: Iterable[Command], words: Sequence[str]) -> Namespace:
     """The command line as a namespace; `command` is None if there is no command. Raises
     `UsageError`."""
-    parser = build(words)
-    args, unknown = parser.parse_known_args(words)
+    parser = build(commands, words)
+    defaults = Namespace(store=None, index=None, json=False, debug=False)
+    args, unknown = parser.parse_known_args(words, defaults)
     if unknown:
         asked = parser.commands.get(args.command, parser)
         options = [name for action in asked._actions for name in action.option_strings]
@@ -126,18 +241,14 @@ def _add(command: Command, commands: Any, common: ArgumentParser) -> None:
                 option.add_to(group)
 
 
-def _common(given: dict[str, Any]) -> ArgumentParser:
-    """Options that are given once, before or after the command."""
-    # Their defaults are the top parser's: a subparser's own would overwrite what was given before
-    # the command.
+def _common() -> ArgumentParser:
+    """Options before or after the command."""
+    # Without defaults: a subparser's own would overwrite what was given before the command.
     parser = Parser(add_help=False, argument_default=SUPPRESS)
     group = parser.add_argument_group("common options")
-    group.add_argument(
-        "-s", "--store", given=given, metavar="STORE", help="the store: a directory or a URL"
-    )
+    group.add_argument("-s", "--store", metavar="STORE", help="the store: a directory or a URL")
     group.add_argument(
         "--index",
-        given=given,
         metavar="URL",
         help="the database with the log, if it is in one (default: $CKPTSTORE_INDEX)",
     )

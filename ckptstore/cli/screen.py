@@ -12,13 +12,40 @@ from dataclasses import fields, is_dataclass
 from shutil import get_terminal_size
 from typing import Any, TextIO, TypeAlias
 
-from ckptstore.core.tables import DIM, Table, Terminal, printable, style
+from ckptstore.core.tables import BOLD, CYAN, DIM, TAG, Column, Table, Terminal, printable, style
 
 PROGRESS_PAUSE_S = 0.1
 _ASCII = str.maketrans(
     {**dict(zip("●○│─╯╮├┤┼┴┬×", "*o|-'.+++'.x", strict=True)), "…": "...", "→": "->"}
 )
 """For terminals that cannot show the originals."""
+
+_COLUMNS = {
+    column.name: column
+    for column in (
+        *(Column(name, "id") for name in ("commit", "latest")),
+        *(Column(name, "step") for name in ("step", "pid")),
+        *(Column(name, "count") for name in ("commits", "leaves", "chunks", "ranks", "unchanged")),
+        *(Column(name, "bytes") for name in ("bytes", "tensor bytes", "new", "exclusive", "of")),
+        *(Column(name, fit="wrap") for name in ("path", "what", "types", "placed as", "seen")),
+        *(Column(name, fit="cut") for name in ("message", "value")),
+        Column("time", "time"),
+        Column("still", "seconds"),
+        Column("waiting packs", "count"),
+        Column("logical", "bytes", spare=True),
+        Column("same memory as", fit="wrap"),
+        Column("tags", fit="cut", style=TAG),
+        Column("tag", style=TAG),
+        Column("key", style=BOLD),
+        Column("dtype", style=CYAN),
+    )
+}
+
+
+def columns(*names: str) -> tuple[Column, ...]:
+    """Columns of a table. Equal names look alike in all tables; a name without a look of its own is
+    plain text."""
+    return tuple(_COLUMNS.get(name) or Column(name) for name in names)
 
 
 class Hint(str):
@@ -99,13 +126,20 @@ class Screen:
         return map(printable, str(part).split("\n"))
 
 
+def fields_of(value: object, *names: str) -> dict[str, Any]:
+    """These fields of `value`, by their names, as a part of a document."""
+    return {name: getattr(value, name) for name in names}
+
+
 def to_json(value: Any) -> Any:
-    """`value` as JSON has it: dataclasses are objects, bytes hexadecimal, and floats that JSON
-    lacks the strings `"NaN"`, `"Infinity"` and `"-Infinity"`."""
+    """`value` as JSON has it: dataclasses and named tuples are objects, bytes hexadecimal, and
+    floats that JSON lacks the strings `"NaN"`, `"Infinity"` and `"-Infinity"`."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, str | int | float):
         return value
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
     if isinstance(value, bytes):

@@ -6,10 +6,12 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from ckptstore.cli.call import VARIABLE, Answer, Call
-from ckptstore.cli.exits import Exit, NoStore
+from ckptstore.cli.call import VARIABLE, Answer, Call, Exit, NoStore
+from ckptstore.cli.commands import COMMANDS
+from ckptstore.cli.commits import config_text
 from ckptstore.cli.parser import build
-from ckptstore.core.text import bytes_text, count_text
+from ckptstore.cli.screen import fields_of
+from ckptstore.core.text import count_text
 from ckptstore.errors import NotFound
 from ckptstore.index.catalog_sqlite import REVISION
 from ckptstore.repository.init_store import init_store, read_config
@@ -33,14 +35,9 @@ def init(call: Call) -> Answer:
     config = init_store(
         place, chunk_bytes=args.chunk_size, codec=args.codec, private=args.private, index=args.index
     )
-    chunks = f"chunks of {bytes_text(config.chunk_bytes)}, codec {config.codec}"
-    document = {
-        "store": place,
-        "store_id": config.store,
-        "chunk_bytes": config.chunk_bytes,
-        "codec": config.codec,
-    }
-    return Answer(document, [f"created an empty store at {place} ({chunks})"])
+    document = {"store": place, "store_id": config.store}
+    page = [f"created an empty store at {place} ({config_text(config)})"]
+    return Answer({**document, **fields_of(config, "chunk_bytes", "codec")}, page)
 
 
 def migrate(call: Call) -> Answer:
@@ -126,7 +123,7 @@ def _revision(path: Path) -> str | None:
 def completion(call: Call) -> Answer:
     import shtab
 
-    parser = build()
+    parser = build(COMMANDS)
     for part in (parser, *parser.commands.values()):
         for action in part._actions:  # argparse has no public list of them
             if action.dest in ("store", "path"):

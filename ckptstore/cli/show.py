@@ -1,25 +1,26 @@
-"""`ckptstore show`: everything about one commit. What depends on every other commit comes last, so
-that the rest is printed at once."""
+"""`ckptstore show` and `stats`: everything about one commit, and the size of the whole store."""
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ckptstore.cli.call import Answer, Call
+from ckptstore.cli.call import Answer, Call, Exit
 from ckptstore.cli.commits import (
     commit_document,
     commit_text,
+    config_text,
     leaves_of,
     pickles_of,
     short,
     tensor_bytes,
 )
-from ckptstore.cli.exits import Exit
+from ckptstore.cli.screen import columns, fields_of
 from ckptstore.core.ids import CommitId, document_key, pack_session
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.tables import BOLD, Column, Table, fields
-from ckptstore.core.text import age_text, bytes_text, count_text, local_text
+from ckptstore.core.text import age_text, bytes_text, count_text, exact_text, local_text
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.index.queries import LeafInfo, PackInfo, Queries
 from ckptstore.objects.documents import Placed, decode_document, decode_layout
@@ -34,7 +35,18 @@ T = TypeVar("T")
 RELATIVES_SHOWN = 8
 
 
+class _Group(NamedTuple):
+    """Leaves placed alike: their placements, the shape of the mesh, and the number of ranks with a
+    part."""
+
+    placements: str
+    mesh: str
+    ranks: int
+    leaves: int
+
+
 def show(call: Call) -> Answer:
+    """What depends on every other commit comes last, so that the rest is printed at once."""
     store = call.open(call.args.ref)
     queries = store.queries()
     info = queries.commit(find_id(queries, call.args.ref, call.args.run))
@@ -53,18 +65,13 @@ def show(call: Call) -> Answer:
     leaves = leaves_of(store, queries, info)
     pickles = attempt("whether there are pickles", lambda: pickles_of(store, info, leaves)) or {}
     trees = [_tree(key, info, tree, pickles.get(key, [])) for key, tree in leaves.items()]
-    layout = (
-        None  # it may be deleted
-        if info.forgotten
-        else attempt("the layout on ranks", lambda: _layout(store, info))
-    )
+    layout = used = None
+    if not info.forgotten:  # else it may be deleted
+        layout = attempt("the layout on ranks", lambda: _layout(store, info))
     parents = [_known(queries, parent) for parent in info.parents]
     call.screen.print(_page(info, parents, children, trees, layout, packs))
-    used = (
-        None
-        if call.args.fast or info.forgotten
-        else attempt("exclusive and shared bytes", lambda: _usage(call, store, info))
-    )
+    if not (call.args.fast or info.forgotten):
+        used = attempt("exclusive and shared bytes", lambda: _usage(call, store, info))
     exclusive, shared = (used.exclusive_bytes, used.shared_bytes) if used else (None, None)
     commit = {
         **commit_document(info),
@@ -75,7 +82,7 @@ def show(call: Call) -> Answer:
     document = {
         "commit": commit,
         "trees": trees,
-        "packs": [pack._asdict() for pack in packs],
+        "packs": packs,
         "problem": problems[-1].partition(": ")[2] if problems else None,
         "layout": layout,
     }
@@ -105,16 +112,12 @@ def _layout(store: StoreHandle, info: CommitInfo) -> dict[str, Any] | None:
     if document.layout is None:
         return None
     layout = decode_layout(store.objects.read_metadata(document.layout))
-    groups = Counter(map(_placement, layout.leaves.values()))
-    named = [
-        {"placements": placements, "mesh": mesh, "ranks": ranks, "leaves": n}
-        for (placements, mesh, ranks), n in groups.items()
-    ]
-    return {"world": layout.world, "groups": named} if layout.world > 1 else None
+    counts = Counter(map(_placement, layout.leaves.values()))
+    groups = [_Group(*placement, n) for placement, n in counts.items()]
+    return {"world": layout.world, "groups": groups} if layout.world > 1 else None
 
 
 def _placement(leaf: Placed) -> tuple[str, str, int]:
-    """The placements of a leaf, the shape of the mesh, and the number of ranks with a part."""
     ranks = {rank for ranks in leaf.ranks for rank in ranks}
     boxes = f"{len(leaf.boxes)} boxes" if leaf.boxes else "whole"
     return ", ".join(leaf.placements) or boxes, "x".join(map(str, leaf.mesh or ())), len(ranks)
@@ -165,36 +168,21 @@ def _page(
     if info.metrics:
         metrics = (Column("name", style=BOLD), Column("value", "metric"))
         yield Table(metrics, list(info.metrics.items()), "Metrics", header=False)
-    columns = (
-        Column("key", style=BOLD),
-        Column("leaves", "count"),
-        Column("tensor bytes", "bytes"),
-        Column("types", fit="wrap"),
-    )
-    yield Table(columns, [_tree_row(tree) for tree in trees], "Trees")
+    named = columns("key", "leaves", "tensor bytes", "types")
+    yield Table(named, [_tree_row(tree) for tree in trees], "Trees")
     if paths := [path for tree in trees for path in tree["pickles"]]:
         yield f"Pickled, so restored with allow_pickle=True only: {_several(paths)}"
     if layout:
-        columns = (
-            Column("placed as", fit="wrap"),
-            Column("mesh"),
-            Column("ranks", "count"),
-            Column("leaves", "count"),
-        )
-        groups = [tuple(group.values()) for group in layout["groups"]]
-        yield Table(columns, groups, f"Layout: {layout['world']} ranks")
+        named = columns("placed as", "mesh", "ranks", "leaves")
+        yield Table(named, layout["groups"], f"Layout: {layout['world']} ranks")
     if packs:
-        columns = (
-            Column("pack"),
-            Column("bytes", "bytes"),
-            Column("chunks", "count"),
-            Column("holds"),
-        )
         rows = [
             (pack.id, pack.bytes, pack.chunks, "metadata" if pack.metadata else "tensors")
             for pack in packs
         ]
-        yield Table(columns, rows, "Packs written by this commit")
+        yield Table(
+            columns("pack", "bytes", "chunks", "holds"), rows, "Packs written by this commit"
+        )
 
 
 def _tree_row(tree: dict[str, Any]) -> tuple[object, ...]:
@@ -214,3 +202,57 @@ def _known(queries: Queries, commit: CommitId) -> str:
         return commit_text(queries.commit(commit))
     except NotFound:
         return f"{short(commit)} (purged)"
+
+
+def stats(call: Call) -> Answer:
+    from ckptstore.maintenance.usage import usage
+
+    store = call.open()
+    queries, config = store.queries(), store.config
+    totals, runs = queries.totals(), queries.runs()
+    with call.screen.progress(f"looking at what {count_text(totals.commits, 'commit')} share"):
+        found = usage(store)
+    ratio = found.logical_bytes / found.stored_bytes if found.stored_bytes else None
+    document = {
+        "store_id": config.store,
+        **fields_of(config, "chunk_bytes", "codec"),
+        **fields_of(totals, "commits", "forgotten", "tags"),
+        **fields_of(found, "logical_bytes", "stored_bytes", "unreferenced_bytes"),
+        "dedup_ratio": ratio,
+        **fields_of(found, "packs", "chunks"),
+        "runs": [{**run._asdict(), "time": exact_text(run.time_ns)} for run in runs],
+        "usage": [
+            fields_of(commit, "commit", "logical_bytes", "new_bytes", "exclusive_bytes")
+            for commit in found.commits
+        ],
+    }
+    forgotten = f" and {totals.forgotten:,} forgotten" if totals.forgotten else ""
+    counts = f"{count_text(totals.runs, 'run')}, {count_text(totals.tags, 'tag')}"
+    stored = f"{count_text(found.packs, 'pack')}, {count_text(found.chunks, 'chunk')}"
+    unreferenced = bytes_text(found.unreferenced_bytes)
+    pairs = [
+        ("store", store.url, config_text(config)),
+        ("commits", f"{totals.commits:,}{forgotten}", counts),
+        ("logical", bytes_text(found.logical_bytes), "the size of all their states"),
+        ("stored", bytes_text(found.stored_bytes), stored),
+        ("dedup", f"{ratio:.1f}×" if ratio else "", "logical / stored"),
+        ("unreferenced", unreferenced, "stored, but no commit needs it"),
+    ]
+    page = [fields("", pairs)]
+    if runs:
+        page.append(Table(columns("run", "commits", "latest", "step", "time"), runs, "Runs"))
+    if found.commits and call.args.top:
+        page.append(_heaviest(queries, found.commits, call.args.top))
+    return Answer(document, page)
+
+
+def _heaviest(queries: Queries, commits: "Sequence[CommitUsage]", top: int) -> Table:
+    usages = sorted(commits, key=attrgetter("exclusive_bytes"), reverse=True)[:top]
+    infos = queries.commits([usage.commit for usage in usages])
+    rows = [
+        (i.id, i.run, i.step, i.tags, i.logical_bytes, i.new_bytes, usage.exclusive_bytes)
+        for i, usage in zip(infos, usages, strict=True)
+    ]
+    names = ("commit", "run", "step", "tags", "logical", "new", "exclusive")
+    title = "Most exclusive bytes (freed if this commit alone is deleted)"
+    return Table(columns(*names), rows, title)

@@ -1,33 +1,43 @@
-"""How does an asynchronous commit run? Admit, flatten and stage it; commit in the background."""
+"""How does an asynchronous commit run? Admit, flatten and stage it; commit in the background.
+
+A commit may start before the copy of its state is complete. A lazy copy goes on in the background;
+a thread that must wait for it helps. Borrowed leaves are not copied: the caller waits until they
+are written.
+"""
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from ckptstore.commit.commit import CommitRequest, Flats
-from ckptstore.commit.commit_metadata import CommitMetadata, ParentTracker, parents_of
-from ckptstore.commit.commit_queue import Background, BorrowedLeaves, LazyCopy, PendingWatch
-from ckptstore.commit.pending import Pending
+from ckptstore.commit.commit_metadata import (
+    CommitMetadata,
+    CommitRequest,
+    ParentTracker,
+    parents_of,
+)
+from ckptstore.commit.pending import Background, Pending, Watch
+from ckptstore.commit.plan import Flats, Run
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Async, Milestone
 from ckptstore.core.text import bytes_text
-from ckptstore.errors import Busy, InvalidInput
-from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.errors import Busy, Conflict, InvalidInput
+from ckptstore.repository.thread_pool import ThreadPool, shared
 from ckptstore.state.leaf_sources import leaves_of
 from ckptstore.state.staging import (
-    StagingPlan,
+    copy_task,
     leaves_away,
     paths_of,
     plan_staging,
     stage,
     with_leaves,
 )
-from ckptstore.state.staging_buffers import Buffer, BufferPool, CopyProgress, default_budget
+from ckptstore.state.staging_buffers import Buffer, BufferPool, Copy, CopyProgress, default_budget
 from ckptstore.state.writes import (
     Candidate,
     FrozenWeights,
@@ -64,6 +74,140 @@ class CommitRoute(Generic[S]):
     peers: Together | None
     whole: bool
     elsewhere: bool
+
+
+class LazyCopy:
+    """Copies left when the call returns. `versions` gives torch's count of writes to each leaf."""
+
+    def __init__(
+        self,
+        pending: Pending[Any],
+        tasks: Sequence[Sequence[Copy]],
+        arena: Buffer,
+        arrivals: CopyProgress,
+        versions: Callable[[], Mapping[int, int]],
+        path: Callable[[int], str],
+    ) -> None:
+        self._pending, self._arena, self._arrivals, self._path = pending, arena, arrivals, path
+        self._versions, self._before = versions, versions()
+        self._tasks = shared(enumerate(tasks))
+        self._copied, self._ended = threading.Event(), threading.Event()
+        self._error: BaseException | None = None
+
+    def work(self) -> None:
+        """Copy until no task is left. Several threads may call it."""
+        for number, task in self._tasks:
+            failed: BaseException | None = None
+            try:
+                copy_task(task, self._arena)
+            except BaseException as error:
+                self._error = failed = error
+            if self._arrivals.arrived(number, failed):
+                self._end()
+
+    def hold(self) -> None:
+        """Return when the copy is complete. The training thread calls it before it writes, so any
+        write counted so far is someone else's."""
+        if self._copied.is_set():
+            return
+        started = time.perf_counter()
+        self._look()
+        self.work()
+        self._copied.wait()
+        self._pending.held_longer(time.perf_counter() - started)
+
+    def wait(self) -> None:
+        """Wait until the copy is complete and reported; raise its failure."""
+        self.wait_ended()
+        if self._error:
+            raise self._error
+
+    def wait_ended(self) -> None:
+        """Wait until the copy has ended, even if it failed: the buffer is no longer written to."""
+        self._ended.wait()
+
+    def _end(self) -> None:
+        try:
+            self._look()
+        except BaseException as error:
+            self._error = error
+        self._pending.copied()
+        self._copied.set()  # even after a failure: an optimizer may be waiting
+        try:
+            self._pending.reached(Milestone.STAGED)
+        finally:
+            self._ended.set()  # only now, so that milestones are reported in order
+
+    def _look(self) -> None:
+        """Detect writes during the copy. Best effort: torch misses many writes, and counts a write
+        after it happened."""
+        now = self._versions()
+        written = [n for n, version in self._before.items() if now[n] != version]
+        if written and not self._error:
+            self._error = Conflict(
+                f"{self._path(written[0])} was written to while it was staged lazily, outside of a "
+                "step: the commit would mix two states; call pending.wait_staged() before such a "
+                "write, or commit with staging='eager'"
+            )
+
+
+class PendingWatch(Watch):
+    """Reports progress to a pending commit, and stops the commit once its caller cancels it.
+
+    `borrowed` has the bytes of the leaves that are written from the caller's memory, who waits for
+    that. `lazy` is the copy that goes on after the call, if any.
+    """
+
+    def __init__(
+        self, pending: Pending[Any], borrowed: Mapping[int, int], lazy: LazyCopy | None
+    ) -> None:
+        self.borrowed, self.lazy = borrowed, lazy
+        self._pending, self._attempts = pending, 0
+        self._left = sum(borrowed.values())
+        self._lock = threading.Lock()
+        self._settled = threading.Event()
+        if not self._left:
+            self._settled.set()
+
+    def worked(self, batch: Sequence[Run]) -> None:
+        if done := sum(run.raw_bytes for run in batch if run.part.leaf in self.borrowed):
+            with self._lock:
+                self._left -= done
+                complete = not self._left
+            if complete:
+                self._pending.reached(Milestone.STAGED)
+                self.settle()
+        self._pending.check()
+
+    def reached(self, milestone: Milestone) -> None:
+        self.wait_copied()
+        self._pending.reached(milestone)
+
+    def publishing(self) -> None:
+        self._pending.publish()
+
+    def starting(self) -> None:
+        self._pending.check()
+        self._attempts += 1
+        if self._attempts > 1 and self.borrowed:
+            raise Conflict(
+                f"the commit would have to start again, and {len(self.borrowed)} leaves that did "
+                "not fit into the staging memory may have changed since; repeat the commit, or "
+                "open the store with more staging_bytes"
+            )
+
+    def wait_copied(self) -> None:
+        """Wait until the state is copied and that is reported; raise the copy's failure."""
+        if self.lazy:
+            self.lazy.wait()
+
+    def settle(self) -> None:
+        """End the caller's wait."""
+        self._settled.set()
+
+    def wait(self) -> None:
+        """Wait until the borrowed leaves are written, or the commit has ended."""
+        self._settled.wait()
 
 
 COPYING_THREADS = 8
@@ -109,18 +253,18 @@ class AsyncCommits(Generic[S]):
     ) -> Pending[S]:
         """Stage `app_state` and commit it in the background."""
         begun: list[_Begun] = []
-
-        def begin() -> str:
-            if not self._background.admit(wait=options.overlap == "wait"):
-                return "another commit is in flight"
-            found = self._stage(app_state, options, route, taken)
-            if isinstance(found, str):
-                return found
-            begun.append(found)
-            return ""
-
         with self._calls, ExitStack() as taken:
             pending: Pending[S] = Pending(label.step, options.on_progress)
+
+            def begin() -> str:
+                if not self._background.admit(wait=options.overlap == "wait"):
+                    return "another commit is in flight"
+                found = self._stage(pending, app_state, options, route, taken)
+                if isinstance(found, str):
+                    return found
+                begun.append(found)
+                return ""
+
             if why_not := route.peers.agree(begin) if route.peers else begin():
                 pending.fail(
                     Busy(
@@ -129,11 +273,17 @@ class AsyncCommits(Generic[S]):
                     )
                 )
                 return pending
-            job = self._hand_over(pending, begun[0], label, route, taken)
+            watch = begun[0].watch
+            if watch.lazy:
+                self._begin_copy(pending, watch.lazy, taken)
+            elif not watch.borrowed:
+                pending.reached(Milestone.STAGED)
+            base = self._parent_tracker.then(pending)
+            job = _Job(pending, begun[0], taken.pop_all(), base, label, route)
             self._background.start(pending, partial(self._finish, job))
             self._keep(job, eager=options.staging == "eager")
             pending.reached(Milestone.HELD)
-        if job.borrowed.leaves:
+        if watch.borrowed:
             pending.wait_staged()
         return pending
 
@@ -141,9 +291,10 @@ class AsyncCommits(Generic[S]):
         """Return when the caller may change the state. An interrupted caller might do so earlier,
         so an exception cancels the commit."""
         try:
-            if job.lazy and eager:
-                job.lazy.hold()
-            job.borrowed.wait()
+            watch = job.begun.watch
+            if watch.lazy and eager:
+                watch.lazy.hold()
+            watch.wait()
         except BaseException:
             job.pending.cancel()
             raise
@@ -170,6 +321,7 @@ class AsyncCommits(Generic[S]):
 
     def _stage(
         self,
+        pending: Pending[S],
         app_state: Mapping[str, Any],
         options: Async,
         route: CommitRoute[S],
@@ -206,50 +358,41 @@ class AsyncCommits(Generic[S]):
         taken.callback(self.pool.give, arena)
         arrivals = CopyProgress(plan.later)
         staged = stage(plan, with_leaves(flats, sources), arena, self._copiers.spread, arrivals)
-        looks = partial(versions, sources, lazy & plan.offsets.keys())
-        return _Begun(plan, leaf_bytes, paths, candidates, looks, arena, arrivals, staged)
-
-    def _hand_over(
-        self,
-        pending: Pending[S],
-        begun: "_Begun",
-        label: CommitMetadata,
-        route: CommitRoute[S],
-        taken: ExitStack,
-    ) -> "_Job[S]":
-        plan = begun.plan
-        pending.state_bytes = sum(begun.leaf_bytes)
-        borrowed = BorrowedLeaves(plan, begun.leaf_bytes)
-        lazy = None
+        pending.state_bytes = sum(leaf_bytes)
+        lazy_copy = None
         if plan.later:
-            lazy = LazyCopy(
-                pending,
-                plan.later,
-                begun.arena,
-                begun.arrivals,
-                begun.versions,
-                begun.paths.__getitem__,
-            )
-            pending.help_staging = lazy.hold
-            self._lazy.append(lazy)
-            self._stagers.submit(lazy.work)
-        elif not plan.borrowed:
-            pending.reached(Milestone.STAGED)
-        base = self._parent_tracker.then(pending)
-        return _Job(pending, begun, taken.pop_all(), base, label, route, borrowed, lazy)
+            looks = partial(versions, sources, lazy & plan.offsets.keys())
+            lazy_copy = LazyCopy(pending, plan.later, arena, arrivals, looks, paths.__getitem__)
+        watch = PendingWatch(pending, {n: leaf_bytes[n] for n in plan.borrowed}, lazy_copy)
+        return _Begun(candidates, arena, staged, watch)
+
+    def _begin_copy(self, pending: Pending[S], lazy: LazyCopy, taken: ExitStack) -> None:
+        """Copy in the background; `taken`, with the buffer, is released after the copy."""
+
+        def ended() -> None:
+            lazy.wait_ended()
+            self._lazy.remove(lazy)
+            pending.help_staging = _nothing_left
+
+        pending.help_staging = lazy.hold
+        self._lazy.append(lazy)
+        self._stagers.submit(lazy.work)
+        taken.callback(ended)
 
     def _finish(self, job: "_Job[S]") -> None:
         """Complete a commit in the background. Raises nothing."""
         pending, begun, parents = job.pending, job.begun, parents_of(job.base)
         pending.tip = parents[0] if parents else None
         try:
-            with job.taken, self._copying(job) as copied:
+            with job.taken:
                 if job.route.elsewhere:
-                    copied()
+                    begun.watch.wait_copied()
                 label = replace(job.label, parents=parents)
-                watch = PendingWatch(pending, job.borrowed, copied)
                 request = CommitRequest(
-                    lambda: (label, begun.staged), pending.started, watch, buffer=begun.arena
+                    lambda: (label, begun.staged),
+                    pending.started,
+                    begun.watch,
+                    buffer=begun.arena,
                 )
                 committed, result = job.route.commit(request, pending)
             pending.tip = committed.id
@@ -261,36 +404,18 @@ class AsyncCommits(Generic[S]):
             pending.fail(error)
         else:
             pending.succeed(result)
-        job.borrowed.settle()
-
-    @contextmanager
-    def _copying(self, job: "_Job[S]") -> Iterator[Callable[[], None]]:
-        """Yields a function that waits for the copy and raises its failure. The block ends after
-        the copy, since the next commit then reuses the buffer."""
-        if not job.lazy:
-            yield _nothing_left
-            return
-        try:
-            yield job.lazy.wait
-        finally:
-            job.lazy.wait_ended()
-            self._lazy.remove(job.lazy)
-            job.pending.help_staging = _nothing_left
+        begun.watch.settle()
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A state copied to `arena`, except for leaves that are copied while training goes on; `staged`
-    are the sources that read it. `versions` gives torch's count of writes to the latter."""
+    """A state copied to `arena`, except for leaves that are borrowed or copied later; `staged` are
+    the sources that read it."""
 
-    plan: StagingPlan
-    leaf_bytes: list[int]
-    paths: list[str]
     candidates: list[Candidate]
-    versions: Callable[[], Mapping[int, int]]
     arena: Buffer
-    arrivals: CopyProgress
     staged: Flats
+    watch: PendingWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,8 +429,6 @@ class _Job(Generic[S]):
     base: CommitId | Pending[Any] | None
     label: CommitMetadata
     route: CommitRoute[S]
-    borrowed: BorrowedLeaves
-    lazy: LazyCopy | None
 
 
 def _nothing_left() -> None:

@@ -1,17 +1,20 @@
-"""How does a caller describe a commit: its run, step, message, metrics, tags and parents?"""
+"""How does a caller ask for a commit: which state, run, step, message, metrics, tags, parents?"""
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from operator import index
 from typing import Any
 
-from ckptstore.commit.pending import Pending
+from ckptstore.commit.pending import UNWATCHED, Pending, Watch
+from ckptstore.commit.plan import Flats
 from ckptstore.core.config import MESSAGE_BYTES_MAX, METRIC_NAME_BYTES_MAX, METRICS_MAX, TAGS_MAX
 from ckptstore.core.ids import CommitId, check_tag
+from ckptstore.core.options import Ranks
 from ckptstore.errors import InvalidInput
+from ckptstore.state.staging_buffers import Buffer
 
 _STEPS = 2**53 + 1
 """Log entries hold steps below this number."""
@@ -28,6 +31,20 @@ class CommitMetadata:
     metrics: tuple[tuple[str, float], ...] = ()
     tags: tuple[str, ...] = ()
     parents: tuple[CommitId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRequest:
+    """What to commit. `prepare` runs where its failure reaches every rank; times count from
+    `started`, a value of `time.perf_counter`; `watch` follows the progress and may stop it. A
+    worker process reads the state from `buffer`."""
+
+    prepare: Callable[[], tuple[CommitMetadata, Flats]]
+    started: float
+    watch: Watch = UNWATCHED
+    memory_budget_bytes: int | None = None
+    ranks: Ranks = field(default_factory=Ranks)
+    buffer: Buffer | None = None
 
 
 def label_of(

@@ -5,13 +5,20 @@ unit a thread takes, is one large run or many small ones, so that ten thousand s
 hand-overs. The thread copies, hashes and writes a batch in windows of 2 MiB.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, TypeAlias
 
 from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.core.geometry import Grid, grid
 from ckptstore.core.model import INLINE_BYTES, Box, Shape
+from ckptstore.core.process import uncollected
+from ckptstore.repository.dedup import DedupHints
+from ckptstore.state.leaf_sources import FlatState
+
+Flats: TypeAlias = Mapping[str, FlatState]
+"""A flattened state, by key."""
 
 BATCH_RUNS = 256
 WINDOW_BYTES = 2 * MIB
@@ -80,17 +87,9 @@ class Run:
 
     def pieces(self) -> Iterator["Run"]:
         """The run in pieces of at most `WINDOW_BYTES`, or one chunk."""
-        begin = 0
-        for end in range(1, len(self.cuts)):
-            if end + 1 == len(self.cuts) or self.cuts[end + 1] - self.cuts[begin] > WINDOW_BYTES:
-                yield Run(
-                    self.part,
-                    self.first + begin,
-                    self.cuts[begin : end + 1],
-                    self.cuts[begin] - self.cuts[0],
-                    self.cuts[-1] - self.cuts[end],
-                )
-                begin = end
+        for begin, cuts in _cut(self.cuts, WINDOW_BYTES):
+            lead, rest = cuts[0] - self.cuts[0], self.cuts[-1] - cuts[-1]
+            yield Run(self.part, self.first + begin, cuts, lead, rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,50 +135,74 @@ def _part(number: int, extent: Extent, chunk_bytes: int) -> Part:
 
 
 def _batches_of(parts: Sequence[Part], run_bytes: int) -> tuple[tuple[Run, ...], ...]:
-    return tuple(_batches((run for part in parts for run in _runs(part, run_bytes)), run_bytes))
+    return tuple(_grouped((run for part in parts for run in _runs(part, run_bytes)), run_bytes))
 
 
 def _runs(part: Part, run_bytes: int) -> Iterator[Run]:
-    first, cuts = part.first, [part.grid.span(part.first)[0]]
-    for _, stop in _spans(part):
-        if stop - cuts[0] > run_bytes and len(cuts) > 1:
-            yield Run(part, first, tuple(cuts))
-            first, cuts = first + len(cuts) - 1, [cuts[-1]]
-        cuts.append(stop)
-    yield Run(part, first, tuple(cuts))
+    whole = len(part) == len(part.grid)
+    spans = part.grid.spans() if whole else map(part.grid.span, range(part.first, part.stop))
+    stops = (stop for _, stop in spans)
+    for begin, cuts in _cut((part.grid.span(part.first)[0], *stops), run_bytes):
+        yield Run(part, part.first + begin, cuts)
 
 
-def _spans(part: Part) -> Iterator[tuple[int, int]]:
-    if len(part) == len(part.grid):
-        return part.grid.spans()
-    return (part.grid.span(i) for i in range(part.first, part.stop))
+def _cut(cuts: tuple[int, ...], most_bytes: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Consecutive stretches of `cuts` of at most `most_bytes`, or one chunk, each with the number
+    of its first chunk."""
+    begin = 0
+    for end in range(1, len(cuts)):
+        if end + 1 == len(cuts) or cuts[end + 1] - cuts[begin] > most_bytes:
+            yield begin, cuts[begin : end + 1]
+            begin = end
 
 
-def _batches(runs: Iterator[Run], run_bytes: int) -> Iterator[tuple[Run, ...]]:
-    batch: list[Run] = []
+def _grouped(runs: Iterable[Run], most_bytes: int) -> Iterator[tuple[Run, ...]]:
+    """Consecutive groups of at most `BATCH_RUNS` runs and `most_bytes`, or one run."""
+    group: list[Run] = []
     size = 0
     for run in runs:
-        if batch and (size + run.raw_bytes > run_bytes or len(batch) == BATCH_RUNS):
-            yield tuple(batch)
-            batch, size = [], 0
-        batch.append(run)
-        size += run.raw_bytes
-    if batch:
-        yield tuple(batch)
+        nbytes = run.raw_bytes
+        if group and (size + nbytes > most_bytes or len(group) == BATCH_RUNS):
+            yield tuple(group)
+            group, size = [], 0
+        group.append(run)
+        size += nbytes
+    if group:
+        yield tuple(group)
 
 
-def windows(batch: Sequence[Run]) -> Iterator[list[Run]]:
+def windows(batch: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
     """The pieces of a batch's runs, in order, in windows of at most `WINDOW_BYTES`, or one
     chunk."""
-    window: list[Run] = []
-    size = 0
-    for run in batch:
-        for piece in run.pieces() if run.raw_bytes > WINDOW_BYTES else (run,):
-            nbytes = piece.raw_bytes
-            if window and size + nbytes > WINDOW_BYTES:
-                yield window
-                window, size = [], 0
-            window.append(piece)
-            size += nbytes
-    if window:
-        yield window
+    pieces = (run.pieces() if run.raw_bytes > WINDOW_BYTES else (run,) for run in batch)
+    return _grouped(chain.from_iterable(pieces), WINDOW_BYTES)
+
+
+class WholePlan:
+    """How to write a state that one process holds whole. Kept, with its chunk ids, for the next
+    commit of the same state."""
+
+    def __init__(self) -> None:
+        self._extents: list[Extent] | None = None
+        self._run_bytes = 0
+        self._plan = CommitPlan((), (), (), 0)
+        self.hints = DedupHints()
+
+    def of(self, flats: Flats, chunk_bytes: int, run_bytes: int) -> CommitPlan:
+        with uncollected():
+            extents = [
+                extent_of(flat, i) for flat in flats.values() for i in range(len(flat.leaves))
+            ]
+            if extents != self._extents or run_bytes != self._run_bytes:
+                self._extents, self._run_bytes, self.hints = extents, run_bytes, DedupHints()
+                self._plan = plan_commit(extents, chunk_bytes, run_bytes)
+            return self._plan
+
+
+def extent_of(flat: FlatState, i: int) -> Extent:
+    """The planner's view of leaf `i`, stored whole."""
+    source = flat.leaves[i]
+    if flat.schema.kinds[i] == "tensor" and source.nbytes:
+        floating = is_floating(flat.schema.dtypes[i])
+        return Extent(flat.schema.shapes[i], source.width, source.nbytes, floating)
+    return Extent((source.nbytes,), 1, source.nbytes, False)

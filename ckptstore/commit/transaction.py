@@ -8,14 +8,15 @@ does. An earlier crash leaves files that no entry names, and gc removes them.
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
 
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.pending import UNWATCHED, Watch
-from ckptstore.commit.plan import CommitPlan
+from ckptstore.commit.plan import CommitPlan, Flats
 from ckptstore.commit.write import PARALLEL_BYTES, ChunkWriter, write_metadata
 from ckptstore.core.ids import (
     CHUNK_ID_BYTES,
@@ -42,7 +43,7 @@ from ckptstore.repository.dedup import Dedup, DedupHints
 from ckptstore.repository.pack_writer import PackSet, delete_own
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, shared
-from ckptstore.state.leaf_sources import Source
+from ckptstore.state.leaf_sources import Source, read_all
 from ckptstore.storage.contract import put_finished
 
 ATTEMPTS = 5
@@ -425,3 +426,17 @@ def entry_of(
         leaves=document.leaves,
         document_bytes=document_bytes,
     )
+
+
+def contents_of(flats: Flats, plan: CommitPlan, ids: Mapping[int, bytes]) -> Iterator[TreeContent]:
+    """The content of each key of a state that one process holds whole; `ids` is by leaf."""
+    inline = frozenset(plan.inline)
+    firsts: Sequence[int] = [0, *accumulate(len(flat.leaves) for flat in flats.values())]
+    for first, (key, flat) in zip(firsts, flats.items(), strict=False):
+        contents = [
+            LeafContent(inline=read_all(source), raw_bytes=source.nbytes)
+            if first + i in inline
+            else LeafContent(ids=ids[first + i], raw_bytes=source.nbytes)
+            for i, source in enumerate(flat.leaves)
+        ]
+        yield TreeContent(key, flat.schema, contents)

@@ -20,7 +20,7 @@ from ckptstore.objects.pack import TENSOR, align
 from ckptstore.repository.dedup import Dedup
 from ckptstore.repository.pack_writer import PackSet
 from ckptstore.repository.thread_pool import NO_MEMORY, Scratch, ThreadPool
-from ckptstore.state.leaf_sources import NotCopied, Source
+from ckptstore.state.leaf_sources import NotCopied, Source, memory_of
 from ckptstore.storage.direct_io_file import BLOCK_BYTES
 
 COPIED_BY_NUMPY = 64 << 10
@@ -46,21 +46,13 @@ def hash_chunks(
     def work(batch: Sequence[Run]) -> None:
         for run in batch:
             at = (run.first - run.part.first) * CHUNK_ID_BYTES
-            found = b"".join(map(digest, _chunks(run, _in_place(run, sources[run.part.leaf]))))
+            memory = memory_of(sources[run.part.leaf], run.cuts[0], run.cuts[-1])
+            found = b"".join(map(digest, _chunks(run, memory)))
             ids[run.part.leaf][at : at + len(found)] = found
 
     small = plan.logical_bytes <= PARALLEL_BYTES
     threads.spread(work, plan.batches, max_workers=1 if small else max_workers)
     return [bytes(each) for each in ids]
-
-
-def _in_place(run: Run, source: Source) -> memoryview:
-    base, end = run.cuts[0], run.cuts[-1]
-    memory = source.view(base, end)
-    if memory is None:
-        memory = memoryview(bytearray(run.raw_bytes))
-        source.stage(base, end, memory)
-    return memory
 
 
 def write_metadata(
@@ -83,16 +75,6 @@ def write_metadata(
     except BaseException:
         pack_writer.discard()
         raise
-
-
-def read_all(source: Source) -> bytes:
-    """All bytes of `source`, which must be small."""
-    memory = source.view(0, source.nbytes)
-    if memory is not None:
-        return bytes(memory)
-    buffer = bytearray(source.nbytes)
-    source.stage(0, source.nbytes, memoryview(buffer))
-    return bytes(buffer)
 
 
 class ChunkWriter:
@@ -123,7 +105,7 @@ class ChunkWriter:
         """Write batches until none is left. The last pack is then closing."""
         try:
             for batch in self._batches:
-                for window in windows(batch):
+                for window in windows(batch) if any(map(self._copied, batch)) else (batch,):
                     for new in self._new(window):
                         self._add(*new)
                     self._pack_writer.flush()
@@ -205,14 +187,18 @@ class ChunkWriter:
         offsets: list[int | None] = []
         end = 0
         for run in window:
-            source = self._sources[run.part.leaf]
-            if source.still or source.known_ids is not None:
-                offsets.append(None)
-            else:
+            if self._copied(run):
                 start = align(end, run.raw_bytes) + run.lead % BLOCK_BYTES
                 offsets.append(start)
                 end = start + run.raw_bytes
+            else:
+                offsets.append(None)
         return offsets, end
+
+    def _copied(self, run: Run) -> bool:
+        """Whether the run's memory may change while it is hashed and written."""
+        source = self._sources[run.part.leaf]
+        return not source.still and source.known_ids is None
 
     def _unchanged(self, run: Run) -> list[ChunkId]:
         """The run's chunk ids, hashed in place, if they equal those of the last commit; else none.

@@ -19,7 +19,7 @@ from ckptstore.core import geometry
 from ckptstore.core.geometry import byte_ranges
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import Box, LeafContent, Schema
-from ckptstore.distributed.merge import MergedLeaf, MergedTree, Report, finish, split_ids
+from ckptstore.distributed.merge import MergedLeaf, MergedTree, finish, split_ids
 from ckptstore.distributed.plan import Place, RanksPlan, Shared, Target, Tiled, nbytes_of
 from ckptstore.errors import Conflict, Corrupt
 from ckptstore.objects import canonical
@@ -30,22 +30,19 @@ class Decided:
     """`contents` are leaf contents by rank, None for a leaf that is one; `private` are the leaves
     divided by rank.
 
-    By rank, `writes` lists (number of the rank's report, first chunk, stop), and `wanted` the ids
-    that these chunks must have.
+    By rank, `writes` lists (number of the rank's report, first chunk, stop).
     """
 
     contents: dict[tuple[Target, int | None], LeafContent] = field(default_factory=dict)
     private: set[Target] = field(default_factory=set)
-    compared: dict[Target, dict[Place, bytes]] = field(default_factory=dict)
     writes: list[list[tuple[int, int, int]]] = field(default_factory=list)
-    wanted: list[list[bytes]] = field(default_factory=list)
 
 
-def decide(plan: RanksPlan, reports: Sequence[Sequence[Report]]) -> Decided:
+def decide(plan: RanksPlan, reports: Sequence[Sequence[LeafContent]]) -> Decided:
     """Compare `reports`, by rank in the order of the rank's task. Raises `Conflict` for replicas
     that differ, naming path and ranks.
     """
-    decided = Decided(writes=[[] for _ in reports], wanted=[[] for _ in reports])
+    decided = Decided(writes=[[] for _ in reports])
     load = list(plan.load)
     found = [iter(enumerate(each)) for each in reports]
     taken: set[bytes] = set()
@@ -53,9 +50,7 @@ def decide(plan: RanksPlan, reports: Sequence[Sequence[Report]]) -> Decided:
         tree = plan.trees[target.tree]
         leaf = plan.leaf(target)
         here = {place: next(found[place.rank]) for place in places}
-        if target in plan.tiled:
-            decided.compared[target] = {place: report.ids for place, (_, report) in here.items()}
-        elif leaf.kind == "tensor" and any(
+        if leaf.kind == "tensor" and any(
             holder.leaf in tree.trees[holder.rank].held for holder in leaf.holders
         ):
             content = _assembled(
@@ -69,11 +64,14 @@ def decide(plan: RanksPlan, reports: Sequence[Sequence[Report]]) -> Decided:
 
 
 def _decide_whole(
-    decided: Decided, target: Target, tree: MergedTree, here: Mapping[Place, tuple[int, Report]]
+    decided: Decided,
+    target: Target,
+    tree: MergedTree,
+    here: Mapping[Place, tuple[int, LeafContent]],
 ) -> None:
     leaf = tree.leaves[target.leaf]
     marks = {tree.trees[place.rank].marks.get(leaf.holders[place.holder].leaf) for place in here}
-    contents = {place.rank: _content(report) for place, (_, report) in here.items()}
+    contents = {place.rank: report for place, (_, report) in here.items()}
     if "private" not in marks and len(set(contents.values())) == 1:
         decided.contents[target, None] = next(iter(contents.values()))
         return
@@ -89,12 +87,6 @@ def _decide_whole(
 _WAY_OUT = "find out where the replicas went apart, or pass private=[…] if they are meant to"
 
 
-def _content(report: Report) -> LeafContent:
-    if report.inline is not None:
-        return LeafContent(inline=report.inline, raw_bytes=report.raw_bytes)
-    return LeafContent(ids=report.ids, raw_bytes=report.raw_bytes)
-
-
 def _groups(contents: Mapping[int, LeafContent]) -> str:
     ranks: dict[LeafContent, list[str]] = {}
     for rank, content in contents.items():
@@ -103,7 +95,10 @@ def _groups(contents: Mapping[int, LeafContent]) -> str:
 
 
 def _spread(
-    decided: Decided, here: Mapping[Place, tuple[int, Report]], load: list[int], taken: set[bytes]
+    decided: Decided,
+    here: Mapping[Place, tuple[int, LeafContent]],
+    load: list[int],
+    taken: set[bytes],
 ) -> None:
     """Assign each chunk to the least loaded rank of those that have it."""
     holders: dict[bytes, list[tuple[int, int, int, int]]] = {}
@@ -123,7 +118,6 @@ def _spread(
             writes[-1] = (number, writes[-1][1], i + 1)
         else:
             writes.append((number, i, i + 1))
-        decided.wanted[rank].append(chunk)
 
 
 def _assembled(tree: MergedTree, leaf: MergedLeaf, parts: Mapping[Place, bytes]) -> bytes:
@@ -156,16 +150,6 @@ _NOWHERE = (Target(-1, -1), None)
 """Stands for leaves without content of their own: no content is ever resolved for it."""
 
 
-class WrittenIds(NamedTuple):
-    """The ids of the chunks that a rank wrote: for its jobs, for the cells that it completed, and
-    for content that was resolved after reports.
-    """
-
-    jobs: bytes
-    cells: bytes
-    decided: bytes
-
-
 class Observation(NamedTuple):
     """The id of cell `cell` of a shared box, as computed by a rank that does not write it."""
 
@@ -185,22 +169,17 @@ class Assembler:
         self._resolved: dict[tuple[int, frozenset[int]], _ResolvedTree] = {}
 
     def assemble(
-        self, decided: Decided, receipts: Sequence[WrittenIds], observations: Sequence[Observation]
+        self, decided: Decided, written: Sequence[bytes], observations: Sequence[Observation]
     ) -> list[TreeContent]:
-        """All trees of the whole state.
+        """All trees of the whole state. `written` are the ids of the chunks that each rank wrote:
+        for its jobs, then for the cells that it completed.
 
-        Raises `Conflict` if replicas differ or content changed during the commit, and `Corrupt` if
-        receipts do not match the plan.
+        Raises `Conflict` if replicas differ, and `Corrupt` if ids do not match the plan.
         """
         if self._gathering is None:
-            self._gathering = _gathering_of(self._plan, len(receipts))
-        ids = _Ids(self._gathering.where, _gathered(self._gathering, receipts))
-        for rank, (receipt, wanted) in enumerate(zip(receipts, decided.wanted, strict=True)):
-            if receipt.decided != b"".join(wanted):
-                raise Conflict(
-                    f"rank {rank} changed its state while it was committed; commit between steps"
-                )
-        _compare(self._plan, decided, ids, observations)
+            self._gathering = _gathering_of(self._plan, len(written))
+        ids = _Ids(self._gathering.where, _gathered(self._gathering, written))
+        _compare(self._plan, ids, observations)
         return [self._tree(number, decided, ids) for number in range(len(self._plan.trees))]
 
     def _tree(self, number: int, decided: Decided, ids: "_Ids") -> TreeContent:
@@ -245,10 +224,10 @@ def layout_of(plan: RanksPlan, size: int) -> bytes:
 
 
 class _Gathering(NamedTuple):
-    """How the ids in the ranks' receipts are reordered into the plan's order.
+    """How the ids that the ranks hand in are reordered into the plan's order.
 
-    `counts` are the number of ids of each rank's jobs and cells, `order` is the permutation, and
-    `where` gives each target's byte range after it.
+    `counts` are the number of ids of each rank, `order` is the permutation, and `where` gives each
+    target's byte range after it.
     """
 
     counts: list[int]
@@ -292,37 +271,34 @@ def _gathering_of(plan: RanksPlan, size: int) -> _Gathering:
     end = 0
     for target, tiled in plan.tiled.items():
         where[target] = (end, end := end + CHUNK_ID_BYTES * tiled.tiling.chunks)
-    counts = [0] * (2 * size)
+    counts = [0] * size
     for job in plan.jobs:
-        counts[2 * job.place.rank] += job.stop - job.first
+        counts[job.place.rank] += job.stop - job.first
     for _, assembly, _ in plan.cells:
-        counts[2 * assembly.owner.rank + 1] += 1
+        counts[assembly.owner.rank] += 1
     at = [0, *accumulate(counts)]
     order = np.full(end // CHUNK_ID_BYTES, -1, np.int64)
     for job in plan.jobs:
-        first, count, source = (
-            where[job.target][0] // CHUNK_ID_BYTES + job.chunk,
-            job.stop - job.first,
-            at[2 * job.place.rank],
-        )
-        order[first : first + count] = range(source, source + count)
-        at[2 * job.place.rank] += count
+        first, rank = where[job.target][0] // CHUNK_ID_BYTES + job.chunk, job.place.rank
+        count = job.stop - job.first
+        order[first : first + count] = range(at[rank], at[rank] + count)
+        at[rank] += count
     for target, assembly, _ in plan.cells:
-        order[where[target][0] // CHUNK_ID_BYTES + assembly.chunk] = at[2 * assembly.owner.rank + 1]
-        at[2 * assembly.owner.rank + 1] += 1
+        rank = assembly.owner.rank
+        order[where[target][0] // CHUNK_ID_BYTES + assembly.chunk] = at[rank]
+        at[rank] += 1
     assert order.min(initial=0) >= 0, "a chunk of the plan is nobody's"
     return _Gathering(counts, order, where)
 
 
-def _gathered(gathering: _Gathering, receipts: Sequence[WrittenIds]) -> bytes:
-    parts = [part for receipt in receipts for part in (receipt.jobs, receipt.cells)]
-    for i, (part, count) in enumerate(zip(parts, gathering.counts, strict=True)):
-        if len(part) != CHUNK_ID_BYTES * count:
+def _gathered(gathering: _Gathering, written: Sequence[bytes]) -> bytes:
+    for rank, (ids, count) in enumerate(zip(written, gathering.counts, strict=True)):
+        if len(ids) != CHUNK_ID_BYTES * count:
             raise Corrupt(
-                f"rank {i // 2} hands in {len(part)} bytes of ids; wanted {count} ids; is "
+                f"rank {rank} hands in {len(ids)} bytes of ids; wanted {count} ids; is "
                 "ckptstore of one version on all ranks?"
             )
-    return np.frombuffer(b"".join(parts), f"V{CHUNK_ID_BYTES}")[gathering.order].tobytes()
+    return np.frombuffer(b"".join(written), f"V{CHUNK_ID_BYTES}")[gathering.order].tobytes()
 
 
 def _resolve(
@@ -342,41 +318,15 @@ def _resolve(
     return _ResolvedTree(schema, found)
 
 
-def _compare(
-    plan: RanksPlan, decided: Decided, ids: _Ids, observations: Sequence[Observation]
-) -> None:
-    """Compare the observations and reports of replicas with what was written for them."""
-    for (target, box, place, _), cell, chunk in observations:
+def _compare(plan: RanksPlan, ids: _Ids, observations: Sequence[Observation]) -> None:
+    """Compare the observations of replicas with what was written for them."""
+    for (target, box, place, _, _), cell, chunk in observations:
         number = _chunk_of(plan.tiled[target], box, cell)
         if (
             number is not None
             and ids.of(target)[number * CHUNK_ID_BYTES : (number + 1) * CHUNK_ID_BYTES] != chunk
         ):
             _diverged(plan, target, place.rank)
-    for target, found in decided.compared.items():
-        tiled = plan.tiled[target]
-        for place, joined in found.items():
-            wanted = b"".join(
-                _box_ids(tiled, ids.of(target), box) for box in _boxes_of(plan, target, place)
-            )
-            if wanted != joined:
-                _diverged(plan, target, place.rank)
-
-
-def _boxes_of(plan: RanksPlan, target: Target, place: Place) -> list[int]:
-    """The numbers of the boxes that a rank holds of a leaf, in that rank's order."""
-    tree, tiled = plan.trees[target.tree], plan.tiled[target]
-    holding = tree.trees[place.rank].held.get(plan.leaf(target).holders[place.holder].leaf)
-    return (
-        list(range(len(tiled.boxes)))
-        if holding is None
-        else [tiled.boxes.index(box) for box in holding.boxes]
-    )
-
-
-def _box_ids(tiled: Tiled, ids: bytes, box: int) -> bytes:
-    span = next(span for span in tiled.tiling.spans if span.box == box)
-    return ids[span.chunk * CHUNK_ID_BYTES : (span.chunk + span.stop - span.first) * CHUNK_ID_BYTES]
 
 
 def _chunk_of(tiled: Tiled, box: int, cell: int) -> int | None:

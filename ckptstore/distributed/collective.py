@@ -6,7 +6,7 @@ the ranks stay in step for the next operation. Only a rank that is gone, or sile
 the timeout, breaks the connections.
 
 A `Link` carries the bytes: gloo between trainers (`distributed.gloo`), sockets between their
-workers (`distributed.tcp`). This module needs no torch.
+workers (`distributed.sockets`). This module needs no torch.
 """
 
 import logging
@@ -165,6 +165,12 @@ class Collective:
                 return self._coordinate(what, payload, own, answer)
             return self._follow(what, payload, own)
 
+    def share(
+        self, what: str, mine: Callable[[], Any], join: Callable[[list[Any]], Any] | None = None
+    ) -> Any:
+        """A `round` with one answer for all ranks: `join` of their values, None without it."""
+        return self.round(what, mine, lambda found: [join(found) if join else None] * len(found))
+
     def exchange(self, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
         """Send and receive bytes directly; both sides must name the same parts in the same order.
 
@@ -208,20 +214,19 @@ class Collective:
         on one rank is raised on all.
         """
 
-        def answer(found: Sequence[str]) -> list[str]:
-            reasons = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(found) if why)
-            return [reasons] * len(found)
+        def join(found: Sequence[str]) -> str:
+            return "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(found) if why)
 
-        return str(self.round("commit: begin", begin, answer))
+        return str(self.share("commit: begin", begin, join))
 
     def is_due(self, due: bool, came: bool) -> tuple[bool, bool]:
         """Whether a commit is due by the coordinator's schedule, and whether any rank got a
         signal."""
 
-        def answer(found: Sequence[tuple[bool, bool]]) -> list[tuple[bool, bool]]:
-            return [(found[0][0], any(came for _, came in found))] * len(found)
+        def join(found: Sequence[tuple[bool, bool]]) -> tuple[bool, bool]:
+            return found[0][0], any(came for _, came in found)
 
-        due, came = self.round("every: decide", lambda: (due, came), answer)
+        due, came = self.share("every: decide", lambda: (due, came), join)
         return due, came
 
     def _post(self, begin: Callable[..., Any], part: Part) -> Any:

@@ -18,14 +18,15 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from ckptstore.commit.commit import CommitRequest, Flats, WholePlan, contents_of
-from ckptstore.commit.commit_metadata import CommitMetadata
+from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
+from ckptstore.commit.plan import Flats, WholePlan
 from ckptstore.commit.transaction import (
     ATTEMPTS,
     Committed,
     Destination,
     Published,
     Transaction,
+    contents_of,
 )
 from ckptstore.core.ids import CommitId, SessionId, digest
 from ckptstore.core.options import Milestone
@@ -36,14 +37,19 @@ from ckptstore.distributed.coordinator import (
     DESCRIBE,
     DONE,
     PLANNED,
+    REFUSED,
     Coordinator,
     head_of,
-    refused,
 )
-from ckptstore.distributed.framing import Cause, failure
+from ckptstore.distributed.framing import Cause, cause_of, failure
 from ckptstore.distributed.merge import encode_description
-from ckptstore.distributed.rank_task import Boxes, RankTask, decode_task
-from ckptstore.distributed.rank_worker import Plans, RankWorker
+from ckptstore.distributed.rank_worker import (
+    Boxes,
+    Plans,
+    RankTask,
+    RankWorker,
+    decode_task,
+)
 from ckptstore.errors import CkptStoreError, Conflict, NoSpace
 from ckptstore.log.log import Refused
 from ckptstore.objects.documents import decode_document
@@ -156,9 +162,7 @@ class Committer:
             kind, session, task = peers.round("commit: plan", describe, answer)
         if kind == PLANNED:
             self._described_last = b""  # until every rank has confirmed the plan
-            peers.round(
-                "commit: prepare", lambda: self._follow(task, peers.rank), lambda ready: ready
-            )
+            peers.share("commit: prepare", lambda: self._follow(task, peers.rank))
             self._described_last = digest(found[0].description)
         return found[0], SessionId(session)
 
@@ -188,14 +192,12 @@ class Committer:
     ) -> Committed | SessionId:
         """The second and the third round: the commit, or the session under which to try again."""
         assert self._task is not None
-        room, chunk_bytes = described.room, self._to.config.chunk_bytes
+        room = described.room
         transaction = Transaction(
             self._to, session, self._hints, rank=peers.rank, unbuffered=room.write.unbuffered
         )
-        boxes = Boxes(list(described.flats.values()), chunk_bytes)
-        worker = RankWorker(
-            transaction, boxes, self._task, self._plans, self._to.threads, chunk_bytes, room
-        )
+        boxes = Boxes(list(described.flats.values()), self._to.config.chunk_bytes)
+        worker = RankWorker(transaction, boxes, self._task, self._plans, self._to.threads, room)
         publication = _Publication(peers, transaction, worker, request, self._coordinator)
         with transaction:
             decided = peers.round(
@@ -234,15 +236,15 @@ class _Publication:
         not asked, and the transaction may be undone."""
 
         def publish(handed_in: list[Any]) -> list[Any]:
-            if self.failed:
-                return refused(self.failed, self._peers.size)
             try:
+                if self.failed:
+                    raise self.failed
                 return self._coordinator.publish(handed_in, label, self._transaction)
             except Exception as error:
                 if self._transaction.asked:
                     raise
                 self.failed = error
-                return refused(error, self._peers.size)
+                return [(REFUSED, cause_of(error))] * len(handed_in)
 
         try:
             return self._peers.round("commit: publish", lambda: self._receipt(decided), publish)

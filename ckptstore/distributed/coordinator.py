@@ -1,33 +1,51 @@
-"""What does the coordinator do for a commit of many ranks? It plans, resolves content and
-publishes. It alone appends to the log.
+"""How is a commit of several processes published, by rank 0 or by another library's coordinator?
+
+The coordinator of ranks plans, resolves content and publishes; it alone appends to the log. Where
+another library, such as DCP, assigns the writers, it brings their receipts to a publisher
+(`PartsCommitter`). The order is that of every commit: durable packs on each writer, then metadata,
+document and log entry. A failure before the entry leaves only files that no entry names.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.transaction import Destination, Receipt, Transaction
-from ckptstore.core.ids import SessionId
-from ckptstore.core.model import Schema
+from ckptstore.commit.plan import Extent, plan_chunks
+from ckptstore.commit.transaction import (
+    Committed,
+    Destination,
+    Receipt,
+    Transaction,
+    TreeContent,
+)
+from ckptstore.core.ids import SessionId, pack_rank
+from ckptstore.core.model import INLINE_BYTES, LeafContent, Schema
 from ckptstore.core.options import Ranks
 from ckptstore.core.process import uncollected
 from ckptstore.distributed.assemble import (
     Assembler,
     Decided,
     Observation,
-    WrittenIds,
     decide,
     layout_of,
     logical_bytes,
 )
-from ckptstore.distributed.framing import cause_of
-from ckptstore.distributed.merge import RankTree, Report, decode_description, merge, split_ids
+from ckptstore.distributed.merge import (
+    RankTree,
+    contents_from,
+    decode_description,
+    merge,
+    split_ids,
+)
 from ckptstore.distributed.plan import RanksPlan, Shared, plan_ranks
-from ckptstore.distributed.rank_task import encode_tasks
+from ckptstore.distributed.rank_worker import encode_tasks
 from ckptstore.errors import Conflict
 from ckptstore.log.log import Refused
 from ckptstore.log.sessions import Session, open_session
 from ckptstore.objects.documents import encode_document
+from ckptstore.repository.dedup import DedupHints
+from ckptstore.state.leaf_sources import Source, read_all
 
 SAME, PLANNED, DESCRIBE = "same", "planned", "describe"
 """Answers of the first round: repeat the last task; follow this task; the digest is unknown, send
@@ -114,7 +132,7 @@ class Coordinator:
 
     def decide(self, handed_in: Sequence[Any]) -> list[Any]:
         """Answer the ranks' reports with the chunks that each rank still has to write."""
-        reports = [[Report(*report) for report in found] for found, _, _ in handed_in]
+        reports = [contents_from(found) for found, _, _ in handed_in]
         self._decided = decide(self._plan, reports)
         self._observations = [
             Observation(shared[number], cell, chunk)
@@ -140,10 +158,10 @@ class Coordinator:
         An error is raised only before the append, or if its outcome is unknown; in the second case
         nothing may be deleted.
         """
-        receipts = [Receipt.decode(each[0]) for each in handed_in]
+        receipts = [Receipt.decode(receipt) for receipt, _ in handed_in]
         with uncollected():
             trees = self._assembler.assemble(
-                self._decided, [WrittenIds(*each[1:]) for each in handed_in], self._observations
+                self._decided, [ids for _, ids in handed_in], self._observations
             )
         try:
             published = transaction.publish(
@@ -175,11 +193,6 @@ class Coordinator:
         return self.session.id
 
 
-def refused(error: Exception, size: int) -> list[Any]:
-    """The answer to `size` ranks for a commit that is certainly not in the log."""
-    return [(REFUSED, cause_of(error))] * size
-
-
 def head_of(label: CommitMetadata) -> list[Any]:
     """The metadata that all ranks must agree on."""
     return [label.run, label.step]
@@ -193,3 +206,98 @@ def _check_labels(heads: Sequence[list[Any]], label: CommitMetadata) -> None:
                 f"rank {rank} commits step {step} of run {run}, rank 0 step {label.step} of run "
                 f"{label.run}; they must agree"
             )
+
+
+class Part(NamedTuple):
+    """The bytes of a leaf, or of its box `extent.box`, and their source. `leaf_bytes` is the size
+    of the whole leaf.
+    """
+
+    extent: Extent
+    source: Source
+    leaf_bytes: int
+
+
+class PartsWritten(NamedTuple):
+    """The result of a writer: the content of each part, and the receipt for `publish`."""
+
+    contents: list[LeafContent]
+    receipt: list[Any]
+
+
+class PartsCommitter:
+    """Writes and publishes parts of commits to one store, several commits at once if asynchronous
+    saves overlap. Keeps dedup hints for the next commit of the same parts.
+    """
+
+    def __init__(self, to: Destination) -> None:
+        self._to = to
+        self._extents: list[Extent] = []
+        self._hints = DedupHints()
+        # Weak, so that saves that fail, or that another rank publishes, leave with their session.
+        self._opened: WeakValueDictionary[SessionId, Session] = WeakValueDictionary()
+        self._own: WeakKeyDictionary[Session, Transaction] = WeakKeyDictionary()
+
+    def open(self) -> Session:
+        """Open the session under which all writers of a commit write. Called by the publisher."""
+        session = open_session(self._to.objects.storage, "commit")
+        self._opened[session.id] = session
+        return session
+
+    def write(self, session: SessionId, rank: int, parts: Sequence[Part]) -> PartsWritten:
+        """Hash `parts` and pack the chunks that the store lacks; they are durable on return. `rank`
+        keeps the pack names of several writers apart.
+        """
+        extents = [part.extent for part in parts]
+        if extents != self._extents:
+            self._extents, self._hints = extents, DedupHints()
+        chunked = [i for i, part in enumerate(parts) if part.leaf_bytes > INLINE_BYTES]
+        plan = plan_chunks([extents[i] for i in chunked], self._to.config.chunk_bytes)
+        with Transaction(self._to, session, self._hints, rank=rank) as transaction:
+            found = transaction.write(plan, [parts[i].source for i in chunked])
+            receipt = transaction.receipt()
+            ids = {i: found[number] for number, i in enumerate(chunked)}
+            contents = [
+                LeafContent(ids=ids[i], raw_bytes=part.source.nbytes)
+                if i in ids
+                else LeafContent(inline=read_all(part.source))
+                for i, part in enumerate(parts)
+            ]
+        if opened := self._opened.get(session):
+            self._own[opened] = transaction
+        return PartsWritten(contents, receipt.encode())
+
+    def publish(
+        self,
+        session: Session,
+        label: CommitMetadata,
+        trees: Sequence[TreeContent],
+        layout: bytes | None,
+        receipts: Sequence[Any],
+        started: float,
+    ) -> Committed:
+        """Append the commit of what all writers have written, and close the session. A label
+        without parents gets the run's newest commit.
+
+        Raises `Conflict` if reused chunks were removed meanwhile: write everything again under
+        another session. Raises `InvalidInput` if two writers had one rank, in one process or in
+        two, so that their packs have the same names.
+        """
+        told = [Receipt.decode(receipt) for receipt in receipts]
+        transaction = self._own.pop(session, None)
+        if transaction is None:  # a publisher that has written nothing takes no writer's names
+            rank = 1 + max((pack_rank(pack.id) for each in told for pack in each.packs), default=-1)
+            transaction = Transaction(self._to, session.id, DedupHints(), rank=rank)
+        transaction.owns = session
+        try:
+            with transaction:
+                published = transaction.publish(
+                    label, trees, logical_bytes=logical_bytes(trees), layout=layout, receipts=told
+                )
+        except Refused as error:
+            if error.refusal.again:
+                raise Conflict(
+                    "others changed the store while this commit was written; repeat it"
+                ) from error
+            raise
+        return published.committed(started)

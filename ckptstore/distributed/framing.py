@@ -68,6 +68,16 @@ class Cause(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}" if self.text else self.kind
 
+    @property
+    def own_class(self) -> type[CkptStoreError] | None:
+        """Its class, if it is one of our errors."""
+        cls = getattr(errors, self.kind, None)
+        return cls if isinstance(cls, type) and issubclass(cls, CkptStoreError) else None
+
+    def error(self) -> CkptStoreError:
+        """The failure as one of our errors."""
+        return self.own_class(self.text) if self.own_class else CkptStoreError(str(self))
+
 
 def cause_of(error: BaseException) -> Cause:
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
@@ -99,11 +109,7 @@ def failure(what: str, causes: Mapping[int, Cause], size: int) -> CkptStoreError
 
 
 def _class_of(causes: Mapping[int, Cause]) -> type[CkptStoreError]:
-    found = {getattr(errors, cause.kind, None) for cause in causes.values()}
+    found = {cause.own_class or CkptStoreError for cause in causes.values()}
     if len(found) == 1:
-        (cls,) = found
-        if isinstance(cls, type) and issubclass(cls, CkptStoreError):
-            return cls
-    if all(isinstance(cls, type) and issubclass(cls, Unavailable) for cls in found):
-        return Unavailable
-    return CkptStoreError
+        return found.pop()
+    return Unavailable if all(issubclass(cls, Unavailable) for cls in found) else CkptStoreError

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
-from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape, leaves_of
+from ckptstore.core.model import Box, LeafContent, LeafKind, Node, Schema, Shape, leaves_of
 from ckptstore.distributed.framing import damaged, pack, unpack
 from ckptstore.objects.schema import LastSchemas, decode_schema
 from ckptstore.state.leaf_sources import FlatState, Holding, Mark, Mesh
@@ -34,7 +34,6 @@ class RankTree:
 
 def encode_description(flats: Mapping[str, FlatState], schemas: LastSchemas) -> bytes:
     meshes: dict[Mesh | None, int] = {}
-    placements: dict[tuple[str, ...], int] = {}
     holdings: dict[Holding, int] = {}
     known: dict[int, int] = {}  # by identity, which avoids hashing a mesh of many ranks
     trees = []
@@ -50,14 +49,13 @@ def encode_description(flats: Mapping[str, FlatState], schemas: LastSchemas) -> 
     distinct = [
         [
             meshes.setdefault(mesh, len(meshes)),
-            placements.setdefault(names, len(placements)),
+            names,
             [[list(numbers) for numbers in box] for box in boxes],
         ]
         for mesh, names, boxes in holdings
     ]
     head = {
         "meshes": [mesh and [list(mesh.shape), list(mesh.ranks)] for mesh in meshes],
-        "placements": [list(names) for names in placements],
         "holdings": distinct,
         "trees": trees,
     }
@@ -74,9 +72,8 @@ def decode_description(data: bytes, schemas: dict[bytes, Schema]) -> list[RankTr
             None if mesh is None else Mesh(tuple(mesh[0]), tuple(mesh[1]))
             for mesh in head["meshes"]
         ]
-        placements = [tuple(names) for names in head["placements"]]
         holdings = [
-            Holding(meshes[mesh], placements[names], _boxes(boxes))
+            Holding(meshes[mesh], tuple(names), _boxes(boxes))
             for mesh, names, boxes in head["holdings"]
         ]
         return [
@@ -103,12 +100,17 @@ def _boxes(boxes: Sequence[Any]) -> tuple[Box, ...]:
     return tuple(Box(tuple(offsets), tuple(lengths)) for offsets, lengths in boxes)
 
 
-class Report(NamedTuple):
-    """A rank's content of a leaf: its bytes or the ids of its chunks. `raw_bytes` is the length."""
+def contents_to(contents: Sequence[LeafContent]) -> list[Any]:
+    """Contents without boxes, as values of a message."""
+    return [[each.inline, each.ids, each.raw_bytes] for each in contents]
 
-    inline: bytes | None
-    ids: bytes
-    raw_bytes: int
+
+def contents_from(said: Any) -> list[LeafContent]:
+    """The inverse of `contents_to`; raises `Corrupt`."""
+    try:
+        return [LeafContent(inline, ids, raw_bytes) for inline, ids, raw_bytes in said]
+    except (TypeError, ValueError) as error:
+        raise damaged(error) from error
 
 
 def split_ids(data: bytes) -> list[bytes]:
@@ -148,6 +150,11 @@ class MergedTree:
     trees: dict[int, RankTree] = field(default_factory=dict)
 
 
+def schema_of(skeleton: Node | int, rows: Sequence[Sequence[Any]]) -> Schema:
+    """The schema of leaves with (path, kind, dtype, shape, alias) each."""
+    return Schema(skeleton, *(zip(*rows, strict=True) if rows else ((),) * 5))
+
+
 Finished: TypeAlias = tuple[Schema, list[tuple[int, int | None]]]
 """A schema, and for each of its leaves the merged leaf and the rank that owns it, if private."""
 
@@ -168,24 +175,13 @@ def finish(tree: MergedTree, private: frozenset[int]) -> Finished:
     tied = frozenset(i for i, leaf in enumerate(tree.leaves) if leaf.alias in private)
     skeleton = _divide(tree.skeleton, tree, private | tied, found)
     numbers = {each: i for i, each in enumerate(found)}
-    leaves = [tree.leaves[i] for i, _ in found]
-    return (
-        Schema(
-            skeleton,
-            tuple(
-                leaf.path if rank is None else f"{leaf.path}/{rank}"
-                for leaf, (_, rank) in zip(leaves, found, strict=True)
-            ),
-            tuple(leaf.kind for leaf in leaves),
-            tuple(leaf.dtype for leaf in leaves),
-            tuple(leaf.shape for leaf in leaves),
-            tuple(
-                numbers.get((leaf.alias, rank), -1) if leaf.alias >= 0 else -1
-                for leaf, (_, rank) in zip(leaves, found, strict=True)
-            ),
-        ),
-        found,
-    )
+    rows = []
+    for i, rank in found:
+        leaf = tree.leaves[i]
+        path = leaf.path if rank is None else f"{leaf.path}/{rank}"
+        alias = numbers.get((leaf.alias, rank), -1) if leaf.alias >= 0 else -1
+        rows.append((path, leaf.kind, leaf.dtype, leaf.shape, alias))
+    return schema_of(skeleton, rows), found
 
 
 def _divide(
@@ -305,14 +301,9 @@ class _Merger:
 
     def _leaf(self, holders: Sequence[Holder]) -> int:
         rank, number = holders[0]
-        schema = self._trees[rank].schema
-        columns = (
-            schema.paths[number],
-            schema.kinds[number],
-            schema.dtypes[number],
-            schema.shapes[number],
-        )
-        self._merged.leaves.append(MergedLeaf(*columns, tuple(holders)))
+        path = self._trees[rank].schema.paths[number]
+        leaf = MergedLeaf(path, *self._what(rank, number), tuple(holders))
+        self._merged.leaves.append(leaf)
         return len(self._merged.leaves) - 1
 
     def _what(self, rank: int, leaf: int) -> tuple[LeafKind, str, Shape]:

@@ -59,26 +59,25 @@ class Job(NamedTuple):
     chunk: int
 
 
-class FragmentBytes(NamedTuple):
-    """Bytes `start:stop` of box number `box` of a leaf: a fragment of a chunk, which fills the
-    chunk's byte ranges `ranges` in order.
+class Piece(NamedTuple):
+    """Bytes `start:stop` of a box in place: a piece of a chunk, which fills the chunk's byte ranges
+    `ranges` in order.
     """
 
-    box: int
+    place: Place
     start: int
     stop: int
-    ranges: tuple[tuple[int, int], ...]
+    ranges: Sequence[Sequence[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkAssembly:
-    """How rank `owner` assembles chunk `chunk` of a leaf from fragments of ranks; `moved` bytes
-    come from other ranks. Shared by leaves with equal holdings.
+class ChunkAssembly(NamedTuple):
+    """How rank `owner` assembles chunk `chunk` of a leaf from pieces; `moved` bytes come from other
+    ranks. Shared by leaves with equal holdings.
     """
 
     owner: Place
     chunk: int
-    fragments: tuple[tuple[Place, FragmentBytes], ...]
+    pieces: tuple[Piece, ...]
     moved: int
 
 
@@ -91,23 +90,28 @@ class CellJob(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Box number `box` of a leaf, of `cells` cells, held by the rank at `place` and by others."""
+    """Box number `box` of a leaf, of `cells` cells, held by the rank at `place` and by others. All
+    of it is to be compared, or a sample.
+    """
 
     target: Target
     box: int
     place: Place
     cells: int
+    all: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Tiled:
-    """A leaf whose chunks are planned: `boxes` tile it, and `holders` lists the ranks of each box,
-    the first mesh's ranks first. Leaves with equal holdings share one object.
+    """A leaf whose chunks are planned: `boxes` tile it, and `holders` lists the ranks of each box;
+    those of one mesh write it. `replicas` are boxes on other meshes, by number. Leaves with equal
+    holdings share one object.
     """
 
     boxes: tuple[Box, ...]
     tiling: Tiling
     holders: tuple[tuple[Place, ...], ...]
+    replicas: tuple[tuple[int, Place], ...] = ()
 
 
 @dataclass(slots=True)
@@ -125,7 +129,6 @@ class RanksPlan:
     cells: list[CellJob] = field(default_factory=list)
     shared: list[Shared] = field(default_factory=list)
     load: list[int] = field(default_factory=list)
-    exchanged_bytes: int = 0
 
     def leaf(self, target: Target) -> MergedLeaf:
         return self.trees[target.tree].leaves[target.leaf]
@@ -294,13 +297,12 @@ def _tile(
         boxes,
         canonical=canonical and not others,
     )
-    plan.tiled[target] = Tiled(boxes, tiling, tuple(tuple(first[box]) for box in boxes))
-    if others:
-        plan.reported[target] = tuple(
-            {
-                place.rank: place for held in others for places in held.values() for place in places
-            }.values()
-        )
+    plan.tiled[target] = Tiled(
+        boxes,
+        tiling,
+        tuple(tuple(first[box]) for box in boxes),
+        tuple((i, place) for held in others for i, box in enumerate(boxes) for place in held[box]),
+    )
 
 
 def _assign(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
@@ -331,6 +333,10 @@ def _assign(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
             )
     order = {target: i for i, target in enumerate(plan.tiled)}
     plan.jobs.sort(key=lambda job: (order[job.target], job.chunk))
+    for target, tiled in plan.tiled.items():
+        for box, place in tiled.replicas:
+            count = len(_cells(plan, target, tiled.boxes[box], chunk_bytes))
+            plan.shared.append(Shared(target, box, place, count, all=True))
 
 
 def _spread(
@@ -343,7 +349,7 @@ def _spread(
         place = min(holders, key=lambda each: plan.load[each.rank])
         job = Job(place, start, end, target, span.chunk + start - span.first)
         _give(plan, job, cells.span(end - 1)[1] - cells.span(start)[0])
-    plan.shared.extend(Shared(target, span.box, place, len(cells)) for place in holders)
+    plan.shared.extend(Shared(target, span.box, place, len(cells), all=False) for place in holders)
 
 
 def _give(plan: RanksPlan, job: Job, nbytes: int) -> None:
@@ -359,45 +365,44 @@ class _CutCell:
     def __init__(
         self, tiled: Tiled, cell: Cell, width: int, whole: Grid, grids: Sequence[Grid]
     ) -> None:
-        self._chunk, self._holders = cell.chunk, tiled.holders
-        self._fragments = [
-            _fragment(whole, cell, box, grids[box], number, width) for box, number in cell.fragments
+        self._chunk = cell.chunk
+        self._pieces = [
+            (
+                tiled.holders[box],
+                _piece(tiled.holders[box][0], whole, cell, grids[box], part, width),
+            )
+            for box, part in cell.fragments
         ]
-        sizes = [fragment.stop - fragment.start for fragment in self._fragments]
+        sizes = [piece.stop - piece.start for _, piece in self._pieces]
         self.nbytes = sum(sizes)
         self.able = [
             place
-            for fragment, nbytes in zip(self._fragments, sizes, strict=True)
+            for (places, _), nbytes in zip(self._pieces, sizes, strict=True)
             if nbytes == max(sizes)
-            for place in tiled.holders[fragment.box]
+            for place in places
         ]
         self._assemblies: dict[Place, ChunkAssembly] = {}
 
     def assembly(self, owner: Place) -> ChunkAssembly:
         if owner not in self._assemblies:
-            fragments = tuple(
-                (_nearest(self._holders[fragment.box], owner.rank), fragment)
-                for fragment in self._fragments
+            pieces = tuple(
+                piece._replace(place=_nearest(places, owner.rank)) for places, piece in self._pieces
             )
             moved = sum(
-                fragment.stop - fragment.start
-                for place, fragment in fragments
-                if place.rank != owner.rank
+                piece.stop - piece.start for piece in pieces if piece.place.rank != owner.rank
             )
-            self._assemblies[owner] = ChunkAssembly(owner, self._chunk, fragments, moved)
+            self._assemblies[owner] = ChunkAssembly(owner, self._chunk, pieces, moved)
         return self._assemblies[owner]
 
 
-def _fragment(
-    whole: Grid, cell: Cell, box: int, held: Grid, number: int, width: int
-) -> FragmentBytes:
+def _piece(place: Place, whole: Grid, cell: Cell, held: Grid, number: int, width: int) -> Piece:
     start, stop = held.span(number)
     if len(cell.fragments) == 1:
-        return FragmentBytes(box, start, stop, ((0, stop - start),))
+        return Piece(place, start, stop, ((0, stop - start),))
     # Most fragments are contiguous; columns of a small leaf are not.
     chunk = whole.cell(cell.chunk)
     ranges = byte_ranges(chunk.lengths, within(held.cell(number), chunk), width)
-    return FragmentBytes(box, start, stop, tuple(ranges))
+    return Piece(place, start, stop, tuple(ranges))
 
 
 def _assign_cells(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
@@ -417,7 +422,6 @@ def _assign_cells(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
             if on_the_way + assembly.moved > window_bytes:
                 window, on_the_way = window + 1, 0
             on_the_way += assembly.moved
-            plan.exchanged_bytes += assembly.moved
             plan.load[assembly.owner.rank] += cell.nbytes
             plan.cells.append(CellJob(target, assembly, window))
 

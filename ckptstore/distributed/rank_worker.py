@@ -1,22 +1,209 @@
-"""What does one rank do in a commit of many? It exchanges fragments, hashes and writes chunks, and
+"""What does one rank do in a commit of many, and how does the coordinator tell it?
+
+A task names each byte range. It holds as long as the plan does, so a commit like the last one moves
+bytes and computes nothing. The rank exchanges pieces of cut chunks, hashes and writes chunks, and
 reports content.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
 
-from ckptstore.commit.plan import CommitPlan, Extent, plan_chunks
+from ckptstore.commit.plan import CommitPlan, Extent, is_floating, plan_chunks
 from ckptstore.commit.transaction import Transaction
-from ckptstore.commit.write import hash_chunks, read_all
-from ckptstore.core.ids import SessionId
-from ckptstore.core.model import INLINE_BYTES
+from ckptstore.commit.write import hash_chunks
+from ckptstore.core import geometry
+from ckptstore.core.geometry import grid
+from ckptstore.core.ids import CHUNK_ID_BYTES, SessionId
+from ckptstore.core.model import INLINE_BYTES, LeafContent
 from ckptstore.distributed.collective import Collective, DeferredErrors, Part
-from ckptstore.distributed.merge import Report
-from ckptstore.distributed.rank_task import Assembly, Boxes, LeafRef, Outgoing, RankTask, Window
+from ckptstore.distributed.framing import damaged, pack, unpack
+from ckptstore.distributed.merge import contents_to
+from ckptstore.distributed.plan import Piece, Place, RanksPlan, Target
+from ckptstore.errors import Conflict
 from ckptstore.repository.memory_budget import RankRoom
 from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.state.leaf_sources import Source
+from ckptstore.state.leaf_sources import BytesSource, FlatState, Source, read_all
+
+
+class LeafRef(NamedTuple):
+    """A box on this rank: the numbers of its key, of the leaf and of the box."""
+
+    tree: int
+    leaf: int
+    part: int
+
+
+class Assembly(NamedTuple):
+    """How rank `owner` assembles a chunk. Shared by leaves with equal holdings."""
+
+    owner: int
+    extent: Extent
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(slots=True)
+class Window:
+    """What is in transfer at a time: box and byte range of the pieces for each rank, to be sent as
+    one message; the number of bytes from each rank; the chunks to assemble, with the numbers of key
+    and leaf."""
+
+    outgoing: dict[int, list[tuple[LeafRef, int, int]]] = field(default_factory=dict)
+    incoming: Counter[int] = field(default_factory=Counter)
+    assemblies: list[tuple[int, int, Assembly]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """The work of a rank before content is resolved. `jobs` are boxes and their cells to write;
+    `shared` are boxes that other ranks hold as well, their number of cells, and whether all of them
+    are to be compared."""
+
+    jobs: tuple[tuple[LeafRef, int, int], ...]
+    windows: tuple[Window, ...]
+    reports: tuple[LeafRef, ...]
+    shared: tuple[tuple[LeafRef, int, bool], ...]
+
+
+_COLUMNS = ("jobs", "assemblies", "cells", "reports", "shared")
+"""A task as a message: lists of numbers. `cells` are a window, key and leaf, and the number of the
+assembly in which the rank takes part."""
+
+
+def encode_tasks(
+    plan: RanksPlan, keys: Sequence[Sequence[str]], *, trust_replicated: bool
+) -> list[bytes]:
+    """The task of every rank; `keys` are each rank's keys in order."""
+    trees = [
+        [names.index(tree.key) if tree.key in names else -1 for tree in plan.trees]
+        for names in keys
+    ]
+    tasks: list[dict[str, list[Any]]] = [{name: [] for name in _COLUMNS} for _ in keys]
+
+    def ref(target: Target, place: Place) -> list[int]:
+        leaf = plan.leaf(target).holders[place.holder].leaf
+        return [trees[place.rank][target.tree], leaf, place.part]
+
+    for job in plan.jobs:
+        tasks[job.place.rank]["jobs"].append([*ref(job.target, job.place), job.first, job.stop])
+    roles: dict[int, list[tuple[int, int, int]]] = {}  # by identity of the assemblies
+    for target, assembly, window in plan.cells:
+        leaf = plan.leaf(target)
+        if id(assembly) not in roles:
+            width, floating = geometry.width_of(leaf.dtype), is_floating(leaf.dtype)
+            said = assembly.owner.rank, width, floating, assembly.pieces
+            places = (assembly.owner, *(piece.place for piece in assembly.pieces))
+            holders = {place.rank: place.holder for place in places}
+            roles[id(assembly)] = [
+                (rank, holder, len(tasks[rank]["assemblies"])) for rank, holder in holders.items()
+            ]
+            for rank in holders:
+                tasks[rank]["assemblies"].append(said)
+        for rank, holder, number in roles[id(assembly)]:
+            at = trees[rank][target.tree], leaf.holders[holder].leaf
+            tasks[rank]["cells"].append((window, *at, number))
+    for target, places in plan.reported.items():
+        for place in places:
+            tasks[place.rank]["reports"].append(ref(target, place))
+    for target, _, place, cells, every in plan.shared:
+        entry = [*ref(target, place), cells, every or not trust_replicated]
+        tasks[place.rank]["shared"].append(entry)
+    return list(map(pack, tasks))
+
+
+def decode_task(data: bytes, rank: int) -> RankTask:
+    """The inverse of `encode_tasks` for rank `rank`; raises `Corrupt`."""
+    try:
+        task = unpack(data)
+        return RankTask(
+            tuple((LeafRef(*ref), first, stop) for *ref, first, stop in task["jobs"]),
+            _windows(task, rank),
+            tuple(LeafRef(*ref) for ref in task["reports"]),
+            tuple((LeafRef(*ref), cells, every) for *ref, cells, every in task["shared"]),
+        )
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise damaged(f"the coordinator's plan: {error!r}") from error
+
+
+def _windows(task: Mapping[str, Any], me: int) -> tuple[Window, ...]:
+    assemblies = [_assembly(*each) for each in task["assemblies"]]
+    windows: dict[int, Window] = {}
+    for number, tree, leaf, how in task["cells"]:
+        window = windows.setdefault(number, Window())
+        owner, _, pieces = assembly = assemblies[how]
+        if owner == me:
+            window.assemblies.append((tree, leaf, assembly))
+        for (rank, part, _), start, stop, _ in pieces:
+            if rank == me != owner:
+                parts = window.outgoing.setdefault(owner, [])
+                parts.append((LeafRef(tree, leaf, part), start, stop))
+            elif rank != me == owner:
+                window.incoming[rank] += stop - start
+    return tuple(windows[number] for number in sorted(windows))
+
+
+def _assembly(owner: int, width: int, floating: bool, found: Sequence[Any]) -> Assembly:
+    pieces = tuple(Piece(Place(*place), *where) for place, *where in found)
+    nbytes = sum(piece.stop - piece.start for piece in pieces)
+    return Assembly(owner, Extent((nbytes // width,), width, nbytes, floating), pieces)
+
+
+class Boxes:
+    """A rank's part of the state, box by box."""
+
+    def __init__(self, flats: Sequence[FlatState], chunk_bytes: int) -> None:
+        self._flats, self.chunk_bytes = flats, chunk_bytes
+
+    def source(self, ref: LeafRef) -> Source:
+        flat, leaf = self._resolved(ref)
+        return flat.held[leaf].parts[ref.part][1] if leaf in flat.held else flat.leaves[leaf]
+
+    def extent(self, ref: LeafRef) -> Extent:
+        """The extent of a whole box."""
+        flat, leaf = self._resolved(ref)
+        source = self.source(ref)
+        if flat.schema.kinds[leaf] != "tensor":
+            return Extent((source.nbytes,), 1, source.nbytes, False)
+        dtype = flat.schema.dtypes[leaf]
+        box = flat.held[leaf].parts[ref.part][0] if leaf in flat.held else None
+        width = geometry.width_of(dtype)
+        return Extent(flat.schema.shapes[leaf], width, source.nbytes, is_floating(dtype), box)
+
+    def cells(self, ref: LeafRef, first: int, stop: int) -> Extent:
+        """Cells `first:stop` of a box."""
+        extent = self.extent(ref)
+        cells = grid(extent.shape, extent.width, self.chunk_bytes, extent.box)
+        return extent._replace(
+            cells=(first, stop), raw_bytes=cells.span(stop - 1)[1] - cells.span(first)[0]
+        )
+
+    def pieces(self, ref: LeafRef) -> list[LeafRef]:
+        """All boxes of a leaf."""
+        flat, leaf = self._resolved(ref)
+        return (
+            [LeafRef(ref.tree, ref.leaf, part) for part in range(len(flat.held[leaf].parts))]
+            if leaf in flat.held
+            else [ref]
+        )
+
+    def global_bytes(self, ref: LeafRef) -> int:
+        """Raw bytes of the whole leaf, on all ranks."""
+        flat, leaf = self._resolved(ref)
+        if leaf not in flat.held:
+            return flat.leaves[leaf].nbytes
+        return geometry.width_of(flat.schema.dtypes[leaf]) * prod(flat.schema.shapes[leaf])
+
+    def _resolved(self, ref: LeafRef) -> tuple[FlatState, int]:
+        """The leaf with the bytes: an alias on this rank may be no alias in the whole state, so it
+        resolves to the leaf it shares memory with.
+        """
+        flat = self._flats[ref.tree]
+        alias = flat.schema.aliases[ref.leaf]
+        return flat, ref.leaf if alias < 0 else alias
+
 
 SAMPLE = 32
 """One in this many boxes that other ranks write is hashed here as well."""
@@ -35,13 +222,13 @@ class RankWorker:
         task: RankTask,
         plans: Plans,
         threads: ThreadPool,
-        chunk_bytes: int,
         room: RankRoom,
     ) -> None:
         self._transaction, self._boxes, self._task, self._plans = transaction, boxes, task, plans
-        self._threads, self._chunk_bytes, self._room = threads, chunk_bytes, room
+        self._threads, self._room = threads, room
         self._later = DeferredErrors()
-        self._cells = self._jobs = self._decided = b""
+        self._ids = b""
+        self._reported: list[LeafContent] = []
 
     def report(self, peers: Collective) -> Any:
         """Exchange fragments, write the planned chunks that the store lacks, and report the content
@@ -56,21 +243,28 @@ class RankWorker:
             self._boxes.cells(ref, cell, cell + 1)
             for ref, (_, cell) in zip(spots, chosen, strict=True)
         ]
-        return self._reports(), chosen, b"".join(self._hash(spots, cells))
+        self._reported = self._reports()
+        return contents_to(self._reported), chosen, b"".join(self._hash(spots, cells))
 
     def write_decided(self, decided: Sequence[Sequence[int]]) -> None:
-        """Write chunks `first:stop` of reported leaves: (number of the report, first, stop)."""
+        """Write chunks `first:stop` of reported leaves: (number of the report, first, stop). Raises
+        `Conflict` if they are no longer those that were reported.
+        """
         spots = [self._task.reports[number] for number, _, _ in decided]
         extents = [
             self._boxes.cells(ref, first, stop)
             for ref, (_, first, stop) in zip(spots, decided, strict=True)
         ]
-        self._decided = self._write(self._planned(extents), list(map(self._boxes.source, spots)))
+        written = self._write(self._planned(extents), list(map(self._boxes.source, spots)))
+        if written != b"".join(
+            self._reported[number].ids[first * CHUNK_ID_BYTES : stop * CHUNK_ID_BYTES]
+            for number, first, stop in decided
+        ):
+            raise Conflict("the state was changed while it was committed; commit between steps")
 
     def receipt(self) -> Any:
-        """This rank's receipt and its chunk ids, once its packs are durable."""
-        receipt = self._transaction.receipt().encode()
-        return receipt, self._jobs, self._cells, self._decided
+        """This rank's receipt and the ids of its jobs and its cells, once its packs are durable."""
+        return self._transaction.receipt().encode(), self._ids
 
     def _write_planned(self, peers: Collective) -> None:
         ids: list[bytes] = []
@@ -80,45 +274,41 @@ class RankWorker:
             with self._later.failing():
                 extents = [extent for extent, _ in batch]
                 plan = self._kept(f"cells {number}", partial(self._planned, extents))
-                sources: list[Source] = [_Bytes(data, extent.width) for extent, data in batch]
+                sources: list[Source] = [BytesSource(data, extent.width) for extent, data in batch]
                 ids.append(self._write(plan, sources))
         self._later.settle()
-        self._cells = b"".join(ids)
-        plan = self._kept("jobs", self._plan_of_jobs)
-        self._jobs = self._write(plan, [self._boxes.source(job.ref) for job in self._task.jobs])
-
-    def _plan_of_jobs(self) -> CommitPlan:
-        return self._planned(
-            [self._boxes.cells(job.ref, job.first, job.stop) for job in self._task.jobs]
+        plan = self._kept(
+            "jobs", lambda: self._planned([self._boxes.cells(*job) for job in self._task.jobs])
         )
+        jobs = self._write(plan, [self._boxes.source(ref) for ref, _, _ in self._task.jobs])
+        self._ids = b"".join((jobs, *ids))
 
-    def _reports(self) -> list[Report]:
+    def _reports(self) -> list[LeafContent]:
         """This rank's content of the reported leaves."""
-        found: list[Report | None] = []
-        hashed: list[LeafRef] = []
-        for ref in self._task.reports:
-            pieces = self._boxes.pieces(ref)
-            if self._boxes.global_bytes(ref) <= INLINE_BYTES:
-                inline = b"".join(read_all(self._boxes.source(piece)) for piece in pieces)
-                found.append(Report(inline, b"", len(inline)))
-            else:
-                found.append(None)
-                hashed.extend(pieces)
-        extents = [self._boxes.extent(ref) for ref in hashed]
-        ids = iter(zip(self._hash(hashed, extents), extents, strict=True))
-        for i, report in enumerate(found):
-            if report is None:
-                parts = [next(ids) for _ in self._boxes.pieces(self._task.reports[i])]
-                joined = b"".join(chunks for chunks, _ in parts)
-                found[i] = Report(None, joined, sum(extent.raw_bytes for _, extent in parts))
-        return [report for report in found if report is not None]
+        boxes = self._boxes
+        small = [boxes.global_bytes(ref) <= INLINE_BYTES for ref in self._task.reports]
+        pieces = [boxes.pieces(ref) for ref in self._task.reports]
+        hashed = [
+            ref
+            for is_small, refs in zip(small, pieces, strict=True)
+            if not is_small
+            for ref in refs
+        ]
+        ids = iter(self._hash(hashed, list(map(boxes.extent, hashed))))
+        found = []
+        for is_small, refs in zip(small, pieces, strict=True):
+            sources = list(map(boxes.source, refs))
+            inline = b"".join(map(read_all, sources)) if is_small else None
+            chunks = b"" if is_small else b"".join(next(ids) for _ in refs)
+            found.append(LeafContent(inline, chunks, sum(source.nbytes for source in sources)))
+        return found
 
     def _hash(self, spots: Sequence[LeafRef], extents: Sequence[Extent]) -> list[bytes]:
         sources = list(map(self._boxes.source, spots))
         return hash_chunks(self._planned(extents), sources, self._threads, self._room.write.threads)
 
     def _planned(self, extents: Sequence[Extent]) -> CommitPlan:
-        return plan_chunks(extents, self._chunk_bytes, self._room.write.run_bytes)
+        return plan_chunks(extents, self._boxes.chunk_bytes, self._room.write.run_bytes)
 
     def _kept(self, what: str, make: Callable[[], CommitPlan]) -> CommitPlan:
         key = what, self._room.write.run_bytes, self._room.cells_bytes
@@ -160,7 +350,7 @@ class RankWorker:
         for tree, leaf, assembly in window.assemblies:
             yield assembly.extent, self._assemble(tree, leaf, assembly, cursors)
 
-    def _joined(self, outgoing: Sequence[Outgoing]) -> memoryview:
+    def _joined(self, outgoing: Sequence[tuple[LeafRef, int, int]]) -> memoryview:
         """One message with copies of the bytes: sources may be reused while it is sent."""
         message = memoryview(bytearray(sum(stop - start for _, start, stop in outgoing)))
         cursor = _Cursor(message)
@@ -174,7 +364,7 @@ class RankWorker:
     ) -> bytearray:
         data = bytearray(assembly.extent.raw_bytes)
         memory = memoryview(data)
-        for rank, part, start, stop, ranges in assembly.pieces:
+        for (rank, part, _), start, stop, ranges in assembly.pieces:
             if rank in arrived:
                 buffer = arrived[rank].take(stop - start)
             else:
@@ -210,30 +400,11 @@ class _Cursor:
         return self._memory[self._at - nbytes : self._at]
 
 
-class _Bytes:
-    """An assembled chunk as a source."""
-
-    known_ids: bytes | None = None
-    still = True
-
-    def __init__(self, data: bytearray, width: int) -> None:
-        self._data = data
-        self.nbytes, self.width = len(data), width
-
-    def view(self, start: int, stop: int) -> memoryview:
-        return memoryview(self._data)[start:stop]
-
-    def stage(self, start: int, stop: int, out: memoryview) -> None:
-        out[:] = self.view(start, stop)
-
-
 def _chosen(task: RankTask, session: SessionId) -> Iterator[tuple[int, int]]:
-    """Shared boxes by their number in the task, and their chosen cells: a sample, or all if
-    replicas are not trusted.
-    """
+    """Shared boxes by their number in the task, and their chosen cells: a sample, or all."""
     seed = int(session[:12], 16)
-    for i, (_, cells) in enumerate(task.shared):
-        if not task.trust_replicated:
+    for i, (_, cells, every) in enumerate(task.shared):
+        if every:
             yield from ((i, cell) for cell in range(cells))
         elif (i + seed) % min(SAMPLE, len(task.shared)) == 0:
             yield i, (seed // SAMPLE + i) % cells

@@ -12,14 +12,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ckptstore import errors
-from ckptstore.commit.commit import CommitRequest
+from ckptstore.commit.commit_metadata import CommitRequest
 from ckptstore.commit.pending import Watch
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.options import Milestone
@@ -49,7 +49,7 @@ class WorkerCommitter:
 
     def __init__(self, place: str, options: Mapping[str, Any], threads: int) -> None:
         """`options` are those of `StoreHandle`."""
-        self._opening = Message({"place": place, "options": dict(options), "threads": threads})
+        self._opening = {"place": place, "options": dict(options), "threads": threads}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection[Any, Any] | None = None
         self._sent: Buffer | None = None
@@ -109,12 +109,9 @@ class WorkerCommitter:
             found.append(state_to(label, flats, request, self._schemas))
             return self._alive is not None and self._met.get(peers) is self._alive
 
-        def all_of(ready: Sequence[bool]) -> list[bool]:
-            return [all(ready)] * len(ready)
-
-        if not peers.round("workers: ready", describe, all_of):
+        if not peers.share("workers: ready", describe, all):
             self._meet(peers)
-        found[0].says.update(group=self._groups[peers], timeout_s=peers.timeout_s)
+        found[0].update(group=self._groups[peers], timeout_s=peers.timeout_s)
         return found[0]
 
     def _meet(self, peers: Collective) -> None:
@@ -125,20 +122,20 @@ class WorkerCommitter:
             self._met.pop(peers, None)
             return self._listening(peers.timeout_s)
 
-        def invite(places: Sequence[Any]) -> list[Any]:
-            return [(os.urandom(SECRET_BYTES), places)] * len(places)
-
-        secret, places = peers.round("workers: meet", listen, invite)
+        secret, places = peers.share(
+            "workers: meet", listen, lambda places: (os.urandom(SECRET_BYTES), places)
+        )
         invitation = {
             "group": group,
             "rank": peers.rank,
             "places": places,
             "timeout_s": peers.timeout_s,
+            "secret": secret,
         }
         if not (self._connection and self._alive):
             raise self._lost()
         try:
-            send(self._connection, Message(invitation, secret))
+            send(self._connection, invitation)
         except OSError as error:
             raise self._lost() from error
         self._met[peers] = self._alive
@@ -149,7 +146,7 @@ class WorkerCommitter:
         answer = None
         with suppress(OSError):
             connection = self._working()
-            send(connection, Message({"listen": True}))
+            send(connection, {"listen": True})
             answer = receive(connection) if connection.poll(timeout_s) else None
         if answer is None:
             pid = self.pid
@@ -158,9 +155,9 @@ class WorkerCommitter:
                 f"the worker process {pid} ended, or was silent for {timeout_s:g} s; the next "
                 "commit starts another worker"
             )
-        if "failed" in answer.says:
+        if "failed" in answer:
             raise error_from(answer)
-        return answer.says["addresses"]
+        return answer["addresses"]
 
     # -- the worker process --
 
@@ -185,7 +182,7 @@ class WorkerCommitter:
         connection, arena = self._connection, request.buffer
         assert connection is not None and arena is not None
         try:
-            send(connection, message._replace(fd=arena.fd if self._sent is not arena else -1))
+            send(connection, message, arena.fd if self._sent is not arena else None)
             self._sent = arena
             said = self._listen(connection, request.watch)
         except OSError as error:
@@ -201,15 +198,15 @@ class WorkerCommitter:
         """The worker's reply, or its failure; the worker is idle afterwards."""
         cancelled: Cancelled | None = None
         while message := receive(connection):
-            if "reached" in message.says:
-                watch.reached(Milestone(message.says["reached"]))
-            elif "publishing" in message.says:
+            if "reached" in message:
+                watch.reached(Milestone(message["reached"]))
+            elif "publishing" in message:
                 try:
                     watch.publishing()
                 except Cancelled as error:
                     cancelled = error
-                send(connection, Message({"go": cancelled is None}))
-            elif "failed" in message.says:
+                send(connection, {"go": cancelled is None})
+            elif "failed" in message:
                 return cancelled or error_from(message)
             else:
                 return message

@@ -5,34 +5,31 @@ imports no torch, runs in its own session with low priority, and maps the staged
 descriptor. So it finishes its commit even if the trainer is gone, and then ends. Workers of many
 ranks are connected to each other, and commit by the same rounds as trainers.
 
-Messages are JSON, bytes and, at times, a descriptor. Nothing is unpickled, so neither side can run
-code in the other.
+Messages are JSON and bytes and, at times, a descriptor. Nothing is unpickled, so neither side can
+run code in the other.
 """
 
-import json
 import mmap
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
-from ckptstore import errors
-from ckptstore.commit.commit import CommitRequest, Flats
-from ckptstore.commit.commit_metadata import CommitMetadata
+from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
 from ckptstore.commit.pending import Watch
+from ckptstore.commit.plan import Flats
 from ckptstore.commit.transaction import CommitStats, Committed, Destination
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Schema
 from ckptstore.core.options import Milestone, Ranks
-from ckptstore.distributed import framing
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.commit import Committer
+from ckptstore.distributed.framing import Cause, cause_of, pack, unpack
 from ckptstore.distributed.merge import decode_description, encode_description
 from ckptstore.distributed.sockets import Invitation, Listener, SocketLink
 from ckptstore.errors import Cancelled, CkptStoreError, Unavailable
@@ -43,31 +40,24 @@ from ckptstore.repository.thread_pool import ThreadPool, step_aside_of_parent
 from ckptstore.state.leaf_sources import FlatState, HeldLeaf, Source, leaves_of
 from ckptstore.state.staging_buffers import BufferSource, ElsewhereSource
 
+Message: TypeAlias = dict[str, Any]
+"""Values for `framing.pack`. A received descriptor is its `fd`."""
+
 _ARENA, _BYTES, _KNOWN = "arena", "bytes", "known"
 
 
-class Message(NamedTuple):
-    """`says` is JSON, `blob` the bytes it refers to, `fd` a received descriptor or -1."""
-
-    says: dict[str, Any]
-    blob: bytes = b""
-    fd: int = -1
-
-
-def send(connection: "Connection[Any, Any]", message: Message) -> None:
+def send(connection: "Connection[Any, Any]", message: Message, fd: int | None = None) -> None:
     """Send a message. Raises `OSError` if the other side has closed."""
-    connection.send_bytes(json.dumps([message.says, message.fd >= 0]).encode())
-    connection.send_bytes(message.blob)
-    if message.fd >= 0:
-        send_handle(connection, message.fd, 0)
+    connection.send_bytes(pack([message, fd is not None]))
+    if fd is not None:
+        send_handle(connection, fd, 0)
 
 
 def receive(connection: "Connection[Any, Any]") -> Message | None:
     """The next message, or None if the other side has closed."""
     try:
-        says, has_fd = json.loads(connection.recv_bytes())
-        blob = connection.recv_bytes()
-        return Message(says, blob, recv_handle(connection) if has_fd else -1)
+        message, has_fd = unpack(connection.recv_bytes())
+        return {**message, "fd": recv_handle(connection)} if has_fd else message
     except (OSError, EOFError):
         return None
 
@@ -76,38 +66,35 @@ def state_to(
     label: CommitMetadata, flats: Flats, request: CommitRequest, schemas: LastSchemas
 ) -> Message:
     """A staged state, or a rank's part of one: its description, and where each leaf's bytes lie: in
-    the staging buffer, in the blob, or in the store, by chunk ids in the blob."""
-    description = encode_description(flats, schemas)
-    blob = bytearray(description)
-    says = {
+    the staging buffer, in the message, or in the store, by chunk ids."""
+    return {
         "label": asdict(label),
         "ranks": {
             "canonical": request.ranks.canonical,
             "trust_replicated": request.ranks.trust_replicated,
         },
         "started": request.started,
-        "description": len(description),
-        "sources": [_leaf_to(source, blob) for source in leaves_of(flats)],
+        "description": encode_description(flats, schemas),
+        "sources": list(map(_leaf_to, leaves_of(flats))),
         "group": None,
     }
-    return Message(says, bytes(blob))
 
 
 def state_from(
     message: Message, arena: memoryview, schemas: dict[bytes, Schema]
 ) -> tuple[CommitMetadata, Flats]:
     """The inverse of `state_to`, for a buffer mapped at `arena`."""
-    says, blob = message.says["label"], memoryview(message.blob)
+    said = message["label"]
     label = CommitMetadata(
-        says["run"],
-        says["step"],
-        says["message"],
-        tuple((str(name), float(value)) for name, value in says["metrics"]),
-        tuple(says["tags"]),
-        tuple(CommitId(commit) for commit in says["parents"]),
+        said["run"],
+        said["step"],
+        said["message"],
+        tuple((str(name), float(value)) for name, value in said["metrics"]),
+        tuple(said["tags"]),
+        tuple(CommitId(commit) for commit in said["parents"]),
     )
-    trees = decode_description(message.blob[: message.says["description"]], schemas)
-    sources = (_leaf_from(said, blob, arena) for said in message.says["sources"])
+    trees = decode_description(message["description"], schemas)
+    sources = (_leaf_from(arena, *leaf) for leaf in message["sources"])
     flats = {}
     for tree in trees:
         leaves = [next(sources) for _ in range(len(tree.schema))]
@@ -119,61 +106,52 @@ def state_from(
     return label, flats
 
 
-def _leaf_to(source: Source, blob: bytearray) -> list[Any]:
+def _leaf_to(source: Source) -> list[Any]:
     if isinstance(source, BufferSource):
-        return [_ARENA, source.offset, source.nbytes, source.nbytes, source.width]
-    kind, data = _KNOWN, memoryview(source.known_ids or b"")
-    if source.known_ids is None:
-        memory = source.view(0, source.nbytes)
-        assert memory is not None  # other leaves are bytes
-        kind, data = _BYTES, memory
-    blob.extend(data)
-    return [kind, len(blob) - len(data), len(data), source.nbytes, source.width]
+        return [_ARENA, source.offset, source.nbytes, source.width]
+    if source.known_ids is not None:
+        return [_KNOWN, source.known_ids, source.nbytes, source.width]
+    memory = source.view(0, source.nbytes)
+    assert memory is not None  # other leaves are bytes
+    return [_BYTES, memory, source.nbytes, source.width]
 
 
-def _leaf_from(said: Sequence[Any], blob: memoryview, arena: memoryview) -> Source:
-    kind, at, size, nbytes, width = said
+def _leaf_from(arena: memoryview, kind: str, what: Any, nbytes: int, width: int) -> Source:
     if kind == _KNOWN:
-        return ElsewhereSource(bytes(blob[at : at + size]), nbytes, width)
-    return BufferSource(arena if kind == _ARENA else blob, at, nbytes, width)
+        return ElsewhereSource(what, nbytes, width)
+    if kind == _BYTES:
+        return BufferSource(memoryview(what), 0, nbytes, width)
+    return BufferSource(arena, what, nbytes, width)
 
 
 def committed_to(committed: Committed) -> Message:
     """A worker's message about a commit that is durable."""
-    says = {"done": committed.id, "stats": asdict(committed.stats), "leaves": list(committed.ids)}
     _, stored = encode_document(committed.document)
-    return Message(says, framing.pack([stored, *committed.ids.values()]))
+    ids = list(committed.ids.items())
+    return {"done": committed.id, "stats": asdict(committed.stats), "document": stored, "ids": ids}
 
 
 def committed_from(message: Message, flats: Flats = MappingProxyType({})) -> Committed:
     """The inverse of `committed_to`; `flats` is the state, if this process held all of it."""
-    says, commit = message.says, CommitId(message.says["done"])
-    stored, *ids = framing.unpack(message.blob)
+    commit = CommitId(message["done"])
     return Committed(
         commit,
-        decode_document(stored, commit),
-        CommitStats(**says["stats"]),
+        decode_document(message["document"], commit),
+        CommitStats(**message["stats"]),
         {key: flat.schema for key, flat in flats.items()},
-        dict(zip(says["leaves"], ids, strict=True)),
+        dict(message["ids"]),
     )
 
 
 def failure_to(error: Exception) -> Message:
     """A worker's message about a failed commit."""
-    kind, text = (
-        (type(error), str(error))
-        if isinstance(error, CkptStoreError)
-        else (CkptStoreError, f"{type(error).__name__}: {error}")
-    )
-    causes: Mapping[int, str] = getattr(error, "causes", {})
-    return Message({"failed": kind.__name__, "text": text, "causes": list(causes.items())})
+    return {"failed": cause_of(error), "causes": dict(getattr(error, "causes", {}))}
 
 
 def error_from(message: Message) -> CkptStoreError:
     """The inverse of `failure_to`, as one of our errors."""
-    cls = getattr(errors, message.says["failed"], CkptStoreError)
-    error: CkptStoreError = cls(message.says["text"])
-    error.causes = {int(rank): why for rank, why in message.says["causes"]}
+    error = Cause(*message["failed"]).error()
+    error.causes = {int(rank): why for rank, why in message["causes"].items()}
     return error
 
 
@@ -186,8 +164,9 @@ MEETING_S = 60.0
 _ADVICE = "the next commit starts other workers for those that are gone"
 
 
-class Worker:
-    """One trainer's worker, for commits alone and in any number of groups of ranks."""
+class Worker(Watch):
+    """One trainer's worker, for commits alone and in any number of groups of ranks. It forwards
+    their progress to the trainer."""
 
     def __init__(self, connection: "Connection[Any, Any]") -> None:
         self._connection = connection
@@ -205,13 +184,13 @@ class Worker:
         first = self._heard()
         if first is None:
             return
-        handle = StoreHandle(first.says["place"], **first.says["options"])
-        threads = ThreadPool(first.says["threads"])
+        handle = StoreHandle(first["place"], **first["options"])
+        threads = ThreadPool(first["threads"])
         committer = Committer(Destination(handle, threads))
         while message := self._heard():
-            if message.fd >= 0:  # memory that holds staged states until another one comes
-                self._arena = memoryview(mmap.mmap(message.fd, 0))
-                os.close(message.fd)
+            if "fd" in message:  # memory that holds staged states until another one comes
+                self._arena = memoryview(mmap.mmap(message["fd"], 0))
+                os.close(message["fd"])
             try:
                 self._do(message, committer)
             except Exception as error:
@@ -222,12 +201,12 @@ class Worker:
         handle.close()
 
     def _do(self, message: Message, committer: Committer) -> None:
-        if "listen" in message.says:
+        if "listen" in message:
             if self._listener:
                 self._listener.close()
             self._listener = Listener()
-            self.tell(Message({"addresses": self._listener.addresses}))
-        elif "places" in message.says:
+            self.tell({"addresses": self._listener.addresses})
+        elif "places" in message:
             self._meet(message)
         else:
             self.tell(self._commit(message, committer))
@@ -236,15 +215,14 @@ class Worker:
         """Connect to the other workers of a group. If this fails, the commits of the group fail
         with the same error.
         """
-        says = message.says
-        group, rank, timeout_s = says["group"], says["rank"], says["timeout_s"]
-        places = [[(str(host), int(port)) for host, port in place] for place in says["places"]]
+        group, rank, timeout_s = message["group"], message["rank"], message["timeout_s"]
+        places = [[(str(host), int(port)) for host, port in place] for place in message["places"]]
         if group in self._links:
             self._links.pop(group).close()
         try:
             assert self._listener is not None
             link = self._listener.connect(
-                Invitation(rank, places, message.blob), min(MEETING_S, timeout_s)
+                Invitation(rank, places, message["secret"]), min(MEETING_S, timeout_s)
             )
         except Exception as error:
             self._peers[group] = error
@@ -257,18 +235,18 @@ class Worker:
     def _commit(self, message: Message, committer: Committer) -> Message:
         """Make the commit, or this rank's part of it, that `state_to` described."""
         peers = None
-        if (group := message.says["group"]) is not None:
+        if (group := message["group"]) is not None:
             found = self._peers.get(group)
             if not isinstance(found, Collective):
                 raise found or Unavailable("the worker has not met the workers of other ranks")
             peers = found
-            peers.timeout_s = message.says["timeout_s"]
+            peers.timeout_s = message["timeout_s"]
         label, flats = state_from(message, self._arena, self._schemas)
         request = CommitRequest(
             lambda: (label, flats),
-            message.says["started"],
-            TellingWatch(self),
-            ranks=Ranks(**message.says["ranks"]),
+            message["started"],
+            self,
+            ranks=Ranks(**message["ranks"]),
         )
         return committed_to(committer.commit(request, peers))
 
@@ -287,24 +265,13 @@ class Worker:
                     return None
         return receive(self._connection)
 
-    def may_publish(self) -> bool:
-        """False if the trainer canceled the commit. A trainer that is gone did not."""
-        self.tell(Message({"publishing": True}))
-        answer = self._heard()
-        return answer is None or bool(answer.says["go"])
-
-
-class TellingWatch(Watch):
-    """Forwards the progress of a commit to the trainer."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
     def reached(self, milestone: Milestone) -> None:
-        self._worker.tell(Message({"reached": milestone.value}))
+        self.tell({"reached": milestone.value})
 
     def publishing(self) -> None:
-        if not self._worker.may_publish():
+        """Raise `Cancelled` if the trainer canceled the commit. A trainer that is gone did not."""
+        self.tell({"publishing": True})
+        if (answer := self._heard()) and not answer["go"]:
             raise Cancelled("the commit was called off")
 
 

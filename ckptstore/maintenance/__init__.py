@@ -1,11 +1,19 @@
 """Maintenance: retention, garbage collection, checking, repair and mirrors.
 
-Long jobs report their progress: the phase, the work done, and the total work (0 if unknown).
+Long jobs report their progress: the phase, the work done, and the total work (0 if unknown). Their
+observations are kept in notes in the host's index directory, and the next run goes on from there.
 """
 
+import json
 import threading
 from collections.abc import Callable
-from typing import TypeAlias
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from ckptstore.core.paths import make_directories, replace_file
+
+T = TypeVar("T")
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called often and from several threads, one at a time; it should return at once."""
@@ -28,3 +36,20 @@ class Counter:
         with self._lock:
             self._done += n
             self._report(self._phase, self._done, self._total)
+
+
+def save_note(path: Path, owner: str, content: object) -> None:
+    """Keep JSON `content` for `owner`, a store or a boot. A full disk may prevent that; then the
+    next run observes anew."""
+    with suppress(OSError):
+        make_directories(path.parent)
+        replace_file(path, json.dumps([owner, content]).encode())
+
+
+def load_note(path: Path, owner: str, decode: Callable[[Any], T], default: T) -> T:
+    """What was kept for `owner`; `default` if the note is absent, damaged or another's."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        found, content = json.loads(path.read_text())
+        if found == owner:
+            return decode(content)
+    return default

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple, TypeAlias
 
-from ckptstore.core.ids import CommitId, check_tag, document_key
+from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.tables import BOLD, Column, Table
 from ckptstore.core.text import count_text
@@ -25,10 +25,6 @@ from ckptstore.log.entries import Forget, Tag, Undelete
 from ckptstore.log.fold import Code, best_commits, check
 from ckptstore.log.log import Refused
 from ckptstore.log.state import NEWEST_KEPT, CommitRow, Resolved, State
-from ckptstore.maintenance.check.trees import metadata_of
-from ckptstore.objects.documents import decode_document
-from ckptstore.objects.pack import PAGE
-from ckptstore.objects.pages import decode_page
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.reader import Reader
 from ckptstore.storage.reserve import room
@@ -330,7 +326,7 @@ def forget_commits(
     return plan
 
 
-def undelete(handle: StoreHandle, commits: Sequence[CommitId]) -> None:
+def undelete(handle: StoreHandle, reader: Reader, commits: Sequence[CommitId]) -> None:
     """Make forgotten commits roots again, and their packs live.
 
     Raises `NotFound` for a commit that a gc has purged, `Conflict` for one that is not forgotten.
@@ -339,7 +335,9 @@ def undelete(handle: StoreHandle, commits: Sequence[CommitId]) -> None:
         state = handle.log.replay()
         if purged := [c for c in commits if c not in state.commits]:
             raise _no_such_commit(purged)
-        reused = frozenset().union(*(_packs_of(handle, state, commit) for commit in commits))
+        reused = frozenset().union(
+            *(reader.packs_of(reader.document(state.commits[c].session, c)) for c in commits)
+        )
         try:
             with room(handle.storage):
                 handle.log.append(Undelete(tuple(commits), reused))
@@ -362,20 +360,6 @@ def _append(handle: StoreHandle, plan: ForgetPlan) -> None:
 
 def _body(plan: ForgetPlan) -> Forget:
     return Forget(tuple(decision.commit for decision in plan.forgotten), plan.reason)
-
-
-def _packs_of(handle: StoreHandle, state: State, commit: CommitId) -> frozenset[int]:
-    """The packs that hold every chunk of `commit`."""
-    key = document_key(state.commits[commit].session, commit)
-    metadata = metadata_of(decode_document(handle.storage.read(key), commit))
-    handle.objects.sync(state)
-    pages = [chunk for chunk, kind in metadata.items() if kind == PAGE]
-    named = (
-        content.ids
-        for data in handle.objects.read_metadata_many(pages)
-        for content in decode_page(data).leaves
-    )
-    return handle.objects.packs_of(b"".join((*metadata, *named)))
 
 
 def _no_such_commit(commits: Sequence[CommitId]) -> NotFound:

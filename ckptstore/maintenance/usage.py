@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, document_key
+from ckptstore.core.ids import ChunkId, CommitId
 from ckptstore.core.text import bytes_text
-from ckptstore.maintenance.check.trees import metadata_of
-from ckptstore.objects.documents import decode_document
+from ckptstore.maintenance.check.trees import metadata_of, read_document
+from ckptstore.maintenance.gc.mark import short_keys
 from ckptstore.objects.pack import PAGE
 from ckptstore.objects.pages import decode_page
 from ckptstore.repository import footers
@@ -78,7 +78,7 @@ def usage(handle: StoreHandle, *, detail: Iterable[CommitId] = ()) -> Usage:
     handle.objects.sync(state)
     rows = [(row.n, commit, row) for commit, row in state.commits.items() if not row.soft]
     documents = {
-        commit: decode_document(handle.storage.read(document_key(row.session, commit)), commit)
+        commit: read_document(handle.storage, row.session, commit)
         for _, commit, row in sorted(rows, reverse=True)
     }
     named = {commit: metadata_of(document) for commit, document in documents.items()}
@@ -137,11 +137,7 @@ def _named_keys(handle: StoreHandle, metadata: Mapping[ChunkId, int]) -> "Keys":
         for page in pages
         for content in decode_page(handle.objects.read_metadata(page)).leaves
     )
-    return _keys(b"".join((*ids, *named)))
-
-
-def _keys(ids: bytes) -> "Keys":
-    return np.frombuffer(ids, "<u8").reshape(-1, CHUNK_ID_BYTES // 8)[:, 0]
+    return short_keys(b"".join((*ids, *named)))
 
 
 def _sizes(handle: StoreHandle, keys: "Keys") -> "Counts":
@@ -150,7 +146,7 @@ def _sizes(handle: StoreHandle, keys: "Keys") -> "Counts":
     sizes, padded = np.zeros(len(keys) + 1, np.int64), np.append(keys, np.uint64(0))
     for pack in handle.log.state.packs.values():
         table = footers.read_table(handle.storage, pack.id, metadata=pack.metadata)
-        wanted = _keys(table["chunk"].tobytes())
+        wanted = short_keys(table["chunk"].tobytes())
         at = np.searchsorted(keys, wanted)
         known = padded[at] == wanted
         sizes[at[known]] = table["stored"][known].astype(np.int64) * (2 if pack.metadata else 1)

@@ -169,9 +169,8 @@ class RestoreOperation:
         wanted = [
             ReadRequest(self._views[key].tree, i, part, box)
             for key, binding in self._bindings.items()
-            for i, destination in enumerate(binding.destinations)
-            if destination is not None
-            for box, part in destination.parts
+            for i, parts in enumerate(binding.destinations)
+            for box, part in parts
         ]
         self.report = replace(self.report, needed_bytes=sum(want.nbytes for want in wanted))
         return self._reader.reading(wanted, self._commit, memory_budget_bytes=self._budget_bytes)

@@ -137,15 +137,25 @@ def split(value: Any) -> Parts | None:
     return None
 
 
-def join(node: Node, children: Sequence[Any], classes: Classes) -> Any:
-    """Build the object that `node` describes. Raises `Corrupt` for a node that `split` cannot
-    make."""
-    return _build(node, children, classes, None)
-
-
-def join_into(target: Any, node: Node, children: Sequence[Any], classes: Classes) -> Any:
-    """As `join`, but `target`, filled, where it is of that type and can be changed."""
-    return _build(node, children, classes, target)
+def join(node: Node, children: Sequence[Any], classes: Classes, target: Any = None) -> Any:
+    """Build the object that `node` describes: `target`, filled, where that is of its type and can
+    be changed. Raises `Corrupt` for a node that `split` cannot make."""
+    known = _type(node.type)
+    try:
+        keys = [values.decode_value(key, classes) for key in node.keys or ()]
+        attrs = {name: values.decode_value(value, classes) for name, value in node.attrs}
+        joint = Joint(children, keys, attrs, classes)
+        made = target if known.takes(target, joint) else known.make(joint)
+        if known.fill:
+            known.fill(made, joint)
+        return made
+    except CkptStoreError:
+        raise
+    except values.MALFORMED as error:
+        raise Corrupt(
+            f"a container of type {node.type[:40]!r} cannot be put together: {error}; run "
+            "`ckptstore fsck`"
+        ) from error
 
 
 def is_wrapper(name: str) -> bool:
@@ -197,25 +207,6 @@ def attribute(value: Any, what: str) -> Any:
             "ckptstore.register_value"
         )
     return encoded
-
-
-def _build(node: Node, children: Sequence[Any], classes: Classes, target: Any) -> Any:
-    known = _type(node.type)
-    try:
-        keys = [values.decode_value(key, classes) for key in node.keys or ()]
-        attrs = {name: values.decode_value(value, classes) for name, value in node.attrs}
-        joint = Joint(children, keys, attrs, classes)
-        made = target if known.takes(target, joint) else known.make(joint)
-        if known.fill:
-            known.fill(made, joint)
-        return made
-    except CkptStoreError:
-        raise
-    except values.MALFORMED as error:
-        raise Corrupt(
-            f"a container of type {node.type[:40]!r} cannot be put together: {error}; run "
-            "`ckptstore fsck`"
-        ) from error
 
 
 def _type(name: str) -> NodeType:

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape
+from ckptstore.core.model import LeafKind, Node, Schema, Shape
 from ckptstore.core.process import uncollected
 from ckptstore.errors import InvalidInput
 from ckptstore.state import containers, paths, tensors, values
 from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
 from ckptstore.state.inflate import pickled
-from ckptstore.state.leaf_sources import FlatState, HeldLeaf, Source
-from ckptstore.state.leaves import NOTHING, BytesSource, TensorSource
+from ckptstore.state.leaf_sources import NOTHING, BytesSource, FlatState, HeldLeaf, Source
+from ckptstore.state.leaves import TensorSource
 from ckptstore.state.optimizers import ParameterNames, named_state
 from ckptstore.state.registry import class_name, registered
 from ckptstore.state.shards import Held, held_of, is_distributed
@@ -82,42 +82,46 @@ class _Tree:
         self._leaves: list[Source] = []
         self._held: dict[int, HeldLeaf] = {}
         self._by_memory: dict[tuple[Any, ...], int] = {}
-        self._by_address: dict[int, int] = {}
         self._open: dict[int, str] = {}
 
     def flatten(self, key: str, value: Any) -> FlatState:
         state = self._state_of_optimizer(value) if isinstance(value, Optimizer) else state_of(value)
         with uncollected():
             skeleton = self._visit(state, paths.segment(values.encode_key(key)))
-            kinds, dtypes, shapes, aliases = (
+            schema = Schema(
+                skeleton,
+                tuple(self._paths),
                 tuple(self._kinds),
                 tuple(self._dtypes),
                 tuple(self._shapes),
                 tuple(self._aliases),
             )
-            return FlatState(
-                Schema(skeleton, tuple(self._paths), kinds, dtypes, shapes, aliases),
-                self._leaves,
-                self._held,
-            )
+            return FlatState(schema, self._leaves, self._held)
 
     def _visit(self, value: Any, path: str) -> Node | int:
-        if type(value) is torch.Tensor:
+        try:
+            found = self._leaf_or_parts(value, path)
+            if isinstance(found, int):
+                return found
+            names = None if found.keys is None else paths.segments(found.keys)
+        except InvalidInput as error:
+            raise InvalidInput(f"{path}: {error}") from error
+        return self._container(value, found, names, path)
+
+    def _leaf_or_parts(self, value: Any, path: str) -> int | Parts:
+        if type(value) is torch.Tensor and tensors.is_strided(value) and not value.requires_grad:
             return self._tensor(value, path)
         if self._ranks and isinstance(value, torch.Tensor) and is_distributed(value):
             return self._distributed(value, path)
         if type(value) is bytes:
             return self._leaf(path, "bytes", BytesSource(value))
-        try:
-            parts = self._split(value)
-            encoded = values.encode_value(value) if parts is None else values.NOT_A_VALUE
-            if encoded is not values.NOT_A_VALUE:
-                return self._leaf(path, "value", BytesSource(values.encode_leaf(encoded)))
-            parts = parts or containers.split(value) or self._pickle(value)
-            names = None if parts.keys is None else paths.segments(parts.keys)
-        except InvalidInput as error:
-            raise InvalidInput(f"{path}: {error}") from error
-        return self._container(value, parts, names, path)
+        parts = self._split(value)
+        if parts is not None:
+            return parts
+        encoded = values.encode_value(value)
+        if encoded is not values.NOT_A_VALUE:
+            return self._leaf(path, "value", BytesSource(values.encode_leaf(encoded)))
+        return containers.split(value) or self._pickle(value)
 
     def _split(self, value: Any) -> Parts | None:
         """The parts of what is neither a value nor a container that a target fills: the caller's
@@ -186,13 +190,8 @@ class _Tree:
             tuple(sorted(parts.attrs)),
         )
 
-    def _tensor(self, tensor: torch.Tensor, path: str) -> Node | int:
-        if not tensors.is_strided(tensor) or tensor.requires_grad:
-            return self._composite(tensor, path)
-        try:
-            tensors.check_memory(tensor)
-        except InvalidInput as error:
-            raise InvalidInput(f"{path}: {error}") from error
+    def _tensor(self, tensor: torch.Tensor, path: str) -> int:
+        tensors.check_memory(tensor)
         shape, dtype = tuple(tensor.shape), tensor.dtype
         address = tensor.data_ptr()
         number = len(self._leaves)
@@ -207,20 +206,14 @@ class _Tree:
         return self._leaf(path, "tensor", TensorSource(tensor), DTYPE_NAMES[dtype], shape)
 
     def _distributed(self, tensor: torch.Tensor, path: str) -> int:
-        try:
-            held = held_of(tensor)
-            for _, local in held.parts:
-                tensors.check_memory(local)
-        except InvalidInput as error:
-            raise InvalidInput(f"{path}: {error}") from error
+        held = held_of(tensor)
+        for _, local in held.parts:
+            tensors.check_memory(local)
         number = len(self._leaves)
-        if len(held.parts) == 1:  # by far the most
-            ((box, part),) = held.parts
-            parts: tuple[tuple[Box, Source], ...] = ((box, TensorSource(part)),)
-        else:
-            parts = tuple([(box, TensorSource(part)) for box, part in held.parts])
+        parts = tuple([(box, TensorSource(part)) for box, part in held.parts])
         self._held[number] = HeldLeaf(held.holding, parts, tensor)
-        first = self._first_with_memory_of(held, number) if parts else number
+        # Boxes without elements are none, so that every address is one.
+        first = self._by_memory.setdefault(_memory_of(held), number) if parts else number
         return self._leaf(
             path,
             "tensor",
@@ -229,15 +222,6 @@ class _Tree:
             held.shape,
             first if first != number else -1,
         )
-
-    def _first_with_memory_of(self, held: Held, number: int) -> int:
-        """The first leaf that is the same boxes of the same memory; leaf `number` itself, mostly.
-        Boxes without elements are none, so that every address is one."""
-        there = self._by_address.setdefault(held.parts[0][1].data_ptr(), number)
-        if there == number:
-            return number
-        self._by_memory.setdefault(_memory_of(held_of(self._held[there].origin)), there)
-        return self._by_memory.setdefault(_memory_of(held), number)
 
     def _same_values(self, leaf: int, tensor: torch.Tensor) -> bool:
         """Whether the tensor of an earlier leaf, at the same address, reads that memory as `tensor`
@@ -250,16 +234,6 @@ class _Tree:
             and other.is_conj() == tensor.is_conj()
             and other.is_neg() == tensor.is_neg()
         )
-
-    def _composite(self, tensor: torch.Tensor, path: str) -> Node | int:
-        try:
-            parts = split_tensor(tensor)
-            if isinstance(parts, torch.Tensor):
-                return self._tensor(parts, path)
-            names = None if parts.keys is None else paths.segments(parts.keys)
-        except InvalidInput as error:
-            raise InvalidInput(f"{path}: {error}") from error
-        return self._container(tensor, parts, names, path)
 
     def _leaf(
         self,

@@ -1,16 +1,20 @@
-"""How is a state rebuilt from its schema and leaves? As new containers of the flattened types.
+"""How is a state rebuilt from its schema and leaves? As containers of the flattened types: a
+target's own where it has them, else new ones.
 
 Only this file pickles and unpickles, and only with `allow_pickle=True`.
 """
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.state import containers, paths, values
+from ckptstore.state import containers, paths, tensors, values
+from ckptstore.state.containers import LEFT_OUT
 from ckptstore.state.registry import Classes, no_classes
 
 _PROTOCOL = 4
@@ -69,37 +73,76 @@ def _refusal(path: str) -> InvalidInput:
     )
 
 
-@dataclass(frozen=True, slots=True)
 class Inflater:
-    """Makes the containers of one schema. `leaves` may be filled until `inflate` is called; `kept`
-    has what stands for a node, by its id. `classes` are those that documents may refer to besides
-    the registered ones."""
+    """Makes the objects of one schema, in place where a target has them.
 
-    schema: Schema
-    leaves: Sequence[Any]
-    allow_pickle: bool = False
-    classes: Classes = no_classes
-    kept: Mapping[int, Any] = field(default_factory=dict)
-    _tied: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    `leaves` may be filled until `inflate` is called; `kept` has what stands for a node, by its id.
+    `classes` are those that documents may refer to besides the registered ones. With `clears`, a
+    target's mapping becomes what was committed; without it, entries that only it has stay.
+    """
 
-    def inflate(self, node: Node | int) -> Any:
-        """The object at `node`."""
+    def __init__(
+        self,
+        schema: Schema,
+        leaves: Sequence[Any],
+        *,
+        allow_pickle: bool,
+        classes: Classes = no_classes,
+        kept: Mapping[int, Any] = MappingProxyType({}),
+        clears: bool = True,
+    ) -> None:
+        self._schema, self._leaves, self._allow_pickle = schema, leaves, allow_pickle
+        self._classes, self._kept, self._clears = classes, kept, clears
+        self._tied: dict[tuple[Any, ...], Any] = {}
+
+    def inflate(self, node: Node | int, target: Any = None) -> Any:
+        """The object at `node`: `target`, filled, if it can be, otherwise a new one."""
         if isinstance(node, int):
-            return self.leaves[node]
-        if node is containers.LEFT_OUT:
-            return None
-        if id(node) in self.kept:
-            return self.kept[id(node)]
+            return self._leaves[node] if target is None else self._fill_leaf(node, target)
+        if node is LEFT_OUT:
+            return target
+        if id(node) in self._kept:
+            return self._kept[id(node)]
+        if node.type == "stateful":
+            return self._fill_state(node.children[0], target)
         if node.type == "pickle":
-            return self._unpickle(node)
-        return self._join_once(node) if containers.copies(node.type) else self._join(node)
+            return overwrite(target, self._unpickle(node))
+        if containers.copies(node.type):
+            return overwrite(target, self._join_once(node))
+        if isinstance(target, torch.Tensor):
+            return overwrite(target, self.inflate(node))
+        return self._join(node, target)
 
-    def _join(self, node: Node) -> Any:
-        return containers.join(node, list(map(self.inflate, node.children)), self.classes)
+    def _fill_state(self, node: Node | int, target: Any) -> Any:
+        """The object at `node`, the state of another: for `target`, which takes it or is none."""
+        return self.inflate(node, target)
+
+    def _fill_leaf(self, leaf: int, target: Any) -> Any:
+        made = self._leaves[leaf]
+        if type(made) is list and type(target) is list:
+            target[:] = made
+            return target
+        return overwrite(target, made)
+
+    def _join(self, node: Node, target: Any = None) -> Any:
+        if target is None:
+            return containers.join(node, list(map(self.inflate, node.children)), self._classes)
+        there = counterparts(node, target, self._classes)
+        children = list(map(self.inflate, node.children, there))
+        if node.type in containers.MAPPINGS and isinstance(target, dict):
+            if self._clears:
+                target.clear()
+            for key, child in zip(keys_of(node, self._classes), children, strict=True):
+                target[key] = child
+            return target
+        if node.type == "list" and type(target) is list:
+            target[:] = children
+            return target
+        return containers.join(node, children, self._classes, target)
 
     def _join_once(self, node: Node) -> Any:
         """One object for all nodes that are made of the same tensors in the same way."""
-        aliases, leaves = self.schema.aliases, leaves_of(node)
+        aliases, leaves = self._schema.aliases, leaves_of(node)
         tensors = tuple(aliases[leaf] if aliases[leaf] >= 0 else leaf for leaf in leaves)
         made_of = (node.type, repr(node.attrs), tensors)
         if made_of not in self._tied:
@@ -108,11 +151,11 @@ class Inflater:
 
     def _unpickle(self, node: Node) -> Any:
         (leaf,) = node.children
-        if not isinstance(leaf, int) or self.schema.kinds[leaf] != "bytes":
+        if not isinstance(leaf, int) or self._schema.kinds[leaf] != "bytes":
             raise Corrupt("a pickle in the schema is no leaf of bytes; run `ckptstore fsck`")
-        if not self.allow_pickle:
-            raise _refusal(self.schema.paths[leaf])
-        return unpickled(self.leaves[leaf])
+        if not self._allow_pickle:
+            raise _refusal(self._schema.paths[leaf])
+        return unpickled(self._leaves[leaf])
 
 
 def pickled(value: Any) -> bytes:
@@ -137,3 +180,45 @@ def _wraps(node: Node | int) -> bool:
     return isinstance(node, int) or (
         containers.is_wrapper(node.type) and all(map(_wraps, node.children))
     )
+
+
+def counterparts(node: Node, target: Any, classes: Classes) -> Sequence[Any]:
+    """For each child of `node`, its counterpart in `target`, or None."""
+    if node.keys is None:
+        is_sequence = isinstance(target, list | tuple) or type(target).__name__ == "deque"
+        there = [*target] if is_sequence else []
+        return [*there, *[None] * len(node.children)][: len(node.children)]
+    if node.type in ("namedtuple", "dataclass"):
+        return [getattr(target, key, None) for key in node.keys]
+    if not isinstance(target, dict):
+        return [None] * len(node.children)
+    return [target.get(key) for key in keys_of(node, classes)]
+
+
+def keys_of(node: Node, classes: Classes) -> list[Any]:
+    keys = node.keys or ()
+    return [key if type(key) is str else values.decode_key(key, classes) for key in keys]
+
+
+def overwrite(target: Any, made: Any) -> Any:
+    """`target` with the values of `made` where one tensor takes them from another as they are, else
+    `made`."""
+    if (
+        not _is_block(target)
+        or not _is_block(made)
+        or target.dtype != made.dtype
+        or target.shape != made.shape
+    ):
+        return made
+    if tensors.is_writable_by_range(target):
+        tensors.write_range(target, 0, tensors.memory_of(made))
+    elif target.is_conj() or target.is_neg():
+        with torch.no_grad():
+            target.copy_(made)
+    else:
+        return made
+    return target
+
+
+def _is_block(value: Any) -> bool:
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and tensors.is_strided(value)

@@ -44,6 +44,52 @@ class Source(Protocol):
         """Copy the bytes `start:stop` to `out`."""
 
 
+class StillSource:
+    """A source whose bytes are in memory and stay as they are."""
+
+    __slots__ = ()
+    known_ids: bytes | None = None
+    still = True
+
+    def view(self, start: int, stop: int) -> memoryview:
+        raise NotImplementedError
+
+    def stage(self, start: int, stop: int, out: memoryview) -> None:
+        out[:] = self.view(start, stop)
+
+
+class BytesSource(StillSource):
+    """Bytes that are there."""
+
+    __slots__ = ("data", "nbytes", "width")
+
+    def __init__(self, data: bytes | bytearray, width: int = 1) -> None:
+        self.data = data
+        self.nbytes = len(data)
+        self.width = width
+
+    def view(self, start: int, stop: int) -> memoryview:
+        return memoryview(self.data)[start:stop]
+
+
+NOTHING = BytesSource(b"")
+"""The source of an alias: its bytes are another leaf's."""
+
+
+def memory_of(source: Source, start: int, stop: int) -> memoryview:
+    """The bytes `start:stop` of `source`: its own memory, or a copy if it shows none."""
+    memory = source.view(start, stop)
+    if memory is None:
+        memory = memoryview(bytearray(stop - start))
+        source.stage(start, stop, memory)
+    return memory
+
+
+def read_all(source: Source) -> bytes:
+    """All bytes of `source`, which must be small."""
+    return bytes(memory_of(source, 0, source.nbytes))
+
+
 class Mesh(NamedTuple):
     """Ranks in a grid of `shape`, row by row: those of the default process group."""
 

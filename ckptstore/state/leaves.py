@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckptstore.core.model import Box, Node, Schema
+from ckptstore.core.model import Node, Schema
 from ckptstore.errors import InvalidInput
 from ckptstore.state import containers, tensors
 
@@ -72,29 +72,6 @@ class KnownSource(TensorSource):
         self.known_ids = known_ids
 
 
-class BytesSource:
-    """Bytes that are there."""
-
-    __slots__ = ("data", "nbytes", "width")
-    known_ids: bytes | None = None
-    still = True
-
-    def __init__(self, data: bytes, width: int = 1) -> None:
-        self.data = data
-        self.nbytes = len(data)
-        self.width = width
-
-    def view(self, start: int, stop: int) -> memoryview:
-        return memoryview(self.data)[start:stop]
-
-    def stage(self, start: int, stop: int, out: memoryview) -> None:
-        out[:] = memoryview(self.data)[start:stop]
-
-
-NOTHING = BytesSource(b"")
-"""The source of an alias: its bytes are another leaf's."""
-
-
 class Destination:
     """Where the raw bytes of one leaf land: a strided tensor on any device whose elements have
     memory of their own.
@@ -123,24 +100,7 @@ class Destination:
     def write(self, start: int, data: memoryview) -> None:
         """Land `data`, whole elements, at byte `start` of the committed ones."""
         with through(self.stream):
-            if self._committed is None:
-                tensors.write_range(self.tensor, start, data)
-            else:
-                tensors.convert_range(self.tensor, self._committed, start, data)
-
-    @property
-    def parts(self) -> tuple[tuple[Box | None, "Destination"], ...]:
-        """The boxes of the leaf that land, and where: all of it."""
-        return ((None, self),)
-
-
-class HeldDestination:
-    """Where the boxes of a leaf land that this rank has."""
-
-    __slots__ = ("parts",)
-
-    def __init__(self, parts: tuple[tuple[Box | None, Destination], ...]) -> None:
-        self.parts = parts
+            tensors.write_range(self.tensor, start, data, self._committed)
 
 
 FLOATS = frozenset(

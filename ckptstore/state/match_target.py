@@ -4,24 +4,29 @@ A leaf is read directly into the tensor of the same path, dtype and shape. Two l
 only if their contents are equal, across all trees. A leaf without a match gets a new tensor.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from ckptstore.core.model import Node, Schema
+from ckptstore.core.model import Box, Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors, values
 from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
-from ckptstore.state.leaves import Destination, HeldDestination, convertible, destination
+from ckptstore.state.leaves import Destination, convertible, destination
 from ckptstore.state.optimizers import ParameterNames
-from ckptstore.state.shards import Held, empty_like_held, held_of, is_distributed
+from ckptstore.state.shards import Held, held_of, is_distributed, with_local
 
 _MARKS = ("torch.Parameter", "torch.Tensor")
 """Wrappers that only record whether a tensor requires grad, which the target decides."""
+
+
+Landing: TypeAlias = tuple[tuple[Box | None, Destination], ...]
+"""Where the bytes of a leaf land: the boxes of it that this rank has, or all of it."""
 
 
 class Mismatch(NamedTuple):
@@ -92,7 +97,7 @@ class TensorMatch:
 
     After `pair` and `complete`, `objects[i]` is the restored object of tensor leaf `i`, and
     `direct[i]` says whether it is the target's own; `destinations[i]` is where its bytes land, an
-    alias' where those of the leaf do that it shares memory with, or None. `kept` maps a node's id
+    alias' where those of the leaf do that it shares memory with, if any. `kept` maps a node's id
     to the target's object for it. A leaf of `models` that has no match is placed as that tensor is.
     """
 
@@ -102,7 +107,7 @@ class TensorMatch:
         dtype, count = matching.dtype, len(schema)
         self._convertible = frozenset() if dtype is None else convertible(schema, dtype)
         self.objects: list[Any] = [None] * count
-        self.destinations: list[Destination | HeldDestination | None] = [None] * count
+        self.destinations: list[Landing] = [()] * count
         self.direct = [False] * count
         self.kept: dict[int, Any] = {}
         self.models: dict[int, torch.Tensor] = {}
@@ -141,7 +146,7 @@ class TensorMatch:
         """Keep `target` for `node` if all of the node's bytes go there."""
         if isinstance(node, int):
             self.objects[node] = target if self.direct[node] else self.objects[node]
-        elif all(map(self._stands, node.children)):
+        elif all(self.direct[leaf] for leaf in leaves_of(node)):
             self.kept[id(node)] = target
 
     def complete(self, leaf: int, check: Callable[[int], None]) -> None:
@@ -159,11 +164,13 @@ class TensorMatch:
         name, shape = self.schema.dtypes[leaf], self.schema.shapes[leaf]
         model = self.models.get(leaf)
         if model is not None and is_distributed(model) and tuple(model.shape) == shape:
-            self.objects[leaf] = empty_like_held(model, tensors.dtype_of(name))
-            self.destinations[leaf] = _held_destination(held_of(self.objects[leaf]))
+            dtype = tensors.dtype_of(name)
+            empty = partial(torch.empty_like, dtype=dtype)
+            self.objects[leaf] = with_local(model, empty, dtype)
+            self.destinations[leaf] = _landing(held_of(self.objects[leaf]))
         else:
             self.objects[leaf] = tensors.empty(self._new_dtypes.get(leaf, name), shape)
-            self.destinations[leaf] = destination(self.objects[leaf], name)
+            self.destinations[leaf] = ((None, destination(self.objects[leaf], name)),)
 
     def _pair_tensor(self, node: Node | int, target: torch.Tensor, path: str, report: bool) -> None:
         if not isinstance(node, int) and node.type in _MARKS:
@@ -180,7 +187,7 @@ class TensorMatch:
         elif isinstance(node, int) and isinstance(parts, torch.Tensor):
             self._pair_strided(node, parts, target)
         elif not isinstance(node, int) and isinstance(parts, Parts):
-            self._pair_composite(node, parts, target, path, report)
+            self._pair_composite(node, parts, target)
         elif parts is not None:
             raise _Differs
 
@@ -194,7 +201,7 @@ class TensorMatch:
         mine = Claim(self, node, held.shape, strides)
         first = self._claims.setdefault(held.parts[0][1].data_ptr(), mine) if held.parts else mine
         if first is mine:
-            self.destinations[node] = _held_destination(held)
+            self.destinations[node] = _landing(held)
         elif not _are_one(first, mine):
             return
         self.objects[node], self.direct[node] = target, True
@@ -216,53 +223,48 @@ class TensorMatch:
         # Address 0 means an empty tensor, which shares nothing.
         first = self._claims.setdefault(address, mine) if address else mine
         if first is mine:
-            self.destinations[leaf] = destination(strided, self.schema.dtypes[leaf])
+            self.destinations[leaf] = ((None, destination(strided, self.schema.dtypes[leaf])),)
         elif not _are_one(first, mine):
             return
         self.objects[leaf], self.direct[leaf] = target, True
 
-    def _pair_composite(
-        self, node: Node, parts: Parts, target: torch.Tensor, path: str, report: bool
-    ) -> None:
+    def _pair_composite(self, node: Node, parts: Parts, target: torch.Tensor) -> None:
         if parts.type != node.type or is_other(self.schema, node, parts):
             raise _Differs
-        if self._fits(node, parts):
-            for child, below in zip(node.children, parts.children, strict=True):
-                self.pair(child, below, path, report=report)
-            self.keep(node, target)
+        places = list(self._places(node, parts))
+        if None in places:
+            return
+        for leaf, component in filter(None, places):
+            self._pair_strided(leaf, component, component)
+        self.keep(node, target)
 
-    def _fits(self, node: Node, parts: Parts) -> bool:
-        """Whether each component of a composite tensor can be restored in place."""
-        if tuple(parts.keys or ()) != (node.keys or ()) or tuple(sorted(parts.attrs)) != node.attrs:
-            return False
+    def _places(self, node: Node, parts: Parts) -> Iterator[tuple[int, torch.Tensor] | None]:
+        """Where each leaf of a composite tensor can be restored in place; None for what cannot."""
+        if (parts.type, *(parts.keys or ())) != (node.type, *(node.keys or ())) or (
+            tuple(sorted(parts.attrs)) != node.attrs
+        ):
+            yield None
+            return
         for child, below in zip(node.children, parts.children, strict=True):
             inner = parts_of(below)
-            if isinstance(child, int):
-                fits = (
-                    isinstance(inner, torch.Tensor)
-                    and self._is_like(child, inner.shape, inner.dtype)
-                    and tensors.is_writable_by_range(inner)
-                )
+            if isinstance(child, Node):
+                yield from self._places(child, inner) if isinstance(inner, Parts) else (None,)
+            elif (
+                isinstance(inner, torch.Tensor)
+                and self._is_like(child, inner.shape, inner.dtype)
+                and tensors.is_writable_by_range(inner)
+            ):
+                yield child, inner
             else:
-                fits = (
-                    isinstance(inner, Parts)
-                    and inner.type == child.type
-                    and self._fits(child, inner)
-                )
-            if not fits:
-                return False
-        return True
+                yield None
 
     def _is_like(self, leaf: int, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         schema = self.schema
         return shape == schema.shapes[leaf] and tensors.DTYPE_NAMES[dtype] == schema.dtypes[leaf]
 
-    def _stands(self, node: Node | int) -> bool:
-        return self.direct[node] if isinstance(node, int) else id(node) in self.kept
 
-
-def _held_destination(held: Held) -> HeldDestination:
-    return HeldDestination(tuple((box, Destination(part)) for box, part in held.parts))
+def _landing(held: Held) -> Landing:
+    return tuple((box, Destination(part)) for box, part in held.parts)
 
 
 def _are_one(first: Claim, mine: Claim) -> bool:

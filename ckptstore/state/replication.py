@@ -6,7 +6,8 @@ of such parameters have equal state. Random number generators and data loaders d
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,40 +46,29 @@ def marked(
 
 @dataclass(frozen=True, slots=True)
 class _Replicas:
-    """The memory of parameters and buffers that DistributedDataParallel keeps equal, and the
-    parameters themselves."""
+    """What DistributedDataParallel keeps equal: the memory of parameters and buffers, by address,
+    and the parameters themselves, by identity."""
 
-    parameters: frozenset[int]
-    buffers: frozenset[int]
-    objects: frozenset[int]
+    memory: dict[int, Mark] = field(default_factory=dict)
+    parameters: set[int] = field(default_factory=set)
 
 
 def _replicas(values: Iterable[Any]) -> _Replicas:
-    parallel = [
-        module
-        for value in values
-        if isinstance(value, torch.nn.Module)
-        for module in value.modules()
-        if isinstance(module, DistributedDataParallel)
-    ]
-    ignored = {name for module in parallel for name in module.parameters_to_ignore}
-    named = [
-        (name, parameter)
-        for module in parallel
-        for name, parameter in module.module.named_parameters()
-        if name not in ignored
-    ]
-    buffers = [
-        buffer
-        for module in parallel
-        if module.broadcast_buffers
-        for buffer in module.module.buffers()
-    ]
-    return _Replicas(
-        frozenset(parameter.data_ptr() for _, parameter in named) - {0},
-        frozenset(buffer.data_ptr() for buffer in buffers) - {0},
-        frozenset(id(parameter) for _, parameter in named),
-    )
+    known = _Replicas()
+    for module in chain.from_iterable(map(_parallel_in, values)):
+        for name, parameter in module.module.named_parameters():
+            if name not in module.parameters_to_ignore:
+                known.parameters.add(id(parameter))
+                known.memory.setdefault(parameter.data_ptr(), "replica")
+        for buffer in module.module.buffers() if module.broadcast_buffers else ():
+            known.memory[buffer.data_ptr()] = "lead"
+    known.memory.pop(0, None)  # of what has no elements
+    return known
+
+
+def _parallel_in(value: Any) -> list[DistributedDataParallel]:
+    modules = value.modules() if isinstance(value, torch.nn.Module) else ()
+    return [each for each in modules if isinstance(each, DistributedDataParallel)]
 
 
 def _marks(value: Any, flat: FlatState, known: _Replicas, globs: Globs) -> dict[int, Mark]:
@@ -89,7 +79,7 @@ def _marks(value: Any, flat: FlatState, known: _Replicas, globs: Globs) -> dict[
     if isinstance(value, torch.optim.Optimizer):
         if not is_named(flat.schema.skeleton):
             marks.update((i, "numbered") for i in flat.held)
-        if known.objects.issuperset(
+        if known.parameters.issuperset(
             id(each) for group in value.param_groups for each in group["params"]
         ):
             marks.update(
@@ -97,17 +87,18 @@ def _marks(value: Any, flat: FlatState, known: _Replicas, globs: Globs) -> dict[
                 for i, kind in enumerate(flat.schema.kinds)
                 if kind == "tensor" and i not in flat.held
             )
-    elif known.parameters or known.buffers:
-        for i, source in enumerate(flat.leaves):
-            if isinstance(source, TensorSource) and (address := source.tensor.data_ptr()):
-                if address in known.buffers:
-                    marks[i] = "lead"
-                elif address in known.parameters:
-                    marks[i] = "replica"
+    elif known.memory:
+        marks.update(
+            (i, mark)
+            for i, source in enumerate(flat.leaves)
+            if isinstance(source, TensorSource)
+            and (mark := known.memory.get(source.tensor.data_ptr()))
+        )
     wanted = _matching(flat.schema.paths, globs.replicated)
     # Buffers that the first rank's count of may differ until the next forward broadcasts them.
     marks.update((i, "replica") for i in wanted if i not in flat.held and marks.get(i) != "lead")
-    if not globs.compare and not _is_parallel(value):
+    if not globs.compare and not _parallel_in(value):
+        # Otherwise DistributedDataParallel makes ranks do the same, so that the rest is equal too.
         marks = {
             i: marks.get(i, "private") for i in range(count) if i in marks or i not in flat.held
         }
@@ -115,24 +106,12 @@ def _marks(value: Any, flat: FlatState, known: _Replicas, globs: Globs) -> dict[
     return marks
 
 
-def _is_parallel(value: Any) -> bool:
-    """Whether what `value` holds besides parameters and buffers is to be equal too:
-    DistributedDataParallel makes ranks do the same."""
-    return isinstance(value, torch.nn.Module) and any(
-        isinstance(module, DistributedDataParallel) for module in value.modules()
-    )
-
-
 def _matching(paths: Sequence[str], globs: Sequence[str]) -> list[int]:
-    return (
-        [
-            i
-            for i, path in enumerate(paths)
-            if any(fnmatch.fnmatchcase(path, glob) for glob in globs)
-        ]
-        if globs
-        else []
-    )
+    return [
+        i
+        for i, path in enumerate(paths if globs else ())
+        if any(fnmatch.fnmatchcase(path, glob) for glob in globs)
+    ]
 
 
 def _is_loader(value: Any) -> bool:

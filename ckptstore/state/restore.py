@@ -13,13 +13,12 @@ from torch.optim.optimizer import Optimizer
 
 from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
-from ckptstore.state import containers, paths, tensors, values
+from ckptstore.state import containers, paths, values
 from ckptstore.state.containers import LEFT_OUT
-from ckptstore.state.inflate import Inflater, decode_leaf, refuse_pickles
-from ckptstore.state.leaves import Destination, HeldDestination
-from ckptstore.state.match_target import ContentOf, Matching, Mismatch, TensorMatch
+from ckptstore.state.inflate import Inflater, counterparts, decode_leaf, keys_of, refuse_pickles
+from ckptstore.state.match_target import ContentOf, Landing, Matching, Mismatch, TensorMatch
 from ckptstore.state.optimizers import ParameterNames, ShardedOptimizer, fit
-from ckptstore.state.registry import Classes, classes_in
+from ckptstore.state.registry import classes_in
 from ckptstore.state.stateful import (
     RNGState,
     StateDict,
@@ -55,32 +54,34 @@ def bind(
     return binding
 
 
-class Binding:
+class Binding(Inflater):
     """One key of an application state, ready to take the bytes of a commit.
 
-    `destinations` has, per leaf, where its bytes land (an alias' bytes are those of the leaf it
-    shares memory with), or None. `wanted_bytes` are the leaves whose bytes `finish` wants instead.
-    `missing`, `unexpected` and `mismatched` say what does not fit; as long as `mismatched` is not
-    empty, no bytes may land. `late` bindings are to be finished after all others: they set random
-    number generators.
+    `destinations` has, per leaf, where its bytes land, if anywhere (an alias' bytes are those of
+    the leaf it shares memory with). `wanted_bytes` are the leaves whose bytes `finish` wants
+    instead. `missing`, `unexpected` and `mismatched` say what does not fit; as long as `mismatched`
+    is not empty, no bytes may land. `late` bindings are to be finished after all others: they set
+    random number generators.
     """
 
     def __init__(
         self, target: Any, schema: Schema, matching: Matching, tensor_match: TensorMatch
     ) -> None:
-        self._target, self._schema, self._matching = target, schema, matching
-        self._tensors, self._classes = tensor_match, classes_in(target)
-        self._inflater = Inflater(
-            schema, tensor_match.objects, matching.allow_pickle, self._classes, tensor_match.kept
+        super().__init__(
+            schema,
+            tensor_match.objects,
+            allow_pickle=matching.allow_pickle,
+            classes=classes_in(target),
+            kept=tensor_match.kept,
+            clears=matching.strict and not matching.partial,
         )
+        self._target, self._matching, self._tensors = target, matching, tensor_match
         self._wanted = [not matching.partial] * len(schema)
         for leaf in leaves_of(schema.skeleton) if matching.partial else ():
             self._wanted[leaf] = True
         self._narrowed: dict[int, Node | int] = {}
         self._receivers: dict[int, Any] = {}
-        self.destinations: Sequence[Destination | HeldDestination | None] = (
-            tensor_match.destinations
-        )
+        self.destinations: Sequence[Landing] = tensor_match.destinations
         self.mismatched: list[Mismatch] = tensor_match.mismatched
         self.wanted_bytes: list[int] = []
         self.missing: list[str] = []
@@ -184,7 +185,7 @@ class Binding:
     def _pair_children(self, node: Node, target: Any, path: str, report: bool) -> None:
         partial = self._matching.partial
         if report and not partial and isinstance(target, dict) and node.keys is not None:
-            known = set(_keys_of(node, self._classes))
+            known = set(keys_of(node, self._classes))
             # Values that are no tensors are not reported.
             for key, value in target.items() if target.keys() - known else ():
                 if key not in known:
@@ -195,14 +196,14 @@ class Binding:
                 f"a {node.type} of {len(node.children)}, of which some are selected",
                 f"a {type(target).__qualname__} of others",
             )
-        counterparts = _children_of(node, target, self._classes)
+        there = counterparts(node, target, self._classes)
         names = range(len(node.children)) if node.keys is None else paths.segments(node.keys)
-        for child, there, name in zip(node.children, counterparts, names, strict=True):
+        for child, below, name in zip(node.children, there, names, strict=True):
             if isinstance(child, int):  # by far the most
-                if isinstance(there, torch.Tensor):
-                    self._tensors.pair(child, there, self._schema.paths[child], report=report)
-            elif there is not None or partial:
-                self._pair(child, there, f"{path}/{name}", report=report)
+                if isinstance(below, torch.Tensor):
+                    self._tensors.pair(child, below, self._schema.paths[child], report=report)
+            elif below is not None or partial:
+                self._pair(child, below, f"{path}/{name}", report=report)
 
     def finish(self, content: Mapping[int, bytes]) -> Any:
         """Hand over: `content` has the bytes of `wanted_bytes`, and every destination is filled. To
@@ -212,82 +213,35 @@ class Binding:
         """
         for leaf, data in content.items():
             self._tensors.objects[leaf] = decode_leaf(self._schema, leaf, data, self._classes)
-        return self._settle_state(self._schema.skeleton, self._target)
+        return self._fill_state(self._schema.skeleton, self._target)
 
-    def _settle_state(self, node: Node | int, target: Any) -> Any:
+    def _fill_state(self, node: Node | int, target: Any) -> Any:
         """Hand the state at `node` to an object with `load_state_dict`; a part of a state within
         the object's own state. Containers are filled."""
         if isinstance(target, StateDict) or not is_stateful(target):
-            return self._settle(node, target)
+            return self.inflate(node, target)
         node = self._narrowed.get(id(node), node)
         receiver = self._receivers.get(id(target), target)
         if not self._matching.partial:
-            state = self._inflater.inflate(node)
+            state = self.inflate(node)
         else:
             state = self._within(node, state_of(receiver))
         _load(receiver, state, strict=self._matching.strict)
         return target
 
+    def _fill_leaf(self, leaf: int, target: Any) -> Any:
+        is_there = self._tensors.direct[leaf]
+        return self._leaves[leaf] if is_there else super()._fill_leaf(leaf, target)
+
     def _within(self, node: Node | int, state: Any) -> Any:
-        filled = self._settle(node, state)
+        filled = self.inflate(node, state)
         versions = getattr(state, "_metadata", None)
         if versions is not None and isinstance(node, Node):
             # A module goes by these to bring what an older one committed up to date.
-            committed = getattr(self._inflater.inflate(node), "_metadata", {})
+            committed = getattr(self.inflate(node), "_metadata", {})
             modules = {str(key).rpartition(".")[0] for key in node.keys or ()}
             versions.update((name, entry) for name, entry in committed.items() if name in modules)
         return filled
-
-    def _settle(self, node: Node | int, target: Any) -> Any:
-        """The object for `node`: `target`, updated if possible, otherwise a new one."""
-        if isinstance(node, int):
-            return self._settle_leaf(node, target)
-        if node is LEFT_OUT:
-            return target
-        if id(node) in self._tensors.kept:
-            return self._tensors.kept[id(node)]
-        if node.type == "stateful":
-            return self._settle_state(node.children[0], target)
-        is_pickle = node.type == "pickle"
-        if is_pickle or isinstance(target, torch.Tensor) or containers.copies(node.type):
-            return _overwrite(target, self._inflater.inflate(node))
-        counterparts = _children_of(node, target, self._classes)
-        children = list(map(self._settle, node.children, counterparts))
-        if node.type in containers.MAPPINGS and isinstance(target, dict):
-            if self._matching.strict and not self._matching.partial:
-                target.clear()
-            for key, child in zip(_keys_of(node, self._classes), children, strict=True):
-                target[key] = child
-            return target
-        if node.type == "list" and type(target) is list:
-            target[:] = children
-            return target
-        return containers.join_into(target, node, children, self._classes)
-
-    def _settle_leaf(self, leaf: int, target: Any) -> Any:
-        made = self._tensors.objects[leaf]
-        if type(made) is list and type(target) is list:
-            target[:] = made
-            return target
-        return made if self._tensors.direct[leaf] else _overwrite(target, made)
-
-
-def _children_of(node: Node, target: Any, classes: Classes) -> Sequence[Any]:
-    """For each child of `node`, its counterpart in `target`, or None."""
-    if node.keys is None:
-        is_sequence = isinstance(target, list | tuple) or type(target).__name__ == "deque"
-        there = [*target] if is_sequence else []
-        return [*there, *[None] * len(node.children)][: len(node.children)]
-    if node.type in ("namedtuple", "dataclass"):
-        return [getattr(target, key, None) for key in node.keys]
-    if not isinstance(target, dict):
-        return [None] * len(node.children)
-    return [target.get(key) for key in _keys_of(node, classes)]
-
-
-def _keys_of(node: Node, classes: Classes) -> list[Any]:
-    keys = node.keys or ()
-    return [key if type(key) is str else values.decode_key(key, classes) for key in keys]
 
 
 def _has_places(node: Node, target: Any) -> bool:
@@ -333,27 +287,3 @@ def _load(target: Any, state: Any, *, strict: bool) -> None:
                 f"{type(target).__qualname__} refuses the committed state: {error}"
             ) from error
         raise
-
-
-def _overwrite(target: Any, made: Any) -> Any:
-    """`target` with the values of `made` where one tensor takes them from another as they are, else
-    `made`."""
-    if (
-        not _is_block(target)
-        or not _is_block(made)
-        or target.dtype != made.dtype
-        or target.shape != made.shape
-    ):
-        return made
-    if tensors.is_writable_by_range(target):
-        tensors.write_range(target, 0, tensors.memory_of(made))
-    elif target.is_conj() or target.is_neg():
-        with torch.no_grad():
-            target.copy_(made)
-    else:
-        return made
-    return target
-
-
-def _is_block(value: Any) -> bool:
-    return type(value) in (torch.Tensor, torch.nn.Parameter) and tensors.is_strided(value)

@@ -11,7 +11,7 @@ divides nothing: a rank that has the whole tensor holds it, in the mesh or not.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import lru_cache
 from itertools import accumulate, product
@@ -62,24 +62,22 @@ def held_of(tensor: Any) -> Held:
     return Held(tuple(metadata.size), metadata.tensor_properties.dtype, holding, parts)
 
 
-def empty_like_held(tensor: Any, dtype: torch.dtype) -> Any:
-    """A DTensor or ShardedTensor of any bytes, placed as `tensor` is, with elements of `dtype`."""
-    if not is_dtensor(tensor):
-        return _empty_like_sharded(tensor, dtype)
-    local = torch.empty_like(_local_of(tensor), dtype=dtype)
-    return _dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-
-
-def _empty_like_sharded(tensor: Any, dtype: torch.dtype) -> Any:
+def with_local(
+    tensor: Any, make: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
+) -> Any:
+    """A DTensor or ShardedTensor placed as `tensor` is, of what `make` returns for each of this
+    rank's local tensors. `dtype` is that of its elements on a rank without local tensors."""
+    if is_dtensor(tensor):
+        local = make(_local_of(tensor))
+        return _dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed._shard.sharded_tensor.shard import Shard
 
+    shards = [Shard(make(shard.tensor.detach()), shard.metadata) for shard in tensor.local_shards()]
     metadata = deepcopy(tensor.metadata())
-    metadata.tensor_properties.dtype = dtype
-    shards = [
-        Shard(torch.empty_like(shard.tensor.detach(), dtype=dtype), shard.metadata)
-        for shard in tensor.local_shards()
-    ]
+    own = [shard.tensor.dtype for shard in shards]
+    properties = metadata.tensor_properties
+    properties.dtype = own[0] if own else dtype or properties.dtype
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, metadata, process_group=tensor._process_group
     )
@@ -101,7 +99,7 @@ def empty_local(
             "dimensions"
         )
     local_shape = (
-        (0,) if where is None else _placed(mesh, tuple(placements), shape, tuple(where)).local_shape
+        (0,) if where is None else _placed(mesh, tuple(placements), shape, tuple(where))[-1].shape
     )
     local = tensors.in_huge_pages(torch.empty(local_shape, dtype=dtype))
     return _dtensor(local, mesh, placements, shape, stride)
@@ -150,39 +148,28 @@ def check_finished(placements: Sequence[Any]) -> None:
         )
 
 
-class _Placed(NamedTuple):
-    """What a DTensor's placements say of one rank: the boxes that it has, the shape of its part,
-    and where in the part each box lies."""
-
-    shape: Shape
-    holding: Holding
-    local_shape: Shape
-    local: tuple[Box, ...]
-
-
 def _held_of_dtensor(tensor: Any) -> Held:
     mesh = tensor.device_mesh
     where = mesh.get_coordinate()
     if where is None and not mesh.ndim and tensor._local_tensor.shape == tensor.shape:
         where = ()
-    shape, holding, local_shape, local_boxes = _placed(
+    shape, holding, part = _placed(
         mesh, tensor.placements, tensor.shape, None if where is None else tuple(where)
     )
     if where is None:
         return Held(shape, tensor.dtype, holding, ())
     local = _local_of(tensor)
-    if local.shape != local_shape:
+    if local.shape != part.shape:
         raise InvalidInput(
             f"this rank holds {list(local.shape)} of a DTensor of shape {list(shape)} placed as "
             f"{', '.join(holding.placements)}; "
-            f"wanted {list(local_shape)}: was it made by from_local without shape and stride? "
+            f"wanted {list(part.shape)}: was it made by from_local without shape and stride? "
             "Commit tensor.full_tensor()"
         )
-    boxes = holding.boxes
-    if len(boxes) == 1:  # all of what is here
-        return Held(shape, tensor.dtype, holding, ((boxes[0], local),))
+    if len(part.boxes) == 1:  # all of what is here
+        return Held(shape, tensor.dtype, holding, ((part.boxes[0], local),))
     parts = tuple(
-        [(box, _view(local, place)) for box, place in zip(boxes, local_boxes, strict=True)]
+        [(box, _view(local, place)) for box, place in zip(part.boxes, part.local, strict=True)]
     )
     return Held(shape, tensor.dtype, holding, parts)
 
@@ -190,20 +177,20 @@ def _held_of_dtensor(tensor: Any) -> Held:
 @lru_cache(1 << 14)
 def _placed(
     mesh: Any, placements: tuple[Any, ...], shape: Shape, where: tuple[int, ...] | None
-) -> _Placed:
-    """Tensors of one shape are placed alike, layer after layer and commit after commit."""
+) -> "tuple[Shape, Holding, RankPart]":
+    """What a DTensor's placements say of one rank. Tensors of one shape are placed alike, layer
+    after layer and commit after commit."""
     check_finished(placements)
     names, shape = tuple(map(str, placements)), tuple(shape)
     if where is None:
-        return _Placed(shape, Holding(_mesh_of(mesh), names, ()), (), ())
+        return shape, Holding(_mesh_of(mesh), names, ()), RankPart((), (), ())
     cuts = tuple(
         Cut(placement.dim % len(shape), size, number, getattr(placement, "split_factor", 1))
         for placement, size, number in zip(placements, mesh.shape, where, strict=True)
         if not placement.is_replicate()
     )
     part = rank_part(shape, cuts)
-    holding = Holding(_mesh_of(mesh), names, part.boxes)
-    return _Placed(shape, holding, part.shape, part.local)
+    return shape, Holding(_mesh_of(mesh), names, part.boxes), part
 
 
 @lru_cache(256)

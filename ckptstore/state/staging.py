@@ -25,8 +25,8 @@ import torch
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.objects.pack import align
 from ckptstore.state import tensors
-from ckptstore.state.leaf_sources import FlatState, Source, leaves_of
-from ckptstore.state.leaves import BytesSource, TensorSource
+from ckptstore.state.leaf_sources import BytesSource, FlatState, Source, leaves_of, read_all
+from ckptstore.state.leaves import TensorSource
 from ckptstore.state.staging_buffers import Buffer, BufferSource, Copy, CopyProgress
 
 logger = logging.getLogger("ckptstore")
@@ -156,7 +156,7 @@ def stage(
     copied later waits for its arrival."""
     sources = leaves_of(flats)
     for n in plan.small:
-        sources[n] = _bytes_of(sources[n])
+        sources[n] = BytesSource(read_all(sources[n]), sources[n].width)
     if arena is not None:
         prepare(
             devices_of(source.tensor for source in sources if isinstance(source, TensorSource)),
@@ -237,15 +237,6 @@ def copy_task(task: Sequence[Copy], arena: Buffer) -> None:
         out = arena.memory[offset : offset + nbytes]
         with beside_training(source.tensor.device):
             tensors.read_range(source.tensor, start, start + nbytes, out)
-
-
-def _bytes_of(source: Source) -> BytesSource:
-    memory = source.view(0, source.nbytes)
-    if memory is not None:
-        return BytesSource(bytes(memory), source.width)
-    buffer = bytearray(source.nbytes)
-    source.stage(0, source.nbytes, memoryview(buffer))
-    return BytesSource(bytes(buffer), source.width)
 
 
 AWAY = frozenset(["cuda"])

@@ -19,7 +19,7 @@ from weakref import finalize
 from ckptstore.core.config import MIN_STAGING_BYTES
 from ckptstore.core.process import free_bytes
 from ckptstore.errors import Unavailable
-from ckptstore.state.leaf_sources import NotCopied
+from ckptstore.state.leaf_sources import NotCopied, StillSource
 
 
 class Copy(NamedTuple):
@@ -99,13 +99,11 @@ class Buffer:
         """Whether the memory is pinned for devices (`state.staging`)."""
 
 
-class BufferSource:
+class BufferSource(StillSource):
     """A leaf that lies in `memory` from `offset` on, or will: who asks for bytes waits for their
     arrival. Valid until the arena is given back."""
 
     __slots__ = ("arrivals", "memory", "nbytes", "offset", "width")
-    known_ids: bytes | None = None
-    still = True
 
     def __init__(
         self,
@@ -128,25 +126,18 @@ class BufferSource:
             self.arrivals.wait(self.offset + start, self.offset + stop)
         return self.memory[self.offset + start : self.offset + stop]
 
-    def stage(self, start: int, stop: int, out: memoryview) -> None:
-        out[:] = self.view(start, stop)
 
-
-class ElsewhereSource:
+class ElsewhereSource(StillSource):
     """A leaf whose chunks' ids are known, and whose bytes this process does not have: they are read
     from the store if it must write them again."""
 
     __slots__ = ("known_ids", "nbytes", "width")
-    still = True
 
     def __init__(self, known_ids: bytes, nbytes: int, width: int) -> None:
         self.known_ids, self.nbytes, self.width = known_ids, nbytes, width
 
     def view(self, start: int, stop: int) -> memoryview:
         raise NotCopied(f"bytes {start}:{stop} of a leaf of {self.nbytes} were left to the store")
-
-    def stage(self, start: int, stop: int, out: memoryview) -> None:
-        self.view(start, stop)
 
 
 class BufferPool:

@@ -31,7 +31,6 @@ QUANTIZED = frozenset(dtype for name, dtype in DTYPES.items() if name.startswith
 
 _PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SIGN_BITS = {1: 0x80, 2: -0x8000, 4: -0x80000000, 8: -0x8000000000000000}
 
 _HUGE_PAGE = 2 << 20
 
@@ -95,7 +94,7 @@ def as_dtype(tensor: torch.Tensor, dtype: torch.dtype, shape: Shape) -> torch.Te
     """The memory of a contiguous tensor as one of another dtype and shape of as many bytes; works
     for dtypes that `view` refuses."""
     offset = tensor.storage_offset() * tensor.itemsize // dtype.itemsize
-    return _over(tensor.untyped_storage(), dtype, offset, shape, _row_major(shape))
+    return _over(tensor.untyped_storage(), dtype, offset, shape)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -123,6 +122,9 @@ def check_memory(tensor: torch.Tensor) -> None:
         return
     try:
         address, there = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+        is_all = there == tensor.nbytes and not tensor.storage_offset()
+        if is_all and address and tensor.is_contiguous():  # by far the most
+            return
     except RuntimeError as error:  # NotImplementedError is one
         raise InvalidInput(
             "a tensor without memory of its own, inside of vmap, grad or the like, has no bytes: "
@@ -191,16 +193,21 @@ def read_range(tensor: torch.Tensor, start: int, stop: int, out: memoryview) -> 
     if start == stop:
         return
     target = torch.frombuffer(out, dtype=torch.uint8)
+    # torch itself flips the signs that a conjugate or negative view says to flip
+    flips = tensor.is_conj() or tensor.is_neg()
+    copied = tensor if flips else _integers(tensor)
     at = 0
-    for run in _runs(_integers(tensor), first * width, last * width):
+    for run in _runs(copied, first * width // copied.itemsize, last * width // copied.itemsize):
         as_dtype(target[at : at + run.nbytes], run.dtype, run.shape).copy_(run)
         at += run.nbytes
-    _resolve_signs(tensor, target)
 
 
-def write_range(tensor: torch.Tensor, start: int, data: memoryview) -> None:
+def write_range(
+    tensor: torch.Tensor, start: int, data: memoryview, dtype: torch.dtype | None = None
+) -> None:
     """Copy `data` to the raw bytes from `start` on of a strided tensor on any device; both ends
-    must be whole elements.
+    must be whole elements. Data of another `dtype` is converted as `Tensor.to` does, and `start`
+    counts bytes of that dtype.
 
     The tensor's elements must not share memory (`is_writable_by_range`).
     """
@@ -211,26 +218,15 @@ def write_range(tensor: torch.Tensor, start: int, data: memoryview) -> None:
         # from torch's pool: the copy is then left to the device, in order with what is launched
         # next
         source = source.pin_memory()
-    at = 0
+    filled = tensor if dtype else _integers(tensor)
+    given = dtype or filled.dtype
+    width, at = given.itemsize, 0
     with torch.no_grad():
-        for run in _runs(_integers(tensor), start, start + len(data)):
+        for run in _runs(filled, start // width, (start + len(data)) // width):
+            nbytes = run.numel() * width
             run.copy_(
-                as_dtype(source[at : at + run.nbytes], run.dtype, run.shape),
-                non_blocking=tensor.is_cuda,
+                as_dtype(source[at : at + nbytes], given, run.shape), non_blocking=tensor.is_cuda
             )
-            at += run.nbytes
-
-
-def convert_range(tensor: torch.Tensor, dtype: torch.dtype, start: int, data: memoryview) -> None:
-    """As `write_range`, for `data` of `dtype`, each element converted as `Tensor.to` does; `start`
-    counts bytes of that dtype."""
-    source = _from_memory(data)
-    first = start // dtype.itemsize * tensor.itemsize
-    at = 0
-    with torch.no_grad():
-        for run in _runs(tensor, first, first + len(data) // dtype.itemsize * tensor.itemsize):
-            nbytes = run.numel() * dtype.itemsize
-            run.copy_(as_dtype(source[at : at + nbytes], dtype, tuple(run.shape)))
             at += nbytes
 
 
@@ -280,29 +276,18 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _over(
-    storage: Any, dtype: torch.dtype, offset: Any, shape: Shape, stride: tuple[int, ...]
+    storage: Any, dtype: torch.dtype, offset: Any, shape: Shape, stride: tuple[int, ...] = ()
 ) -> torch.Tensor:
+    """Elements in the storage: in row-major order without `stride`."""
     if dtype == torch.complex32:
         return _over(storage, torch.int32, offset, shape, stride).view(dtype)
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
-def _row_major(shape: Shape) -> tuple[int, ...]:
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(strides))
-
-
 def _runs(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """The bytes `start:stop` of a tensor's row-major order as parts of it, in order: whole rows
+    """The elements `start:stop` of a tensor's row-major order as parts of it, in order: whole rows
     wherever there are some."""
-    width = tensor.itemsize
-    yield from _element_runs(_flatter(tensor), start // width, stop // width)
-
-
-def _element_runs(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    tensor = _flatter(tensor)
     if tensor.dim() == 1:
         yield tensor[start:stop]
         return
@@ -310,15 +295,15 @@ def _element_runs(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch
     first, head = divmod(start, row)
     last, tail = divmod(stop, row)
     if first == last:
-        yield from _element_runs(tensor[first], head, tail)
+        yield from _runs(tensor[first], head, tail)
         return
     if head:
-        yield from _element_runs(tensor[first], head, row)
+        yield from _runs(tensor[first], head, row)
         first += 1
     if first < last:
         yield tensor[first:last]
     if tail:
-        yield from _element_runs(tensor[last], 0, tail)
+        yield from _runs(tensor[last], 0, tail)
 
 
 def _flatter(tensor: torch.Tensor) -> torch.Tensor:
@@ -336,20 +321,3 @@ def _flatter(tensor: torch.Tensor) -> torch.Tensor:
             shape.append(n)
             strides.append(stride)
     return tensor.as_strided(shape, strides)
-
-
-def _resolve_signs(tensor: torch.Tensor, target: torch.Tensor) -> None:
-    """Flip in `target`, raw bytes of `tensor`, the signs that a conjugate or negative view says to
-    flip."""
-    conj, neg = tensor.is_conj(), tensor.is_neg()
-    if not conj and not neg:
-        return
-    if not tensor.is_complex():
-        part, parts = tensor.itemsize, 1
-    else:
-        part, parts = tensor.itemsize // 2, 2
-    numbers = as_dtype(target, _INTEGERS[part], (target.numel() // part // parts, parts))
-    flipped = [neg] if parts == 1 else [neg, neg != conj]
-    for i, flip in enumerate(flipped):
-        if flip:
-            numbers[:, i].bitwise_xor_(_SIGN_BITS[part])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.cli.lineage import Node, draw, shown
+from ckptstore.cli.log import Node, draw, shown
 from ckptstore.core.ids import CommitId
 
 

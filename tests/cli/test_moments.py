@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from ckptstore.cli.options import parse_moment
+from ckptstore.cli.parser import parse_moment
 from ckptstore.core.text import age_text, exact_text, utc_text
 from ckptstore.errors import InvalidInput
 

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptstore
-from ckptstore.cli.exits import Exit
+from ckptstore.cli.call import Exit
+from ckptstore.cli.commands import COMMANDS
 from ckptstore.cli.parser import build
 from tests.cli.running import Result, call, environment
 
@@ -61,7 +62,7 @@ NO_STORE_OF_THEIR_OWN = {"init", "clone", "completion"}
 WORDS = [
     *(
         f"{command} -s PATH {OTHERS.get(command, '')}"
-        for command in build().commands
+        for command in build(COMMANDS).commands
         if command not in NO_STORE_OF_THEIR_OWN
     ),
     "init PATH",

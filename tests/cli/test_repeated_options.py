@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from ckptstore.cli.exits import UsageError
+from ckptstore.cli.call import UsageError
+from ckptstore.cli.commands import COMMANDS
 from ckptstore.cli.parser import Parser, build, parse
 from tests.cli.running import call
 
@@ -63,7 +64,7 @@ def _operands(parser: Parser) -> list[str]:
 def _cases() -> list[tuple[str, str]]:
     return [
         (command, max(option.option_strings, key=len))
-        for command, parser in build().commands.items()
+        for command, parser in build(COMMANDS).commands.items()
         for option in _options(parser)
     ]
 
@@ -85,7 +86,7 @@ def test_every_command_and_its_options_are_tried() -> None:
 
 def _adding(command: str) -> set[str]:
     """The command's options that keep a list."""
-    parser = build().commands[command]
+    parser = build(COMMANDS).commands[command]
     return {
         max(o.option_strings, key=len)
         for o in _options(parser)
@@ -95,17 +96,17 @@ def _adding(command: str) -> set[str]:
 
 @pytest.mark.parametrize(("command", "name"), _cases())
 def test_a_second_value_is_added_or_refused(command: str, name: str) -> None:
-    parser = build().commands[command]
+    parser = build(COMMANDS).commands[command]
     option = next(action for action in parser._actions if name in action.option_strings)
     first, second = _values(parser, option)
     words = [command, *_operands(parser), name, first, name, second]
     if name in ADDED_UP.get(command, ()):
-        found = getattr(parse(words), option.dest)
+        found = getattr(parse(COMMANDS, words), option.dest)
         flat = [value for each in found for value in (each if isinstance(each, list) else [each])]
         assert flat == [parser._get_value(option, first), parser._get_value(option, second)]
     else:
         with pytest.raises(UsageError, match=rf"{name} is given twice.*ckptstore {command} --help"):
-            parse(words)
+            parse(COMMANDS, words)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_a_common_option_before_and_behind_the_command_is_given_twice(
     words: tuple[str, ...],
 ) -> None:
     with pytest.raises(UsageError, match="is given twice"):
-        parse(words)
+        parse(COMMANDS, words)
 
 
 def test_the_refusal_says_which_option_and_both_values(made_store: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.cli.exits import Exit
+from ckptstore.cli.call import Exit
 from ckptstore.log.sessions import open_session
 from ckptstore.repository.store_handle import StoreHandle
 from tests.cli.running import call, run

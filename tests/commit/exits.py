@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import ckptstore
-from ckptstore.commit import commit_queue
+from ckptstore.commit import pending as in_flight
 from ckptstore.index import catalog, chunks
 from ckptstore.repository import chunk_store as objects
 
@@ -65,7 +65,7 @@ def _interrupting(progress: ckptstore.CommitProgress) -> None:
 
 def _live(kind: str, way: str, place: Path) -> None:
     global _kind, _said
-    _kind, _said, commit_queue.NOTICE_S = kind, place.with_name(f"{place.name}.err"), 0.2
+    _kind, _said, in_flight.NOTICE_S = kind, place.with_name(f"{place.name}.err"), 0.2
     model = torch.nn.Linear(300, 300)
     store = ckptstore.open(
         place,

@@ -12,8 +12,8 @@ import torch
 
 import ckptstore
 from ckptstore import Async, Unavailable
-from ckptstore.commit import commit_queue as copies
-from ckptstore.commit.commit_queue import PendingWatch
+from ckptstore.commit import async_commit as copies
+from ckptstore.commit.async_commit import PendingWatch
 from ckptstore.commit.plan import Run
 from ckptstore.state import staging
 from ckptstore.state.staging import PIECE_BYTES

@@ -16,7 +16,7 @@ import torch
 
 import ckptstore
 from ckptstore import Busy, Cancelled, InvalidInput, Unavailable
-from ckptstore.commit import commit_queue
+from ckptstore.commit import pending as in_flight
 from ckptstore.repository.thread_pool import ASIDE_NICE, ThreadPool
 from ckptstore.storage.direct_io_file import BLOCK_BYTES, DIRECT_FROM
 from ckptstore.store import internals_of
@@ -209,7 +209,7 @@ def test_close_waits_and_says_so(store: ckptstore.Store, monkeypatch: pytest.Mon
             go_on()
             return super().write(text)
 
-    monkeypatch.setattr(commit_queue, "NOTICE_S", 0.02)
+    monkeypatch.setattr(in_flight, "NOTICE_S", 0.02)
     monkeypatch.setattr(sys, "stderr", told := Told())
     store.close()
     assert pending.wait().step == 3
@@ -353,7 +353,7 @@ def test_without_threads_the_caller_makes_the_commit(
             raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(commit_queue.threading, "Thread", NoThread)
+        patch.setattr(in_flight.threading, "Thread", NoThread)
         assert store.commit_async(state(2), step=2).done()
     assert [info.step for info in store.log()] == [2, 1]
     assert store.commit_async(state(3), step=3).wait().step == 3

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import ckptstore
 from ckptstore import Conflict
-from ckptstore.commit import commit_queue as copies
+from ckptstore.commit import async_commit as copies
 from ckptstore.state import staging
 from tests.commit.states import frozen_copy
 from tests.state.carrying import assert_same

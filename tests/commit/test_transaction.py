@@ -22,7 +22,7 @@ def test_an_undo_that_is_interrupted_leaves_no_session_that_beats(
     with ckptstore.open(tmp_path / "store") as store:
         internals = internals_of(store)
         before = set(sessions._heart._sessions)
-        to = Destination(internals.handle, internals.runtime.threads)
+        to = Destination(internals.handle, internals.threads)
         with pytest.raises(KeyboardInterrupt), Transaction.begin(to, DedupHints()):
             raise OSError("the block failed")
         assert sessions._heart._sessions == before

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptstore
-from ckptstore.commit import commit_queue as copies
+from ckptstore.commit import async_commit as copies
 from ckptstore.commit import write
 from ckptstore.distributed.commit import _Publication
 from ckptstore.distributed.coordinator import Coordinator

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.commit.commit import extent_of
 from ckptstore.commit.commit_metadata import CommitMetadata
+from ckptstore.commit.plan import extent_of
 from ckptstore.commit.transaction import TreeContent
 from ckptstore.core.ids import CommitId, SessionId
-from ckptstore.distributed.external_commit import Part, PartsWritten
+from ckptstore.distributed.coordinator import Part, PartsWritten
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.log.sessions import Session
 from ckptstore.state.flatten import flatten
@@ -23,7 +23,7 @@ def test_a_writer_that_takes_another_s_number_is_refused_and_the_first_one_s_pac
     tmp_path: Path,
 ) -> None:
     with ckptstore.open(tmp_path / "store") as store:
-        session = internals_of(store).runtime.parts_committer.open()
+        session = internals_of(store).parts_committer.open()
         first = _write(store, session.id, 0, 1.0)
         with pytest.raises(Conflict, match="is never replaced"):
             _write(store, session.id, 0, 2.0, elements=400_000)
@@ -36,11 +36,11 @@ def test_a_writer_that_takes_another_s_number_is_refused_and_the_first_one_s_pac
 
 def test_a_receipt_that_comes_twice_is_found_before_the_log_names_its_packs(tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "store") as store:
-        session = internals_of(store).runtime.parts_committer.open()
+        session = internals_of(store).parts_committer.open()
         flat, written = _write(store, session.id, 0, 1.0)
         trees = [TreeContent("0", flat.schema, written.contents)]
         with pytest.raises(InvalidInput, match="each needs a rank of its own"):
-            internals_of(store).runtime.parts_committer.publish(
+            internals_of(store).parts_committer.publish(
                 session,
                 CommitMetadata("main"),
                 trees,
@@ -56,7 +56,7 @@ def test_commits_whose_parts_are_written_before_either_is_published_are_both_who
 ) -> None:
     with ckptstore.open(tmp_path / "store") as store:
         sessions, written = (
-            [internals_of(store).runtime.parts_committer.open() for _ in range(2)],
+            [internals_of(store).parts_committer.open() for _ in range(2)],
             [],
         )
         for value, session in enumerate(sessions):
@@ -78,7 +78,7 @@ def test_who_publishes_without_having_written_takes_no_writer_s_name(tmp_path: P
         ckptstore.open(tmp_path / "store") as writer,
         ckptstore.open(tmp_path / "store") as publisher,
     ):
-        session = internals_of(publisher).runtime.parts_committer.open()
+        session = internals_of(publisher).parts_committer.open()
         commit = _publish(publisher, session, *_write(writer, session.id, 0, 1.0))
         assert torch.equal(
             publisher.checkout(commit).state_dict()["model"]["weight"], torch.ones(300_000)
@@ -91,7 +91,7 @@ def _write(
 ) -> tuple[FlatState, PartsWritten]:
     flat = flatten({"model": {"weight": torch.full((elements,), value)}})["model"]
     part = Part(extent_of(flat, 0), flat.leaves[0], flat.leaves[0].nbytes)
-    return flat, internals_of(store).runtime.parts_committer.write(session, rank, [part])
+    return flat, internals_of(store).parts_committer.write(session, rank, [part])
 
 
 def _publish(
@@ -100,7 +100,7 @@ def _publish(
     trees = [TreeContent("model", flat.schema, written.contents)]
     return (
         internals_of(store)
-        .runtime.parts_committer.publish(
+        .parts_committer.publish(
             session, CommitMetadata("main"), trees, None, [written.receipt], time.perf_counter()
         )
         .id

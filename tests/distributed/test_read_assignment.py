@@ -7,16 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.core.ids import digest
-from ckptstore.distributed.read_assignment import (
-    ALONE,
-    Need,
-    Numbering,
-    Share,
-    decode_shares,
-    encode_shares,
-    plan_shares,
-    plan_verifiers,
-)
+from ckptstore.distributed.shared_reads import ALONE, Numbering, Share, plan_shares, shares_of
 
 MIB = 1 << 20
 
@@ -41,10 +32,7 @@ def test_every_rank_gets_each_chunk_that_it_shares_from_one_reader_in_one_window
 ) -> None:
     needs, nbytes, window_bytes = case
     shares = plan_shares(needs, nbytes, window_bytes)
-    tasks = [
-        decode_shares(encode_shares(shares, needs, nbytes, rank), rank, len(needs))
-        for rank in range(len(needs))
-    ]
+    tasks = [shares_of(rank, shares, needs, nbytes) for rank in range(len(needs))]
     several = set(np.flatnonzero(needs.sum(axis=0) > 1).tolist())
     assert set(np.flatnonzero(shares.readers != ALONE).tolist()) == several
     for rank, windows in enumerate(tasks):
@@ -107,7 +95,8 @@ def test_shared_chunks_are_verified_by_one_rank_each_and_the_load_is_even(
     case: tuple[np.ndarray, np.ndarray, int],
 ) -> None:
     needs, _, _ = case
-    verifiers = plan_verifiers(needs)
+    alike_bytes = np.full(needs.shape[1], MIB)
+    verifiers = plan_shares(needs, alike_bytes, 1 << 62).readers
     several = needs.sum(axis=0) > 1
     assert ((verifiers != ALONE) == several).all()
     assert all(needs[verifiers[number], number] for number in np.flatnonzero(several))
@@ -151,7 +140,3 @@ def test_chunks_are_numbered_in_the_order_in_which_they_are_first_named(names: l
     order = list(dict.fromkeys(ids))
     assert numbering.ids == b"".join(order)
     assert numbering.numbers(b"".join(ids)).tolist() == [order.index(each) for each in ids]
-    need = Need.of(numbering, 77, numbering.numbers(b"".join(ids[:3])))
-    bits = np.unpackbits(np.frombuffer(need.bits, np.uint8), count=len(numbering))
-    assert (need.digest, need.window_bytes) == (numbering.digest, 77)
-    assert np.flatnonzero(bits).tolist() == sorted({order.index(each) for each in ids[:3]})

@@ -11,7 +11,7 @@ import torch
 
 import ckptstore
 from ckptstore.core.ids import digest
-from ckptstore.distributed import restore as reading
+from ckptstore.distributed import shared_reads as reading
 from ckptstore.distributed.collective import Collective, Part
 from ckptstore.repository import chunk_reader
 from ckptstore.storage.local import LocalStorage

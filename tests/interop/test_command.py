@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import ckptstore
-from ckptstore.cli.exits import Exit
+from ckptstore.cli.call import Exit
 from tests.cli.running import call
 
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import ckptstore
 from ckptstore import Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.dcp import StoreReader, StoreWriter, dcp_to_store, store_to_dcp
-from ckptstore.maintenance.check.report import Kind
+from ckptstore.maintenance.check import Kind
 from tests.interop.dcp_states import OLD_TORCH, nested, same, zeros
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from ckptstore.core.model import Box
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.formats import export, import_path
 from ckptstore.interop.formats.sources import Joined, check_tiling
-from ckptstore.state.leaves import BytesSource
+from ckptstore.state.leaf_sources import BytesSource
 from ckptstore.store import Store
 from tests.interop.test_directories import contents
 

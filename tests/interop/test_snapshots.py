@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.cli.exits import Exit
+from ckptstore.cli.call import Exit
 from ckptstore.interop.torchsnapshot import (
     PendingSnapshot,
     RNGState,

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 import ckptstore
+from ckptstore.maintenance.check import Level, Report, Share
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.offline_store import open_offline_store
-from ckptstore.maintenance.check.report import Level, Report, Share
-from ckptstore.maintenance.repair.repair import Repaired, repair
+from ckptstore.maintenance.repair import Repaired, repair
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.registry import open_storage
 from ckptstore.store import Store

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ckptstore.core.ids import ChunkId
 from ckptstore.core.model import PackEntry
-from ckptstore.maintenance.gc.mark import Holdings, keys_of
+from ckptstore.maintenance.gc.mark import Holdings, short_keys
 from ckptstore.objects import pack
 
 
@@ -41,7 +41,9 @@ def test_every_needed_chunk_is_assigned_to_exactly_one_readable_pack_that_holds_
         if i not in unreadable:
             holdings.put(i, footer(ids, stored))
     holdings.sort()
-    missing = holdings.need(keys_of(b"".join(sorted(needed)))) if needed else np.empty(0, np.uint64)
+    missing = (
+        holdings.need(short_keys(b"".join(sorted(needed)))) if needed else np.empty(0, np.uint64)
+    )
     assigned = holdings.assign()
     found = [
         name
@@ -64,7 +66,7 @@ def test_a_duplicate_stays_where_most_bytes_stay_anyway() -> None:
     holdings.put(0, footer([a], 64))
     holdings.put(1, footer([a, b, c], 64))
     holdings.sort()
-    assert not len(holdings.need(keys_of(a + b + c)))
+    assert not len(holdings.need(short_keys(a + b + c)))
     assert holdings.live_chunks(holdings.assign()).tolist() == [0, 3]
 
 
@@ -81,7 +83,7 @@ def test_a_copy_that_stays_is_sound_or_every_copy_stays(
     for i, ids in enumerate(packs):
         holdings.put(i, footer(ids, 64))
     holdings.sort()
-    holdings.need(keys_of(b"".join(sorted({name for ids in packs for name in ids}))))
+    holdings.need(short_keys(b"".join(sorted({name for ids in packs for name in ids}))))
     assigned = holdings.assign()
     while contested := holdings.contested():
         for i, rows in contested.items():
@@ -103,5 +105,6 @@ def test_a_needed_chunk_that_no_pack_holds_is_reported() -> None:
     holdings.put(0, footer([chunk(1, 1)], 64))
     holdings.sort()
     assert (
-        holdings.need(keys_of(chunk(2, 2) + chunk(1, 1))).tolist() == keys_of(chunk(2, 2)).tolist()
+        holdings.need(short_keys(chunk(2, 2) + chunk(1, 1))).tolist()
+        == short_keys(chunk(2, 2)).tolist()
     )

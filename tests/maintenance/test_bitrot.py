@@ -24,7 +24,7 @@ from ckptstore.errors import CkptStoreError
 from ckptstore.index.chunks import ChunkIndex
 from ckptstore.index.suspect_packs import SuspectPacks
 from ckptstore.log.log_snapshots import encode_state
-from ckptstore.maintenance.check.report import Level
+from ckptstore.maintenance.check import Level
 from ckptstore.objects.documents import decode_document
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.store_handle import StoreHandle

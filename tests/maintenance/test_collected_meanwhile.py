@@ -8,10 +8,10 @@ import pytest
 import ckptstore
 from ckptstore.core.ids import pack_key
 from ckptstore.maintenance import Progress
+from ckptstore.maintenance.check import Level, Report, Severity, Share
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.offline_store import open_offline_store
-from ckptstore.maintenance.check.report import Level, Report, Severity, Share
-from ckptstore.maintenance.repair.repair import repair
+from ckptstore.maintenance.repair import repair
 from tests.maintenance.collecting import collected, make, opened, verify
 from tests.maintenance.stores import check, files, flip
 

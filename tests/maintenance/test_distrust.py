@@ -14,7 +14,7 @@ import torch
 import ckptstore
 from ckptstore.core.ids import PackId, pack_key
 from ckptstore.errors import Corrupt
-from ckptstore.maintenance.check.report import Level
+from ckptstore.maintenance.check import Level
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.store import Store
 from tests.maintenance.collecting import ALL, collected

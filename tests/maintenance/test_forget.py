@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.errors import Conflict, InvalidInput, NotFound
+from ckptstore.errors import Conflict, InvalidInput, NotFound, ReadOnly
 from ckptstore.log.entries import Settings
 from ckptstore.maintenance.retention import KeepBest, KeepEverySteps, KeepLast
 from ckptstore.open_store import open
@@ -31,6 +31,15 @@ def test_a_dry_run_returns_the_plan_that_is_executed_and_changes_nothing(tmp_pat
         done = store.forget([KeepEverySteps(2), KeepLast(1)])
         assert done == planned
         assert {info.id for info in store.log()} == {decision.commit for decision in planned.kept}
+
+
+def test_a_dry_run_plans_for_a_store_that_may_not_be_written(tmp_path: Path) -> None:
+    commits = collecting.make(tmp_path, 4)
+    with open(tmp_path, read_only=True) as store:
+        plan = store.forget(KeepLast(2), dry_run=True)
+        assert [decision.commit for decision in plan.forgotten] == commits[1::-1]
+        with pytest.raises(ReadOnly):
+            store.forget(KeepLast(2))
 
 
 def test_a_policy_is_about_the_stores_own_run_unless_all_are_wanted(tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ from ckptstore.core.ids import PackId, pack_key, twin_key
 from ckptstore.errors import InvalidInput
 from ckptstore.log import entries
 from ckptstore.log.fold import Pack, State
-from ckptstore.maintenance.check import data
+from ckptstore.maintenance.check import Kind, Level, Severity, Share, data, parse_share
 from ckptstore.maintenance.check.data import choose
-from ckptstore.maintenance.check.report import Kind, Level, Severity, Share, parse_share
 from ckptstore.repository.store_handle import StoreHandle
 from tests.maintenance.stores import check, files, flip, large_state, make_store
 
@@ -169,9 +168,17 @@ def test_packs_are_chosen_by_how_long_ago_they_were_verified() -> None:
 
 def test_a_damaged_record_of_what_was_verified_is_ignored(store: Path) -> None:
     check(store, Level.DATA)
-    for text in ("", "[]", '{"store": 1}', '{"store": "x", "times": 3}'):
+    name = state_of(store).store
+    for text in (
+        "",
+        "[]",
+        '{"store": 1}',
+        '["x", {}]',
+        f'["{name}", 3]',
+        f'["{name}", {{"p": []}}]',
+    ):
         (store / "index" / data.RECORD_NAME).write_text(text)
-        assert data.load_record(store / "index", state_of(store).store) == {}
+        assert data.load_record(store / "index", name) == {}
     assert check(store, Level.DATA).findings == ()
 
 

@@ -23,7 +23,7 @@ from ckptstore.core.ids import (
 from ckptstore.core.model import CommitDocument, PackEntry, PackRecord, TreeRef
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.log import entries
-from ckptstore.maintenance.check.report import Level
+from ckptstore.maintenance.check import Level
 from ckptstore.objects import canonical, codecs, pack
 from ckptstore.objects.documents import content_id, encode_document
 from ckptstore.repository.store_handle import StoreHandle

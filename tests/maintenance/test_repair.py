@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.cli.exits import Exit
+from ckptstore.cli.call import Exit
 from ckptstore.cli.main import main as cli
 from ckptstore.core.ids import log_key, pack_key, segment_key, twin_key
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.log.fold import Pack
 from ckptstore.log.log_backend import SEGMENT_ENTRIES
-from ckptstore.maintenance.check.report import Kind, Level
-from ckptstore.maintenance.repair.repair import Mark, PutBack, Rebuild, SetAside, WriteConfig
-from ckptstore.maintenance.repair.rescue import CopyTwin, SavePacks
+from ckptstore.maintenance.check import Kind, Level
+from ckptstore.maintenance.repair import Mark, PutBack, Rebuild, SetAside, WriteConfig
+from ckptstore.maintenance.rescue import SavePacks
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage.registry import open_storage
 from tests.maintenance.stores import (
@@ -93,12 +93,12 @@ def packs_of_damaged(store: Path) -> str:
     return files(store, "packs")[0].name.removesuffix(".2")  # type: ignore[return-value]
 
 
-def test_a_damaged_twin_is_copied_from_its_sibling(store: Path) -> None:
+def test_the_chunks_of_a_damaged_twin_are_saved_from_its_sibling(store: Path) -> None:
     for key in (pack_key, twin_key):
         for pack in packs_of(store, metadata=True):
             flip(store / key(pack.id), 3)
         done = heal(store)
-        assert {type(action) for action in done.applied} == {CopyTwin}
+        assert {type(action) for action in done.applied} == {SavePacks}
         assert_whole(store)
 
 

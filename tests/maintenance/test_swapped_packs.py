@@ -8,8 +8,8 @@ import pytest
 import ckptstore
 from ckptstore.core.ids import pack_key, twin_key
 from ckptstore.log.fold import Pack
-from ckptstore.maintenance.check.report import Kind, Level, Share
-from ckptstore.maintenance.repair.repair import Rebuild
+from ckptstore.maintenance.check import Kind, Level, Share
+from ckptstore.maintenance.repair import Rebuild
 from tests.maintenance.collecting import opened
 from tests.maintenance.stores import assert_restores, check, heal, large_state, make_store
 

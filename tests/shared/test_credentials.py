@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore import Mirror
-from ckptstore.cli.exits import Exit
+from ckptstore.cli.call import Exit
 from ckptstore.errors import CkptStoreError
 from ckptstore.interop.dcp import StoreReader
 from ckptstore.interop.torchsnapshot import Snapshot

@@ -15,7 +15,7 @@ import time
 
 import ckptstore
 from ckptstore.errors import Busy, Conflict, Unavailable
-from ckptstore.maintenance.check.report import Kind
+from ckptstore.maintenance.check import Kind
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.store import Store
 from tests.maintenance.collecting import state_of

@@ -53,8 +53,8 @@ class Carried:
         return self.finish(binding)
 
     def finish(self, binding: Binding) -> Any:
-        for i, destination in enumerate(binding.destinations):
-            if destination is not None:
+        for i, landing in enumerate(binding.destinations):
+            for _, destination in landing:
                 land(destination, self.bytes_of(i))
         return binding.finish({i: self.bytes_of(i) for i in binding.wanted_bytes})
 

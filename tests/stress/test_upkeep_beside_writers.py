@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.maintenance.check.report import Level, Report, Severity
+from ckptstore.maintenance.check import Level, Report, Severity
 from tests.maintenance.collecting import opened
 from tests.maintenance.stores import check, heal
 from tests.support.checker import assert_no_garbage_after_gc

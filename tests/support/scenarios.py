@@ -23,9 +23,9 @@ import ckptstore
 from ckptstore.errors import CkptStoreError, Conflict, NotFound, Unavailable
 from ckptstore.index import catalog
 from ckptstore.log.log import Log
-from ckptstore.maintenance.check.report import Level
-from ckptstore.maintenance.mirror.mirror import MirrorOptions, mirror
-from ckptstore.maintenance.mirror.plan import choose
+from ckptstore.maintenance.check import Level
+from ckptstore.maintenance.mirror import MirrorOptions, mirror
+from ckptstore.maintenance.mirror_plan import choose
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool

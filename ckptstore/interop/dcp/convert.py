@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from ckptstore.commit.commit_metadata import label_of
-from ckptstore.core.geometry import WIDTHS
 from ckptstore.core.model import Box, Shape
 from ckptstore.core.text import unicode_text
 from ckptstore.errors import Conflict, InvalidInput, Unavailable
@@ -41,18 +40,16 @@ from ckptstore.interop.formats.sources import (
     DCP_METADATA,
     Piece,
     Shelf,
+    dtype_from,
+    foreign_metadata,
     located,
     shape_of,
     stored_tensor,
 )
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
-from ckptstore.restore.reader import ReadRequest
-from ckptstore.snapshot import Snapshot, contents_of
+from ckptstore.snapshot import Snapshot
 from ckptstore.state import tensors
-from ckptstore.state.leaves import Destination
 from ckptstore.store import Store, internals_of
-
-METADATA_BYTES_MAX = 1 << 30
 
 
 def dcp_to_store(
@@ -80,7 +77,7 @@ def dcp_to_store(
         store.run, step, tag, message or f"imported from {unicode_text(root.name)}", metrics
     )
     keys, resolved = _read_directory(root, allow_pickle)
-    session = internals.runtime.parts_committer.open()
+    session = internals.parts_committer.open()
     try:
         written = read_message(0, write_items(store, session.id, 0, resolved, alone=False))
         return publish_items(
@@ -150,10 +147,7 @@ class _CommitPlanner(DefaultSavePlanner):
         if not item.parts:
             value = self._items.objects([item])[name]
             return io.BytesIO(value) if item.path in self._items.marks.raw else dumped(value)
-        leaf = item.parts[0][1]
-        item.tree.check(leaf)  # before memory is allocated for a shape that may be damaged
-        tensor = tensors.empty(item.tree.schema.dtypes[leaf], item.shape)
-        contents_of(self._items.snapshot).read([ReadRequest(item.tree, leaf, Destination(tensor))])
+        tensor: torch.Tensor = self._items.snapshot.read(item.tree.schema.paths[item.parts[0][1]])
         return tensor
 
 
@@ -179,9 +173,9 @@ def _read_directory(root: Path, allow_pickle: bool) -> tuple[dict[str, Keys], li
             f"{root} points to commit {pointer.id[:12]} of the store {pointer.store}; bring that "
             "into another by `ckptstore push`"
         )
-    found = load_inert(root / DCP_METADATA, METADATA_BYTES_MAX)
+    found = load_inert(root / DCP_METADATA)
     shelf = Shelf()
-    try:
+    with foreign_metadata(root / DCP_METADATA, "DCP metadata"):
         pieces = _pieces(root, found)
         nesting = getattr(found, "planner_data", None) or {}
         keys = {name: tuple(nesting.get(name) or (name,)) for name in found.state_dict_metadata}
@@ -195,12 +189,6 @@ def _read_directory(root: Path, allow_pickle: bool) -> tuple[dict[str, Keys], li
             _item(f"{name} in {root}", name, item, pieces.get(name, []), shelf, allow_pickle)
             for name, item in found.state_dict_metadata.items()
         ]
-    except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
-        if isinstance(error, InvalidInput):
-            raise
-        raise InvalidInput(
-            f"{root / DCP_METADATA} is not DCP metadata that this version reads: {error!r:.200}"
-        ) from error
 
 
 def _pieces(root: Path, found: Any) -> dict[str, list[tuple[Shape | None, Piece]]]:
@@ -232,11 +220,8 @@ def _item(
             raise InvalidInput(f"{where} is stored in {len(pieces)} places; wanted one")
         return object_item(name, pieces[0][1].load(where, allow_pickle=allow_pickle), allow_pickle)
     columns = item.properties.columns
-    dtype = columns[0] if columns else item.properties.dtype
-    if dtype not in WIDTHS:
-        raise InvalidInput(f"{where} is of dtype {str(dtype)[:40]!r}, which cannot be imported")
-    shape = shape_of(item.size)
+    dtype = dtype_from(where, columns[0] if columns else item.properties.dtype)
     boxes = {shape_of(chunk.offsets): shape_of(chunk.sizes) for chunk in item.chunks}
     boxed = [(Box(at, boxes[at]), piece) for at, piece in pieces if at in boxes and at is not None]
-    source = stored_tensor(where, dtype, shape, boxed, shelf)
+    source, shape = stored_tensor(where, dtype, shape_of(item.size), boxed, shelf)
     return box_item(name, dtype, shape, Box((0,) * len(shape), shape)), [source]

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.plan import Extent
+from ckptstore.commit.plan import Extent, is_floating
 from ckptstore.commit.transaction import TreeContent
 from ckptstore.core import geometry
 from ckptstore.core.ids import CHUNK_ID_BYTES, SessionId, parse_session_id
 from ckptstore.core.model import INLINE_BYTES, Box, LeafContent, Node, Schema, Shape
 from ckptstore.distributed import framing
-from ckptstore.distributed.external_commit import Part, contents_from, contents_to
+from ckptstore.distributed.coordinator import Part
+from ckptstore.distributed.merge import contents_from, contents_to
 from ckptstore.distributed.tiling import misfit, tile
 from ckptstore.errors import Conflict, Corrupt
 from ckptstore.interop.dcp.names import Keys, Marks, is_divided
@@ -28,8 +29,7 @@ from ckptstore.objects.schema import decode_schema, encode_schema
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import values
 from ckptstore.state.flatten import flatten
-from ckptstore.state.leaf_sources import Source
-from ckptstore.state.leaves import NOTHING
+from ckptstore.state.leaf_sources import NOTHING, Source
 from ckptstore.state.paths import segment, segments
 from ckptstore.store import Store, internals_of
 
@@ -93,7 +93,7 @@ def write_items(
     A rank that saves `alone` stores each box as a tensor of its own.
     """
     parts = [part for item, sources in resolved for part in _parts(item, sources, alone)]
-    written = internals_of(store).runtime.parts_committer.write(session, rank, parts)
+    written = internals_of(store).parts_committer.write(session, rank, parts)
     given = iter(written.contents)
     heads: list[list[Any]] = []
     schemas: list[bytes] = []
@@ -141,8 +141,7 @@ def _parts(item: Item, sources: Sequence[Source], alone: bool) -> Iterator[Part]
         dtype, shape, box = schema.dtypes[i], schema.shapes[i], None
         if item.box and not alone and shape != item.shape:
             shape, box = item.shape, item.box
-        floating = dtype.startswith(("float", "bfloat"))
-        extent = Extent(shape, geometry.width_of(dtype), source.nbytes, floating, box)
+        extent = Extent(shape, geometry.width_of(dtype), source.nbytes, is_floating(dtype), box)
         yield Part(extent, source, geometry.nbytes_of(dtype, shape))
 
 
@@ -173,7 +172,7 @@ def publish_items(
     encoded = None if world == 1 and "dcp" not in layout else canonical.encode(layout)
     receipts = [rank.receipt for rank in ranks]
     return internals.commit_external(
-        lambda metadata: internals.runtime.parts_committer.publish(
+        lambda metadata: internals.parts_committer.publish(
             session, metadata, trees, encoded, receipts, started
         ),
         label,

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from ckptstore.core.ids import CONFIG_KEY, check_tag
 from ckptstore.core.options import Storage
@@ -31,13 +31,6 @@ class Releasable(Protocol):
 
 Work = TypeVar("Work", bound=Releasable)
 """A save or a load."""
-
-
-class Turn(NamedTuple, Generic[Work]):
-    """A thread's checkpoint id, and its save or load in progress."""
-
-    name: CheckpointId | None = None
-    work: Work | None = None
 
 
 class AtPlace(Generic[Work]):
@@ -105,29 +98,32 @@ class AtPlace(Generic[Work]):
     @property
     def checkpoint_id(self) -> CheckpointId:
         """The name of this thread's next save or load; by default the store's location."""
-        name = self._turn.name
-        return redact(str(self._arguments["place"])) if name is None else name
+        return redact(str(self._arguments["place"])) if self._named is None else self._named
 
     @property
-    def _turn(self) -> Turn[Work]:
-        turn: Turn[Work] = getattr(self._thread, "turn", Turn(self._name))
-        return turn
+    def _named(self) -> CheckpointId | None:
+        name: CheckpointId | None = getattr(self._thread, "name", self._name)
+        return name
 
-    @_turn.setter
-    def _turn(self, turn: Turn[Work]) -> None:
-        self._thread.turn = turn
+    @property
+    def _work(self) -> Work | None:
+        """This thread's save or load in progress."""
+        return getattr(self._thread, "work", None)
 
     def _rename(self, name: CheckpointId | None) -> None:
         if threading.get_ident() == self._maker:
             self._name = name
-        self._turn = Turn(name)
+        self._thread.name = name
+
+    def _start(self, work: Work) -> None:
+        """Begin this thread's save or load, whose name stays as it is."""
+        self._thread.name, self._thread.work = self._named, work
 
     def _drop(self) -> None:
         """End this thread's save or load."""
-        name, work = self._turn
+        work, self._thread.work = self._work, None
         if work is not None:
             work.release()
-        self._turn = Turn(name)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:

@@ -34,7 +34,6 @@ from ckptstore.errors import Conflict, InvalidInput, NotFound
 from ckptstore.interop.dcp.locator import (
     AtPlace,
     CheckpointId,
-    Turn,
     of_rank,
     ref_of_rank,
 )
@@ -122,7 +121,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
             raise
         load = _Load(items, close, str(uuid.uuid4()))
         commit = items.snapshot.id
-        self._turn = Turn(self._turn.name, load)
+        self._start(load)
         metadata = Metadata(
             state_dict_metadata={name: _metadata(item) for name, item in items.by_name.items()},
             planner_data={name: item.keys for name, item in items.by_name.items()},
@@ -137,7 +136,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        load = self._turn.work
+        load = self._work
         if load is None or (metadata.storage_data or {}).get("commit") != load.snapshot.id:
             raise InvalidInput(
                 "the metadata is not what this reader read last; call read_metadata first"
@@ -185,16 +184,16 @@ class StoreReader(AtPlace[_Load], StorageReader):
     @property
     def load_id(self) -> str:
         """Identifies this thread's load; empty before `read_metadata`."""
-        return self._turn.work.id if self._turn.work else ""
+        return self._work.id if self._work else ""
 
     @property
     def _ref(self) -> AnyRef:
-        return self._first_ref if self._turn.name is None else self._turn.name
+        return self._first_ref if self._named is None else self._named
 
     def _in_progress(self) -> _Load:
-        if self._turn.work is None:
+        if self._work is None:
             raise InvalidInput("no load is in progress on this thread; call read_metadata first")
-        return self._turn.work
+        return self._work
 
     def _items(self, store: Store, rank: int | None) -> CommitItems:
         """The items of this reader's commit, or of what `rank` saved alone. Raises `NotFound`."""

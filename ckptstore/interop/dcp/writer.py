@@ -44,7 +44,7 @@ from ckptstore.interop.dcp.items import (
     read_message,
     write_items,
 )
-from ckptstore.interop.dcp.locator import AtPlace, CheckpointId, Name, Turn, of_rank
+from ckptstore.interop.dcp.locator import AtPlace, CheckpointId, Name, of_rank
 from ckptstore.interop.dcp.names import DCP_VERSION, FLAT_KEY, keeps
 from ckptstore.interop.formats.pickles import load_torch
 from ckptstore.interop.formats.sources import Loaded, Shelf
@@ -105,7 +105,7 @@ class _Save:
 
     def open_session(self) -> Session:
         self.end_session()
-        self.session = internals_of(self.store).runtime.parts_committer.open()
+        self.session = internals_of(self.store).parts_committer.open()
         # If a rank fails, DCP does not tell the coordinator's writer.
         weakref.finalize(self, self.session.abandon)
         return self.session
@@ -179,18 +179,18 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         """The storage metadata for planners."""
-        save = self._turn.work
+        save = self._work
         commit = save.commit if save else None
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=commit)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._drop()
         _received.session = None
-        name = self._turn.name
+        name = self._named
         rank = kwargs["rank"] if kwargs.get("rank") is not None else _own_rank()
         alone = not kwargs.get("use_collectives", True)
         save = _Save(*self._opened(create=True), Name.of(name), rank, alone=alone)
-        self._turn = Turn(name, save)
+        self._start(save)
         if is_coordinator or alone:
             self._check_name(save)
         internals_of(save.store).handle.check_writable()
@@ -237,7 +237,7 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
             read_message(rank, found[0].storage_data) for rank, found in enumerate(results) if found
         ]
         sessions = {rank.session for rank in ranks}
-        save = self._saves.get(min(sessions)) if len(sessions) == 1 else self._turn.work
+        save = self._saves.get(min(sessions)) if len(sessions) == 1 else self._work
         if save is None or save.session is None or not sessions <= {save.session.id}:
             raise Conflict(
                 "the parts to be committed are from two saves, or from one that ended; nothing was "
@@ -311,11 +311,11 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
             )
 
     def _in_progress(self) -> _Save:
-        if self._turn.work is None:
+        if self._work is None:
             raise InvalidInput(
                 "no save is in progress on this thread; call set_up_storage_writer first"
             )
-        return self._turn.work
+        return self._work
 
 
 def _own_rank() -> int:

@@ -15,19 +15,19 @@ from typing import Literal, TypeAlias
 from urllib.parse import unquote
 
 from ckptstore.core.model import Node
-from ckptstore.core.paths import check_path, scratch_for
+from ckptstore.core.paths import check_path, scratch_for, sync_path
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
 from ckptstore.interop.formats.imports import FILES, SUFFIX, group_keys
 from ckptstore.interop.formats.safetensors_file import (
     Entry,
     Header,
     encode_header,
-    global_shape,
     parse_header,
 )
-from ckptstore.interop.formats.sources import check_name
+from ckptstore.interop.formats.sources import check_name, shape_around
 from ckptstore.restore.reader import ReadRequest, Tree
 from ckptstore.snapshot import Snapshot, contents_of
+from ckptstore.storage.local_files import transfer
 
 Format: TypeAlias = Literal["files", "safetensors", "torch", "dcp"]
 FORMATS: tuple[Format, ...] = ("files", "safetensors", "torch", "dcp")
@@ -177,7 +177,7 @@ def _stored(snapshot: Snapshot, key: str, headers: Sequence[Header]) -> dict[str
             entries.setdefault(entry.name, []).append(entry)
     found = {}
     for name, shards in entries.items():
-        i, dtype, shape = there.get(name), shards[0].dtype, global_shape(shards)
+        i, dtype, shape = there.get(name), shards[0].dtype, shape_around(s.box for s in shards)
         if i is None or (schema.dtypes[i], schema.shapes[i]) != (dtype, shape):
             raise InvalidInput(
                 f"{key}/{name} is not what its file says, {dtype}{list(shape)}; choose a --format"
@@ -308,9 +308,7 @@ class _At:
         """Bytes are passed to `write`."""
 
     def write(self, start: int, data: memoryview) -> None:
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._descriptor, data[done:], self._base + start + done)
+        transfer(os.pwritev, self._descriptor, self._base + start, [data])
 
 
 @contextmanager
@@ -322,20 +320,11 @@ def _in_place(target: Path) -> Iterator[Path]:
     with scratch_for(target) as new:
         yield new
         for path in _all(new):
-            _sync(path)
+            sync_path(path)
         os.rename(new, target)
-    _sync(target.parent)
+    sync_path(target.parent)
 
 
 def _all(path: Path) -> list[Path]:
     """A file, or a directory with all that lies below it."""
     return [path, *path.rglob("*")]
-
-
-def _sync(path: Path) -> None:
-    """Make a file's bytes or a directory's names durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,34 +7,33 @@ under `model`, by their own names, if all belong together; else under the name o
 sharded group.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 from ckptstore.commit.commit_metadata import label_of
-from ckptstore.core.model import Shape
 from ckptstore.core.options import Ranks
 from ckptstore.core.text import count_text, redact, unicode_text
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.interop.formats.safetensors_file import Entry, Header, global_shape, read_header
+from ckptstore.interop.formats.safetensors_file import Entry, Header, read_header
 from ckptstore.interop.formats.sources import (
     DCP_METADATA,
     SNAPSHOT_METADATA,
     FileRange,
     Piece,
-    Shelf,
+    Placeholders,
     as_app_state,
-    flat_dict,
+    files_key,
+    foreign_metadata,
     inside,
-    stored_tensor,
+    read_json,
 )
 from ckptstore.snapshot import Snapshot
-from ckptstore.state.leaf_sources import FlatState, Source
+from ckptstore.state.leaf_sources import FlatState
 from ckptstore.store import Store, internals_of
 
 Kind: TypeAlias = Literal["files", "torch", "dcp", "torchsnapshot"]
@@ -43,7 +42,6 @@ FILES = "files"
 MODEL = "model"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-INDEX_BYTES_MAX = 256 << 20
 
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors")
 _DCP_SHARD = re.compile(
@@ -177,15 +175,9 @@ def _indexed_names(index: Path) -> list[str]:
     """The names of the files with the tensors, from an index; all lie beside it. Raises
     `InvalidInput`.
     """
-    try:
-        if index.stat().st_size > INDEX_BYTES_MAX:
-            raise ValueError(f"it has more than {INDEX_BYTES_MAX} bytes")
-        found = json.loads(index.read_bytes())["weight_map"]
+    with foreign_metadata(index, "an index of safetensors files"):
+        found = read_json(index)["weight_map"]
         names = sorted({str(name) if isinstance(name, str) else "" for name in found.values()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidInput(
-            f"{index} is not an index of safetensors files: {error!r:.200}"
-        ) from error
     for name in names:
         if "/" in name or not name:
             raise InvalidInput(
@@ -205,16 +197,16 @@ def flats_of(place: Path) -> dict[str, FlatState]:
     headers = {name: read_header(path) for name, path in files.items() if name.endswith(SUFFIX)}
     keys = group_keys(headers)
     _check_parts(headers)
-    flats: dict[str, FlatState] = {}
+    state: dict[str, dict[str, Any]] = {}
+    places = Placeholders()
     for key in dict.fromkeys(keys.values()):
         members = [(files[name], headers[name]) for name in headers if keys[name] == key]
-        flats[key] = _tensors(key, members)
-    sources = [
-        FileRange(path, 0, len(headers[name].raw) if name in headers else path.stat().st_size)
+        state[key] = _tensors(key, members, places)
+    sources = {
+        name: FileRange(path, 0, len(headers[name].raw) if name in headers else path.stat().st_size)
         for name, path in files.items()
-    ]
-    flats[FILES] = flat_dict(FILES, "bytes", list(files), sources)
-    return flats
+    }
+    return places.flatten(state) | {FILES: files_key(FILES, sources)}
 
 
 def group_keys(headers: Mapping[str, Header]) -> dict[str, str]:
@@ -282,20 +274,20 @@ def _few(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:10])) + ("…" if len(numbers) > 10 else "")
 
 
-def _tensors(key: str, members: Sequence[tuple[Path, Header]]) -> FlatState:
+def _tensors(
+    key: str, members: Sequence[tuple[Path, Header]], places: Placeholders
+) -> dict[str, Any]:
+    """Placeholders for the tensors of files that belong together, by name."""
     by_name: dict[str, list[tuple[Entry, Piece]]] = {}
     for path, header in members:
         for entry in header.entries:
             start = len(header.raw) + entry.start
             piece = Piece(path, start, entry.stop - entry.start, raw=True)
             by_name.setdefault(entry.name, []).append((entry, piece))
-    wholes = [_whole(key, name, stored) for name, stored in by_name.items()]
-    dtypes = [stored[0][0].dtype for stored in by_name.values()]
-    shapes = [shape for _, shape in wholes]
-    return flat_dict(key, "tensor", list(by_name), [source for source, _ in wholes], dtypes, shapes)
+    return {name: _whole(key, name, stored, places) for name, stored in by_name.items()}
 
 
-def _whole(key: str, name: str, stored: Sequence[tuple[Entry, Piece]]) -> tuple[Source, Shape]:
+def _whole(key: str, name: str, stored: Sequence[tuple[Entry, Piece]], places: Placeholders) -> Any:
     """One tensor, of one file or assembled from the shards of several."""
     first, piece = stored[0]
     if len(stored) > 1 and any(entry.saved_offsets is None for entry, _ in stored):
@@ -310,10 +302,8 @@ def _whole(key: str, name: str, stored: Sequence[tuple[Entry, Piece]]) -> tuple[
                 f"{first.dtype}{list(first.shape)} in {piece.path.name}, "
                 f"{entry.dtype}{list(entry.shape)} in {other.path.name}"
             )
-    shape = global_shape(entry for entry, _ in stored)
     where = f"{name!r} in {piece.path.parent}, of {count_text(len(stored), 'shard')}"
-    boxed = [(entry.box, each) for entry, each in stored]
-    return stored_tensor(where, first.dtype, shape, boxed, Shelf()), shape
+    return places.put(where, first.dtype, None, [(entry.box, each) for entry, each in stored])
 
 
 def _walk(root: Path) -> Iterable[tuple[str, Path]]:

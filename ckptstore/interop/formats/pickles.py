@@ -12,6 +12,8 @@ from typing import Any
 from ckptstore.core.geometry import WIDTHS
 from ckptstore.errors import InvalidInput, Unavailable
 
+METADATA_BYTES_MAX = 1 << 30
+
 
 def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any:
     """The content of a file of torch.save, called `name` in errors.
@@ -43,13 +45,13 @@ def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any
         ) from error
 
 
-def load_inert(path: Path, bytes_max: int) -> Any:
+def load_inert(path: Path) -> Any:
     """DCP's metadata as records without behavior. Raises `InvalidInput` for a file with names that
     DCP does not write.
     """
     try:
-        if path.stat().st_size > bytes_max:
-            raise InvalidInput(f"{path} has more than {bytes_max} bytes")
+        if path.stat().st_size > METADATA_BYTES_MAX:
+            raise InvalidInput(f"{path} has more than {METADATA_BYTES_MAX} bytes")
         with path.open("rb") as file:
             return _Inert(file).load()
     except InvalidInput:

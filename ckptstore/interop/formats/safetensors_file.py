@@ -91,12 +91,6 @@ class Header:
         return self.entries[-1].stop if self.entries else 0
 
 
-def global_shape(entries: Iterable[Entry]) -> Shape:
-    """The shape of the tensor of which `entries` are all shards."""
-    ends = (map(sum, zip(*entry.box, strict=True)) for entry in entries)
-    return tuple(map(max, zip(*ends, strict=True)))
-
-
 def read_header(path: Path) -> Header:
     """The header of a file. Raises `InvalidInput` for any other file, after at most
     `HEADER_BYTES_MAX` bytes.

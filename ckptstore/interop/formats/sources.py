@@ -5,23 +5,27 @@ cached until a few others were.
 """
 
 import io
+import json
 import os
+import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.core.geometry import byte_ranges, intersect, nbytes_of, width_of, within
+from ckptstore.core.geometry import WIDTHS, byte_ranges, intersect, nbytes_of, width_of, within
 from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape
 from ckptstore.distributed.tiling import misfit
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.interop.formats.pickles import load_torch
+from ckptstore.interop.formats.pickles import METADATA_BYTES_MAX, load_torch
 from ckptstore.objects.pointer_files import DIRECTORY_POINTERS
 from ckptstore.state.leaf_sources import FlatState, Source
 from ckptstore.state.paths import segment, segments
+from ckptstore.storage.local_files import transfer
 
 if TYPE_CHECKING:
     import torch
@@ -119,13 +123,16 @@ def _block_around(shape: Shape, width: int, start: int, stop: int) -> tuple[Box,
 class Loaded(_Read):
     """A tensor that `load` returns whole; `shelf` caches it while it is likely to be read again."""
 
-    __slots__ = ("_shelf", "load")
+    __slots__ = ("_load", "_shelf")
 
     def __init__(
         self, load: "Callable[[], torch.Tensor]", nbytes: int, width: int, shelf: "Shelf"
     ) -> None:
         super().__init__(nbytes, width)
-        self.load, self._shelf = load, shelf
+        self._load, self._shelf = load, shelf
+
+    def load(self) -> "torch.Tensor":
+        return self._load()
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         from ckptstore.state.tensors import read_range as read_tensor
@@ -133,15 +140,11 @@ class Loaded(_Read):
         read_tensor(self._shelf.get(self), start, stop, out)
 
 
-def _load(source: Loaded) -> "torch.Tensor":
-    return source.load()
-
-
 class Shelf:
     """A cache of the tensors loaded last. Thread-safe; a tensor is loaded by one thread."""
 
     def __init__(self) -> None:
-        self._load = lru_cache(KEPT_TENSORS)(_load)
+        self._load = lru_cache(KEPT_TENSORS)(Loaded.load)
         self._lock = threading.Lock()
 
     def get(self, source: Loaded) -> "torch.Tensor":
@@ -189,19 +192,27 @@ def located(
 
 
 def stored_tensor(
-    where: str, dtype: str, shape: Shape, pieces: Sequence[tuple[Box, Piece]], shelf: "Shelf"
-) -> Source:
-    """The source of a tensor from its pieces. Raises `InvalidInput` unless they make up the tensor,
-    each element once; later, when it is read, if a piece is another tensor than its box says.
+    where: str,
+    dtype: str,
+    shape: Shape | None,
+    pieces: Sequence[tuple[Box, Piece]],
+    shelf: "Shelf",
+) -> tuple[Source, Shape]:
+    """The source and the shape of a tensor from its pieces; without `shape`, the pieces say it.
+
+    Raises `InvalidInput` unless the pieces make up the tensor, each element once; later, when it is
+    read, if a piece is another tensor than its box says.
     """
-    check_tiling(where, shape, [box for box, _ in pieces])
+    boxes = [box for box, _ in pieces]
+    shape = shape_around(boxes) if shape is None else shape
+    check_tiling(where, shape, boxes)
     width = width_of(dtype)
     if not all(piece.raw for _, piece in pieces):
         return Loaded(
             lambda: _load_pieces(where, dtype, shape, pieces), nbytes_of(dtype, shape), width, shelf
-        )
+        ), shape
     ranges = [(box, FileRange(each.path, each.start, each.nbytes, width)) for box, each in pieces]
-    return ranges[0][1] if len(ranges) == 1 else Joined(shape, width, ranges)
+    return ranges[0][1] if len(ranges) == 1 else Joined(shape, width, ranges), shape
 
 
 def _load_pieces(
@@ -235,16 +246,22 @@ class Placeholders:
 
     def __init__(self) -> None:
         self._sources: dict[int, tuple[torch.Tensor, Source]] = {}
+        self._shelf = Shelf()
 
-    def put(self, dtype: str, shape: Shape, source: Source) -> "torch.Tensor":
-        """A placeholder of `dtype` and `shape` for the bytes of `source`."""
+    def put(
+        self, where: str, dtype: str, shape: Shape | None, pieces: Sequence[tuple[Box, Piece]]
+    ) -> "torch.Tensor":
+        """A placeholder for a tensor (`stored_tensor`)."""
         from ckptstore.state.tensors import empty
 
+        source, shape = stored_tensor(where, dtype, shape, pieces, self._shelf)
         tensor = empty(dtype, ()).expand(shape)
         self._sources[id(tensor)] = tensor, source
         return tensor
 
-    def flatten(self, app_state: Mapping[str, Any], *, allow_pickle: bool) -> dict[str, FlatState]:
+    def flatten(
+        self, app_state: Mapping[str, Any], *, allow_pickle: bool = False
+    ) -> dict[str, FlatState]:
         """The flattened state, with sources instead of placeholders."""
         from ckptstore.state.flatten import flatten
 
@@ -257,26 +274,14 @@ class Placeholders:
         return flats
 
 
-def flat_dict(
-    key: str,
-    kind: LeafKind,
-    names: Sequence[str],
-    sources: Sequence[Source],
-    dtypes: Sequence[str] = (),
-    shapes: Sequence[Shape] = (),
-) -> FlatState:
-    """A key whose value is one dict of leaves of one kind."""
-    paths = tuple(f"{segment(key)}/{name}" for name in segments(names))
-    count = len(names)
-    schema = Schema(
-        Node("dict", tuple(range(count)), tuple(names)),
-        paths,
-        (kind,) * count,
-        tuple(dtypes) or ("",) * count,
-        tuple(shapes) or ((),) * count,
-        (-1,) * count,
-    )
-    return FlatState(schema, list(sources))
+def files_key(key: str, sources: Mapping[str, Source]) -> FlatState:
+    """A key whose value is a dict of bytes, by name."""
+    paths = tuple(f"{segment(key)}/{name}" for name in segments(list(sources)))
+    count = len(sources)
+    kind: LeafKind = "bytes"
+    skeleton = Node("dict", tuple(range(count)), tuple(sources))
+    schema = Schema(skeleton, paths, (kind,) * count, ("",) * count, ((),) * count, (-1,) * count)
+    return FlatState(schema, list(sources.values()))
 
 
 def read_range(path: Path, offset: int, out: memoryview) -> None:
@@ -285,17 +290,42 @@ def read_range(path: Path, offset: int, out: memoryview) -> None:
     """
     try:
         with open(path, "rb", buffering=0) as file:
-            done = 0
-            while done < len(out):
-                n = os.preadv(file.fileno(), [out[done:]], offset + done)
-                if not n:
-                    raise Unavailable(
-                        f"{path} ends at byte {offset + done}; wanted {len(out) - done} more: it "
-                        "changed while it was read"
-                    )
-                done += n
+            if missing := transfer(os.preadv, file.fileno(), offset, [out]):
+                raise Unavailable(
+                    f"{path} ends at byte {offset + len(out) - missing}; wanted {missing} more: it "
+                    "changed while it was read"
+                )
     except OSError as error:
         raise Unavailable(f"cannot read {path}: {error}") from error
+
+
+@contextmanager
+def foreign_metadata(path: Path, what: str) -> Iterator[None]:
+    """Name `path` in the `InvalidInput` for metadata that cannot be parsed as `what`."""
+    try:
+        yield
+    except InvalidInput:
+        raise
+    except (
+        AttributeError,
+        IndexError,
+        KeyError,
+        OSError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        struct.error,
+    ) as error:
+        raise InvalidInput(
+            f"{path} is not {what} that this version reads: {error!r:.200}"
+        ) from error
+
+
+def read_json(path: Path) -> Any:
+    """The JSON document in a file, of which nothing is known yet."""
+    if path.stat().st_size > METADATA_BYTES_MAX:
+        raise InvalidInput(f"{path} has more than {METADATA_BYTES_MAX} bytes")
+    return json.loads(path.read_bytes())
 
 
 def inside(root: Path, name: object) -> Path:
@@ -326,6 +356,23 @@ def shape_of(sizes: Any) -> Shape:
     if not all(type(n) is int and n >= 0 for n in shape):
         raise InvalidInput(f"{str(shape)[:80]} is not a shape: wanted whole numbers from 0 on")
     return shape
+
+
+def dtype_from(where: str, dtype: object) -> str:
+    """A dtype from foreign metadata. Raises `InvalidInput` for one that torch does not have."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in WIDTHS:
+        raise InvalidInput(
+            f"{where} is of dtype {name[:40]!r}, which cannot be imported; load it with the "
+            "library that wrote it"
+        )
+    return name
+
+
+def shape_around(boxes: Iterable[Box]) -> Shape:
+    """The shape of the tensor that `boxes` make up."""
+    ends = (map(sum, zip(*box, strict=True)) for box in boxes)
+    return tuple(map(max, zip(*ends, strict=True)))
 
 
 def check_tiling(where: str, shape: Shape, boxes: Sequence[Box]) -> None:

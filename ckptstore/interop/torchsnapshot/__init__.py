@@ -7,11 +7,12 @@ commit is a snapshot. The package `torchsnapshot` is not needed; `ckptstore impo
 directories that it wrote.
 """
 
+import sys
+
+from ckptstore.interop.torchsnapshot import stateful
 from ckptstore.interop.torchsnapshot.manifest import INTERFACE_VERSION
-from ckptstore.interop.torchsnapshot.rng_state import RNGState
 from ckptstore.interop.torchsnapshot.snapshot import PendingSnapshot, Snapshot
-from ckptstore.interop.torchsnapshot.state_dict import StateDict
-from ckptstore.interop.torchsnapshot.stateful import AppState, Stateful
+from ckptstore.interop.torchsnapshot.stateful import AppState, RNGState, StateDict, Stateful
 
 __version__ = INTERFACE_VERSION
 """The version of TorchSnapshot whose interface this is."""
@@ -25,3 +26,6 @@ __all__ = [
     "Stateful",
     "__version__",
 ]
+
+sys.modules[f"{__name__}.rng_state"] = sys.modules[f"{__name__}.state_dict"] = stateful
+"""TorchSnapshot has a module for each class."""

@@ -5,24 +5,23 @@ Replicated and sharded tensors of several ranks are joined. State of a single ra
 cannot be told apart from private state.
 """
 
-import json
-import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from ckptstore.core.geometry import WIDTHS, nbytes_of
+from ckptstore.core.geometry import nbytes_of
 from ckptstore.core.model import Box
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.formats.sources import (
     SNAPSHOT_METADATA,
     Piece,
     Placeholders,
-    Shelf,
+    dtype_from,
+    foreign_metadata,
     inside,
     located,
+    read_json,
     shape_of,
-    stored_tensor,
 )
 from ckptstore.interop.torchsnapshot.manifest import primitive
 from ckptstore.state.leaf_sources import FlatState
@@ -30,7 +29,6 @@ from ckptstore.state.leaf_sources import FlatState
 if TYPE_CHECKING:
     import torch
 
-METADATA_BYTES_MAX = 1 << 30
 _DICTS = ("dict", "OrderedDict")
 
 
@@ -42,27 +40,10 @@ def read_directory(root: Path, *, allow_pickle: bool = False) -> dict[str, FlatS
     and, unless `allow_pickle`, for objects that need unpickling.
     """
     path = root / SNAPSHOT_METADATA
-    try:
-        if path.stat().st_size > METADATA_BYTES_MAX:
-            raise InvalidInput(f"{path} has more than {METADATA_BYTES_MAX} bytes")
-        document = json.loads(path.read_bytes())
+    with foreign_metadata(path, "a manifest of TorchSnapshot"):
+        document = read_json(path)
         entries = _merged(root, document["manifest"], int(document["world_size"]))
         return _Snapshot(root, entries, allow_pickle=allow_pickle).flatten()
-    except InvalidInput:
-        raise
-    except (
-        AttributeError,
-        IndexError,
-        KeyError,
-        OSError,
-        RecursionError,
-        TypeError,
-        ValueError,
-        struct.error,
-    ) as error:
-        raise InvalidInput(
-            f"{path} is not a manifest of TorchSnapshot that this version reads: {error!r:.200}"
-        ) from error
 
 
 class _Snapshot:
@@ -70,7 +51,7 @@ class _Snapshot:
 
     def __init__(self, root: Path, entries: dict[str, Any], *, allow_pickle: bool) -> None:
         self._root, self._entries, self._allow_pickle = root, entries, allow_pickle
-        self._places, self._shelf = Placeholders(), Shelf()
+        self._places = Placeholders()
         self._below: dict[str, list[str]] = {}
         for path in self._entries:
             if "/" in path:
@@ -107,20 +88,14 @@ class _Snapshot:
 
     def _tensor(self, path: str, pieces: list[dict[str, Any]], whole: Any) -> "torch.Tensor":
         """A placeholder for a tensor of shape `whole`; None if only its pieces say it."""
-        dtype = str(pieces[0]["tensor"]["dtype"]).removeprefix("torch.")
-        if dtype not in WIDTHS:
-            raise InvalidInput(
-                f"{path} is of dtype {dtype[:40]!r}, which cannot be imported; load it with "
-                "TorchSnapshot itself"
-            )
+        where = f"{path} in {self._root}"
+        dtype = dtype_from(where, pieces[0]["tensor"]["dtype"])
         boxed = []
         for each in pieces:
             box = Box(shape_of(each["offsets"]), shape_of(each["sizes"]))
             boxed.append((box, self._piece(path, each["tensor"], nbytes_of(dtype, box.lengths))))
-        ends = [map(sum, zip(*box, strict=True)) for box, _ in boxed]
-        shape = tuple(map(max, zip(*ends, strict=True))) if whole is None else shape_of(whole)
-        source = stored_tensor(f"{path} in {self._root}", dtype, shape, boxed, self._shelf)
-        return self._places.put(dtype, shape, source)
+        shape = None if whole is None else shape_of(whole)
+        return self._places.put(where, dtype, shape, boxed)
 
     def _piece(self, path: str, entry: dict[str, Any], nbytes: int | None) -> Piece:
         """Where an entry's bytes are. `nbytes` is the size of a tensor, which may be raw."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptstore.core.discovery import BESIDE, SAFE, base_of, distrust, is_alone, search
-from ckptstore.core.ids import CONFIG_KEY, check_tag, digest
+from ckptstore.core.ids import CONFIG_KEY, CommitId, check_tag, digest
 from ckptstore.core.options import Storage
 from ckptstore.core.paths import make_directories, rights
 from ckptstore.core.text import redact
@@ -79,11 +79,10 @@ def place_to_take(path: str, storage_options: Mapping[str, Any] | None = None) -
     return Place(str(store), tag_of(_name(local, store)), str(pointer))
 
 
-def refs_to_read(
+def find_snapshot(
     path: str, storage_options: Mapping[str, Any] | None = None
-) -> tuple[str, tuple[str, ...]]:
-    """The store of an existing snapshot, and the possible refs of its commit, the first existing
-    one to be used.
+) -> tuple[str, CommitId]:
+    """The store and the commit of an existing snapshot.
 
     A path may also lead into a store of the native interface: `STORE/REF`, or `STORE` for the
     newest commit. Raises `NotFound` if no store encloses the path, `InvalidInput` for any other
@@ -92,25 +91,34 @@ def refs_to_read(
     local = local_path(path)
     if local is None:
         place = _in_bucket(path, storage_options)
-        return place.store, (place.tag, path.removeprefix(place.store).strip("/"))
+        return _first(path, place.store, storage_options, place.tag, path[len(place.store) + 1 :])
     if (local / CONFIG_KEY).is_file():
-        return str(local), ("latest",)
-    pointer = _pointer(local)
-    if os.path.lexists(pointer):
-        return _pointed_to(pointer)
+        return _first(path, str(local), storage_options, "latest")
+    if os.path.lexists(pointer := _pointer(local)):
+        found = _pointed_to(pointer)
+        try:
+            return found.store, store_at(found.store, storage_options).checkout(found.id).id
+        except NotFound as error:
+            raise found.without_store(path, error) from error
     store = _store_above(local)
     if store is None:
         raise NotFound(f"there is no snapshot at {path}, and no store above it; check the path")
     name = _name(local, store)
-    return str(store), (tag_of(name), name)
+    return _first(path, str(store), storage_options, tag_of(name), name)
 
 
-def pointer_at(path: str) -> Pointer | None:
-    """The content of an existing snapshot's pointer file, if any."""
-    local = local_path(path)
-    if local is None or not is_pointer(_pointer(local)):
-        return None
-    return read_pointer(_pointer(local))
+def _first(
+    path: str, place: str, storage_options: Mapping[str, Any] | None, *refs: str
+) -> tuple[str, CommitId]:
+    """The commit of the first of `refs` that the store has."""
+    store = store_at(place, storage_options)
+    for ref in refs[:-1]:
+        with suppress(NotFound):
+            return place, store.checkout(ref).id
+    try:
+        return place, store.checkout(refs[-1]).id
+    except CkptStoreError as error:
+        raise NotFound(f"there is no snapshot at {path}: {error}") from error
 
 
 def local_path(path: str) -> Path | None:
@@ -163,9 +171,9 @@ def _store_above(local: Path) -> Path | None:
     return found.store
 
 
-def _pointed_to(pointer: Path) -> tuple[str, tuple[str, ...]]:
+def _pointed_to(pointer: Path) -> Pointer:
     try:
-        found = read_pointer(pointer)
+        return read_pointer(pointer)
     except InvalidInput as error:
         if pointer.name != SNAPSHOT_METADATA:
             raise
@@ -174,7 +182,6 @@ def _pointed_to(pointer: Path) -> tuple[str, tuple[str, ...]]:
             f"ckptstore: `ckptstore import {pointer.parent} "
             f"--tag {tag_of(pointer.parent.name)}` brings it into a store"
         ) from error
-    return found.store, (found.id,)
 
 
 def _new_store(local: Path) -> Path:

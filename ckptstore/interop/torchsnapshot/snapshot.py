@@ -10,8 +10,8 @@ from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Ranks
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import on_all
-from ckptstore.errors import CkptStoreError, InvalidInput, NotFound
-from ckptstore.interop.torchsnapshot.locator import pointer_at, refs_to_read, store_at
+from ckptstore.errors import CkptStoreError, InvalidInput
+from ckptstore.interop.torchsnapshot.locator import find_snapshot, store_at
 from ckptstore.interop.torchsnapshot.manifest import (
     INTERFACE_VERSION,
     Manifest,
@@ -21,11 +21,14 @@ from ckptstore.interop.torchsnapshot.manifest import (
 from ckptstore.interop.torchsnapshot.reading import Index, NoSuchObject, split_rank
 from ckptstore.interop.torchsnapshot.stateful import (
     AppState,
+    Prepare,
+    Taking,
+    budget_of,
     check_stateful,
     generators_of,
+    ordered,
     undisturbed,
 )
-from ckptstore.interop.torchsnapshot.take import Prepare, Taking, budget_of, ordered
 from ckptstore.snapshot import Snapshot as Commit
 from ckptstore.store import Store
 
@@ -258,33 +261,12 @@ class Snapshot:
 
     def _commit(self) -> Commit:
         if self._found is None:
-            self._found = self._find()
+            self._found = find_snapshot(self.path, self._storage_options)
         return self._store().checkout(self._found[1])
 
     def _store(self) -> Store:
         assert self._found is not None
         return store_at(self._found[0], self._storage_options)
-
-    def _find(self) -> tuple[str, CommitId]:
-        place, refs = refs_to_read(self.path, self._storage_options)
-        store = self._opened(place)
-        for ref in refs[:-1]:
-            try:
-                return place, store.checkout(ref).id
-            except NotFound:
-                continue
-        try:
-            return place, store.checkout(refs[-1]).id
-        except CkptStoreError as error:
-            raise NotFound(f"there is no snapshot at {self.path}: {error}") from error
-
-    def _opened(self, place: str) -> Store:
-        try:
-            return store_at(place, self._storage_options)
-        except NotFound as error:
-            if (pointer := pointer_at(self.path)) is None:
-                raise
-            raise pointer.without_store(self.path, error) from error
 
     def _index(self, rank: int) -> Index:
         commit = self._commit()

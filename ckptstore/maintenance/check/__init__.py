@@ -1,1 +1,192 @@
-"""Checking a store: log, metadata, packs, stored bytes."""
+"""Findings of fsck, as frozen values: the object, chunk, leaf, pack and commits concerned, and
+the next step."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+from ckptstore.core.ids import ChunkId, CommitId, PackId
+from ckptstore.core.text import bytes_text, count_text
+from ckptstore.errors import InvalidInput
+
+
+class Level(IntEnum):
+    """The depth of fsck; each level includes those before."""
+
+    REFS = 1
+    CONNECTIVITY = 2
+    PACKS = 3
+    DATA = 4
+
+
+class Severity(StrEnum):
+    """`damage` may cost a commit, `index` can be rebuilt from the store, a `note` costs nothing."""
+
+    DAMAGE = "damage"
+    INDEX = "index"
+    NOTE = "note"
+
+
+class Kind(StrEnum):
+    """The category of a finding."""
+
+    CONFIG = "config"
+    ENTRY = "entry"
+    CHECKPOINT = "checkpoint"
+    REF = "ref"
+    DOCUMENT = "document"
+    TREE = "tree"
+    CHUNK = "chunk"
+    PACK = "pack"
+    TWIN = "twin"
+    CATALOG = "catalog"
+    CHUNK_INDEX = "chunk-index"
+    ORPHAN = "orphan"
+    FOREIGN = "foreign"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One problem. `key` is the object it was found in, `entry` the number of a log entry.
+    Because of it `commits` cannot be restored completely; `leaf` is one of their affected
+    leaves. `next` is the step to take."""
+
+    kind: Kind
+    what: str
+    next: str
+    severity: Severity = Severity.DAMAGE
+    key: str = ""
+    entry: int = 0
+    pack: PackId | None = None
+    chunk: ChunkId | None = None
+    leaf: str = ""
+    commits: tuple[CommitId, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(lines_of([self]))
+
+
+def lines_of(findings: Iterable[Finding]) -> Iterator[str]:
+    """The findings as text, grouped by their next step, which is said once."""
+    steps: dict[str, list[str]] = defaultdict(list)
+    for finding in findings:
+        steps[finding.next].append(f"{finding.severity}: {finding.what}")
+    for step, found in steps.items():
+        yield from found
+        yield f"    next: {step}"
+
+
+def severity_of(*, hidden: bool) -> Severity:
+    """The severity of damage that costs a commit, which may be `hidden`: forgotten."""
+    return Severity.NOTE if hidden else Severity.DAMAGE
+
+
+def foreign(key: str, where: str = "there") -> Finding:
+    """An object that the store did not make."""
+    what = f"{key} is nothing that belongs {where}"
+    return Finding(Kind.FOREIGN, what, "delete it if it is yours", Severity.NOTE, key)
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """Amounts that fsck has checked. `data_bytes` were read and verified, of `stored_bytes` in
+    all."""
+
+    entries: int = 0
+    commits: int = 0
+    packs: int = 0
+    chunks: int = 0
+    data_bytes: int = 0
+    stored_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Report:
+    """All findings of one fsck."""
+
+    level: Level
+    findings: tuple[Finding, ...]
+    looked: Looked = field(default_factory=Looked)
+
+    @property
+    def damaged(self) -> bool:
+        """Whether anything was found that may cost a commit."""
+        return any(finding.severity is Severity.DAMAGE for finding in self.findings)
+
+    @property
+    def damaged_commits(self) -> dict[CommitId, tuple[Finding, ...]]:
+        """The commits that cannot be restored completely, with the reasons."""
+        named: dict[CommitId, tuple[Finding, ...]] = {}
+        for finding in self.findings:
+            for commit in finding.commits:
+                named[commit] = (*named.get(commit, ()), finding)
+        return named
+
+    def __repr__(self) -> str:
+        return f"<fsck: {self.summary}>"
+
+    def __str__(self) -> str:
+        damaged = (
+            f"{commit[:12]} cannot be restored whole: {count_text(len(found), 'finding')}, one of "
+            f"the leaves is {found[0].leaf or 'unknown'}"
+            for commit, found in self.damaged_commits.items()
+        )
+        return "\n".join((*lines_of(self.findings), *damaged, self.summary))
+
+    @property
+    def summary(self) -> str:
+        """The verdict, and how far fsck looked."""
+        looked = self.looked
+        seen = [count_text(looked.entries, "log entry").replace("entrys", "entries")]
+        if self.level >= Level.CONNECTIVITY:
+            seen += [count_text(looked.commits, "commit"), count_text(looked.chunks, "chunk")]
+        if self.level >= Level.PACKS:
+            seen.append(count_text(looked.packs, "pack"))
+        if self.level >= Level.DATA:
+            read, stored = bytes_text(looked.data_bytes), bytes_text(looked.stored_bytes)
+            seen.append(f"{read} of {stored} read")
+        verdict = "no damage to any commit" if self.findings else "no damage"
+        return f"{'damaged' if self.damaged else verdict}: {', '.join(seen)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The amount of stored data to read: `percent` of all, or `bytes`."""
+
+    percent: float = 100.0
+    bytes: int | None = None
+
+    def of(self, total_bytes: int) -> int:
+        """The bytes to read out of `total_bytes`."""
+        return min(
+            total_bytes,
+            self.bytes if self.bytes is not None else int(total_bytes * self.percent / 100),
+        )
+
+
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+
+def parse_level(level: Level | str) -> Level:
+    """The level of that name. Raises `InvalidInput`."""
+    try:
+        return Level[level.upper()] if isinstance(level, str) else Level(level)
+    except (KeyError, ValueError) as error:
+        raise InvalidInput(
+            f"{level!r} is no level: wanted {', '.join(known.name.lower() for known in Level)}"
+        ) from error
+
+
+def parse_share(text: str) -> Share:
+    """`5%`, `10G` (also `K`, `M`, `T`: powers of 1024), or a number of bytes. Raises
+    `InvalidInput`."""
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+)([%KMGT]?)", text.upper())
+    value, unit = (float(found[1]), found[2]) if found else (0.0, "")
+    if not 0 < value < 1 << 60 or (unit == "%" and value > 100):
+        raise InvalidInput(
+            f"{text!r} is no amount of data to read: wanted a share such as 5% or a size such as "
+            "10G"
+        )
+    return Share(percent=value) if unit == "%" else Share(bytes=int(value * (1 << _UNITS[unit])))

@@ -6,23 +6,19 @@ interrupted run continues; a lost record only costs reading again. Damaged packs
 process of the host.
 """
 
-import json
 import time
 from collections.abc import Iterable, Mapping, Set
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ckptstore.core.config import default_threads
 from ckptstore.core.ids import PackId, StoreId
 from ckptstore.core.model import PackEntry
-from ckptstore.core.paths import make_directories, write_file
 from ckptstore.errors import CkptStoreError, Unavailable
 from ckptstore.log.fold import Pack
-from ckptstore.maintenance import Progress
+from ckptstore.maintenance import Progress, load_note, save_note
+from ckptstore.maintenance.check import Share
 from ckptstore.maintenance.check.offline_store import OfflineStore
-from ckptstore.maintenance.check.report import Share
 from ckptstore.maintenance.check.trees import Contents
 from ckptstore.objects import pack as packs
 from ckptstore.repository.chunk_reader import Problem, Run, keys_of, read_run, runs_of
@@ -46,20 +42,12 @@ class BadChunk:
 def load_record(directory: Path, store: StoreId) -> Mapping[PackId, int]:
     """Unix seconds at which packs were verified last; empty if the record is absent, damaged or
     of another store."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        fields: dict[str, Any] = json.loads((directory / RECORD_NAME).read_text())
-        if fields["store"] == store:
-            return {PackId(p): int(t) for p, t in fields["times"].items()}
-    return {}
-
-
-def save_record(directory: Path, store: StoreId, verified: Mapping[PackId, int]) -> None:
-    """Save the record; if it cannot be written, the next run starts over."""
-    with suppress(OSError):
-        make_directories(directory)
-        new = directory / f"{RECORD_NAME}.new"
-        write_file(new, json.dumps({"store": store, "times": verified}).encode())
-        new.replace(directory / RECORD_NAME)
+    return load_note(
+        directory / RECORD_NAME,
+        store,
+        lambda times: {PackId(pack): int(time_s) for pack, time_s in times.items()},
+        {},
+    )
 
 
 def choose(
@@ -99,10 +87,10 @@ def verify(
             done += pack.stored_bytes
             progress("data", done, total)
             if time.monotonic() - saved > _SAVE_EVERY_S:
-                save_record(directory, store, verified)
+                save_note(directory / RECORD_NAME, store, verified)
                 saved = time.monotonic()
     finally:
-        save_record(directory, store, verified)
+        save_note(directory / RECORD_NAME, store, verified)
         threads.close()
     return total, found
 

@@ -12,7 +12,7 @@ reported.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ckptstore.core.ids import ChunkId, CommitId, PackId, pack_key
 from ckptstore.core.model import PackEntry
@@ -20,11 +20,7 @@ from ckptstore.core.text import bytes_text
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.log.fold import Pack, State
 from ckptstore.maintenance import Progress, silent
-from ckptstore.maintenance.check.data import BadChunk, verify
-from ckptstore.maintenance.check.indexes import catalog_findings, index_findings, remembered
-from ckptstore.maintenance.check.log import Chain, log_findings, read_chain, ref_findings
-from ckptstore.maintenance.check.offline_store import OfflineStore
-from ckptstore.maintenance.check.report import (
+from ckptstore.maintenance.check import (
     Finding,
     Kind,
     Level,
@@ -35,6 +31,10 @@ from ckptstore.maintenance.check.report import (
     foreign,
     severity_of,
 )
+from ckptstore.maintenance.check.data import BadChunk, verify
+from ckptstore.maintenance.check.indexes import catalog_findings, index_findings, remembered
+from ckptstore.maintenance.check.log import Chain, log_findings, read_chain, ref_findings
+from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.trees import Contents, Referrer, Walk, taken
 from ckptstore.maintenance.gc.plan import list_objects, owner, unlisted
 from ckptstore.objects.pack import FooterTable
@@ -102,20 +102,20 @@ class _Seen:
     index: tuple[Finding, ...] = ()
 
 
+@dataclass
 class _Fsck:
     """One run."""
 
-    def __init__(
-        self, offline_store: OfflineStore, level: Level, share: Share, progress: Progress
-    ) -> None:
-        self._offline_store, self._level = offline_store, level
-        self._share, self._progress = share, progress
-        self._remembered: Mapping[PackId, Sequence[PackEntry]] = {}
+    offline_store: OfflineStore
+    level: Level
+    share: Share
+    progress: Progress
+    remembered: Mapping[PackId, Sequence[PackEntry]] = field(default_factory=dict)
 
     def run(self) -> Facts:
-        offline_store, level = self._offline_store, self._level
+        offline_store, level = self.offline_store, self.level
         storage, config = offline_store.storage, offline_store.config
-        self._progress("log", 0, 0)
+        self.progress("log", 0, 0)
         chain = read_chain(
             storage, config.store, config.generation, remembered=offline_store.remembered()
         )
@@ -124,7 +124,7 @@ class _Fsck:
         seen = self._look(contents)
         data_bytes, bad = 0, list[BadChunk]()
         if level >= Level.DATA:
-            data_bytes, bad = verify(offline_store, contents, self._share, self._progress)
+            data_bytes, bad = verify(offline_store, contents, self.share, self.progress)
         if not chain.bad:
             contents, seen, bad = self._looked_again(contents, seen, bad)
         orphans: list[Finding] = []
@@ -159,33 +159,33 @@ class _Fsck:
             seen.missing,
             tuple(bad),
             frozenset(referrers),
-            self._remembered,
+            self.remembered,
             Report(level, findings, looked),
         )
 
     def _look(self, contents: Contents, before: _Seen | None = None) -> _Seen:
         """The problems visible in `contents`; with `before`, only those found then are checked
         again."""
-        walk = Walk(contents, self._offline_store.config.chunk_bytes)
-        if self._level >= Level.CONNECTIVITY:
+        walk = Walk(contents, self.offline_store.config.chunk_bytes)
+        if self.level >= Level.CONNECTIVITY:
             rows = contents.commits()
             for done, (commit, row) in enumerate(rows):
-                self._progress("commits", done, len(rows))
+                self.progress("commits", done, len(rows))
                 if before is None or commit in before.commits:
                     walk.commit(commit, row)
         seen = _Seen(frozenset(walk.commits), frozenset(walk.missing), tuple(walk.findings))
-        if self._level < Level.PACKS:
+        if self.level < Level.PACKS:
             return seen
         suspects = None if before is None else {finding.pack for finding in before.packs}
         packs = tuple(self._packs(contents, suspects))
         if before is None:
             # Read it before the index is opened, which would recreate a damaged one.
-            self._remembered = remembered(
-                self._offline_store, contents.state, {*contents.problems, *(f.pack for f in packs)}
+            self.remembered = remembered(
+                self.offline_store, contents.state, {*contents.problems, *(f.pack for f in packs)}
             )
         index: tuple[Finding, ...] = ()
         if before is None or before.index:
-            index = tuple(index_findings(self._offline_store, contents.state, contents.tables))
+            index = tuple(index_findings(self.offline_store, contents.state, contents.tables))
         return replace(seen, packs=packs, index=index)
 
     def _looked_again(
@@ -193,7 +193,7 @@ class _Fsck:
     ) -> tuple[Contents, _Seen, list[BadChunk]]:
         """The findings that persist: check `seen` again until nothing was removed from the store
         meanwhile."""
-        log, twins = self._offline_store.open_log(), False
+        log, twins = self.offline_store.open_log(), False
         for _ in range(LOOKS):
             if not (seen.commits or seen.packs or seen.index or bad or contents.problems):
                 break
@@ -203,25 +203,23 @@ class _Fsck:
             # Twins are read once something is missing: an exchanged pack hides what its twin still
             # holds.
             twins = twins or bool(seen.missing)
-            contents = Contents(self._offline_store.storage, now, contents, twins=twins)
+            contents = Contents(self.offline_store.storage, now, contents, twins=twins)
             seen = self._look(contents, seen)
             listed = {pack.id for pack in now.packs.values()}
             bad = [chunk for chunk in bad if chunk.pack in listed]
         return contents, seen, bad
 
     def _present(self, chain: Chain) -> State:
-        return chain.state if chain.bad else self._offline_store.open_log().replay(refresh=True)
+        return chain.state if chain.bad else self.offline_store.open_log().replay(refresh=True)
 
     def _packs(
         self, contents: Contents, suspects: Collection[PackId | None] | None
     ) -> Iterator[Finding]:
         listed = sorted(contents.state.packs.values(), key=lambda pack: pack.id)
         for done, pack in enumerate(listed):
-            self._progress("packs", done, len(listed))
+            self.progress("packs", done, len(listed))
             if pack.id in contents.tables and (suspects is None or pack.id in suspects):
-                yield from pack_findings(
-                    self._offline_store.storage, pack, contents.tables[pack.id]
-                )
+                yield from pack_findings(self.offline_store.storage, pack, contents.tables[pack.id])
 
 
 def _chunk_findings(
@@ -332,7 +330,7 @@ def pack_findings(storage: Storage, pack: Pack, table: FooterTable) -> Iterator[
 def _object(pack: Pack, key: str, what: str) -> Finding:
     """A problem of one object. The twin of a metadata pack still serves, so nothing is lost yet."""
     if pack.metadata:
-        step = "run `ckptstore repair --apply`, which copies the sound twin over it"
+        step = "run `ckptstore repair --apply`, which saves its chunks from the sound twin"
         return Finding(Kind.TWIN, f"{key} {what}", step, key=key, pack=pack.id)
     return Finding(Kind.PACK, f"{key} {what}", _SAVE, key=key, pack=pack.id)
 

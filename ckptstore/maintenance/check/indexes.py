@@ -20,8 +20,8 @@ from ckptstore.index.chunks.lmdb_salvage import remains
 from ckptstore.index.queries import LeafInfo, Queries
 from ckptstore.log.fold import State
 from ckptstore.maintenance import Progress, silent
+from ckptstore.maintenance.check import Finding, Kind, Severity
 from ckptstore.maintenance.check.offline_store import OfflineStore
-from ckptstore.maintenance.check.report import Finding, Kind, Severity
 from ckptstore.maintenance.check.trees import Contents
 from ckptstore.objects.pack import TENSOR, FooterTable
 from ckptstore.repository.store_handle import StoreHandle
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _LOOKS = 5
 """How often the catalog is checked again while others change it."""
+
+_PLACE = ["offset", "stored", "raw", "codec"]
 
 UNKNOWN = -1
 """The kind of a metadata chunk known only to the chunk index; the chunk itself tells its kind."""
@@ -195,17 +197,14 @@ def _compared(index: ChunkIndex, number: int, listed: Mapping[int, FooterTable])
     """The number of a pack's chunks that the index lacks, and that it places wrongly."""
     table = listed[number]
     where = index.get_many(table["chunk"].tobytes())
-    found, mine = where["found"] == 1, where["pack"] == number
-    right = np.logical_and.reduce(
-        [where[name] == table[name] for name in ("offset", "stored", "raw", "codec")]
-    )
-    wrong = int((found & mine & ~right).sum())
+    found, wrong = where["found"] == 1, 0
     # Other chunks, of unlisted packs, are looked up again later.
-    for other in listed.keys() & set(where["pack"][found & ~mine].tolist()):
+    for other in listed.keys() & set(where["pack"][found].tolist()):
         rows = found & (where["pack"] == other)
-        claimed = zip(table["chunk"][rows].tolist(), where["offset"][rows].tolist(), strict=True)
-        there = zip(listed[other]["chunk"].tolist(), listed[other]["offset"].tolist(), strict=True)
-        wrong += len(set(claimed) - set(there))
+        claimed = zip(table["chunk"][rows].tolist(), where[_PLACE][rows].tolist(), strict=True)
+        there = listed[other]
+        held = zip(there["chunk"].tolist(), there[_PLACE].tolist(), strict=True)
+        wrong += len(set(claimed) - set(held))
     return int((~found).sum()), wrong
 
 

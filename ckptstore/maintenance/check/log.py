@@ -7,9 +7,9 @@ is wrong.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import partial
 
 from ckptstore.core.config import MIB
 from ckptstore.core.ids import StoreId, checkpoint_key, log_key, segment_key
@@ -19,7 +19,7 @@ from ckptstore.log.entries import Entry, NewerEntry, Position, decode_entry, ori
 from ckptstore.log.fold import State, apply, genesis
 from ckptstore.log.log_backend import decode_segment
 from ckptstore.log.log_snapshots import decode_state
-from ckptstore.maintenance.check.report import Finding, Kind, Severity, foreign
+from ckptstore.maintenance.check import Finding, Kind, Severity, foreign
 from ckptstore.storage.contract import Storage
 
 ENTRY_BYTES_MAX = 256 * MIB
@@ -33,8 +33,6 @@ _REPAIR = (
     "run `ckptstore repair`: it knows whether the entry can be made again, from a mirror "
     "with --from"
 )
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,46 +100,35 @@ def read_chain(
 
     Raises `Conflict` for an entry that only a newer ckptstore can read.
     """
-
-    def state_at(n: int, data: bytes) -> State:
-        state = decode_state(data, store, generation)
-        if state.n != n:
-            raise Corrupt(f"it is the state at entry {state.n}")
-        return state
-
-    def end_at(n: int, data: bytes) -> Position:
-        return decode_segment(data, n, store)[-1].position
-
     files = list_log(storage)
     last = max(files.entries, default=0)
-    states, bad = _caches(storage, checkpoint_key, files.checkpoints, state_at)
-    ends, bad_segments = _caches(storage, segment_key, files.segments, end_at)
+    states, ends, bad_caches = _read_caches(storage, files, store, generation)
     witnesses = {n: state.position for n, state in states.items() if n <= last + GAP_MAX}
     if remembered and 0 < remembered.n <= last + GAP_MAX:
         witnesses.setdefault(remembered.n, remembered)
-    examination = _Examination(store, generation, states, ends)
     head = max([last, *witnesses])
-    for n, data in _read_many(storage, log_key, range(1, head + 1)):
-        examination.add(n, data)
-    broken = examination.finish()
-    bad += (
-        BadCache(checkpoint_key(n), n, "it is not the state at this log's own entry")
-        for n, state in states.items()
-        if examination.applied.get(n) != state.position
+    cached = {end.n for end in ends.values()}
+    state, certain = genesis(store, generation), True
+    applied: dict[int, Position] = {}
+    broken: list[BadEntry] = []
+    for found in _audited(storage, store, head):
+        if isinstance(found, BadEntry):
+            broken.append(replace(found, wanted=found.wanted or witnesses.get(found.n)))
+            continue
+        certain = certain and found.n == state.n + 1
+        state = apply(state, found)
+        if found.n in cached:
+            applied[found.n] = found.position
+        checkpoint = states.get(found.n)
+        if not certain and checkpoint and checkpoint.position == found.position:
+            state, certain = checkpoint, True
+    bad_caches += (
+        BadCache(key, end.n, "it does not end with this log's own entry")
+        for key, end in ends.items()
+        if applied.get(end.n) != end
     )
-    bad_segments += (
-        BadCache(segment_key(n), n, "it does not end with this log's own entry")
-        for n, end in ends.items()
-        if examination.applied.get(n) != end
-    )
-    return Chain(
-        examination.state,
-        examination.certain,
-        head,
-        tuple(replace(entry, wanted=entry.wanted or witnesses.get(entry.n)) for entry in broken),
-        (*bad, *bad_segments),
-        tuple(files.unknown),
-    )
+    unknown = tuple(files.unknown)
+    return Chain(state, certain, head, tuple(broken), tuple(bad_caches), unknown)
 
 
 def log_findings(chain: Chain) -> Iterator[Finding]:
@@ -193,71 +180,38 @@ def read_small(storage: Storage, key: str) -> bytes | None:
     return data if len(data) <= ENTRY_BYTES_MAX else None
 
 
-class _Examination:
-    """One pass over the entries in order, which separates good from bad and folds the state.
+def _audited(storage: Storage, store: StoreId, head: int) -> Iterator[Entry | BadEntry]:
+    """Every entry up to `head`, in order. Of two neighbors that disagree, the first is wrong."""
+    before: Entry | BadEntry | None = None
+    before_data: bytes | None = None
+    keys = [log_key(n) for n in range(1, head + 1)]
+    for n, (_, data) in enumerate(_read_many(storage, keys), 1):
+        found = _examined(n, data, store)
+        if isinstance(found, Entry):
+            attested = Position(n - 1, found.prev_hash, found.prev_bytes)
+            if isinstance(before, BadEntry):
+                before = replace(before, wanted=attested)
+            elif (got := before.position if before else origin(store)) != attested:
+                problem = f"entry {n} wants before it the entry {attested}, got {got}"
+                if before:
+                    before = BadEntry(n - 1, before_data, problem, attested)
+                else:
+                    # No entry precedes entry 1, so a wrong attestation is its own fault.
+                    found = BadEntry(n, None, problem, None)
+        if before:
+            yield before
+        before, before_data = found, data
+    if before:
+        yield before
 
-    An entry is applied only once its successor has not contradicted it.
-    """
 
-    def __init__(
-        self, store: StoreId, generation: int, checkpoints: Mapping[int, State], ends: Iterable[int]
-    ) -> None:
-        self.state = genesis(store, generation)
-        self.certain = True
-        self.applied: dict[int, Position] = {}
-        self._store, self._checkpoints, self._cached = store, checkpoints, {*checkpoints, *ends}
-        self._bad: dict[int, BadEntry] = {}
-        self._waiting: tuple[Entry, bytes] | None = None
-
-    def add(self, n: int, data: bytes | None) -> None:
-        """Examine the entry after the last one added."""
-        try:
-            entry = decode_at(n, _there(data), self._store)
-        except NewerEntry:
-            raise
-        except CkptStoreError as error:
-            self._settle()
-            self._bad[n] = BadEntry(n, data, str(error), None)
-            return
-        self._hear(entry)
-        self._settle()
-        self._waiting = (entry, _there(data))
-
-    def finish(self) -> list[BadEntry]:
-        """The bad entries, in order."""
-        self._settle()
-        return [self._bad[n] for n in sorted(self._bad)]
-
-    def _hear(self, entry: Entry) -> None:
-        """Compare what `entry` attests with the entry before it."""
-        attested = Position(entry.n - 1, entry.prev_hash, entry.prev_bytes)
-        if bad := self._bad.get(entry.n - 1):
-            self._bad[bad.n] = replace(bad, wanted=attested)
-            return
-        before, data = (
-            (self._waiting[0].position, self._waiting[1])
-            if self._waiting
-            else (origin(self._store), None)
-        )
-        if before != attested:
-            # No entry precedes entry 1, so a wrong attestation is its own fault.
-            n = max(entry.n - 1, 1)
-            problem = f"entry {entry.n} wants before it the entry {attested}, got {before}"
-            self._bad[n] = BadEntry(n, data, problem, attested if n < entry.n else None)
-
-    def _settle(self) -> None:
-        if self._waiting is None:
-            return
-        (entry, _), self._waiting = self._waiting, None
-        if entry.n in self._bad:
-            return
-        self.certain = self.certain and entry.n == self.state.n + 1
-        self.state = apply(self.state, entry)
-        if entry.n in self._cached:
-            self.applied[entry.n] = entry.position
-        checkpoint = self._checkpoints.get(entry.n)
-        if not self.certain and checkpoint and checkpoint.position == entry.position:
-            self.state, self.certain = checkpoint, True
+def _examined(n: int, data: bytes | None, store: StoreId) -> Entry | BadEntry:
+    try:
+        return decode_at(n, _there(data), store)
+    except NewerEntry:
+        raise
+    except CkptStoreError as error:
+        return BadEntry(n, data, str(error), None)
 
 
 def _is_gone(storage: Storage, key: str) -> bool:
@@ -273,31 +227,34 @@ def _there(data: bytes | None) -> bytes:
     return data
 
 
-def _caches(
-    storage: Storage,
-    key_of: Callable[[int], str],
-    numbers: Sequence[int],
-    decode: Callable[[int, bytes], T],
-) -> tuple[dict[int, T], list[BadCache]]:
-    """The content of each checkpoint or segment, and the problems of invalid ones."""
-    good, bad = dict[int, T](), list[BadCache]()
-    for n, data in _read_many(storage, key_of, numbers):
+def _read_caches(
+    storage: Storage, files: LogFiles, store: StoreId, generation: int
+) -> tuple[dict[int, State], dict[str, Position], list[BadCache]]:
+    """The checkpoints' states, the last entries of checkpoints and segments by key, and the
+    problems of invalid ones."""
+    states, ends, bad = dict[int, State](), dict[str, Position](), list[BadCache]()
+    numbers = dict(zip(map(checkpoint_key, files.checkpoints), files.checkpoints, strict=True))
+    segments = dict(zip(map(segment_key, files.segments), files.segments, strict=True))
+    for key, data in _read_many(storage, [*numbers, *segments]):
+        n = numbers.get(key) or segments[key]
         try:
-            good[n] = decode(n, _there(data))
+            if key in segments:
+                ends[key] = decode_segment(_there(data), n, store)[-1].position
+                continue
+            state = decode_state(_there(data), store, generation)
+            if state.n != n:
+                raise Corrupt(f"it is the state at entry {state.n}")
+            states[n], ends[key] = state, state.position
         except (Corrupt, NotFound) as error:
             # Older ones are deleted as new ones are written.
-            if not _is_gone(storage, key_of(n)):
-                bad.append(BadCache(key_of(n), n, str(error)))
-    return good, bad
+            if not _is_gone(storage, key):
+                bad.append(BadCache(key, n, str(error)))
+    return states, ends, bad
 
 
-def _read_many(
-    storage: Storage, key_of: Callable[[int], str], numbers: Sequence[int]
-) -> Iterator[tuple[int, bytes | None]]:
+def _read_many(storage: Storage, keys: Sequence[str]) -> Iterator[tuple[str, bytes | None]]:
     batch = _READ_AHEAD * 8
     with Pool(_READ_AHEAD) as pool:
-        for first in range(0, len(numbers), batch):
-            some = numbers[first : first + batch]
-            yield from zip(
-                some, pool.map(lambda n: read_small(storage, key_of(n)), some), strict=True
-            )
+        for first in range(0, len(keys), batch):
+            some = keys[first : first + batch]
+            yield from zip(some, pool.map(partial(read_small, storage), some), strict=True)

@@ -2,25 +2,29 @@
 never from an index."""
 
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptstore.core.config import StoreConfig
-from ckptstore.core.ids import CONFIG_KEY
+from ckptstore.core.config import CHUNK_BYTES, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, StoreConfig
+from ckptstore.core.ids import CONFIG_KEY, log_key
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.index.catalog_sqlite import open_catalog
 from ckptstore.index.open_log import open_log_place
 from ckptstore.index.queries import Queries
 from ckptstore.index.suspect_packs import DISTRUST_NAME, SuspectPacks
-from ckptstore.log.entries import Position
+from ckptstore.log.entries import Position, decode_entry
 from ckptstore.log.log import Log
-from ckptstore.maintenance.check.log import read_small
-from ckptstore.maintenance.check.report import Finding, Kind
-from ckptstore.maintenance.repair.recover import recover_config
+from ckptstore.maintenance.check import Finding, Kind
+from ckptstore.maintenance.check.log import list_log, read_chain, read_small
+from ckptstore.maintenance.check.trees import Contents, misfits
+from ckptstore.objects.codecs import RAW
 from ckptstore.objects.documents import decode_config
+from ckptstore.objects.pack import TENSOR
 from ckptstore.repository.store_handle import (
     CATALOG_NAME,
     CHUNKS_NAME,
@@ -136,3 +140,40 @@ def _offline_store(storage: Storage, *, read_only: bool) -> OfflineStore:
         problem = Finding(Kind.CONFIG, str(error), step, key=CONFIG_KEY)
     directory = index_directory(storage, config.store, read_only=read_only)
     return OfflineStore(storage, config, directory, problem)
+
+
+def recover_config(storage: Storage, damaged: bytes) -> StoreConfig | None:
+    """What `ckptstore.json` must say so that every commit is read right; None if the store's
+    identity is lost: it is what most entries of the log name. What the `damaged` file says counts
+    where several values would do."""
+    entries = []
+    for n in list_log(storage).entries:
+        with suppress(CkptStoreError):
+            entries.append(decode_entry(read_small(storage, log_key(n)) or b""))
+    if not entries:
+        return None
+    store = Counter(entry.store for entry in entries).most_common(1)[0][0]
+    generation = max(entry.generation for entry in entries if entry.store == store)
+    contents = Contents(storage, read_chain(storage, store, generation).state)
+    compressed = any(
+        ((table["kind"] == TENSOR) & (table["codec"] != RAW)).any()
+        for table in contents.tables.values()
+    )
+    said = re.search(rb'"chunk_bytes": ([0-9]{1,9})', damaged)
+    fitting = _chunk_sizes(contents)
+    likely = (int(said[1]) if said else 0, CHUNK_BYTES, *sorted(fitting))
+    chunk_bytes = next((n for n in likely if n in fitting), CHUNK_BYTES)
+    codec = "zstd" if compressed or b'"codec": "zstd"' in damaged else "raw"
+    return StoreConfig(store, chunk_bytes, codec, generation=generation)
+
+
+def _chunk_sizes(contents: Contents) -> set[int]:
+    """The chunk sizes that explain the chunk count of every leaf."""
+    fitting = {
+        CHUNK_BYTES_MIN << i for i in range((CHUNK_BYTES_MAX // CHUNK_BYTES_MIN).bit_length())
+    }
+    for _, document in contents.documents():
+        for key, ref in document.trees:
+            with suppress(CkptStoreError):
+                fitting -= {n for n in fitting if any(misfits(contents.tree(key, ref, n)))}
+    return fitting

@@ -10,11 +10,19 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, PackId, document_key, twin_key
+from ckptstore.core.ids import (
+    CHUNK_ID_BYTES,
+    ChunkId,
+    CommitId,
+    PackId,
+    SessionId,
+    document_key,
+    twin_key,
+)
 from ckptstore.core.model import CommitDocument, TreeRef
 from ckptstore.errors import CkptStoreError, Corrupt
 from ckptstore.log.fold import CommitRow, State
-from ckptstore.maintenance.check.report import Finding, Kind, severity_of
+from ckptstore.maintenance.check import Finding, Kind, severity_of
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA, FooterTable
 from ckptstore.objects.pages import decode_page, join_pages
@@ -85,7 +93,7 @@ class Contents:
     def document(self, commit: CommitId) -> CommitDocument:
         """The document of a commit; raises `Corrupt`, `NotFound` or `Unavailable`."""
         row = self.state.commits[commit]
-        document = decode_document(self._storage.read(document_key(row.session, commit)), commit)
+        document = read_document(self._storage, row.session, commit)
         wanted = (row.run, row.step, row.content)
         # Store and session are where it was first committed: it may be mirrored.
         if (document.run, document.step, document.content) != wanted:
@@ -123,9 +131,7 @@ class Contents:
             return tuple(self._hits(page, wanted))
 
         for commit, document in self.documents() if wanted else ():
-            names = {
-                chunk: leaf for chunk, leaf in _metadata_names(document) if chunk in wanted
-            } | {
+            names = {chunk: name for chunk, _, name in _metadata(document) if chunk in wanted} | {
                 chunk: self._path(key, ref, leaf)
                 for key, ref in document.trees
                 for page in ref.pages
@@ -162,22 +168,24 @@ def taken(before: State, now: State) -> bool:
     )
 
 
+def read_document(storage: Storage, session: SessionId, commit: CommitId) -> CommitDocument:
+    """The document that `session` wrote of a commit; raises `Corrupt`, `NotFound` or
+    `Unavailable`."""
+    return decode_document(storage.read(document_key(session, commit)), commit)
+
+
 def metadata_of(document: CommitDocument) -> dict[ChunkId, int]:
     """The kinds of a commit's schemas, pages and layout."""
-    kinds = {
-        chunk: kind
-        for _, ref in document.trees
-        for chunk, kind in ((ref.schema, SCHEMA), *((page, PAGE) for page in ref.pages))
-    }
-    return kinds if document.layout is None else {**kinds, document.layout: LAYOUT}
+    return {chunk: kind for chunk, kind, _ in _metadata(document)}
 
 
-def _metadata_names(document: CommitDocument) -> Iterator[tuple[ChunkId, str]]:
-    if document.layout is not None:
-        yield document.layout, "its layout"
+def _metadata(document: CommitDocument) -> Iterator[tuple[ChunkId, int, str]]:
+    """A commit's schemas, pages and layout, with their kinds and names."""
     for key, ref in document.trees:
-        yield ref.schema, f"the schema of {key}"
-        yield from ((page, f"page {number} of {key}") for number, page in enumerate(ref.pages))
+        yield ref.schema, SCHEMA, f"the schema of {key}"
+        yield from ((page, PAGE, f"page {n} of {key}") for n, page in enumerate(ref.pages))
+    if document.layout is not None:
+        yield document.layout, LAYOUT, "its layout"
 
 
 class Walk:
@@ -232,12 +240,17 @@ class Walk:
         except Corrupt as error:
             yield str(error)
             return
-        for i, path in enumerate(tree.schema.paths):
-            try:
-                if tree.schema.aliases[i] < 0:
-                    tree.check(i)
-            except (Corrupt, KeyError, ValueError) as error:
-                yield f"{path}: {error}"
+        yield from misfits(tree)
+
+
+def misfits(tree: Tree) -> Iterator[str]:
+    """Leaves whose content does not match their shape: path and problem. Pure."""
+    for i, path in enumerate(tree.schema.paths):
+        try:
+            if tree.schema.aliases[i] < 0:
+                tree.check(i)
+        except (Corrupt, KeyError, ValueError) as error:
+            yield f"{path}: {error}"
 
 
 def _misfit(key: str, commit: CommitId, row: CommitRow, what: str) -> Finding:

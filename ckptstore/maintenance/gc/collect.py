@@ -12,21 +12,30 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ckptstore.core.config import default_threads
-from ckptstore.core.ids import CommitId, PackId, SessionId, pack_key, twin_key
-from ckptstore.core.model import PackRecord
+from ckptstore.core.ids import CommitId, PackId, SessionId, pack_id, pack_key
 from ckptstore.core.text import bytes_text, count_text
-from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NoSpace, NotFound
+from ckptstore.errors import Conflict, Corrupt, InvalidInput, NoSpace, NotFound
 from ckptstore.log.entries import Body, Condemn, Delete, Over, Register
 from ckptstore.log.fold import Code, Refusal
 from ckptstore.log.log import Refused
-from ckptstore.log.sessions import Session, open_session
+from ckptstore.log.sessions import open_session
 from ckptstore.log.state import State
 from ckptstore.maintenance import Counter, Progress, silent
-from ckptstore.maintenance.gc.mark import mark
-from ckptstore.maintenance.gc.plan import GcPlan, doomed_packs, list_objects, orphans
-from ckptstore.maintenance.gc.repack import Copy, DamagedSource, choose, plan_copies, write_copy
+from ckptstore.maintenance.gc.mark import PackUse, mark
+from ckptstore.maintenance.gc.plan import (
+    Copy,
+    GcPlan,
+    choose,
+    doomed_packs,
+    list_objects,
+    live_rows,
+    orphans,
+    place,
+    plan_copies,
+)
 from ckptstore.maintenance.gc.session_monitor import SessionMonitor
-from ckptstore.repository.chunk_reader import keys_of
+from ckptstore.repository.chunk_reader import keys_of, read_chunks
+from ckptstore.repository.pack_writer import ClosedPack, OpenPack, delete_own
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.reserve import is_full, room
@@ -59,10 +68,10 @@ class GcOptions:
             )
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(slots=True, repr=False)
 class GcReport:
-    """The result of a gc. `freed_bytes` are of the objects it deleted, `copied_bytes` of the packs
-    it wrote.
+    """The result of a gc, which fills it while it works. `freed_bytes` are of the objects it
+    deleted, `copied_bytes` of the packs it wrote.
 
     `damaged` are packs whose live chunks could not be copied; they stay as they are, for `fsck`.
     `stopped` is the reason why it copied less than planned.
@@ -81,16 +90,20 @@ class GcReport:
     dry_run: bool = False
 
     def __repr__(self) -> str:
-        return f"<gc: {str(self).splitlines()[-1]}>"
+        return f"<gc: {self._result}>"
 
     def __str__(self) -> str:
+        return self.plan.page(self._result)
+
+    @property
+    def _result(self) -> str:
         if self.dry_run:
-            return str(self.plan)
+            return self.plan.result
         freed, wrote = bytes_text(self.freed_bytes), bytes_text(self.copied_bytes)
         gone = (
             f"{count_text(len(self.deleted), 'pack')}, {count_text(self.deleted_orphans, 'orphan')}"
         )
-        return f"{self.plan}\nfreed {freed} ({gone}), wrote {wrote}"
+        return f"freed {freed} ({gone}), wrote {wrote}"
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -229,7 +242,7 @@ class _Gc:
             fence=marked.fence,
             over=sessions.over,
             purge=purge,
-            doomed=tuple(doomed_packs(state, marked, self._monitor.watch.waits, active)),
+            doomed=tuple(doomed_packs(state, marked, self._monitor.waits, active)),
             orphans=orphans(
                 self._listing,
                 state,
@@ -246,17 +259,14 @@ class _Gc:
 
     def execute(self, plan: GcPlan) -> GcReport:
         """Carry out a plan; what an earlier plan has done stays in the report."""
-        self.report, self._plan, self._fence = replace(self.report, plan=plan), plan, plan.fence
+        self.report.plan, self._plan, self._fence = plan, plan, plan.fence
         if plan.over and (over := self._append(Over(plan.over))):
-            self.report = replace(self.report, over=self.report.over + over.sessions)
+            self.report.over += over.sessions
         if plan.condemn or plan.purge:
             body = self._append(Condemn(plan.mark, self._fence, plan.condemn, plan.purge))
             if body:
-                self.report = replace(
-                    self.report,
-                    condemned_packs=self.report.condemned_packs + len(body.packs),
-                    purged=self.report.purged + body.purge,
-                )
+                self.report.condemned_packs += len(body.packs)
+                self.report.purged += body.purge
         self._delete(pack.number for pack in plan.doomed)
         self._sweep()
         self._copy_all()
@@ -301,12 +311,12 @@ class _Gc:
             pack = condemned[n]
             for key in keys_of(pack.id, metadata=pack.metadata):
                 self._remove(key, pack.bytes)
-            self.report = replace(self.report, deleted=(*self.report.deleted, pack.id))
+            self.report.deleted += (pack.id,)
             counter.add()
 
     def _remove(self, key: str, nbytes: int) -> None:
         self._storage.delete(key)
-        self.report = replace(self.report, freed_bytes=self.report.freed_bytes + nbytes)
+        self.report.freed_bytes += nbytes
 
     def _sweep(self) -> None:
         """Delete the planned orphans that are still orphans; they were listed before this
@@ -318,7 +328,7 @@ class _Gc:
         counter = Counter(self._progress, "delete orphans", len(found))
         for orphan in found:
             self._remove(orphan.key, orphan.bytes)
-            self.report = replace(self.report, deleted_orphans=self.report.deleted_orphans + 1)
+            self.report.deleted_orphans += 1
             counter.add()
 
     def _copy_all(self) -> None:
@@ -327,63 +337,68 @@ class _Gc:
             try:
                 self._copy(copy, counter)
             except NoSpace as error:
-                self.report = replace(self.report, stopped=str(error))
+                self.report.stopped = str(error)
                 return
 
     def _copy(self, copy: Copy, counter: Counter) -> None:
-        left: Copy | None = copy
-        while left is not None:
-            try:
-                if self._copied(left, counter):
-                    copied_bytes = self.report.copied_bytes + left.bytes
-                    self.report = replace(self.report, copied_bytes=copied_bytes)
-                    self._delete(source.number for source in left.sources)
-                return
-            except DamagedSource as error:
-                left = self._without_damaged(left, error)
-
-    def _copied(self, copy: Copy, counter: Counter) -> bool:
-        """Whether the copy was made and registered. Its session ends if no object bears its
-        name; otherwise the next gc declares it over."""
+        """Write a new pack, list it and condemn its sources, except those referred to since the
+        mark; then delete them."""
+        own: tuple[str, ...] = ()
+        body = None
         with open_session(self._storage, "gc") as session:
             try:
-                record = write_copy(self._storage, session.id, copy, self._threads, counter.add)
-            except (CkptStoreError, DamagedSource):
+                closed, sources = self._write(copy, session.id, counter)
+                if closed:
+                    own, packs = closed.own, (closed.record,)
+                    mark, fence = self._plan.mark, self._fence
+                    body = self._append(Register(session.id, mark, fence, packs, sources))
+            except (_MarkAgain, Refused, NoSpace):
+                # No entry lists the copy or ever will, so no gc needs to wait for its session.
+                delete_own(self._storage, own)
                 session.end()
                 raise
-            return self._register(session, record, copy)
+            if closed is None or body is None:
+                delete_own(self._storage, own)
+                return
+        self.report.condemned_packs += len(body.condemn)
+        self.report.copied_bytes += closed.record.bytes * (2 if closed.record.metadata else 1)
+        self._delete(sources)
 
-    def _without_damaged(self, copy: Copy, error: DamagedSource) -> Copy | None:
-        """The part of `copy` that can still be made. A source that another gc has deleted is not
-        damaged: mark again."""
-        if self._log.replay().fence != self._fence:
-            raise _MarkAgain from error
-        self.report = replace(self.report, damaged=(*self.report.damaged, error.source.id))
-        sources = tuple(source for source in copy.sources if source is not error.source)
-        return replace(copy, sources=sources) if sources else None
-
-    def _register(self, session: Session, record: PackRecord, copy: Copy) -> bool:
-        """List the copy and condemn its sources, except those referred to since the mark; False
-        if none could be."""
-
-        sources = frozenset(source.number for source in copy.sources)
+    def _write(
+        self, copy: Copy, session: SessionId, counter: Counter
+    ) -> tuple[ClosedPack | None, frozenset[int]]:
+        """Write the new pack durably; the log does not list it yet. Returns it, and the numbers of
+        the packs that were copied; None if none could be read."""
+        metadata = copy.sources[0].pack.metadata
+        target = OpenPack(self._storage, pack_id(session, 0, 0), metadata=metadata)
         try:
-            body = self._append(
-                Register(session.id, self._plan.mark, self._fence, (record,), sources)
-            )
-        except (_MarkAgain, Refused):
-            self._drop(session, record)
+            moved = [use for use in copy.sources if self._append_chunks(use, target, counter)]
+        except BaseException:
+            target.discard()
             raise
-        if body is None:
-            self._drop(session, record)
-            return False
-        condemned = self.report.condemned_packs + len(body.condemn)
-        self.report = replace(self.report, condemned_packs=condemned)
-        return True
+        if not moved:
+            target.discard()
+            return None, frozenset()
+        closed = target.close(self._threads.spread)
+        self._storage.sync_dirs([pack_key(target.name)])
+        return closed, frozenset(use.number for use in moved)
 
-    def _drop(self, session: Session, record: PackRecord) -> None:
-        """Delete a pack whose registration was refused: no entry lists it or ever will. So no gc
-        needs to wait for its session."""
-        self._storage.delete(pack_key(record.id))
-        self._storage.delete(twin_key(record.id))
-        session.end()
+    def _append_chunks(self, use: PackUse, target: OpenPack, counter: Counter) -> bool:
+        """Append the live chunks of a pack as they are stored, each verified; False, with the pack
+        in the report, if some cannot be read."""
+        try:
+            rows = live_rows(self._storage, use)
+            offsets, _ = place(rows, target.offset)
+            chunks = read_chunks(self._storage, use.pack.id, rows, metadata=use.pack.metadata)
+            for offset, chunk in zip(offsets.tolist(), chunks, strict=True):
+                target.pad_to(offset)
+                target.entries.append(chunk.entry._replace(offset=target.append(chunk.stored)))
+                counter.add(len(chunk.stored))
+            target.flush()
+        except (Corrupt, NotFound) as error:
+            if self._log.replay().fence != self._fence:
+                # A pack that another gc has deleted is not damaged.
+                raise _MarkAgain from error
+            self.report.damaged += (use.pack.id,)
+            return False
+        return True

@@ -14,22 +14,20 @@ one.
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, document_key
-from ckptstore.errors import Corrupt, NotFound
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId
+from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.log.state import Pack, State
 from ckptstore.maintenance import Counter, Progress, silent
-from ckptstore.maintenance.check.trees import metadata_of
-from ckptstore.objects.documents import decode_document
+from ckptstore.maintenance.check.trees import metadata_of, read_document
 from ckptstore.objects.pack import FOOTER_DTYPE, PAGE, FooterTable
 from ckptstore.objects.pages import decode_page
-from ckptstore.repository import footers
-from ckptstore.repository.chunk_reader import read_chunks
+from ckptstore.repository import chunk_reader, footers
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
 
@@ -42,7 +40,7 @@ _ID_WORDS = CHUNK_ID_BYTES // 8
 _RECORD_WORDS = FOOTER_DTYPE.itemsize // 8
 
 
-def keys_of(ids: bytes | memoryview) -> Keys:
+def short_keys(ids: bytes | memoryview) -> Keys:
     """The first 8 bytes of each of `ids`, which are 32 bytes each."""
     return np.ascontiguousarray(np.frombuffer(ids, "<u8").reshape(-1, _ID_WORDS)[:, 0])
 
@@ -57,12 +55,11 @@ class Holdings:
         self._stored = np.zeros(len(self._ids), np.uint32)
         self._put = np.zeros(len(counts), np.bool_)
         self._order = np.empty(0, np.int64)
-        self._groups: Keys = np.empty(0, np.uint64)
-        self._sizes = np.empty(0, np.int64)
+        self._keys: Keys = np.empty(0, np.uint64)
         self._live = np.empty(0, np.bool_)
         self._contested: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._told: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self._rejected: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
+        self._rejected = np.zeros(len(self._ids), np.bool_)
 
     def put(self, pack: int, table: FooterTable) -> None:
         """Add the footer of the pack at position `pack`. Chunks of a pack that is never put
@@ -74,26 +71,23 @@ class Holdings:
 
     def sort(self) -> None:
         """Prepare for `need`, once every footer has been put."""
-        keys = np.ascontiguousarray(self._ids[:, 0])
-        self._order = np.argsort(keys)
+        self._order = np.argsort(np.ascontiguousarray(self._ids[:, 0]))
         if not self._put.all():
             self._order = self._order[self._put[self._pack_of(self._order)]]
-        keys = keys[self._order]
-        first = np.flatnonzero(_first_of_each(keys))
-        self._groups = keys[first]
-        self._sizes = np.diff(first, append=len(keys))
-        self._live = np.zeros(len(first), np.bool_)
+        self._keys = self._ids[self._order, 0]
+        self._live = np.zeros(len(self._keys), np.bool_)
 
     def need(self, keys: Keys) -> Keys:
-        """Mark chunks with these keys as live. Returns the keys that no pack holds."""
+        """Mark chunks with these keys as live: the first of those with one key stands for all.
+        Returns the keys that no pack holds."""
         # Sorted here: np.unique hashes, which takes four times as long, and a sorted search is
         # cache-friendly.
         keys = np.sort(keys)
         keys = keys[_first_of_each(keys)]
-        if not len(self._groups):
+        if not len(self._keys):
             return keys
-        at = np.minimum(np.searchsorted(self._groups, keys), len(self._groups) - 1)
-        held = self._groups[at] == keys
+        at = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        held = self._keys[at] == keys
         self._live[at[held]] = True
         missing: Keys = keys[~held]
         return missing
@@ -105,11 +99,14 @@ class Holdings:
         that the others empty, unless rejected there; if all copies were rejected, it stays in each.
         """
         assigned = np.zeros(len(self._ids), np.bool_)
-        assigned[self._order[np.repeat(self._live & (self._sizes == 1), self._sizes)]] = True
-        several = self._order[np.repeat(self._live & (self._sizes > 1), self._sizes)]
+        first = _first_of_each(self._keys)
+        live = self._live[first][np.cumsum(first) - 1]
+        unique = first & np.append(first[1:], True)
+        assigned[self._order[live & unique]] = True
+        several = self._order[live & ~unique]
         if len(several):
             rank = self._preference(assigned)[self._pack_of(several)]
-            words, rejected = self._ids[several], np.isin(several, np.concatenate(self._rejected))
+            words, rejected = self._ids[several], self._rejected[several]
             order = np.lexsort((rank, rejected, *(words[:, i] for i in range(_ID_WORDS))))
             several, words, rejected = several[order], words[order], rejected[order]
             first = np.concatenate(([True], (words[1:] != words[:-1]).any(axis=1)))
@@ -130,7 +127,7 @@ class Holdings:
     def reject(self, pack: int, rows: Sequence[int]) -> None:
         """Mark these chunks of the pack at position `pack` as damaged. Several threads may call
         it."""
-        self._rejected.append(self._starts[pack] + np.array(rows, np.int64))
+        self._rejected[self._starts[pack] + np.array(rows, np.int64)] = True
 
     def live_chunks(self, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
         """The number of chunks assigned to each pack."""
@@ -176,7 +173,7 @@ class PackUse:
 
     number: int
     pack: Pack
-    live: npt.NDArray[np.bool_]
+    live: npt.NDArray[np.bool_] = field(compare=False, repr=False)
     live_chunks: int
     live_bytes: int
     readable: bool
@@ -264,9 +261,8 @@ class _Marking:
         counter = Counter(self._report, "read commits", len(roots))
         pages: dict[ChunkId, CommitId] = {}
         for commit, row in roots:
-            key = document_key(row.session, commit)
             try:
-                kinds = metadata_of(decode_document(self._storage.read(key), commit))
+                kinds = metadata_of(read_document(self._storage, row.session, commit))
             except (Corrupt, NotFound) as error:
                 raise _unmarkable(commit, error) from error
             if others := [chunk for chunk, kind in kinds.items() if kind != PAGE]:
@@ -282,7 +278,9 @@ class _Marking:
         def read(item: tuple[int, FooterTable]) -> None:
             i, rows = item
             try:
-                for chunk in read_chunks(self._storage, self._packs[i].id, rows, metadata=True):
+                for chunk in chunk_reader.read_chunks(
+                    self._storage, self._packs[i].id, rows, metadata=True
+                ):
                     named = (leaf.ids for leaf in decode_page(chunk.raw).leaves)
                     self._need(b"".join((chunk.entry.chunk, *named)))
                     counter.add()
@@ -322,7 +320,7 @@ class _Marking:
     def _need(self, ids: bytes) -> None:
         """Collect needed keys, which are looked up in large batches."""
         with self._lock:
-            self._batch.append(keys_of(ids))
+            self._batch.append(short_keys(ids))
             self._batch_keys += len(self._batch[-1])
             if self._batch_keys >= BATCH_KEYS:
                 self._flush()
@@ -350,21 +348,18 @@ class _Marking:
 
     def _damaged(self, i: int, rows: list[int]) -> list[int]:
         """The chunks `rows` of a pack that cannot be read and verified."""
-        table = self._table(i)
+        pack, table = self._packs[i], self._table(i)
         if table is None:
             return rows
-        if self._is_sound(i, table[rows]):
-            return []
-        return [row for row in rows if not self._is_sound(i, table[[row]])]
-
-    def _is_sound(self, i: int, rows: FooterTable) -> bool:
-        pack = self._packs[i]
-        try:
-            return all(
-                True for _ in read_chunks(self._storage, pack.id, rows, metadata=pack.metadata)
-            )
-        except (Corrupt, NotFound):
-            return False
+        keys, found = chunk_reader.keys_of(pack.id, metadata=pack.metadata), list[int]()
+        for run in chunk_reader.runs_of(table[rows]):
+            read = chunk_reader.read_run(self._storage, keys, run)
+            for position, chunk in zip(run.positions, read, strict=True):
+                if isinstance(chunk, Unavailable):
+                    raise chunk
+                if isinstance(chunk, Corrupt | NotFound):
+                    found.append(rows[position])
+        return found
 
 
 def _unmarkable(commit: CommitId, error: Exception) -> Corrupt:

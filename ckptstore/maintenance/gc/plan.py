@@ -1,7 +1,9 @@
-"""The plan of a gc, as data: dead packs, orphans, what is freed now and later, and what is copied
-together. Pure, except for the listing.
+"""The plan of a gc, as data: dead packs, orphans, what is freed now and later, and the sparse and
+small packs that are copied together. Reads the listing, and the footers of the packs to copy.
 
 `--dry-run` prints it, and a real run executes it; only concurrent changes can make a difference.
+The layout of a copy is computed before anything is copied, so a plan states the exact size of the
+new files.
 
 Orphans are objects that no log entry lists and whose session is over. The order is the proof:
 objects are listed first and the log is replayed afterwards. An object that is unlisted in that
@@ -12,14 +14,21 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from ckptstore.core.ids import CommitId, PackId, SessionId, document_key, pack_key, twin_key
 from ckptstore.core.text import bytes_text, count_text
+from ckptstore.errors import Corrupt
 from ckptstore.log.log_snapshots import CHECKPOINTS_KEPT
 from ckptstore.log.state import Pack, State
-from ckptstore.maintenance.gc.mark import Mark
-from ckptstore.maintenance.gc.repack import Copy
+from ckptstore.maintenance.gc.mark import Mark, PackUse
+from ckptstore.objects.pack import FOOTER_DTYPE, TRAILER_BYTES, FooterTable, align
+from ckptstore.repository import footers
+from ckptstore.repository.chunk_reader import coalesce
 from ckptstore.storage.contract import Storage
 
 _WHY = {
@@ -44,6 +53,14 @@ class Orphan(NamedTuple):
     key: str
     bytes: int
     why: str
+
+
+MERGE_PACKS = 8
+"""This many small packs of similar size are merged. The copy is of the next larger size class,
+so no chunk is copied again and again."""
+
+_SIZE_STEP_BITS = 3
+_SMALL_SHARE = 4
 
 
 Listing: TypeAlias = Mapping[str, int]
@@ -114,6 +131,19 @@ def orphans(
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """One new pack, and the packs whose live chunks it will hold. `bytes` is its size, twin
+    included."""
+
+    sources: tuple[PackUse, ...]
+    bytes: int
+
+    @property
+    def freed_bytes(self) -> int:
+        return sum(source.pack.stored_bytes for source in self.sources)
+
+
+@dataclass(frozen=True, slots=True)
 class DeadPack:
     """A pack without live chunks; `condemned` if an earlier gc appended that to the log. `bytes`
     includes its twin.
@@ -181,28 +211,31 @@ class GcPlan:
         return sum(copy.bytes for copy in self.copies)
 
     @property
-    def _sum(self) -> str:
+    def result(self) -> str:
+        """What this run frees and writes."""
         freed, wrote = bytes_text(self.freed_now_bytes), bytes_text(self.copied_bytes)
         return f"frees {freed} now, writes {wrote}"
 
     def __repr__(self) -> str:
-        return f"<gc plan: {self._sum}>"
+        return f"<gc plan: {self.result}>"
 
     def __str__(self) -> str:
-        now = [pack for pack in self.doomed if not pack.waits]
-        dead_bytes = sum(pack.bytes for pack in now)
+        return self.page(self.result)
+
+    def page(self, result: str) -> str:
+        """What is done, its `result`, and what a later gc can free."""
+        now = [pack.bytes for pack in self.doomed if not pack.waits]
         orphan_bytes = sum(orphan.bytes for orphan in self.orphans)
         sources = sum(len(copy.sources) for copy in self.copies)
         steps = (
             (len(self.over), "declare over {}: their writers are gone", "session"),
             (len(self.purge), "purge {}: forgotten", "commit"),
-            (len(self.condemn), "condemn {}: no commit needs them", "pack"),
-            (len(now), f"delete {{}}, {bytes_text(dead_bytes)}", "pack"),
+            (len(now), f"delete {{}}, {bytes_text(sum(now))}: no commit needs them", "pack"),
             (len(self.orphans), f"delete {{}}, {bytes_text(orphan_bytes)}", "orphan"),
             (sources, f"copy from {{}} to {count_text(len(self.copies), 'new pack')}", "pack"),
         )
         lines = [text.format(count_text(n, noun)) for n, text, noun in steps if n]
-        lines.append(self._sum)
+        lines.append(result)
         for sessions, size in self.freed_later_bytes.items():
             which = ", ".join(sessions)
             lines.append(f"frees {bytes_text(size)} when these sessions have ended: {which}")
@@ -247,3 +280,99 @@ def doomed_packs(
 
 def _doomed(number: int, pack: Pack, waits: Iterable[SessionId]) -> DeadPack:
     return DeadPack(number, pack.id, pack.stored_bytes, not pack.live, tuple(sorted(waits)))
+
+
+def choose(
+    uses: Iterable[PackUse], *, max_unused: float, max_repack_bytes: int | None, pack_bytes: int
+) -> list[PackUse]:
+    """Choose the packs to copy from: the sparsest first, until at most the share `max_unused` of
+    the remaining bytes is unused; then small packs, if enough of one size class exist. At most
+    `max_repack_bytes` are copied."""
+    kept = [use for use in uses if not use.dead]
+    allowance = max_unused * sum(use.pack.bytes * use.files for use in kept)
+    unused = sum(_unused_bytes(use) for use in kept)
+    budget = _Budget(max_repack_bytes)
+    chosen: list[PackUse] = []
+    for use in sorted(
+        (use for use in kept if use.sparse),
+        key=lambda use: (-_unused_bytes(use) / use.files / use.pack.bytes, use.number),
+    ):
+        if unused <= allowance:
+            break
+        if budget.take(use):
+            unused -= _unused_bytes(use)
+            chosen.append(use)
+    taken = {use.number for use in chosen}
+    for group in _same_size(
+        use for use in kept if use.readable and use.live_bytes < pack_bytes // _SMALL_SHARE
+    ):
+        chosen.extend(use for use in group if use.number not in taken and budget.take(use))
+    return sorted(chosen, key=lambda use: (use.pack.metadata, use.number))
+
+
+def plan_copies(storage: Storage, chosen: Iterable[PackUse], pack_bytes: int) -> Iterator[Copy]:
+    """Group the chosen packs into new packs, in order, each in one copy only. Reads footers."""
+    for metadata, uses in groupby(chosen, lambda use: use.pack.metadata):
+        sources: list[PackUse] = []
+        end = footer_bytes = 0
+        for use in uses:
+            if sources and end + use.live_bytes > pack_bytes:
+                yield Copy(tuple(sources), (end + footer_bytes) * (2 if metadata else 1))
+                sources, end, footer_bytes = [], 0, 0
+            rows = live_rows(storage, use)
+            sources.append(use)
+            footer_bytes = (footer_bytes or TRAILER_BYTES) + rows.nbytes
+            _, end = place(rows, end)
+        yield Copy(tuple(sources), (end + footer_bytes) * (2 if metadata else 1))
+
+
+def live_rows(storage: Storage, use: PackUse) -> FooterTable:
+    """The footer's records of the chunks to copy. Raises `Corrupt`, `NotFound`."""
+    table = footers.read_table(storage, use.pack.id, metadata=use.pack.metadata)
+    if len(table) != len(use.live):
+        raise Corrupt(f"pack {use.pack.id} has {len(table)} chunks; wanted {len(use.live)}")
+    return table[use.live]
+
+
+def place(rows: FooterTable, end: int) -> tuple[npt.NDArray[np.int64], int]:
+    """The offset of each chunk after `end` in a new pack, and the new end. Adjacent chunks stay
+    adjacent, and are aligned as a run."""
+    starts, stored = rows["offset"].astype(np.int64), rows["stored"].astype(np.int64)
+    offsets = np.empty(len(rows), np.int64)
+    for run in coalesce(starts.tolist(), (starts + stored).tolist()):
+        run_bytes = int(stored[run].sum())
+        start = align(end, run_bytes)
+        offsets[run] = start + starts[run] - starts[run.start]
+        end = start + run_bytes
+    return offsets, end
+
+
+def _unused_bytes(use: PackUse) -> int:
+    """The gain: dead chunks and their footers."""
+    if not use.readable or not use.sparse:
+        return 0
+    live = use.live_bytes + use.live_chunks * FOOTER_DTYPE.itemsize + TRAILER_BYTES
+    return max(use.pack.bytes - live, 0) * use.files
+
+
+def _same_size(uses: Iterable[PackUse]) -> list[list[PackUse]]:
+    groups: dict[tuple[bool, int], list[PackUse]] = defaultdict(list)
+    for use in uses:
+        groups[use.pack.metadata, use.live_bytes.bit_length() // _SIZE_STEP_BITS].append(use)
+    return [group for _, group in sorted(groups.items()) if len(group) >= MERGE_PACKS]
+
+
+class _Budget:
+    """Bytes that may still be copied; None for no limit."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._left = limit_bytes
+
+    def take(self, use: PackUse) -> bool:
+        if self._left is None:
+            return True
+        cost = use.live_bytes * use.files
+        if cost > self._left:
+            return False
+        self._left -= cost
+        return True

@@ -9,18 +9,17 @@ after a boot they start anew. A mistake costs a slow writer a repeated commit an
 `activities` lists the writers and the condemned packs that remain because of each.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ckptstore.core.ids import PackId, SessionId
-from ckptstore.core.paths import make_directories, replace_file
 from ckptstore.log.sessions import SessionInfo, is_gone, read_sessions
 from ckptstore.log.state import Pack, State
+from ckptstore.maintenance import load_note, save_note
 from ckptstore.maintenance.gc.plan import Listing, list_objects, owner, unlisted
 from ckptstore.repository.store_handle import StoreHandle
 
@@ -33,15 +32,11 @@ WATCH_NAME = "watch.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """This host's observations. `seen` maps sessions and files in `tmp/` to a counter or size
-    and the time of its last change. `waits` are the sessions that were in flight when a pack was
-    condemned, by pack."""
+Seen: TypeAlias = dict[str, tuple[int, float]]
+"""Sessions and files in `tmp/` with a counter or size, and the time of its last change."""
 
-    boot: str
-    seen: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    waits: Mapping[PackId, frozenset[SessionId]] = field(default_factory=dict)
+Waits: TypeAlias = dict[PackId, frozenset[SessionId]]
+"""The sessions that were in flight when a pack was condemned, by pack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +50,17 @@ class Sessions:
 
 
 class SessionMonitor:
-    """Observes the sessions of one store; `watch` is what this host has seen."""
+    """Observes the sessions of one store; `seen` and `waits` are what this host has observed since
+    its last boot."""
 
     def __init__(self, handle: StoreHandle, clock: Callable[[], float]) -> None:
         self._storage, self._clock = handle.storage, clock
         self._path = handle.index_directory / WATCH_NAME
-        self.watch = load_watch(self._path)
+        self.seen: Seen
+        self.waits: Waits
+        self.seen, self.waits = load_note(
+            self._path, _boot(), _observations, _observations(({}, {}))
+        )
 
     def look(self, listing: Listing, state: State) -> Sessions:
         """Observe the sessions that have a file, or that objects of `listing` name which `state`
@@ -74,13 +74,15 @@ class SessionMonitor:
         }
         values: dict[str, int] = files | dict.fromkeys(named, NO_FILE)
         values |= {session: info.counter for session, info in infos.items()}
-        now_s, before = self._clock(), self.watch.seen
-        seen = {
+        now_s, before = self._clock(), self.seen
+        self.seen = {
             name: before[name] if name in before and before[name][0] == value else (value, now_s)
             for name, value in values.items()
         }
-        self._save(replace(self.watch, seen=seen))
-        stale = frozenset(name for name, (_, since_s) in seen.items() if now_s - since_s >= STALE_S)
+        self._save()
+        stale = frozenset(
+            name for name, (_, since_s) in self.seen.items() if now_s - since_s >= STALE_S
+        )
         opened = {session for session in {*infos, *named} if not state.closed(session)}
         over = {s for s in opened if s in stale or (s in infos and is_gone(infos[s]))}
         active = frozenset(opened & infos.keys() - over)
@@ -92,40 +94,30 @@ class SessionMonitor:
     ) -> Mapping[PackId, frozenset[SessionId]]:
         """The sessions in `active` that each of the packs `condemned` waits for: those that were
         in flight when this host first saw it condemned."""
-        known = self.watch.waits
-        waits = {pack.id: known.get(pack.id, active) & active for pack in condemned}
+        waits = {pack.id: self.waits.get(pack.id, active) & active for pack in condemned}
         listed = {pack.id for pack in state.packs.values()}
-        kept = {pack: sessions for pack, sessions in known.items() if pack in listed}
-        self._save(replace(self.watch, waits=kept | waits))
+        kept = {pack: sessions for pack, sessions in self.waits.items() if pack in listed}
+        self.waits = kept | waits
+        self._save()
         return waits
 
-    def _save(self, watch: Watch) -> None:
-        """A full disk may prevent that; then sessions get more time."""
-        self.watch = watch
-        waits = {pack: sorted(sessions) for pack, sessions in watch.waits.items()}
-        found = {"boot": watch.boot, "seen": dict(watch.seen), "waits": waits}
-        with suppress(OSError):
-            make_directories(self._path.parent)
-            replace_file(self._path, json.dumps(found).encode())
+    def _save(self) -> None:
+        waits = {pack: sorted(sessions) for pack, sessions in self.waits.items()}
+        save_note(self._path, _boot(), [self.seen, waits])
 
 
-def load_watch(path: Path) -> Watch:
-    """The observations since the last boot; empty if they cannot be read."""
-    boot = ""
+def _observations(content: Any) -> tuple[Seen, Waits]:
+    seen, waits = content
+    return (
+        {name: (int(value), float(s)) for name, (value, s) in seen.items()},
+        {PackId(pack): frozenset(map(SessionId, sessions)) for pack, sessions in waits.items()},
+    )
+
+
+def _boot() -> str:
     with suppress(OSError):
-        boot = _BOOT_ID.read_text().strip()
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        found: dict[str, Any] = json.loads(path.read_text())
-        if found["boot"] == boot:
-            return Watch(
-                boot,
-                {name: (int(value), float(s)) for name, (value, s) in found["seen"].items()},
-                {
-                    PackId(pack): frozenset(map(SessionId, sessions))
-                    for pack, sessions in found["waits"].items()
-                },
-            )
-    return Watch(boot)
+        return _BOOT_ID.read_text().strip()
+    return ""
 
 
 Status: TypeAlias = Literal["active", "gone", "closed"]
@@ -160,12 +152,12 @@ def activities(
         waiting = [
             pack
             for pack in state.packs.values()
-            if not pack.live and info.id in monitor.watch.waits.get(pack.id, frozenset())
+            if not pack.live and info.id in monitor.waits.get(pack.id, frozenset())
         ]
         status: Status = (
             "closed" if state.closed(info.id) else "gone" if is_gone(info) else "active"
         )
-        _, since_s = monitor.watch.seen.get(info.id, (0, clock()))
+        _, since_s = monitor.seen.get(info.id, (0, clock()))
         nbytes = sum(pack.stored_bytes for pack in waiting)
         found.append(Activity(info, status, clock() - since_s, len(waiting), nbytes))
     return tuple(found)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.cli.exits import Exit
+from ckptstore.cli.call import Exit
 from tests.cli.running import call, run
 from tests.cli.test_imports import imported
 from tests.maintenance.stores import check, copy_of, files, flip, make_store

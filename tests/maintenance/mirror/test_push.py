@@ -11,8 +11,8 @@ import torch
 import ckptstore
 from ckptstore.errors import Conflict, InvalidInput, NoSpace, NotFound, ReadOnly
 from ckptstore.log.entries import Register
-from ckptstore.maintenance.mirror.mirror import Mirrored, MirrorOptions, mirror
-from ckptstore.maintenance.mirror.plan import choose
+from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
+from ckptstore.maintenance.mirror_plan import choose
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.fsspec_backend import FsspecStorage
@@ -327,7 +327,7 @@ def test_a_gc_in_the_middle_of_a_push_costs_nothing(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = _empty(tmp_path / "target")
-    from ckptstore.maintenance.mirror import mirror as module
+    from ckptstore.maintenance import mirror as module
 
     registered = module._Mirror._register
 

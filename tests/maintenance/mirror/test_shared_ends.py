@@ -219,8 +219,8 @@ import json, sys
 from contextlib import closing
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.maintenance.mirror.mirror import MirrorOptions, mirror
-from ckptstore.maintenance.mirror.plan import choose
+from ckptstore.maintenance.mirror import MirrorOptions, mirror
+from ckptstore.maintenance.mirror_plan import choose
 source, target, way = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 with closing(StoreHandle(source, read_only=True)) as ours:
   with closing(StoreHandle(target, **way)) as theirs:

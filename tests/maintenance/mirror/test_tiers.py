@@ -13,7 +13,7 @@ import torch
 
 import ckptstore
 from ckptstore.errors import NotFound, Unavailable
-from ckptstore.maintenance.mirror import tiers
+from ckptstore.maintenance import tiers
 from ckptstore.storage.fsspec_backend import FsspecStorage
 from ckptstore.store import Store
 from tests.maintenance.stores import CHUNK_BYTES, assert_equal, files, flip

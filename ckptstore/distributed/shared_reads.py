@@ -1,0 +1,409 @@
+"""Which rank reads or hashes a chunk that several ranks need, and how do they share the result?
+
+Of such a chunk one rank reads the bytes from slow storage and sends them (`Broadcast`), or hashes
+them for others that read them from a fast disk too (`SharedVerification`). Every rank learns what
+all others need and computes the same assignment.
+
+A chunk is known by its number in the order in which the commit names them, equal on all ranks. A
+rank's need is one bit a chunk. A rank that cannot read still sends placeholders, so that peers do
+not block.
+"""
+
+import sys
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ckptstore.core.ids import CHUNK_ID_BYTES, QUICK_DIGEST_BYTES, digest, quick_digest
+from ckptstore.distributed.collective import Collective, DeferredErrors, Part
+from ckptstore.errors import CkptStoreError
+from ckptstore.restore.reader import ChunkRead, Reader, Reading
+from ckptstore.restore.restore import Brought
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ALONE = -1
+"""Instead of a reader: every rank that needs the chunk reads and hashes it."""
+
+
+class Numbering:
+    """The numbers of a commit's chunks; `ids` are joined in the order in which the commit names
+    them.
+    """
+
+    def __init__(self, ids: bytes) -> None:
+        self._known, first = np.unique(np.frombuffer(ids, f"V{CHUNK_ID_BYTES}"), return_index=True)
+        self._ids = np.frombuffer(ids, f"V{CHUNK_ID_BYTES}")[np.sort(first)]
+        self._numbers = np.empty(len(first), np.int64)
+        self._numbers[np.argsort(first)] = np.arange(len(first))
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    @property
+    def digest(self) -> bytes:
+        """Equal on ranks with the same numbering."""
+        return digest(self.ids)
+
+    @property
+    def ids(self) -> bytes:
+        """The ids by number."""
+        return self._ids.tobytes()
+
+    def numbers(self, ids: bytes) -> "NDArray[np.int64]":
+        """The number of each of `ids`, which the commit must name."""
+        return self._numbers[np.searchsorted(self._known, np.frombuffer(ids, f"V{CHUNK_ID_BYTES}"))]
+
+
+class Shares(NamedTuple):
+    """By chunk number: the reader or `ALONE`, and the window of the exchange."""
+
+    readers: "NDArray[np.int32]"
+    windows: "NDArray[np.int32]"
+
+
+def plan_shares(
+    needs: "NDArray[np.bool_]", nbytes: "NDArray[np.int64]", window_bytes: int
+) -> Shares:
+    """Assign readers to the chunks that several ranks need. `needs` is ranks × chunks, `nbytes` by
+    chunk.
+
+    One of the ranks that need a chunk reads it. Load is balanced by bytes, in runs of chunks. In a
+    window no rank has more than `window_bytes` and a chunk in transfer.
+    """
+    ranks, chunks = needs.shape
+    shares = Shares(np.full(chunks, ALONE, np.int32), np.zeros(chunks, np.int32))
+    read_bytes = [0] * ranks
+    pace = _Pace(ranks, window_bytes)
+    for holders, numbers in _groups(needs):
+        ends = np.cumsum(nbytes[numbers])
+        for block in np.split(numbers, np.flatnonzero(np.diff((ends - 1) // window_bytes)) + 1):
+            size = int(nbytes[block].sum())
+            shares.windows[block] = pace.window(holders, size)
+            turn = sorted(holders, key=lambda rank: (read_bytes[rank], rank))
+            middles = np.cumsum(nbytes[block]) - nbytes[block] // 2
+            parts = np.minimum(middles * len(turn) // max(size, 1), len(turn) - 1)
+            shares.readers[block] = np.array(turn, np.int32)[parts]
+            for part, rank in enumerate(turn):
+                read_bytes[rank] += int(nbytes[block[parts == part]].sum())
+    return shares
+
+
+class _Pace:
+    """The current window of each rank, and its bytes in transfer there."""
+
+    def __init__(self, ranks: int, window_bytes: int) -> None:
+        self._windows, self._filled, self._most = [0] * ranks, [0] * ranks, window_bytes
+
+    def window(self, holders: Sequence[int], nbytes: int) -> int:
+        """The first window in which all `holders` have room for `nbytes` more."""
+        found = max(self._windows[rank] for rank in holders)
+        if any(
+            self._windows[rank] == found
+            and self._filled[rank]
+            and self._filled[rank] + nbytes > self._most
+            for rank in holders
+        ):
+            found += 1
+        for rank in holders:
+            filled = self._filled[rank] if self._windows[rank] == found else 0
+            self._windows[rank], self._filled[rank] = found, filled + nbytes
+        return found
+
+
+def _groups(needs: "NDArray[np.bool_]") -> Iterator[tuple[list[int], "NDArray[np.int64]"]]:
+    """Chunks that the same set of ranks needs: those ranks, and the chunk numbers in order."""
+    numbers = np.flatnonzero(needs.sum(axis=0) > 1)
+    if not len(numbers):
+        return
+    packed = np.ascontiguousarray(np.packbits(needs[:, numbers], axis=0).T)
+    _, which = np.unique(packed.view(f"V{packed.shape[1]}").ravel(), return_inverse=True)
+    order = np.argsort(which, kind="stable")
+    for group in np.split(numbers[order], np.flatnonzero(np.diff(which[order])) + 1):
+        yield np.flatnonzero(needs[:, group[0]]).tolist(), group
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A chunk in transfer: number `number`, of `nbytes`, read by `reader`. Only the reader knows
+    its `receivers`.
+    """
+
+    number: int
+    nbytes: int
+    reader: int
+    receivers: tuple[int, ...]
+
+
+def shares_of(
+    rank: int, shares: Shares, needs: "NDArray[np.bool_]", nbytes: "NDArray[np.int64]"
+) -> list[list[Share]]:
+    """The shares that concern rank `rank`, window by window, in the order of chunk numbers."""
+    found: dict[int, list[Share]] = {}
+    for number in np.flatnonzero(needs[rank] & (shares.readers != ALONE)).tolist():
+        reader = int(shares.readers[number])
+        holders = np.flatnonzero(needs[:, number]).tolist() if reader == rank else ()
+        found.setdefault(int(shares.windows[number]), []).append(
+            Share(number, int(nbytes[number]), reader, tuple(n for n in holders if n != rank))
+        )
+    return [found[window] for window in sorted(found)]
+
+
+class Sharing:
+    """The chunks of one restore that this rank shares with others; `jobs` are its reads of them."""
+
+    group = sys.maxsize
+    """This many consecutive ranks share with each other."""
+
+    def __init__(
+        self, reader: Reader, reading: Reading, ids: bytes, jobs: Sequence[ChunkRead]
+    ) -> None:
+        """`ids` are the ids of all chunks of the commit, in its order."""
+        self._reader, self._reading, self._jobs = reader, reading, jobs
+        self._numbering = Numbering(ids)
+        self._numbers = self._numbering.numbers(b"".join(job.piece.chunk for job in jobs))
+        self._later = DeferredErrors()
+
+    def need(self) -> Any:
+        """What this rank tells the coordinator: its numbering, its limit of bytes in transfer, and
+        a bit for each chunk that it needs. None if it works alone.
+        """
+        if not len(self._numbering):
+            return None
+        needed = np.zeros(len(self._numbering), bool)
+        needed[self._numbers] = True
+        bits = zlib.compress(np.packbits(needed).tobytes(), 1)
+        return self._numbering.digest, self._window_bytes(), bits
+
+    def answer(self, handed_in: Sequence[Any]) -> list[Any]:
+        """The coordinator's answer: to each rank, the needs of its group and the chunks' sizes.
+        Empty if ranks number chunks differently, as when they restore different parts.
+        """
+        numberings, windows, needs = zip(*handed_in, strict=True)
+        if len(set(numberings)) > 1:
+            return [None] * len(needs)
+        rows = list(map(zlib.decompress, needs))
+        groups = [
+            zlib.compress(b"".join(rows[first : first + self.group]), 1)
+            for first in range(0, len(rows), self.group)
+        ]
+        sizes = zlib.compress(self._sizes().astype("<i8").tobytes(), 1)
+        return [(min(windows), sizes, groups[rank // self.group]) for rank in range(len(rows))]
+
+    def run(self, peers: Collective, task: Any) -> Brought:
+        """Carry out a task of `answer`. Raises a failure of this rank only after all exchanges."""
+        raise NotImplementedError
+
+    def _window_bytes(self) -> int:
+        return self._reading.room.shared_bytes
+
+    def _sizes(self) -> "NDArray[np.int64]":
+        """The chunks' raw sizes, by which load is balanced."""
+        return self._reader.raw_bytes_of(self._numbering.ids)
+
+    def _assigned(self, task: Any) -> tuple["NDArray[np.bool_]", "NDArray[np.int64]", Shares]:
+        """Needs of the group (ranks × chunks), sizes of the chunks, and what each rank does."""
+        window_bytes, packed_sizes, packed_needs = task
+        count = len(self._numbering)
+        nbytes = np.frombuffer(zlib.decompress(packed_sizes), "<i8")
+        bits = np.frombuffer(zlib.decompress(packed_needs), np.uint8).reshape(-1, -(-count // 8))
+        needs = np.unpackbits(bits, axis=1, count=count).astype(bool)
+        return needs, nbytes, plan_shares(needs, nbytes, window_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A chunk in transfer: its memory, the reads that need it, and the read whose target holds that
+    memory.
+    """
+
+    share: Share
+    memory: memoryview
+    jobs: Sequence[ChunkRead]
+    at_home: ChunkRead | None
+
+
+class Broadcast(Sharing):
+    """One rank reads a chunk and sends it to the others."""
+
+    def __init__(self, reader: Reader, reading: Reading, ids: bytes) -> None:
+        super().__init__(reader, reading, ids, reading.jobs)
+        self._left: dict[int, list[ChunkRead]] = {}
+        for number, job in zip(self._numbers.tolist(), reading.jobs, strict=True):
+            self._left.setdefault(number, []).append(job)
+        self._lock = threading.Lock()
+        self._read_bytes = self._received_bytes = 0
+
+    def run(self, peers: Collective, task: Any) -> Brought:
+        needs, nbytes, shares = self._assigned(task)
+        windows = shares_of(peers.rank, shares, needs, nbytes)
+        ahead = self._begin(windows[0], peers.rank) if windows else None
+        for window, following in zip(windows, [*windows[1:], ()], strict=True):
+            assert ahead is not None
+            own = self._awaited(ahead)
+            ahead = self._begin(following, peers.rank)
+            self._exchange(
+                peers, [self._hold(share) for share in window if share.reader != peers.rank], own
+            )
+        self._later.settle()
+        left = [job for jobs in self._left.values() for job in jobs]
+        return Brought(left, self._read_bytes, self._received_bytes)
+
+    def _begin(self, window: Sequence[Share], rank: int) -> "Future[list[_Held]]":
+        """Read this rank's part of a window while the previous window is exchanged."""
+        held = [self._hold(share) for share in window if share.reader == rank]
+        return self._reader.threads.submit(lambda: self._read(held))
+
+    def _awaited(self, reading: "Future[list[_Held]]") -> list[_Held]:
+        """Wait for the read-ahead, also if this process is interrupted meanwhile."""
+        while True:
+            with self._later.failing():
+                return reading.result()
+
+    def _read(self, held: list[_Held]) -> list[_Held]:
+        with self._later.failing():
+            if held and not self._later.failed:
+                self._reader.fetch(
+                    [each.jobs[0] for each in held], [each.memory for each in held], self._reading
+                )
+                self._read_bytes += sum(each.share.nbytes for each in held)
+        return held
+
+    def _exchange(self, peers: Collective, incoming: Sequence[_Held], own: Sequence[_Held]) -> None:
+        outgoing = [Part(rank, each.memory) for each in own for rank in each.share.receivers]
+        with self._later.failing():
+            peers.exchange(outgoing, [Part(each.share.reader, each.memory) for each in incoming])
+        if not self._later.failed:
+            with self._later.failing():
+                for each in own:
+                    self._land(each)
+                self._reader.threads.spread(self._receive, incoming)
+
+    def _receive(self, held: _Held) -> None:
+        """Verify what arrived. A chunk that does not match stays among the jobs and is read from
+        the store, which raises the error if it is damaged there too.
+        """
+        if digest(held.memory) == held.jobs[0].piece.chunk:
+            self._land(held)
+            with self._lock:
+                self._received_bytes += held.share.nbytes
+
+    def _land(self, held: _Held) -> None:
+        for job in held.jobs:
+            if job is not held.at_home:
+                job.land(held.memory)
+        del self._left[held.share.number]
+
+    def _hold(self, share: Share) -> _Held:
+        """Memory for a chunk: its place in the target, if it has one."""
+        jobs = self._left[share.number]
+        for job in jobs:
+            if (place := job.place) is not None and len(place) == share.nbytes:
+                return _Held(share, place, jobs, job)
+        return _Held(share, memoryview(bytearray(share.nbytes)), jobs, None)
+
+
+LEAST_BYTES = 16 << 20
+"""A smaller commit is hashed sooner than ranks could agree on a split."""
+
+_UNREAD = bytes(QUICK_DIGEST_BYTES)
+
+
+class SharedVerification(Sharing):
+    """Every rank reads a chunk in place; one compares it with its id and sends the others its
+    digest."""
+
+    group = 8  # these usually run on one host and share its processors
+
+    def __init__(self, reader: Reader, reading: Reading, ids: bytes) -> None:
+        jobs = [job for job in reading.jobs if job.place is not None]
+        super().__init__(reader, reading, ids, jobs)
+        self._unplaced = [job for job in reading.jobs if job.place is None]
+
+    def need(self) -> Any:
+        small = len(self._numbering) * self._reader.chunk_bytes < LEAST_BYTES
+        return None if small else super().need()
+
+    def _window_bytes(self) -> int:
+        return 1 << 62  # only digests are in transfer
+
+    def _sizes(self) -> "NDArray[np.int64]":
+        return np.full(len(self._numbering), self._reader.chunk_bytes)
+
+    def run(self, peers: Collective, task: Any) -> Brought:
+        """Read the chunks shared with the group and exchange their digests.
+
+        Chunks that could not be read, or do not match the verifier's digest, stay among the jobs.
+        Other failures are raised after the exchange.
+        """
+        me, later = peers.rank % self.group, self._later
+        needs, _, (verifiers, _) = self._assigned(task)
+        verifier = verifiers[self._numbers]
+        found = [_UNREAD] * len(self._jobs)
+        with later.failing(), suppress(CkptStoreError):
+            self._read(np.flatnonzero(verifier != ALONE).tolist(), verifier == me, found)
+        digests = np.frombuffer(b"".join(found), np.uint8).reshape(-1, QUICK_DIGEST_BYTES)
+        said = np.zeros((len(self._numbering), QUICK_DIGEST_BYTES), np.uint8)
+        said[self._numbers[verifier == me]] = digests[verifier == me]
+        with later.failing():
+            self._exchange(peers, needs, verifiers, said)
+        later.settle()
+        right = digests.any(axis=1) & (digests == said[self._numbers]).all(axis=1)
+        left = [
+            job for job, is_right in zip(self._jobs, right.tolist(), strict=True) if not is_right
+        ]
+        read_bytes = sum(job.piece.raw_bytes for job in self._jobs) - sum(
+            job.piece.raw_bytes for job in left
+        )
+        return Brought([*left, *self._unplaced], read_bytes, 0)
+
+    def _read(self, which: Sequence[int], mine: "NDArray[np.bool_]", found: list[bytes]) -> None:
+        """Read the jobs `which` and put their digests in `found`. Chunks of `mine` are compared
+        with their ids.
+        """
+        jobs = [self._jobs[i] for i in which]
+        places = [job.place or memoryview(b"") for job in jobs]
+
+        def check(i: int) -> bool:
+            if mine[which[i]] and digest(places[i]) != jobs[i].piece.chunk:
+                return False
+            found[which[i]] = quick_digest(places[i])
+            return True
+
+        self._reader.fetch(jobs, places, self._reading, check)
+
+    def _exchange(
+        self,
+        peers: Collective,
+        needs: "NDArray[np.bool_]",
+        verifiers: "NDArray[np.int32]",
+        said: "NDArray[np.uint8]",
+    ) -> None:
+        """Send this rank's digests to the ranks that need them, and fill in those of the other
+        verifiers.
+        """
+        me = peers.rank % self.group
+        first, others = peers.rank - me, [rank for rank in range(len(needs)) if rank != me]
+        theirs = [(verifiers == rank) & needs[me] for rank in others]
+        outgoing = [said[(verifiers == me) & needs[rank]] for rank in others]
+        incoming = [
+            np.zeros((np.count_nonzero(each), QUICK_DIGEST_BYTES), np.uint8) for each in theirs
+        ]
+        peers.exchange(
+            *(
+                [
+                    Part(first + rank, each.reshape(-1).data)
+                    for rank, each in zip(others, arrays, strict=True)
+                ]
+                for arrays in (outgoing, incoming)
+            )
+        )
+        for which, each in zip(theirs, incoming, strict=True):
+            said[which] = each

@@ -1,0 +1,222 @@
+"""What do transports send each other over HTTP/1.1: paths, names, limits, bodies (docs/torchft.md)?
+Pure.
+
+Peers are not trusted: each number has a limit, and bytes that do not match their hash are refused.
+A description names every chunk of a state, and ends with its own BLAKE3 hash. A chunk's name is an
+XXH3 hash, which detects accidental damage but not deliberate forgery
+(docs/decisions/036-chunks-travel-under-fast-checksums.md).
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
+from pydantic.dataclasses import dataclass as validated
+from xxhash import xxh3_128
+
+from ckptstore.core.config import MIB, check_chunk_bytes
+from ckptstore.core.ids import CHUNK_ID_BYTES, digest, quick_digest
+from ckptstore.core.model import Shape
+from ckptstore.distributed.merge import split_ids
+from ckptstore.errors import Corrupt, InvalidInput
+from ckptstore.objects import canonical
+
+HELLO_PATH = "/ckptstore/1/hello"
+_PATH = re.compile(r"/ckptstore/1/(state|chunks|ids)/(-?[0-9]{1,18})")
+
+WAIT_HEADER = "Ckptstore-Wait-Ms"
+"""How long the server may wait until a state is served."""
+
+TRANSFER_HEADER = "Ckptstore-Transfer"
+"""The receiver's id of its transfer; during a transfer, its state is not withdrawn."""
+
+VERIFY_HEADER = "Ckptstore-Verify"
+"""In a request for chunks after damaged ones: the server must compare its chunks with their
+names."""
+
+CHUNKS_PER_REQUEST = 1024
+DESCRIPTION_BYTES_MAX = 16 * MIB
+METADATA_BYTES_MAX = 256 * MIB
+"""Limit for schema and pages of a state together."""
+
+_NAME_ENDING = b"XXH3 of a chunk."
+"""The end of every chunk name, which makes it as long as an id: pages hold it as they hold ids."""
+
+_INVITATION = "ckptstore-transport:"
+_INVITATION_BYTES_MAX = 8 << 10
+
+Sized: TypeAlias = tuple[bytes, int]
+"""A chunk's name and its raw bytes."""
+
+
+Word: TypeAlias = Annotated[str, StringConstraints(max_length=200, pattern=r"^\P{C}*$")]
+"""Printable text, as in a header."""
+Size: TypeAlias = Annotated[int, Field(strict=True, ge=0)]
+Sizes: TypeAlias = tuple[Size, ...]
+
+
+@validated(frozen=True, slots=True, config=ConfigDict(hide_input_in_errors=True))
+class Invitation:
+    """How to reach a transport: the secret `token` opens it, and the public `instance` identifies
+    it at an address.
+    """
+
+    instance: Word
+    token: Word = field(repr=False)
+    addresses: tuple[tuple[Word, Size], ...]
+
+
+class _Described(BaseModel):
+    """A description as it travels, where DTensors name meshes by their number."""
+
+    step: Annotated[int, Field(strict=True)]
+    chunk_bytes: Size
+    metadata: Annotated[list[tuple[Word, Size]], Field(min_length=1)]
+    meshes: list[tuple[Sizes, Sizes, tuple[Word, ...]]]
+    placed: list[tuple[Size, Size, tuple[Word, ...], Sizes, Word]]
+
+
+_INVITATIONS = TypeAdapter(Invitation)
+
+
+@dataclass(frozen=True, slots=True)
+class MeshName:
+    """A device mesh as all replicas know it: its shape, its ranks row by row, and its dimension
+    names.
+    """
+
+    shape: Shape
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The placement of a DTensor leaf on a mesh; the leaf's shape is that of the whole tensor.
+
+    `device` is the sender's device type; a receiver's mesh may have another.
+    """
+
+    mesh: MeshName
+    placements: tuple[str, ...]
+    stride: tuple[int, ...]
+    device: str = field(default="cpu", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A served state: its `metadata`, the schema and then the pages, are chunks as well, and
+    `placed` lists the DTensor leaves.
+    """
+
+    step: int
+    chunk_bytes: int
+    metadata: tuple[Sized, ...]
+    placed: Mapping[int, Placed]
+
+
+def path_of(kind: str, step: int) -> str:
+    """The path of the `state`, the `chunks` or the `ids` of a step."""
+    return f"/ckptstore/1/{kind}/{step}"
+
+
+def parse_path(path: str) -> tuple[str, int] | None:
+    """The inverse of `path_of`; None for any other path."""
+    match = _PATH.fullmatch(path)
+    return (match[1], int(match[2])) if match else None
+
+
+def name_of(data: bytes | memoryview) -> bytes:
+    """The name of a chunk: a hash of all bytes, as long as an id."""
+    return quick_digest(data) + _NAME_ENDING
+
+
+def name_of_pieces(pieces: Iterable[bytes | memoryview]) -> bytes:
+    """The name of a chunk, each piece hashed as it comes."""
+    hashed = xxh3_128()
+    for piece in pieces:
+        hashed.update(piece)
+    return hashed.digest() + _NAME_ENDING
+
+
+def encode_invitation(invitation: Invitation) -> str:
+    return _INVITATION + _INVITATIONS.dump_json(invitation).decode()
+
+
+def decode_invitation(text: str) -> Invitation:
+    """The inverse of `encode_invitation`; raises `InvalidInput`."""
+    try:
+        if not text.startswith(_INVITATION) or len(text) > _INVITATION_BYTES_MAX:
+            raise ValueError("it is something else")
+        return _INVITATIONS.validate_json(text.removeprefix(_INVITATION))
+    except ValueError as error:
+        raise InvalidInput(
+            f"this is no metadata of a StoreTransport: it begins with {text[:40]!r}; both replicas "
+            "need the same kind of transport"
+        ) from error
+
+
+def encode_description(description: Description) -> bytes:
+    meshes = list(dict.fromkeys(placed.mesh for placed in description.placed.values()))
+    body = canonical.encode(
+        {
+            "step": description.step,
+            "chunk_bytes": description.chunk_bytes,
+            "metadata": [[chunk.hex(), nbytes] for chunk, nbytes in description.metadata],
+            "meshes": [[mesh.shape, mesh.ranks, mesh.names] for mesh in meshes],
+            "placed": [
+                [leaf, meshes.index(p.mesh), p.placements, p.stride, p.device]
+                for leaf, p in description.placed.items()
+            ],
+        }
+    )
+    return body + digest(body)
+
+
+def decode_description(data: bytes) -> Description:
+    """The inverse of `encode_description`; raises `Corrupt`."""
+    body, wanted = data[:-CHUNK_ID_BYTES], data[-CHUNK_ID_BYTES:]
+    if len(data) <= CHUNK_ID_BYTES or digest(body) != wanted:
+        raise Corrupt(
+            f"a peer's description of its state does not match its hash ({len(data)} bytes came)"
+        )
+    try:
+        described = _description(_Described.model_validate_json(body))
+    except (ValueError, IndexError) as error:
+        raise Corrupt(
+            f"a peer's description of its state cannot be read: {error!r:.200}"
+        ) from error
+    if sum(nbytes for _, nbytes in described.metadata) > METADATA_BYTES_MAX:
+        raise Corrupt(
+            f"a peer's description of its state names more than {METADATA_BYTES_MAX} bytes of "
+            "metadata"
+        )
+    return described
+
+
+def _description(said: _Described) -> Description:
+    meshes = [MeshName(*mesh) for mesh in said.meshes]
+    placed = {
+        leaf: Placed(meshes[mesh], placements, stride, device)
+        for leaf, mesh, placements, stride, device in said.placed
+    }
+    metadata = tuple((bytes.fromhex(chunk), nbytes) for chunk, nbytes in said.metadata)
+    if any(len(chunk) != CHUNK_ID_BYTES for chunk, _ in metadata):
+        raise ValueError("a chunk name has another length")
+    return Description(said.step, check_chunk_bytes(said.chunk_bytes), metadata, placed)
+
+
+def decode_names(body: bytes) -> list[bytes] | None:
+    """The chunks that a request names; None for an invalid request."""
+    count, rest = divmod(len(body), CHUNK_ID_BYTES)
+    return split_ids(body) if not rest and 0 < count <= CHUNKS_PER_REQUEST else None
+
+
+def encode_request(
+    method: str, path: str, host: str, headers: Mapping[str, str], body: bytes
+) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode("ascii") + body

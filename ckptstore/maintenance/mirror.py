@@ -1,0 +1,431 @@
+"""Mirroring commits from one store to another: only chunks that the target lacks are sent, each
+verified.
+
+Commits are sent one by one, the oldest first. The target's own chunk index tells which chunks it
+lacks, so the layout of packs may differ. A large commit is sent in batches. Each batch is
+registered in the target's log once its packs are durable, so that a repeated push after a kill
+finds them. The commit's entry comes last and makes it visible as a whole, with its tags.
+"""
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, compress, islice
+
+from ckptstore.commit.transaction import ATTEMPTS, Destination, Transaction, entry_of
+from ckptstore.commit.write import write_metadata
+from ckptstore.core.config import RUN_BYTES
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, document_key
+from ckptstore.core.model import CommitDocument, Schema
+from ckptstore.core.text import bytes_text, count_text
+from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
+from ckptstore.log import entries
+from ckptstore.log.fold import Code
+from ckptstore.log.log import Refused
+from ckptstore.log.state import resolved
+from ckptstore.maintenance import Counter, Progress, silent
+from ckptstore.maintenance.check.trees import metadata_of
+from ckptstore.maintenance.mirror_plan import CommitTransfer, MirrorPlan, plan_mirror
+from ckptstore.maintenance.retention import set_tag
+from ckptstore.objects import codecs
+from ckptstore.objects.documents import decode_document
+from ckptstore.objects.pack import TENSOR
+from ckptstore.repository import footers
+from ckptstore.repository.chunk_reader import coalesce, read_chunks
+from ckptstore.repository.dedup import Dedup, DedupHints
+from ckptstore.repository.pack_writer import PackSet, PackWriter
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool, shared
+from ckptstore.restore.reader import Reader, Tree
+from ckptstore.storage.contract import put_finished
+
+logger = logging.getLogger("ckptstore")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The size of a plan: chunks that the target lacks, their raw bytes, and the bytes of
+    schemas, pages and layouts among them."""
+
+    chunks: int
+    raw_bytes: int
+    metadata_bytes: int
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Mirrored:
+    """The plan and its result; a dry run has `load` instead.
+
+    `stored_bytes` is the growth of the target's packs and documents. `damaged` are commits that the
+    source could not read completely, with the reason; the others are sent.
+    """
+
+    plan: MirrorPlan
+    sent: tuple[CommitId, ...] = ()
+    chunks: int = 0
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+    damaged: tuple[tuple[CommitId, str], ...] = ()
+    load: Load | None = None
+
+    def __repr__(self) -> str:
+        return f"<mirror: {str(self).splitlines()[0]}>"
+
+    def __str__(self) -> str:
+        plan, load = self.plan, self.load
+        if load is not None:
+            size = bytes_text(load.raw_bytes + load.metadata_bytes)
+            commits, chunks = count_text(len(plan.commits), "commit"), load.chunks
+            lines = [f"would send {commits}: {count_text(chunks, 'chunk')}, {size} before encoding"]
+        else:
+            commits, chunks = count_text(len(self.sent), "commit"), self.chunks
+            stored = bytes_text(self.stored_bytes)
+            lines = [f"sent {commits}: {count_text(chunks, 'chunk')}, {stored} stored"]
+        if plan.present:
+            lines.append(f"{count_text(plan.present, 'commit')} already there")
+        lines += (f"tag {move}" for move in plan.tags)
+        return "\n".join(lines)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What somebody must look at."""
+        forgotten = count_text(len(self.plan.forgotten), "commit")
+        undelete = "`ckptstore undelete` brings them back"
+        return (
+            *(f"tag {move}: it moves by --force only" for move in self.plan.rejected),
+            *([f"{forgotten} forgotten there stay so; {undelete}"] if self.plan.forgotten else []),
+            *(f"commit {commit[:12]} was not sent: {why}" for commit, why in self.damaged),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorOptions:
+    """Options of a mirror run: send the `tags` of the commits, moved with `force`; with
+    `verify`, read the written data back before a commit appears. `batch_bytes` is about the cost
+    of a kill (default: a pack per thread)."""
+
+    tags: bool = True
+    force: bool = False
+    verify: bool = False
+    batch_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBatch:
+    """Consecutive chunks of one leaf that the target lacks, at most `RUN_BYTES` of them."""
+
+    ids: tuple[ChunkId, ...]
+    sizes: tuple[int, ...]
+    width: int
+
+    @property
+    def raw_bytes(self) -> int:
+        return sum(self.sizes)
+
+
+class DamagedMirrorSource(Exception):
+    """The source cannot read what a commit needs; the message says why."""
+
+
+@contextmanager
+def reading_source() -> Iterator[None]:
+    """Attribute damage found in the block to the source, not the target."""
+    try:
+        yield
+    except (Corrupt, NotFound) as error:
+        raise DamagedMirrorSource(str(error)) from error
+
+
+def mirror(
+    source: StoreHandle,
+    target: StoreHandle,
+    wanted: Collection[CommitId],
+    options: MirrorOptions,
+    threads: ThreadPool,
+    *,
+    dry_run: bool = False,
+    progress: Progress = silent,
+) -> Mirrored:
+    """Send `wanted`, commits of `source`, to `target`; with `dry_run` only compute the load. An
+    interrupted run can be repeated without sending again what arrived.
+
+    Raises `InvalidInput` for stores with different chunk sizes, `Conflict`, before anything is
+    sent, if a tag would have to move, and `Unavailable` if either storage fails. A commit that the
+    source cannot read is skipped and named in the result.
+    """
+    _check_alike(source, target)
+    plan = plan_mirror(
+        source.log.replay(), target.log.replay(), wanted, tags=options.tags, force=options.force
+    )
+    run = _Mirror(source, target, options, threads, progress, plan)
+    if dry_run:
+        return Mirrored(plan, load=run.weigh())
+    if plan.rejected:
+        raise Conflict(_rejection(plan, target.url))
+    return run.apply()
+
+
+def _check_alike(source: StoreHandle, target: StoreHandle) -> None:
+    if source.storage.url == target.storage.url:
+        raise InvalidInput(f"{source.url} is both source and target; name another store")
+    ours, theirs = source.config.chunk_bytes, target.config.chunk_bytes
+    if ours != theirs:
+        raise InvalidInput(
+            f"{source.url} cuts chunks of {ours} bytes and {target.url} of {theirs}, so the same "
+            "commit would get another id there; "
+            f"create the target by `ckptstore clone`, or by `ckptstore init --chunk-size {ours}`"
+        )
+
+
+class _Mirror:
+    """Sends commits from `source` to `target`. Others may use both meanwhile."""
+
+    def __init__(
+        self,
+        source: StoreHandle,
+        target: StoreHandle,
+        options: MirrorOptions,
+        threads: ThreadPool,
+        progress: Progress,
+        plan: MirrorPlan,
+    ) -> None:
+        self._source, self._target, self._threads = source, target, threads
+        self._into = Destination(target, threads)
+        self._options, self._progress = options, progress
+        self._batch_bytes = (
+            options.batch_bytes or target.storage.capabilities.pack_bytes * threads.count
+        )
+        self._from = Reader(source.config, source.objects, threads)
+        self._to = Reader(target.config, target.objects, threads)
+        self._schemas: dict[str, Schema] = {}
+        self._done = Mirrored(plan)
+
+    def weigh(self) -> Load:
+        """The load of the plan. Reads the pages of its commits, and no tensor."""
+        self._source.objects.sync(self._source.log.replay())
+        dedup = self._into.look(DedupHints())
+        chunks = raw_bytes = metadata_bytes = 0
+        for transfer in self._done.plan.commits:
+            try:
+                _, document, trees = self._read(transfer)
+                parts = list(self._missing_batches(trees, dedup))
+                metadata = self._metadata(document)
+            except DamagedMirrorSource as error:
+                self._skip(transfer, error)
+                continue
+            new = dedup.fresh(list(metadata))
+            fresh = [len(data) for data, _ in compress(metadata.values(), new)]
+            chunks += sum(len(part.ids) for part in parts) + len(fresh)
+            raw_bytes += sum(part.raw_bytes for part in parts)
+            metadata_bytes += sum(fresh)
+        return Load(chunks, raw_bytes, metadata_bytes)
+
+    def apply(self) -> Mirrored:
+        """Carry out the plan, which has no rejected tags."""
+        self._target.check_writable()
+        self._source.objects.sync(self._source.log.replay())
+        plan = self._done.plan
+        counter = Counter(self._progress, "commits", len(plan.commits))
+        try:
+            for transfer in plan.commits:
+                try:
+                    self._send(transfer)
+                except DamagedMirrorSource as error:
+                    self._skip(transfer, error)
+                counter.add()
+            for move in plan.tags:
+                commit = resolved(self._target.log.replay(), move.commit)
+                set_tag(self._target, self._to, move.tag, commit)
+        finally:
+            self._target.follow(self._schemas)
+        return self._done
+
+    def _skip(self, transfer: CommitTransfer, error: DamagedMirrorSource) -> None:
+        logger.warning(
+            "commit %s (step %s) cannot be sent: %s", transfer.commit[:12], transfer.step, error
+        )
+        damaged = (*self._done.damaged, (transfer.commit, str(error)))
+        self._done = replace(self._done, damaged=damaged)
+
+    # -- one commit --
+
+    def _send(self, transfer: CommitTransfer) -> None:
+        stored, document, trees = self._read(transfer)
+        for attempt in range(ATTEMPTS):
+            try:
+                with Transaction.begin(self._into, DedupHints(), what="push") as transaction:
+                    self._attempt(transaction, transfer, document, stored, trees)
+                break
+            except Refused as error:
+                if error.refusal.code is Code.COMMIT_KNOWN:
+                    # Another process sent it meanwhile.
+                    return
+                if not error.refusal.again or attempt == ATTEMPTS - 1:
+                    raise
+        self._done = replace(self._done, sent=(*self._done.sent, transfer.commit))
+        self._schemas |= {tree.ref.schema.hex(): tree.schema for tree in trees}
+
+    def _attempt(
+        self,
+        transaction: Transaction,
+        transfer: CommitTransfer,
+        document: CommitDocument,
+        stored: bytes,
+        trees: Sequence[Tree],
+    ) -> None:
+        dedup, packs = transaction.look(), transaction.packs
+        batches = grouped(list(self._missing_batches(trees, dedup)), self._batch_bytes)
+        last = batches.pop() if batches else ()
+        new_bytes = sum(self._register(batch, dedup) for batch in batches)
+        self._copy(last, packs)
+        write_metadata(self._metadata(document), dedup, packs)
+        self._close(packs)
+        records = [pack.record for pack in packs.closed]
+        new_bytes += sum(record.bytes * (2 if record.metadata else 1) for record in records)
+        key = document_key(transaction.session, transfer.commit)
+        own = (key,) if put_finished(self._target.storage, key, stored) else ()
+        body = replace(
+            entry_of(document, transfer.commit, len(stored), records, dedup.reused),
+            session=transaction.session,
+            tags=transfer.tags,
+            new_bytes=new_bytes,
+        )
+        transaction.index(transaction.append(body, own, time_ns=document.time_ns))
+        stored_bytes = self._done.stored_bytes + new_bytes + len(stored)
+        self._done = replace(self._done, stored_bytes=stored_bytes)
+
+    def _register(self, batch: Sequence[ChunkBatch], dedup: Dedup) -> int:
+        """Send a batch and list its packs, so that they outlive this process; returns their bytes.
+        A concurrent gc may condemn them, but waits for the commit's session before it deletes them.
+        """
+        with Transaction.begin(self._into, DedupHints(), what="push") as transaction:
+            self._copy(batch, transaction.packs)
+            self._close(transaction.packs)
+            state = self._target.log.replay()
+            records = tuple(pack.record for pack in transaction.packs.closed)
+            registered = transaction.append(
+                entries.Register(transaction.session, state.n, state.fence, records, frozenset())
+            )
+            transaction.index(registered)
+        dedup.reused.update(number for number, _ in registered)
+        return sum(record.bytes for record in records)
+
+    def _read(self, transfer: CommitTransfer) -> tuple[bytes, CommitDocument, list[Tree]]:
+        """The commit's document, as stored and decoded, and its trees."""
+        with reading_source():
+            stored = self._source.storage.read(document_key(transfer.session, transfer.commit))
+            document = decode_document(stored, transfer.commit)
+            return stored, document, [self._from.tree(key, ref) for key, ref in document.trees]
+
+    def _metadata(self, document: CommitDocument) -> dict[ChunkId, tuple[bytes, int]]:
+        kinds = metadata_of(document)
+        with reading_source():
+            data = self._source.objects.read_metadata_many(list(kinds))
+        return {chunk: (raw, kind) for (chunk, kind), raw in zip(kinds.items(), data, strict=True)}
+
+    def _missing_batches(self, trees: Sequence[Tree], dedup: Dedup) -> Iterator[ChunkBatch]:
+        """Batches of the trees' chunks that the target lacks, leaf by leaf."""
+        for tree in trees:
+            for content in tree.contents:
+                if content.ids:
+                    yield from self._leaf_batches(content.ids, dedup)
+
+    def _leaf_batches(self, ids: bytes, dedup: Dedup) -> Iterator[ChunkBatch]:
+        chunks = [ChunkId(ids[i : i + CHUNK_ID_BYTES]) for i in range(0, len(ids), CHUNK_ID_BYTES)]
+        fresh = [chunk for chunk, new in zip(chunks, dedup.fresh(chunks), strict=True) if new]
+        if not fresh:
+            return
+        with reading_source():
+            where = self._source.objects.located(b"".join(fresh))
+        sizes, width = where["raw"].tolist(), int(where["width"][0])
+        for some in cut(sizes, RUN_BYTES):
+            yield ChunkBatch(tuple(fresh[some]), tuple(sizes[some]), width)
+
+    # -- bytes --
+
+    def _copy(self, batch: Sequence[ChunkBatch], packs: PackSet) -> None:
+        """Read, verify and write; afterwards the packs are being written."""
+        # Small leaves are grouped, so that each read fetches many.
+        runs = shared(grouped(batch, RUN_BYTES))
+        workers = [
+            partial(copy_chunks, self._source, runs, packs, packs.pack_writer())
+            for _ in range(min(self._threads.count, len(batch)))
+        ]
+        if workers:
+            self._threads.together(workers, runs.stop)
+        self._done = replace(
+            self._done,
+            chunks=self._done.chunks + sum(len(part.ids) for part in batch),
+            raw_bytes=self._done.raw_bytes + sum(part.raw_bytes for part in batch),
+        )
+
+    def _close(self, packs: PackSet) -> None:
+        """Wait until the packs are durable; with `verify`, read them back."""
+        packs.wait()
+        for pack in packs.closed if self._options.verify else ():
+            rows = footers.read_table(
+                self._target.storage, pack.record.id, metadata=pack.record.metadata
+            )
+            for _ in read_chunks(
+                self._target.storage, pack.record.id, rows, metadata=pack.record.metadata
+            ):
+                pass
+
+
+def copy_chunks(
+    source: StoreHandle,
+    runs: Iterable[Sequence[ChunkBatch]],
+    packs: PackSet,
+    pack_writer: PackWriter,
+) -> None:
+    """Copy chunks from the source into packs of the target, on this thread."""
+    memory = memoryview(bytearray(RUN_BYTES))
+    try:
+        for run in runs:
+            sizes = [size for part in run for size in part.sizes]
+            # Reused for every run, since fresh memory costs as much as the copy into it. Chunks may
+            # be larger than a run.
+            if sum(sizes) > len(memory):
+                memory = memoryview(bytearray(sum(sizes)))
+            ends = accumulate(sizes)
+            buffers = [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+            ids = b"".join(chunk for part in run for chunk in part.ids)
+            with reading_source():
+                source.objects.read_into(ids, buffers, describe=lambda i: "being sent to a mirror")
+            filled = iter(buffers)
+            for part in run:
+                split = packs.codec == codecs.ZSTD and part.width > 1
+                pack_writer.add(
+                    part.ids,
+                    list(islice(filled, len(part.ids))),
+                    part.width,
+                    TENSOR,
+                    codec=codecs.SPLIT_ZSTD if split else packs.codec,
+                    run_bytes=part.raw_bytes,
+                )
+            pack_writer.flush()
+        packs.close_aside(pack_writer)
+    except BaseException:
+        pack_writer.discard()
+        raise
+
+
+def cut(sizes: Sequence[int], limit_bytes: int) -> Iterator[slice]:
+    """Ranges of items of at most `limit_bytes` together, or of one item."""
+    ends = list(accumulate(sizes, initial=0))
+    return coalesce(ends[:-1], ends[1:], limit_bytes=limit_bytes)
+
+
+def grouped(batch: Sequence[ChunkBatch], limit_bytes: int) -> list[Sequence[ChunkBatch]]:
+    """Consecutive chunk batches of at most `limit_bytes` together."""
+    return [batch[some] for some in cut([part.raw_bytes for part in batch], limit_bytes)]
+
+
+def _rejection(plan: MirrorPlan, url: str) -> str:
+    named = "; ".join(map(str, plan.rejected[:4]))
+    return (
+        f"tags of {url} would move, so nothing was sent: {named}; move them by --force "
+        "(force=True), or leave tags out (--no-tags)"
+    )

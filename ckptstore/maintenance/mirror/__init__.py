@@ -1,1 +1,0 @@
-"""Mirrors: copying commits between stores."""

@@ -1,1 +1,0 @@
-"""Repair of damaged stores."""

@@ -1,0 +1,435 @@
+"""Rescuing chunks of damaged packs: the packs that `repair` removes, and what it copies first.
+
+A readable copy is removed only after another one is durable and listed. The chunks of a damaged
+pack are all those that any of its footers names; without a footer, those in this host's chunk
+index. Each is read wherever it may lie, and copied. A copy in another pack replaces that only if it
+was read, too. If storage does not answer, the pack stays.
+
+All possible sources of a chunk are tried: the damaged packs themselves, their twins, unlisted
+packs, quarantined packs, and the packs of mirrors; then each of them with one bit flipped back.
+None is trusted: a chunk counts only if its bytes match its id.
+"""
+
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ckptstore.core.config import MIB, RUN_BYTES
+from ckptstore.core.ids import ChunkId, PackId, SessionId, digest, new_session_id
+from ckptstore.core.model import PackEntry, PackRecord
+from ckptstore.core.paths import make_directories
+from ckptstore.core.text import count_text
+from ckptstore.errors import CkptStoreError, Conflict, Corrupt, NotFound, Unavailable
+from ckptstore.log import entries
+from ckptstore.log.sessions import open_session
+from ckptstore.maintenance.check import Kind
+from ckptstore.maintenance.check.fsck import Facts
+from ckptstore.maintenance.check.indexes import UNKNOWN
+from ckptstore.maintenance.check.log import read_small
+from ckptstore.maintenance.check.offline_store import OfflineStore
+from ckptstore.objects import codecs
+from ckptstore.objects.pack import (
+    LAYOUT,
+    PAGE,
+    SCHEMA,
+    TENSOR,
+    TRAILER_BYTES,
+    FooterTable,
+    parse_footer,
+    parse_trailer,
+)
+from ckptstore.objects.pages import decode_page
+from ckptstore.objects.schema import decode_schema
+from ckptstore.repository.chunk_reader import coalesce, keys_of, read_chunk_at
+from ckptstore.repository.footers import Inventory, read_chunk, read_table_at
+from ckptstore.repository.pack_writer import PackSet
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.storage.contract import Storage
+
+FLIP_BYTES_MAX = 16384
+"""Larger objects are not tried bit by bit: it would take minutes."""
+
+_PACK_FILE = re.compile(
+    r"(quarantine/)?packs/[0-9a-f]{2}/([0-9a-f]{24}-[0-9]{1,7}-[0-9]{1,7})(\.2)?(~[0-9]+)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A location of a chunk: the object `key` of source number `donor`."""
+
+    donor: int
+    key: str
+    entry: PackEntry
+
+
+class ChunkSource:
+    """A directory with packs: this store or a mirror. Its log and index are not read;
+    `remembered` has locations, by chunk, that no footer may name any more."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        remembered: Mapping[ChunkId, Sequence[tuple[str, PackEntry]]] | None = None,
+    ) -> None:
+        self.storage = storage
+        self._remembered = remembered or {}
+
+    @cached_property
+    def tables(self) -> Mapping[str, FooterTable]:
+        """The footers of all objects that look like packs, including twins and quarantined ones,
+        by key; broken ones are left out."""
+        tables = {}
+        for prefix in ("packs/", "quarantine/packs/"):
+            for key, _ in self.storage.list(prefix):
+                try:
+                    if _PACK_FILE.fullmatch(key):
+                        tables[key] = _read_table(self.storage, key)
+                except CkptStoreError:
+                    continue
+        return tables
+
+    @cached_property
+    def _inventory(self) -> Inventory:
+        return Inventory({}, {key: (PackId(key), table) for key, table in self.tables.items()})
+
+    def entries_of(self, chunk: ChunkId) -> Iterator[tuple[str, PackEntry]]:
+        """The locations of `chunk` by the footers, and those remembered."""
+        yield from ((place.keys[0], place.entry) for place in self._inventory.places(chunk))
+        yield from self._remembered.get(chunk, ())
+
+
+def find_source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
+    """The first location of `chunk` whose bytes match, or else match with one bit flipped back.
+    Source 0 is the store itself.
+
+    Raises `Unavailable` if the chunk is found nowhere and one of its locations did not answer: it
+    may not be lost.
+    """
+    unanswered: Unavailable | None = None
+    damaged: list[Source] = []
+    for number, donor in enumerate(donors):
+        for key, entry in donor.entries_of(chunk):
+            source = Source(number, key, entry)
+            try:
+                read_chunk_at(donor.storage, [key], entry)
+                return source
+            except Corrupt:
+                damaged.append(source)
+            except NotFound:
+                continue
+            except Unavailable as error:
+                unanswered = error
+    for source in damaged:
+        with suppress(Corrupt, NotFound):
+            read_source(donors, source)
+            return source
+    if unanswered is not None:
+        raise unanswered
+    return None
+
+
+def read_source(donors: Sequence[ChunkSource], source: Source) -> memoryview:
+    """The raw bytes of the chunk, verified, if need be with one bit flipped back; raises `Corrupt`,
+    `NotFound` or `Unavailable`."""
+    storage, key, entry = donors[source.donor].storage, source.key, source.entry
+    try:
+        return read_chunk_at(storage, [key], entry)
+    except Corrupt:
+        if entry.codec == codecs.RAW and entry.stored_bytes <= FLIP_BYTES_MAX:
+            stored = storage.read(key, entry.offset, entry.offset + entry.stored_bytes)
+            for data in flipped(stored):
+                if digest(data) == entry.chunk:
+                    return memoryview(data)
+        raise
+
+
+def _read_table(storage: Storage, key: str) -> FooterTable:
+    """The footer of an object, if need be with one bit of its last bytes flipped back; raises
+    `Corrupt`, `NotFound` or `Unavailable`."""
+    try:
+        return read_table_at(storage, key)
+    except Corrupt:
+        tail, size = storage.read_tail(key, FLIP_BYTES_MAX)
+        nbytes = TRAILER_BYTES
+        with suppress(Corrupt):  # otherwise the bit is in the trailer, and only that is tried
+            nbytes += parse_trailer(tail[-TRAILER_BYTES:], size).footer_bytes
+        if nbytes > len(tail):
+            raise
+        for data in flipped(tail[-nbytes:]):
+            with suppress(Corrupt):
+                trailer = parse_trailer(data[-TRAILER_BYTES:], size)
+                footer = (tail[:-nbytes] + data)[-trailer.footer_bytes - TRAILER_BYTES :]
+                return parse_footer(footer[:-TRAILER_BYTES], trailer)
+        raise
+
+
+def write_packs(
+    donors: Sequence[ChunkSource], sources: Iterable[Source], session: SessionId
+) -> tuple[PackRecord, ...]:
+    """Copy chunks into new packs of `session`, durable on return and not yet listed by the log.
+    A failure leaves nothing behind."""
+    threads = ThreadPool(1)
+    packs = PackSet(donors[0].storage, session, threads, codec=codecs.RAW)
+    writers = {metadata: packs.pack_writer(metadata=metadata) for metadata in (False, True)}
+    try:
+        for run in _runs(sorted(sources, key=lambda s: (s.donor, s.key, s.entry.offset))):
+            raws = [read_source(donors, source) for source in run]
+            first = run[0].entry
+            writer = writers[first.kind != TENSOR]
+            writer.add(
+                [source.entry.chunk for source in run],
+                raws,
+                first.width,
+                first.kind,
+                codec=first.codec,
+                run_bytes=sum(map(len, raws)),
+            )
+            writer.flush()
+        for writer in writers.values():
+            packs.close(writer)
+        packs.wait()
+    except BaseException:
+        for writer in writers.values():
+            writer.discard()
+        packs.drop()
+        raise
+    finally:
+        threads.close()
+    return tuple(pack.record for pack in packs.closed)
+
+
+def _runs(sources: Sequence[Source]) -> Iterator[Sequence[Source]]:
+    """Group ordered sources that are adjacent in one object, so that they stay together. A group
+    has one codec, width and kind."""
+    entries = [source.entry for source in sources]
+    for some in coalesce(
+        [entry.offset for entry in entries],
+        [entry.offset + entry.stored_bytes for entry in entries],
+        objects=[(s.donor, s.key, s.entry[4:7]) for s in sources],
+        limit_bytes=RUN_BYTES,
+    ):
+        yield sources[some]
+
+
+@dataclass(frozen=True, slots=True)
+class SavePacks:
+    """Copy verified chunks (`sources`) into new packs, register them, and move the packs `damaged`
+    (by number) out of the log into quarantine.
+
+    `lost` are needed chunks without a readable copy. The plan is valid while no packs were
+    condemned since entry `fence`.
+    """
+
+    damaged: tuple[tuple[int, PackId], ...]
+    sources: tuple[Source, ...]
+    lost: tuple[ChunkId, ...]
+    fence: int
+
+    def __str__(self) -> str:
+        text = f"write {count_text(len(self.sources), 'verified chunk')} into new packs"
+        if self.damaged:
+            text += f", and move {', '.join(name for _, name in self.damaged)} to quarantine/"
+        if self.lost:
+            lost = count_text(len(self.lost), "chunk")
+            text += f"; {lost} that commits need could not be found"
+        return text
+
+    def apply(self, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
+        """New packs first, then the log, then the damaged objects: a crash anywhere leaves the old
+        state or the new.
+
+        Raises `Conflict` if others condemned packs that the plan relies on, or use the damaged
+        ones: plan again.
+        """
+        storage, log = offline_store.storage, offline_store.open_log()
+        donors = [ChunkSource(storage), *map(ChunkSource, mirrors)]
+        with open_session(storage, "repair") as session:
+            records = write_packs(donors, self.sources, session.id)
+            state = log.replay()
+            if state.fence != self.fence:
+                raise Conflict(
+                    f"entry {state.fence} of the log condemned packs while the store was repaired; "
+                    "repeat the repair"
+                )
+            damaged = {n: state.packs[n] for n, _ in self.damaged if n in state.packs}
+            condemned = frozenset(n for n, pack in damaged.items() if pack.live)
+            if records:
+                log.append(entries.Register(session.id, state.n, state.fence, records, condemned))
+            elif condemned:
+                log.append(entries.Condemn(state.n, state.fence, condemned, ()))
+        gone = frozenset(damaged.keys() & set(log.state.packs))
+        if gone:
+            log.append(entries.Delete(gone))
+        for n in gone:
+            for key in keys_of(damaged[n].id, metadata=damaged[n].metadata):
+                quarantine(storage, key)
+
+
+def plan_rescue(facts: Facts, mirrors: Sequence[Storage]) -> SavePacks:
+    """Plan to save the chunks of damaged packs, and missing ones; an empty plan without damage."""
+    return _Rescue(facts, mirrors).plan()
+
+
+class _Rescue:
+    """The state of one plan."""
+
+    def __init__(self, facts: Facts, mirrors: Sequence[Storage]) -> None:
+        self._facts = facts
+        self._packs = {pack.id: (n, pack) for n, pack in facts.contents.state.packs.items()}
+        places: dict[ChunkId, list[tuple[str, PackEntry]]] = {}
+        for name, remembered in facts.remembered.items():
+            for key in self._keys(name) if name in self._packs else ():
+                for entry in remembered:
+                    places.setdefault(entry.chunk, []).append((key, entry))
+        storage = facts.offline_store.storage
+        self._donors = [ChunkSource(storage, places), *map(ChunkSource, mirrors)]
+
+    def plan(self) -> SavePacks:
+        facts = self._facts
+        damaged: set[PackId] = set()
+        found: dict[ChunkId, Source | None] = {}
+        for name in self._suspects():
+            # Without an answer the readable chunks are unknown: the pack stays as it is.
+            with suppress(Unavailable):
+                found |= {
+                    chunk: find_source(self._donors, chunk) for chunk in self._chunks_of(name)
+                }
+                damaged.add(name)
+        bad = {chunk.entry.chunk for chunk in facts.bad} | found.keys()
+        wanted = {chunk for chunk in bad if not self._is_held(chunk, damaged)} | facts.missing
+        for chunk in wanted - found.keys():
+            with suppress(Unavailable):
+                found[chunk] = find_source(self._donors, chunk)
+        sources = [source for chunk in sorted(wanted) if (source := found.get(chunk))]
+        lost = (wanted & facts.needed) - {source.entry.chunk for source in sources}
+        return SavePacks(
+            tuple((self._packs[name][0], name) for name in sorted(damaged)),
+            tuple(map(self._named, sources)),
+            tuple(sorted(lost)),
+            facts.contents.state.fence,
+        )
+
+    def _suspects(self) -> set[PackId]:
+        """The listed packs with damage; those that storage did not return are left alone."""
+        kinds = (Kind.PACK, Kind.TWIN, Kind.CHUNK)
+        return {
+            finding.pack
+            for finding in self._facts.report.findings
+            if finding.pack in self._packs and finding.kind in kinds and finding.key
+        }
+
+    def _is_held(self, chunk: ChunkId, damaged: set[PackId]) -> bool:
+        """Whether a live pack that stays has a readable copy."""
+        stay = [
+            place
+            for place in self._facts.contents.inventory.places(chunk)
+            if place.pack not in damaged and self._packs[place.pack][1].live
+        ]
+        try:
+            read_chunk(self._donors[0].storage, stay)
+        except CkptStoreError:
+            return False
+        return True
+
+    def _chunks_of(self, name: PackId) -> set[ChunkId]:
+        """Every chunk that the pack is known to hold, by either of its footers or by the chunk
+        index."""
+        tables = self._donors[0].tables
+        listed = {
+            ChunkId(chunk)
+            for key in self._keys(name)
+            if key in tables
+            for chunk in tables[key]["chunk"].tolist()
+        }
+        return listed | {entry.chunk for entry in self._facts.remembered.get(name, ())}
+
+    def _keys(self, name: PackId) -> tuple[str, ...]:
+        return keys_of(name, metadata=self._packs[name][1].metadata)
+
+    def _named(self, source: Source) -> Source:
+        """`source` with the kind of its chunk, which the chunk index does not know."""
+        if source.entry.kind != UNKNOWN:
+            return source
+        data, found = bytes(read_source(self._donors, source)), LAYOUT
+        for kind, decode in ((PAGE, decode_page), (SCHEMA, decode_schema)):
+            try:
+                decode(data)
+                found = kind
+                break
+            except Corrupt:
+                continue
+        return replace(source, entry=source.entry._replace(kind=found))
+
+
+def flipped(data: bytes | None) -> Iterator[bytes]:
+    """`data` with each of its bits flipped; nothing for more than `FLIP_BYTES_MAX`."""
+    candidate = bytearray(data if data is not None and len(data) <= FLIP_BYTES_MAX else b"")
+    for i in range(len(candidate)):
+        for bit in range(8):
+            candidate[i] ^= 1 << bit
+            yield bytes(candidate)
+            candidate[i] ^= 1 << bit
+
+
+def quarantine(storage: Storage, key: str) -> None:
+    """Move an object to `quarantine/`, where it is durable before the original is removed; an
+    absent one is ignored."""
+    if storage.size(key) is None:
+        return
+    kept = _keep(storage, key)
+    storage.sync_dirs([kept])
+    storage.delete(key)
+    storage.sync_dirs([key])
+
+
+def replace_small(storage: Storage, key: str, data: bytes) -> None:
+    """Write a small object after copying the old one to `quarantine/`: its name is never free in
+    between."""
+    old = read_small(storage, key)
+    if old is not None:
+        storage.put(next(_free_names(storage, key)), old)
+    storage.put(key, data)
+
+
+def copy_object(storage: Storage, source: str, target: str) -> None:
+    """Copy an object in pieces to an unused name, and put it in place atomically."""
+    size = storage.size(source) or 0
+    writer = storage.create(target, session=new_session_id())
+    try:
+        for start in range(0, size, 8 * MIB):
+            writer.append([memoryview(storage.read(source, start, min(start + 8 * MIB, size)))])
+        writer.finish()
+    except (CkptStoreError, OSError):
+        writer.discard()
+        raise
+    storage.sync_dirs([target])
+
+
+def _keep(storage: Storage, key: str) -> str:
+    """Give an object a second name in `quarantine/`, or copy it if storage has no second names."""
+    names = _free_names(storage, key)
+    if (root := storage.capabilities.local_root) is None:
+        copy_object(storage, key, name := next(names))
+        return name
+    for name in names:
+        make_directories((root / name).parent)
+        try:
+            os.link(root / key, root / name)
+        except FileExistsError:
+            continue
+        except OSError:
+            copy_object(storage, key, name)
+        return name
+    raise AssertionError("an unused name always exists")
+
+
+def _free_names(storage: Storage, key: str) -> Iterator[str]:
+    for n in itertools.count():
+        name = f"quarantine/{key}~{n}" if n else f"quarantine/{key}"
+        if storage.size(name) is None:
+            yield name
