@@ -1,6 +1,7 @@
 """Memory of asynchronous commits: only the staging pool, and nothing is left over."""
 
 import gc
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,10 +96,9 @@ def test_nothing_of_a_commit_lives_on_once_two_more_were_made(tmp_path: Path) ->
             pending = store.commit_async(state, step=step)
             seen.append(ref(pending))
             pending.wait()
-            while (
-                internals_of(store).async_commits._background.tell_if_busy()
-            ):  # who wakes the waiter has a few lines to go
-                pass
+            # who wakes the waiter has a few lines to go
+            while internals_of(store).async_commits._background.tell_if_busy():
+                time.sleep(0.001)
             del pending, state
             gc.collect()
             assert (

@@ -18,14 +18,14 @@ from ckptstore import Store
 from ckptstore.interop.dcp import StoreWriter
 from tests.support.grouped import grouped
 
-STAGING_BYTES = 4 << 20
-"""Of the state 12 MB: most of it is borrowed."""
+STAGING_BYTES = 2 << 20
+"""Of the state 6 MB: most of it is borrowed."""
 
 Commit = Callable[[Store, Mapping[str, Any], int], object]
 
 
 def _tensor() -> torch.Tensor:
-    return torch.zeros(3_000_000)
+    return torch.zeros(1_500_000)
 
 
 def _directly(store: Store, state: Mapping[str, Any], step: int) -> object:
