@@ -36,7 +36,7 @@ from ckptstore.restore.reader import Reader
 from ckptstore.runtime import StoreRuntime
 from ckptstore.snapshot import Snapshot
 from ckptstore.state.flatten import flatten
-from ckptstore.state.replication import Globs, marked
+from ckptstore.state.shards import Globs, marked
 
 logger = logging.getLogger("ckptstore")
 

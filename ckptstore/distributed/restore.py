@@ -32,7 +32,7 @@ from ckptstore.distributed.read_assignment import (
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput
 from ckptstore.restore.reader import ChunkRead, Reader, Reading, Tree
 from ckptstore.restore.restore import Brought, RestoreOperation
-from ckptstore.state.replication import is_bound_to_world_size
+from ckptstore.state.shards import is_bound_to_world_size
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

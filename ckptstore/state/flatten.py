@@ -19,12 +19,11 @@ from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
 from ckptstore.state.inflate import pickled
 from ckptstore.state.leaf_sources import NOTHING, BytesSource, FlatState, HeldLeaf, Source
-from ckptstore.state.leaves import TensorSource
 from ckptstore.state.optimizers import ParameterNames, named_state
 from ckptstore.state.registry import class_name, registered
 from ckptstore.state.shards import Held, held_of, is_distributed
 from ckptstore.state.stateful import state_dict_of, state_of
-from ckptstore.state.tensors import DTYPE_NAMES
+from ckptstore.state.tensors import DTYPE_NAMES, TensorSource
 
 _ITSELF = ""
 """Parts of this type are no container: the child stands for the object."""

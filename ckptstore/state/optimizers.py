@@ -9,11 +9,11 @@ its numbers (docs/decisions/021-…), and is restored by position, as torch does
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -23,6 +23,7 @@ from ckptstore.core.model import Node, leaves_of
 from ckptstore.state import containers, values
 from ckptstore.state.containers import Named, Names
 from ckptstore.state.stateful import (
+    items_of,
     load_optimizer,
     name_without_wrappers,
     named_parameters_of,
@@ -80,17 +81,13 @@ class ParameterNames:
             [self._found.get(id(parameter)) for parameter in group["params"]]
             for group in optimizer.param_groups
         ]
-        several = len({each.module for group in found for each in group if each}) > 1
+        several = len({each.module for each in chain.from_iterable(found) if each}) > 1
         names = [
             [f"{each.module}.{each.name}" if several else each.name for each in group if each]
             for group in found
         ]
-        count = sum(map(len, names))
-        return (
-            names
-            if count == sum(map(len, found)) == len({name for group in names for name in group})
-            else None
-        )
+        flat = list(chain.from_iterable(names))
+        return names if len(flat) == sum(map(len, found)) == len(set(flat)) else None
 
 
 def named_state(optimizer: Optimizer, names: ParameterNames, *, ranks: bool = False) -> Any:
@@ -140,16 +137,12 @@ def _is_numbered(state: Any, groups: Sequence[Sequence[str]]) -> bool:
         or type(state.get("param_groups")) is not list
     ):
         return False
-    numbers = [
-        list(group.get("params", ())) for group in state["param_groups"] if type(group) is dict
-    ]
-    names = {name for group in groups for name in group}
-    count = len(names)
-    in_order = [n for group in numbers for n in group] == list(range(count)) and list(
-        map(len, numbers)
-    ) == list(map(len, groups))
-    return in_order and all(
-        0 <= key < count if type(key) is int else key not in names for key in state["state"]
+    numbers = iter(range(sum(map(len, groups))))
+    wanted = [list(islice(numbers, len(group))) for group in groups]
+    given = [each.get("params", ()) for each in state["param_groups"] if type(each) is dict]
+    names = set(chain.from_iterable(groups))
+    return list(map(list, given)) == wanted and all(
+        0 <= key < len(names) if type(key) is int else key not in names for key in state["state"]
     )
 
 
@@ -158,12 +151,7 @@ def _modules(value: Any, place: str) -> Iterator[tuple[str, torch.nn.Module]]:
     if isinstance(value, torch.nn.Module):
         yield place, value
         return
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    for key, child in items:
+    for key, child in items_of(value):
         yield from _modules(child, f"{place}.{key}" if place else str(key))
 
 

@@ -41,9 +41,9 @@ from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state import tensors
 from ckptstore.state.flatten import flatten
 from ckptstore.state.leaf_sources import FlatState, Source
-from ckptstore.state.leaves import TensorSource
-from ckptstore.state.staging import copy_task, devices_of, prepare
+from ckptstore.state.staging import copy_task, prepare
 from ckptstore.state.staging_buffers import Buffer, BufferPool, Copy
+from ckptstore.state.tensors import TensorSource
 
 T = TypeVar("T")
 
@@ -329,11 +329,7 @@ def make_offer(
         chunks = dict[bytes, memoryview]()
         if nbytes:
             buffer = _take_room(nbytes, pool, taken)
-            sources = (part.source for part in cut.parts)
-            prepare(
-                devices_of(each.tensor for each in sources if isinstance(each, TensorSource)),
-                buffer,
-            )
+            prepare((part.source for part in cut.parts), buffer)
 
             def copy(batch: Sequence[_Copy]) -> None:
                 for each in batch:

@@ -49,7 +49,7 @@ from ckptstore.objects.pointer_files import is_pointer, read_pointer
 from ckptstore.restore.reader import ReadRequest
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state import tensors
-from ckptstore.state.leaves import Destination
+from ckptstore.state.tensors import Destination
 from ckptstore.store import Store, internals_of
 
 METADATA_BYTES_MAX = 1 << 30
