@@ -183,6 +183,11 @@ class _Form(NamedTuple):
     def is_named(self) -> bool:
         return self.state.type == containers.PARAMETERS
 
+    def is_flat(self) -> bool:
+        """Whether some names are those of FSDP1's flat memory."""
+        names = (*map(str, self.state.keys or ()), *self.names())
+        return any(part in name for name in names for part in _FLAT)
+
     def names(self) -> list[str]:
         """The names of the parameters, in their order; none where the groups are left out."""
         return list(chain.from_iterable(map(_names_of, _children(self.groups))))
@@ -243,46 +248,37 @@ def fit(
     counterpart are matched in their order, if there are as many on both sides, as torch does.
     """
     form, sharded = _form(skeleton), names.sharded(optimizer)
-    if sharded is not None and form is not None and form.is_named:
-        committed = [*map(str, form.state.keys or ()), *form.names()]
-        if not any(part in name for name in committed for part in _FLAT):
-            return _fit_sharded(form, sharded)
-    state = optimizer.state_dict()
+    if form is None or not form.is_named or form.is_flat():
+        sharded = None
+    receiver = sharded or optimizer
+    state = receiver.state_dict()
     if form is None:
-        return Fitted(optimizer, state, skeleton, {})
-    models = dict(enumerate(chain.from_iterable(g["params"] for g in optimizer.param_groups)))
-    if not form.is_named:
-        return Fitted(optimizer, state, skeleton, _models(form.state, models))
+        return Fitted(receiver, state, skeleton, {})
     committed = form.names()
-    numbers, missing = _numbers(committed, names.of(optimizer), len(models), in_order=in_order)
-    known = frozenset(committed)
+    known, counts = frozenset(committed), None
+    keys: Mapping[str, int | str]
+    models: Mapping[Any, torch.Tensor]
+    if sharded is not None:
+        own = [name for group in state["param_groups"] for name in group["params"]]
+        keys, models = dict(zip(own, own, strict=True)), sharded.models
+        missing = tuple(name for name in own if name not in known) if known else ()
+    else:
+        models = dict(enumerate(chain.from_iterable(g["params"] for g in optimizer.param_groups)))
+        if not form.is_named:
+            return Fitted(receiver, state, skeleton, _models(form.state, models))
+        counts = [len(group["params"]) for group in optimizer.param_groups]
+        keys, missing = _numbers(committed, names.of(optimizer), len(models), in_order=in_order)
 
     def is_foreign(key: Any) -> bool:
         """What is no parameter's at all, as some optimizers have it, is not foreign."""
-        unknown = type(key) is str and key not in numbers
+        unknown = type(key) is str and key not in keys
         return unknown and (key in known or not known)
 
     kept = form.state.filtered(lambda key, child: not is_foreign(key))
-    inner = Node("dict", kept.children, _numbered_keys(kept, numbers))
-    counts = [len(group["params"]) for group in optimizer.param_groups]
+    inner = Node("dict", kept.children, _numbered_keys(kept, keys))
     foreign = tuple((str(key), child) for key, child in form.state.items() if is_foreign(key))
     fitted = form.replaced(inner, counts)
-    return Fitted(optimizer, state, fitted, _models(inner, models), foreign, missing)
-
-
-def _fit_sharded(form: _Form, sharded: "ShardedOptimizer") -> Fitted:
-    state, committed = sharded.state_dict(), form.names()
-    own = [name for group in state["param_groups"] for name in group["params"]]
-    foreign = set(committed or map(str, form.state.keys or ())) - set(own)
-    inner = form.state.filtered(lambda key, child: str(key) not in foreign)
-    return Fitted(
-        sharded,
-        state,
-        form.replaced(inner, None),
-        _models(inner, sharded.models),
-        tuple((str(key), child) for key, child in form.state.items() if str(key) in foreign),
-        tuple(name for name in own if name not in committed) if committed else (),
-    )
+    return Fitted(receiver, state, fitted, _models(inner, models), foreign, missing)
 
 
 def _numbers(
@@ -309,7 +305,7 @@ def _numbers(
     return numbers, tuple(target[n] if target else str(n) for n in free) if committed else ()
 
 
-def _numbered_keys(state: Node, numbers: Mapping[str, int]) -> tuple[Any, ...]:
+def _numbered_keys(state: Node, numbers: Mapping[str, int | str]) -> tuple[Any, ...]:
     return tuple(numbers.get(key, key) if type(key) is str else key for key in state.keys or ())
 
 

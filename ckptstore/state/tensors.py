@@ -221,7 +221,8 @@ def write_range(
     if not len(data):
         return
     source = _from_memory(data)
-    if tensor.is_cuda:
+    is_left = tensor.is_cuda and dtype is None
+    if is_left:
         # from torch's pool: the copy is then left to the device, in order with what is launched
         # next
         source = source.pin_memory()
@@ -231,9 +232,7 @@ def write_range(
     with torch.no_grad():
         for run in _runs(filled, start // width, (start + len(data)) // width):
             nbytes = run.numel() * width
-            run.copy_(
-                as_dtype(source[at : at + nbytes], given, run.shape), non_blocking=tensor.is_cuda
-            )
+            run.copy_(as_dtype(source[at : at + nbytes], given, run.shape), non_blocking=is_left)
             at += nbytes
 
 
