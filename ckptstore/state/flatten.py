@@ -99,6 +99,9 @@ class _Tree:
 
     def _visit(self, value: Any, path: str) -> Node | int:
         try:
+            strided = type(value) is torch.Tensor and tensors.is_strided(value)
+            if strided and not value.requires_grad:  # by far the most
+                return self._tensor(value, path)
             found = self._leaf_or_parts(value, path)
             if isinstance(found, int):
                 return found
@@ -108,8 +111,6 @@ class _Tree:
         return self._container(value, found, names, path)
 
     def _leaf_or_parts(self, value: Any, path: str) -> int | Parts:
-        if type(value) is torch.Tensor and tensors.is_strided(value) and not value.requires_grad:
-            return self._tensor(value, path)
         if self._ranks and isinstance(value, torch.Tensor) and is_distributed(value):
             return self._distributed(value, path)
         if type(value) is bytes:

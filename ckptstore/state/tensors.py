@@ -124,9 +124,6 @@ def check_memory(tensor: torch.Tensor) -> None:
     """Raise `InvalidInput` for a tensor whose elements are not all in memory that is there: its
     storage was freed or made smaller, or it is a stand-in of one of torch's transforms, which has
     none."""
-    count = tensor.numel()
-    if not count:
-        return
     try:
         address, there = tensor.data_ptr(), tensor.untyped_storage().nbytes()
         is_all = there == tensor.nbytes and not tensor.storage_offset()
@@ -137,6 +134,9 @@ def check_memory(tensor: torch.Tensor) -> None:
             "a tensor without memory of its own, inside of vmap, grad or the like, has no bytes: "
             f"{_OUTSIDE}"
         ) from error
+    count = tensor.numel()
+    if not count:
+        return
     if not tensor.is_contiguous():
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         count = 1 + sum((n - 1) * abs(step) for n, step in steps)
