@@ -39,7 +39,7 @@ from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader
 from ckptstore.snapshot import Snapshot
 from ckptstore.state.flatten import flatten
-from ckptstore.state.replication import Globs, marked
+from ckptstore.state.shards import Globs, marked
 
 logger = logging.getLogger("ckptstore")
 

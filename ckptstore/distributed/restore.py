@@ -17,7 +17,7 @@ from ckptstore.distributed.shared_reads import Sharing
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.restore.reader import Tree
 from ckptstore.restore.restore import RestoreOperation
-from ckptstore.state.replication import is_bound_to_world_size
+from ckptstore.state.shards import is_bound_to_world_size
 
 T = TypeVar("T")
 

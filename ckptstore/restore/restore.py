@@ -15,12 +15,12 @@ from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.restore.mmap import Unmappable
 from ckptstore.restore.reader import ChunkRead, Reader, Reading, ReadRequest, Tree
 from ckptstore.state import tensors
-from ckptstore.state.inflate import inflate
-from ckptstore.state.leaves import checked_dtype, convertible, destination
+from ckptstore.state.inflate import convertible, inflate
 from ckptstore.state.match_target import Matching
 from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.renaming import Renamer, narrow, rename_tree
 from ckptstore.state.restore import bind
+from ckptstore.state.tensors import checked_dtype, destination
 
 if TYPE_CHECKING:
     import torch

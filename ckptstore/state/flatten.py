@@ -19,12 +19,11 @@ from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
 from ckptstore.state.inflate import pickled
 from ckptstore.state.leaf_sources import NOTHING, BytesSource, FlatState, HeldLeaf, Source
-from ckptstore.state.leaves import TensorSource
 from ckptstore.state.optimizers import ParameterNames, named_state
 from ckptstore.state.registry import class_name, registered
 from ckptstore.state.shards import Held, held_of, is_distributed
 from ckptstore.state.stateful import state_dict_of, state_of
-from ckptstore.state.tensors import DTYPE_NAMES
+from ckptstore.state.tensors import DTYPE_NAMES, TensorSource
 
 _ITSELF = ""
 """Parts of this type are no container: the child stands for the object."""
@@ -100,6 +99,9 @@ class _Tree:
 
     def _visit(self, value: Any, path: str) -> Node | int:
         try:
+            strided = type(value) is torch.Tensor and tensors.is_strided(value)
+            if strided and not value.requires_grad:  # by far the most
+                return self._tensor(value, path)
             found = self._leaf_or_parts(value, path)
             if isinstance(found, int):
                 return found
@@ -109,8 +111,6 @@ class _Tree:
         return self._container(value, found, names, path)
 
     def _leaf_or_parts(self, value: Any, path: str) -> int | Parts:
-        if type(value) is torch.Tensor and tensors.is_strided(value) and not value.requires_grad:
-            return self._tensor(value, path)
         if self._ranks and isinstance(value, torch.Tensor) and is_distributed(value):
             return self._distributed(value, path)
         if type(value) is bytes:

@@ -5,7 +5,7 @@ Only this file pickles and unpickles, and only with `allow_pickle=True`.
 """
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -222,3 +222,34 @@ def overwrite(target: Any, made: Any) -> Any:
 
 def _is_block(value: Any) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter) and tensors.is_strided(value)
+
+
+_COMPOSITES = (
+    "torch.sparse_",
+    "torch.nested",
+    "torch.jagged",
+    "torch.Parameter",
+    "torch.Tensor",
+    "torch.thin_subclass",
+)
+"""Tensors made of others whose values are what they seem."""
+
+
+def convertible(schema: Schema, dtype: torch.dtype) -> frozenset[int]:
+    """The leaves of a tree that become other ones when `dtype` is asked for: not the components of
+    quantized tensors, tensor subclasses and numpy arrays, whose dtype carries meaning."""
+    return frozenset(
+        leaf
+        for leaf in _candidates(schema.skeleton)
+        if tensors.converts(schema.dtypes[leaf], dtype)
+    )
+
+
+def _candidates(node: Node | int) -> Iterator[int]:
+    if isinstance(node, int):
+        yield node
+    elif node is not LEFT_OUT and (
+        containers.is_divisible(node.type) or node.type.startswith(_COMPOSITES)
+    ):
+        for child in node.children:
+            yield from _candidates(child)

@@ -17,9 +17,10 @@ from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors, values
 from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
-from ckptstore.state.leaves import Destination, convertible, destination
+from ckptstore.state.inflate import convertible
 from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.shards import Held, held_of, is_distributed, with_local
+from ckptstore.state.tensors import Destination, destination
 
 _MARKS = ("torch.Parameter", "torch.Tensor")
 """Wrappers that only record whether a tensor requires grad, which the target decides."""

@@ -9,11 +9,11 @@ its numbers (docs/decisions/021-…), and is restored by position, as torch does
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -23,6 +23,7 @@ from ckptstore.core.model import Node, leaves_of
 from ckptstore.state import containers, values
 from ckptstore.state.containers import Named, Names
 from ckptstore.state.stateful import (
+    items_of,
     load_optimizer,
     name_without_wrappers,
     named_parameters_of,
@@ -80,17 +81,13 @@ class ParameterNames:
             [self._found.get(id(parameter)) for parameter in group["params"]]
             for group in optimizer.param_groups
         ]
-        several = len({each.module for group in found for each in group if each}) > 1
+        several = len({each.module for each in chain.from_iterable(found) if each}) > 1
         names = [
             [f"{each.module}.{each.name}" if several else each.name for each in group if each]
             for group in found
         ]
-        count = sum(map(len, names))
-        return (
-            names
-            if count == sum(map(len, found)) == len({name for group in names for name in group})
-            else None
-        )
+        flat = list(chain.from_iterable(names))
+        return names if len(flat) == sum(map(len, found)) == len(set(flat)) else None
 
 
 def named_state(optimizer: Optimizer, names: ParameterNames, *, ranks: bool = False) -> Any:
@@ -140,16 +137,12 @@ def _is_numbered(state: Any, groups: Sequence[Sequence[str]]) -> bool:
         or type(state.get("param_groups")) is not list
     ):
         return False
-    numbers = [
-        list(group.get("params", ())) for group in state["param_groups"] if type(group) is dict
-    ]
-    names = {name for group in groups for name in group}
-    count = len(names)
-    in_order = [n for group in numbers for n in group] == list(range(count)) and list(
-        map(len, numbers)
-    ) == list(map(len, groups))
-    return in_order and all(
-        0 <= key < count if type(key) is int else key not in names for key in state["state"]
+    numbers = iter(range(sum(map(len, groups))))
+    wanted = [list(islice(numbers, len(group))) for group in groups]
+    given = [each.get("params", ()) for each in state["param_groups"] if type(each) is dict]
+    names = set(chain.from_iterable(groups))
+    return list(map(list, given)) == wanted and all(
+        0 <= key < len(names) if type(key) is int else key not in names for key in state["state"]
     )
 
 
@@ -158,12 +151,7 @@ def _modules(value: Any, place: str) -> Iterator[tuple[str, torch.nn.Module]]:
     if isinstance(value, torch.nn.Module):
         yield place, value
         return
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    for key, child in items:
+    for key, child in items_of(value):
         yield from _modules(child, f"{place}.{key}" if place else str(key))
 
 
@@ -194,6 +182,11 @@ class _Form(NamedTuple):
     @property
     def is_named(self) -> bool:
         return self.state.type == containers.PARAMETERS
+
+    def is_flat(self) -> bool:
+        """Whether some names are those of FSDP1's flat memory."""
+        names = (*map(str, self.state.keys or ()), *self.names())
+        return any(part in name for name in names for part in _FLAT)
 
     def names(self) -> list[str]:
         """The names of the parameters, in their order; none where the groups are left out."""
@@ -255,46 +248,37 @@ def fit(
     counterpart are matched in their order, if there are as many on both sides, as torch does.
     """
     form, sharded = _form(skeleton), names.sharded(optimizer)
-    if sharded is not None and form is not None and form.is_named:
-        committed = [*map(str, form.state.keys or ()), *form.names()]
-        if not any(part in name for name in committed for part in _FLAT):
-            return _fit_sharded(form, sharded)
-    state = optimizer.state_dict()
+    if form is None or not form.is_named or form.is_flat():
+        sharded = None
+    receiver = sharded or optimizer
+    state = receiver.state_dict()
     if form is None:
-        return Fitted(optimizer, state, skeleton, {})
-    models = dict(enumerate(chain.from_iterable(g["params"] for g in optimizer.param_groups)))
-    if not form.is_named:
-        return Fitted(optimizer, state, skeleton, _models(form.state, models))
+        return Fitted(receiver, state, skeleton, {})
     committed = form.names()
-    numbers, missing = _numbers(committed, names.of(optimizer), len(models), in_order=in_order)
-    known = frozenset(committed)
+    known, counts = frozenset(committed), None
+    keys: Mapping[str, int | str]
+    models: Mapping[Any, torch.Tensor]
+    if sharded is not None:
+        own = [name for group in state["param_groups"] for name in group["params"]]
+        keys, models = dict(zip(own, own, strict=True)), sharded.models
+        missing = tuple(name for name in own if name not in known) if known else ()
+    else:
+        models = dict(enumerate(chain.from_iterable(g["params"] for g in optimizer.param_groups)))
+        if not form.is_named:
+            return Fitted(receiver, state, skeleton, _models(form.state, models))
+        counts = [len(group["params"]) for group in optimizer.param_groups]
+        keys, missing = _numbers(committed, names.of(optimizer), len(models), in_order=in_order)
 
     def is_foreign(key: Any) -> bool:
         """What is no parameter's at all, as some optimizers have it, is not foreign."""
-        unknown = type(key) is str and key not in numbers
+        unknown = type(key) is str and key not in keys
         return unknown and (key in known or not known)
 
     kept = form.state.filtered(lambda key, child: not is_foreign(key))
-    inner = Node("dict", kept.children, _numbered_keys(kept, numbers))
-    counts = [len(group["params"]) for group in optimizer.param_groups]
+    inner = Node("dict", kept.children, _numbered_keys(kept, keys))
     foreign = tuple((str(key), child) for key, child in form.state.items() if is_foreign(key))
     fitted = form.replaced(inner, counts)
-    return Fitted(optimizer, state, fitted, _models(inner, models), foreign, missing)
-
-
-def _fit_sharded(form: _Form, sharded: "ShardedOptimizer") -> Fitted:
-    state, committed = sharded.state_dict(), form.names()
-    own = [name for group in state["param_groups"] for name in group["params"]]
-    foreign = set(committed or map(str, form.state.keys or ())) - set(own)
-    inner = form.state.filtered(lambda key, child: str(key) not in foreign)
-    return Fitted(
-        sharded,
-        state,
-        form.replaced(inner, None),
-        _models(inner, sharded.models),
-        tuple((str(key), child) for key, child in form.state.items() if str(key) in foreign),
-        tuple(name for name in own if name not in committed) if committed else (),
-    )
+    return Fitted(receiver, state, fitted, _models(inner, models), foreign, missing)
 
 
 def _numbers(
@@ -321,7 +305,7 @@ def _numbers(
     return numbers, tuple(target[n] if target else str(n) for n in free) if committed else ()
 
 
-def _numbered_keys(state: Node, numbers: Mapping[str, int]) -> tuple[Any, ...]:
+def _numbered_keys(state: Node, numbers: Mapping[str, int | str]) -> tuple[Any, ...]:
     return tuple(numbers.get(key, key) if type(key) is str else key for key in state.keys or ())
 
 

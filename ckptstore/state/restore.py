@@ -23,6 +23,7 @@ from ckptstore.state.stateful import (
     RNGState,
     StateDict,
     is_stateful,
+    items_of,
     load_optimizer,
     own_loading,
     state_dict_of,
@@ -140,16 +141,16 @@ class Binding(Inflater):
             if name not in known and not name.startswith(adapting):
                 self.missing.append(f"{path}/{paths.segment(name)}")
         taken: list[tuple[Any, Node | int]] = []
-        for (encoded, child), below in zip(node.items(), paths.below(node, path), strict=True):
+        for encoded, child in node.items():
             key = values.decode_key(encoded, self._classes)
-            if key in state:
-                self._pair(child, state[key], below, report=True)
-            elif not str(key).startswith(adapting):
-                self._leave_out(child, below)
-                continue
-            taken.append((encoded, child))
+            if key in state or str(key).startswith(adapting):
+                taken.append((encoded, child))
+            else:
+                self._leave_out(child, _below(path, key))
         children = tuple(child for _, child in taken)
-        return replace(node, keys=tuple(key for key, _ in taken), children=children)
+        narrowed = replace(node, keys=tuple(key for key, _ in taken), children=children)
+        self._pair_items(narrowed, state, path, report=True)
+        return narrowed
 
     def _pair_optimizer(self, node: Node | int, optimizer: Optimizer, path: str) -> Node | int:
         """Match an optimizer's state; returns `node` as the optimizer takes it, without parameters
@@ -196,13 +197,16 @@ class Binding(Inflater):
                 f"a {node.type} of {len(node.children)}, of which some are selected",
                 f"a {type(target).__qualname__} of others",
             )
+        self._pair_items(node, target, path, report=report)
+
+    def _pair_items(self, node: Node, target: Any, path: str, *, report: bool) -> None:
         there = counterparts(node, target, self._classes)
         names = range(len(node.children)) if node.keys is None else paths.segments(node.keys)
         for child, below, name in zip(node.children, there, names, strict=True):
             if isinstance(child, int):  # by far the most
                 if isinstance(below, torch.Tensor):
                     self._tensors.pair(child, below, self._schema.paths[child], report=report)
-            elif below is not None or partial:
+            elif below is not None or self._matching.partial:
                 self._pair(child, below, f"{path}/{name}", report=report)
 
     def finish(self, content: Mapping[int, bytes]) -> Any:
@@ -252,14 +256,10 @@ def _has_places(node: Node, target: Any) -> bool:
 
 
 def _tensor_paths(value: Any, path: str) -> Iterator[str]:
-    items: Any = ()
     if isinstance(value, torch.Tensor) or is_stateful(value):
         yield path
-    elif isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    for key, child in items:
+        return
+    for key, child in items_of(value):
         yield from _tensor_paths(child, _below(path, key))
 
 

@@ -1,4 +1,4 @@
-"""Which boxes of a distributed tensor does this rank hold, and where in memory?
+"""What does this rank hold of each leaf: boxes of a distributed tensor, a replica, or its own?
 
 Placements apply from the first mesh dimension to the last, each to the indices left by the
 previous ones (`torch.distributed.tensor`). A strided shard cuts these into `split_factor`
@@ -8,21 +8,30 @@ takes milliseconds.
 
 A rank outside the mesh, or without a part of the tensor, holds no box. A mesh without dimensions
 divides nothing: a rank that has the whole tensor holds it, in the mesh or not.
+
+DistributedDataParallel keeps parameters equal and broadcasts the first rank's buffers; optimizers
+of such parameters have equal state. Random number generators and data loaders differ by rank.
 """
 
+import fnmatch
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate, product
-from typing import Any, NamedTuple, TypeAlias
+from itertools import accumulate, chain, product
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors
-from ckptstore.state.leaf_sources import Holding, Mesh
+from ckptstore.state.leaf_sources import FlatState, Holding, Mark, Mesh
+from ckptstore.state.optimizers import is_named
+from ckptstore.state.stateful import RNGState
+from ckptstore.state.tensors import TensorSource
 
 
 class Held(NamedTuple):
@@ -232,10 +241,6 @@ def _view(local: torch.Tensor, place: Box) -> torch.Tensor:
     return local
 
 
-Run: TypeAlias = tuple[int, int]
-"""Consecutive indices: the first, and how many."""
-
-
 class Cut(NamedTuple):
     """One mesh dimension that divides tensor dimension `dim` among `parts` ranks, of which this one
     is number `number`."""
@@ -261,37 +266,37 @@ def rank_part(shape: Shape, cuts: Sequence[Cut]) -> RankPart:
 
     Mesh dimensions that replicate cut nothing and are left out of `cuts`.
     """
-    runs: list[list[Run]] = [[(0, n)] for n in shape]
+    runs = [[range(n)] for n in shape]
     for cut in cuts:
         runs[cut.dim] = _cut(runs[cut.dim], cut)
-    starts = [list(accumulate((length for _, length in found), initial=0)) for found in runs]
+    lengths_of = [list(map(len, found)) for found in runs]
+    # each run with where it begins in the rank's own tensor
+    placed = [
+        list(zip(found, accumulate(lengths, initial=0), strict=False))
+        for found, lengths in zip(runs, lengths_of, strict=True)
+    ]
     boxes, local = [], []
-    for which in product(*(range(len(found)) for found in runs)):
-        chosen = [found[i] for found, i in zip(runs, which, strict=True)]
-        lengths = tuple(length for _, length in chosen)
+    for chosen in product(*placed):
+        lengths = tuple(len(run) for run, _ in chosen)
         if 0 not in lengths:
-            boxes.append(Box(tuple(first for first, _ in chosen), lengths))
-            offsets = tuple(found[i] for found, i in zip(starts, which, strict=True))
-            local.append(Box(offsets, lengths))
-    return RankPart(tuple(found[-1] for found in starts), tuple(boxes), tuple(local))
+            boxes.append(Box(tuple(run.start for run, _ in chosen), lengths))
+            local.append(Box(tuple(at for _, at in chosen), lengths))
+    return RankPart(tuple(map(sum, lengths_of)), tuple(boxes), tuple(local))
 
 
-def _cut(runs: Sequence[Run], cut: Cut) -> list[Run]:
+def _cut(runs: Sequence[range], cut: Cut) -> list[range]:
     """The part of `runs`, taken as one list of indices, that `cut` leaves to its rank."""
-    size = sum(length for _, length in runs)
-    left: list[Run] = []
-    for start, stop in _chunks(size, cut.split_factor):
+    size = sum(map(len, runs))
+    left: list[range] = []
+    for i in range(cut.split_factor):
+        start, stop = _chunk(size, cut.split_factor, i)
         first, last = _chunk(stop - start, cut.parts, cut.number)
         for run in _slice(runs, start + first, start + last):
-            if left and sum(left[-1]) == run[0]:
-                left[-1] = (left[-1][0], left[-1][1] + run[1])
+            if left and left[-1].stop == run.start:
+                left[-1] = range(left[-1].start, run.stop)
             else:
                 left.append(run)
     return left
-
-
-def _chunks(size: int, parts: int) -> Iterator[tuple[int, int]]:
-    return (_chunk(size, parts, i) for i in range(parts))
 
 
 def _chunk(size: int, parts: int, i: int) -> tuple[int, int]:
@@ -301,11 +306,122 @@ def _chunk(size: int, parts: int, i: int) -> tuple[int, int]:
     return min(i * each, size), min((i + 1) * each, size)
 
 
-def _slice(runs: Sequence[Run], start: int, stop: int) -> Iterator[Run]:
+def _slice(runs: Sequence[range], start: int, stop: int) -> Iterator[range]:
     """Indices number `start` to `stop` of the list that `runs` are."""
-    at = 0
-    for first, length in runs:
-        low, high = max(start - at, 0), min(stop - at, length)
-        if low < high:
-            yield first + low, high - low
-        at += length
+    for run in runs:
+        if part := run[max(start, 0) : max(stop, 0)]:
+            yield part
+        start, stop = start - len(run), stop - len(run)
+
+
+@dataclass(frozen=True, slots=True)
+class Globs:
+    """What the caller knows, by globs of paths: leaves that are replicas, and leaves that are each
+    rank's own.
+
+    With `compare`, content decides about what nothing is known of; without it, that is each rank's
+    own, equal or not.
+    """
+
+    replicated: tuple[str, ...] = ()
+    private: tuple[str, ...] = ()
+    compare: bool = True
+
+
+def marked(
+    app_state: Mapping[str, Any], flats: Mapping[str, FlatState], globs: Globs
+) -> dict[str, FlatState]:
+    """`flats` with marks."""
+    known = _replicas(app_state.values())
+    return {
+        key: replace(flat, marks=_marks(app_state[key], flat, known, globs))
+        for key, flat in flats.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Replicas:
+    """What DistributedDataParallel keeps equal: the memory of parameters and buffers, by address,
+    and the parameters themselves, by identity."""
+
+    memory: dict[int, Mark] = field(default_factory=dict)
+    parameters: set[int] = field(default_factory=set)
+
+
+def _replicas(values: Iterable[Any]) -> _Replicas:
+    known = _Replicas()
+    for module in chain.from_iterable(map(_parallel_in, values)):
+        for name, parameter in module.module.named_parameters():
+            if name not in module.parameters_to_ignore:
+                known.parameters.add(id(parameter))
+                known.memory.setdefault(parameter.data_ptr(), "replica")
+        for buffer in module.module.buffers() if module.broadcast_buffers else ():
+            known.memory[buffer.data_ptr()] = "lead"
+    known.memory.pop(0, None)  # of what has no elements
+    return known
+
+
+def _parallel_in(value: Any) -> list[DistributedDataParallel]:
+    modules = value.modules() if isinstance(value, torch.nn.Module) else ()
+    return [each for each in modules if isinstance(each, DistributedDataParallel)]
+
+
+def _marks(value: Any, flat: FlatState, known: _Replicas, globs: Globs) -> dict[int, Mark]:
+    count = len(flat.schema)
+    if isinstance(value, RNGState) or _is_loader(value):
+        return dict.fromkeys(range(count), "private")
+    marks: dict[int, Mark] = {}
+    if isinstance(value, torch.optim.Optimizer):
+        if not is_named(flat.schema.skeleton):
+            marks.update((i, "numbered") for i in flat.held)
+        if known.parameters.issuperset(
+            id(each) for group in value.param_groups for each in group["params"]
+        ):
+            marks.update(
+                (i, "replica")
+                for i, kind in enumerate(flat.schema.kinds)
+                if kind == "tensor" and i not in flat.held
+            )
+    elif known.memory:
+        marks.update(
+            (i, mark)
+            for i, source in enumerate(flat.leaves)
+            if isinstance(source, TensorSource)
+            and (mark := known.memory.get(source.tensor.data_ptr()))
+        )
+    wanted = _paths_like(flat.schema.paths, globs.replicated)
+    # Buffers that the first rank's count of may differ until the next forward broadcasts them.
+    marks.update((i, "replica") for i in wanted if i not in flat.held and marks.get(i) != "lead")
+    if not globs.compare and not _parallel_in(value):
+        # Otherwise DistributedDataParallel makes ranks do the same, so that the rest is equal too.
+        marks = {
+            i: marks.get(i, "private") for i in range(count) if i in marks or i not in flat.held
+        }
+    marks.update((i, "private") for i in _paths_like(flat.schema.paths, globs.private))
+    return marks
+
+
+def _paths_like(paths: Sequence[str], globs: Sequence[str]) -> list[int]:
+    return [
+        i
+        for i, path in enumerate(paths if globs else ())
+        if any(fnmatch.fnmatchcase(path, glob) for glob in globs)
+    ]
+
+
+def _is_loader(value: Any) -> bool:
+    """Whether `value` hands out data from a place that it remembers: it is iterated over, has a
+    state, and is no container."""
+    if isinstance(value, Mapping | Sequence | torch.nn.Module | torch.Tensor):
+        return False
+    return (
+        hasattr(value, "state_dict")
+        and hasattr(value, "load_state_dict")
+        and hasattr(value, "__iter__")
+    )
+
+
+def is_bound_to_world_size(value: Any) -> bool:
+    """Whether `value` is a data loader that does not say it can go on with another number of ranks
+    (`any_world_size = True`)."""
+    return _is_loader(value) and not getattr(value, "any_world_size", False)

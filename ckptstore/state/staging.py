@@ -26,8 +26,8 @@ from ckptstore.core.model import INLINE_BYTES
 from ckptstore.objects.pack import align
 from ckptstore.state import tensors
 from ckptstore.state.leaf_sources import BytesSource, FlatState, Source, leaves_of, read_all
-from ckptstore.state.leaves import TensorSource
 from ckptstore.state.staging_buffers import Buffer, BufferSource, Copy, CopyProgress
+from ckptstore.state.tensors import TensorSource
 
 logger = logging.getLogger("ckptstore")
 
@@ -79,7 +79,7 @@ def leaves_away(sources: Sequence[Source]) -> frozenset[int]:
     return frozenset(
         n
         for n, source in enumerate(sources)
-        if isinstance(source, TensorSource) and is_away(source.tensor)
+        if isinstance(source, TensorSource) and source.tensor.device.type in AWAY
     )
 
 
@@ -158,10 +158,7 @@ def stage(
     for n in plan.small:
         sources[n] = BytesSource(read_all(sources[n]), sources[n].width)
     if arena is not None:
-        prepare(
-            devices_of(source.tensor for source in sources if isinstance(source, TensorSource)),
-            arena,
-        )
+        prepare(sources, arena)
         spread(lambda task: copy_task(task, arena), plan.tasks)
         for n, offset in plan.offsets.items():
             sources[n] = BufferSource(
@@ -190,24 +187,19 @@ class _Group:
 
 
 def _groups(sources: Mapping[int, TensorSource]) -> Iterator[_Group]:
-    plain = sorted(
-        (source.tensor.data_ptr(), n)
-        for n, source in sources.items()
-        if tensors.is_plain(source.tensor)
-    )
-    yield from (
-        _Group(0, source.nbytes, {n: 0})
-        for n, source in sources.items()
-        if not tensors.is_plain(source.tensor)
-    )
+    plain: list[tuple[int, int]] = []
+    for n, source in sources.items():
+        if tensors.is_plain(source.tensor):
+            plain.append((source.tensor.data_ptr(), n))
+        else:
+            yield _Group(0, source.nbytes, {n: 0})
     leaves: dict[int, int] = {}
     start = stop = 0
-    for address, n in plain:
-        if leaves and address >= stop:
-            yield _Group(start, stop - start, leaves)
-            leaves = {}
-        if not leaves:
-            start = stop = address
+    for address, n in sorted(plain):
+        if address >= stop:
+            if leaves:
+                yield _Group(start, stop - start, leaves)
+            leaves, start, stop = {}, address, address
         leaves[n] = address - start
         stop = max(stop, address + sources[n].nbytes)
     if leaves:
@@ -246,20 +238,16 @@ _PORTABLE = 1
 """`cudaHostRegisterPortable`: pinned for every device, not only the current one."""
 
 
-def is_away(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's bytes take a way on which the processor is free."""
-    return tensor.device.type in AWAY
-
-
-def devices_of(found: Iterable[torch.Tensor]) -> frozenset[torch.device]:
-    """The CUDA devices that some of these tensors lie on."""
+def devices_of(sources: Iterable[Source]) -> frozenset[torch.device]:
+    """The CUDA devices that some of these lie on."""
+    found = (source.tensor for source in sources if isinstance(source, TensorSource))
     return frozenset(tensor.device for tensor in found if tensor.is_cuda)
 
 
-def prepare(devices: Iterable[torch.device], arena: Buffer) -> None:
-    """What is copied to `arena` from here on was written by what the caller's streams have been
-    given so far, and by nothing later that waits for the copy."""
-    for device in devices:
+def prepare(sources: Iterable[Source], arena: Buffer) -> None:
+    """What is copied from `sources` to `arena` from here on was written by what the caller's
+    streams have been given so far, and by nothing later that waits for the copy."""
+    for device in devices_of(sources):
         _stream(device).wait_stream(torch.cuda.current_stream(device))
         _pin(arena, device)
 

@@ -8,7 +8,7 @@ stands: a user's module called `module` keeps its name.
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
@@ -38,6 +38,13 @@ def state_of(value: Any) -> Any:
     if isinstance(value, nn.Module):
         return state_dict_of(value)
     return value.state_dict() if is_stateful(value) else value
+
+
+def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """What a mapping, a list or a tuple holds, by key or number; nothing of anything else."""
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, list | tuple) else ()
 
 
 class StateDict(dict[str, Any]):

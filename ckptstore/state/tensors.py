@@ -2,12 +2,19 @@
 
 Raw bytes are the elements in row-major order, little-endian (docs/format.md §3). They are moved as
 integers, since some dtypes (bits, sub-byte integers, some fp8) have neither `copy_` nor `view`.
+
+Copies that the caller waits for go through the device stream that is current when a source or
+destination is made, on any copying thread: after earlier launches, before later ones.
+
+Floats are restored as other floats on request (`destination`). Integers, booleans, complex numbers
+and packed floats keep their dtype.
 """
 
 import ctypes
 import mmap
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from math import prod
 from typing import Any
@@ -117,9 +124,6 @@ def check_memory(tensor: torch.Tensor) -> None:
     """Raise `InvalidInput` for a tensor whose elements are not all in memory that is there: its
     storage was freed or made smaller, or it is a stand-in of one of torch's transforms, which has
     none."""
-    count = tensor.numel()
-    if not count:
-        return
     try:
         address, there = tensor.data_ptr(), tensor.untyped_storage().nbytes()
         is_all = there == tensor.nbytes and not tensor.storage_offset()
@@ -130,6 +134,9 @@ def check_memory(tensor: torch.Tensor) -> None:
             "a tensor without memory of its own, inside of vmap, grad or the like, has no bytes: "
             f"{_OUTSIDE}"
         ) from error
+    count = tensor.numel()
+    if not count:
+        return
     if not tensor.is_contiguous():
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         count = 1 + sum((n - 1) * abs(step) for n, step in steps)
@@ -214,7 +221,8 @@ def write_range(
     if not len(data):
         return
     source = _from_memory(data)
-    if tensor.is_cuda:
+    is_left = tensor.is_cuda and dtype is None
+    if is_left:
         # from torch's pool: the copy is then left to the device, in order with what is launched
         # next
         source = source.pin_memory()
@@ -224,9 +232,7 @@ def write_range(
     with torch.no_grad():
         for run in _runs(filled, start // width, (start + len(data)) // width):
             nbytes = run.numel() * width
-            run.copy_(
-                as_dtype(source[at : at + nbytes], given, run.shape), non_blocking=tensor.is_cuda
-            )
+            run.copy_(as_dtype(source[at : at + nbytes], given, run.shape), non_blocking=is_left)
             at += nbytes
 
 
@@ -321,3 +327,118 @@ def _flatter(tensor: torch.Tensor) -> torch.Tensor:
             shape.append(n)
             strides.append(stride)
     return tensor.as_strided(shape, strides)
+
+
+def current_stream(tensor: torch.Tensor) -> Any:
+    """The stream that the calling thread launches on where the tensor lies; None for one in this
+    host's memory."""
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
+def through(stream: Any) -> AbstractContextManager[Any]:
+    """Within it, copies go through `stream`. Each thread has a current stream of its own, which may
+    be another than the caller's."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+class TensorSource:
+    """The raw bytes of a strided tensor on any device, as of what the thread that makes this has
+    launched there. Keeps the tensor alive; threads may stage side by side."""
+
+    __slots__ = ("nbytes", "stream", "tensor", "width")
+    known_ids: bytes | None = None
+    still = False
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.stream = current_stream(tensor)
+        self.nbytes: int = tensor.nbytes
+        self.width: int = tensor.itemsize
+
+    def memory(self) -> memoryview | None:
+        """The bytes where they are, or None if they must be staged (another device, not contiguous,
+        a conjugate view)."""
+        return memory_of(self.tensor) if is_plain(self.tensor) else None
+
+    def view(self, start: int, stop: int) -> memoryview | None:
+        """A part of `memory`."""
+        memory = self.memory()
+        return None if memory is None else memory[start:stop]
+
+    def stage(self, start: int, stop: int, out: memoryview) -> None:
+        """Copy the bytes `start:stop` to `out`."""
+        with through(self.stream):
+            read_range(self.tensor, start, stop, out)
+
+
+class KnownSource(TensorSource):
+    """A tensor whose chunks' ids are known. Only where the store lacks a chunk is it read, and
+    compared with its id."""
+
+    __slots__ = ("known_ids",)
+
+    def __init__(self, tensor: torch.Tensor, known_ids: bytes) -> None:
+        super().__init__(tensor)
+        self.known_ids = known_ids
+
+
+class Destination:
+    """Where the raw bytes of one leaf land: a strided tensor on any device whose elements have
+    memory of their own.
+
+    Either `memory` is filled, or every byte is handed to `write`, in any order and from any thread.
+    On a device it lands ahead of what the thread that makes this launches next, and behind what it
+    launched before. Bytes of another dtype, `committed`, are converted to the tensor's as they are
+    handed over, chunk by chunk.
+    """
+
+    __slots__ = ("_committed", "nbytes", "stream", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, committed: torch.dtype | None = None) -> None:
+        self.tensor = tensor
+        self.stream = current_stream(tensor)
+        self._committed = committed
+        self.nbytes: int = (
+            tensor.nbytes if committed is None else tensor.numel() * committed.itemsize
+        )
+
+    def memory(self) -> memoryview | None:
+        """The tensor's own memory, writable, or None if bytes must be handed to `write`."""
+        in_place = self._committed is None and is_plain(self.tensor)
+        return memory_of(self.tensor) if in_place else None
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Land `data`, whole elements, at byte `start` of the committed ones."""
+        with through(self.stream):
+            write_range(self.tensor, start, data, self._committed)
+
+
+FLOATS = frozenset(
+    dtype
+    for dtype in DTYPES.values()
+    if dtype.is_floating_point and dtype is not getattr(torch, "float4_e2m1fn_x2", None)
+)
+"""The dtypes that floats are converted from and to: one number to an element."""
+
+
+def checked_dtype(dtype: Any) -> torch.dtype:
+    """`dtype` if leaves can be converted to it, else `InvalidInput`."""
+    if isinstance(dtype, torch.dtype) and dtype in FLOATS:
+        return dtype
+    known = ", ".join(sorted(str(each) for each in FLOATS))
+    raise InvalidInput(
+        f"dtype is {dtype!r}; wanted one of {known}: only floating leaves are converted, and only "
+        "to floats"
+    )
+
+
+def converts(committed: str, dtype: torch.dtype | None) -> bool:
+    """Whether a leaf committed as `committed` becomes another one when `dtype` is asked for."""
+    return dtype is not None and DTYPES.get(committed) in FLOATS - {dtype}
+
+
+def destination(tensor: torch.Tensor, committed: str) -> Destination:
+    """Where the bytes of a leaf committed as `committed` land in `tensor`, which has that dtype or
+    is converted to."""
+    same = DTYPE_NAMES[tensor.dtype] == committed
+    return Destination(tensor, None if same else dtype_of(committed))

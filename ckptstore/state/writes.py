@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,8 +27,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.state import tensors
 from ckptstore.state.leaf_sources import Source
-from ckptstore.state.leaves import KnownSource, TensorSource
 from ckptstore.state.shards import held_of, is_distributed
+from ckptstore.state.stateful import items_of
+from ckptstore.state.tensors import KnownSource, TensorSource
 
 logger = logging.getLogger("ckptstore")
 
@@ -107,10 +108,9 @@ def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        yield from chain.from_iterable(map(_tensors_in, value.values()))
-    elif isinstance(value, list | tuple):
-        yield from chain.from_iterable(map(_tensors_in, value))
+        return
+    for _, child in items_of(value):
+        yield from _tensors_in(child)
 
 
 def _memories_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -118,25 +118,18 @@ def _memories_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return [part for _, part in held_of(tensor).parts] if is_distributed(tensor) else [tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """The identity and version of a parameter when its chunks had these ids."""
-
-    address: int
-    version: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    ids: bytes
+_Seen: TypeAlias = tuple[int, torch.Size, torch.dtype, int]
+"""A parameter's address, shape, dtype and version: what its chunks' ids are known for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A frozen parameter, its leaf's number, and its version at the call."""
+    """A frozen parameter, its leaf's number, and what it was at the call."""
 
     leaf: int
     path: str
     parameter: torch.Tensor
-    version: int
+    seen: _Seen
 
 
 class FrozenWeights:
@@ -154,10 +147,9 @@ class FrozenWeights:
     ) -> list[Candidate]:
         """The leaves that are frozen weights now."""
         _watch_optimizers()
-        optimizers = [value for value in app_state.values() if isinstance(value, Optimizer)]
         in_optimizers = {
             id(p)
-            for optimizer in optimizers
+            for optimizer in optimizers_in(app_state)
             for group in optimizer.param_groups
             for p in group["params"]
         }
@@ -167,33 +159,22 @@ class FrozenWeights:
         }
         storages = {id(t): _storage(t) for t in everything.values() if tensors.is_strided(t)}
         sharers = Counter(storages.values())
-        leaves = {
-            n: _storage(source.tensor)
-            for n, source in enumerate(sources)
-            if isinstance(source, TensorSource)
-        }
-        showing = Counter(leaves.values())
         frozen = {
             storages[id(p)]: p
             for p in everything.values()
-            if _is_frozen(p)
-            and id(p) not in in_optimizers
-            and sharers[storages[id(p)]] == 1
-            and not self._is_suspect(p)
+            if _is_frozen(p) and id(p) not in in_optimizers and not self._is_suspect(p)
         }
-        found = []
-        for n, storage in leaves.items():
-            parameter, source = frozen.get(storage), sources[n]
-            if (
-                parameter is None
-                or showing[storage] > 1
-                or source.nbytes <= INLINE_BYTES
-                or not isinstance(source, TensorSource)
-            ):
-                continue
-            if _place(parameter) == _place(source.tensor):
-                found.append(Candidate(n, paths[n], parameter, parameter._version))
-        return found
+        shown = {n: each.tensor for n, each in enumerate(sources) if isinstance(each, TensorSource)}
+        shown_storages = {n: _storage(tensor) for n, tensor in shown.items()}
+        showing = Counter(shown_storages.values())
+        return [
+            Candidate(n, paths[n], parameter, (*_place(parameter), parameter._version))
+            for n, storage in shown_storages.items()
+            if (parameter := frozen.get(storage)) is not None
+            and sharers[storage] == showing[storage] == 1
+            and parameter.nbytes > INLINE_BYTES
+            and _place(parameter) == _place(shown[n])
+        ]
 
     def known(self, candidates: Sequence[Candidate]) -> dict[int, KnownSource]:
         """Sources for those candidates that are as they were last time; none of them when a full
@@ -202,11 +183,10 @@ class FrozenWeights:
             self._commits += 1
             if self._commits % CHECK_EVERY == 0:
                 return {}
-            seen = ((candidate, self._as_seen(candidate)) for candidate in candidates)
             return {
-                candidate.leaf: KnownSource(candidate.parameter.detach(), was.ids)
-                for candidate, was in seen
-                if was
+                candidate.leaf: KnownSource(candidate.parameter.detach(), ids)
+                for candidate in candidates
+                if (ids := self._ids_of(candidate)) is not None
             }
 
     def remember(self, candidates: Sequence[Candidate], ids: Mapping[int, bytes]) -> None:
@@ -214,10 +194,9 @@ class FrozenWeights:
         wrote without torch noticing."""
         with self._lock:
             for candidate in candidates:
-                was = self._as_seen(candidate)
-                if was and was.ids != ids[candidate.leaf]:
+                if self._ids_of(candidate) not in (None, ids[candidate.leaf]):
                     self._betray(candidate)
-                self._seen[candidate.parameter] = _seen(candidate, ids[candidate.leaf])
+                self._seen[candidate.parameter] = candidate.seen, ids[candidate.leaf]
 
     def forget(self) -> None:
         """Hash everything next time, since known chunks may have left the store."""
@@ -235,10 +214,10 @@ class FrozenWeights:
             CHECK_EVERY,
         )
 
-    def _as_seen(self, candidate: Candidate) -> _Seen | None:
-        """What was seen of the parameter, if it is as it was then."""
-        seen: _Seen | None = self._seen.get(candidate.parameter)
-        return seen if seen is not None and seen == _seen(candidate, seen.ids) else None
+    def _ids_of(self, candidate: Candidate) -> bytes | None:
+        """The ids that the parameter had, if it is as it was then."""
+        seen, ids = self._seen.get(candidate.parameter, (None, None))
+        return ids if seen == candidate.seen else None
 
     def _is_suspect(self, parameter: torch.Tensor) -> bool:
         """Whether it is known to be written by somebody. Asked of an empty dictionary, a look-up
@@ -269,13 +248,6 @@ def _is_frozen(tensor: torch.Tensor) -> bool:
         and not tensor.is_inference()
         and tensors.is_strided(tensor)
         and tensor.untyped_storage().nbytes() == tensor.nbytes
-    )
-
-
-def _seen(candidate: Candidate, ids: bytes) -> _Seen:
-    parameter = candidate.parameter
-    return _Seen(
-        parameter.data_ptr(), candidate.version, tuple(parameter.shape), parameter.dtype, ids
     )
 
 

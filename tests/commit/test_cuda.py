@@ -14,10 +14,10 @@ import torch
 import ckptstore
 from benchmarks import cuda
 from ckptstore.state import staging
-from ckptstore.state.leaves import TensorSource
 from ckptstore.state.staging import PIECE_BYTES, beside_training, devices_of, plan_staging
 from ckptstore.state.staging_buffers import Buffer
 from ckptstore.state.stateful import RNGState
+from ckptstore.state.tensors import TensorSource
 
 needs_cuda = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch finds no CUDA device here"
@@ -34,7 +34,8 @@ def test_device_memory_is_fetched_piece_by_piece() -> None:
 
 
 def test_without_a_device_none_is_prepared() -> None:
-    assert devices_of([torch.zeros(3), torch.empty(3, device="meta")]) == frozenset()
+    tensors = [torch.zeros(3), torch.empty(3, device="meta")]
+    assert devices_of(map(TensorSource, tensors)) == frozenset()
     with beside_training(torch.device("cpu")) as stream:
         assert stream is None
 
@@ -93,6 +94,7 @@ def test_memory_is_pinned_by_way_of_the_device_that_is_used(
     ):
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(staging, "_streams", {}, raising=False)
+    monkeypatch.setattr(staging, "devices_of", lambda devices: devices)
     arena, one, two = (
         Buffer(1 << 21, shared=False),
         torch.device("cuda", 1),

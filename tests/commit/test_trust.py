@@ -12,7 +12,7 @@ import ckptstore
 from ckptstore.state import writes
 from ckptstore.state.flatten import flatten
 from ckptstore.state.leaf_sources import leaves_of
-from ckptstore.state.leaves import KnownSource
+from ckptstore.state.tensors import KnownSource
 from ckptstore.state.writes import FrozenWeights
 from tests.state.carrying import assert_same
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import ckptstore
 from ckptstore import InvalidInput, NotFound
-from ckptstore.state.leaves import FLOATS
+from ckptstore.state.tensors import FLOATS
 from tests.restore.counting import peak_buffers
 from tests.state.carrying import assert_same, tensor_bytes
 

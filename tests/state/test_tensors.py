@@ -11,7 +11,7 @@ import torch
 
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors
-from ckptstore.state.leaves import TensorSource
+from ckptstore.state.tensors import TensorSource
 from tests.state.carrying import assert_same, carry, staged_bytes, tensor_bytes
 
 STORED = sorted(name for name, dtype in tensors.DTYPES.items() if dtype not in tensors.QUANTIZED)

@@ -42,7 +42,7 @@ from ckptstore.repository.resolve_ref import AnyRef
 from ckptstore.restore.reader import ReadRequest
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state import tensors
-from ckptstore.state.leaves import FLOATS, converts, destination
+from ckptstore.state.tensors import FLOATS, converts, destination
 from ckptstore.store import Store
 
 __all__ = ["StoreReader"]

@@ -52,7 +52,7 @@ from ckptstore.log.sessions import Session
 from ckptstore.objects.pointer_files import Pointer, write_pointer
 from ckptstore.state import tensors
 from ckptstore.state.leaf_sources import Source
-from ckptstore.state.leaves import TensorSource
+from ckptstore.state.tensors import TensorSource
 from ckptstore.store import Store, internals_of
 
 __all__ = ["StoreWriter"]

@@ -40,9 +40,9 @@ from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state import tensors
 from ckptstore.state.flatten import flatten
 from ckptstore.state.leaf_sources import FlatState, Source
-from ckptstore.state.leaves import TensorSource
-from ckptstore.state.staging import copy_task, devices_of, prepare
+from ckptstore.state.staging import copy_task, prepare
 from ckptstore.state.staging_buffers import Buffer, BufferPool, Copy
+from ckptstore.state.tensors import TensorSource
 
 T = TypeVar("T")
 
@@ -332,11 +332,7 @@ def make_offer(
         *offsets, nbytes = itertools.accumulate(sizes, initial=0)
         if nbytes:
             buffer = _take_room(nbytes, pool, taken)
-            sources = (part.source for part in cut.parts)
-            prepare(
-                devices_of(each.tensor for each in sources if isinstance(each, TensorSource)),
-                buffer,
-            )
+            prepare((part.source for part in cut.parts), buffer)
 
             def copy(place: tuple[int, Sequence[Run]]) -> None:
                 offset, batch = place

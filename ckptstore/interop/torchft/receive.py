@@ -29,8 +29,8 @@ from ckptstore.restore.reader import ChunkRead, ReadRequest, Tree
 from ckptstore.state import containers, tensors
 from ckptstore.state.inflate import inflate, refuse_pickles
 from ckptstore.state.leaf_sources import NOTHING, FlatState, Source
-from ckptstore.state.leaves import Destination as TensorDestination
-from ckptstore.state.leaves import TensorSource
+from ckptstore.state.tensors import Destination as TensorDestination
+from ckptstore.state.tensors import TensorSource
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

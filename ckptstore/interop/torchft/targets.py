@@ -24,9 +24,9 @@ from ckptstore.interop.torchft.wire import MeshName, Placed
 from ckptstore.restore.reader import Destination, Memory, Tree
 from ckptstore.state import tensors
 from ckptstore.state.leaf_sources import FlatState
-from ckptstore.state.leaves import Destination as TensorDestination
-from ckptstore.state.leaves import TensorSource
 from ckptstore.state.shards import empty_local, held_of, is_dtensor
+from ckptstore.state.tensors import Destination as TensorDestination
+from ckptstore.state.tensors import TensorSource
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
