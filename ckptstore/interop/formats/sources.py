@@ -301,16 +301,20 @@ def read_range(path: Path, offset: int, out: memoryview) -> None:
 
 @contextmanager
 def foreign_metadata(path: Path, what: str) -> Iterator[None]:
-    """Name `path` in the `InvalidInput` for metadata that cannot be parsed as `what`."""
+    """Name `path` in the `InvalidInput` for metadata that cannot be parsed as `what`, and in the
+    `Unavailable` for a file that cannot be read."""
     try:
         yield
     except InvalidInput:
         raise
+    except OSError as error:
+        raise Unavailable(
+            f"cannot read {error.filename or path}: {error}; see to its rights, then repeat"
+        ) from error
     except (
         AttributeError,
         IndexError,
         KeyError,
-        OSError,
         RecursionError,
         TypeError,
         ValueError,
