@@ -29,6 +29,9 @@ from ckptstore.restore.restore import Brought
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+UNPACKED_BYTES = 512
+"""So many bytes of each rank's bits are unpacked at a time."""
+
 ALONE = -1
 """Instead of a reader: every rank that needs the chunk reads and hashes it."""
 
@@ -62,6 +65,44 @@ class Numbering:
         return self._numbers[np.searchsorted(self._known, np.frombuffer(ids, f"V{CHUNK_ID_BYTES}"))]
 
 
+class Needs:
+    """Which ranks need which chunks: `bits` has a row for each rank, a bit for each of `chunks`.
+
+    They stay packed: of a thousand ranks and as many GiB, each rank holds 128 MiB of them.
+    """
+
+    def __init__(self, bits: "NDArray[np.uint8]", chunks: int) -> None:
+        self.bits, self.chunks = bits, chunks
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+    def of(self, rank: int) -> "NDArray[np.bool_]":
+        """By chunk number, whether `rank` needs it."""
+        return np.unpackbits(self.bits[rank], count=self.chunks).astype(bool)
+
+    def ranks_of(self, number: int) -> list[int]:
+        """The ranks that need a chunk."""
+        return np.flatnonzero(self.bits[:, number // 8] & (128 >> number % 8)).tolist()
+
+    def groups(self) -> Iterator[tuple[list[int], "NDArray[np.int64]"]]:
+        """Chunks that the same several ranks need: those ranks, and the chunk numbers in order."""
+        numbers, holders = [], []
+        for at in range(0, self.bits.shape[1], UNPACKED_BYTES):
+            needed = np.unpackbits(self.bits[:, at : at + UNPACKED_BYTES], axis=1)
+            several = np.flatnonzero(needed.sum(axis=0, dtype=np.int32) > 1)
+            numbers.append(several + 8 * at)
+            holders.append(np.packbits(needed[:, several], axis=0).T)
+        found = np.concatenate(numbers)
+        if not len(found):
+            return
+        rows = np.ascontiguousarray(np.concatenate(holders))
+        _, which = np.unique(rows.view(f"V{rows.shape[1]}").ravel(), return_inverse=True)
+        order = np.argsort(which, kind="stable")
+        for group in np.split(found[order], np.flatnonzero(np.diff(which[order])) + 1):
+            yield self.ranks_of(int(group[0])), group
+
+
 class Shares(NamedTuple):
     """By chunk number: the reader or `ALONE`, and the window of the exchange."""
 
@@ -69,20 +110,16 @@ class Shares(NamedTuple):
     windows: "NDArray[np.int32]"
 
 
-def plan_shares(
-    needs: "NDArray[np.bool_]", nbytes: "NDArray[np.int64]", window_bytes: int
-) -> Shares:
-    """Assign readers to the chunks that several ranks need. `needs` is ranks × chunks, `nbytes` by
-    chunk.
+def plan_shares(needs: Needs, nbytes: "NDArray[np.int64]", window_bytes: int) -> Shares:
+    """Assign readers to the chunks that several ranks need. `nbytes` is by chunk.
 
     One of the ranks that need a chunk reads it. Load is balanced by bytes, in runs of chunks. In a
     window no rank has more than `window_bytes` and a chunk in transfer.
     """
-    ranks, chunks = needs.shape
-    shares = Shares(np.full(chunks, ALONE, np.int32), np.zeros(chunks, np.int32))
-    read_bytes = [0] * ranks
-    pace = _Pace(ranks, window_bytes)
-    for holders, numbers in _groups(needs):
+    shares = Shares(np.full(needs.chunks, ALONE, np.int32), np.zeros(needs.chunks, np.int32))
+    read_bytes = [0] * len(needs)
+    pace = _Pace(len(needs), window_bytes)
+    for holders, numbers in needs.groups():
         ends = np.cumsum(nbytes[numbers])
         for block in np.split(numbers, np.flatnonzero(np.diff((ends - 1) // window_bytes)) + 1):
             size = int(nbytes[block].sum())
@@ -118,18 +155,6 @@ class _Pace:
         return found
 
 
-def _groups(needs: "NDArray[np.bool_]") -> Iterator[tuple[list[int], "NDArray[np.int64]"]]:
-    """Chunks that the same set of ranks needs: those ranks, and the chunk numbers in order."""
-    numbers = np.flatnonzero(needs.sum(axis=0) > 1)
-    if not len(numbers):
-        return
-    packed = np.ascontiguousarray(np.packbits(needs[:, numbers], axis=0).T)
-    _, which = np.unique(packed.view(f"V{packed.shape[1]}").ravel(), return_inverse=True)
-    order = np.argsort(which, kind="stable")
-    for group in np.split(numbers[order], np.flatnonzero(np.diff(which[order])) + 1):
-        yield np.flatnonzero(needs[:, group[0]]).tolist(), group
-
-
 @dataclass(frozen=True, slots=True)
 class Share:
     """A chunk in transfer: number `number`, of `nbytes`, read by `reader`. Only the reader knows
@@ -143,13 +168,13 @@ class Share:
 
 
 def shares_of(
-    rank: int, shares: Shares, needs: "NDArray[np.bool_]", nbytes: "NDArray[np.int64]"
+    rank: int, shares: Shares, needs: Needs, nbytes: "NDArray[np.int64]"
 ) -> list[list[Share]]:
     """The shares that concern rank `rank`, window by window, in the order of chunk numbers."""
     found: dict[int, list[Share]] = {}
-    for number in np.flatnonzero(needs[rank] & (shares.readers != ALONE)).tolist():
+    for number in np.flatnonzero(needs.of(rank) & (shares.readers != ALONE)).tolist():
         reader = int(shares.readers[number])
-        holders = np.flatnonzero(needs[:, number]).tolist() if reader == rank else ()
+        holders = needs.ranks_of(number) if reader == rank else ()
         found.setdefault(int(shares.windows[number]), []).append(
             Share(number, int(nbytes[number]), reader, tuple(n for n in holders if n != rank))
         )
@@ -208,13 +233,13 @@ class Sharing:
         """The chunks' raw sizes, by which load is balanced."""
         return self._reader.raw_bytes_of(self._numbering.ids)
 
-    def _assigned(self, task: Any) -> tuple["NDArray[np.bool_]", "NDArray[np.int64]", Shares]:
-        """Needs of the group (ranks × chunks), sizes of the chunks, and what each rank does."""
+    def _assigned(self, task: Any) -> tuple[Needs, "NDArray[np.int64]", Shares]:
+        """Needs of the group, sizes of the chunks, and what each rank does."""
         window_bytes, packed_sizes, packed_needs = task
         count = len(self._numbering)
         nbytes = np.frombuffer(zlib.decompress(packed_sizes), "<i8")
         bits = np.frombuffer(zlib.decompress(packed_needs), np.uint8).reshape(-1, -(-count // 8))
-        needs = np.unpackbits(bits, axis=1, count=count).astype(bool)
+        needs = Needs(bits, count)
         return needs, nbytes, plan_shares(needs, nbytes, window_bytes)
 
 
@@ -382,7 +407,7 @@ class SharedVerification(Sharing):
     def _exchange(
         self,
         peers: Collective,
-        needs: "NDArray[np.bool_]",
+        needs: Needs,
         verifiers: "NDArray[np.int32]",
         said: "NDArray[np.uint8]",
     ) -> None:
@@ -391,8 +416,9 @@ class SharedVerification(Sharing):
         """
         me = peers.rank % self.group
         first, others = peers.rank - me, [rank for rank in range(len(needs)) if rank != me]
-        theirs = [(verifiers == rank) & needs[me] for rank in others]
-        outgoing = [said[(verifiers == me) & needs[rank]] for rank in others]
+        mine = needs.of(me)
+        theirs = [(verifiers == rank) & mine for rank in others]
+        outgoing = [said[(verifiers == me) & needs.of(rank)] for rank in others]
         incoming = [
             np.zeros((np.count_nonzero(each), QUICK_DIGEST_BYTES), np.uint8) for each in theirs
         ]
