@@ -3,21 +3,17 @@ drives both directions (docs/format.md §7, §8)."""
 
 import base64
 import re
-from collections.abc import Callable, Mapping
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from ckptstore.core.config import MIB
 from ckptstore.core.ids import parse_chunk_id, parse_commit_id, parse_pack_id, parse_session_id
 from ckptstore.core.model import PackRecord
 from ckptstore.errors import Corrupt
-from ckptstore.objects.frames import compress, decompress
 
 Setting: TypeAlias = str | int | tuple[str, ...] | None
 
 _LARGEST = 1 << 53
 _TIMES = 1 << 63
-_SET_BYTES_MAX = 16 * MIB
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
 
 
@@ -103,32 +99,77 @@ def parse_link(value: Any) -> tuple[str, int]:
 
 
 def set_to_json(numbers: frozenset[int]) -> list[Any]:
-    """Encode the smallest number and, compressed, the distance of each one to the next: the size
-    depends on the count of numbers, not on their distance.
+    """Encode a bitmap without its runs of zero bytes: the size depends on the count of numbers, not
+    on their distance.
 
     Pack numbers grow for the life of the store, and a commit relies on a few old packs and many of
     the newest.
     """
     if not numbers:
-        return []
-    return [min(numbers), base64.b64encode(compress(_distances(numbers))).decode()]
+        return [0, ""]
+    first = min(numbers)
+    bits: dict[int, int] = {}
+    for number in numbers:
+        at = (number - first) >> 3
+        bits[at] = bits.get(at, 0) | 1 << ((number - first) & 7)
+    coded, end = bytearray(), 0
+    for start, bitmap in _stretches(bits):
+        coded += _varint(start - end) + _varint(len(bitmap)) + bitmap
+        end = start + len(bitmap)
+    return [first, base64.b64encode(coded).decode()]
 
 
 def parse_set(value: Any) -> frozenset[int]:
     """The inverse of `set_to_json`. Memory use depends only on the count of numbers."""
-    if not parse_items(value):
-        return frozenset()
-    first, text = value
-    data = decompress(base64.b64decode(parse_text(text), validate=True), _SET_BYTES_MAX)
-    found = frozenset(accumulate(map(int, data.split(b",") if data else ()), initial=first))
-    if parse_count(max(found)) < parse_count(first) or _distances(found) != data:
+    first, text = parse_items(value)
+    coded, at, end, numbers = (
+        base64.b64decode(parse_text(text), validate=True),
+        0,
+        parse_count(first),
+        set(),
+    )
+    while at < len(coded):
+        skipped, at = _read_varint(coded, at)
+        length, at = _read_varint(coded, at)
+        bitmap, at, end = coded[at : at + length], at + length, end + 8 * skipped
+        bits = bin(int.from_bytes(bitmap, "little"))[:1:-1]
+        numbers |= {number for number, bit in enumerate(bits, end) if bit == "1"}
+        end += 8 * length
+    found = frozenset(numbers)
+    if end > _LARGEST or set_to_json(found) != value:
         raise ValueError(f"wanted a set of numbers, got {value!r:.80}")
     return found
 
 
-def _distances(numbers: frozenset[int]) -> bytes:
-    pairs = pairwise(sorted(numbers))
-    return ",".join([str(after - before) for before, after in pairs]).encode()
+def _stretches(bits: Mapping[int, int]) -> Iterator[tuple[int, bytes]]:
+    """Split a bitmap into runs of nonzero bytes, keyed by position."""
+    start, stretch = 0, bytearray()
+    for at in sorted(bits):
+        if at != start + len(stretch):
+            yield start, bytes(stretch)
+            start, stretch = at, bytearray()
+        stretch.append(bits[at])
+    yield start, bytes(stretch)
+
+
+def _varint(value: int) -> bytes:
+    """Encode an integer as LEB128."""
+    coded = bytearray()
+    while value >= 0x80:
+        coded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*coded, value))
+
+
+def _read_varint(coded: bytes, at: int) -> tuple[int, int]:
+    """Decode an integer; returns it and the position after it."""
+    value = shift = 0
+    while shift < _LARGEST.bit_length() and at < len(coded):
+        byte = coded[at]
+        value, shift, at = value | (byte & 0x7F) << shift, shift + 7, at + 1
+        if byte < 0x80:
+            return value, at
+    raise ValueError("wanted a number of at most 53 bits, got no end of it")
 
 
 def packs_to_json(packs: tuple[PackRecord, ...]) -> list[Any]:

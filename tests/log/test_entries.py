@@ -1,7 +1,6 @@
 """An entry reads back as it was written, and nothing else reads at all."""
 
 import json
-from base64 import b64encode
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ from ckptstore.log.entries import (
     decode_entry,
     origin,
 )
-from ckptstore.objects.frames import compress
 from tests.log.builders import STORE, commit, encoded
 
 HEADER: dict[str, Any] = {
@@ -40,11 +38,6 @@ HEADER: dict[str, Any] = {
     "prev_hash": "c" * 64,
     "prev_bytes": 321,
 }
-
-
-def coded(distances: bytes) -> str:
-    """The distances between the numbers of a set, as an entry has them."""
-    return b64encode(compress(distances)).decode()
 
 
 def hexes(digits: int) -> st.SearchStrategy[str]:
@@ -116,15 +109,13 @@ def test_every_body_reads_back_as_it_was_written(body: Body) -> None:
 
 
 def test_the_bytes_of_an_entry_are_those_of_the_format() -> None:
-    data = encoded(Delete(frozenset({9, 12, 13})), **HEADER)
+    data = encoded(Delete(frozenset({9, 12})), **HEADER)
     head, body = data.split(b"\n")
     assert head == digest(body).hex().encode()
     assert body == (
         b'{"attempt":"'
         + b"b" * 32
-        + b'","generation":1,"kind":"delete","n":7,"packs":[9,"'
-        + coded(b"3,1").encode()
-        + b'"],"prev":["'
+        + b'","generation":1,"kind":"delete","n":7,"packs":[9,"AAEJ"],"prev":["'
         + b"c" * 64
         + b'",321],'
         b'"store":"' + b"5" * 32 + b'","time_ns":"1700000000123456789"}'
@@ -193,16 +184,14 @@ def sealed(**changes: Any) -> bytes:
         {"packs": [[1, "0" * 24 + "-0-0", -1, 1, 0]]},
         {"packs": {}},
         {"reused": [0, "!"]},
-        {"reused": [-1, coded(b"3")]},
+        {"reused": [-1, "AAEB"]},
         {"reused": [0]},
-        {"reused": [True, coded(b"3")]},
-        *(
-            {"reused": [5, coded(distances)]}
-            for distances in (b"0", b"-1", b"01", b" 1", b"1,", b"1,,1", b"1_0", b"x", b"\xff")
-        ),
-        {"reused": [5, coded(b"3")[:-4]]},
-        {"reused": [5, b64encode(b"3").decode()]},
-        {"reused": [2**53, coded(b"1")]},
+        {"reused": [5, "AAEC"]},
+        {"reused": [5, "AAIBAA=="]},
+        {"reused": [5, "AAEBAAEB"]},
+        {"reused": [5, "AAE="]},
+        {"reused": [5, "gICAgICAgICAgIA="]},
+        {"reused": [2**53, "AAEB"]},
         {"metrics": {"loss": 1}},
         {"metrics": []},
         {"schemas": {"model": "x"}},
