@@ -374,10 +374,10 @@ class AsyncCommits(Generic[S]):
             self._lazy.remove(lazy)
             pending.help_staging = _nothing_left
 
-        pending.help_staging = lazy.hold
-        self._lazy.append(lazy)
-        self._stagers.submit(lazy.work)
+        self._stagers.submit(lazy.work)  # first: it may fail
         taken.callback(ended)
+        self._lazy.append(lazy)
+        pending.help_staging = lazy.hold
 
     def _finish(self, job: "_Job[S]") -> None:
         """Complete a commit in the background. Raises nothing."""

@@ -67,8 +67,8 @@ def is_floating(dtype: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class Run:
     """Consecutive chunks of a part, starting with chunk `first`: chunk `first + i` is bytes
-    `cuts[i]:cuts[i + 1]` of the leaf. A piece of a run has `lead` bytes of the run
-    before it and `rest` behind it."""
+    `cuts[i]:cuts[i + 1]` of the leaf. A piece of a run has `lead` bytes of the run before it
+    and `rest` bytes behind it."""
 
     part: Part
     first: int

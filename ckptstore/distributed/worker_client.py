@@ -75,7 +75,10 @@ class WorkerCommitter:
                 request.watch.starting()
                 label, flats = request.prepare()
                 message = state_to(label, flats, request, self._schemas)
-                self._working()
+                try:
+                    self._working()
+                except OSError as error:
+                    raise self._lost() from error
                 return committed_from(self._carry_out(message, request), flats)
             message = self._ready(peers, request)
             try:

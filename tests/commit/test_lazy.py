@@ -15,6 +15,7 @@ import ckptstore
 from ckptstore import Conflict
 from ckptstore.commit import async_commit as copies
 from ckptstore.state import staging
+from ckptstore.store import internals_of
 from tests.commit.states import frozen_copy
 from tests.state.carrying import assert_same
 
@@ -261,6 +262,25 @@ def test_a_write_without_waiting_is_detected(
     with pytest.raises(Conflict, match=r"model/0\.weight was written to while"):
         pending.wait()
     assert store.log() == []
+
+
+def test_a_lazy_copy_that_could_not_begin_leaves_nothing_behind(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(OPTIMIZERS["SGD"])
+    training.step()
+    commits = internals_of(store).async_commits
+    lazily = ckptstore.Async(staging="lazy")
+    with monkeypatch.context() as patch:
+        patch.setattr(commits._stagers, "submit", _refuse)
+        with pytest.raises(RuntimeError, match="have ended"):
+            store.commit_async(training.state, step=1, background=lazily)
+    assert commits._lazy == []
+    _survives(store, training, 1)
+
+
+def _refuse(work: Callable[[], object]) -> None:
+    raise RuntimeError("the threads have ended")
 
 
 def test_only_memory_changed_by_steps_is_staged_lazily() -> None:

@@ -13,6 +13,7 @@ import torch
 
 import ckptstore
 from ckptstore import InvalidInput, Unavailable
+from ckptstore.distributed import worker_client
 from ckptstore.repository.thread_pool import ASIDE_NICE
 from tests.commit.states import Gate, assert_committed, attack, frozen_copy, training
 
@@ -122,6 +123,24 @@ def test_a_worker_that_cannot_be_started_is_unavailable(
             store.commit_async({"m": {"w": torch.ones(300_000)}}, step=1).wait()
         monkeypatch.undo()
         store.commit_async({"m": {"w": torch.ones(300_000)}}, step=1).wait()
+
+
+def test_a_worker_that_ends_at_once_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(fd: int) -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen(["true"], pass_fds=[fd])
+        process.wait()
+        return process
+
+    with ckptstore.open(
+        tmp_path / "store", background=ckptstore.Async(executor="process")
+    ) as store:
+        monkeypatch.setattr(worker_client, "_start", start)
+        with pytest.raises(Unavailable, match="worker process"):
+            store.commit_async(state(1)).wait()
+        monkeypatch.undo()
+        store.commit_async(state(2)).wait()
 
 
 def test_the_trainer_survives_the_workers_death(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ resumes whole runs."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ckptstore.errors import InvalidInput
+from ckptstore.state.flatten import flatten
 from tests.state.carrying import assert_same, carry, tensor_bytes
 from tests.state.training import Case, Run, Tied
 
@@ -280,3 +282,14 @@ def test_restored_bytes_are_those_of_the_commit() -> None:
     target = nn.Linear(8, 8)
     carried.restore(target)
     assert [tensor_bytes(tensor) for tensor in target.state_dict().values()] == carried.content
+
+
+def test_an_optimizers_parameters_have_the_names_of_modules_whatever_mapping_holds_them() -> None:
+    module = nn.Linear(20, 20)
+    optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
+    module(torch.ones(20)).sum().backward()
+    optimizer.step()
+    state = {"net": module, "optimizer": optimizer}
+    paths = [flatten(each)["optimizer"].schema.paths for each in (state, MappingProxyType(state))]
+    assert paths[0] == paths[1]
+    assert "optimizer/state/weight/momentum_buffer" in paths[0]

@@ -326,5 +326,6 @@ def _walk(root: Path) -> Iterable[tuple[str, Path]]:
 
 def _unreadable(error: OSError) -> NoReturn:
     raise Unavailable(
-        f"cannot read {error.filename}: {error.strerror}; see to its rights, then repeat"
+        f"cannot read {error.filename}: {error.strerror}; see that it is there and may be read, "
+        "then repeat"
     ) from error

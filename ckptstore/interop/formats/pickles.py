@@ -38,7 +38,9 @@ def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any
             f"if you trust it, import it with --allow-pickle (allow_pickle=True)"
         ) from error
     except PermissionError as error:
-        raise Unavailable(f"cannot read {name}: {error}; see to its rights, then repeat") from error
+        raise Unavailable(
+            f"cannot read {name}: {error}; see that it may be read, then repeat"
+        ) from error
     except (RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
         raise InvalidInput(
             f"{name} is not a file of torch.save, or is damaged: {_first_line(error)}"

@@ -309,7 +309,8 @@ def foreign_metadata(path: Path, what: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise Unavailable(
-            f"cannot read {error.filename or path}: {error}; see to its rights, then repeat"
+            f"cannot read {error.filename or path}: {error}; see that it is there and may be read, "
+            "then repeat"
         ) from error
     except (
         AttributeError,

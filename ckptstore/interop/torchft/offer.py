@@ -39,7 +39,7 @@ from ckptstore.repository.dedup import GcPin
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state import tensors
 from ckptstore.state.flatten import flatten
-from ckptstore.state.leaf_sources import FlatState, Source
+from ckptstore.state.leaf_sources import FlatState, Source, memory_of
 from ckptstore.state.staging import copy_task, prepare
 from ckptstore.state.staging_buffers import Buffer, BufferPool, Copy
 from ckptstore.state.tensors import TensorSource
@@ -93,7 +93,7 @@ class CutState:
 
     def read(self, run: Run) -> Iterator[tuple[int, int, int, memoryview]]:
         """The chunks of a run with their bytes, without a copy where possible."""
-        memory = read_part(self.parts[run.part.leaf].source, run.cuts[0], run.cuts[-1])
+        memory = memory_of(self.parts[run.part.leaf].source, run.cuts[0], run.cuts[-1])
         for number, start, stop in self.chunks(run):
             yield number, start, stop, memory[start - run.cuts[0] : stop - run.cuts[0]]
 
@@ -107,15 +107,6 @@ def cut_state(flat: FlatState, chunk_bytes: int) -> CutState:
         for part, (first, stop) in zip(parts, itertools.pairwise(ends), strict=True)
     )
     return CutState(flat, numbered, plan.batches, ends[-1])
-
-
-def read_part(source: Source, start: int, stop: int) -> memoryview:
-    """Bytes of a leaf, without a copy where possible."""
-    view = source.view(start, stop)
-    if view is None:
-        view = memoryview(bytearray(stop - start))
-        source.stage(start, stop, view)
-    return view
 
 
 def batches(items: Sequence[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
@@ -402,7 +393,7 @@ def _describe(
             tuple(part.extent.box for part in parts if part.extent.box) or None,
         )
         if (parts := by_leaf.get(leaf))
-        else LeafContent(bytes(read_part(source, 0, source.nbytes)))
+        else LeafContent(bytes(memory_of(source, 0, source.nbytes)))
         for leaf, source in enumerate(cut.flat.leaves)
     ]
     metadata = [encode_schema(schema), *split_pages(schema.kinds, contents)]

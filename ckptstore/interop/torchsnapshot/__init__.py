@@ -7,9 +7,6 @@ commit is a snapshot. The package `torchsnapshot` is not needed; `ckptstore impo
 directories that it wrote.
 """
 
-import sys
-
-from ckptstore.interop.torchsnapshot import stateful
 from ckptstore.interop.torchsnapshot.manifest import INTERFACE_VERSION
 from ckptstore.interop.torchsnapshot.snapshot import PendingSnapshot, Snapshot
 from ckptstore.interop.torchsnapshot.stateful import AppState, RNGState, StateDict, Stateful
@@ -26,6 +23,3 @@ __all__ = [
     "Stateful",
     "__version__",
 ]
-
-sys.modules[f"{__name__}.rng_state"] = sys.modules[f"{__name__}.state_dict"] = stateful
-"""TorchSnapshot has a module for each class."""

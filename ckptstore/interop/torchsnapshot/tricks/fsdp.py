@@ -1,39 +1,11 @@
-"""Adapters for objects whose `state_dict` is not what a snapshot should hold.
+"""The optimizer of an FSDP1 module, its state under the parameters' names."""
 
-Modules within DistributedDataParallel, FSDP2 modules and their optimizers, and DTensors need none:
-a commit has a module's own names, and knows what is a replica and what is divided.
-"""
-
-import sys
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-__all__ = ["DistributedDataParallelAdapter", "FSDPOptimizerAdapter"]
-
-sys.modules[f"{__name__}.ddp"] = sys.modules[f"{__name__}.fsdp"] = sys.modules[__name__]
-"""TorchSnapshot has a module for each adapter."""
-
-_PREFIX = "module."
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-
-
-class DistributedDataParallelAdapter:
-    """A plain module that takes what was saved from one within DistributedDataParallel. Needed only
-    for state that has the wrapper's prefix in its names, as a directory of TorchSnapshot that was
-    imported."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.module.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.module.load_state_dict(
-            {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
-        )
 
 
 class FSDPOptimizerAdapter:

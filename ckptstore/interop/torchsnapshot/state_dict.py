@@ -1,0 +1,5 @@
+"""`StateDict` under the name of TorchSnapshot's module."""
+
+from ckptstore.interop.torchsnapshot.stateful import StateDict
+
+__all__ = ["StateDict"]
