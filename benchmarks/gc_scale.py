@@ -27,6 +27,7 @@ from ckptstore.core.ids import (
     ChunkId,
     CommitId,
     SessionId,
+    checksum,
     digest,
     document_key,
     new_session_id,
@@ -234,13 +235,13 @@ def _data_pack(storage: Storage, session: SessionId, number: int, ids: Ids) -> P
     rows = [
         PackEntry(
             ChunkId(chunk.tobytes()),
+            bytes(16),
             i * CHUNK_BYTES,
             CHUNK_BYTES,
             CHUNK_BYTES,
             0,
             2,
             pack.TENSOR,
-            0,
         )
         for i, chunk in enumerate(ids)
     ]
@@ -260,9 +261,8 @@ def _metadata_pack(
     target = OpenPack(storage, pack_id(session, 0, number), metadata=True)
     for chunk, (data, kind) in chunks.items():
         target.pad_to(pack.align(target.offset, len(data)))
-        target.entries.append(
-            PackEntry(chunk, target.append(data), len(data), len(data), 0, 1, kind, 0)
-        )
+        nbytes, offset = len(data), target.append(data)
+        target.entries.append(PackEntry(chunk, checksum(data), offset, nbytes, nbytes, 0, 1, kind))
     return target.close(ThreadPool(1).spread).record
 
 

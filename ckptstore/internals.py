@@ -32,7 +32,7 @@ from ckptstore.distributed.worker_client import WorkerCommitter
 from ckptstore.errors import InvalidInput, NoSpace, ReadOnly, Unavailable
 from ckptstore.maintenance.enospc import DiskWatch
 from ckptstore.maintenance.tiers import Tier
-from ckptstore.repository.chunk_store import ObjectStore, SecondNames
+from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import GcPin
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
@@ -134,13 +134,6 @@ class StoreInternals:
         """The chunks that this store has now, by id."""
         self.handle.objects.sync(self.handle.log.replay(refresh=True))
         return self.handle.objects
-
-    def second_names(self, naming: Callable[[memoryview], bytes]) -> SecondNames:
-        """Map from a checksum by `naming` to the ids of chunks that this process hashes from now
-        on. The first call decides on `naming`."""
-        objects = self.handle.objects
-        objects.second_names = objects.second_names or SecondNames(naming)
-        return objects.second_names
 
     def gc_pin(self, purpose: str) -> GcPin | None:
         """A session that keeps the chunks it finds from garbage collection; None if this store is

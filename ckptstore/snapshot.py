@@ -19,7 +19,7 @@ from ckptstore.distributed.restore import (
     restore_together,
     tree_of_rank,
 )
-from ckptstore.distributed.shared_reads import Broadcast, SharedVerification, Sharing
+from ckptstore.distributed.shared_reads import Broadcast
 from ckptstore.errors import InvalidInput
 from ckptstore.objects.documents import Layout
 from ckptstore.restore.mmap import Unmappable
@@ -224,8 +224,8 @@ class Snapshot:
         )
         begin = partial(self._begin_restore, app_state, view, options)
         if peers:
-            sharing = partial(self._sharing, ranks.broadcast)
-            operation = restore_together(peers, self.id, begin, sharing)
+            sends = self._reader.remote if ranks.broadcast is None else ranks.broadcast
+            operation = restore_together(peers, self.id, begin, self._sharing if sends else None)
         else:
             operation = begin()
             operation.read()
@@ -242,11 +242,9 @@ class Snapshot:
         own = own_trees(self._trees, view, strict=options.strict)
         return RestoreOperation(self._reader, self.id, own, app_state, options)
 
-    def _sharing(self, broadcast: bool | None, operation: RestoreOperation) -> Sharing:
-        """How ranks share the reading: one reads and sends, or each reads and verifies a part."""
-        sends = self._reader.remote if broadcast is None else broadcast
+    def _sharing(self, operation: RestoreOperation) -> Broadcast:
         ids = b"".join(c.ids for tree in self._trees.values() for c in tree.contents)
-        return (Broadcast if sends else SharedVerification)(self._reader, operation.reading, ids)
+        return Broadcast(self._reader, operation.reading, ids)
 
     def read(
         self,
@@ -397,7 +395,8 @@ class Snapshot:
         return states if key is None else states[key]
 
     def verify(self) -> None:
-        """Read and verify every chunk. Raises `Corrupt` or `NotFound` for the first that fails."""
+        """Read every chunk and compare it with its id. Raises `Corrupt` or `NotFound` for the first
+        that fails."""
         for tree in self._trees.values():
             self._reader.verify(tree, self.id)
 

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from ckptstore.commit.commit_metadata import label_of
 from ckptstore.commit.schedule import Schedule, rule_of
 from ckptstore.core.ids import CommitId, check_run, check_tag
 from ckptstore.core.model import CommitInfo
-from ckptstore.core.options import Async, Ranks
+from ckptstore.core.options import Async, Ranks, Verify
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
 from ckptstore.distributed.collective import Collective
@@ -226,12 +226,14 @@ class Store(Maintenance):
         if failed:
             raise failed
 
-    def checkout(self, ref: AnyRef = "latest") -> Snapshot:
+    def checkout(self, ref: AnyRef = "latest", *, verify: Verify = "checksum") -> Snapshot:
         """Find a commit and return a read handle on it. Nothing is restored yet.
 
         Args:
             ref: A step of this run (int), a tag, a commit id or its beginning, `"latest"`,
                 `"run@100"`, `"latest~2"`, `"best:val_loss"`, a pointer file's path, a snapshot.
+            verify: What each chunk that is read is compared with: its checksum (XXH3), or also its
+                id (BLAKE3), which takes longer and does not rely on the store's footers.
 
         Returns:
             A snapshot, from which `restore` and `read` take bytes.
@@ -244,7 +246,11 @@ class Store(Maintenance):
         Example:
             >>> store.checkout("best:val_loss").restore({"model": model})
         """
+        if verify not in get_args(Verify):
+            raise InvalidInput(f"verify is {verify!r}; wanted 'checksum' or 'id'")
         reader, info = through_pointers(ref, self._find)
+        if verify == "id":
+            reader = (reader or self._internals.reader).verifying_ids()
         return self._snapshot(info, reader)
 
     def resume(

@@ -107,11 +107,11 @@ class Destination:
         """The store's chunks. The first use opens this host's chunk index."""
         return self._handle.objects
 
-    def look(self, hints: DedupHints) -> Dedup:
+    def look(self) -> Dedup:
         """Deduplication against the store's chunks of now."""
         state = self.log.replay()
         self.objects.sync(state)
-        return Dedup(self.objects, state, hints)
+        return Dedup(self.objects, state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,6 @@ class Transaction:
         self,
         to: Destination,
         session: SessionId,
-        hints: DedupHints,
         *,
         rank: int = 0,
         unbuffered: bool = False,
@@ -201,19 +200,17 @@ class Transaction:
         self.packs = PackSet.of(
             to.config, to.objects, session, to.threads, rank, unbuffered=unbuffered
         )
-        self._to, self._hints = to, hints
+        self._to = to
         self._chunks = self._new_chunks = 0
         self._has_peers = False
         self._dedup: Dedup | None = None
 
     @classmethod
-    def begin(
-        cls, to: Destination, hints: DedupHints, *, what: str = "commit", unbuffered: bool = False
-    ) -> Self:
+    def begin(cls, to: Destination, *, what: str = "commit", unbuffered: bool = False) -> Self:
         """A transaction of one writer, with a session of its own."""
         session = open_session(to.objects.storage, what)
         try:
-            return cls(to, session.id, hints, unbuffered=unbuffered, owns=session)
+            return cls(to, session.id, unbuffered=unbuffered, owns=session)
         except BaseException:
             session.abandon()
             raise
@@ -241,7 +238,7 @@ class Transaction:
     def look(self) -> Dedup:
         """What the store had at the first call, which comes after the session was opened."""
         if self._dedup is None:
-            self._dedup = self._to.look(self._hints)
+            self._dedup = self._to.look()
         return self._dedup
 
     def write(
@@ -250,10 +247,13 @@ class Transaction:
         sources: Sequence[Source],
         watch: Watch = UNWATCHED,
         *,
+        hints: DedupHints | None = None,
         max_workers: int | None = None,
     ) -> dict[int, bytes]:
         """Hash the chunks of `plan` on at most `max_workers` threads and pack those that the store
         lacks; returns the chunk ids by leaf, in grid order. Raises the failure of any thread.
+
+        `hints` know the last commit of the same plan, and then this one.
 
         Afterwards the packs are closing; `receipt` and `publish` wait for them.
         """
@@ -261,8 +261,11 @@ class Transaction:
         batches, threads = shared(plan.batches), self._to.threads
         small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
         count = min(max_workers or threads.count, threads.count, len(plan.batches))
+        hints = hints or DedupHints()
         writers = [
-            ChunkWriter(batches, sources, ids, self.look(), self.packs, watch, threads.scratch)
+            ChunkWriter(
+                batches, sources, ids, self.look(), hints, self.packs, watch, threads.scratch
+            )
             for _ in range(min(count, 1) if small else count)
         ]
         if writers:

@@ -2,22 +2,23 @@
 
 The invariant: the bytes hashed are the bytes written, even if the trainer writes to the state
 meanwhile. A worker copies memory that others may change, then hashes and writes its copy
-(docs/decisions/043-…).
+(docs/decisions/043-…). A chunk that still has the checksum that it had in the last commit, at the
+same place, keeps its id: it is neither copied nor hashed by BLAKE3.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress, pairwise
-from typing import TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
 from ckptstore.commit.pending import Watch
 from ckptstore.commit.plan import CommitPlan, Part, Run, windows
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
+from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId, checksum, digest
 from ckptstore.errors import Conflict
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR, align
-from ckptstore.repository.dedup import Dedup
+from ckptstore.repository.dedup import Dedup, DedupHints
 from ckptstore.repository.pack_writer import PackSet
 from ckptstore.repository.thread_pool import NO_MEMORY, Scratch, ThreadPool
 from ckptstore.state.leaf_sources import NotCopied, Source, memory_of
@@ -31,9 +32,28 @@ PARALLEL_BYTES = 4 << 20
 """The calling thread writes a commit up to this size alone: into one pack, without hand-overs."""
 
 
-_New: TypeAlias = tuple[Run, int, list[ChunkId], list[memoryview], memoryview | None]
-"""Chunks to be written: their run, the number of the first, ids, bytes, and the memory that holds
-all of them together."""
+class _Hashed(NamedTuple):
+    """A run's chunks: ids, checksums, and bytes that no other thread changes.
+
+    None stands for the bytes of a chunk that the store probably has. `whole` is the memory that
+    holds all of them together, if there is one.
+    """
+
+    ids: list[ChunkId]
+    checksums: list[bytes]
+    raws: list[memoryview | None]
+    whole: memoryview | None
+
+
+class _New(NamedTuple):
+    """Chunks of `run` to be written; `first` is the number of the first."""
+
+    run: Run
+    first: int
+    ids: list[ChunkId]
+    checksums: list[bytes]
+    raws: list[memoryview]
+    whole: memoryview | None
 
 
 def hash_chunks(
@@ -68,7 +88,13 @@ def write_metadata(
         for chunk in fresh:
             data, kind = chunks[chunk]
             pack_writer.add(
-                [chunk], [memoryview(data)], 1, kind, codec=codecs.ZSTD, run_bytes=len(data)
+                [chunk],
+                [checksum(data)],
+                [memoryview(data)],
+                1,
+                kind,
+                codec=codecs.ZSTD,
+                run_bytes=len(data),
             )
         pack_writer.flush()
         packs.close(pack_writer)
@@ -87,13 +113,14 @@ class ChunkWriter:
         sources: Sequence[Source],
         ids: Mapping[int, bytearray],
         dedup: Dedup,
+        hints: DedupHints,
         packs: PackSet,
         watch: Watch,
         scratch: Scratch,
     ) -> None:
         self.new_chunks = 0
         self._batches, self._sources, self._ids = batches, sources, ids
-        self._dedup, self._packs, self._watch = dedup, packs, watch
+        self._dedup, self._hints, self._packs, self._watch = dedup, hints, packs, watch
         self._pack_writer = packs.pack_writer()
         self._scratch = scratch
         self._memory = NO_MEMORY
@@ -107,7 +134,7 @@ class ChunkWriter:
             for batch in self._batches:
                 for window in windows(batch) if any(map(self._copied, batch)) else (batch,):
                     for new in self._new(window):
-                        self._add(*new)
+                        self._add(new)
                     self._pack_writer.flush()
                 self._watch.worked(batch)
             self._packs.close_aside(self._pack_writer)
@@ -118,67 +145,93 @@ class ChunkWriter:
             self._scratch.give(self._memory)
             self._memory = NO_MEMORY
 
-    def _add(
-        self,
-        run: Run,
-        first: int,
-        ids: list[ChunkId],
-        raws: list[memoryview],
-        whole: memoryview | None,
-    ) -> None:
+    def _add(self, new: _New) -> None:
         """Queue new chunks. A piece whose predecessor was just written follows it directly."""
-        follows = run.lead and self._written == (run.part.leaf, first)
+        run = new.run
+        follows = run.lead and self._written == (run.part.leaf, new.first)
         self._pack_writer.add(
-            ids,
-            raws,
+            new.ids,
+            new.checksums,
+            new.raws,
             run.part.width,
             TENSOR,
             codec=self._codec_of(run.part),
-            run_bytes=0 if follows else sum(map(len, raws)) + run.rest,
-            whole=whole,
+            run_bytes=0 if follows else sum(map(len, new.raws)) + run.rest,
+            whole=new.whole,
         )
-        self.new_chunks += len(ids)
-        self._written = run.part.leaf, first + len(ids)
+        self.new_chunks += len(new.ids)
+        self._written = run.part.leaf, new.first + len(new.ids)
 
     def _new(self, window: Sequence[Run]) -> Iterator[_New]:
         """Hash a window and look its chunks up; the chunks to write, run by run."""
         hashed = self._hashed(window)
         fresh = self._dedup.fresh_runs(
-            [(run.key, ids) for run, (ids, _) in zip(window, hashed, strict=True)]
+            [(run.key, found.ids) for run, found in zip(window, hashed, strict=True)], self._hints
         )
-        for run, (ids, memory), is_new in zip(window, hashed, fresh, strict=True):
+        for run, found, is_new in zip(window, hashed, fresh, strict=True):
             at = (run.first - run.part.first) * CHUNK_ID_BYTES
-            self._ids[run.part.leaf][at : at + len(ids) * CHUNK_ID_BYTES] = b"".join(ids)
+            ids = b"".join(found.ids)
+            self._ids[run.part.leaf][at : at + len(ids)] = ids
             if any(is_new):
-                raws = (
-                    self._fetch_chunks(run, ids, is_new)
-                    if memory is None
-                    else list(compress(_chunks(run, memory), is_new))
-                )
-                whole = memory if all(is_new) else None
-                first = run.first + is_new.index(True)
-                yield run, first, list(compress(ids, is_new)), raws, whole
+                yield self._fetched(run, found, is_new)
 
-    def _hashed(self, window: Sequence[Run]) -> list[tuple[list[ChunkId], memoryview | None]]:
-        """For each run, its chunk ids and its bytes in memory that no other thread changes. None
-        stands for the bytes of a run that probably holds nothing new."""
+    def _fetched(self, run: Run, found: _Hashed, is_new: Sequence[bool]) -> _New:
+        """The new chunks of a run. The bytes of those that were recognised are compared with their
+        ids now, since they may have changed."""
+        ids, checksums, raws = list[ChunkId](), list[bytes](), list[memoryview]()
+        whole = found.whole if all(is_new) else None
+        for i in compress(range(len(is_new)), is_new):
+            raw, summed = found.raws[i], found.checksums[i]
+            if raw is None:
+                raw = self._fetch(
+                    self._sources[run.part.leaf], found.ids[i], run.cuts[i], run.cuts[i + 1]
+                )
+                summed, whole = checksum(raw), None
+            ids.append(found.ids[i])
+            checksums.append(summed)
+            raws.append(raw)
+        return _New(run, run.first + is_new.index(True), ids, checksums, raws, whole)
+
+    def _hashed(self, window: Sequence[Run]) -> list[_Hashed]:
+        """For each run, its chunks."""
         offsets, nbytes = self._copy_offsets(window)
         if len(self._memory) < nbytes:
             self._memory = self._scratch.take(nbytes)
-        found: list[tuple[list[ChunkId], memoryview | None]] = []
+        found: list[_Hashed] = []
         for run, offset in zip(window, offsets, strict=True):
             if offset is not None:
-                memory = self._memory[offset : offset + run.raw_bytes]
-                unchanged = self._unchanged(run)
-                found.append(
-                    (unchanged, None) if unchanged else (self._copy_and_hash(run, memory), memory)
-                )
+                found.append(self._hash(run, self._memory[offset : offset + run.raw_bytes]))
             elif ids := self._known(run):
-                found.append((ids, None))
+                found.append(_Hashed(ids, [b""] * len(ids), [None] * len(ids), None))
             else:
-                still = self._sources[run.part.leaf].view(run.cuts[0], run.cuts[-1])
-                assert still is not None  # a still source always has a view
-                found.append((list(map(self._dedup.hash, _chunks(run, still))), still))
+                found.append(self._hash(run, None))
+        return found
+
+    def _hash(self, run: Run, out: memoryview | None) -> _Hashed:
+        """The chunks of a run, one after the other while each is in the CPU's cache. Those that
+        changed since the last commit are copied to `out`, unless it is None."""
+        source, known = self._sources[run.part.leaf], self._hints.get(run.key)
+        live = source.view(run.cuts[0], run.cuts[-1])
+        if live is None:
+            assert out is not None  # a still source always has a view
+            source.stage(run.cuts[0], run.cuts[-1], out)
+            live, out = out, None
+        found = _Hashed([], [], [], live if out is None else out)
+        changed = known is None
+        for i, here in enumerate(_chunks(run, live)):
+            there = None if out is None else out[run.cuts[i] - run.cuts[0] :][: len(here)]
+            if known and (summed := checksum(here)) == _nth(known.checksums, i, CHECKSUM_BYTES):
+                chunk, raw = ChunkId(_nth(known.ids, i, CHUNK_ID_BYTES)), None if out else here
+            else:
+                raw = here if there is None else there
+                if there is not None:
+                    _copy(here, there)
+                chunk, summed, changed = ChunkId(digest(raw)), checksum(raw), True
+            found.ids.append(chunk)
+            found.checksums.append(summed)
+            found.raws.append(raw)
+        if changed:
+            self._hints.hashed(run.key, b"".join(found.ids), b"".join(found.checksums))
         return found
 
     def _copy_offsets(self, window: Sequence[Run]) -> tuple[list[int | None], int]:
@@ -200,56 +253,14 @@ class ChunkWriter:
         source = self._sources[run.part.leaf]
         return not source.still and source.known_ids is None
 
-    def _unchanged(self, run: Run) -> list[ChunkId]:
-        """The run's chunk ids, hashed in place, if they equal those of the last commit; else none.
-
-        Hashing in place is safe: such a run is written only if its pack has gone, and then its
-        bytes are copied and compared first.
-        """
-        expected = self._dedup.runs.ids_of(run.key)
-        live = self._sources[run.part.leaf].view(run.cuts[0], run.cuts[-1]) if expected else None
-        ids: list[ChunkId] = []
-        for i, chunk in enumerate(_chunks(run, live) if live is not None else ()):
-            ids.append(ChunkId(digest(chunk)))
-            if ids[-1] != expected[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]:
-                self._dedup.runs.forget(run.key)
-                return []
-        return ids
-
-    def _copy_and_hash(self, run: Run, out: memoryview) -> list[ChunkId]:
-        """Copy a run and hash the copy, chunk by chunk while each is in the CPU's cache."""
-        source = self._sources[run.part.leaf]
-        live = source.view(run.cuts[0], run.cuts[-1])
-        if live is None:
-            source.stage(run.cuts[0], run.cuts[-1], out)
-            return list(map(self._dedup.hash, _chunks(run, out)))
-        ids = []
-        for here, there in zip(_chunks(run, live), _chunks(run, out), strict=True):
-            _copy(here, there)
-            ids.append(self._dedup.hash(there))
-        return ids
-
     def _known(self, run: Run) -> list[ChunkId]:
         """The run's chunk ids if its source knows them already, else none."""
         ids = self._sources[run.part.leaf].known_ids
         if ids is None:
             return []
         first = run.first - run.part.first
-        return [
-            ChunkId(ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES])
-            for i in range(first, first + len(run.cuts) - 1)
-        ]
-
-    def _fetch_chunks(
-        self, run: Run, ids: list[ChunkId], wanted: Sequence[bool]
-    ) -> list[memoryview]:
-        """The bytes of chunks hashed without a copy that no live pack holds. They are compared with
-        their ids, since they may have changed."""
-        source = self._sources[run.part.leaf]
-        return [
-            self._fetch(source, chunk, start, stop)
-            for chunk, (start, stop) in compress(zip(ids, pairwise(run.cuts), strict=True), wanted)
-        ]
+        numbers = range(first, first + len(run.cuts) - 1)
+        return [ChunkId(_nth(ids, i, CHUNK_ID_BYTES)) for i in numbers]
 
     def _fetch(self, source: Source, chunk: ChunkId, start: int, stop: int) -> memoryview:
         try:
@@ -271,6 +282,11 @@ class ChunkWriter:
         """Floats compress better split into byte planes."""
         split = self._packs.codec == codecs.ZSTD and part.floating and part.width > 1
         return codecs.SPLIT_ZSTD if split else self._packs.codec
+
+
+def _nth(joined: bytes, i: int, nbytes: int) -> bytes:
+    """Item `i` of items of `nbytes` each."""
+    return joined[i * nbytes : (i + 1) * nbytes]
 
 
 def _chunks(run: Run, memory: memoryview) -> list[memoryview]:

@@ -20,7 +20,7 @@ PackId = NewType("PackId", str)
 CommitId = NewType("CommitId", str)
 
 CHUNK_ID_BYTES = 32
-QUICK_DIGEST_BYTES = 16
+CHECKSUM_BYTES = 16
 CONFIG_KEY = "ckptstore.json"
 TWIN_SUFFIX = ".2"
 
@@ -37,7 +37,7 @@ def digest(data: bytes | memoryview) -> bytes:
     return blake3(data).digest()
 
 
-def quick_digest(data: bytes | memoryview) -> bytes:
+def checksum(data: bytes | memoryview) -> bytes:
     """XXH3-128 of `data`, 16 bytes. Detects accidental damage in an eighth of the time, but no
     deliberate change."""
     return xxh3_128_digest(data)

@@ -116,17 +116,18 @@ class CommitDocument:
 
 
 class PackEntry(NamedTuple):
-    """One record of a pack's footer (docs/format.md §4). The chunk index knows neither `kind` nor
-    `crc`, and a reader needs neither."""
+    """One record of a pack's footer (docs/format.md §4): the chunk's id, the checksum of its raw
+    bytes, and where they are stored. The chunk index does not know `kind`, and no reader needs
+    it."""
 
     chunk: ChunkId
+    checksum: bytes
     offset: int
     stored_bytes: int
     raw_bytes: int
     codec: int
     width: int
     kind: int = 0
-    crc: int = 0
 
 
 @dataclass(frozen=True, slots=True)

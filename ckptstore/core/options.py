@@ -14,6 +14,7 @@ Overlap: TypeAlias = Literal["wait", "skip"]
 Staging: TypeAlias = Literal["eager", "lazy"]
 Executor: TypeAlias = Literal["thread", "process"]
 OnFull: TypeAlias = Literal["raise", "gc"]
+Verify: TypeAlias = Literal["checksum", "id"]
 
 
 class Milestone(StrEnum):

@@ -54,7 +54,6 @@ from ckptstore.errors import CkptStoreError, Conflict, NoSpace
 from ckptstore.log.log import Refused
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.schema import LastSchemas
-from ckptstore.repository.dedup import DedupHints
 from ckptstore.repository.memory_budget import RankRoom, rank_room, write_room
 
 
@@ -81,7 +80,6 @@ class Committer:
         self._described_last = b""
         self._task: RankTask | None = None
         self._plans: Plans = {}
-        self._hints = DedupHints()
 
     def commit(self, request: CommitRequest, peers: Collective | None = None) -> Committed:
         """Write a state, or this rank's part of one, and append its entry; the commit is durable on
@@ -110,8 +108,9 @@ class Committer:
         for _ in range(ATTEMPTS):
             watch.starting()
             try:
-                with Transaction.begin(to, self._whole.hints, unbuffered=room.unbuffered) as whole:
-                    ids = whole.write(plan, sources, watch, max_workers=room.threads)
+                with Transaction.begin(to, unbuffered=room.unbuffered) as whole:
+                    hints = self._whole.hints
+                    ids = whole.write(plan, sources, watch, hints=hints, max_workers=room.threads)
                     watch.reached(Milestone.HASHED)
                     trees = contents_of(flats, plan, ids)
                     published = whole.publish(
@@ -181,7 +180,7 @@ class Committer:
 
     def _follow(self, task: bytes, rank: int) -> None:
         with uncollected():
-            self._task, self._plans, self._hints = decode_task(task, rank), {}, DedupHints()
+            self._task, self._plans = decode_task(task, rank), {}
 
     def _attempt(
         self,
@@ -194,7 +193,7 @@ class Committer:
         assert self._task is not None
         room = described.room
         transaction = Transaction(
-            self._to, session, self._hints, rank=peers.rank, unbuffered=room.write.unbuffered
+            self._to, session, rank=peers.rank, unbuffered=room.write.unbuffered
         )
         boxes = Boxes(list(described.flats.values()), self._to.config.chunk_bytes)
         worker = RankWorker(transaction, boxes, self._task, self._plans, self._to.threads, room)

@@ -253,8 +253,9 @@ class PartsCommitter:
             self._extents, self._hints = extents, DedupHints()
         chunked = [i for i, part in enumerate(parts) if part.leaf_bytes > INLINE_BYTES]
         plan = plan_chunks([extents[i] for i in chunked], self._to.config.chunk_bytes)
-        with Transaction(self._to, session, self._hints, rank=rank) as transaction:
-            found = transaction.write(plan, [parts[i].source for i in chunked])
+        with Transaction(self._to, session, rank=rank) as transaction:
+            sources = [parts[i].source for i in chunked]
+            found = transaction.write(plan, sources, hints=self._hints)
             receipt = transaction.receipt()
             ids = {i: found[number] for number, i in enumerate(chunked)}
             contents = [
@@ -287,7 +288,7 @@ class PartsCommitter:
         transaction = self._own.pop(session, None)
         if transaction is None:  # a publisher that has written nothing takes no writer's names
             rank = 1 + max((pack_rank(pack.id) for each in told for pack in each.packs), default=-1)
-            transaction = Transaction(self._to, session.id, DedupHints(), rank=rank)
+            transaction = Transaction(self._to, session.id, rank=rank)
         transaction.owns = session
         try:
             with transaction:

@@ -24,6 +24,7 @@ from ckptstore.distributed.framing import damaged, pack, unpack
 from ckptstore.distributed.merge import contents_to
 from ckptstore.distributed.plan import Piece, Place, RanksPlan, Target
 from ckptstore.errors import Conflict
+from ckptstore.repository.dedup import DedupHints
 from ckptstore.repository.memory_budget import RankRoom
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import BytesSource, FlatState, Source, read_all
@@ -208,8 +209,9 @@ class Boxes:
 SAMPLE = 32
 """One in this many boxes that other ranks write is hashed here as well."""
 
-Plans: TypeAlias = dict[tuple[str, int, int], CommitPlan]
-"""Plans of the chunks of one task: what they are of, and the lengths of runs and batches."""
+Plans: TypeAlias = dict[tuple[str, int, int], tuple[CommitPlan, DedupHints]]
+"""Plans of the chunks of one task, and these chunks in the last commit: by what they are of, and
+the lengths of runs and batches."""
 
 
 class RankWorker:
@@ -255,7 +257,8 @@ class RankWorker:
             self._boxes.cells(ref, first, stop)
             for ref, (_, first, stop) in zip(spots, decided, strict=True)
         ]
-        written = self._write(self._planned(extents), list(map(self._boxes.source, spots)))
+        sources = list(map(self._boxes.source, spots))
+        written = self._write(self._planned(extents), DedupHints(), sources)
         if written != b"".join(
             self._reported[number].ids[first * CHUNK_ID_BYTES : stop * CHUNK_ID_BYTES]
             for number, first, stop in decided
@@ -275,12 +278,12 @@ class RankWorker:
                 extents = [extent for extent, _ in batch]
                 plan = self._kept(f"cells {number}", partial(self._planned, extents))
                 sources: list[Source] = [BytesSource(data, extent.width) for extent, data in batch]
-                ids.append(self._write(plan, sources))
+                ids.append(self._write(*plan, sources))
         self._later.settle()
         plan = self._kept(
             "jobs", lambda: self._planned([self._boxes.cells(*job) for job in self._task.jobs])
         )
-        jobs = self._write(plan, [self._boxes.source(ref) for ref, _, _ in self._task.jobs])
+        jobs = self._write(*plan, [self._boxes.source(ref) for ref, _, _ in self._task.jobs])
         self._ids = b"".join((jobs, *ids))
 
     def _reports(self) -> list[LeafContent]:
@@ -310,17 +313,18 @@ class RankWorker:
     def _planned(self, extents: Sequence[Extent]) -> CommitPlan:
         return plan_chunks(extents, self._boxes.chunk_bytes, self._room.write.run_bytes)
 
-    def _kept(self, what: str, make: Callable[[], CommitPlan]) -> CommitPlan:
+    def _kept(self, what: str, make: Callable[[], CommitPlan]) -> tuple[CommitPlan, DedupHints]:
         key = what, self._room.write.run_bytes, self._room.cells_bytes
         if key not in self._plans:
-            self._plans[key] = make()
+            self._plans[key] = make(), DedupHints()
         return self._plans[key]
 
-    def _write(self, plan: CommitPlan, sources: Sequence[Source]) -> bytes:
+    def _write(self, plan: CommitPlan, hints: DedupHints, sources: Sequence[Source]) -> bytes:
         """The ids of the plan's chunks, written as far as the store lacks them."""
         if self._later.failed or not sources:
             return b""
-        ids = self._transaction.write(plan, sources, max_workers=self._room.write.threads)
+        threads = self._room.write.threads
+        ids = self._transaction.write(plan, sources, hints=hints, max_workers=threads)
         return b"".join(ids[i] for i in range(len(sources)))
 
     def _batches(self, peers: Collective) -> Iterator[list[tuple[Extent, bytearray]]]:

@@ -1,8 +1,8 @@
 """How do many ranks restore one commit together, and what does each see of it?
 
-Each rank reads what it needs, and shares the work on chunks that several need
-(`distributed.shared_reads`). A failure on one rank fails the restore on all. A rank sees all shared
-leaves, and its own private ones.
+Each rank reads and verifies what it needs; of slow storage, one rank reads what several need and
+sends it to them (`distributed.shared_reads`). A failure on one rank fails the restore on all. A
+rank sees all shared leaves, and its own private ones.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.merge import RANKS, schema_of
-from ckptstore.distributed.shared_reads import Sharing
+from ckptstore.distributed.shared_reads import Broadcast
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.restore.reader import Tree
 from ckptstore.restore.restore import RestoreOperation
@@ -26,36 +26,36 @@ def restore_together(
     peers: Collective,
     commit: CommitId,
     begin: Callable[[], RestoreOperation],
-    sharing_of: Callable[[RestoreOperation], Sharing],
+    broadcast_of: Callable[[RestoreOperation], Broadcast] | None,
 ) -> RestoreOperation:
     """Restore `commit` on every rank of `peers`.
 
     No target changes before every rank has checked that the commit fits its state, and no result is
-    returned before every rank has its part. `sharing_of` gives the way to share chunks that several
-    ranks need.
+    returned before every rank has its part. `broadcast_of` gives the way to share chunks that
+    several ranks need; without it on some rank, each reads for itself.
 
     Raises one error on all ranks: `Conflict` if they restore different commits, otherwise the class
     that the causes share.
     """
-    begun: list[tuple[RestoreOperation, Sharing]] = []
+    begun: list[tuple[RestoreOperation, Broadcast | None]] = []
 
     def bind() -> Any:
-        restoring = begin()
-        sharing = sharing_of(restoring)
-        begun.append((restoring, sharing))
-        return commit, type(sharing).__name__, sharing.need()
+        operation = begin()
+        broadcast = broadcast_of(operation) if broadcast_of else None
+        begun.append((operation, broadcast))
+        return commit, broadcast.need() if broadcast else None
 
     def share(handed_in: list[Any]) -> list[Any]:
-        commits, kinds, needs = zip(*handed_in, strict=True)
+        commits, needs = zip(*handed_in, strict=True)
         _check_same(commits)
-        alike = len(set(kinds)) == 1 and all(needs)
-        return begun[0][1].answer(needs) if alike else [None] * len(needs)
+        broadcast = begun[0][1]
+        return broadcast.answer(needs) if broadcast and all(needs) else [None] * len(needs)
 
     task = peers.round("restore: bind", bind, share)
-    restoring, sharing = begun[0]
+    restoring, broadcast = begun[0]
 
     def read() -> None:
-        restoring.read(sharing.run(peers, task) if task else None)
+        restoring.read(broadcast.run(peers, task) if broadcast and task else None)
 
     peers.share("restore: read", read)
     peers.share("restore: finish", restoring.finish)

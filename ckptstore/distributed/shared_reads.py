@@ -1,28 +1,23 @@
-"""Which rank reads or hashes a chunk that several ranks need, and how do they share the result?
+"""Which rank reads a chunk from slow storage that several ranks need, and sends it to the others?
 
-Of such a chunk one rank reads the bytes from slow storage and sends them (`Broadcast`), or hashes
-them for others that read them from a fast disk too (`SharedVerification`). Every rank learns what
-all others need and computes the same assignment.
+Every rank learns what all others need and computes the same assignment.
 
 A chunk is known by its number in the order in which the commit names them, equal on all ranks. A
 rank's need is one bit a chunk. A rank that cannot read still sends placeholders, so that peers do
 not block.
 """
 
-import sys
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ckptstore.core.ids import CHUNK_ID_BYTES, QUICK_DIGEST_BYTES, digest, quick_digest
+from ckptstore.core.ids import CHUNK_ID_BYTES, digest
 from ckptstore.distributed.collective import Collective, DeferredErrors, Part
-from ckptstore.errors import CkptStoreError
 from ckptstore.restore.reader import ChunkRead, Reader, Reading
 from ckptstore.restore.restore import Brought
 
@@ -33,7 +28,7 @@ UNPACKED_BYTES = 512
 """So many bytes of each rank's bits are unpacked at a time."""
 
 ALONE = -1
-"""Instead of a reader: every rank that needs the chunk reads and hashes it."""
+"""Instead of a reader: only one rank needs the chunk, or none."""
 
 
 class Numbering:
@@ -181,68 +176,6 @@ def shares_of(
     return [found[window] for window in sorted(found)]
 
 
-class Sharing:
-    """The chunks of one restore that this rank shares with others; `jobs` are its reads of them."""
-
-    group = sys.maxsize
-    """This many consecutive ranks share with each other."""
-
-    def __init__(
-        self, reader: Reader, reading: Reading, ids: bytes, jobs: Sequence[ChunkRead]
-    ) -> None:
-        """`ids` are the ids of all chunks of the commit, in its order."""
-        self._reader, self._reading, self._jobs = reader, reading, jobs
-        self._numbering = Numbering(ids)
-        self._numbers = self._numbering.numbers(b"".join(job.piece.chunk for job in jobs))
-        self._later = DeferredErrors()
-
-    def need(self) -> Any:
-        """What this rank tells the coordinator: its numbering, its limit of bytes in transfer, and
-        a bit for each chunk that it needs. None if it works alone.
-        """
-        if not len(self._numbering):
-            return None
-        needed = np.zeros(len(self._numbering), bool)
-        needed[self._numbers] = True
-        bits = zlib.compress(np.packbits(needed).tobytes(), 1)
-        return self._numbering.digest, self._window_bytes(), bits
-
-    def answer(self, handed_in: Sequence[Any]) -> list[Any]:
-        """The coordinator's answer: to each rank, the needs of its group and the chunks' sizes.
-        Empty if ranks number chunks differently, as when they restore different parts.
-        """
-        numberings, windows, needs = zip(*handed_in, strict=True)
-        if len(set(numberings)) > 1:
-            return [None] * len(needs)
-        rows = list(map(zlib.decompress, needs))
-        groups = [
-            zlib.compress(b"".join(rows[first : first + self.group]), 1)
-            for first in range(0, len(rows), self.group)
-        ]
-        sizes = zlib.compress(self._sizes().astype("<i8").tobytes(), 1)
-        return [(min(windows), sizes, groups[rank // self.group]) for rank in range(len(rows))]
-
-    def run(self, peers: Collective, task: Any) -> Brought:
-        """Carry out a task of `answer`. Raises a failure of this rank only after all exchanges."""
-        raise NotImplementedError
-
-    def _window_bytes(self) -> int:
-        return self._reading.room.shared_bytes
-
-    def _sizes(self) -> "NDArray[np.int64]":
-        """The chunks' raw sizes, by which load is balanced."""
-        return self._reader.raw_bytes_of(self._numbering.ids)
-
-    def _assigned(self, task: Any) -> tuple[Needs, "NDArray[np.int64]", Shares]:
-        """Needs of the group, sizes of the chunks, and what each rank does."""
-        window_bytes, packed_sizes, packed_needs = task
-        count = len(self._numbering)
-        nbytes = np.frombuffer(zlib.decompress(packed_sizes), "<i8")
-        bits = np.frombuffer(zlib.decompress(packed_needs), np.uint8).reshape(-1, -(-count // 8))
-        needs = Needs(bits, count)
-        return needs, nbytes, plan_shares(needs, nbytes, window_bytes)
-
-
 @dataclass(frozen=True, slots=True)
 class _Held:
     """A chunk in transfer: its memory, the reads that need it, and the read whose target holds that
@@ -255,18 +188,47 @@ class _Held:
     at_home: ChunkRead | None
 
 
-class Broadcast(Sharing):
-    """One rank reads a chunk and sends it to the others."""
+class Broadcast:
+    """The chunks of one restore that this rank shares with others: one rank reads a chunk and sends
+    it to those that need it too."""
 
     def __init__(self, reader: Reader, reading: Reading, ids: bytes) -> None:
-        super().__init__(reader, reading, ids, reading.jobs)
+        """`ids` are the ids of all chunks of the commit, in its order."""
+        self._reader, self._reading = reader, reading
+        self._numbering = Numbering(ids)
+        self._numbers = self._numbering.numbers(b"".join(job.piece.chunk for job in reading.jobs))
+        self._later = DeferredErrors()
         self._left: dict[int, list[ChunkRead]] = {}
         for number, job in zip(self._numbers.tolist(), reading.jobs, strict=True):
             self._left.setdefault(number, []).append(job)
         self._lock = threading.Lock()
         self._read_bytes = self._received_bytes = 0
 
+    def need(self) -> Any:
+        """What this rank tells the coordinator: its numbering, its limit of bytes in transfer, and
+        a bit for each chunk that it needs. None if it works alone.
+        """
+        if not len(self._numbering):
+            return None
+        needed = np.zeros(len(self._numbering), bool)
+        needed[self._numbers] = True
+        bits = zlib.compress(np.packbits(needed).tobytes(), 1)
+        return self._numbering.digest, self._reading.room.shared_bytes, bits
+
+    def answer(self, handed_in: Sequence[Any]) -> list[Any]:
+        """The coordinator's answer to every rank: the needs of all, and the chunks' sizes, by which
+        load is balanced. Empty if ranks number chunks differently, as when they restore different
+        parts.
+        """
+        numberings, windows, needs = zip(*handed_in, strict=True)
+        if len(set(numberings)) > 1:
+            return [None] * len(needs)
+        rows = zlib.compress(b"".join(map(zlib.decompress, needs)), 1)
+        nbytes = self._reader.raw_bytes_of(self._numbering.ids).astype("<i8").tobytes()
+        return [(min(windows), zlib.compress(nbytes, 1), rows)] * len(needs)
+
     def run(self, peers: Collective, task: Any) -> Brought:
+        """Carry out a task of `answer`. Raises a failure of this rank only after all exchanges."""
         needs, nbytes, shares = self._assigned(task)
         windows = shares_of(peers.rank, shares, needs, nbytes)
         ahead = self._begin(windows[0], peers.rank) if windows else None
@@ -280,6 +242,15 @@ class Broadcast(Sharing):
         self._later.settle()
         left = [job for jobs in self._left.values() for job in jobs]
         return Brought(left, self._read_bytes, self._received_bytes)
+
+    def _assigned(self, task: Any) -> tuple[Needs, "NDArray[np.int64]", Shares]:
+        """Needs of the ranks, sizes of the chunks, and what each rank does."""
+        window_bytes, packed_sizes, packed_needs = task
+        count = len(self._numbering)
+        nbytes = np.frombuffer(zlib.decompress(packed_sizes), "<i8")
+        bits = np.frombuffer(zlib.decompress(packed_needs), np.uint8).reshape(-1, -(-count // 8))
+        needs = Needs(bits, count)
+        return needs, nbytes, plan_shares(needs, nbytes, window_bytes)
 
     def _begin(self, window: Sequence[Share], rank: int) -> "Future[list[_Held]]":
         """Read this rank's part of a window while the previous window is exchanged."""
@@ -333,103 +304,3 @@ class Broadcast(Sharing):
             if (place := job.place) is not None and len(place) == share.nbytes:
                 return _Held(share, place, jobs, job)
         return _Held(share, memoryview(bytearray(share.nbytes)), jobs, None)
-
-
-LEAST_BYTES = 16 << 20
-"""A smaller commit is hashed sooner than ranks could agree on a split."""
-
-_UNREAD = bytes(QUICK_DIGEST_BYTES)
-
-
-class SharedVerification(Sharing):
-    """Every rank reads a chunk in place; one compares it with its id and sends the others its
-    digest."""
-
-    group = 8  # these usually run on one host and share its processors
-
-    def __init__(self, reader: Reader, reading: Reading, ids: bytes) -> None:
-        jobs = [job for job in reading.jobs if job.place is not None]
-        super().__init__(reader, reading, ids, jobs)
-        self._unplaced = [job for job in reading.jobs if job.place is None]
-
-    def need(self) -> Any:
-        small = len(self._numbering) * self._reader.chunk_bytes < LEAST_BYTES
-        return None if small else super().need()
-
-    def _window_bytes(self) -> int:
-        return 1 << 62  # only digests are in transfer
-
-    def _sizes(self) -> "NDArray[np.int64]":
-        return np.full(len(self._numbering), self._reader.chunk_bytes)
-
-    def run(self, peers: Collective, task: Any) -> Brought:
-        """Read the chunks shared with the group and exchange their digests.
-
-        Chunks that could not be read, or do not match the verifier's digest, stay among the jobs.
-        Other failures are raised after the exchange.
-        """
-        me, later = peers.rank % self.group, self._later
-        needs, _, (verifiers, _) = self._assigned(task)
-        verifier = verifiers[self._numbers]
-        found = [_UNREAD] * len(self._jobs)
-        with later.failing(), suppress(CkptStoreError):
-            self._read(np.flatnonzero(verifier != ALONE).tolist(), verifier == me, found)
-        digests = np.frombuffer(b"".join(found), np.uint8).reshape(-1, QUICK_DIGEST_BYTES)
-        said = np.zeros((len(self._numbering), QUICK_DIGEST_BYTES), np.uint8)
-        said[self._numbers[verifier == me]] = digests[verifier == me]
-        with later.failing():
-            self._exchange(peers, needs, verifiers, said)
-        later.settle()
-        right = digests.any(axis=1) & (digests == said[self._numbers]).all(axis=1)
-        left = [
-            job for job, is_right in zip(self._jobs, right.tolist(), strict=True) if not is_right
-        ]
-        read_bytes = sum(job.piece.raw_bytes for job in self._jobs) - sum(
-            job.piece.raw_bytes for job in left
-        )
-        return Brought([*left, *self._unplaced], read_bytes, 0)
-
-    def _read(self, which: Sequence[int], mine: "NDArray[np.bool_]", found: list[bytes]) -> None:
-        """Read the jobs `which` and put their digests in `found`. Chunks of `mine` are compared
-        with their ids.
-        """
-        jobs = [self._jobs[i] for i in which]
-        places = [job.place or memoryview(b"") for job in jobs]
-
-        def check(i: int) -> bool:
-            if mine[which[i]] and digest(places[i]) != jobs[i].piece.chunk:
-                return False
-            found[which[i]] = quick_digest(places[i])
-            return True
-
-        self._reader.fetch(jobs, places, self._reading, check)
-
-    def _exchange(
-        self,
-        peers: Collective,
-        needs: Needs,
-        verifiers: "NDArray[np.int32]",
-        said: "NDArray[np.uint8]",
-    ) -> None:
-        """Send this rank's digests to the ranks that need them, and fill in those of the other
-        verifiers.
-        """
-        me = peers.rank % self.group
-        first, others = peers.rank - me, [rank for rank in range(len(needs)) if rank != me]
-        mine = needs.of(me)
-        theirs = [(verifiers == rank) & mine for rank in others]
-        outgoing = [said[(verifiers == me) & needs.of(rank)] for rank in others]
-        incoming = [
-            np.zeros((np.count_nonzero(each), QUICK_DIGEST_BYTES), np.uint8) for each in theirs
-        ]
-        peers.exchange(
-            *(
-                [
-                    Part(first + rank, each.reshape(-1).data)
-                    for rank, each in zip(others, arrays, strict=True)
-                ]
-                for arrays in (outgoing, incoming)
-            )
-        )
-        for which, each in zip(theirs, incoming, strict=True):
-            said[which] = each

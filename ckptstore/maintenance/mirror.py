@@ -17,7 +17,7 @@ from itertools import accumulate, compress, islice
 from ckptstore.commit.transaction import ATTEMPTS, Destination, Transaction, entry_of
 from ckptstore.commit.write import write_metadata
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, document_key
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, checksum, document_key
 from ckptstore.core.model import CommitDocument, Schema
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
@@ -34,7 +34,7 @@ from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import TENSOR
 from ckptstore.repository import footers
 from ckptstore.repository.chunk_reader import coalesce, read_chunks
-from ckptstore.repository.dedup import Dedup, DedupHints
+from ckptstore.repository.dedup import Dedup
 from ckptstore.repository.pack_writer import PackSet, PackWriter
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, shared
@@ -205,7 +205,7 @@ class _Mirror:
     def weigh(self) -> Load:
         """The load of the plan. Reads the pages of its commits, and no tensor."""
         self._source.objects.sync(self._source.log.replay())
-        dedup = self._into.look(DedupHints())
+        dedup = self._into.look()
         chunks = raw_bytes = metadata_bytes = 0
         for transfer in self._done.plan.commits:
             try:
@@ -255,7 +255,7 @@ class _Mirror:
         stored, document, trees = self._read(transfer)
         for attempt in range(ATTEMPTS):
             try:
-                with Transaction.begin(self._into, DedupHints(), what="push") as transaction:
+                with Transaction.begin(self._into, what="push") as transaction:
                     self._attempt(transaction, transfer, document, stored, trees)
                 break
             except Refused as error:
@@ -300,7 +300,7 @@ class _Mirror:
         """Send a batch and list its packs, so that they outlive this process; returns their bytes.
         A concurrent gc may condemn them, but waits for the commit's session before it deletes them.
         """
-        with Transaction.begin(self._into, DedupHints(), what="push") as transaction:
+        with Transaction.begin(self._into, what="push") as transaction:
             self._copy(batch, transaction.packs)
             self._close(transaction.packs)
             state = self._target.log.replay()
@@ -393,13 +393,17 @@ def copy_chunks(
             buffers = [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
             ids = b"".join(chunk for part in run for chunk in part.ids)
             with reading_source():
-                source.objects.read_into(ids, buffers, describe=lambda i: "being sent to a mirror")
+                source.objects.read_into(
+                    ids, buffers, describe=lambda i: "being sent to a mirror", verify_ids=True
+                )
             filled = iter(buffers)
             for part in run:
                 split = packs.codec == codecs.ZSTD and part.width > 1
+                raws = list(islice(filled, len(part.ids)))
                 pack_writer.add(
                     part.ids,
-                    list(islice(filled, len(part.ids))),
+                    list(map(checksum, raws)),
+                    raws,
                     part.width,
                     TENSOR,
                     codec=codecs.SPLIT_ZSTD if split else packs.codec,

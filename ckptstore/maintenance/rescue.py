@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ckptstore.core.config import MIB, RUN_BYTES
-from ckptstore.core.ids import ChunkId, PackId, SessionId, digest, new_session_id
+from ckptstore.core.ids import ChunkId, PackId, SessionId, checksum, digest, new_session_id
 from ckptstore.core.model import PackEntry, PackRecord
 from ckptstore.core.paths import make_directories
 from ckptstore.core.text import count_text
@@ -183,6 +183,7 @@ def write_packs(
             writer = writers[first.kind != TENSOR]
             writer.add(
                 [source.entry.chunk for source in run],
+                list(map(checksum, raws)),
                 raws,
                 first.width,
                 first.kind,

@@ -162,7 +162,7 @@ class Tier:
         logger.warning("%s; read from %s instead", error, self.place)
         try:
             self._opened().objects.read_into(
-                b"".join(_id(ids, i) for i in bad), [out[i] for i in bad]
+                b"".join(_id(ids, i) for i in bad), [out[i] for i in bad], verify_ids=True
             )
         except CkptStoreError as failed:
             error.add_note(f"and the mirror {self.place} does not have it: {failed}")

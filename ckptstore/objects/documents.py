@@ -217,8 +217,8 @@ def encode_config(config: StoreConfig) -> bytes:
 
 
 def decode_config(data: bytes, where: str) -> StoreConfig:
-    """The contents of `where`/ckptstore.json. Raises `InvalidInput` for a foreign file or a
-    newer format, `Corrupt` for a damaged one."""
+    """The contents of `where`/ckptstore.json. Raises `InvalidInput` for a foreign file or
+    another format, `Corrupt` for a damaged one."""
     try:
         fields = canonical.decode(data)
     except CkptStoreError as error:
@@ -235,6 +235,12 @@ def decode_config(data: bytes, where: str) -> StoreConfig:
         raise InvalidInput(
             f"{where} is a store of format {fields['ckptstore']}; this ckptstore reads up to "
             f"{FORMAT_VERSION}: install a newer ckptstore"
+        )
+    if fields["ckptstore"] < FORMAT_VERSION:
+        raise InvalidInput(
+            f"{where} is a store of format {fields['ckptstore']}, and this ckptstore reads format "
+            f"{FORMAT_VERSION}: `ckptstore export` its commits with version 0.1 of ckptstore, and "
+            "`ckptstore import` them into a new store"
         )
     check = fields.pop("check", None)
     if check != _check(fields):

@@ -20,11 +20,11 @@ _local = threading.local()
 
 
 def compress(data: Stored) -> bytes:
-    """One zstd frame that states its content size."""
+    """One zstd frame that states its content size and ends with a checksum of the content."""
     try:
         compressor = _local.compressor
     except AttributeError:
-        compressor = _local.compressor = zstandard.ZstdCompressor(level=_LEVEL)
+        compressor = _local.compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
     return bytes(compressor.compress(data))
 
 

@@ -28,22 +28,25 @@ LARGE_RUN_BYTES = 65536
 FOOTER_DTYPE = np.dtype(
     [
         ("chunk", "V32"),
+        ("checksum", "V16"),
         ("offset", "<u8"),
         ("stored", "<u4"),
         ("raw", "<u4"),
         ("base", "<u4"),
-        ("crc", "<u4"),
         ("codec", "u1"),
         ("width", "u1"),
         ("kind", "u1"),
-        ("zero", "V5"),
+        ("zero", "V9"),
     ]
 )
 FooterTable: TypeAlias = npt.NDArray[np.void]
 """Records of `FOOTER_DTYPE`, in order of offset."""
 
+_COLUMNS = ("chunk", "checksum", "offset", "stored", "raw", "codec", "width", "kind")
+"""The fields of a `PackEntry`, in its order."""
+
 _MAGIC, _MAGIC_AT_END = b"CKPTPACK", b"KCAPTPKC"
-_VERSION = 1
+_VERSION = 2
 _HEAD = struct.Struct("<8sIIQQ")
 _NO_BASE = 0xFFFFFFFF
 _LARGEST = (1 << 32) - 1
@@ -119,10 +122,7 @@ def parse_footer(footer: bytes | memoryview, trailer: Trailer) -> FooterTable:
 
 def entries(table: FooterTable) -> list[PackEntry]:
     """The records as tuples, for the few callers that need them one by one."""
-    columns = (
-        table[name].tolist()
-        for name in ("chunk", "offset", "stored", "raw", "codec", "width", "kind", "crc")
-    )
+    columns = (table[name].tolist() for name in _COLUMNS)
     return [PackEntry(ChunkId(chunk), *rest) for chunk, *rest in zip(*columns, strict=True)]
 
 
@@ -130,12 +130,11 @@ def _table(entries: Sequence[PackEntry]) -> FooterTable:
     table = np.zeros(len(entries), FOOTER_DTYPE)
     if not entries:
         return table
-    chunk, *rest = zip(*entries, strict=True)
+    chunk, checksum, *rest = zip(*entries, strict=True)
     try:
         table["chunk"] = np.frombuffer(b"".join(chunk), "V32")
-        for name, column in zip(
-            ("offset", "stored", "raw", "codec", "width", "kind", "crc"), rest, strict=True
-        ):
+        table["checksum"] = np.frombuffer(b"".join(checksum), "V16")
+        for name, column in zip(_COLUMNS[2:], rest, strict=True):
             table[name] = column
     except (ValueError, OverflowError) as error:
         raise InvalidInput(f"these entries make no pack: {error}") from error
@@ -166,11 +165,8 @@ def _check_columns(table: FooterTable, metadata: bool) -> None:
         (table["stored"] <= CHUNK_BYTES_MAX, f"at most {CHUNK_BYTES_MAX} stored bytes"),
         (table["width"] > 0, "an element width"),
         (table["base"] == _NO_BASE, "no base"),
-        (table["zero"] == np.void(bytes(5)), "zeros at the end"),
-        (
-            ~raw | ((table["stored"] == table["raw"]) & (table["crc"] == 0)),
-            "as many stored as raw bytes and no CRC for a raw chunk",
-        ),
+        (table["zero"] == np.void(bytes(9)), "zeros at the end"),
+        (~raw | (table["stored"] == table["raw"]), "as many stored as raw bytes for a raw chunk"),
     ):
         if not ok.all():
             i = int(np.argmin(ok))

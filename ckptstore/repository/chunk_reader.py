@@ -1,5 +1,8 @@
 """How are chunks read? Neighbors share one read, and every chunk is verified.
 
+A chunk's checksum detects damage. Callers to whom identity matters compare the id as well, which
+takes eight times as long: maintenance, mirrors, metadata, and whoever asks for it.
+
 All chunks are read here: for restores, mapped tensors, mirrors, gc's copies, fsck and repair.
 Chunks that a pack has lost are read from its twin. `chunk_store` adds the index for callers that
 know chunks by their ids.
@@ -12,7 +15,15 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, digest, pack_key, twin_key
+from ckptstore.core.ids import (
+    CHUNK_ID_BYTES,
+    ChunkId,
+    PackId,
+    checksum,
+    digest,
+    pack_key,
+    twin_key,
+)
 from ckptstore.core.model import PackEntry
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.objects import codecs
@@ -29,9 +40,6 @@ METADATA_BYTES_MAX = 256 << 20
 """No chunk is larger that is read into new memory. A forged footer must not cost more."""
 
 Problem: TypeAlias = Corrupt | NotFound | Unavailable
-
-Check: TypeAlias = Callable[[int], bool]
-"""Whether the bytes read for the chunk at this position of a request are right."""
 
 
 class StoredChunk(NamedTuple):
@@ -93,12 +101,13 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The chunks of one call of `read_into`: chunk `i` of `ids` goes to `out[i]`."""
+    """The chunks of one call of `read_into`: chunk `i` of `ids` goes to `out[i]`. With
+    `verify_ids`, not only its checksum is compared."""
 
     ids: bytes
     out: Sequence[memoryview]
     describe: Callable[[int], str]
-    check: Check | None
+    verify_ids: bool
 
     def ids_of(self, positions: Sequence[int]) -> bytes:
         if len(positions) == len(self.out):
@@ -161,7 +170,9 @@ def plan_runs(
 
 def located_entries(ids: Iterable[ChunkId], where: "NDArray[np.void]") -> list[PackEntry]:
     """The chunk index's rows as entries of packs."""
-    columns = (where[name].tolist() for name in ("offset", "stored", "raw", "codec", "width"))
+    columns = (
+        where[name].tolist() for name in ("checksum", "offset", "stored", "raw", "codec", "width")
+    )
     return list(map(PackEntry, ids, *columns))
 
 
@@ -171,14 +182,17 @@ def keys_of(name: PackId, *, metadata: bool) -> tuple[str, ...]:
 
 
 def read_run(
-    storage: Storage, keys: Sequence[str], run: Run, check: Check | None = None
+    storage: Storage, keys: Sequence[str], run: Run, *, verify_ids: bool = True
 ) -> list[StoredChunk | Problem]:
-    """Read, decode and verify the chunks of a run, by their ids or by `check`: each chunk, or why
-    it cannot be read.
+    """Read, decode and verify the chunks of a run: each chunk, or why it cannot be read.
 
     `keys` are objects with the same bytes; the later ones supply what the first lacks. A damaged
     range is read again chunk by chunk.
     """
+
+    def one(keys: Sequence[str], i: int) -> StoredChunk | Problem:
+        return read_run(storage, keys, run.alone(i), verify_ids=verify_ids)[0]
+
     first, others = keys[0], keys[1:]
     direct = run.out is not None and all(entry.codec == codecs.RAW for entry in run.entries)
     whole = None if direct else memoryview(bytearray(run.stored_bytes))
@@ -186,34 +200,40 @@ def read_run(
     found: list[StoredChunk | Problem]
     try:
         storage.read_into(first, run.offset, run.buffers() if whole is None else [whole])
-        found = _verified(first, run, whole, check)
+        found = _verified(first, run, whole, verify_ids)
     except (NotFound, Unavailable) as error:
         found = [error for _ in each]
     except Corrupt as error:
         found = [error]
         if len(each) > 1:
-            found = [read_run(storage, keys[:1], run.alone(i), check)[0] for i in each]
+            found = [one(keys[:1], i) for i in each]
     for i in each if others else ():
         if isinstance(found[i], CkptStoreError):
-            copy = read_run(storage, others, run.alone(i), check)[0]
+            copy = one(others, i)
             if isinstance(copy, StoredChunk | Unavailable):
                 found[i] = copy
     return found
 
 
 def _verified(
-    key: str, run: Run, whole: memoryview | None, check: Check | None
+    key: str, run: Run, whole: memoryview | None, verify_ids: bool
 ) -> list[StoredChunk | Problem]:
-    found = _decoded(run, whole)
-    for i, chunk in enumerate(found):
-        if isinstance(chunk, StoredChunk) and not (
-            digest(chunk.raw) == chunk.entry.chunk if check is None else check(run.positions[i])
-        ):
-            found[i] = Corrupt(
-                f"chunk {chunk.entry.chunk.hex()[:12]} in {key} does not match its id: got "
-                f"{digest(chunk.raw).hex()[:12]}"
-            )
-    return found
+    return [
+        _mismatch(key, chunk, verify_ids) or chunk if isinstance(chunk, StoredChunk) else chunk
+        for chunk in _decoded(run, whole)
+    ]
+
+
+def _mismatch(key: str, chunk: StoredChunk, verify_ids: bool) -> Corrupt | None:
+    """What is wrong with the bytes of a chunk of the object `key`, if anything."""
+    entry = chunk.entry
+    if (got := checksum(chunk.raw)) != entry.checksum:
+        what = f"checksum {entry.checksum.hex()[:12]}: got {got.hex()[:12]}"
+    elif verify_ids and (got := digest(chunk.raw)) != entry.chunk:
+        what = f"id: got {got.hex()[:12]}"
+    else:
+        return None
+    return Corrupt(f"chunk {entry.chunk.hex()[:12]} in {key} does not match its {what}")
 
 
 def _decoded(run: Run, whole: memoryview | None) -> list[StoredChunk | Problem]:
@@ -266,8 +286,9 @@ def runs_of(table: FooterTable) -> list[Run]:
 def read_chunks(
     storage: Storage, pack: PackId, rows: FooterTable, *, metadata: bool
 ) -> Iterator[StoredChunk]:
-    """The chunks of `rows` of a pack's footer, in order. A pack with `metadata` has a twin. Raises
-    `Corrupt` for a chunk that does not match its id, `NotFound` for an absent pack."""
+    """The chunks of `rows` of a pack's footer, in order, compared with their ids. A pack with
+    `metadata` has a twin. Raises `Corrupt` for a chunk that does not match, `NotFound` for an
+    absent pack."""
     for run in runs_of(rows):
         for chunk in read_run(storage, keys_of(pack, metadata=metadata), run):
             if isinstance(chunk, Corrupt):

@@ -1,8 +1,8 @@
 """Which chunks does the store have, where do they lie, and what are their verified bytes?
 
-Every chunk is compared with its id. If the index lacks a chunk, or its pack is gone, the log is
-replayed and the footers of new packs are read. A chunk is missing only if no listed pack holds
-it.
+Every chunk is compared with its checksum, metadata with its id too. If the index lacks a chunk, or
+its pack is gone, the log is replayed and the footers of new packs are read. A chunk is missing only
+if no listed pack holds it.
 
 The index counts only for packs that the log lists under the same number and id: a copied or
 restored store may give known numbers to other packs.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from ckptstore.core.config import MIB, RUN_BYTES
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, digest, pack_key
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, pack_key
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.index.chunks import ChunkIndex
 from ckptstore.index.suspect_packs import SuspectPacks
@@ -26,7 +26,6 @@ from ckptstore.log.log import Log
 from ckptstore.objects import codecs
 from ckptstore.repository.chunk_reader import (
     METADATA_BYTES_MAX,
-    Check,
     FileRange,
     Problem,
     Request,
@@ -67,39 +66,8 @@ REMOTE_READ_BYTES = 4 * MIB
 ALONE = ReadRoom(1, RUN_BYTES, 0, 0)
 """A read on the calling thread."""
 
-NAMES_MAX = 1 << 18
-"""The oldest names are forgotten beyond: 256 GB of chunks of 1 MiB, in 64 MB of memory."""
-
 Rescue: TypeAlias = Callable[[bytes, Sequence[memoryview], CkptStoreError], None]
 """Reads chunks elsewhere after this store failed; re-raises the given error if that fails too."""
-
-
-class SecondNames:
-    """In-memory map from a fast checksum to the chunk id of the same bytes. Thread-safe."""
-
-    def __init__(self, naming: Callable[[memoryview], bytes]) -> None:
-        self._naming = naming
-        self._ids: dict[bytes, ChunkId] = {}
-        self._lock = threading.Lock()
-
-    def learn(self, data: memoryview) -> tuple[ChunkId, bytes]:
-        """The id and the checksum of a chunk, which the map remembers. Nobody may write to
-        `data` meanwhile."""
-        chunk, name = ChunkId(digest(data)), self._naming(data)
-        with self._lock:
-            self._ids.pop(name, None)
-            self._ids[name] = chunk
-            if len(self._ids) > NAMES_MAX:
-                del self._ids[next(iter(self._ids))]
-        return chunk, name
-
-    def id_of(self, name: bytes) -> ChunkId | None:
-        return self._ids.get(name)
-
-    def forget(self, name: bytes) -> None:
-        """Drop a checksum that turned out to belong to another chunk."""
-        with self._lock:
-            self._ids.pop(name, None)
 
 
 class ObjectStore:
@@ -120,13 +88,7 @@ class ObjectStore:
         self._batches = FooterBatches(storage) if self._remote else None
         self._indexed_below = 0
         self.rescue: Rescue | None = None
-        self.second_names: SecondNames | None = None
-        """If set, commits of this process record the checksums of their chunks here."""
         self._lock = threading.Lock()
-
-    def hash(self, data: memoryview) -> ChunkId:
-        """The id of a chunk to be committed."""
-        return self.second_names.learn(data)[0] if self.second_names else ChunkId(digest(data))
 
     # -- the index --
 
@@ -272,7 +234,8 @@ class ObjectStore:
                 f"metadata; wanted at most {METADATA_BYTES_MAX}; run `ckptstore fsck`"
             )
         buffers = [bytearray(nbytes) for nbytes in where["raw"].tolist()]
-        self.read_into(ids, [memoryview(buffer) for buffer in buffers], where=where)
+        out = [memoryview(buffer) for buffer in buffers]
+        self.read_into(ids, out, where=where, verify_ids=True)
         return list(map(bytes, buffers))
 
     def read_into(
@@ -284,18 +247,18 @@ class ObjectStore:
         threads: ThreadPool | None = None,
         room: ReadRoom = ALONE,
         describe: Callable[[int], str] = lambda i: "metadata",
-        check: Check | None = None,
+        verify_ids: bool = False,
     ) -> None:
         """Read and verify each chunk of `ids` into the memory of `out`, whose lengths are the
         chunks' raw sizes.
 
         `threads`, if given, share the work within `room`. `describe(i)` names chunk `i` in errors.
-        `check(i)`, if given, verifies `out[i]` instead of the id, on the thread that read it.
+        With `verify_ids`, bytes are compared with the ids too.
 
-        Raises `Corrupt` for a chunk whose bytes do not match its id or whose length is not that
-        of `out`, `NotFound` for one that no listed pack holds.
+        Raises `Corrupt` for a chunk whose bytes do not match, or whose length is not that of
+        `out`, `NotFound` for one that no listed pack holds.
         """
-        request = Request(ids, out, describe, check)
+        request = Request(ids, out, describe, verify_ids)
         left: Sequence[int] = range(len(out))
         try:
             if self._cache is not None:
@@ -376,7 +339,7 @@ class ObjectStore:
                         f"wanted {len(request.out[i])}; run `ckptstore fsck`"
                     )
             keys = keys_of(pack.id, metadata=pack.metadata)
-            found = read_run(self.storage, keys, run, request.check)
+            found = read_run(self.storage, keys, run, verify_ids=request.verify_ids)
             for n, chunk in enumerate(found):
                 if isinstance(chunk, StoredChunk):
                     if self._cache is not None:

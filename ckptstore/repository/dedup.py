@@ -3,13 +3,13 @@
 `GcPin` keeps those that were found from gc, for a reader that commits nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId
+from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId
 from ckptstore.errors import Conflict, NotFound
 from ckptstore.log.fold import Pack, State
 from ckptstore.log.log import Log
@@ -20,30 +20,52 @@ RunKey: TypeAlias = tuple[int, int]
 """A run of consecutive chunks of a planned state: its leaf's number and its first chunk."""
 
 
-class DedupHints:
-    """For each run, its chunk ids in the last commit of the same plan and the packs that held them.
+class KnownRun(NamedTuple):
+    """A run in the last commit of a plan: ids and checksums of its chunks, joined, and the packs
+    that held them; None if that is unknown."""
 
-    An unchanged run needs no index look-up. Costs 32 bytes per chunk.
+    ids: bytes
+    checksums: bytes
+    packs: frozenset[int] | None
+
+
+class DedupHints:
+    """For each run, its chunks in the last commit of the same plan.
+
+    A chunk with the checksum that it had at this place has the id that it had, and an unchanged
+    run needs no index look-up either. Costs 48 bytes per chunk.
     """
 
     def __init__(self) -> None:
-        self._found: dict[RunKey, tuple[bytes, frozenset[int]]] = {}
+        self._found: dict[RunKey, KnownRun] = {}
+
+    def get(self, run: RunKey) -> KnownRun | None:
+        return self._found.get(run)
 
     def packs_of(self, run: RunKey, ids: bytes) -> frozenset[int] | None:
         """The packs that held the run's chunks if their ids were `ids`, else None."""
         known = self._found.get(run)
-        return known[1] if known and known[0] == ids else None
+        return known.packs if known and known.ids == ids else None
 
-    def ids_of(self, run: RunKey) -> bytes:
-        """The ids of the run's chunks in the last commit; empty for a new or changed run."""
+    def hashed(self, run: RunKey, ids: bytes, checksums: bytes) -> None:
+        """Record the ids and checksums of a run's chunks, both of the same bytes."""
+        self._found[run] = KnownRun(ids, checksums, self.packs_of(run, ids))
+
+    def found(self, run: RunKey, ids: bytes, packs: frozenset[int]) -> None:
+        """Record the packs that hold the run's chunks, if their ids are still `ids`."""
         known = self._found.get(run)
-        return known[0] if known else b""
+        if known and known.ids == ids:
+            self._found[run] = known._replace(packs=packs)
 
-    def forget(self, run: RunKey) -> None:
-        self._found.pop(run, None)
-
-    def remember(self, run: RunKey, ids: bytes, packs: frozenset[int]) -> None:
-        self._found[run] = ids, packs
+    def by_checksum(self) -> dict[bytes, ChunkId]:
+        """The chunks' ids by their checksums."""
+        return {
+            known.checksums[i * CHECKSUM_BYTES : (i + 1) * CHECKSUM_BYTES]: ChunkId(
+                known.ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]
+            )
+            for known in tuple(self._found.values())
+            for i in range(len(known.checksums) // CHECKSUM_BYTES)
+        }
 
 
 class Dedup:
@@ -52,10 +74,9 @@ class Dedup:
     Thread-safe.
     """
 
-    def __init__(self, objects: ObjectStore, state: State, runs: DedupHints) -> None:
+    def __init__(self, objects: ObjectStore, state: State) -> None:
         self._objects = objects
         self._state = state
-        self.runs = runs
         self._suspected = objects.suspect_packs.packs()
         self._live: dict[int, bool] = {}
         self._taken: dict[ChunkId, object] = {}
@@ -69,24 +90,29 @@ class Dedup:
             for chunk, number in zip(ids, self._numbers(b"".join(ids)), strict=True)
         ]
 
-    def fresh_runs(self, runs: Sequence[tuple[RunKey, Sequence[ChunkId]]]) -> list[list[bool]]:
+    def fresh_runs(
+        self, runs: Sequence[tuple[RunKey, Sequence[ChunkId]]], hints: DedupHints
+    ) -> list[list[bool]]:
         """`fresh` for each run, without a look-up for unchanged runs."""
         unknown = [
-            (run, ids, joined) for run, ids in runs if not self._known(run, joined := b"".join(ids))
+            (run, ids, joined)
+            for run, ids in runs
+            if not self._known(hints.packs_of(run, joined := b"".join(ids)))
         ]
         numbers = iter(
             self._numbers(b"".join(joined for _, _, joined in unknown)) if unknown else ()
         )
-        found = {run: self._fresh_run(run, ids, joined, numbers) for run, ids, joined in unknown}
+        found = {}
+        for run, ids, joined in unknown:
+            held = list(islice(numbers, len(ids)))
+            found[run] = [self._is_fresh(*each) for each in zip(ids, held, strict=True)]
+            if all(map(self._is_live, held)):
+                hints.found(run, joined, frozenset(held))
         return [found.get(run) or [False] * len(ids) for run, ids in runs]
 
     def live(self, ids: bytes) -> list[bool]:
         """For each of `ids`, whether a live pack holds it. Changes nothing."""
         return [self._is_live(number) for number in self._numbers(ids)]
-
-    def hash(self, data: memoryview) -> ChunkId:
-        """The id of a chunk."""
-        return self._objects.hash(data)
 
     def read_back(self, chunk: ChunkId, nbytes: int) -> memoryview:
         """The bytes of a chunk that a live pack held when the state was staged.
@@ -96,7 +122,7 @@ class Dedup:
         """
         data = memoryview(bytearray(nbytes))
         try:
-            self._objects.read_into(chunk, [data])
+            self._objects.read_into(chunk, [data], verify_ids=True)
         except NotFound as error:
             raise Conflict(
                 f"gc has deleted chunk {chunk.hex()[:12]} since the state was staged, before its "
@@ -104,21 +130,11 @@ class Dedup:
             ) from error
         return data
 
-    def _known(self, run: RunKey, ids: bytes) -> bool:
-        packs = self.runs.packs_of(run, ids)
+    def _known(self, packs: frozenset[int] | None) -> bool:
         if packs is None or not all(map(self._is_live, packs)):
             return False
         self.reused |= packs
         return True
-
-    def _fresh_run(
-        self, run: RunKey, ids: Sequence[ChunkId], joined: bytes, numbers: Iterator[int]
-    ) -> list[bool]:
-        held = list(islice(numbers, len(ids)))
-        fresh = [self._is_fresh(chunk, number) for chunk, number in zip(ids, held, strict=True)]
-        if all(map(self._is_live, held)):
-            self.runs.remember(run, joined, frozenset(held))
-        return fresh
 
     def _numbers(self, ids: bytes) -> list[int]:
         """The number of the pack that holds each chunk; 0 for none. Packs count from 1."""
@@ -156,7 +172,7 @@ class GcPin:
         # Replay after opening the session: a gc that condemned packs earlier has not seen it.
         state = log.replay(refresh=True)
         objects.sync(state)
-        self._dedup = Dedup(objects, state, DedupHints())
+        self._dedup = Dedup(objects, state)
 
     def held(self, ids: bytes) -> dict[bytes, int]:
         """The raw size of each of `ids` that a live pack holds."""

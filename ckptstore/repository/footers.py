@@ -37,7 +37,7 @@ AT_ONCE = 32
 
 _WORDS = CHUNK_ID_BYTES // 8
 _GUESS_BYTES = 65536
-"""A tail of this size holds the footer of a pack of up to 1,022 chunks."""
+"""A tail of this size holds the footer of a pack of up to 818 chunks."""
 
 Strays: TypeAlias = Mapping[str, tuple[PackId, FooterTable]]
 """Tables of twins that list other chunks than their pack does, by key."""
@@ -73,13 +73,14 @@ def read_table_at(storage: Storage, key: str) -> FooterTable:
 
 
 def is_elsewhere(storage: Storage, pack: Pack, entry: PackEntry) -> bool:
-    """Whether the footer of `pack` places the chunk of `entry` elsewhere, or lacks it. False if it
-    cannot be read."""
+    """Whether the footer of `pack` lacks the chunk of `entry`, or gives it another place or
+    checksum. False if it cannot be read."""
     try:
         table = read_table_at(storage, pack_key(pack.id))
     except (Corrupt, NotFound, Unavailable):
         return False
-    return entry.chunk not in table["chunk"][table["offset"] == entry.offset].tolist()
+    there = table[["chunk", "checksum"]][table["offset"] == entry.offset].tolist()
+    return (entry.chunk, entry.checksum) not in there
 
 
 def load_tables(

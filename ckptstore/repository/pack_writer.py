@@ -6,7 +6,6 @@ back, fsync, name.
 """
 
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -139,6 +138,7 @@ class PackWriter:
     def add(
         self,
         ids: Sequence[ChunkId],
+        checksums: Sequence[bytes],
         raws: Sequence[memoryview],
         width: int,
         kind: int,
@@ -163,20 +163,19 @@ class PackWriter:
             target.pad_to(pack.align(target.offset, run_bytes))
         if whole is not None and codec == codecs.RAW:
             offset = target.append(whole)
-            for chunk, raw in zip(ids, raws, strict=True):
+            for chunk, summed, raw in zip(ids, checksums, raws, strict=True):
                 target.entries.append(
-                    PackEntry(chunk, offset, len(raw), len(raw), codecs.RAW, width, kind, 0)
+                    PackEntry(chunk, summed, offset, len(raw), len(raw), codecs.RAW, width, kind)
                 )
                 offset += len(raw)
             if target.is_full:
                 target.flush()
             return
-        for chunk, raw in zip(ids, raws, strict=True):
+        for chunk, summed, raw in zip(ids, checksums, raws, strict=True):
             used, stored = codecs.encode(codec, raw, width)
-            crc = zlib.crc32(stored) if used != codecs.RAW else 0
             offset = target.append(stored)
             target.entries.append(
-                PackEntry(chunk, offset, len(stored), len(raw), used, width, kind, crc)
+                PackEntry(chunk, summed, offset, len(stored), len(raw), used, width, kind)
             )
             if target.is_full:
                 target.flush()

@@ -22,7 +22,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Any
 
-from ckptstore.core.ids import digest
+from ckptstore.core.ids import checksum, digest
 from ckptstore.errors import Corrupt, InvalidInput, Unavailable
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.thread_pool import ThreadPool
@@ -203,17 +203,23 @@ def check_mapped(
     pieces: Sequence[Piece],
     threads: ThreadPool,
     what: str,
+    *,
+    verify_ids: bool,
 ) -> None:
-    """Compare every chunk of a mapped leaf with its id, which reads them all.
+    """Compare every chunk of a mapped leaf with its checksum, which reads them all, and with
+    `verify_ids` with its id.
 
     A chunk that does not match is read again, into the mapping. Raises `Corrupt`, naming `what`,
     where no copy of it is left.
     """
 
-    def check(piece: Piece) -> None:
+    checksums = objects.located(b"".join(piece.chunk for piece in pieces))["checksum"].tolist()
+
+    def check(i: int) -> None:
+        piece = pieces[i]
         start = piece.at or 0
         part = data[start : start + piece.raw_bytes]
-        if digest(part) != piece.chunk:
-            objects.read_into(piece.chunk, [part], describe=lambda _: what)
+        if checksum(part) != checksums[i] or (verify_ids and digest(part) != piece.chunk):
+            objects.read_into(piece.chunk, [part], describe=lambda _: what, verify_ids=verify_ids)
 
-    threads.spread(check, pieces)
+    threads.spread(check, range(len(pieces)))

@@ -1,10 +1,11 @@
 """How are the bytes of a commit read? Document, trees, pieces, then chunks into their destinations.
 
-Every chunk is verified against its id. A reader locks nothing in the store; it locates chunks again
-if gc moved them.
+Every chunk is compared with its checksum, or with its id on request. A reader locks nothing in the
+store; it locates chunks again if gc moved them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
@@ -19,7 +20,7 @@ from ckptstore.errors import Corrupt
 from ckptstore.objects.documents import Layout, decode_document, decode_layout
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
-from ckptstore.repository.chunk_reader import Check, coalesce
+from ckptstore.repository.chunk_reader import coalesce
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.memory_budget import ReadRoom, read_room
 from ckptstore.repository.thread_pool import ThreadPool
@@ -178,16 +179,29 @@ class Reading:
 
 
 class Reader:
-    """Reads commits of one store."""
+    """Reads commits of one store; with `verify_ids`, chunks are compared with their ids too."""
 
-    def __init__(self, config: StoreConfig, objects: ObjectStore, threads: ThreadPool) -> None:
-        self._objects, self.threads = objects, threads
+    def __init__(
+        self,
+        config: StoreConfig,
+        objects: ObjectStore,
+        threads: ThreadPool,
+        *,
+        verify_ids: bool = False,
+    ) -> None:
+        self._objects, self.threads, self.verify_ids = objects, threads, verify_ids
         self.chunk_bytes = config.chunk_bytes
         self.remote = objects.storage.capabilities.slow_requests
         # Both never change, so what was read lately is at hand for the next look at the same
         # commit.
         self.document = lru_cache(RECENT)(self._document)
         self.trees = lru_cache(RECENT)(self.read_trees)
+
+    def verifying_ids(self) -> "Reader":
+        """This reader, but one that compares chunks with their ids too."""
+        reader = copy(self)
+        reader.verify_ids = True
+        return reader
 
     def _document(self, session: SessionId, commit: CommitId) -> CommitDocument:
         """The commit's document, verified."""
@@ -275,16 +289,15 @@ class Reader:
         jobs: Sequence[ChunkRead],
         out: Sequence[memoryview],
         reading: Reading,
-        check: Check | None = None,
     ) -> None:
-        """Read the chunks of `jobs` into `out`, verified by their ids or by `check`."""
+        """Read and verify the chunks of `jobs` into `out`."""
         self._objects.read_into(
             b"".join(job.piece.chunk for job in jobs),
             out,
             threads=self.threads,
             room=reading.room,
             describe=partial(_describe, reading.commit, jobs),
-            check=check,
+            verify_ids=self.verify_ids,
         )
 
     def raw_bytes_of(self, ids: bytes) -> "NDArray[np.int64]":
@@ -309,6 +322,7 @@ class Reader:
                 pieces,
                 self.threads,
                 f"leaf {tree.schema.paths[number]}, commit {commit[:12]}",
+                verify_ids=self.verify_ids,
             )
         return data
 
@@ -339,9 +353,9 @@ class Reader:
         return self._objects.packs_of(b"".join((*metadata, *(content.ids for content in contents))))
 
     def verify(self, tree: Tree, commit: CommitId) -> None:
-        """Read and check every chunk of `tree`, through scratch memory."""
+        """Read every chunk of `tree` through scratch memory, and compare it with its id."""
         nowhere = _Nowhere()
-        self.read(
+        self.verifying_ids().read(
             (
                 ReadRequest(tree, i, nowhere)
                 for i in range(len(tree.schema))

@@ -1,7 +1,7 @@
 """Which chunks of a bucket does this host's disk cache, and how are they evicted?
 
-Each chunk is a file named by its id, so every read verifies it; a truncated, damaged or
-incomplete file is a miss and is removed. Files appear whole, by a rename, and a reader keeps its
+Each chunk is a file named by its id, which ends with the checksum of its bytes and the id, so every
+read verifies it; a truncated, damaged or incomplete file is a miss and is removed. Files appear whole, by a rename, and a reader keeps its
 open file, so processes share a cache without a lock; only eviction takes turns. Nothing is
 synced: verification also catches the damage of a power cut.
 """
@@ -11,12 +11,12 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptstore.core.ids import ChunkId, digest
+from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId, checksum
 from ckptstore.core.paths import make_directories
 from ckptstore.storage.file_lock import file_lock
 
@@ -66,7 +66,8 @@ class ReadCache:
         except OSError:
             return False
         try:
-            if _filled(fd, out) and digest(out) == chunk:
+            end = memoryview(bytearray(CHECKSUM_BYTES + CHUNK_ID_BYTES))
+            if _filled(fd, [out, end]) and end == checksum(out) + chunk:
                 os.utime(fd)  # when a file was used last says how soon it goes
                 return True
         except OSError as error:
@@ -86,7 +87,7 @@ class ReadCache:
         try:
             if path.exists():
                 return
-            self._write(path, data)
+            self._write(path, (data, checksum(data) + chunk))
         except OSError as error:
             self._given_up = True
             _logger.warning(
@@ -99,7 +100,7 @@ class ReadCache:
         name = chunk.hex()
         return self._directory / name[:2] / name
 
-    def _write(self, path: Path, data: memoryview) -> None:
+    def _write(self, path: Path, parts: Sequence[memoryview | bytes]) -> None:
         if not path.parent.is_dir():
             make_directories(self._directory.parent)
             for folder in (self._directory, path.parent):
@@ -107,10 +108,9 @@ class ReadCache:
         new = path.with_name(f"{path.name}-{secrets.token_hex(4)}{_UNFINISHED}")
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            with open(fd, "wb", buffering=0) as file:
-                rest = data.cast("B") if data.nbytes else data
-                while rest.nbytes:
-                    rest = rest[file.write(rest) :]
+            with open(fd, "wb") as file:
+                for part in parts:
+                    file.write(part)
             new.replace(path)
         except BaseException:
             new.unlink(missing_ok=True)
@@ -161,11 +161,16 @@ class ReadCache:
                             yield _File(status.st_mtime, status.st_size, entry.path)
 
 
-def _filled(fd: int, out: memoryview) -> bool:
-    """Whether the file is as long as `out`; if so, fills it."""
-    if os.fstat(fd).st_size != out.nbytes:
+def _filled(fd: int, out: Sequence[memoryview]) -> bool:
+    """Whether the file is as long as the memory of `out`; if so, fills it."""
+    total = sum(memory.nbytes for memory in out)
+    if os.fstat(fd).st_size != total:
         return False
-    rest = out.cast("B") if out.nbytes else out
-    while rest.nbytes and (got := os.readv(fd, [rest])):
-        rest = rest[got:]
-    return not rest.nbytes
+    rest, done = [memory.cast("B") for memory in out if memory.nbytes], 0
+    while done < total and (got := os.preadv(fd, rest, done)):
+        done += got
+        while rest and got >= rest[0].nbytes:
+            got -= rest.pop(0).nbytes
+        if got:
+            rest[0] = rest[0][got:]
+    return done == total

@@ -7,7 +7,6 @@ import pytest
 import ckptstore
 from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.log import sessions
-from ckptstore.repository.dedup import DedupHints
 from ckptstore.repository.pack_writer import PackSet
 from ckptstore.store import internals_of
 
@@ -23,6 +22,6 @@ def test_an_undo_that_is_interrupted_leaves_no_session_that_beats(
         internals = internals_of(store)
         before = set(sessions._heart._sessions)
         to = Destination(internals.handle, internals.threads)
-        with pytest.raises(KeyboardInterrupt), Transaction.begin(to, DedupHints()):
+        with pytest.raises(KeyboardInterrupt), Transaction.begin(to):
             raise OSError("the block failed")
         assert sessions._heart._sessions == before

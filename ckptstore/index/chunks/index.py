@@ -56,7 +56,7 @@ from ckptstore.index.chunks.records import (
 )
 from ckptstore.storage.file_lock import file_lock
 
-_FORMAT = 1
+_FORMAT = 2
 _BATCH = 65536
 _FEW = 64
 """Up to this many ids are looked up unsorted: sorting them would cost more than it saves."""

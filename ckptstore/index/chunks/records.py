@@ -1,5 +1,4 @@
-"""Records of the chunk index: 32 bytes per chunk, with a checksum over store, chunk id and every
-field.
+"""Records of the chunk index: 48 bytes per chunk, with a sum over store, chunk id and every field.
 
 A batch is encoded and checked at once with numpy, never chunk by chunk. `MemoryRecords` holds the
 records that could not be written to disk. As on disk, the pack added last wins.
@@ -16,14 +15,24 @@ from ckptstore.core.ids import CHUNK_ID_BYTES, PackId, StoreId, digest
 
 LOCATION_DTYPE = np.dtype(
     {
-        "names": ["pack", "stored", "raw", "codec", "width", "found", "offset", "check"],
-        "formats": ["<u4", "<u4", "<u4", "u1", "u1", "u1", "<u8", "<u8"],
-        "offsets": [0, 4, 8, 12, 13, 14, 16, 24],
-        "itemsize": 32,
+        "names": [
+            "pack",
+            "stored",
+            "raw",
+            "codec",
+            "width",
+            "found",
+            "offset",
+            "checksum",
+            "check",
+        ],
+        "formats": ["<u4", "<u4", "<u4", "u1", "u1", "u1", "<u8", "V16", "<u8"],
+        "offsets": [0, 4, 8, 12, 13, 14, 16, 24, 40],
+        "itemsize": 48,
     }
 )
 """The location of a chunk: pack number, offset and stored bytes in it, raw bytes, codec, element
-width. `found` is 0 if unknown."""
+width, and the checksum of its raw bytes. `found` is 0 if unknown."""
 
 Locations: TypeAlias = npt.NDArray[np.void]
 RECORD_BYTES = LOCATION_DTYPE.itemsize
@@ -58,7 +67,7 @@ def encode(
     give."""
     rows = np.zeros(len(table), LOCATION_DTYPE)
     rows["pack"], rows["found"] = number, 1
-    for field in ("stored", "raw", "codec", "width", "offset"):
+    for field in ("stored", "raw", "codec", "width", "offset", "checksum"):
         rows[field] = table[field]
     rows["check"] = checks(seed, ids, rows)
     return rows

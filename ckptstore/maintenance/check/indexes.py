@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _LOOKS = 5
 """How often the catalog is checked again while others change it."""
 
-_PLACE = ["offset", "stored", "raw", "codec"]
+_PLACE = ["checksum", "offset", "stored", "raw", "codec"]
 
 UNKNOWN = -1
 """The kind of a metadata chunk known only to the chunk index; the chunk itself tells its kind."""
@@ -223,6 +223,7 @@ def remembered(
             kind = UNKNOWN if pack.metadata else TENSOR
             fields = ("offset", "stored", "raw", "codec", "width")
             offset, stored, raw, codec, width = (int(row[name]) for name in fields)
-            entry = PackEntry(ChunkId(chunk), offset, stored, raw, codec, width, kind, 0)
+            summed = row["checksum"].tobytes()
+            entry = PackEntry(ChunkId(chunk), summed, offset, stored, raw, codec, width, kind)
             found.setdefault(pack.id, []).append(entry)
     return found
