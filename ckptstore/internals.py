@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, TypeAlias
 
 from ckptstore.commit.async_commit import AsyncCommits, CommitRoute
@@ -19,7 +19,7 @@ from ckptstore.commit.pending import UNWATCHED, Pending
 from ckptstore.commit.plan import Flats
 from ckptstore.commit.transaction import CommitStats, Committed, Destination
 from ckptstore.contents import CommitContents
-from ckptstore.core.ids import CommitId
+from ckptstore.core.ids import ChunkId, CommitId, SessionId
 from ckptstore.core.model import CommitDocument
 from ckptstore.core.options import Async, Ranks
 from ckptstore.core.settings import Settings
@@ -28,8 +28,9 @@ from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.commit import Committer
 from ckptstore.distributed.coordinator import PartsCommitter
 from ckptstore.distributed.gloo import BACKGROUND, collective_of
+from ckptstore.distributed.merge import split_ids
 from ckptstore.distributed.worker_client import WorkerCommitter
-from ckptstore.errors import InvalidInput, NoSpace, ReadOnly, Unavailable
+from ckptstore.errors import Corrupt, InvalidInput, NoSpace, NotFound, ReadOnly, Unavailable
 from ckptstore.maintenance.enospc import DiskWatch
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.repository.chunk_store import ObjectStore
@@ -91,6 +92,7 @@ class StoreInternals:
         self._disk = DiskWatch(handle, settings.run, settings.on_full)
         self.parent_tracker = ParentTracker()
         self._best_rate = 0.0
+        self._ids_by_checksum = lru_cache(1)(self._read_ids_by_checksum)
         self.async_commits: AsyncCommits[Snapshot] = AsyncCommits(
             self.parent_tracker,
             max_in_flight=settings.max_in_flight,
@@ -134,6 +136,34 @@ class StoreInternals:
         """The chunks that this store has now, by id."""
         self.handle.objects.sync(self.handle.log.replay(refresh=True))
         return self.handle.objects
+
+    def committed_chunks(self) -> Mapping[bytes, ChunkId]:
+        """Ids by checksum of the chunks that were committed last, as of the last replay of the log:
+        in this run's newest commit, whoever made it, and in the one that this object made or
+        restored last.
+
+        Empty, with a warning, if those commits cannot be read.
+        """
+        state = self.handle.log.state
+        last = (*state.runs.get(self.run, ())[-1:], *self.parent_tracker.parents())
+        kept = {commit: state.commits[commit].session for commit in last if commit in state.commits}
+        try:
+            self.handle.objects.sync(state)
+            return self._ids_by_checksum(tuple(kept.items()))
+        except (Corrupt, NotFound, Unavailable) as error:
+            logger.warning("%s: the last commit's chunks are not known: %s", self.handle.url, error)
+            return {}
+
+    def _read_ids_by_checksum(
+        self, commits: tuple[tuple[CommitId, SessionId], ...]
+    ) -> Mapping[bytes, ChunkId]:
+        reader, objects = self.reader, self.handle.objects
+        documents = [reader.document(session, commit) for commit, session in commits]
+        trees = [tree for document in documents for tree in reader.trees(document.trees).values()]
+        ids = b"".join({content.ids for tree in trees for content in tree.contents})
+        where = objects.locate(ids)
+        rows = zip(where["checksum"].tolist(), where["found"].tolist(), split_ids(ids), strict=True)
+        return {checksum: ChunkId(chunk) for checksum, found, chunk in rows if found}
 
     def gc_pin(self, purpose: str) -> GcPin | None:
         """A session that keeps the chunks it finds from garbage collection; None if this store is

@@ -18,14 +18,13 @@ from ckptstore.distributed.sockets import own_addresses
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchft.connection import Deadline, Route
 from ckptstore.interop.torchft.fetch import Peers
-from ckptstore.interop.torchft.offer import flatten_state, make_offer
+from ckptstore.interop.torchft.offer import Stored, flatten_state, make_offer
 from ckptstore.interop.torchft.receive import Received, Transfer
 from ckptstore.interop.torchft.server import TransportServer
 from ckptstore.interop.torchft.wire import (
     Invitation,
     decode_invitation,
     encode_invitation,
-    name_of,
 )
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.staging_buffers import BufferPool, default_budget
@@ -104,8 +103,6 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
         self._server = TransportServer(
             instance, token, timeout_s=self._timeout_s, host=host, port=port
         )
-        if store:
-            internals_of(store).second_names(name_of)
         addresses = own_addresses(self._server.port, host)
         self._metadata = encode_invitation(Invitation(instance, token, addresses))
         self.staged_bytes = 0
@@ -138,7 +135,7 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
                 chunk_bytes=self._chunk_bytes,
                 pool=self._pool,
                 threads=self._threads,
-                pin=internals_of(self._store).gc_pin("serve") if self._store else None,
+                stored=self._stored(),
             )
             self.staged_bytes = offer.staged_bytes
             self._server.post(offer)
@@ -180,13 +177,15 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
         peers = Peers(routes, step, deadline, self._connections)
         with self._receiving:
             max_bytes = self._max_bytes if self._max_bytes is not None else free_bytes()
+            store = internals_of(self._store) if self._store else None
             transfer = Transfer(
                 peers,
                 deadline,
                 self._threads,
                 flatten_state(self._state_dict()) if self._state_dict else None,
                 self._in_place,
-                internals_of(self._store).chunks() if self._store else None,
+                store.chunks() if store else None,
+                store.committed_chunks() if store else {},
                 self._meshes,
                 self._left,
                 max_bytes if max_bytes is not None else 1 << 62,
@@ -212,6 +211,15 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
             self._release()
         else:
             behind(self._release, "ckptstore-transport-end")
+
+    def _stored(self) -> Stored | None:
+        """The chunks of the store to serve from there, kept from gc; None without a store that
+        takes sessions."""
+        if self._store is None:
+            return None
+        store = internals_of(self._store)
+        pin = store.gc_pin("serve")
+        return Stored(pin, store.committed_chunks()) if pin else None
 
     def _release(self) -> None:
         with self._sending:

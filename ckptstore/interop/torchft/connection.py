@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from http.client import HTTPException, HTTPResponse
 
-from ckptstore.core.ids import CHUNK_ID_BYTES
-from ckptstore.distributed.merge import split_ids
 from ckptstore.distributed.sockets import Address, reach
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, Unavailable
 from ckptstore.interop.torchft.wire import (
@@ -196,15 +194,6 @@ class Connection:
         self._begin(len(out))
         if out.nbytes and self._answer.readinto(out) < out.nbytes:
             raise self._failed("sent less than it announced")
-
-    def ask_ids(self, step: int, names: Sequence[bytes]) -> list[bytes]:
-        """The ids of chunks."""
-        answer = self._ask("POST", "ids", step, {}, b"".join(names))
-        self._check(answer)
-        found = split_ids(self._read(answer, len(names) * CHUNK_ID_BYTES))
-        if len(found) != len(names):
-            raise self._failed(f"gives {len(found)} ids for {len(names)} chunks")
-        return found
 
     def cut(self) -> None:
         """End the connection, also while another thread reads from it."""

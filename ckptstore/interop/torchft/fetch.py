@@ -6,7 +6,6 @@ break together are one failure. A slow peer is asked until the deadline if all o
 slow as well. A peer that lacks a chunk serves another state, and is not asked again.
 """
 
-import logging
 import threading
 import time
 from collections import Counter, deque
@@ -25,8 +24,6 @@ from ckptstore.interop.torchft.wire import (
     name_of,
 )
 from ckptstore.restore.reader import ChunkRead
-
-logger = logging.getLogger("ckptstore.transport")
 
 FAILURES_MAX = 4
 """A peer is dropped after this many consecutive failures."""
@@ -95,20 +92,6 @@ class Peers:
                 self._deadline.left()  # says what timed out
                 raise
         raise _all_lost(errors)
-
-    def ids(self, names: Sequence[bytes]) -> list[bytes]:
-        """The ids of chunks, from the first peer that tells them; empty if none does."""
-        for route in self._routes:
-            connection = None
-            try:
-                connection = self._connect(route)
-                self.count(requests=1)
-                return connection.ask_ids(self._step, names)
-            except PeerFailed as failed:
-                logger.debug("a peer does not tell ids: %s", failed)
-            finally:
-                self._drop(connection)
-        return []
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Bring every chunk to its destination. Raises the error that prevented it; after that

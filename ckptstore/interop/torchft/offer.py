@@ -1,10 +1,9 @@
 """How can peers take a state's chunks while training goes on? It is held still: copied, except for
 chunks that the store has.
 
-Chunks found in the local store are served from there; a session protects them from gc until the
-offer is closed. They are looked up by names where this process has hashed them both ways, as its
-commits do beside a transport (docs/decisions/040-committed-chunks-have-fast-checksums.md), and by
-ids while that pays. A failed lookup costs more than a copy, so lookups stop when most of them fail.
+Chunks of the store's last commits are served from there; a session protects them from gc until the
+offer is closed. They are found by their checksums, which the chunk index has
+(docs/decisions/045-checksums-name-chunks-between-replicas.md).
 
 All other chunks are copied to one staging buffer and hashed there, so that peers get the hashed
 bytes even if tensors change.
@@ -15,12 +14,11 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, NamedTuple, TypeVar
 
 from ckptstore.commit.plan import Extent, Run, plan_chunks
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import digest
+from ckptstore.core.ids import ChunkId
 from ckptstore.core.model import INLINE_BYTES, LeafContent
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable
@@ -28,6 +26,7 @@ from ckptstore.interop.torchft.targets import placed_leaves
 from ckptstore.interop.torchft.wire import (
     CHUNKS_PER_REQUEST,
     Description,
+    checksum_of,
     encode_description,
     name_of,
     name_of_pieces,
@@ -54,11 +53,8 @@ PIECE_BYTES = 512 << 10
 chunk of 1 MiB take 0.073 s per GB in two pieces, and 0.090 s in one (EPYC, 1 MiB of L2).
 """
 
-PROBE_CHUNKS = 64
-"""Failed lookups before giving up; each success adds two."""
-
-_STRIDE = 8
-"""Batches are spread over the state, so that early results represent the rest."""
+SAMPLE_BATCHES = 16
+"""Batches, spread over the state, in which chunks of the store are looked for first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,48 +121,54 @@ def batches(items: Sequence[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]
         yield batch
 
 
-class AdaptiveProbe:
-    """Whether further lookups pay: not after `left` failed ones. Threads may share it: what they
-    count at the same moment may be lost, and lookups go on a little longer.
-    """
-
-    def __init__(self, left: float = PROBE_CHUNKS) -> None:
-        self._left = left
-
-    def add(self, looked: int, found: int) -> None:
-        self._left += 3 * found - looked
-
-    def __bool__(self) -> bool:
-        return self._left > 0
-
-
 class StoredChunk(NamedTuple):
     """A chunk of the store: its id and raw bytes."""
 
-    id: bytes
+    id: ChunkId
     nbytes: int
 
 
 class Stored:
-    """Chunks that the store keeps until `pin` ends: id and raw bytes by name."""
+    """The chunks of a state that the store keeps until `pin` ends, by name. `committed` are the
+    candidates: ids by checksum.
+    """
 
-    def __init__(self, pin: GcPin) -> None:
-        assert pin.objects.second_names is not None, "a transport has asked for them"
-        self._pin, self.second_names = pin, pin.objects.second_names
+    def __init__(self, pin: GcPin, committed: Mapping[bytes, ChunkId]) -> None:
+        self._pin, self._committed = pin, committed
         self.found: dict[bytes, StoredChunk] = {}
+        self.end = pin.end
 
-    def add(self, ids: Mapping[bytes, bytes]) -> int:
-        """Add those of the chunks, given by names, that live packs hold; returns their number."""
+    def find(
+        self, cut: CutState, names: list[bytes], threads: ThreadPool, *, thorough: bool
+    ) -> None:
+        """Hash a live state where it lies, set the `names` of its chunks, and find those that live
+        packs hold.
+
+        Unless `thorough`, the search ends with a sample that has no committed chunk, as in dense
+        training: hashing all of it in vain adds a fifth to the time of the copy.
+        """
+        ids = dict[bytes, ChunkId]()
+
+        def look(batch: Sequence[Run]) -> None:
+            for number, _, _, data in itertools.chain.from_iterable(map(cut.read, batch)):
+                name = names[number] = name_of(data)
+                if chunk := self._committed.get(checksum_of(name)):
+                    ids[name] = chunk
+
+        stride = len(cut.batches) // SAMPLE_BATCHES or 1
+        rest = [batch for i, batch in enumerate(cut.batches) if i % stride]
+        if self._committed:
+            threads.spread(look, cut.batches[::stride])
+            if ids or thorough:
+                threads.spread(look, rest)
         held = self._pin.held(b"".join(ids.values()))
-        found = {
+        self.found = {
             name: StoredChunk(chunk, held[chunk]) for name, chunk in ids.items() if chunk in held
         }
-        self.found.update(found)
-        return len(found)
 
     def spans(self, names: Sequence[bytes], *, verified: bool) -> Iterator[memoryview | FileRange]:
-        """The bytes of chunks, in order. With `verified` they are compared with their names, and a
-        wrong name is forgotten. Raises `Unavailable` if the store has lost a chunk.
+        """The bytes of chunks, in order; with `verified`, compared with their checksums. Raises
+        `Unavailable` if the store has lost a chunk.
         """
         objects = self._pin.objects
         for some in batches(names, lambda name: self.found[name].nbytes):
@@ -181,52 +183,7 @@ class Stored:
                 raise Unavailable(
                     f"the store no longer gives what was to be served from it: {error}"
                 ) from error
-            if verified:
-                self._check(some, out)
             yield from out
-
-    def _check(self, names: Sequence[bytes], data: Sequence[memoryview]) -> None:
-        for name, each in zip(names, data, strict=True):
-            if name_of(each) != name:
-                self.second_names.forget(name)
-                raise Unavailable(
-                    f"chunk {self.found[name].id.hex()[:12]} of the store is not the one that "
-                    f"{name.hex()[:12]} is; send it again"
-                )
-
-
-def find_stored(
-    cut: CutState, names: list[bytes], threads: ThreadPool, stored: Stored, *, patience: bool
-) -> None:
-    """Look up a state's chunks, with `patience` all of them, and set the names of those that were
-    looked up.
-    """
-    probe = AdaptiveProbe(inf if patience else PROBE_CHUNKS)
-
-    def learn(data: memoryview) -> tuple[bytes, bytes]:
-        """Record id and name of a chunk, from one copy: they name the same bytes even if the tensor
-        changes.
-        """
-        scratch = threads.scratch.take(len(data))
-        scratch[: len(data)] = data
-        made = stored.second_names.learn(scratch[: len(data)])
-        threads.scratch.give(scratch)
-        return made
-
-    def task(batch: Sequence[Run]) -> None:
-        if not probe:
-            return
-        ids = dict[bytes, bytes]()
-        for number, _, _, data in itertools.chain.from_iterable(map(cut.read, batch)):
-            name = name_of(data)
-            chunk: bytes | None = stored.second_names.id_of(name)
-            if chunk is None:
-                chunk, name = learn(data)
-            ids[name], names[number] = chunk, name
-        probe.add(len(ids), stored.add(ids))
-
-    in_strides = (cut.batches[first::_STRIDE] for first in range(_STRIDE))
-    threads.spread(task, list(itertools.chain.from_iterable(in_strides)))
 
 
 def _parts(flat: FlatState) -> Iterator[Part]:
@@ -265,11 +222,6 @@ class ServedState:
         """A chunk of this state; None for another."""
         return self.chunks.get(name) or (self.stored.found.get(name) if self.stored else None)
 
-    def ids(self, names: Sequence[bytes]) -> list[bytes]:
-        """The ids of chunks of this state."""
-        found = map(self.find, names)
-        return [each.id if isinstance(each, StoredChunk) else digest(each or b"") for each in found]
-
     def spans(self, names: Sequence[bytes], *, verified: bool) -> Iterator[memoryview | FileRange]:
         """The bytes of chunks of this state, in order. With `verified`, chunks of the store are
         compared with their names; otherwise the receiver does that. Raises `Unavailable` if the
@@ -294,23 +246,22 @@ def make_offer(
     chunk_bytes: int,
     pool: BufferPool,
     threads: ThreadPool,
-    pin: GcPin | None,
+    stored: Stored | None,
 ) -> ServedState:
-    """An offer of `state`, whose tensors may change afterwards. `pin`, of the store that may have
-    chunks, ends with the offer, or at once if there is none.
+    """An offer of `state`, whose tensors may change afterwards. `stored`, of the store that may
+    have chunks, ends with the offer, or at once if there is none.
 
     Raises `InvalidInput` for values that cannot travel, and for a state that does not fit into the
     pool; then nothing of it stays taken.
     """
     with ExitStack() as taken:
-        if pin:
-            taken.callback(pin.end)
+        if stored:
+            taken.callback(stored.end)
         cut = cut_state(flatten_state(state), chunk_bytes)
         names, chunks = [b""] * cut.count, dict[bytes, memoryview]()
-        stored = Stored(pin) if pin else None
         if stored:
-            patience = sum(part.source.nbytes for part in cut.parts) > pool.budget_bytes
-            find_stored(cut, names, threads, stored, patience=patience)
+            nbytes = sum(part.source.nbytes for part in cut.parts)
+            stored.find(cut, names, threads, thorough=nbytes > pool.budget_bytes)
 
         def missing(batch: Sequence[Run]) -> Iterator[tuple[Source, int, int, int]]:
             """The chunks of a batch that the store lacks: source, number, first and last byte."""

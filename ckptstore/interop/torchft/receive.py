@@ -18,9 +18,9 @@ from ckptstore.core.process import uncollected
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.interop.torchft.connection import Deadline
 from ckptstore.interop.torchft.fetch import Peers, Wanted
-from ckptstore.interop.torchft.offer import KEY, AdaptiveProbe, batches, cut_state
+from ckptstore.interop.torchft.offer import KEY, batches, cut_state
 from ckptstore.interop.torchft.targets import Target, check_claims, make_targets
-from ckptstore.interop.torchft.wire import Description, name_of
+from ckptstore.interop.torchft.wire import Description, checksum_of, name_of
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.thread_pool import ThreadPool
@@ -56,7 +56,8 @@ class Received:
 @dataclass(slots=True)
 class Transfer:
     """One state in transfer, and what this process contributes: its `live` state, which is also the
-    destination if `in_place`; its store; and chunks `left` from earlier.
+    destination if `in_place`; ids by checksum of what its store has `committed`; and chunks `left`
+    from earlier.
     """
 
     peers: Peers
@@ -65,6 +66,7 @@ class Transfer:
     live: FlatState | None
     in_place: bool
     objects: "ObjectStore | None"
+    committed: Mapping[bytes, ChunkId]
     meshes: "Sequence[DeviceMesh]"
     left: Mapping[bytes, memoryview]
     max_bytes: int
@@ -193,12 +195,12 @@ class Transfer:
 
     def _land_local(self, wanted: Sequence[Wanted]) -> list[Wanted]:
         """Bring what is here to its destinations; returns the missing ones."""
-        probe, missing = AdaptiveProbe(), list[Wanted]()
+        missing = list[Wanted]()
 
         def task(batch: Sequence[Wanted]) -> None:
             self.deadline.left()
             rest = [want for want in batch if not self._land_copy(want)]
-            missing.extend(self._land_stored(self.objects, rest, probe) if self.objects else rest)
+            missing.extend(self._land_stored(self.objects, rest) if self.objects else rest)
 
         self.threads.spread(task, list(batches(wanted, lambda want: want.nbytes)))
         return missing
@@ -212,26 +214,18 @@ class Transfer:
         source.stage(start, stop, out)
         return want.land(out)
 
-    def _land_stored(
-        self, objects: "ObjectStore", batch: Sequence[Wanted], probe: AdaptiveProbe
-    ) -> Sequence[Wanted]:
-        """Read chunks of the local store by ids that peers tell, as long as it has enough of them;
-        returns the missing ones. They are compared with id and name.
-        """
-        told = self.peers.ids([want.chunk for want in batch]) if batch and probe else []
-        if not told:
-            return batch
-        ids = dict(zip(batch, told, strict=True))
-        is_stored = objects.locate(b"".join(told))["found"].tolist()
-        found = [want for want, stored in zip(batch, is_stored, strict=True) if stored]
-        probe.add(len(batch), len(found))
-        out, landed = [want.room() for want in found], set[Wanted]()
+    def _land_stored(self, objects: "ObjectStore", batch: Sequence[Wanted]) -> list[Wanted]:
+        """Read what the local store has of these chunks; returns the missing ones."""
+        ids = {w: chunk for w in batch if (chunk := self.committed.get(checksum_of(w.chunk)))}
+        is_stored = objects.locate(b"".join(ids.values()))["found"].tolist()
+        found = [want for want, stored in zip(ids, is_stored, strict=True) if stored]
+        out = [want.room() for want in found]
         # Peers have the chunks of a store that is damaged, and fsck reports it.
         with suppress(Corrupt, NotFound, Unavailable):
-            if found:
-                objects.read_into(b"".join(ids[want] for want in found), out)
-            landed.update(w for w, data in zip(found, out, strict=True) if w.land(data))
-        return [want for want in batch if want not in landed]
+            objects.read_into(b"".join(ids[want] for want in found), out)
+            for want, data in zip(found, out, strict=True):
+                want.land(data)
+        return [want for want in batch if not want.landed]
 
 
 def _land_inline(tree: Tree, targets: Sequence[Target]) -> None:

@@ -256,10 +256,7 @@ class _Handler(BaseHTTPRequestHandler):
                     f"{len(names) - len(sizes)} chunks are not of the state that is served now; "
                     "receive again",
                 )
-            if kind == "ids":
-                self._answer(HTTPStatus.OK, b"".join(offer.ids(names)))
-            else:
-                self._send_chunks(offer, names, sum(sizes))
+            self._send_chunks(offer, names, sum(sizes))
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:

@@ -2,8 +2,8 @@
 Pure.
 
 Peers are not trusted: each number has a limit, and bytes that do not match their hash are refused.
-A description names every chunk of a state, and ends with its own BLAKE3 hash. A chunk's name is an
-XXH3 hash, which detects accidental damage but not deliberate forgery
+A description names every chunk of a state, and ends with its own BLAKE3 hash. A chunk's name is its
+checksum, as a store has it, which detects accidental damage but not deliberate forgery
 (docs/decisions/036-chunks-travel-under-fast-checksums.md).
 """
 
@@ -17,14 +17,14 @@ from pydantic.dataclasses import dataclass as validated
 from xxhash import xxh3_128
 
 from ckptstore.core.config import MIB, check_chunk_bytes
-from ckptstore.core.ids import CHUNK_ID_BYTES, digest, quick_digest
+from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, checksum, digest
 from ckptstore.core.model import Shape
 from ckptstore.distributed.merge import split_ids
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects import canonical
 
 HELLO_PATH = "/ckptstore/1/hello"
-_PATH = re.compile(r"/ckptstore/1/(state|chunks|ids)/(-?[0-9]{1,18})")
+_PATH = re.compile(r"/ckptstore/1/(state|chunks)/(-?[0-9]{1,18})")
 
 WAIT_HEADER = "Ckptstore-Wait-Ms"
 """How long the server may wait until a state is served."""
@@ -118,7 +118,7 @@ class Description:
 
 
 def path_of(kind: str, step: int) -> str:
-    """The path of the `state`, the `chunks` or the `ids` of a step."""
+    """The path of the `state` or the `chunks` of a step."""
     return f"/ckptstore/1/{kind}/{step}"
 
 
@@ -129,8 +129,8 @@ def parse_path(path: str) -> tuple[str, int] | None:
 
 
 def name_of(data: bytes | memoryview) -> bytes:
-    """The name of a chunk: a hash of all bytes, as long as an id."""
-    return quick_digest(data) + _NAME_ENDING
+    """The name of a chunk: its checksum, made as long as an id."""
+    return checksum(data) + _NAME_ENDING
 
 
 def name_of_pieces(pieces: Iterable[bytes | memoryview]) -> bytes:
@@ -139,6 +139,11 @@ def name_of_pieces(pieces: Iterable[bytes | memoryview]) -> bytes:
     for piece in pieces:
         hashed.update(piece)
     return hashed.digest() + _NAME_ENDING
+
+
+def checksum_of(name: bytes) -> bytes:
+    """The checksum of the chunk that has this name."""
+    return name[:CHECKSUM_BYTES]
 
 
 def encode_invitation(invitation: Invitation) -> str:

@@ -1,8 +1,8 @@
-"""Transports know by names the chunks that this process has committed; only verified bytes
+"""Transports know the chunks of the store's last commits by their checksums; only verified bytes
 arrive.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,10 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.core.ids import ChunkId, digest
+from ckptstore.core.ids import checksum, digest
 from ckptstore.errors import CkptStoreError
-from ckptstore.interop.torchft.offer import PROBE_CHUNKS, ServedState
+from ckptstore.interop.torchft import offer
 from ckptstore.interop.torchft.wire import name_of
-from ckptstore.repository import chunk_store
-from ckptstore.repository.chunk_store import SecondNames
 from ckptstore.store import Store, internals_of
 from tests.interop.torchft.conftest import (
     SOON,
@@ -36,56 +34,88 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
-@pytest.fixture
-def learned(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The ids that were recorded with names."""
-    found: list[bytes] = []
-    learn = SecondNames.learn
-
-    def noted(self: SecondNames, data: memoryview) -> tuple[ChunkId, bytes]:
-        found.append(learn(self, data)[0])
-        return learn(self, data)
-
-    monkeypatch.setattr(SecondNames, "learn", noted)
-    return found
+def commit(place: Path, state: Any, **options: Any) -> None:
+    with ckptstore.open(place, **options) as store:
+        store.commit({"any key": weights_of(state)})
 
 
-@pytest.mark.parametrize("how", ["commit", "commit_async"])
+def committed(place: Path, state: Any) -> Store:
+    """A store in which this object commits."""
+    store = ckptstore.open(place)
+    store.commit({"any key": weights_of(state)})
+    return store
+
+
+def committed_behind(place: Path, state: Any) -> Store:
+    store = ckptstore.open(place)
+    store.commit_async({"any key": weights_of(state)}).wait()
+    return store
+
+
+def committed_by_a_worker_process(place: Path, state: Any) -> Store:
+    store = ckptstore.open(place, background=ckptstore.Async(executor="process"))
+    store.commit_async({"any key": weights_of(state)}).wait()
+    return store
+
+
+def committed_by_another(place: Path, state: Any) -> Store:
+    """As by another rank."""
+    store = ckptstore.open(place)
+    store.commit({"any key": {"w": torch.zeros(5)}})
+    commit(place, state)
+    return store
+
+
+def resumed(place: Path, state: Any) -> Store:
+    commit(place, state)
+    store = ckptstore.open(place)
+    store.resume({"any key": copy_of(weights_of(state))})
+    return store
+
+
+def restored_from_another_run(place: Path, state: Any) -> Store:
+    commit(place, state, run="other")
+    commit(place, {"user": {"default": {"model": {"w": torch.zeros(5)}}}})
+    store = ckptstore.open(place)
+    store.checkout("other@latest").restore({"any key": copy_of(weights_of(state))})
+    return store
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        committed,
+        committed_behind,
+        committed_by_a_worker_process,
+        committed_by_another,
+        resumed,
+        restored_from_another_run,
+    ],
+)
 @pytest.mark.parametrize("in_place", [False, True])
-def test_what_was_committed_beside_a_transport_is_found_by_names(
-    start: Start, store: Store, learned: list[bytes], how: str, in_place: bool
+def test_what_was_committed_last_is_served_from_the_store(
+    start: Start, tmp_path: Path, opened: Callable[[Path, Any], Store], in_place: bool
 ) -> None:
     state = state_of(6)
     old, wanted = copy_of(state), copy_of(state)
     weights_of(old)["b"][5, 5] += 1
-    sender, receiver = start(store), start(state_dict=lambda: old, in_place=in_place)
-    if how == "commit":
-        store.commit({"any key": weights_of(state)})
-    else:
-        store.commit_async({"any key": weights_of(state)}).wait()
-    assert len(learned) == 6
-    sender.send_checkpoint([1], 1, state, SOON)
-    assert sender.staged_bytes == 0 and len(learned) == 6
-    weights_of(state)["b"].zero_()
-    assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), wanted)
+    with opened(tmp_path / "store", state) as store:
+        sender, receiver = start(store), start(state_dict=lambda: old, in_place=in_place)
+        sender.send_checkpoint([1], 1, state, SOON)
+        assert sender.staged_bytes == 0
+        weights_of(state)["b"].zero_()
+        assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), wanted)
     assert receiver.received is not None and receiver.received.fetched_chunks == 1 + METADATA_CHUNKS
 
 
-def test_ids_that_were_made_to_look_are_known_the_next_time(
-    start: Start, store: Store, learned: list[bytes]
-) -> None:
-    state = state_of(6)
-    store.commit({"any key": weights_of(state)})
-    assert learned == []
-    sender = start(store)
-    for step in (1, 2):
-        sender.send_checkpoint([1], step, state, SOON)
-        assert sender.staged_bytes == 0 and len(learned) == 6
-
-
-def test_a_store_without_a_transport_learns_no_names(store: Store, learned: list[bytes]) -> None:
-    store.commit({"any key": weights_of(state_of(2))})
-    assert learned == []
+def test_each_commit_takes_the_place_of_the_one_before(start: Start, store: Store) -> None:
+    state, new = state_of(4), state_of(4, seed=2)
+    sender, receiver = start(store), start()
+    for step, (committed, staged) in enumerate([(state, 4), (new, 0)]):
+        store.commit({"any key": weights_of(committed)})
+        sender.send_checkpoint([1], step, new, SOON)
+        assert sender.staged_bytes == staged << 20
+        assert_same(receiver.recv_checkpoint(0, sender.metadata(), step, SOON), new)
 
 
 def test_a_chunk_that_is_known_and_was_collected_is_copied(start: Start, tmp_path: Path) -> None:
@@ -102,42 +132,75 @@ def test_a_chunk_that_is_known_and_was_collected_is_copied(start: Start, tmp_pat
         assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
 
 
-def test_a_name_of_another_chunk_is_noticed_and_forgotten(start: Start, store: Store) -> None:
+def test_what_the_index_says_of_another_chunk_is_noticed(
+    start: Start, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = state_of(2)
     sender, receiver = start(store), start()
     store.commit({"any key": weights_of(state)})
     one, other = (memoryview(weights_of(state)[name].numpy()).cast("B") for name in ("a", "b"))
-    internals_of(store).second_names(name_of)._ids[name_of(one)] = ChunkId(digest(other))
-    sender.send_checkpoint([1], 1, state, SOON)
-    with pytest.raises(CkptStoreError):
+    with monkeypatch.context() as patch:
+        wrong = {checksum(one): digest(other)}
+        patch.setattr(internals_of(store), "committed_chunks", lambda: wrong)
+        sender.send_checkpoint([1], 1, state, SOON)
+    assert sender.staged_bytes == 1 << 20
+    with pytest.raises(CkptStoreError, match="damaged"):
         receiver.recv_checkpoint(0, sender.metadata(), 1, SOON)
     sender.send_checkpoint([1], 2, state, SOON)
     assert_same(receiver.recv_checkpoint(0, sender.metadata(), 2, SOON), state)
 
 
-def test_looking_for_what_was_not_committed_is_given_up(
-    start: Start, tmp_path: Path, learned: list[bytes]
+def test_a_tensor_that_is_written_to_while_it_is_looked_for_is_served_as_it_was_copied(
+    start: Start, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state, chunks = {"w": torch.randn(800, SMALL // 4)}, 800
-    with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=SMALL)) as store:
-        store.commit({"something else": torch.randn(SMALL)})
-        sender, receiver = start(store), start()
+    """Names of copies are made of the copies."""
+    state = state_of(6)
+    store.commit({"any key": weights_of(state)})
+    weights_of(state)["a"][0, 0] += 1
+    sender, receiver = start(store), start()
+
+    def name_and_write(data: memoryview) -> bytes:
+        name = name_of(data)
+        if weights_of(state)["a"][:, 1].any():
+            weights_of(state)["a"][:, 1] = 0
+        return name
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offer, "name_of", name_and_write)
         sender.send_checkpoint([1], 1, state, SOON)
-        assert PROBE_CHUNKS <= len(learned) < chunks * 3 // 4  # a batch has 128
-        assert sender.staged_bytes == chunks * SMALL
-        assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
+    assert sender.staged_bytes > 0
+    got = receiver.recv_checkpoint(0, sender.metadata(), 1, SOON)
+    assert receiver.received is not None and receiver.received.retried == 0
+    rows = 256
+    for i in range(0, len(weights_of(state)["a"]), rows):
+        chunk = weights_of(got)["a"][i : i + rows]
+        written, before = weights_of(state)["a"][i : i + rows], state_of(6)["user"]["default"]
+        assert torch.equal(chunk, written) or torch.equal(
+            chunk, before["model"]["a"][i : i + rows]
+        ), i
 
 
-def test_it_is_not_given_up_where_there_is_no_room_for_a_copy(
-    start: Start, tmp_path: Path, learned: list[bytes]
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_sample_without_committed_chunks_ends_the_search_if_all_copies_fit(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
 ) -> None:
     chunks, stored = 1024, 64
     state = {"w": torch.randn(chunks, SMALL // 4)}
+    looked = list[memoryview]()
+
+    def name(data: memoryview) -> bytes:
+        looked.append(data)
+        return name_of(data)
+
+    monkeypatch.setattr(offer, "name_of", name)
+    monkeypatch.setattr(offer, "SAMPLE_BATCHES", 2)
     with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=SMALL)) as store:
         store.commit({"part": state["w"][-stored:].clone()})
-        sender, receiver = start(store, staging_bytes=(chunks - stored) * SMALL), start()
+        copied = chunks if fits else chunks - stored
+        sender, receiver = start(store, staging_bytes=copied * SMALL), start()
         sender.send_checkpoint([1], 1, state, SOON)
-        assert sender.staged_bytes == (chunks - stored) * SMALL
+        assert len(looked) - METADATA_CHUNKS == (chunks // 4 if fits else chunks)
+        assert sender.staged_bytes == copied * SMALL
         assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
 
 
@@ -173,35 +236,44 @@ def test_a_receiver_takes_from_its_store_what_its_live_state_lacks(
     assert receiver.received is not None and receiver.received.fetched_chunks == METADATA_CHUNKS
 
 
-@pytest.mark.parametrize("told", ["the id of another chunk", "nothing", "too little"])
-def test_what_a_peer_says_of_ids_is_not_believed(
-    start: Start, store: Store, monkeypatch: pytest.MonkeyPatch, told: str
+@pytest.mark.parametrize("why", ["of another chunk", "not there", "unreadable commit"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_receiver_whose_store_is_wrong_takes_everything_from_its_peer(
+    start: Start, store: Store, monkeypatch: pytest.MonkeyPatch, why: str, in_place: bool
 ) -> None:
     state = state_of(6)
     old = copy_of(state)
     weights_of(old)["a"].zero_()
-    other = memoryview(weights_of(state)["b"].numpy()).cast("B")[: 1 << 20]
-    said: dict[str, Any] = {"the id of another chunk": [digest(other)], "nothing": [b""]}
-
-    def ids(self: ServedState, names: list[bytes]) -> list[bytes]:
-        return said.get(told, [b"short"])[:1] * len(names)
-
     store.commit({"any key": weights_of(state)})
-    sender, receiver = start(), start(store, state_dict=lambda: old, in_place=True)
+    internals = internals_of(store)
+    if why == "unreadable commit":
+
+        def unreadable(commits: object) -> None:
+            raise ckptstore.Corrupt("as injected")
+
+        monkeypatch.setattr(internals, "_ids_by_checksum", unreadable)
+    else:
+        other = memoryview(weights_of(state)["b"].numpy()).cast("B")[: 1 << 20]
+        said = digest(other) if why == "of another chunk" else bytes(32)
+        wrong = dict.fromkeys(internals.committed_chunks(), said)
+        assert len(wrong) == 6
+        monkeypatch.setattr(internals, "committed_chunks", lambda: wrong)
+    sender, receiver = start(), start(store, state_dict=lambda: old, in_place=in_place)
     sender.send_checkpoint([1], 1, state, SOON)
-    monkeypatch.setattr(ServedState, "ids", ids)
     assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
     assert receiver.received is not None and receiver.received.fetched_chunks == 3 + METADATA_CHUNKS
 
 
-def test_the_oldest_names_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_store, "NAMES_MAX", 2)
-    names = SecondNames(name_of)
-    some = [memoryview(bytes([i])) for i in range(3)]
-    for data in (*some[:2], some[0], some[2]):
-        names.learn(data)
-    assert [names.id_of(name_of(data)) for data in some] == [
-        digest(some[0]),
-        None,
-        digest(some[2]),
-    ]
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_a_receiver_that_has_restarted_takes_what_it_can_from_its_store(
+    start: Start, tmp_path: Path, executor: Any
+) -> None:
+    state = state_of(6)
+    commit(tmp_path / "store", state)
+    weights_of(state)["b"][5, 5] += 1
+    options = {"background": ckptstore.Async(executor=executor)}
+    with ckptstore.open(tmp_path / "store", **options) as store:
+        sender, receiver = start(), start(store)
+        sender.send_checkpoint([1], 1, state, SOON)
+        assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
+    assert receiver.received is not None and receiver.received.fetched_chunks == 1 + METADATA_CHUNKS

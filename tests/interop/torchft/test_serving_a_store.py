@@ -20,24 +20,26 @@ from tests.interop.torchft.conftest import (
 )
 
 
-def committed_and_forgotten(place: Path) -> None:
+def three_commits(place: Path) -> None:
     """One commit of `state_of(6)` that may be removed, and two newer ones that a run always
     keeps.
     """
     with ckptstore.open(place) as store:
-        first = store.commit({"any key": weights_of(state_of(6))}, step=1)
+        store.commit({"any key": weights_of(state_of(6))}, step=1)
         for step in (2, 3):
             store.commit({"other": step}, step=step)
-        store.forget([first.id])
 
 
 def test_a_gc_leaves_what_is_served_until_it_is_withdrawn(start: Start, tmp_path: Path) -> None:
     place, state = tmp_path / "store", state_of(6)
-    committed_and_forgotten(place)
+    three_commits(place)
     with ckptstore.open(place) as store, ckptstore.open(place) as other:
         sender, receiver = start(store), start()
+        first = store.checkout(1)
+        first.restore({"any key": copy_of(weights_of(state))})
         sender.send_checkpoint([1], 1, state, SOON)
         assert sender.staged_bytes == 0
+        other.forget([first.id])
         assert other.gc(max_unused=0.0).freed_bytes < 1 << 20
         assert (
             sum(pack.stat().st_size for pack in (place / "packs").rglob("*") if pack.is_file())
@@ -50,10 +52,14 @@ def test_a_gc_leaves_what_is_served_until_it_is_withdrawn(start: Start, tmp_path
 
 def test_what_a_gc_has_condemned_already_is_copied(start: Start, tmp_path: Path) -> None:
     place, state = tmp_path / "store", state_of(6)
-    committed_and_forgotten(place)
+    three_commits(place)
     with ckptstore.open(place) as store, ckptstore.open(place) as other:
         guard = internals_of(store).gc_pin("hold the gc back")
         assert guard is not None
+        first = store.checkout(1)
+        first.restore({"any key": copy_of(weights_of(state))})
+        assert internals_of(store).committed_chunks()
+        other.forget([first.id])
         other.gc(max_unused=0.0)  # it condemns packs and deletes none
         sender, receiver = start(store), start()
         sender.send_checkpoint([1], 1, state, SOON)
@@ -85,7 +91,8 @@ def test_no_session_outlives_what_was_served(start: Start, tmp_path: Path, end: 
 
 def test_a_store_that_cannot_be_written_is_not_relied_on(start: Start, tmp_path: Path) -> None:
     place, state = tmp_path / "store", state_of(2)
-    committed_and_forgotten(place)
+    with ckptstore.open(place) as store:
+        store.commit({"any key": weights_of(state)})
     with ckptstore.open(place, read_only=True) as store:
         sender, receiver = start(store), start()
         sender.send_checkpoint([1], 1, state, SOON)
@@ -132,6 +139,38 @@ def test_only_what_is_new_travels_whichever_side_has_a_store(
             receiver.received is not None
             and receiver.received.fetched_chunks == (1 if live else 6) + 2
         )  # a schema and a page
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_what_was_found_damaged_in_the_store_is_copied_the_next_time(
+    start: Start, tmp_path: Path, codec: str
+) -> None:
+    state = {"a": torch.randn(1 << 20).bfloat16().float()}
+    with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(codec=codec)) as store:
+        store.commit(state)
+        flip_a_bit_of_each_pack(tmp_path / "store")
+        sender, receiver = start(store), start()
+        sender.send_checkpoint([1], 1, state, SOON)
+        assert sender.staged_bytes == 0
+        with pytest.raises(CkptStoreError, match=r"damaged|early"):
+            receiver.recv_checkpoint(0, sender.metadata(), 1, SOON)
+        sender.send_checkpoint([1], 2, state, SOON)
+        assert sender.staged_bytes == 4 << 20
+        assert_same(receiver.recv_checkpoint(0, sender.metadata(), 2, SOON), state)
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_what_is_damaged_in_the_store_of_the_receiver_comes_from_its_peer(
+    start: Start, tmp_path: Path, codec: str
+) -> None:
+    state = {"a": torch.randn(1 << 20).bfloat16().float()}
+    with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(codec=codec)) as store:
+        store.commit(state)
+        flip_a_bit_of_each_pack(tmp_path / "store")
+        sender, receiver = start(), start(store)
+        sender.send_checkpoint([1], 1, state, SOON)
+        assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
+    assert receiver.received is not None and receiver.received.fetched_chunks > 2
 
 
 def test_of_peers_with_and_without_a_store_all_give(start: Start, tmp_path: Path) -> None:
