@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any, TypeAlias
 
 from ckptstore.commit.async_commit import AsyncCommits, CommitRoute
@@ -30,7 +30,7 @@ from ckptstore.distributed.coordinator import PartsCommitter
 from ckptstore.distributed.gloo import BACKGROUND, collective_of
 from ckptstore.distributed.merge import split_ids
 from ckptstore.distributed.worker_client import WorkerCommitter
-from ckptstore.errors import Corrupt, InvalidInput, NoSpace, NotFound, ReadOnly, Unavailable
+from ckptstore.errors import CkptStoreError, InvalidInput, NoSpace, ReadOnly, Unavailable
 from ckptstore.maintenance.enospc import DiskWatch
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.repository.chunk_store import ObjectStore
@@ -52,6 +52,9 @@ REMOTE_READS = 8
 
 RATE_BYTES = 64 << 20
 """Smaller writes do not measure the speed of the disk."""
+
+CommitKeys: TypeAlias = tuple[tuple[CommitId, SessionId], ...]
+"""Commits and the sessions that made them, which name their documents."""
 
 MakeMetadata: TypeAlias = Callable[[], CommitMetadata]
 """Checks the arguments that describe a commit. Ranks call it where errors reach every rank."""
@@ -92,7 +95,7 @@ class StoreInternals:
         self._disk = DiskWatch(handle, settings.run, settings.on_full)
         self.parent_tracker = ParentTracker()
         self._best_rate = 0.0
-        self._ids_by_checksum = lru_cache(1)(self._read_ids_by_checksum)
+        self._committed_chunks: tuple[CommitKeys, Mapping[bytes, ChunkId]] = (), {}
         self.async_commits: AsyncCommits[Snapshot] = AsyncCommits(
             self.parent_tracker,
             max_in_flight=settings.max_in_flight,
@@ -147,16 +150,18 @@ class StoreInternals:
         state = self.handle.log.state
         last = (*state.runs.get(self.run, ())[-1:], *self.parent_tracker.parents())
         kept = {commit: state.commits[commit].session for commit in last if commit in state.commits}
+        commits, (known, found) = tuple(kept.items()), self._committed_chunks
         try:
-            self.handle.objects.sync(state)
-            return self._ids_by_checksum(tuple(kept.items()))
-        except (Corrupt, NotFound, Unavailable) as error:
+            if commits != known:
+                self.handle.objects.sync(state)
+                found = self._ids_by_checksum(commits)
+                self._committed_chunks = commits, found
+            return found
+        except CkptStoreError as error:
             logger.warning("%s: the last commit's chunks are not known: %s", self.handle.url, error)
             return {}
 
-    def _read_ids_by_checksum(
-        self, commits: tuple[tuple[CommitId, SessionId], ...]
-    ) -> Mapping[bytes, ChunkId]:
+    def _ids_by_checksum(self, commits: CommitKeys) -> Mapping[bytes, ChunkId]:
         reader, objects = self.reader, self.handle.objects
         documents = [reader.document(session, commit) for commit, session in commits]
         trees = [tree for document in documents for tree in reader.trees(document.trees).values()]
