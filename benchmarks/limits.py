@@ -2,13 +2,14 @@
 contain, on two threads."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from blake3 import blake3
+from xxhash import xxh3_128_digest
 
 from benchmarks.disk import start_write_back
 from benchmarks.states import State
@@ -19,6 +20,14 @@ RUN_BYTES = 8 << 20
 WRITE_BACK_BYTES = 64 << 20
 
 Item = TypeVar("Item")
+Hash: TypeAlias = Callable[[memoryview], bytes]
+
+
+def blake3_of(data: memoryview) -> bytes:
+    return blake3(data).digest()
+
+
+xxh3: Hash = xxh3_128_digest
 
 
 class Extent(NamedTuple):
@@ -83,24 +92,26 @@ def write(state: State, folder: Path) -> list[Extent]:
     return sorted(extents)
 
 
-def read(extents: list[Extent], into: State, *, hashed: bool = False) -> None:
-    """Each thread reads the next 8 MiB straight into place; with `hashed`, BLAKE3 of every 1 MiB of
-    them follows."""
+def read(extents: list[Extent], into: State, *, hashed: Hash | None = None) -> None:
+    """Each thread reads the next 8 MiB straight into place, 1 MiB at a time, each of which `hashed`
+    takes while it is in the processor's cache."""
     runs = pieces(into, RUN_BYTES)
     fds = {path: os.open(path, os.O_RDONLY) for path in {extent.path for extent in extents}}
     shared = Shared(extents)
 
     def fill(_: int) -> None:
         for extent in shared:
-            got = os.preadv(fds[extent.path], [runs[extent.run]], extent.offset)
-            if got != len(runs[extent.run]):
-                raise OSError(
-                    f"short read: {got} of {len(runs[extent.run])} bytes of {extent.path} at "
-                    f"{extent.offset}"
-                )
-            if hashed:
-                for start in range(0, got, CHUNK_BYTES):
-                    blake3(runs[extent.run][start : start + CHUNK_BYTES]).digest()
+            run, step = runs[extent.run], CHUNK_BYTES if hashed else RUN_BYTES
+            for start in range(0, len(run), step):
+                part = run[start : start + step]
+                got = os.preadv(fds[extent.path], [part], extent.offset + start)
+                if got != len(part):
+                    raise OSError(
+                        f"short read: {got} of {len(part)} bytes of {extent.path} at "
+                        f"{extent.offset + start}"
+                    )
+                if hashed:
+                    hashed(part)
 
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(fill, range(THREADS)))
@@ -108,16 +119,24 @@ def read(extents: list[Extent], into: State, *, hashed: bool = False) -> None:
         os.close(fd)
 
 
-def hash_chunks(state: State) -> None:
-    """BLAKE3 of every 1 MiB."""
-    shared = Shared(pieces(state, CHUNK_BYTES))
+def hash_chunks(memories: Iterable[memoryview], hashed: Hash) -> None:
+    """`hashed` of every 1 MiB."""
+    shared = Shared(memories)
 
     def digest(_: int) -> None:
         for memory in shared:
-            blake3(memory).digest()
+            hashed(memory)
 
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(digest, range(THREADS)))
+
+
+def save_changed(state: State, changed: State, folder: Path) -> None:
+    """XXH3 of all of `state`, then BLAKE3 of what has `changed` in it, and a durable write of
+    that."""
+    hash_chunks(pieces(state, CHUNK_BYTES), xxh3)
+    hash_chunks(pieces(changed, CHUNK_BYTES), blake3_of)
+    write(changed, folder)
 
 
 def copy(state: State, into: State) -> None:

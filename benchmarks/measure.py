@@ -1,5 +1,5 @@
-"""How a comparison is measured: contestants take turns within each round, and what counts is the
-median of the rounds' own ratios.
+"""How a comparison is measured: contestants take turns in random order within each round, and what
+counts is the median of the rounds' own ratios.
 
 Absolute figures move by a factor of two with the neighbours' load; a ratio within one round hardly
 does.
@@ -9,8 +9,11 @@ import os
 import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
 from statistics import median
 from time import perf_counter
+from typing import NamedTuple
 
 from benchmarks.progress import note
 
@@ -35,11 +38,18 @@ class Entrant:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One entrant's values, one per round: seconds or bytes. `cpu_seconds` counts all threads and
-    children, user and system."""
+    """One entrant's values, one per round: seconds or bytes.
+
+    `cpu_seconds` counts all threads and children, user and system; `system_seconds` is the kernel's
+    part and `faults` the page faults, where this process knows them. `fresh_bytes` is the memory
+    that the kernel handed out of its free pages.
+    """
 
     values: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
+    system_seconds: list[float] = field(default_factory=list)
+    faults: list[int] = field(default_factory=list)
+    fresh_bytes: list[int] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -71,34 +81,65 @@ def alternate(
     rounds: int,
     each_round: Callable[[int], object] | None = None,
 ) -> dict[str, Series]:
-    """Every entrant acts once in every round, the order rotating; the first round warms up and is
-    not counted."""
+    """Every entrant acts once in every round, in random order; the first round warms up and is not
+    counted."""
     series = {entrant.name: Series() for entrant in entrants}
     for number in range(rounds + 1):
         if each_round is not None:
             each_round(number)
-        shift = number % len(entrants)
-        for entrant in [*entrants[shift:], *entrants[:shift]]:
-            seconds, cpu_seconds = _time(entrant)
+        for entrant in Random(f"{case} {number}").sample(entrants, len(entrants)):
+            seconds, spent = _time(entrant)
             note(f"{case}: round {number}/{rounds}: {entrant.name} {seconds:.3f} s")
             if number > 0:
-                series[entrant.name].values.append(seconds)
-                series[entrant.name].cpu_seconds.append(cpu_seconds)
+                its = series[entrant.name]
+                its.values.append(seconds)
+                its.cpu_seconds.append(spent.cpu_seconds)
+                its.fresh_bytes.append(spent.fresh_bytes)
+                if entrant.cpu_seconds is None:
+                    its.system_seconds.append(spent.system_seconds)
+                    its.faults.append(spent.faults)
     return series
 
 
-def _time(entrant: Entrant) -> tuple[float, float]:
+class _Spent(NamedTuple):
+    """What was spent so far: by this process and its children, and of the kernel's free memory."""
+
+    cpu_seconds: float
+    system_seconds: float
+    faults: int
+    fresh_bytes: int
+
+    def since(self, before: "_Spent") -> "_Spent":
+        cpu, system, faults, fresh = (
+            after - earlier for after, earlier in zip(self, before, strict=True)
+        )
+        return _Spent(cpu, system, int(faults), max(int(fresh), 0))
+
+
+def _spent(cpu_seconds: Callable[[], float] | None) -> _Spent:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    system = sum(usage.ru_stime for usage in usages)
+    return _Spent(
+        cpu_seconds() if cpu_seconds else system + sum(usage.ru_utime for usage in usages),
+        system,
+        sum(usage.ru_minflt + usage.ru_majflt for usage in usages),
+        -_free_bytes(),
+    )
+
+
+def _free_bytes() -> int:
+    """Memory that is neither used nor a cache."""
+    with Path("/proc/meminfo").open() as file:
+        lines = dict(line.split(":") for line in file)
+    return int(lines["MemFree"].split()[0]) << 10
+
+
+def _time(entrant: Entrant) -> tuple[float, _Spent]:
     entrant.before()
     # What others left to write is theirs, not part of this measurement.
     os.sync()
-    spent = entrant.cpu_seconds or _cpu_seconds
-    cpu, start = spent(), perf_counter()
+    before, start = _spent(entrant.cpu_seconds), perf_counter()
     entrant.act()
-    seconds, cpu_seconds = perf_counter() - start, spent() - cpu
+    seconds, spent = perf_counter() - start, _spent(entrant.cpu_seconds).since(before)
     entrant.after()
-    return entrant.value() if entrant.value else seconds, cpu_seconds
-
-
-def _cpu_seconds() -> float:
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return entrant.value() if entrant.value else seconds, spent

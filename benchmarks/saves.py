@@ -15,6 +15,8 @@ from benchmarks.states import State
 OURS = "ckptstore"
 LIMIT_WRITE = "limit: write"
 LIMIT_HASH = "limit: BLAKE3"
+LIMIT_CHECKSUM = "limit: XXH3"
+LIMIT_CHANGED = "limit: XXH3 of all, BLAKE3 and write of the change"
 
 
 def peer_save(context: Context, peer: Peer, state: State) -> Entrant:
@@ -32,8 +34,23 @@ def limit_write(context: Context, state: State) -> Entrant:
     return Entrant(LIMIT_WRITE, lambda: limits.write(state, slot.path), slot.fresh, slot.clear)
 
 
-def limit_hash(state: State) -> Entrant:
-    return Entrant(LIMIT_HASH, lambda: limits.hash_chunks(state))
+def limit_hashes(state: State) -> list[Entrant]:
+    """Both hashes of every 1 MiB."""
+    memories = limits.pieces(state, limits.CHUNK_BYTES)
+    return [
+        Entrant(LIMIT_HASH, lambda: limits.hash_chunks(memories, limits.blake3_of)),
+        Entrant(LIMIT_CHECKSUM, lambda: limits.hash_chunks(memories, limits.xxh3)),
+    ]
+
+
+def limit_changed(context: Context, state: State, changed: Callable[[], State]) -> Entrant:
+    slot = Slot(context)
+    return Entrant(
+        LIMIT_CHANGED,
+        lambda: limits.save_changed(state, changed(), slot.path),
+        slot.fresh,
+        slot.clear,
+    )
 
 
 class FreshStore:
@@ -66,7 +83,12 @@ def first_save(context: Context, case: str, title: str, state: State) -> Result:
 
 
 def later_save(
-    context: Context, case: str, title: str, state: State, change: Callable[[State, int], object]
+    context: Context,
+    case: str,
+    title: str,
+    state: State,
+    change: Callable[[State, int], object],
+    limit: Entrant | None = None,
 ) -> Result:
     """Every round changes the state once; ckptstore commits to one store, the peers write all of it
     to a fresh folder."""
@@ -77,7 +99,8 @@ def later_save(
         entrants = [
             ours,
             *(peer_save(context, peer, state) for peer in context.peers),
-            limit_hash(state),
+            *limit_hashes(state),
+            *([limit] if limit else []),
         ]
         series = alternate(
             case, entrants, context.rounds, each_round=lambda number: change(state, number)
@@ -116,6 +139,11 @@ def one_percent(context: Context) -> Result:
 
 def one_layer(context: Context) -> Result:
     title = "commit after one layer of seven changed"
-    return later_save(
-        context, "one-layer", title, states.gpt(context.scale), states.change_one_layer
-    )
+    state, last = states.gpt(context.scale), [0]
+
+    def change(state: State, step: int) -> None:
+        states.change_one_layer(state, step)
+        last[0] = step
+
+    limit = limit_changed(context, state, lambda: states.layer_of(state, last[0]))
+    return later_save(context, "one-layer", title, state, change, limit)

@@ -139,11 +139,20 @@ def change_all(state: State) -> None:
         tensor.add_(1)
 
 
+def layer_of(state: State, step: int) -> State:
+    """The parameters and moments of the layer that changes in `step`, 10.4 % of `gpt()`."""
+    tensors = {
+        path: tensor
+        for path, tensor in state.tensors.items()
+        if f"/layers.{step % LAYERS}." in path
+    }
+    return State(tensors, tensors)
+
+
 def change_one_layer(state: State, step: int) -> None:
-    """A layer's parameters and moments, 10.4 % of `gpt()`."""
-    for path, tensor in state.tensors.items():
-        if f"/layers.{step % LAYERS}." in path:
-            tensor.add_(1)
+    """Change all of a layer."""
+    for tensor in layer_of(state, step).tensors.values():
+        tensor.add_(1)
 
 
 def change_one_percent(state: State, step: int) -> None:

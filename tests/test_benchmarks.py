@@ -1,7 +1,9 @@
 """The benchmarks measure what they say: who takes turns how, which bytes change, what a ratio is,
 where they refuse to run."""
 
+from operator import le
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -26,12 +28,24 @@ def test_a_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
     assert ratio(result(a=[1.0, 4.0, 9.0], b=[1.0, 2.0, 3.0]), "a", "b") == 2.0
 
 
-def test_entrants_take_turns_in_rotating_order_and_the_first_round_does_not_count() -> None:
+def test_entrants_take_turns_in_random_order_and_the_first_round_does_not_count() -> None:
     order: list[str] = []
     entrants = [Entrant(name, lambda name=name: order.append(name)) for name in "abc"]
-    series = alternate("case", entrants, rounds=2)
-    assert order == [*"abc", *"bca", *"cab"]
-    assert [len(its.values) for its in series.values()] == [2, 2, 2]
+    series = alternate("case", entrants, rounds=20)
+    rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
+    assert len(rounds) == 21 and {"".join(sorted(each)) for each in rounds} == {"abc"}
+    assert len(set(rounds)) == 6, "all orders occur"
+    assert [len(its.values) for its in series.values()] == [20, 20, 20]
+
+
+def test_the_kernels_part_and_fresh_memory_are_noted() -> None:
+    held: list[bytearray] = []
+    take = Entrant("take", lambda: held.append(bytearray(b"x") * (64 << 20)), after=held.clear)
+    its = alternate("case", [take, Entrant("rest", lambda: None)], rounds=3)
+    assert min(its["take"].faults) > max(its["rest"].faults)
+    assert all(map(le, its["take"].system_seconds, its["take"].cpu_seconds))
+    assert median(its["take"].system_seconds) > 0
+    assert len(its["take"].fresh_bytes) == 3
 
 
 @pytest.mark.parametrize(("target", "holds"), [
@@ -69,7 +83,7 @@ def test_one_percent_of_the_bytes_change() -> None:
 
 def test_the_limits_write_and_read_every_byte(tmp_path: Path) -> None:
     state, into = states.gpt(1 / 64), states.blank(states.gpt(1 / 64))
-    limits.read(limits.write(state, tmp_path), into)
+    limits.read(limits.write(state, tmp_path), into, hashed=limits.xxh3)
     states.require_equal(state, into, "limit")
 
 

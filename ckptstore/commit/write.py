@@ -6,7 +6,7 @@ meanwhile. A worker copies memory that others may change, then hashes and writes
 same place, keeps its id: it is neither copied nor hashed by BLAKE3.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress, pairwise
 from typing import NamedTuple
 
@@ -57,17 +57,22 @@ class _New(NamedTuple):
 
 
 def hash_chunks(
-    plan: CommitPlan, sources: Sequence[Source], threads: ThreadPool, max_workers: int
+    plan: CommitPlan,
+    sources: Sequence[Source],
+    threads: ThreadPool,
+    max_workers: int,
+    hashed: Callable[[memoryview], bytes] = digest,
 ) -> list[bytes]:
-    """The chunk ids of each part of the plan, computed by at most `max_workers` threads. Writes
-    nothing."""
-    ids = [bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts]
+    """The ids of the chunks of each part of the plan, or their checksums if that is how they are
+    `hashed`, by at most `max_workers` threads. Writes nothing."""
+    nbytes = len(hashed(NO_MEMORY))
+    ids = [bytearray(nbytes * len(part)) for part in plan.parts]
 
     def work(batch: Sequence[Run]) -> None:
         for run in batch:
-            at = (run.first - run.part.first) * CHUNK_ID_BYTES
+            at = (run.first - run.part.first) * nbytes
             memory = memory_of(sources[run.part.leaf], run.cuts[0], run.cuts[-1])
-            found = b"".join(map(digest, _chunks(run, memory)))
+            found = b"".join(map(hashed, _chunks(run, memory)))
             ids[run.part.leaf][at : at + len(found)] = found
 
     small = plan.logical_bytes <= PARALLEL_BYTES

@@ -17,12 +17,21 @@ import numpy.typing as npt
 from ckptstore.commit.transaction import TreeContent
 from ckptstore.core import geometry
 from ckptstore.core.geometry import byte_ranges
-from ckptstore.core.ids import CHUNK_ID_BYTES
+from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES
 from ckptstore.core.model import Box, LeafContent, Schema
-from ckptstore.distributed.merge import MergedLeaf, MergedTree, finish, split_ids
+from ckptstore.distributed.merge import MergedLeaf, MergedTree, finish, split
 from ckptstore.distributed.plan import Place, RanksPlan, Shared, Target, Tiled, nbytes_of
 from ckptstore.errors import Conflict, Corrupt
 from ckptstore.objects import canonical
+
+
+class Report(NamedTuple):
+    """What a rank has of a leaf: its bytes if it is small, else the checksums of its chunks,
+    joined, and its length."""
+
+    inline: bytes | None
+    checksums: bytes
+    raw_bytes: int
 
 
 @dataclass(slots=True)
@@ -30,19 +39,21 @@ class Decided:
     """`contents` are leaf contents by rank, None for a leaf that is one; `private` are the leaves
     divided by rank.
 
-    By rank, `writes` lists (number of the rank's report, first chunk, stop).
+    By rank, `writes` lists (number of the rank's report, first chunk, stop), and `checksums` has
+    the checksums of these chunks.
     """
 
-    contents: dict[tuple[Target, int | None], LeafContent] = field(default_factory=dict)
+    contents: dict[tuple[Target, int | None], Report] = field(default_factory=dict)
     private: set[Target] = field(default_factory=set)
     writes: list[list[tuple[int, int, int]]] = field(default_factory=list)
+    checksums: list[list[bytes]] = field(default_factory=list)
 
 
-def decide(plan: RanksPlan, reports: Sequence[Sequence[LeafContent]]) -> Decided:
+def decide(plan: RanksPlan, reports: Sequence[Sequence[Report]]) -> Decided:
     """Compare `reports`, by rank in the order of the rank's task. Raises `Conflict` for replicas
     that differ, naming path and ranks.
     """
-    decided = Decided(writes=[[] for _ in reports])
+    decided = Decided(writes=[[] for _ in reports], checksums=[[] for _ in reports])
     load = list(plan.load)
     found = [iter(enumerate(each)) for each in reports]
     taken: set[bytes] = set()
@@ -56,7 +67,7 @@ def decide(plan: RanksPlan, reports: Sequence[Sequence[LeafContent]]) -> Decided
             content = _assembled(
                 tree, leaf, {place: report.inline or b"" for place, (_, report) in here.items()}
             )
-            decided.contents[target, None] = LeafContent(inline=content, raw_bytes=len(content))
+            decided.contents[target, None] = Report(content, b"", len(content))
         else:
             _decide_whole(decided, target, tree, here)
             _spread(decided, here, load, taken)
@@ -67,7 +78,7 @@ def _decide_whole(
     decided: Decided,
     target: Target,
     tree: MergedTree,
-    here: Mapping[Place, tuple[int, LeafContent]],
+    here: Mapping[Place, tuple[int, Report]],
 ) -> None:
     leaf = tree.leaves[target.leaf]
     marks = {tree.trees[place.rank].marks.get(leaf.holders[place.holder].leaf) for place in here}
@@ -87,8 +98,8 @@ def _decide_whole(
 _WAY_OUT = "find out where the replicas went apart, or pass private=[…] if they are meant to"
 
 
-def _groups(contents: Mapping[int, LeafContent]) -> str:
-    ranks: dict[LeafContent, list[str]] = {}
+def _groups(contents: Mapping[int, Report]) -> str:
+    ranks: dict[Report, list[str]] = {}
     for rank, content in contents.items():
         ranks.setdefault(content, []).append(str(rank))
     return " | ".join(f"ranks {', '.join(group)}" for group in ranks.values())
@@ -96,23 +107,24 @@ def _groups(contents: Mapping[int, LeafContent]) -> str:
 
 def _spread(
     decided: Decided,
-    here: Mapping[Place, tuple[int, LeafContent]],
+    here: Mapping[Place, tuple[int, Report]],
     load: list[int],
     taken: set[bytes],
 ) -> None:
     """Assign each chunk to the least loaded rank of those that have it."""
     holders: dict[bytes, list[tuple[int, int, int, int]]] = {}
     for place, (number, report) in here.items():
-        ids = split_ids(report.ids)
-        for i, chunk in enumerate(ids):
-            if chunk not in taken:
-                holders.setdefault(chunk, []).append(
-                    (place.rank, number, i, report.raw_bytes // len(ids))
+        checksums = split(report.checksums, CHECKSUM_BYTES)
+        for i, summed in enumerate(checksums):
+            if summed not in taken:
+                holders.setdefault(summed, []).append(
+                    (place.rank, number, i, report.raw_bytes // len(checksums))
                 )
-    for chunk, found in holders.items():
+    for summed, found in holders.items():
         rank, number, i, nbytes = min(found, key=lambda each: load[each[0]])
-        taken.add(chunk)
+        taken.add(summed)
         load[rank] += nbytes
+        decided.checksums[rank].append(summed)
         writes = decided.writes[rank]
         if writes and writes[-1][0] == number and writes[-1][2] == i:
             writes[-1] = (number, writes[-1][1], i + 1)
@@ -145,7 +157,7 @@ def _assembled(tree: MergedTree, leaf: MergedLeaf, parts: Mapping[Place, bytes])
     return bytes(data)
 
 
-_EMPTY = LeafContent(inline=b"")
+_EMPTY = Report(b"", b"", 0)
 _NOWHERE = (Target(-1, -1), None)
 """Stands for leaves without content of their own: no content is ever resolved for it."""
 
@@ -169,10 +181,15 @@ class Assembler:
         self._resolved: dict[tuple[int, frozenset[int]], _ResolvedTree] = {}
 
     def assemble(
-        self, decided: Decided, written: Sequence[bytes], observations: Sequence[Observation]
+        self,
+        decided: Decided,
+        written: Sequence[bytes],
+        decided_ids: Sequence[bytes],
+        observations: Sequence[Observation],
     ) -> list[TreeContent]:
         """All trees of the whole state. `written` are the ids of the chunks that each rank wrote:
-        for its jobs, then for the cells that it completed.
+        for its jobs, then for the cells that it completed. `decided_ids` are those of the chunks
+        that it was told to write.
 
         Raises `Conflict` if replicas differ, and `Corrupt` if ids do not match the plan.
         """
@@ -180,9 +197,14 @@ class Assembler:
             self._gathering = _gathering_of(self._plan, len(written))
         ids = _Ids(self._gathering.where, _gathered(self._gathering, written))
         _compare(self._plan, ids, observations)
-        return [self._tree(number, decided, ids) for number in range(len(self._plan.trees))]
+        by_checksum = _by_checksum(decided.checksums, decided_ids)
+        return [
+            self._tree(number, decided, ids, by_checksum) for number in range(len(self._plan.trees))
+        ]
 
-    def _tree(self, number: int, decided: Decided, ids: "_Ids") -> TreeContent:
+    def _tree(
+        self, number: int, decided: Decided, ids: "_Ids", by_checksum: Mapping[bytes, bytes]
+    ) -> TreeContent:
         private = frozenset(target.leaf for target in decided.private if target.tree == number)
         whole = self._resolved.get((number, private))
         if whole is None:
@@ -194,7 +216,9 @@ class Assembler:
             if elsewhere is None:
                 contents.append(LeafContent(None, joined[start:stop], raw_bytes, boxes))
             else:
-                contents.append(decided.contents.get(elsewhere, _EMPTY))
+                inline, checksums, raw_bytes = decided.contents.get(elsewhere, _EMPTY)
+                found = b"".join(map(by_checksum.__getitem__, split(checksums, CHECKSUM_BYTES)))
+                contents.append(LeafContent(inline, found, raw_bytes))
         return TreeContent(self._plan.trees[number].key, whole.schema, contents)
 
 
@@ -291,13 +315,27 @@ def _gathering_of(plan: RanksPlan, size: int) -> _Gathering:
     return _Gathering(counts, order, where)
 
 
+def _by_checksum(checksums: Sequence[list[bytes]], ids: Sequence[bytes]) -> dict[bytes, bytes]:
+    """The ids of the chunks that ranks were told to write, by their checksums."""
+    found: dict[bytes, bytes] = {}
+    for rank, (wanted, got) in enumerate(zip(checksums, ids, strict=True)):
+        if len(got) != CHUNK_ID_BYTES * len(wanted):
+            raise _wrong_count(rank, len(got), len(wanted))
+        found.update(zip(wanted, split(got, CHUNK_ID_BYTES), strict=True))
+    return found
+
+
+def _wrong_count(rank: int, nbytes: int, count: int) -> Corrupt:
+    return Corrupt(
+        f"rank {rank} hands in {nbytes} bytes of ids; wanted {count} ids; is ckptstore of one "
+        "version on all ranks?"
+    )
+
+
 def _gathered(gathering: _Gathering, written: Sequence[bytes]) -> bytes:
     for rank, (ids, count) in enumerate(zip(written, gathering.counts, strict=True)):
         if len(ids) != CHUNK_ID_BYTES * count:
-            raise Corrupt(
-                f"rank {rank} hands in {len(ids)} bytes of ids; wanted {count} ids; is "
-                "ckptstore of one version on all ranks?"
-            )
+            raise _wrong_count(rank, len(ids), count)
     return np.frombuffer(b"".join(written), f"V{CHUNK_ID_BYTES}")[gathering.order].tobytes()
 
 

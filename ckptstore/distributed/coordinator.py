@@ -27,13 +27,13 @@ from ckptstore.distributed.assemble import (
     Assembler,
     Decided,
     Observation,
+    Report,
     decide,
     layout_of,
     logical_bytes,
 )
 from ckptstore.distributed.merge import (
     RankTree,
-    contents_from,
     decode_description,
     merge,
     split_ids,
@@ -132,7 +132,7 @@ class Coordinator:
 
     def decide(self, handed_in: Sequence[Any]) -> list[Any]:
         """Answer the ranks' reports with the chunks that each rank still has to write."""
-        reports = [contents_from(found) for found, _, _ in handed_in]
+        reports = [[Report(*each) for each in found] for found, _, _ in handed_in]
         self._decided = decide(self._plan, reports)
         self._observations = [
             Observation(shared[number], cell, chunk)
@@ -158,11 +158,10 @@ class Coordinator:
         An error is raised only before the append, or if its outcome is unknown; in the second case
         nothing may be deleted.
         """
-        receipts = [Receipt.decode(receipt) for receipt, _ in handed_in]
+        said, written, decided = zip(*handed_in, strict=True)
+        receipts = list(map(Receipt.decode, said))
         with uncollected():
-            trees = self._assembler.assemble(
-                self._decided, [ids for _, ids in handed_in], self._observations
-            )
+            trees = self._assembler.assemble(self._decided, written, decided, self._observations)
         try:
             published = transaction.publish(
                 label,
@@ -178,8 +177,8 @@ class Coordinator:
             return [(AGAIN, self._open_session())] * len(handed_in)
         _, stored = encode_document(published.document)
         packs = [list(pack) for pack in published.packs]
-        said = published.commit, stored, packs, published.chunks, published.new_chunks
-        return [(DONE, said)] * len(handed_in)
+        answer = published.commit, stored, packs, published.chunks, published.new_chunks
+        return [(DONE, answer)] * len(handed_in)
 
     def close(self, *, ended: bool) -> None:
         """Close the session."""

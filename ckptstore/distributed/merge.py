@@ -113,8 +113,13 @@ def contents_from(said: Any) -> list[LeafContent]:
         raise damaged(error) from error
 
 
+def split(data: bytes, nbytes: int) -> list[bytes]:
+    """`data` in pieces of `nbytes`."""
+    return [data[i : i + nbytes] for i in range(0, len(data), nbytes)]
+
+
 def split_ids(data: bytes) -> list[bytes]:
-    return [data[i : i + CHUNK_ID_BYTES] for i in range(0, len(data), CHUNK_ID_BYTES)]
+    return split(data, CHUNK_ID_BYTES)
 
 
 RANKS = "ranks"

@@ -17,11 +17,11 @@ from ckptstore.commit.transaction import Transaction
 from ckptstore.commit.write import hash_chunks
 from ckptstore.core import geometry
 from ckptstore.core.geometry import grid
-from ckptstore.core.ids import CHUNK_ID_BYTES, SessionId
-from ckptstore.core.model import INLINE_BYTES, LeafContent
+from ckptstore.core.ids import CHECKSUM_BYTES, SessionId, checksum, digest
+from ckptstore.core.model import INLINE_BYTES
+from ckptstore.distributed.assemble import Report
 from ckptstore.distributed.collective import Collective, DeferredErrors, Part
 from ckptstore.distributed.framing import damaged, pack, unpack
-from ckptstore.distributed.merge import contents_to
 from ckptstore.distributed.plan import Piece, Place, RanksPlan, Target
 from ckptstore.errors import Conflict
 from ckptstore.repository.dedup import DedupHints
@@ -229,8 +229,8 @@ class RankWorker:
         self._transaction, self._boxes, self._task, self._plans = transaction, boxes, task, plans
         self._threads, self._room = threads, room
         self._later = DeferredErrors()
-        self._ids = b""
-        self._reported: list[LeafContent] = []
+        self._ids = self._decided_ids = b""
+        self._reported: list[Report] = []
 
     def report(self, peers: Collective) -> Any:
         """Exchange fragments, write the planned chunks that the store lacks, and report the content
@@ -246,7 +246,7 @@ class RankWorker:
             for ref, (_, cell) in zip(spots, chosen, strict=True)
         ]
         self._reported = self._reports()
-        return contents_to(self._reported), chosen, b"".join(self._hash(spots, cells))
+        return list(map(list, self._reported)), chosen, b"".join(self._hash(spots, cells))
 
     def write_decided(self, decided: Sequence[Sequence[int]]) -> None:
         """Write chunks `first:stop` of reported leaves: (number of the report, first, stop). Raises
@@ -257,17 +257,18 @@ class RankWorker:
             self._boxes.cells(ref, first, stop)
             for ref, (_, first, stop) in zip(spots, decided, strict=True)
         ]
-        sources = list(map(self._boxes.source, spots))
-        written = self._write(self._planned(extents), DedupHints(), sources)
-        if written != b"".join(
-            self._reported[number].ids[first * CHUNK_ID_BYTES : stop * CHUNK_ID_BYTES]
+        sources, hints = list(map(self._boxes.source, spots)), DedupHints()
+        self._decided_ids = self._write(self._planned(extents), hints, sources)
+        if hints.checksums() != b"".join(
+            self._reported[number].checksums[first * CHECKSUM_BYTES : stop * CHECKSUM_BYTES]
             for number, first, stop in decided
         ):
             raise Conflict("the state was changed while it was committed; commit between steps")
 
     def receipt(self) -> Any:
-        """This rank's receipt and the ids of its jobs and its cells, once its packs are durable."""
-        return self._transaction.receipt().encode(), self._ids
+        """This rank's receipt, the ids of its jobs and its cells, and those of what it was told to
+        write, once its packs are durable."""
+        return self._transaction.receipt().encode(), self._ids, self._decided_ids
 
     def _write_planned(self, peers: Collective) -> None:
         ids: list[bytes] = []
@@ -286,7 +287,7 @@ class RankWorker:
         jobs = self._write(*plan, [self._boxes.source(ref) for ref, _, _ in self._task.jobs])
         self._ids = b"".join((jobs, *ids))
 
-    def _reports(self) -> list[LeafContent]:
+    def _reports(self) -> list[Report]:
         """This rank's content of the reported leaves."""
         boxes = self._boxes
         small = [boxes.global_bytes(ref) <= INLINE_BYTES for ref in self._task.reports]
@@ -297,18 +298,23 @@ class RankWorker:
             if not is_small
             for ref in refs
         ]
-        ids = iter(self._hash(hashed, list(map(boxes.extent, hashed))))
+        sums = iter(self._hash(hashed, list(map(boxes.extent, hashed)), checksum))
         found = []
         for is_small, refs in zip(small, pieces, strict=True):
             sources = list(map(boxes.source, refs))
             inline = b"".join(map(read_all, sources)) if is_small else None
-            chunks = b"" if is_small else b"".join(next(ids) for _ in refs)
-            found.append(LeafContent(inline, chunks, sum(source.nbytes for source in sources)))
+            checksums = b"" if is_small else b"".join(next(sums) for _ in refs)
+            found.append(Report(inline, checksums, sum(source.nbytes for source in sources)))
         return found
 
-    def _hash(self, spots: Sequence[LeafRef], extents: Sequence[Extent]) -> list[bytes]:
-        sources = list(map(self._boxes.source, spots))
-        return hash_chunks(self._planned(extents), sources, self._threads, self._room.write.threads)
+    def _hash(
+        self,
+        spots: Sequence[LeafRef],
+        extents: Sequence[Extent],
+        hashed: Callable[[memoryview], bytes] = digest,
+    ) -> list[bytes]:
+        sources, workers = list(map(self._boxes.source, spots)), self._room.write.threads
+        return hash_chunks(self._planned(extents), sources, self._threads, workers, hashed)
 
     def _planned(self, extents: Sequence[Extent]) -> CommitPlan:
         return plan_chunks(extents, self._boxes.chunk_bytes, self._room.write.run_bytes)

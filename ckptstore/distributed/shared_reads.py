@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ckptstore.core.ids import CHUNK_ID_BYTES, digest
+from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, checksum, digest
 from ckptstore.distributed.collective import Collective, DeferredErrors, Part
 from ckptstore.restore.reader import ChunkRead, Reader, Reading
 from ckptstore.restore.restore import Brought
@@ -201,6 +201,7 @@ class Broadcast:
         self._left: dict[int, list[ChunkRead]] = {}
         for number, job in zip(self._numbers.tolist(), reading.jobs, strict=True):
             self._left.setdefault(number, []).append(job)
+        self._checksums = b""
         self._lock = threading.Lock()
         self._read_bytes = self._received_bytes = 0
 
@@ -216,16 +217,17 @@ class Broadcast:
         return self._numbering.digest, self._reading.room.shared_bytes, bits
 
     def answer(self, handed_in: Sequence[Any]) -> list[Any]:
-        """The coordinator's answer to every rank: the needs of all, and the chunks' sizes, by which
-        load is balanced. Empty if ranks number chunks differently, as when they restore different
-        parts.
+        """The coordinator's answer to every rank: the needs of all, the chunks' sizes, by which
+        load is balanced, and their checksums. Empty if ranks number chunks differently, as when
+        they restore different parts.
         """
         numberings, windows, needs = zip(*handed_in, strict=True)
         if len(set(numberings)) > 1:
             return [None] * len(needs)
         rows = zlib.compress(b"".join(map(zlib.decompress, needs)), 1)
-        nbytes = self._reader.raw_bytes_of(self._numbering.ids).astype("<i8").tobytes()
-        return [(min(windows), zlib.compress(nbytes, 1), rows)] * len(needs)
+        where = self._reader.located(self._numbering.ids)
+        nbytes = zlib.compress(where["raw"].astype("<i8").tobytes(), 1)
+        return [(min(windows), nbytes, where["checksum"].tobytes(), rows)] * len(needs)
 
     def run(self, peers: Collective, task: Any) -> Brought:
         """Carry out a task of `answer`. Raises a failure of this rank only after all exchanges."""
@@ -245,7 +247,7 @@ class Broadcast:
 
     def _assigned(self, task: Any) -> tuple[Needs, "NDArray[np.int64]", Shares]:
         """Needs of the ranks, sizes of the chunks, and what each rank does."""
-        window_bytes, packed_sizes, packed_needs = task
+        window_bytes, packed_sizes, self._checksums, packed_needs = task
         count = len(self._numbering)
         nbytes = np.frombuffer(zlib.decompress(packed_sizes), "<i8")
         bits = np.frombuffer(zlib.decompress(packed_needs), np.uint8).reshape(-1, -(-count // 8))
@@ -286,7 +288,10 @@ class Broadcast:
         """Verify what arrived. A chunk that does not match stays among the jobs and is read from
         the store, which raises the error if it is damaged there too.
         """
-        if digest(held.memory) == held.jobs[0].piece.chunk:
+        at, chunk = held.share.number * CHECKSUM_BYTES, held.jobs[0].piece.chunk
+        if checksum(held.memory) == self._checksums[at : at + CHECKSUM_BYTES] and (
+            not self._reader.verify_ids or digest(held.memory) == chunk
+        ):
             self._land(held)
             with self._lock:
                 self._received_bytes += held.share.nbytes

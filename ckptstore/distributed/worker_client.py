@@ -94,7 +94,11 @@ class WorkerCommitter:
     def close(self) -> None:
         """Close the connection, and wait for the worker to exit."""
         if self._connection:
-            self._connection.close()
+            with suppress(OSError):
+                # Forked children may hold this end too, so that a close alone says nothing.
+                with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+                    end.shutdown(socket.SHUT_RDWR)
+                self._connection.close()
         if self._process:
             with suppress(subprocess.TimeoutExpired):  # it exits after the commit it works on
                 self._process.wait(ENDS_S)

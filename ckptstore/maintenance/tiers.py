@@ -153,7 +153,7 @@ class Tier:
 
     def _reader(self) -> Reader:
         remote = self._opened()
-        return Reader(remote.config, remote.objects, self._threads)
+        return Reader(remote.config, remote.objects, self._threads, verify_ids=True)
 
     def rescue(self, ids: bytes, out: Sequence[memoryview], error: CkptStoreError) -> None:
         """Read the chunks that the disk lost from the mirror: `out` holds what could be read.

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId
 from ckptstore.errors import Conflict, NotFound
 from ckptstore.log.fold import Pack, State
 from ckptstore.log.log import Log
@@ -57,15 +57,9 @@ class DedupHints:
         if known and known.ids == ids:
             self._found[run] = known._replace(packs=packs)
 
-    def by_checksum(self) -> dict[bytes, ChunkId]:
-        """The chunks' ids by their checksums."""
-        return {
-            known.checksums[i * CHECKSUM_BYTES : (i + 1) * CHECKSUM_BYTES]: ChunkId(
-                known.ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]
-            )
-            for known in tuple(self._found.values())
-            for i in range(len(known.checksums) // CHECKSUM_BYTES)
-        }
+    def checksums(self) -> bytes:
+        """The checksums of all chunks, in the plan's order."""
+        return b"".join(known.checksums for _, known in sorted(self._found.items()))
 
 
 class Dedup:

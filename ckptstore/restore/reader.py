@@ -300,9 +300,9 @@ class Reader:
             verify_ids=self.verify_ids,
         )
 
-    def raw_bytes_of(self, ids: bytes) -> "NDArray[np.int64]":
-        """The raw sizes of chunks, from pack footers."""
-        return self._objects.located(ids)["raw"].astype("i8")
+    def located(self, ids: bytes) -> "NDArray[np.void]":
+        """Where chunks lie, as rows of `index.chunks.LOCATION_DTYPE`."""
+        return self._objects.located(ids)
 
     def map(self, tree: Tree, number: int, commit: CommitId, *, verify: bool = False) -> memoryview:
         """The bytes of a leaf, mapped into memory instead of read; verified only with `verify`.

@@ -1,9 +1,9 @@
 """Which chunks of a bucket does this host's disk cache, and how are they evicted?
 
-Each chunk is a file named by its id, which ends with the checksum of its bytes and the id, so every
-read verifies it; a truncated, damaged or incomplete file is a miss and is removed. Files appear whole, by a rename, and a reader keeps its
-open file, so processes share a cache without a lock; only eviction takes turns. Nothing is
-synced: verification also catches the damage of a power cut.
+Each chunk is a file named by its id that ends with the checksum of its bytes and the id, so every
+read verifies it; a truncated, damaged or incomplete file is a miss and is removed. Files appear
+whole, by a rename, and a reader keeps its open file, so processes share a cache without a lock;
+only eviction takes turns. Nothing is synced: verification also catches the damage of a power cut.
 """
 
 import logging

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,22 @@ def test_a_worker_that_ends_at_once_is_unavailable(
             store.commit_async(state(1)).wait()
         monkeypatch.undo()
         store.commit_async(state(2)).wait()
+
+
+def test_the_worker_ends_though_a_forked_child_of_the_trainer_holds_its_connection(
+    tmp_path: Path,
+) -> None:
+    with ckptstore.open(
+        tmp_path / "store", background=ckptstore.Async(executor="process")
+    ) as store:
+        store.commit_async(state(1)).wait()
+        child = os.fork()
+        if not child:
+            signal.pause()
+        started = time.monotonic()
+    assert time.monotonic() - started < worker_client.ENDS_S / 2
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def test_the_trainer_survives_the_workers_death(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_ids_of_a_wrong_number_are_refused_also_if_their_sum_is_right() -> None:
     plan = RanksPlan([], {LEAF: tiled}, jobs=jobs)
     two = bytes(2 * CHUNK_ID_BYTES)
     with pytest.raises(Corrupt, match=f"rank 0 hands in {len(two)} bytes of ids; wanted 1 ids"):
-        Assembler(plan).assemble(Decided(), [two, b""], [])
+        Assembler(plan).assemble(Decided(), [two, b""], [], [])
 
 
 def tree_of(rank: int) -> RankTree:
@@ -53,7 +53,7 @@ def test_replicas_on_another_mesh_are_compared_chunk_by_chunk() -> None:
             for shared in plan.shared
             for cell in range(shared.cells)
         ]
-        trees = Assembler(plan).assemble(Decided(), written, observations)
+        trees = Assembler(plan).assemble(Decided(), written, [], observations)
         return trees[0].contents[0].ids
 
     assert assembled(*chunks) == b"".join(chunks)

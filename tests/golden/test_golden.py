@@ -1,4 +1,5 @@
-"""A store of each format version is read, continued and found sound, forever."""
+"""A store of each format version from 2 on is read, continued and found sound, forever. Format 1
+was never released."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +28,7 @@ def same(a: object, b: object) -> bool:
 
 
 def test_there_is_a_store_of_each_format_version() -> None:
-    assert {str(path) for path in STORES} >= {"v1/raw", "v1/zstd"}
+    assert {str(path) for path in STORES} >= {"v2/raw", "v2/zstd"}
 
 
 @pytest.mark.parametrize("name", STORES, ids=str)
@@ -50,6 +51,14 @@ def test_a_golden_store_can_be_read_where_it_is_not_writable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CKPTSTORE_CACHE", str(tmp_path))
-    with ckptstore.open(HERE / "v1" / "raw", read_only=True) as store:
+    with ckptstore.open(HERE / "v2" / "raw", read_only=True) as store:
         assert same(store.checkout("best").state_dict(), state(2))
-    assert not (HERE / "v1" / "raw" / "index").exists()
+    assert not (HERE / "v2" / "raw" / "index").exists()
+
+
+def test_a_store_of_format_1_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    shutil.copytree(HERE / "v2" / "raw", tmp_path / "store")
+    config = tmp_path / "store" / "ckptstore.json"
+    config.write_text(config.read_text().replace('"ckptstore": 2', '"ckptstore": 1'))
+    with pytest.raises(ckptstore.InvalidInput, match=r"format 1, .* `ckptstore import` them"):
+        ckptstore.open(tmp_path / "store")

@@ -22,7 +22,7 @@ from ckptstore.core.ids import StoreId
 from ckptstore.index.chunks import ChunkIndex, lmdb_check
 from ckptstore.index.chunks import index as module
 from ckptstore.index.chunks.lmdb_env import DATABASES
-from ckptstore.index.chunks.records import decode, encode, ids_of, seed_of
+from ckptstore.index.chunks.records import RECORD_BYTES, decode, encode, ids_of, seed_of
 from ckptstore.storage.file_lock import file_lock
 from tests.index.building import STORE, footer, pack_name
 from tests.index.test_chunks import assert_found, assert_missing, ids
@@ -231,7 +231,7 @@ def test_a_record_that_does_not_match_its_check_is_missing_and_the_index_begins_
         assert index.indexed() == set()
 
 
-@given(st.integers(0, 255), st.integers(0, 7), st.integers(0, 63))
+@given(st.integers(0, 255), st.integers(0, 7), st.integers(0, 31 + RECORD_BYTES))
 def test_any_flipped_bit_of_a_record_or_its_key_is_noticed(
     record: int, bit: int, byte: int
 ) -> None:
@@ -240,11 +240,12 @@ def test_any_flipped_bit_of_a_record_or_its_key_is_noticed(
     rows = encode(seed_of(STORE), 3, keys, table)
     changed = bytearray(
         np.concatenate(
-            [keys.view(np.uint8).reshape(-1, 32), rows.view(np.uint8).reshape(-1, 32)], axis=1
+            [keys.view(np.uint8).reshape(-1, 32), rows.view(np.uint8).reshape(-1, RECORD_BYTES)],
+            axis=1,
         ).tobytes()
     )
-    changed[record * 64 + byte] ^= 1 << bit
-    parts = np.frombuffer(changed, np.uint8).reshape(-1, 64)
+    changed[record * (32 + RECORD_BYTES) + byte] ^= 1 << bit
+    parts = np.frombuffer(changed, np.uint8).reshape(-1, 32 + RECORD_BYTES)
     got, whole = decode(
         seed_of(STORE), ids_of(parts[:, :32].tobytes()), bytearray(parts[:, 32:].tobytes())
     )

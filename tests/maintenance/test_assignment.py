@@ -20,7 +20,7 @@ chunks = st.builds(chunk, st.integers(0, 3), st.integers(0, 3))
 
 def footer(ids: list[ChunkId], stored: int) -> pack.FooterTable:
     rows = [
-        PackEntry(name, i * stored, stored, stored, 0, 1, pack.TENSOR, 0)
+        PackEntry(name, bytes(16), i * stored, stored, stored, 0, 1, pack.TENSOR)
         for i, name in enumerate(ids)
     ]
     return pack.encode_tail(rows, len(ids) * stored, metadata=False)[1]

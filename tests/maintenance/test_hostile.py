@@ -14,6 +14,7 @@ from ckptstore.core.ids import (
     SessionId,
     StoreId,
     checkpoint_key,
+    checksum,
     digest,
     log_key,
     pack_id,
@@ -153,7 +154,8 @@ def append_commit(
     handle = StoreHandle(store)
     data, table = b"", []
     for chunk, stored, raw_bytes, codec, kind in chunks:
-        table.append(PackEntry(chunk, len(data), len(stored), raw_bytes, codec, 1, kind, 0))
+        place = len(data), len(stored), raw_bytes
+        table.append(PackEntry(chunk, checksum(stored), *place, codec, 1, kind))
         data += stored
     name = pack_id(SESSION, 0, 0)
     whole = data + pack.encode_tail(table, len(data), True)[0]

@@ -33,7 +33,14 @@ PACK = pack_id(SessionId("0" * 24), 0, 1)
 
 def entry(offset: int, nbytes: int, kind: int = TENSOR, **other: int) -> PackEntry:
     return PackEntry(
-        ChunkId(digest(f"{offset} {nbytes}".encode())), offset, nbytes, nbytes, 0, 2, kind, 0
+        ChunkId(digest(f"{offset} {nbytes}".encode())),
+        bytes(15) + b"\1",
+        offset,
+        nbytes,
+        nbytes,
+        0,
+        2,
+        kind,
     )._replace(**other)
 
 
@@ -49,17 +56,16 @@ def packs(draw: st.DrawFn) -> tuple[list[PackEntry], int, bool]:
         offset += gap
         stored = draw(st.integers(1, raw)) if codec else raw
         kind = draw(st.sampled_from([SCHEMA, PAGE, LAYOUT])) if metadata else TENSOR
-        crc = draw(st.integers(0, 2**32 - 1)) if codec else 0
         found.append(
             PackEntry(
                 ChunkId(draw(st.binary(min_size=32, max_size=32))),
+                draw(st.binary(min_size=16, max_size=16)),
                 offset,
                 stored,
                 raw,
                 codec,
                 draw(st.integers(1, 16)),
                 kind,
-                crc,
             )
         )
         offset += stored
@@ -79,23 +85,23 @@ def test_what_a_footer_says_comes_back_in_order_of_offset(
 ) -> None:
     found, data_bytes, metadata = pack
     tail = encode_tail(sorted(found, key=lambda _: random.random()), data_bytes, metadata)[0]  # type: ignore[attr-defined]
-    assert len(tail) == 64 * len(found) + TRAILER_BYTES
+    assert len(tail) == 80 * len(found) + TRAILER_BYTES
     assert parsed(tail, data_bytes) == found
     assert parse_trailer(tail[-TRAILER_BYTES:], data_bytes + len(tail)).metadata == metadata
 
 
 def test_the_footer_is_laid_out_as_the_format_says() -> None:
-    chunk = ChunkId(bytes(range(31)) + b"\0")
+    chunk, summed = ChunkId(bytes(range(31)) + b"\0"), bytes(range(100, 116))
     tail, _ = encode_tail(
-        [PackEntry(chunk, 0x40, 0x30, 0x50, 1, 4, TENSOR, 0xABCD)], 0x70, metadata=False
+        [PackEntry(chunk, summed, 0x40, 0x30, 0x50, 1, 4, TENSOR)], 0x70, metadata=False
     )
-    assert tail[:64] == chunk + struct.pack(
-        "<QIIIIBBB5x", 0x40, 0x30, 0x50, 0xFFFFFFFF, 0xABCD, 1, 4, 0
+    assert tail[:80] == chunk + summed + struct.pack(
+        "<QIIIBBB9x", 0x40, 0x30, 0x50, 0xFFFFFFFF, 1, 4, 0
     )
-    assert tail[64:96] == b"CKPTPACK" + struct.pack("<IIQQ", 1, 0, 0x70, 64)
-    assert tail[96:128] == digest(tail[:96])
-    assert tail[128:] == b"KCAPTPKC"
-    assert FOOTER_DTYPE.itemsize == 64
+    assert tail[80:112] == b"CKPTPACK" + struct.pack("<IIQQ", 2, 0, 0x70, 80)
+    assert tail[112:144] == digest(tail[:112])
+    assert tail[144:] == b"KCAPTPKC"
+    assert FOOTER_DTYPE.itemsize == 80
 
 
 @given(packs(), st.data())
@@ -120,12 +126,12 @@ def test_a_damaged_tail_is_corrupt(
         ([entry(0, 10, kind=TENSOR)], True),
         ([entry(0, 10, kind=PAGE)], False),
         ([entry(0, 10, width=0)], False),
-        ([entry(0, 10, crc=1)], False),
         ([entry(0, 10, raw_bytes=11)], False),
         ([entry(0, 2**32)], False),
         ([entry(0, 10, width=256)], False),
         ([entry(-1, 10)], False),
         ([entry(0, 10)._replace(chunk=ChunkId(b"short"))], False),
+        ([entry(0, 10)._replace(checksum=b"short")], False),
     ],
 )
 def test_entries_that_make_no_pack_are_refused_before_they_are_written(
@@ -136,11 +142,12 @@ def test_entries_that_make_no_pack_are_refused_before_they_are_written(
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("base", 0), ("zero", b"\0\0\0\0\1"), ("codec", 7), ("offset", 2**64 - 1)]
+    ("field", "value"),
+    [("base", 0), ("zero", bytes(8) + b"\1"), ("codec", 7), ("offset", 2**64 - 1)],
 )
 def test_a_record_with_a_true_hash_is_checked_all_the_same(field: str, value: object) -> None:
     table = np.frombuffer(
-        encode_tail([entry(0, 10)], 10, metadata=False)[0][:64], FOOTER_DTYPE
+        encode_tail([entry(0, 10)], 10, metadata=False)[0][:80], FOOTER_DTYPE
     ).copy()
     table[field] = value
     head = encode_tail([entry(0, 10)], 10, metadata=False)[0][64:96]

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.core.ids import CHUNK_ID_BYTES
+from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES
 from ckptstore.index.chunks import LOCATION_DTYPE
 from ckptstore.repository.chunk_reader import Request, coalesce, plan_runs
 
@@ -15,7 +15,8 @@ def places(draw: st.DrawFn) -> np.ndarray:
     rows, offset = [], 0
     for stored in draw(st.lists(st.integers(1, 50), min_size=1, max_size=30)):
         offset += draw(st.sampled_from([0, 0, 0, 7]))
-        rows.append((draw(st.integers(0, 1)), stored, stored, 0, 1, 1, offset, 0))
+        summed = bytes([len(rows)]) * CHECKSUM_BYTES
+        rows.append((draw(st.integers(0, 1)), stored, stored, 0, 1, 1, offset, summed, 0))
         offset += stored
     return np.array(draw(st.permutations(rows)), LOCATION_DTYPE)
 
@@ -26,7 +27,7 @@ def test_runs_have_every_chunk_once_and_no_more_than_they_may(
 ) -> None:
     ids = b"".join(bytes([i]) * CHUNK_ID_BYTES for i in range(len(where)))
     out = [memoryview(bytearray(stored)) for stored in where["stored"].tolist()]
-    request = Request(ids, out, str, None)
+    request = Request(ids, out, str, False)
     positions = range(len(where))
     seen: list[int] = []
     for number, run in plan_runs(
@@ -36,6 +37,7 @@ def test_runs_have_every_chunk_once_and_no_more_than_they_may(
         at = run.offset
         for entry, i in zip(run.entries, run.positions, strict=True):
             assert (entry.chunk, number) == (request.id(i), int(where["pack"][i]))
+            assert entry.checksum == where["checksum"][i].tobytes()
             assert (entry.offset, entry.stored_bytes) == tuple(where[["offset", "stored"]][i])
             assert 0 <= entry.offset - at <= gap_bytes
             at = entry.offset + entry.stored_bytes

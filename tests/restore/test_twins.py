@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.core.ids import ChunkId, digest, new_session_id, pack_key, twin_key
+from ckptstore.core.ids import ChunkId, checksum, digest, new_session_id, pack_key, twin_key
 from ckptstore.errors import Corrupt
 from ckptstore.index.chunks import ChunkIndex
 from ckptstore.index.suspect_packs import SuspectPacks
@@ -40,6 +40,7 @@ def pack(
     pack_writer = packs.pack_writer(metadata=True)
     pack_writer.add(
         ids,
+        list(map(checksum, chunks)),
         [memoryview(c) for c in chunks],
         1,
         PAGE,
