@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.core.ids import CHUNK_ID_BYTES, digest
+from ckptstore.core.ids import CHUNK_ID_BYTES, checksum, digest
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.interop.torchft import wire
+from ckptstore.interop.torchft.fetch import Wanted
 from ckptstore.interop.torchft.wire import Description, Invitation, MeshName, Placed
 from ckptstore.objects import canonical
 
@@ -155,3 +156,12 @@ def test_a_name_is_as_long_as_an_id_and_is_that_of_no_other_bytes(
     changed = bytearray(some or b"\0")
     changed[data.draw(st.integers(0, len(changed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     assert wire.name_of(changed) != name
+
+
+def test_a_name_is_the_checksum_of_a_store_and_chunks_land_only_under_whole_names() -> None:
+    data = b"some bytes"
+    name = wire.name_of(data)
+    assert wire.checksum_of(name) == checksum(data)
+    assert Wanted(name, len(data)).land(memoryview(data))
+    assert not Wanted(checksum(data) + bytes(16), len(data)).land(memoryview(data))
+    assert not Wanted(name, len(data)).land(memoryview(b"some byteS"))
