@@ -22,6 +22,11 @@ class Box(NamedTuple):
     offsets: Shape
     lengths: Shape
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The box as an index of the global tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class Node:

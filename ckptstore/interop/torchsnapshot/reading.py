@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from ckptstore.contents import Region
-from ckptstore.core.geometry import intersect
+from ckptstore.core.geometry import intersect, within
 from ckptstore.core.model import Box, Node, Shape
 from ckptstore.core.text import near
 from ckptstore.errors import InvalidInput, NotFound
@@ -155,13 +154,13 @@ class Index:
                 list(shape),
                 list(held.shape),
             )
-        origin = (0,) * len(shape)
+        whole = Box((0,) * len(shape), shape)
         for box, part in held.parts:
-            if both := intersect(box, Box(origin, shape)):
+            if both := intersect(box, whole):
                 self.snapshot.read_into(
-                    part[_region(both, box.offsets)],
+                    part[within(both, box).index],
                     path,
-                    _region(both, origin),
+                    both.index,
                     memory_budget_bytes=memory_budget_bytes,
                 )
 
@@ -222,13 +221,6 @@ def _is_in_list(value: Any, steps: list[int]) -> bool:
             return False
         value = value[step]
     return True
-
-
-def _region(box: Box, origin: Shape) -> Region:
-    return tuple(
-        slice(start - first, start - first + n)
-        for start, first, n in zip(box.offsets, origin, box.lengths, strict=True)
-    )
 
 
 def _can_hold(out: Any, dtype: str, shape: Shape) -> bool:
