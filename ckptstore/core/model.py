@@ -23,8 +23,8 @@ class Box(NamedTuple):
     lengths: Shape
 
     @property
-    def index(self) -> tuple[slice, ...]:
-        """The box as an index of the global tensor."""
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into the global tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths, strict=True))
 
 

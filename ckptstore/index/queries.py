@@ -11,9 +11,18 @@ from contextlib import contextmanager
 from types import NoneType
 from typing import Any, Self, TypeAlias
 
-from ckptstore.core.ids import CommitId, SessionId
+from ckptstore.core.ids import (
+    Ancestor,
+    Best,
+    CommitId,
+    Latest,
+    Name,
+    Ref,
+    SessionId,
+    Step,
+    parse_ref,
+)
 from ckptstore.core.model import CommitInfo
-from ckptstore.core.refs import Ancestor, Best, Latest, Name, Ref, Step, parse_ref
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.index.rows import (
     KINDS,

@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from ckptstore.core.model import Node
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.state import values
-from ckptstore.state.registry import Classes, class_name, class_named, registered_name
-from ckptstore.state.stateful import is_stateful
+from ckptstore.state.stateful import Classes, class_name, class_named, is_stateful, registered_name
 
 _SCALARS = (int, float, complex, str, bool, bytes)
 _COLLECTIONS = (dict, list, set, tuple, frozenset, deque, OrderedDict, Counter, defaultdict)

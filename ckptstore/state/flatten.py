@@ -20,9 +20,8 @@ from ckptstore.state.containers import Parts
 from ckptstore.state.inflate import pickled
 from ckptstore.state.leaf_sources import NOTHING, BytesSource, FlatState, HeldLeaf, Source
 from ckptstore.state.optimizers import ParameterNames, named_state
-from ckptstore.state.registry import class_name, registered
 from ckptstore.state.shards import Held, held_of, is_distributed
-from ckptstore.state.stateful import state_dict_of, state_of
+from ckptstore.state.stateful import class_name, registered, state_dict_of, state_of
 from ckptstore.state.tensors import DTYPE_NAMES, TensorSource
 
 _ITSELF = ""

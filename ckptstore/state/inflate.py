@@ -15,7 +15,7 @@ from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.state import containers, paths, tensors, values
 from ckptstore.state.containers import LEFT_OUT
-from ckptstore.state.registry import Classes, no_classes
+from ckptstore.state.stateful import Classes, no_classes
 
 _PROTOCOL = 4
 """Fixed, so that equal objects keep giving equal bytes when Python's default moves on."""

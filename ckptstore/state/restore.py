@@ -18,10 +18,10 @@ from ckptstore.state.containers import LEFT_OUT
 from ckptstore.state.inflate import Inflater, counterparts, decode_leaf, keys_of, refuse_pickles
 from ckptstore.state.match_target import ContentOf, Landing, Matching, Mismatch, TensorMatch
 from ckptstore.state.optimizers import ParameterNames, ShardedOptimizer, fit
-from ckptstore.state.registry import classes_in
 from ckptstore.state.stateful import (
     RNGState,
     StateDict,
+    classes_in,
     is_stateful,
     items_of,
     load_optimizer,

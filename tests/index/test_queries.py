@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.core.ids import CommitId, StoreId
-from ckptstore.core.refs import parse_ref
+from ckptstore.core.ids import CommitId, StoreId, parse_ref
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.index.catalog import Catalog
 from ckptstore.index.catalog_sqlite import open_catalog

@@ -232,7 +232,7 @@ def test_any_range_of_a_joined_tensor_is_what_the_tensor_has_there(
     shape, boxes = tiling
     tensor = torch.arange(prod(shape)).reshape(shape).to(getattr(torch, dtype))
     width = tensor.element_size()
-    parts = [tensor[box.index].contiguous().numpy().tobytes() for box in boxes]
+    parts = [tensor[box.slices].contiguous().numpy().tobytes() for box in boxes]
     joined = Joined(
         shape, width, [(box, BytesSource(part)) for box, part in zip(boxes, parts, strict=True)]
     )

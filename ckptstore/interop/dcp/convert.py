@@ -35,7 +35,7 @@ from ckptstore.interop.dcp.items import (
     write_items,
 )
 from ckptstore.interop.dcp.names import FLAT_KEY, CommitItems, Keys, Named, dumped
-from ckptstore.interop.formats.pickles import load_inert
+from ckptstore.interop.formats.foreign_files import load_inert
 from ckptstore.interop.formats.sources import (
     DCP_METADATA,
     Piece,

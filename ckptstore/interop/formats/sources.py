@@ -6,7 +6,6 @@ cached until a few others were.
 
 import io
 import json
-import os
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,10 +29,9 @@ from ckptstore.core.geometry import (
 from ckptstore.core.model import Box, Shape
 from ckptstore.distributed.tiling import misfit
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.interop.formats.pickles import METADATA_BYTES_MAX, load_torch
+from ckptstore.interop.formats.foreign_files import METADATA_BYTES_MAX, load_torch, read_range
 from ckptstore.objects.pointer_files import DIRECTORY_POINTERS
 from ckptstore.state.leaf_sources import FlatState, Source
-from ckptstore.storage.local_files import transfer
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +99,7 @@ class Joined(_Read):
                 ((begin, end),) = byte_ranges(box.lengths, within(shared, box), self.width)
                 data = np.empty((*shared.lengths, self.width), np.uint8)
                 source.stage(begin, end, data.reshape(-1).data)
-                joined[within(shared, cell).index] = data
+                joined[within(shared, cell).slices] = data
         return joined.reshape(-1).data
 
 
@@ -221,7 +219,7 @@ def _load_pieces(
             )
         if whole is None:
             return part
-        whole[box.index] = part
+        whole[box.slices] = part
     assert whole is not None
     return whole
 
@@ -265,21 +263,6 @@ def files_key(key: str, sources: Mapping[str, Source]) -> FlatState:
 
     schema = flatten({key: dict.fromkeys(sources, b"")})[key].schema
     return FlatState(schema, list(sources.values()))
-
-
-def read_range(path: Path, offset: int, out: memoryview) -> None:
-    """Fill `out` from byte `offset` of a file. Raises `Unavailable` if the file is shorter or
-    cannot be read.
-    """
-    try:
-        with open(path, "rb", buffering=0) as file:
-            if missing := transfer(os.preadv, file.fileno(), offset, [out]):
-                raise Unavailable(
-                    f"{path} ends at byte {offset + len(out) - missing}; wanted {missing} more: it "
-                    "changed while it was read"
-                )
-    except OSError as error:
-        raise Unavailable(f"cannot read {path}: {error}") from error
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from ckptstore.core.geometry import nbytes_of, width_of
 from ckptstore.core.model import Box, Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchsnapshot import knobs
-from ckptstore.interop.torchsnapshot.reading import Index, Item, keys_of
+from ckptstore.interop.torchsnapshot.reading import Index, Item, keys_of, primitive
 from ckptstore.objects.documents import Layout, Placed
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state import values
@@ -144,21 +144,6 @@ class PrimitiveEntry(Entry):
 
     def get_value(self) -> int | str | bool | bytes | float:
         return primitive(self.type, self.serialized_value)
-
-
-def primitive(kind: str, text: str) -> int | str | bool | bytes | float:
-    """The value of the manifest's `text`. Raises `InvalidInput` for an unknown kind, `ValueError`
-    for invalid text.
-    """
-    if kind == "bool" and text in ("True", "False"):
-        return text == "True"
-    if kind == "float":
-        return float(struct.unpack("<d", base64.b64decode(text, validate=True))[0])
-    if kind == "bytes":
-        return base64.b64decode(text, validate=True)
-    if kind in ("int", "str"):
-        return int(text) if kind == "int" else text
-    raise InvalidInput(f"an entry of the manifest is of the unknown type {kind[:40]!r}")
 
 
 Manifest: TypeAlias = dict[str, Entry]
