@@ -79,12 +79,7 @@ def local_cache_directory() -> Path:
     own = Path(tempfile.gettempdir()) / f"ckptstore-{os.getuid()}"
     with suppress(OSError):
         own.mkdir(mode=0o700, exist_ok=True)
-        status = own.lstat()
-        if (
-            stat.S_ISDIR(status.st_mode)
-            and status.st_uid == os.getuid()
-            and not status.st_mode & 0o022
-        ):
+        if not distrust(own):
             return own
     return Path(os.devnull) / "ckptstore"
 

@@ -13,8 +13,9 @@ import torch
 
 from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.state import containers, paths, tensors, values
+from ckptstore.state import containers, tensors, values
 from ckptstore.state.containers import LEFT_OUT
+from ckptstore.state.leaf_sources import pickled_paths
 from ckptstore.state.stateful import Classes, no_classes
 
 _PROTOCOL = 4
@@ -62,7 +63,7 @@ def decode_leaf(schema: Schema, leaf: int, content: Any, classes: Classes = no_c
 
 def refuse_pickles(schema: Schema) -> None:
     """Raise `InvalidInput` naming a pickled leaf, if there is one."""
-    for path in paths.pickled(schema):
+    for path in pickled_paths(schema):
         raise _refusal(path)
 
 
@@ -142,8 +143,7 @@ class Inflater:
 
     def _join_once(self, node: Node) -> Any:
         """One object for all nodes that are made of the same tensors in the same way."""
-        aliases, leaves = self._schema.aliases, leaves_of(node)
-        tensors = tuple(aliases[leaf] if aliases[leaf] >= 0 else leaf for leaf in leaves)
+        tensors = tuple(map(self._schema.owner, leaves_of(node)))
         made_of = (node.type, repr(node.attrs), tensors)
         if made_of not in self._tied:
             self._tied[made_of] = self._join(node)

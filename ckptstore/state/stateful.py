@@ -56,6 +56,23 @@ def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(value) if isinstance(value, list | tuple) else ()
 
 
+def found_in(
+    value: Any, is_wanted: Callable[[Any], bool], keys: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The wanted objects in plain containers, outermost only, each after the keys that lead to
+    it."""
+    if is_wanted(value):
+        yield keys, value
+        return
+    for key, child in items_of(value):
+        yield from found_in(child, is_wanted, (*keys, key))
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters of all groups, in the order of their numbers."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
 class StateDict(dict[str, Any]):
     """A dict with `state_dict` and `load_state_dict`: what a script must remember beside its
     modules.
@@ -212,8 +229,7 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     dtype, which would round fp32 moments under bf16 parameters."""
     optimizer.load_state_dict(state)
     numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for number, parameter in zip(numbers, parameters, strict=False):
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
         if number in state["state"]:
             optimizer.state[parameter] = _in_own_dtype(
                 optimizer.state[parameter], state["state"][number], None

@@ -244,6 +244,13 @@ def test_any_range_of_a_joined_tensor_is_what_the_tensor_has_there(
     assert bytes(out) == tensor.numpy().tobytes()[start * width : stop * width]
 
 
+def test_shards_of_a_tensor_without_elements_are_one_again(store: Store, tmp_path: Path) -> None:
+    empty = torch.zeros(10, 0)
+    for rank in range(2):
+        write_shard(tmp_path / "hf", rank, {"w": rows(empty, 5 * rank, 5 * rank + 5)})
+    assert import_path(store, tmp_path / "hf").read("model/w").shape == (10, 0)
+
+
 @given(tilings(), st.data())
 def test_a_tiling_is_one_until_a_box_is_missing_or_there_twice(
     tiling: tuple[tuple[int, ...], list[Box]], data: st.DataObject

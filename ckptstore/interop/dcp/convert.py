@@ -224,4 +224,4 @@ def _item(
     boxes = {shape_of(chunk.offsets): shape_of(chunk.sizes) for chunk in item.chunks}
     boxed = [(Box(at, boxes[at]), piece) for at, piece in pieces if at in boxes and at is not None]
     source, shape = stored_tensor(where, dtype, shape_of(item.size), boxed, shelf)
-    return box_item(name, dtype, shape, Box((0,) * len(shape), shape)), [source]
+    return box_item(name, dtype, shape, Box.whole(shape)), [source]

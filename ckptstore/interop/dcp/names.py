@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from ckptstore.core.ids import CONFIG_KEY, check_tag
 from ckptstore.core.model import Box, Node, Schema, Shape
@@ -31,7 +32,8 @@ from ckptstore.repository.resolve_ref import AnyRef, is_path
 from ckptstore.restore.reader import Tree
 from ckptstore.restore.restore import assemble_nodes
 from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state import containers, paths, values
+from ckptstore.state import containers, values
+from ckptstore.state.leaf_sources import paths_below, segment
 from ckptstore.store import Store, internals_of
 
 CheckpointId: TypeAlias = str | os.PathLike[str]
@@ -259,14 +261,15 @@ class Marks:
         if document is None:
             return cls()
         try:
-            flat, items, raw = document["flat"], document["items"], document["raw"]
-            parts = {path: tuple(shape) for path, shape in document["parts"].items()}
-            return cls(flat, items, raw, document["rank"], parts)
-        except (AttributeError, KeyError, TypeError) as error:
+            return _MARKS.validate_python(document)
+        except ValidationError as error:
             raise Corrupt(
-                f"the layout of commit {snapshot.id[:12]} is damaged: {error!r}; run `ckptstore "
-                "fsck`"
+                f"the layout of commit {snapshot.id[:12]} is damaged: {error!r:.200}; run "
+                "`ckptstore fsck`"
             ) from error
+
+
+_MARKS = TypeAdapter(Marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +310,7 @@ class CommitItems:
                 continue
             containers.check(tree.schema.skeleton)
             keys: Keys = () if own == unnamed else (own,)
-            for item in self._below(tree, tree.schema.skeleton, keys, paths.segment(own)):
+            for item in self._below(tree, tree.schema.skeleton, keys, segment(own)):
                 other = self.by_name.setdefault(item.name, item)
                 if other is not item:
                     raise InvalidInput(
@@ -344,7 +347,7 @@ class CommitItems:
             names: Iterable[str | int] = (
                 range(len(node.children)) if node.keys is None else map(_text, node.keys)
             )
-            below = paths.below(node, path)
+            below = paths_below(node, path)
             for name, child, own in zip(names, node.children, below, strict=True):
                 yield from self._below(tree, child, (*keys, name), own)
         elif not keys:
@@ -366,7 +369,7 @@ class CommitItems:
         if isinstance(node, Node) or schema.kinds[node] != "tensor":
             return (), ()
         shape = schema.shapes[node]
-        return ((Box((0,) * len(shape), shape), node),), shape
+        return ((Box.whole(shape), node),), shape
 
 
 def is_divided(node: Node | int, schema: Schema) -> bool:

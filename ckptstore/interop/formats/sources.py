@@ -81,6 +81,8 @@ class Joined(_Read):
         self._grid, self._pieces = grid(shape, width, CHUNK_BYTES), pieces
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
+        if start == stop:
+            return
         for i in range(*self._grid.covering(start, stop)):
             first, end = self._grid.span(i)
             cell = self._cell(self._grid.cell(i))

@@ -214,8 +214,8 @@ class _Entries:
             yield path, _composite(item.node, schema, leaves, location, common)
 
     def _placed(self, schema: Schema, leaf: int) -> Placed | None:
-        owner = schema.aliases[leaf] if schema.aliases[leaf] >= 0 else leaf
-        return self._layout.leaves.get(schema.paths[owner]) if self._layout else None
+        path = schema.paths[schema.owner(leaf)]
+        return self._layout.leaves.get(path) if self._layout else None
 
     def _value(
         self, path: str, item: Item, location: str, replicated: bool
@@ -231,7 +231,7 @@ class _Entries:
         path, dtype, shape = schema.paths[leaf], schema.dtypes[leaf], schema.shapes[leaf]
         # The commit does not record the ranks of a small tensor's parts: the first rank shows all
         # of it.
-        small = [Box((0,) * len(shape), shape)] if self._rank == 0 else []
+        small = [Box.whole(shape)] if self._rank == 0 else []
         boxes = list(placed.boxes_of(self._rank)) if placed.boxes else small
         limit = knobs.get_max_shard_size_bytes()
         return ShardedTensorEntry(
@@ -256,7 +256,7 @@ def _tensor(schema: Schema, leaf: int, replicated: bool) -> Entry:
     if nbytes <= limit or not shape:
         return TensorEntry(path, RAW, f"torch.{dtype}", list(shape), replicated)
     row_bytes = nbytes // shape[0]
-    parts = _rows(Box((0,) * len(shape), shape), -(-shape[0] // -(-nbytes // limit)))
+    parts = _rows(Box.whole(shape), -(-shape[0] // -(-nbytes // limit)))
     chunks = [_shard(path, dtype, part, part.offsets[0] * row_bytes) for part in parts]
     return ChunkedTensorEntry(f"torch.{dtype}", list(shape), chunks, replicated)
 

@@ -175,7 +175,7 @@ class Index:
                 list(shape),
                 list(held.shape),
             )
-        whole = Box((0,) * len(shape), shape)
+        whole = Box.whole(shape)
         for box, part in held.parts:
             if both := intersect(box, whole):
                 self.snapshot.read_into(

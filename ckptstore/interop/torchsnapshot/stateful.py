@@ -8,7 +8,7 @@ from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import torch
 
@@ -24,6 +24,7 @@ from ckptstore.objects.pointer_files import Pointer, write_pointer
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import stateful as native
 from ckptstore.state.shards import is_distributed, with_local
+from ckptstore.state.stateful import Stateful as Stateful
 from ckptstore.store import Store
 
 logger = logging.getLogger("ckptstore")
@@ -33,15 +34,6 @@ LEAST_CHUNKS = 4
 
 Prepare: TypeAlias = Callable[[str, torch.Tensor, bool], torch.Tensor]
 """From a path, a tensor, and whether only shape and dtype are wanted, to the tensor to store."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object with `state_dict` and `load_state_dict`."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 AppState: TypeAlias = dict[str, Any]
