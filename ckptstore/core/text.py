@@ -6,11 +6,13 @@ Tables are plain text, or fitted to a terminal.
 
 import difflib
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import translate
 from functools import partial
+from itertools import zip_longest
 from operator import itemgetter
 from textwrap import wrap
 from typing import Any, Literal, TypeAlias
@@ -185,6 +187,9 @@ Kind: TypeAlias = Literal["text", "id", "step", "count", "bytes", "time", "secon
 _STYLES: dict[str, str] = {"id": "33", "metric": "36"}
 """The colors of kinds, as parameters of the terminal's SGR sequence."""
 
+_LEFT: tuple[Kind, ...] = ("text", "id")
+"""The kinds of columns whose cells begin on the left."""
+
 BOLD, DIM, BLUE, CYAN, TITLE, TAG = "1", "2", "34", "36", "1;4", "1;32"
 
 
@@ -260,21 +265,15 @@ class Table:
         if self.title:
             yield ""
             yield style(printable(self.title), TITLE if styled else "")
-        if terminal:
-            columns, grid, widths = _fitted(columns, grid, terminal.width - len(indent))
-            for i, row in enumerate(grid):
-                for line in _wrapped(row, columns, widths, styled, header=self.header and not i):
-                    yield indent + line
-            return
-        if self.header:
+        if self.header and not terminal:
             grid[1:] = [[cell or "-" for cell in row] for row in grid[1:]]
-        pads = [
-            partial(_pad, width=max(map(len, cells)), right=_is_right(column))
-            for cells, column in zip(zip(*grid, strict=True), columns, strict=True)
-        ]
-        for row in grid:
-            cells = zip(row, pads, strict=True)
-            yield indent + (" " * GAP).join([pad(cell) for cell, pad in cells]).rstrip()
+        width = terminal.width if terminal else sys.maxsize
+        columns, grid, widths = _fitted(columns, grid, width - len(indent))
+        styles = [_style(column) if styled else "" for column in columns]
+        for i, row in enumerate(grid):
+            heads = styled and self.header and not i
+            for line in _wrapped(row, columns, widths, [DIM] * len(columns) if heads else styles):
+                yield indent + line
 
 
 def fields(title: str, pairs: Sequence[tuple[str, ...]]) -> Table:
@@ -330,12 +329,8 @@ def _text(item: Any) -> str:
     return ", ".join(item) if isinstance(item, tuple) else str(item)
 
 
-def _is_right(column: Column) -> bool:
-    return column.kind not in ("text", "id")
-
-
-def _pad(cell: str, width: int, right: bool) -> str:
-    return cell.rjust(width) if right else cell.ljust(width)
+def _style(column: Column) -> str:
+    return column.style or _STYLES.get(column.kind, "")
 
 
 def _fitted(
@@ -368,36 +363,30 @@ def _width(text: str) -> int:
     return sum(2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
-def _cut(text: str, width: int) -> str:
-    if _width(text) <= width:
-        return text
-    text = text[:width]
-    while _width(text) >= width:
-        text = text[:-1]
-    return f"{text}…"
+def _folded(cell: str, fit: str, width: int) -> list[str]:
+    """The lines of a cell, as wide as its column at most."""
+    if _width(cell) <= width:
+        return [cell]
+    if fit == "wrap":
+        return wrap(cell, width, break_on_hyphens=False) or [""]
+    cell = cell[:width]
+    while _width(cell) >= width:
+        cell = cell[:-1]
+    return [f"{cell}…"]
 
 
 def _wrapped(
-    row: Sequence[str],
-    columns: Sequence[Column],
-    widths: Sequence[int],
-    styled: bool,
-    *,
-    header: bool,
+    row: Sequence[str], columns: Sequence[Column], widths: Sequence[int], styles: Sequence[str]
 ) -> Iterator[str]:
     """One line of text for a row, more if cells wrap."""
     cells = [
-        (wrap(cell, width, break_on_hyphens=False) or [""])
-        if column.fit == "wrap" and _width(cell) > width
-        else [_cut(cell, width)]
+        _folded(cell, column.fit, width)
         for cell, column, width in zip(row, columns, widths, strict=True)
     ]
-    for i in range(max(map(len, cells), default=1)):
+    for line in zip_longest(*cells, fillvalue=""):
         parts = []
-        for cell, column, width in zip(cells, columns, widths, strict=True):
-            text = cell[i] if i < len(cell) else ""
+        for text, column, width, parameter in zip(line, columns, widths, styles, strict=True):
             space = " " * (width - _width(text))
-            parameter = DIM if header else column.style or _STYLES.get(column.kind, "")
-            shown = style(text, parameter if styled else "")
-            parts.append(space + shown if _is_right(column) else shown + space)
+            shown = style(text, parameter)
+            parts.append(shown + space if column.kind in _LEFT else space + shown)
         yield (" " * GAP).join(parts).rstrip()
