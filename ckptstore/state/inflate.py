@@ -126,20 +126,9 @@ class Inflater:
         return overwrite(target, made)
 
     def _join(self, node: Node, target: Any = None) -> Any:
-        if target is None:
-            return containers.join(node, list(map(self.inflate, node.children)), self._classes)
         there = counterparts(node, target, self._classes)
         children = list(map(self.inflate, node.children, there))
-        if node.type in containers.MAPPINGS and isinstance(target, dict):
-            if self._clears:
-                target.clear()
-            for key, child in zip(keys_of(node, self._classes), children, strict=True):
-                target[key] = child
-            return target
-        if node.type == "list" and type(target) is list:
-            target[:] = children
-            return target
-        return containers.join(node, children, self._classes, target)
+        return containers.join(node, children, self._classes, target, clears=self._clears)
 
     def _join_once(self, node: Node) -> Any:
         """One object for all nodes that are made of the same tensors in the same way."""
