@@ -43,18 +43,7 @@ from ckptstore.log.state import circular
 
 Ask: TypeAlias = Callable[[str, Mapping[str, Any]], Rows]
 
-__all__ = [
-    "KINDS",
-    "Ask",
-    "LeafInfo",
-    "PackInfo",
-    "Queries",
-    "Rows",
-    "RunInfo",
-    "ShardInfo",
-    "TagInfo",
-    "Totals",
-]
+__all__ = ["KINDS", "Ask", "LeafInfo", "PackInfo", "Queries", "Rows", "ShardInfo"]
 
 _MAYBE_INT = (int, NoneType)
 _MAYBE_FLOAT = (int, float, NoneType)

@@ -14,7 +14,8 @@ from ckptstore.core.ids import CommitId, StoreId, parse_ref
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.index.catalog import Catalog
 from ckptstore.index.catalog_sqlite import open_catalog
-from ckptstore.index.queries import Queries, RunInfo, TagInfo, Totals
+from ckptstore.index.queries import Queries
+from ckptstore.index.rows import RunInfo, TagInfo, Totals
 from ckptstore.log import fold
 from ckptstore.log.entries import Condemn, Forget, Tag
 from ckptstore.log.state import resolve
