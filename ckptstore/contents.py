@@ -14,7 +14,7 @@ from ckptstore.core.text import near
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.objects.documents import Layout
 from ckptstore.restore.reader import Destination, Reader, ReadRequest, Tree
-from ckptstore.state.paths import segment
+from ckptstore.state.leaf_sources import segment
 
 Trees: TypeAlias = dict[str, Tree]
 """Schema and content of each key."""

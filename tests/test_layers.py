@@ -50,7 +50,6 @@ QUICK = (
     "ckptstore.core.geometry",
     "ckptstore.core.ids",
     "ckptstore.core.model",
-    "ckptstore.core.refs",
     "ckptstore.objects.documents",
     "ckptstore.storage.registry",
     "ckptstore.log.entries",

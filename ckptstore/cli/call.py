@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptstore.cli.screen import Part, Screen
-from ckptstore.core.discovery import distrust, search
 from ckptstore.core.ids import CONFIG_KEY
+from ckptstore.core.paths import distrust, search
 from ckptstore.errors import Busy, CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
 from ckptstore.repository.resolve_ref import is_path

@@ -11,12 +11,11 @@ from ckptstore.core.config import StoreConfig
 from ckptstore.core.geometry import nbytes_of
 from ckptstore.core.ids import CommitId, parse_chunk_id
 from ckptstore.core.model import CommitInfo, Schema
-from ckptstore.core.tables import ID_DIGITS
-from ckptstore.core.text import bytes_text, exact_text
+from ckptstore.core.text import ID_DIGITS, bytes_text, exact_text
 from ckptstore.index.queries import LeafInfo, Queries
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.state.paths import pickled
+from ckptstore.state.leaf_sources import pickled_paths
 
 if TYPE_CHECKING:
     from ckptstore.restore.reader import Reader, Tree
@@ -79,7 +78,7 @@ def pickles_of(
     packs.
     """
     return {
-        key: pickled(_read_schema(store, info.schemas[key]))
+        key: pickled_paths(_read_schema(store, info.schemas[key]))
         if any(leaf.kind == "bytes" for leaf in tree)
         else []
         for key, tree in leaves.items()

@@ -13,7 +13,7 @@ from ckptstore.cli.commits import (
     trees_of,
 )
 from ckptstore.cli.screen import Hint, Part, columns, fields_of
-from ckptstore.core.tables import Column, Table
+from ckptstore.core.text import Column, Table
 from ckptstore.repository.resolve_ref import find_id
 from ckptstore.restore.diff import MARKS, SIZES, Difference, LeafChange, compare, sizes
 

@@ -15,8 +15,7 @@ from ckptstore.cli.parser import parse_best, parse_moment
 from ckptstore.cli.screen import Hint, Part, columns
 from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.core.model import CommitInfo
-from ckptstore.core.tables import BLUE, Column, Table
-from ckptstore.core.text import count_text, near
+from ckptstore.core.text import BLUE, Column, Table, count_text, near
 from ckptstore.errors import NotFound
 from ckptstore.repository.resolve_ref import find_id
 from ckptstore.repository.store_handle import StoreHandle

@@ -18,8 +18,7 @@ from ckptstore.cli.commits import (
 from ckptstore.cli.screen import Hint, Part, columns
 from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId
 from ckptstore.core.model import CommitInfo, Shape
-from ckptstore.core.tables import Table
-from ckptstore.core.text import bytes_text, count_text, near, selector
+from ckptstore.core.text import Table, bytes_text, count_text, near, selector
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.index.queries import Queries
 from ckptstore.repository.resolve_ref import find_id

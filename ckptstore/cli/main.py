@@ -11,8 +11,7 @@ from ckptstore.cli.call import Answer, Call, Exit, exit_of
 from ckptstore.cli.commands import COMMANDS
 from ckptstore.cli.parser import build, parse
 from ckptstore.cli.screen import Screen
-from ckptstore.core.tables import printable
-from ckptstore.core.text import redact
+from ckptstore.core.text import printable, redact
 from ckptstore.errors import CkptStoreError
 
 

@@ -10,8 +10,7 @@ from ckptstore.cli.call import Answer, Call, Exit, UsageError
 from ckptstore.cli.commits import commit_text
 from ckptstore.cli.parser import parse_best, parse_moment
 from ckptstore.cli.screen import Hint, Part, columns, fields_of
-from ckptstore.core.tables import Table
-from ckptstore.core.text import SECOND_NS, count_text
+from ckptstore.core.text import SECOND_NS, Table, count_text
 from ckptstore.maintenance.check import (
     Finding,
     Report,

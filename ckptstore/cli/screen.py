@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from shutil import get_terminal_size
 from typing import Any, TextIO, TypeAlias
 
-from ckptstore.core.tables import BOLD, CYAN, DIM, TAG, Column, Table, Terminal, printable, style
+from ckptstore.core.text import BOLD, CYAN, DIM, TAG, Column, Table, Terminal, printable, style
 
 PROGRESS_PAUSE_S = 0.1
 _ASCII = str.maketrans(

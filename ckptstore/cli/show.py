@@ -19,8 +19,17 @@ from ckptstore.cli.commits import (
 from ckptstore.cli.screen import columns, fields_of
 from ckptstore.core.ids import CommitId, document_key, pack_session
 from ckptstore.core.model import CommitInfo
-from ckptstore.core.tables import BOLD, Column, Table, fields
-from ckptstore.core.text import age_text, bytes_text, count_text, exact_text, local_text
+from ckptstore.core.text import (
+    BOLD,
+    Column,
+    Table,
+    age_text,
+    bytes_text,
+    count_text,
+    exact_text,
+    fields,
+    local_text,
+)
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.index.queries import LeafInfo, PackInfo, Queries
 from ckptstore.objects.documents import Placed, decode_document, decode_layout

@@ -91,7 +91,7 @@ class Grid:
 def grid(shape: Shape, width: int, chunk_bytes: int, box: Box | None = None) -> Grid:
     """The grid of `box` of a tensor of `shape` with `width` bytes per element; of the whole
     tensor without `box`."""
-    box = box or Box((0,) * len(shape), shape)
+    box = box or Box.whole(shape)
     lengths = box.lengths
     if not lengths:
         return Grid(box, 0, 1, width, 1, 1)

@@ -22,6 +22,16 @@ class Box(NamedTuple):
     offsets: Shape
     lengths: Shape
 
+    @classmethod
+    def whole(cls, shape: Shape) -> "Box":
+        """All of a tensor of `shape`."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into the global tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -70,6 +80,10 @@ class Schema:
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def owner(self, leaf: int) -> int:
+        """The leaf that has the bytes of `leaf`: itself, or the one that it is an alias of."""
+        return self.aliases[leaf] if self.aliases[leaf] >= 0 else leaf
 
 
 @dataclass(frozen=True, slots=True)

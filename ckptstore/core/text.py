@@ -1,11 +1,22 @@
-"""How is text written for people, how does it lose its secrets, and which paths match a glob?"""
+"""How is text written for people, in lines and in tables, how does it lose its secrets, and which
+paths match a glob?
+
+Tables are plain text, or fitted to a terminal.
+"""
 
 import difflib
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import translate
-from typing import Any
+from functools import partial
+from itertools import zip_longest
+from operator import itemgetter
+from textwrap import wrap
+from typing import Any, Literal, TypeAlias
+from unicodedata import east_asian_width
 
 from ckptstore.errors import InvalidInput
 
@@ -163,3 +174,219 @@ def selector(select: str | Sequence[str]) -> Callable[[str], bool]:
 def _pattern(glob: str) -> str:
     literal = rf"(?s:{re.escape(glob)}(?:/.*)?)\Z"
     return f"{translate(glob)}|{translate(f'{glob}/*')}|{literal}"
+
+
+GAP = 2
+LEAST_WIDTH = 8
+"""The least width of a cell that is cut or wrapped."""
+ID_DIGITS = 12
+ID_DIGITS_ON_TERMINALS = 8
+
+Kind: TypeAlias = Literal["text", "id", "step", "count", "bytes", "time", "seconds", "metric"]
+
+_STYLES: dict[str, str] = {"id": "33", "metric": "36"}
+"""The colors of kinds, as parameters of the terminal's SGR sequence."""
+
+_LEFT: tuple[Kind, ...] = ("text", "id")
+"""The kinds of columns whose cells begin on the left."""
+
+BOLD, DIM, BLUE, CYAN, TITLE, TAG = "1", "2", "34", "36", "1;4", "1;32"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`kind` says how values are written. `fit` says what happens to a cell that is too wide for
+    the terminal: it is `cut`, `wrap`ped, or kept.
+
+    If a terminal is too narrow for all columns, the `spare` ones are left out, the last one first.
+    `style` is a parameter of the terminal's SGR sequence.
+    """
+
+    name: str
+    kind: Kind = "text"
+    fit: Literal["keep", "cut", "wrap"] = "keep"
+    spare: bool = False
+    style: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """The terminal that shows a page, and the time of the reader."""
+
+    width: int
+    colors: bool
+    now_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of values, one value per column; None is an empty cell. Without `header`, the names of
+    columns are not shown."""
+
+    columns: tuple[Column, ...]
+    rows: Sequence[Sequence[Any]]
+    title: str = ""
+    header: bool = True
+
+    def without(self, *names: str) -> "Table":
+        """The table without the columns `names`."""
+        keep = [i for i, column in enumerate(self.columns) if column.name not in names]
+        return replace(
+            self,
+            columns=tuple(self.columns[i] for i in keep),
+            rows=[[row[i] for i in keep] for row in self.rows],
+        )
+
+    def without_empty(self, *names: str) -> "Table":
+        """The table without those columns of `names` that have no value."""
+        used = {c.name for i, c in enumerate(self.columns) if any(row[i] for row in self.rows)}
+        return self.without(*(name for name in names if name not in used))
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self, terminal: Terminal | None = None) -> Iterator[str]:
+        """The aligned lines, with an empty line above a title.
+
+        Plain text has names in capitals and `-` for an empty cell, and cuts nothing. On a terminal,
+        spare columns go if even the least widths of all columns are too much; then cells are cut or
+        wrapped, those on the right first.
+        """
+        columns = self.columns
+        grid = [[printable(_name(column, terminal)) for column in columns]] if self.header else []
+        writers = [_writer(column.kind, terminal) for column in columns]
+        for row in self.rows:
+            cells = zip(row, writers, strict=True)
+            grid.append(["" if item is None else printable(write(item)) for item, write in cells])
+        if not grid:
+            return
+        indent = " " * GAP if self.title else ""
+        styled = terminal is not None and terminal.colors
+        if self.title:
+            yield ""
+            yield style(printable(self.title), TITLE if styled else "")
+        if self.header and not terminal:
+            grid[1:] = [[cell or "-" for cell in row] for row in grid[1:]]
+        width = terminal.width if terminal else sys.maxsize
+        columns, grid, widths = _fitted(columns, grid, width - len(indent))
+        styles = [_style(column) if styled else "" for column in columns]
+        for i, row in enumerate(grid):
+            heads = styled and self.header and not i
+            for line in _wrapped(row, columns, widths, [DIM] * len(columns) if heads else styles):
+                yield indent + line
+
+
+def fields(title: str, pairs: Sequence[tuple[str, ...]]) -> Table:
+    """Names with their values and, in third place, what the values mean."""
+    columns = (Column("name", style=BOLD), Column("value", fit="wrap"), Column("", fit="cut"))
+    width = max((len(pair) for pair in pairs), default=2)
+    rows = [(*pair, *[""] * (width - len(pair))) for pair in pairs]
+    return Table(columns[:width], rows, title, header=False)
+
+
+def printable(text: str) -> str:
+    """`text` with control characters as escapes, so that a terminal obeys nothing in it.
+
+    Everything that a command prints passes through here, because any text in a store, and in an
+    error about it, may come from somebody else.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
+        for c in text
+    )
+
+
+def style(text: str, parameter: str) -> str:
+    """`text` between the escape sequences of a style; unchanged without one."""
+    return f"\x1b[{parameter}m{text}\x1b[0m" if parameter and text else text
+
+
+def _name(column: Column, terminal: Terminal | None) -> str:
+    return column.name.upper() if not terminal else "age" if column.kind == "time" else column.name
+
+
+def _writer(kind: Kind, terminal: Terminal | None) -> Callable[[Any], str]:
+    """The function that writes values of a kind."""
+    match kind:
+        case "id":
+            return itemgetter(slice(ID_DIGITS_ON_TERMINALS if terminal else ID_DIGITS))
+        case "count":
+            return "{:,}".format
+        case "bytes":
+            return bytes_text
+        case "time":
+            return partial(age_text, now_ns=terminal.now_ns) if terminal else utc_text
+        case "seconds":
+            return seconds_text
+        case "metric":
+            return "{:.6g}".format
+    return _text
+
+
+def _text(item: Any) -> str:
+    return ", ".join(item) if isinstance(item, tuple) else str(item)
+
+
+def _style(column: Column) -> str:
+    return column.style or _STYLES.get(column.kind, "")
+
+
+def _fitted(
+    columns: Sequence[Column], grid: list[list[str]], width: int
+) -> tuple[tuple[Column, ...], list[list[str]], list[int]]:
+    """The columns that fit, their cells and their widths."""
+    natural = [max(map(_width, cells)) for cells in zip(*grid, strict=True)]
+    least = [
+        wide if column.fit == "keep" else min(wide, LEAST_WIDTH)
+        for column, wide in zip(columns, natural, strict=True)
+    ]
+    keep = list(range(len(columns)))
+    for i in reversed(range(len(columns))):
+        if columns[i].spare and _total([least[i] for i in keep]) > width:
+            keep.remove(i)
+    widths = [natural[i] for i in keep]
+    for at, i in reversed(list(enumerate(keep))):
+        widths[at] -= min(widths[at] - least[i], max(_total(widths) - width, 0))
+    return tuple(columns[i] for i in keep), [[row[i] for i in keep] for row in grid], widths
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + GAP * (len(widths) - 1)
+
+
+def _width(text: str) -> int:
+    """The columns of a terminal that `text` takes."""
+    if text.isascii():
+        return len(text)
+    return sum(2 if east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def _folded(cell: str, fit: str, width: int) -> list[str]:
+    """The lines of a cell, as wide as its column at most."""
+    if _width(cell) <= width:
+        return [cell]
+    if fit == "wrap":
+        return wrap(cell, width, break_on_hyphens=False) or [""]
+    cell = cell[:width]
+    while _width(cell) >= width:
+        cell = cell[:-1]
+    return [f"{cell}…"]
+
+
+def _wrapped(
+    row: Sequence[str], columns: Sequence[Column], widths: Sequence[int], styles: Sequence[str]
+) -> Iterator[str]:
+    """One line of text for a row, more if cells wrap."""
+    cells = [
+        _folded(cell, column.fit, width)
+        for cell, column, width in zip(row, columns, widths, strict=True)
+    ]
+    for line in zip_longest(*cells, fillvalue=""):
+        parts = []
+        for text, column, width, parameter in zip(line, columns, widths, styles, strict=True):
+            space = " " * (width - _width(text))
+            shown = style(text, parameter)
+            parts.append(shown + space if column.kind in _LEFT else space + shown)
+        yield (" " * GAP).join(parts).rstrip()

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import TypeAlias
 
-from ckptstore.core.threads import start
+from ckptstore.core.process import start
 from ckptstore.errors import Unavailable
 
 Address: TypeAlias = tuple[str, int]

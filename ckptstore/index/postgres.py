@@ -22,8 +22,8 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
 from ckptstore.core.ids import CommitId, StoreId
 from ckptstore.core.model import Schema
+from ckptstore.core.process import pauses, start
 from ckptstore.core.text import redact, without
-from ckptstore.core.threads import pauses, start
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.index.catalog import cause
 from ckptstore.index.catalog_fold import add_schema, add_shards

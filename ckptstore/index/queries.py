@@ -11,9 +11,18 @@ from contextlib import contextmanager
 from types import NoneType
 from typing import Any, Self, TypeAlias
 
-from ckptstore.core.ids import CommitId, SessionId
+from ckptstore.core.ids import (
+    Ancestor,
+    Best,
+    CommitId,
+    Latest,
+    Name,
+    Ref,
+    SessionId,
+    Step,
+    parse_ref,
+)
 from ckptstore.core.model import CommitInfo
-from ckptstore.core.refs import Ancestor, Best, Latest, Name, Ref, Step, parse_ref
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.index.rows import (
     KINDS,
@@ -34,18 +43,7 @@ from ckptstore.log.state import circular
 
 Ask: TypeAlias = Callable[[str, Mapping[str, Any]], Rows]
 
-__all__ = [
-    "KINDS",
-    "Ask",
-    "LeafInfo",
-    "PackInfo",
-    "Queries",
-    "Rows",
-    "RunInfo",
-    "ShardInfo",
-    "TagInfo",
-    "Totals",
-]
+__all__ = ["KINDS", "Ask", "LeafInfo", "PackInfo", "Queries", "Rows", "ShardInfo"]
 
 _MAYBE_INT = (int, NoneType)
 _MAYBE_FLOAT = (int, float, NoneType)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptstore.core.ids import CONFIG_KEY, StoreId
-from ckptstore.core.threads import behind, pauses
+from ckptstore.core.process import behind, pauses
 from ckptstore.errors import (
     Busy,
     CkptStoreError,

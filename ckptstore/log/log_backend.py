@@ -25,7 +25,7 @@ from typing import Protocol
 
 from ckptstore.core.ids import StoreId, log_key, log_scratch_key, segment_key
 from ckptstore.core.paths import is_network_filesystem
-from ckptstore.core.threads import Pool
+from ckptstore.core.process import Pool
 from ckptstore.errors import Corrupt, NotFound, ReadOnly
 from ckptstore.log.entries import (
     Entry,

@@ -12,8 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from rpds import HashTrieMap, HashTrieSet
 
-from ckptstore.core.ids import CommitId, PackId, SessionId, StoreId
-from ckptstore.core.refs import Best, Latest, Name, Ref, Step
+from ckptstore.core.ids import Best, CommitId, Latest, Name, PackId, Ref, SessionId, Step, StoreId
 from ckptstore.errors import Corrupt
 from ckptstore.log.entries import Position, origin
 from ckptstore.objects.fields import Setting

@@ -18,8 +18,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.core.model import CommitInfo
-from ckptstore.core.tables import BOLD, Column, Table
-from ckptstore.core.text import count_text
+from ckptstore.core.text import BOLD, Column, Table, count_text
 from ckptstore.errors import Conflict, InvalidInput, NotFound
 from ckptstore.log.entries import Forget, Tag, Undelete
 from ckptstore.log.fold import Code, best_commits, check

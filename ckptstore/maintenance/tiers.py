@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
-from ckptstore.core.refs import parse_ref
-from ckptstore.core.threads import start
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest, parse_ref
+from ckptstore.core.process import start
 from ckptstore.errors import CkptStoreError, Unavailable
 from ckptstore.log.state import Resolved, State, newest_first, resolve
 from ckptstore.maintenance.check import Share

@@ -9,7 +9,7 @@ restored store may give known numbers to other packs.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -46,10 +46,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 HASHED_BYTES = MIB
-"""Bytes of a local disk that are read before they are hashed: they fit a processor's own cache."""
+"""Bytes that are read from the page cache before they are hashed: they fit a processor's own
+cache."""
 
-READ_AHEAD = 16
-"""Reads announced together to the disk in advance, so that it works while chunks are hashed."""
+COLD_BYTES = RUN_BYTES
+"""Bytes of one read where the page cache lacks them: the kernel asks the disk for all of them at
+once (docs/decisions/046-cold-reads-are-large.md)."""
+
+SAMPLES = 4
+"""Chunks of a large read that are looked for in the page cache."""
 
 ALONE_BYTES = 4 * MIB
 """Local reads up to this size stay on the calling thread: waking others takes longer."""
@@ -291,9 +296,14 @@ class ObjectStore:
         room: ReadRoom,
     ) -> tuple[list[tuple[Pack, Run]], list[int]]:
         """The reads for the chunks `left`, and those whose pack is not listed any more."""
-        limit_bytes = HASHED_BYTES
+        packs = self._listed(set(where["pack"].tolist()))
+        nbytes = int(where["stored"].sum())
         if self._remote:
-            limit_bytes = max(REMOTE_READ_BYTES, int(where["stored"].sum()) // room.threads)
+            limit_bytes = max(REMOTE_READ_BYTES, nbytes // room.threads)
+        elif nbytes > ALONE_BYTES and self._is_cold(where[:: -(-len(where) // SAMPLES)], packs):
+            limit_bytes = COLD_BYTES
+        else:
+            limit_bytes = HASHED_BYTES
         planned = plan_runs(
             request,
             where,
@@ -301,7 +311,6 @@ class ObjectStore:
             limit_bytes=min(room.read_bytes, limit_bytes),
             gap_bytes=GAP_BYTES if self._remote else 0,
         )
-        packs = self._listed(set(where["pack"].tolist()))
         runs: list[tuple[Pack, Run]] = []
         moved: list[int] = []
         for number, run in planned:
@@ -309,15 +318,15 @@ class ObjectStore:
                 runs.append((packs[number], run))
             else:
                 moved.extend(run.positions)
-        self._announce(runs[:READ_AHEAD])
         return runs, moved
 
-    def _announce(self, runs: Sequence[tuple[Pack, Run]]) -> None:
-        starts = [run.offset for _, run in runs]
-        stops = [run.offset + run.stored_bytes for _, run in runs]
-        for some in coalesce(starts, stops, objects=[pack.id for pack, _ in runs]):
-            start, stop = starts[some.start], stops[some.stop - 1]
-            self.storage.will_need(pack_key(runs[some.start][0].id), start, stop - start)
+    def _is_cold(self, where: "NDArray[np.void]", packs: Mapping[int, Pack]) -> bool:
+        """Whether the disk must be asked for some of these chunks."""
+        return not all(
+            self.storage.is_cached(pack_key(packs[number].id), offset)
+            for number, offset in where[["pack", "offset"]].tolist()
+            if number in packs
+        )
 
     def _read(
         self,
@@ -329,8 +338,6 @@ class ObjectStore:
         """Carry out the reads `numbers`. Chunks whose pack is absent, or which the index misplaces,
         are added to `moved`."""
         for number in numbers:
-            if number % READ_AHEAD == 0:
-                self._announce(runs[number + READ_AHEAD : number + 2 * READ_AHEAD])
             pack, run = runs[number]
             for i, entry in zip(run.positions, run.entries, strict=True):
                 if len(request.out[i]) != entry.raw_bytes:

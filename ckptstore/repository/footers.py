@@ -20,7 +20,7 @@ import numpy as np
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, digest, footers_key, pack_key
 from ckptstore.core.model import PackEntry
-from ckptstore.core.threads import Pool, behind
+from ckptstore.core.process import Pool, behind
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.log.state import Pack, Packs, State
 from ckptstore.objects import pack as packs

@@ -8,8 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Protocol, TypeAlias, TypeVar
 
-from ckptstore.core.ids import CommitId
-from ckptstore.core.refs import parse_ref
+from ckptstore.core.ids import CommitId, parse_ref
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.index.queries import Queries
 from ckptstore.log.state import Resolved, resolve

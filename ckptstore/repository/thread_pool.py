@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from ckptstore.core.process import Pool
 from ckptstore.core.text import bytes_text
-from ckptstore.core.threads import Pool
 from ckptstore.errors import Unavailable
 
 T = TypeVar("T")

@@ -6,8 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ckptstore.core.geometry import Grid
 from ckptstore.core.ids import CHUNK_ID_BYTES
-from ckptstore.core.tables import Column, Table
-from ckptstore.core.text import bytes_text
+from ckptstore.core.text import Column, Table, bytes_text
 from ckptstore.errors import Corrupt
 from ckptstore.objects import canonical
 from ckptstore.restore.reader import Tree

@@ -24,8 +24,8 @@ from ckptstore.state.containers import (
     add_node_type,
     attribute,
 )
-from ckptstore.state.registry import class_name, class_named
 from ckptstore.state.shards import check_finished, is_dtensor
+from ckptstore.state.stateful import class_name, class_named
 from ckptstore.state.values import add_codec, decode_value, encode_value
 
 _COMPRESSED = {

@@ -15,17 +15,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from ckptstore.core.model import Node
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.state import values
-from ckptstore.state.registry import Classes, class_name, class_named, registered_name
-from ckptstore.state.stateful import is_stateful
+from ckptstore.state.stateful import Classes, class_name, class_named, is_stateful, registered_name
 
 _SCALARS = (int, float, complex, str, bool, bytes)
 _COLLECTIONS = (dict, list, set, tuple, frozenset, deque, OrderedDict, Counter, defaultdict)
 _FACTORIES: dict[str, Any] = {cls.__name__: cls for cls in (*_SCALARS, *_COLLECTIONS)}
 PARAMETERS, NAMES = "parameters", "names"
 """Node types of an optimizer's state: values by parameter name, and ordered names (not a leaf)."""
-
-MAPPINGS = ("dict", "OrderedDict", "defaultdict", "Counter", PARAMETERS)
-"""Node types whose objects are dicts."""
 
 _DIVISIBLE = ("list", "tuple", "deque", "namedtuple", "dataclass", "stateful")
 
@@ -51,12 +47,14 @@ class Parts(NamedTuple):
 
 
 class Joint(NamedTuple):
-    """The input of `join`: children in order, keys and attributes decoded."""
+    """The input of `join`: children in order, keys and attributes decoded. With `clears`, entries
+    that only a target has go."""
 
     children: Sequence[Any]
     keys: Sequence[Any]
     attrs: dict[str, Any]
     classes: Classes
+    clears: bool
 
     def items(self) -> list[tuple[Any, Any]]:
         return list(zip(self.keys, self.children, strict=True))
@@ -137,14 +135,21 @@ def split(value: Any) -> Parts | None:
     return None
 
 
-def join(node: Node, children: Sequence[Any], classes: Classes, target: Any = None) -> Any:
+def join(
+    node: Node,
+    children: Sequence[Any],
+    classes: Classes,
+    target: Any = None,
+    *,
+    clears: bool = True,
+) -> Any:
     """Build the object that `node` describes: `target`, filled, where that is of its type and can
     be changed. Raises `Corrupt` for a node that `split` cannot make."""
     known = _type(node.type)
     try:
-        keys = [values.decode_value(key, classes) for key in node.keys or ()]
+        keys = [values.decode_key(key, classes) for key in node.keys or ()]
         attrs = {name: values.decode_value(value, classes) for name, value in node.attrs}
-        joint = Joint(children, keys, attrs, classes)
+        joint = Joint(children, keys, attrs, classes, clears)
         made = target if known.takes(target, joint) else known.make(joint)
         if known.fill:
             known.fill(made, joint)
@@ -233,16 +238,16 @@ def _split_ordered(value: OrderedDict[Any, Any]) -> Parts:
     return _split_mapping(value)._replace(attrs=attrs)
 
 
-def _join_ordered(joint: Joint) -> OrderedDict[Any, Any]:
-    joined: OrderedDict[Any, Any] = OrderedDict(joint.items())
+def _make_ordered(joint: Joint) -> OrderedDict[Any, Any]:
+    made: OrderedDict[Any, Any] = OrderedDict()
     if "metadata" in joint.attrs:
         metadata = joint.attrs["metadata"]
         if not isinstance(metadata, dict) or not all(
             isinstance(entry, dict) for entry in metadata.values()
         ):
             raise ValueError(f"metadata is {metadata!r:.80}")
-        joined._metadata = metadata  # type: ignore[attr-defined]  # as nn.Module.state_dict does
-    return joined
+        made._metadata = metadata  # type: ignore[attr-defined]  # as nn.Module.state_dict does
+    return made
 
 
 def _split_named(value: Named) -> Parts:
@@ -265,10 +270,10 @@ def _split_defaultdict(value: defaultdict[Any, Any]) -> Parts:
     return _split_mapping(value)._replace(attrs=(("factory", name),))
 
 
-def _join_defaultdict(joint: Joint) -> defaultdict[Any, Any]:
+def _make_defaultdict(joint: Joint) -> defaultdict[Any, Any]:
     name = joint.attrs["factory"]
     factory = None if name is None else _FACTORIES.get(name) or class_named(name, joint.classes)
-    return defaultdict(factory, joint.items())
+    return defaultdict(factory)
 
 
 def _split_deque(value: deque[Any]) -> Parts:
@@ -323,8 +328,11 @@ def _join_bytesio(joint: Joint) -> io.BytesIO:
     return made
 
 
-def _as_dict(joint: Joint) -> dict[Any, Any]:
-    return dict(joint.items())
+def _fill_mapping(target: dict[Any, Any], joint: Joint) -> None:
+    if joint.clears:
+        target.clear()
+    for key, child in joint.items():
+        target[key] = child
 
 
 def _only_child(joint: Joint) -> Any:
@@ -338,15 +346,26 @@ def _add_containers() -> None:
     add_container(defaultdict, _split_defaultdict)
     add_container(Named, _split_named)
     add_container(Names, _split_names)
-    for sequence in (list, tuple):
-        add_container(sequence, lambda value: Parts(type(value).__name__, value))
-    for name in ("dict", "ranks", PARAMETERS):
-        add_node_type(name, "mapping", _as_dict)
-    add_node_type("Counter", "mapping", lambda joint: Counter(_as_dict(joint)))
-    add_node_type("OrderedDict", "mapping", _join_ordered)
-    add_node_type("defaultdict", "mapping", _join_defaultdict)
+    add_container(tuple, lambda value: Parts("tuple", value))
+    makers: dict[str, Callable[[Joint], dict[Any, Any]]] = {
+        "Counter": lambda joint: Counter(),
+        "OrderedDict": _make_ordered,
+        "defaultdict": _make_defaultdict,
+        **dict.fromkeys(("dict", "ranks", PARAMETERS), lambda joint: {}),
+    }
+    for name, make in makers.items():
+        _TYPES[name] = NodeType(
+            "mapping", make, _fill_mapping, lambda target, joint: isinstance(target, dict)
+        )
     add_node_type(NAMES, "sequence", lambda joint: list(joint.attrs["names"]))
-    add_node_type("list", "sequence", lambda joint: list(joint.children))
+    add_filled(
+        list,
+        lambda value: Parts("list", value),
+        "list",
+        "sequence",
+        lambda joint: [],
+        lambda target, joint: target.__setitem__(slice(None), joint.children),
+    )
     add_node_type("tuple", "sequence", lambda joint: tuple(joint.children))
     add_node_type("namedtuple", "record", _join_namedtuple)
     _TYPES["dataclass"] = NodeType("record", _make_dataclass, _fill_dataclass, _takes_dataclass)

@@ -14,15 +14,22 @@ from torch.optim.optimizer import Optimizer
 from ckptstore.core.model import LeafKind, Node, Schema, Shape
 from ckptstore.core.process import uncollected
 from ckptstore.errors import InvalidInput
-from ckptstore.state import containers, paths, tensors, values
+from ckptstore.state import containers, tensors, values
 from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
 from ckptstore.state.inflate import pickled
-from ckptstore.state.leaf_sources import NOTHING, BytesSource, FlatState, HeldLeaf, Source
+from ckptstore.state.leaf_sources import (
+    NOTHING,
+    BytesSource,
+    FlatState,
+    HeldLeaf,
+    Source,
+    segment,
+    segments,
+)
 from ckptstore.state.optimizers import ParameterNames, named_state
-from ckptstore.state.registry import class_name, registered
 from ckptstore.state.shards import Held, held_of, is_distributed
-from ckptstore.state.stateful import state_dict_of, state_of
+from ckptstore.state.stateful import class_name, registered, state_dict_of, state_of
 from ckptstore.state.tensors import DTYPE_NAMES, TensorSource
 
 _ITSELF = ""
@@ -86,7 +93,7 @@ class _Tree:
     def flatten(self, key: str, value: Any) -> FlatState:
         state = self._state_of_optimizer(value) if isinstance(value, Optimizer) else state_of(value)
         with uncollected():
-            skeleton = self._visit(state, paths.segment(values.encode_key(key)))
+            skeleton = self._visit(state, segment(values.encode_key(key)))
             schema = Schema(
                 skeleton,
                 tuple(self._paths),
@@ -105,7 +112,7 @@ class _Tree:
             found = self._leaf_or_parts(value, path)
             if isinstance(found, int):
                 return found
-            names = None if found.keys is None else paths.segments(found.keys)
+            names = None if found.keys is None else segments(found.keys)
         except InvalidInput as error:
             raise InvalidInput(f"{path}: {error}") from error
         return self._container(value, found, names, path)

@@ -13,9 +13,10 @@ import torch
 
 from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.state import containers, paths, tensors, values
+from ckptstore.state import containers, tensors, values
 from ckptstore.state.containers import LEFT_OUT
-from ckptstore.state.registry import Classes, no_classes
+from ckptstore.state.leaf_sources import pickled_paths
+from ckptstore.state.stateful import Classes, no_classes
 
 _PROTOCOL = 4
 """Fixed, so that equal objects keep giving equal bytes when Python's default moves on."""
@@ -62,7 +63,7 @@ def decode_leaf(schema: Schema, leaf: int, content: Any, classes: Classes = no_c
 
 def refuse_pickles(schema: Schema) -> None:
     """Raise `InvalidInput` naming a pickled leaf, if there is one."""
-    for path in paths.pickled(schema):
+    for path in pickled_paths(schema):
         raise _refusal(path)
 
 
@@ -125,25 +126,13 @@ class Inflater:
         return overwrite(target, made)
 
     def _join(self, node: Node, target: Any = None) -> Any:
-        if target is None:
-            return containers.join(node, list(map(self.inflate, node.children)), self._classes)
         there = counterparts(node, target, self._classes)
         children = list(map(self.inflate, node.children, there))
-        if node.type in containers.MAPPINGS and isinstance(target, dict):
-            if self._clears:
-                target.clear()
-            for key, child in zip(keys_of(node, self._classes), children, strict=True):
-                target[key] = child
-            return target
-        if node.type == "list" and type(target) is list:
-            target[:] = children
-            return target
-        return containers.join(node, children, self._classes, target)
+        return containers.join(node, children, self._classes, target, clears=self._clears)
 
     def _join_once(self, node: Node) -> Any:
         """One object for all nodes that are made of the same tensors in the same way."""
-        aliases, leaves = self._schema.aliases, leaves_of(node)
-        tensors = tuple(aliases[leaf] if aliases[leaf] >= 0 else leaf for leaf in leaves)
+        tensors = tuple(map(self._schema.owner, leaves_of(node)))
         made_of = (node.type, repr(node.attrs), tensors)
         if made_of not in self._tied:
             self._tied[made_of] = self._join(node)

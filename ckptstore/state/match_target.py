@@ -55,8 +55,7 @@ class Claim(NamedTuple):
 
     def root(self) -> tuple[int, int]:
         """Identifies the leaf that stores the bytes, with its tree."""
-        alias = self.match.schema.aliases[self.leaf]
-        return id(self.match), alias if alias >= 0 else self.leaf
+        return id(self.match), self.match.schema.owner(self.leaf)
 
     def content(self) -> object:
         content = self.match.content_of(self.leaf)
@@ -199,13 +198,8 @@ class TensorMatch:
         if not isinstance(node, int) or not self._is_like(node, held.shape, held.dtype):
             raise _Differs
         strides = tuple(n for _, part in held.parts for n in part.stride())
-        mine = Claim(self, node, held.shape, strides)
-        first = self._claims.setdefault(held.parts[0][1].data_ptr(), mine) if held.parts else mine
-        if first is mine:
-            self.destinations[node] = _landing(held)
-        elif not _are_one(first, mine):
-            return
-        self.objects[node], self.direct[node] = target, True
+        address = held.parts[0][1].data_ptr() if held.parts else 0
+        self._claim(Claim(self, node, held.shape, strides), address, _landing(held), target)
 
     def _pair_strided(self, leaf: int, strided: torch.Tensor, target: torch.Tensor) -> None:
         """Match `leaf` with `strided`, which is `target` or its strided equivalent."""
@@ -219,15 +213,19 @@ class TensorMatch:
             raise _Differs
         if not tensors.is_writable_by_range(strided):
             return
+        landing = ((None, destination(strided, self.schema.dtypes[leaf])),)
         mine = Claim(self, leaf, strided.shape, strided.stride())
-        address = strided.data_ptr()
+        self._claim(mine, strided.data_ptr(), landing, target)
+
+    def _claim(self, mine: Claim, address: int, landing: Landing, target: torch.Tensor) -> None:
+        """Let the bytes of a leaf land in `target`, unless other contents have its memory."""
         # Address 0 means an empty tensor, which shares nothing.
         first = self._claims.setdefault(address, mine) if address else mine
         if first is mine:
-            self.destinations[leaf] = ((None, destination(strided, self.schema.dtypes[leaf])),)
+            self.destinations[mine.leaf] = landing
         elif not _are_one(first, mine):
             return
-        self.objects[leaf], self.direct[leaf] = target, True
+        self.objects[mine.leaf], self.direct[mine.leaf] = target, True
 
     def _pair_composite(self, node: Node, parts: Parts, target: torch.Tensor) -> None:
         if parts.type != node.type or is_other(self.schema, node, parts):

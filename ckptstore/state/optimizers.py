@@ -23,10 +23,11 @@ from ckptstore.core.model import Node, leaves_of
 from ckptstore.state import containers, values
 from ckptstore.state.containers import Named, Names
 from ckptstore.state.stateful import (
-    items_of,
+    found_in,
     load_optimizer,
     name_without_wrappers,
     named_parameters_of,
+    parameters_of,
 )
 
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
@@ -52,9 +53,9 @@ class ParameterNames:
     @cached_property
     def _found(self) -> dict[int, _Found]:
         found: dict[int, _Found] = {}
-        for place, module in _modules(self._app_state, ""):
+        for keys, module in found_in(self._app_state, _is_module):
             for name, parameter in named_parameters_of(module):
-                found.setdefault(id(parameter), _Found(place, name))
+                found.setdefault(id(parameter), _Found(".".join(map(str, keys)), name))
         return found
 
     def sharded(self, optimizer: Optimizer) -> "ShardedOptimizer | None":
@@ -63,8 +64,8 @@ class ParameterNames:
         wrapper = getattr(sys.modules.get(_FSDP1), "FullyShardedDataParallel", None)
         if wrapper is None:  # whoever has such a module has imported its file
             return None
-        stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        for _, module in _modules(self._app_state, ""):
+        stepped = set(map(id, parameters_of(optimizer)))
+        for _, module in found_in(self._app_state, _is_module):
             groups = (each.process_group for each in module.modules() if isinstance(each, wrapper))
             group = next(groups, None)
             if group is not None and stepped <= {id(each) for each in module.parameters()}:
@@ -146,13 +147,8 @@ def _is_numbered(state: Any, groups: Sequence[Sequence[str]]) -> bool:
     )
 
 
-def _modules(value: Any, place: str) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules in plain containers, outermost only."""
-    if isinstance(value, torch.nn.Module):
-        yield place, value
-        return
-    for key, child in items_of(value):
-        yield from _modules(child, f"{place}.{key}" if place else str(key))
+def _is_module(value: Any) -> bool:
+    return isinstance(value, torch.nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +259,7 @@ def fit(
         keys, models = dict(zip(own, own, strict=True)), sharded.models
         missing = tuple(name for name in own if name not in known) if known else ()
     else:
-        models = dict(enumerate(chain.from_iterable(g["params"] for g in optimizer.param_groups)))
+        models = dict(enumerate(parameters_of(optimizer)))
         if not form.is_named:
             return Fitted(receiver, state, skeleton, _models(form.state, models))
         counts = [len(group["params"]) for group in optimizer.param_groups]

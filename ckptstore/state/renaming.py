@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
-from ckptstore.state import containers, paths, values
+from ckptstore.state import containers, values
 from ckptstore.state.containers import LEFT_OUT
+from ckptstore.state.leaf_sources import paths_below, segment, unescape
 
 Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str]"
 """Old prefixes to new ones, or a function from path to path."""
@@ -102,7 +103,7 @@ class _Unit(NamedTuple):
             return self.above[i].key
         if i >= 0 and type(self.above[i].key) is int and name.isdecimal():
             return int(name)
-        return values.encode_key(paths.unescape(name))
+        return values.encode_key(unescape(name))
 
 
 def rename_tree(key: str, schema: Schema, rename: Callable[[str], str]) -> tuple[str, Schema]:
@@ -114,8 +115,8 @@ def rename_tree(key: str, schema: Schema, rename: Callable[[str], str]) -> tuple
     would be taken apart.
     """
     containers.check(schema.skeleton)
-    units = list(_units(schema, schema.skeleton, paths.segment(key), (), rename))
-    heads = sorted({unit.new[0] for unit in units}) or [paths.segment(key)]
+    units = list(_units(schema, schema.skeleton, segment(key), (), rename))
+    heads = sorted({unit.new[0] for unit in units}) or [segment(key)]
     if len(heads) > 1:
         raise InvalidInput(
             f"rename takes {key} apart, to {', '.join(heads)}; the leaves of one key can only go "
@@ -126,7 +127,7 @@ def rename_tree(key: str, schema: Schema, rename: Callable[[str], str]) -> tuple
         for leaf in leaves_of(unit.node):
             new_paths[leaf] = "/".join(unit.new) + new_paths[leaf][len("/".join(unit.old)) :]
     skeleton = _mapping(units, 0) if units and units[0].above else schema.skeleton
-    return paths.unescape(heads[0]), replace(schema, skeleton=skeleton, paths=tuple(new_paths))
+    return unescape(heads[0]), replace(schema, skeleton=skeleton, paths=tuple(new_paths))
 
 
 def _units(
@@ -145,7 +146,7 @@ def _units(
             node, tuple(path.split("/")), _renamed(schema, node, path, above, rename), above
         )
         return
-    for (key, child), name in zip(inner.items(), paths.below(inner, path), strict=True):
+    for (key, child), name in zip(inner.items(), paths_below(inner, path), strict=True):
         yield from _units(schema, child, name, (*above, _Above(inner, wrappers, key)), rename)
 
 
@@ -226,13 +227,13 @@ def narrow(key: str, schema: Schema, is_selected: Selected) -> Schema | None:
     Of selected leaves that share memory the first is the one that the others are aliases of.
     """
     containers.check(schema.skeleton)
-    skeleton = _narrow(schema, schema.skeleton, paths.segment(key), is_selected)
+    skeleton = _narrow(schema, schema.skeleton, segment(key), is_selected)
     if skeleton is LEFT_OUT:
         return None
     aliases = list(schema.aliases)
     first: dict[int, int] = {}
     for leaf in sorted(leaves_of(skeleton)):
-        owner = schema.aliases[leaf] if schema.aliases[leaf] >= 0 else leaf
+        owner = schema.owner(leaf)
         aliases[leaf] = first.get(owner, -1)
         first.setdefault(owner, leaf)
     return replace(schema, skeleton=skeleton, aliases=tuple(aliases))
@@ -246,7 +247,7 @@ def _narrow(schema: Schema, node: Node | int, path: str, is_selected: Selected) 
         return node if any(map(is_selected, found)) else LEFT_OUT
     children = tuple(
         _narrow(schema, child, name, is_selected)
-        for child, name in zip(node.children, paths.below(node, path), strict=True)
+        for child, name in zip(node.children, paths_below(node, path), strict=True)
     )
     if all(child is LEFT_OUT for child in children):
         return node if not children and is_selected(path) else LEFT_OUT

@@ -4,8 +4,8 @@ Modules and other objects with `load_state_dict` get a state dict of their own t
 filled. In plain containers, tensors are filled in place and other values replaced.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -13,17 +13,18 @@ from torch.optim.optimizer import Optimizer
 
 from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
-from ckptstore.state import containers, paths, values
+from ckptstore.state import containers, values
 from ckptstore.state.containers import LEFT_OUT
 from ckptstore.state.inflate import Inflater, counterparts, decode_leaf, keys_of, refuse_pickles
+from ckptstore.state.leaf_sources import segment, segments
 from ckptstore.state.match_target import ContentOf, Landing, Matching, Mismatch, TensorMatch
 from ckptstore.state.optimizers import ParameterNames, ShardedOptimizer, fit
-from ckptstore.state.registry import classes_in
 from ckptstore.state.stateful import (
     RNGState,
     StateDict,
+    classes_in,
+    found_in,
     is_stateful,
-    items_of,
     load_optimizer,
     own_loading,
     state_dict_of,
@@ -51,7 +52,7 @@ def bind(
     if not matching.allow_pickle:
         refuse_pickles(schema)
     binding = Binding(target, schema, matching, TensorMatch(schema, matching, content_of))
-    binding.pair(paths.segment(key), check)
+    binding.pair(segment(key), check)
     return binding
 
 
@@ -136,21 +137,19 @@ class Binding(Inflater):
             self._tensors.mismatch(path, "no state dict of a module", kind)
             return node
         state, adapting = state_dict_of(module), own_loading(module)
-        known = set(map(str, node.keys))
-        for name in state if not self._matching.partial else ():
-            if name not in known and not name.startswith(adapting):
-                self.missing.append(f"{path}/{paths.segment(name)}")
-        taken: list[tuple[Any, Node | int]] = []
-        for encoded, child in node.items():
-            key = values.decode_key(encoded, self._classes)
-            if key in state or str(key).startswith(adapting):
-                taken.append((encoded, child))
-            else:
-                self._leave_out(child, _below(path, key))
-        children = tuple(child for _, child in taken)
-        narrowed = replace(node, keys=tuple(key for key, _ in taken), children=children)
-        self._pair_items(narrowed, state, path, report=True)
-        return narrowed
+        keys = keys_of(node, self._classes)
+        lacking, taken = state.keys() - keys, {*keys} & state.keys()
+        for name in state if lacking and not self._matching.partial else ():
+            if name in lacking and not name.startswith(adapting):
+                self.missing.append(f"{path}/{segment(name)}")
+        if len(taken) < len(keys):
+            taken |= {key for key in keys if str(key).startswith(adapting)}
+            for key, child in zip(keys, node.children, strict=True):
+                if key not in taken:
+                    self._leave_out(child, _below(path, key))
+            node = node.filtered(lambda key, child: values.decode_key(key, self._classes) in taken)
+        self._pair_items(node, state, path, report=True)
+        return node
 
     def _pair_optimizer(self, node: Node | int, optimizer: Optimizer, path: str) -> Node | int:
         """Match an optimizer's state; returns `node` as the optimizer takes it, without parameters
@@ -158,9 +157,9 @@ class Binding(Inflater):
         matching = self._matching
         fitted = fit(node, optimizer, matching.names, in_order=matching.in_order)
         for name, child in fitted.unexpected:
-            self._leave_out(child, f"{path}/state/{paths.segment(name)}")
+            self._leave_out(child, f"{path}/state/{segment(name)}")
         if not matching.partial:
-            self.missing.extend(f"{path}/state/{paths.segment(name)}" for name in fitted.missing)
+            self.missing.extend(f"{path}/state/{segment(name)}" for name in fitted.missing)
         self._tensors.models.update(fitted.models)
         self._receivers[id(optimizer)] = fitted.receiver
         self._pair(fitted.skeleton, fitted.state, path, report=False)
@@ -190,7 +189,8 @@ class Binding(Inflater):
             # Values that are no tensors are not reported.
             for key, value in target.items() if target.keys() - known else ():
                 if key not in known:
-                    self.missing.extend(_tensor_paths(value, _below(path, key)))
+                    found = found_in(value, _is_reported, (key,))
+                    self.missing.extend(reduce(_below, keys, path) for keys, _ in found)
         if partial and LEFT_OUT in node.children and not _has_places(node, target):
             self._tensors.mismatch(
                 path,
@@ -201,7 +201,7 @@ class Binding(Inflater):
 
     def _pair_items(self, node: Node, target: Any, path: str, *, report: bool) -> None:
         there = counterparts(node, target, self._classes)
-        names = range(len(node.children)) if node.keys is None else paths.segments(node.keys)
+        names = range(len(node.children)) if node.keys is None else segments(node.keys)
         for child, below, name in zip(node.children, there, names, strict=True):
             if isinstance(child, int):  # by far the most
                 if isinstance(below, torch.Tensor):
@@ -255,16 +255,12 @@ def _has_places(node: Node, target: Any) -> bool:
     return type(target).__name__ == node.type and len(target) == len(node.children)
 
 
-def _tensor_paths(value: Any, path: str) -> Iterator[str]:
-    if isinstance(value, torch.Tensor) or is_stateful(value):
-        yield path
-        return
-    for key, child in items_of(value):
-        yield from _tensor_paths(child, _below(path, key))
+def _is_reported(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or is_stateful(value)
 
 
 def _below(path: str, key: Any) -> str:
-    return f"{path}/{paths.segments([values.encode_key(key)])[0]}"
+    return f"{path}/{segments([values.encode_key(key)])[0]}"
 
 
 def _load(target: Any, state: Any, *, strict: bool) -> None:

@@ -30,7 +30,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors
 from ckptstore.state.leaf_sources import FlatState, Holding, Mark, Mesh
 from ckptstore.state.optimizers import is_named
-from ckptstore.state.stateful import RNGState
+from ckptstore.state.stateful import RNGState, parameters_of
 from ckptstore.state.tensors import TensorSource
 
 
@@ -374,9 +374,7 @@ def _marks(value: Any, flat: FlatState, known: _Replicas, globs: Globs) -> dict[
     if isinstance(value, torch.optim.Optimizer):
         if not is_named(flat.schema.skeleton):
             marks.update((i, "numbered") for i in flat.held)
-        if known.parameters.issuperset(
-            id(each) for group in value.param_groups for each in group["params"]
-        ):
+        if known.parameters.issuperset(map(id, parameters_of(value))):
             marks.update(
                 (i, "replica")
                 for i, kind in enumerate(flat.schema.kinds)

@@ -1,22 +1,31 @@
-"""How is the state of an object read and set? Modules, optimizers, dicts, random generators.
+"""How does an object of the caller's become state: by its state dict, or by a registered codec?
 
 `torch.compile`, DistributedDataParallel and DataParallel nest a module under a fixed name, which
 changes the keys of the same weights. `state_dict_of` removes the prefix, only where such a wrapper
 stands: a user's module called `module` keeps its name.
+
+Documents name types and classes: registered ones, and those of a restore's target. None is
+imported.
 """
 
 import random
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.optimizer import Optimizer
+
+from ckptstore.errors import InvalidInput
 
 
 @runtime_checkable
@@ -45,6 +54,23 @@ def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         return value.items()
     return enumerate(value) if isinstance(value, list | tuple) else ()
+
+
+def found_in(
+    value: Any, is_wanted: Callable[[Any], bool], keys: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The wanted objects in plain containers, outermost only, each after the keys that lead to
+    it."""
+    if is_wanted(value):
+        yield keys, value
+        return
+    for key, child in items_of(value):
+        yield from found_in(child, is_wanted, (*keys, key))
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters of all groups, in the order of their numbers."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 class StateDict(dict[str, Any]):
@@ -203,8 +229,7 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     dtype, which would round fp32 moments under bf16 parameters."""
     optimizer.load_state_dict(state)
     numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for number, parameter in zip(numbers, parameters, strict=False):
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
         if number in state["state"]:
             optimizer.state[parameter] = _in_own_dtype(
                 optimizer.state[parameter], state["state"][number], None
@@ -221,3 +246,136 @@ def _in_own_dtype(loaded: Any, saved: Any, name: Any) -> Any:
     elif type(saved) in (list, tuple) and type(loaded) is type(saved):
         return type(saved)(_in_own_dtype(a, b, name) for a, b in zip(loaded, saved, strict=True))
     return loaded
+
+
+Classes: TypeAlias = Callable[[str], type | None]
+"""Classes by name that decoding may use besides the registered ones."""
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.:-]{0,199}")
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A type of the caller's: `encode` turns it into something that can be stored, `decode`
+    back."""
+
+    name: str
+    cls: type
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+STORED_AS_THEY_ARE: set[type] = set()
+"""Types that need no codec of the caller's (`values.add_codec`)."""
+
+_REGISTERED: dict[type, Registered] = {}
+_REGISTERED_NAMES: dict[str, Registered] = {}
+_CLASSES: dict[str, type] = {}
+_CLASS_NAMES: dict[type, str] = {}
+
+
+def register_value(
+    name: str, cls: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]
+) -> None:
+    """Store every `cls` as what `encode` makes of it, under `name`; `decode` makes the object
+    again.
+
+    `encode` may return anything that can be stored, tensors and dicts included. `name` is what
+    documents hold: keep it when the class moves. Raises `InvalidInput` if `name` or `cls` is taken
+    by another.
+    """
+    if not _NAME.fullmatch(name):
+        raise InvalidInput(
+            f"{name!r} cannot name a codec: wanted letters, digits and _ . : -, beginning with a "
+            "letter or _"
+        )
+    if cls in STORED_AS_THEY_ARE:
+        raise InvalidInput(f"{class_name(cls)} is stored as it is; register a class of your own")
+    for known in (_REGISTERED.get(cls), _REGISTERED_NAMES.get(name)):
+        if known and (known.name, known.cls) != (name, cls):
+            raise InvalidInput(
+                f"codec {name!r} for {class_name(cls)}: {known.name!r} already stands for "
+                f"{class_name(known.cls)}"
+            )
+    _REGISTERED[cls] = _REGISTERED_NAMES[name] = Registered(name, cls, encode, decode)
+
+
+def register_class(cls: type, name: str | None = None) -> type:
+    """Let documents refer to `cls`, an Enum, a namedtuple, a dataclass or a tensor subclass, by
+    `name` (else by module and qualified name).
+
+    Restoring into a target that holds an object of the class needs no registration. Returns `cls`,
+    so it can decorate.
+    """
+    name = name or f"{cls.__module__}.{cls.__qualname__}"
+    if _CLASSES.get(name, cls) is not cls:
+        raise InvalidInput(
+            f"class name {name!r} already stands for {_CLASSES[name]!r}; choose another"
+        )
+    _CLASSES[name], _CLASS_NAMES[cls] = cls, name
+    return cls
+
+
+def registered(cls: type) -> Registered | None:
+    """The caller's codec for `cls`."""
+    return _REGISTERED.get(cls)
+
+
+def registered_name(name: str) -> Registered:
+    """The caller's codec called `name`; `InvalidInput` if it is not registered here."""
+    if name not in _REGISTERED_NAMES:
+        raise InvalidInput(
+            f"stored with the codec {name!r}, which is not registered here; call "
+            "ckptstore.register_value first"
+        )
+    return _REGISTERED_NAMES[name]
+
+
+def class_name(cls: type) -> str:
+    """The name under which documents hold `cls`."""
+    return _CLASS_NAMES.get(cls) or f"{cls.__module__}.{cls.__qualname__}"
+
+
+def class_named(name: str, classes: Classes) -> type:
+    """The class that a document calls `name`: registered, or present in the target. It is never
+    imported."""
+    found = _CLASSES.get(name) or classes(name)
+    if found is None:
+        raise InvalidInput(
+            f"the class {name} is neither registered nor in the target, and ckptstore imports no "
+            "class that a document names; "
+            f"call ckptstore.register_class on it, or restore into a target that holds one"
+        )
+    return found
+
+
+def no_classes(name: str) -> None:
+    """No class besides the registered ones."""
+
+
+def classes_in(target: Any) -> Classes:
+    """The classes of the objects in `target`; looked for when the first is asked for."""
+    found = cache(lambda: {class_name(cls): cls for cls in _classes_in(target, set())})
+    return lambda name: found().get(name)
+
+
+def _classes_in(value: Any, seen: set[int]) -> Iterator[type]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    cls = type(value)
+    if isinstance(value, Enum | torch.Tensor) or is_dataclass(cls) or hasattr(cls, "_fields"):
+        yield cls
+    value = state_of(value)
+    below: Any = ()
+    if isinstance(value, dict):
+        factory = getattr(value, "default_factory", None)
+        if isinstance(factory, type):
+            yield factory
+        below = (*value.keys(), *value.values())
+    elif isinstance(value, list | tuple | set | frozenset):
+        below = value
+    elif is_dataclass(type(value)):
+        below = [getattr(value, field.name, None) for field in fields(value)]
+    for child in below:
+        yield from _classes_in(child, seen)

@@ -27,7 +27,7 @@ from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.objects import canonical
 from ckptstore.objects.canonical import bits_float, float_bits
 from ckptstore.state import tensors
-from ckptstore.state.registry import (
+from ckptstore.state.stateful import (
     STORED_AS_THEY_ARE,
     Classes,
     class_name,

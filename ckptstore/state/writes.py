@@ -28,7 +28,7 @@ from ckptstore.core.model import INLINE_BYTES
 from ckptstore.state import tensors
 from ckptstore.state.leaf_sources import Source
 from ckptstore.state.shards import held_of, is_distributed
-from ckptstore.state.stateful import items_of
+from ckptstore.state.stateful import found_in, parameters_of
 from ckptstore.state.tensors import KnownSource, TensorSource
 
 logger = logging.getLogger("ckptstore")
@@ -101,16 +101,8 @@ def versions(sources: Sequence[Source], leaves: Iterable[int]) -> dict[int, int]
 
 
 def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    yield from (p for group in optimizer.param_groups for p in group["params"])
-    yield from chain.from_iterable(_tensors_in(value) for value in optimizer.state.values())
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    for _, child in items_of(value):
-        yield from _tensors_in(child)
+    yield from parameters_of(optimizer)
+    yield from (found for _, found in found_in(optimizer.state, tensors.is_tensor))
 
 
 def _memories_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -147,12 +139,8 @@ class FrozenWeights:
     ) -> list[Candidate]:
         """The leaves that are frozen weights now."""
         _watch_optimizers()
-        in_optimizers = {
-            id(p)
-            for optimizer in optimizers_in(app_state)
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
+        optimizers = optimizers_in(app_state)
+        in_optimizers = {id(p) for p in chain.from_iterable(map(parameters_of, optimizers))}
         modules = [value for value in app_state.values() if isinstance(value, torch.nn.Module)]
         everything = {
             id(t): t for module in modules for t in (*module.parameters(), *module.buffers())
@@ -234,9 +222,8 @@ def _watch_optimizers() -> None:
     """Notice the parameters of optimizers that are not in the application state, too."""
 
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                _stepped[parameter] = True
+        for parameter in parameters_of(optimizer):
+            _stepped[parameter] = True
 
     register_optimizer_step_pre_hook(torch.compiler.disable(note))
 

@@ -86,9 +86,9 @@ class Storage(Protocol):
         """An object that never changes, as an open file to map. Raises `InvalidInput` without a
         `local_root`."""
 
-    def will_need(self, key: str, offset: int, nbytes: int) -> None:
-        """A hint that these bytes will be read soon. Never raises; the read itself reports
-        errors."""
+    def is_cached(self, key: str, offset: int) -> bool:
+        """Whether this host's memory has the byte at `offset` of an object that never changes.
+        False if that is unknown. Never raises."""
 
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
         """The last `nbytes` of the object, or all of a shorter one, and the object's size."""
@@ -145,8 +145,9 @@ class RemoteStorage:
             "read instead"
         )
 
-    def will_need(self, key: str, offset: int, nbytes: int) -> None:
-        """Does nothing: requests already run in parallel."""
+    def is_cached(self, key: str, offset: int) -> bool:
+        """False: a request is always needed."""
+        return False
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         """Does nothing: a bucket has no directories."""

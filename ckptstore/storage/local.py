@@ -95,12 +95,10 @@ class LocalStorage:
     def open_file(self, key: str) -> Descriptor:
         return self._opened(key)
 
-    def will_need(self, key: str, offset: int, nbytes: int) -> None:
-        if hasattr(os, "posix_fadvise"):
-            with suppress(CkptStoreError, OSError):
-                file = self._opened(key)
-                if not is_cached(file.fd, offset):
-                    os.posix_fadvise(file.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+    def is_cached(self, key: str, offset: int) -> bool:
+        with suppress(CkptStoreError):
+            return is_cached(self._opened(key).fd, offset)
+        return False
 
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
         def tail(fd: int) -> tuple[bytes, int]:

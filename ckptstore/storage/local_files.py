@@ -84,8 +84,7 @@ def listed_bytes(entry: os.DirEntry[str]) -> int:
 
 
 def is_cached(fd: int, offset: int) -> bool:
-    """Whether the page cache has the byte at `offset`. Announcing cached bytes costs a tenth of
-    reading them."""
+    """Whether the page cache has the byte at `offset`."""
     try:
         return os.preadv(fd, (bytearray(1),), offset, getattr(os, "RWF_NOWAIT", 0)) == 1
     except OSError:

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from ckptstore.core.process import pauses
 from ckptstore.core.text import secrets_of, without
-from ckptstore.core.threads import pauses
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, ReadOnly, Unavailable
 
 DEADLINE_S = 60.0

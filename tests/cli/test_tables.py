@@ -3,7 +3,7 @@
 import pytest
 
 from ckptstore.cli.commits import first_line, fold
-from ckptstore.core.tables import BOLD, Column, Table, Terminal, fields, printable
+from ckptstore.core.text import BOLD, Column, Table, Terminal, fields, printable
 from ckptstore.restore.diff import value_text
 from ckptstore.state.values import encode_leaf, encode_value
 

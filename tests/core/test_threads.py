@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.core.threads import Pool
+from ckptstore.core.process import Pool
 from ckptstore.errors import Unavailable
 from ckptstore.log import sessions
 from ckptstore.storage.registry import open_storage

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.core.ids import CommitId, StoreId
-from ckptstore.core.refs import parse_ref
+from ckptstore.core.ids import CommitId, StoreId, parse_ref
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.index.catalog import Catalog
 from ckptstore.index.catalog_sqlite import open_catalog
-from ckptstore.index.queries import Queries, RunInfo, TagInfo, Totals
+from ckptstore.index.queries import Queries
+from ckptstore.index.rows import RunInfo, TagInfo, Totals
 from ckptstore.log import fold
 from ckptstore.log.entries import Condemn, Forget, Tag
 from ckptstore.log.state import resolve

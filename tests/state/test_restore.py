@@ -317,12 +317,12 @@ def test_many_small_tensors_need_no_new_memory() -> None:
 def test_an_unknown_codec_is_named_with_the_way_out() -> None:
     carried = carry({"a": Point(1)})
     assert carried.restore({"a": Point(0)}) == {"a": Point(1)}
-    from ckptstore.state import registry
+    from ckptstore.state import stateful
 
-    hidden = registry._CLASSES.pop("tests.state.test_structures.Point")
+    hidden = stateful._CLASSES.pop("tests.state.test_structures.Point")
     try:
         assert carried.restore({"a": Point(0)}) == {"a": Point(1)}
         with pytest.raises(InvalidInput, match="register_class"):
             carried.restore({"a": None})
     finally:
-        registry._CLASSES["tests.state.test_structures.Point"] = hidden
+        stateful._CLASSES["tests.state.test_structures.Point"] = hidden

@@ -19,7 +19,7 @@ from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.state import containers, tensors
 from ckptstore.state.flatten import MAX_NESTING, flatten
 from ckptstore.state.inflate import inflate, inflate_leaf
-from ckptstore.state.paths import pickled
+from ckptstore.state.leaf_sources import pickled_paths
 from ckptstore.state.restore import bind
 from ckptstore.state.stateful import StateDict
 from ckptstore.state.values import register_class
@@ -330,7 +330,7 @@ def test_a_pickle_is_made_and_read_only_where_it_is_allowed_and_is_marked() -> N
     with pytest.raises(InvalidInput, match=r"^s/b/0: .*Odd.*allow_pickle=True"):
         carry(state)
     carried = carry(state, allow_pickle=True)
-    assert pickled(carried.schema) == ["s/b/0"]
+    assert pickled_paths(carried.schema) == ["s/b/0"]
     with pytest.raises(InvalidInput, match=r"^s/b/0 is a pickle.*allow_pickle=True"):
         carried.inflate()
     assert carried.inflate(allow_pickle=True)["b"] == [Odd()]

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.objects import canonical
-from ckptstore.state import registry, values
+from ckptstore.state import values
 from tests.state.carrying import assert_same, carry
 
 SIGNALLING_NAN = struct.unpack(">d", bytes.fromhex("fff8000000000123"))[0]
@@ -48,7 +48,7 @@ class Rights(Flag):
 
 
 for enum in (Colour, Level, Name, Rights):
-    registry.register_class(enum)
+    values.register_class(enum)
 
 VALUES: list[tuple[Any, Any]] = [
     (None, None),
@@ -186,8 +186,8 @@ class Heavy(Plain):
     """Holds tensors."""
 
 
-registry.register_value("plain", Plain, lambda x: x.data, Plain)
-registry.register_value("heavy", Heavy, lambda x: {"data": x.data}, lambda d: Heavy(d["data"]))
+values.register_value("plain", Plain, lambda x: x.data, Plain)
+values.register_value("heavy", Heavy, lambda x: {"data": x.data}, lambda d: Heavy(d["data"]))
 
 
 @pytest.mark.parametrize(
@@ -223,11 +223,11 @@ def test_a_codec_that_is_not_registered_here_is_named() -> None:
 )
 def test_a_codec_needs_a_name_and_a_class_of_its_own(name: str, cls: type) -> None:
     with pytest.raises(InvalidInput):
-        registry.register_value(name, cls, repr, repr)
+        values.register_value(name, cls, repr, repr)
 
 
 def test_registering_the_same_again_replaces_the_codec() -> None:
-    registry.register_value("plain", Plain, lambda x: x.data, Plain)
+    values.register_value("plain", Plain, lambda x: x.data, Plain)
 
 
 class Unregistered(Enum):

@@ -35,7 +35,7 @@ from ckptstore.interop.dcp.items import (
     write_items,
 )
 from ckptstore.interop.dcp.names import FLAT_KEY, CommitItems, Keys, Named, dumped
-from ckptstore.interop.formats.pickles import load_inert
+from ckptstore.interop.formats.foreign_files import load_inert
 from ckptstore.interop.formats.sources import (
     DCP_METADATA,
     Piece,
@@ -224,4 +224,4 @@ def _item(
     boxes = {shape_of(chunk.offsets): shape_of(chunk.sizes) for chunk in item.chunks}
     boxed = [(Box(at, boxes[at]), piece) for at, piece in pieces if at in boxes and at is not None]
     source, shape = stored_tensor(where, dtype, shape_of(item.size), boxed, shelf)
-    return box_item(name, dtype, shape, Box((0,) * len(shape), shape)), [source]
+    return box_item(name, dtype, shape, Box.whole(shape)), [source]

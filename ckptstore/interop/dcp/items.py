@@ -23,14 +23,14 @@ from ckptstore.distributed.merge import contents_from, contents_to
 from ckptstore.distributed.tiling import misfit, tile
 from ckptstore.errors import Conflict, Corrupt
 from ckptstore.interop.dcp.names import Keys, Marks, is_divided
+from ckptstore.interop.formats.sources import Joined
 from ckptstore.log.sessions import Session
 from ckptstore.objects import canonical
 from ckptstore.objects.schema import decode_schema, encode_schema
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import values
 from ckptstore.state.flatten import flatten
-from ckptstore.state.leaf_sources import NOTHING, Source
-from ckptstore.state.paths import segment, segments
+from ckptstore.state.leaf_sources import NOTHING, BytesSource, Source, read_all, segment, segments
 from ckptstore.store import Store, internals_of
 
 _EMPTY = LeafContent(inline=b"")
@@ -319,7 +319,8 @@ def whole_content(
     """
     nbytes, width = geometry.nbytes_of(dtype, shape), geometry.width_of(dtype)
     if nbytes <= INLINE_BYTES:
-        return LeafContent(inline=_assembled(shape, width, nbytes, boxes), raw_bytes=nbytes)
+        pieces = [(box, BytesSource(content.inline or b"")) for box, content in boxes.items()]
+        return LeafContent(inline=read_all(Joined(shape, width, pieces)), raw_bytes=nbytes)
     ordered = tuple(boxes)
     if len(ordered) == 1:
         return LeafContent(ids=boxes[ordered[0]].ids, raw_bytes=nbytes)
@@ -332,16 +333,6 @@ def whole_content(
         own = boxes[ordered[span.box]].ids[span.first * CHUNK_ID_BYTES : span.stop * CHUNK_ID_BYTES]
         ids[span.chunk * CHUNK_ID_BYTES : span.chunk * CHUNK_ID_BYTES + len(own)] = own
     return LeafContent(ids=bytes(ids), raw_bytes=nbytes)
-
-
-def _assembled(shape: Shape, width: int, nbytes: int, boxes: Mapping[Box, LeafContent]) -> bytes:
-    data = bytearray(nbytes)
-    for box, content in boxes.items():
-        at, own = 0, content.inline or b""
-        for start, stop in geometry.byte_ranges(shape, box, width):
-            data[start:stop] = own[at : at + stop - start]
-            at += stop - start
-    return bytes(data)
 
 
 def _as_numbers(keys: list[Any]) -> list[Any]:

@@ -31,13 +31,17 @@ from ckptstore.core.config import MIB
 from ckptstore.core.geometry import within
 from ckptstore.core.model import Box
 from ckptstore.errors import Conflict, InvalidInput, NotFound
-from ckptstore.interop.dcp.locator import (
+from ckptstore.interop.dcp.names import (
+    DCP_VERSION,
     AtPlace,
     CheckpointId,
+    CommitItems,
+    Named,
+    dumped,
+    keeps,
     of_rank,
     ref_of_rank,
 )
-from ckptstore.interop.dcp.names import DCP_VERSION, CommitItems, Named, dumped, keeps
 from ckptstore.repository.resolve_ref import AnyRef
 from ckptstore.restore.reader import ReadRequest
 from ckptstore.snapshot import Snapshot, contents_of

@@ -44,9 +44,16 @@ from ckptstore.interop.dcp.items import (
     read_message,
     write_items,
 )
-from ckptstore.interop.dcp.locator import AtPlace, CheckpointId, Name, of_rank
-from ckptstore.interop.dcp.names import DCP_VERSION, FLAT_KEY, keeps
-from ckptstore.interop.formats.pickles import load_torch
+from ckptstore.interop.dcp.names import (
+    DCP_VERSION,
+    FLAT_KEY,
+    AtPlace,
+    CheckpointId,
+    Name,
+    keeps,
+    of_rank,
+)
+from ckptstore.interop.formats.foreign_files import load_torch
 from ckptstore.interop.formats.sources import Loaded, Shelf
 from ckptstore.log.sessions import Session
 from ckptstore.objects.pointer_files import Pointer, write_pointer

@@ -19,7 +19,7 @@ from ckptstore.commit.commit_metadata import label_of
 from ckptstore.core.options import Ranks
 from ckptstore.core.text import count_text, redact, unicode_text
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.interop.formats.safetensors_file import Entry, Header, read_header
+from ckptstore.interop.formats.foreign_files import Entry, Header, read_header
 from ckptstore.interop.formats.sources import (
     DCP_METADATA,
     SNAPSHOT_METADATA,
@@ -111,16 +111,16 @@ def _flats(place: Path, *, allow_pickle: bool) -> Mapping[str, FlatState]:
     if kind == "files":
         return flats_of(place)
     if kind == "torch":
-        from ckptstore.interop.formats.pickles import load_torch
+        from ckptstore.interop.formats.foreign_files import load_torch
         from ckptstore.state.flatten import flatten
 
         return flatten(
             as_app_state(load_torch(place, str(place), allow_pickle=allow_pickle)),
             allow_pickle=allow_pickle,
         )
-    from ckptstore.interop.torchsnapshot import directory as torchsnapshot
+    from ckptstore.interop.torchsnapshot.reading import read_directory
 
-    return torchsnapshot.read_directory(place, allow_pickle=allow_pickle)
+    return read_directory(place, allow_pickle=allow_pickle)
 
 
 def kind_of(place: Path) -> Kind:

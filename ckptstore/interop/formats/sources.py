@@ -6,7 +6,6 @@ cached until a few others were.
 
 import io
 import json
-import os
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,15 +16,22 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.core.geometry import WIDTHS, byte_ranges, intersect, nbytes_of, width_of, within
-from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape
+from ckptstore.core.config import CHUNK_BYTES
+from ckptstore.core.geometry import (
+    WIDTHS,
+    byte_ranges,
+    grid,
+    intersect,
+    nbytes_of,
+    width_of,
+    within,
+)
+from ckptstore.core.model import Box, Shape
 from ckptstore.distributed.tiling import misfit
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.interop.formats.pickles import METADATA_BYTES_MAX, load_torch
+from ckptstore.interop.formats.foreign_files import METADATA_BYTES_MAX, load_torch, read_range
 from ckptstore.objects.pointer_files import DIRECTORY_POINTERS
 from ckptstore.state.leaf_sources import FlatState, Source
-from ckptstore.state.paths import segment, segments
-from ckptstore.storage.local_files import transfer
 
 if TYPE_CHECKING:
     import torch
@@ -65,59 +71,38 @@ class FileRange(_Read):
 
 
 class Joined(_Read):
-    """A tensor of `shape` made of boxes that tile it; each box has its own source."""
+    """A tensor of `shape` made of boxes that tile it; each box has its own source. Bytes are put
+    together cell by cell of the grid that cuts chunks of the default size."""
 
-    __slots__ = ("_pieces", "_shape")
+    __slots__ = ("_grid", "_pieces")
 
     def __init__(self, shape: Shape, width: int, pieces: Sequence[tuple[Box, Source]]) -> None:
         super().__init__(width * prod(shape), width)
-        self._shape, self._pieces = shape, pieces
+        self._grid, self._pieces = grid(shape, width, CHUNK_BYTES), pieces
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
-        block, first, cut = _block_around(self._shape, self.width, start, stop)
-        # the range covers the ends of two long rows, and whole rows would take more memory
-        if cut:
-            self.stage(start, cut, out[: cut - start])
-            self.stage(cut, stop, out[cut - start :])
+        if start == stop:
             return
+        for i in range(*self._grid.covering(start, stop)):
+            first, end = self._grid.span(i)
+            cell = self._cell(self._grid.cell(i))
+            place = slice(max(first - start, 0), min(end, stop) - start)
+            out[place] = cell[max(start - first, 0) : stop - first]
+
+    def _cell(self, cell: Box) -> memoryview:
+        """The bytes of one cell of the grid, from the boxes that it overlaps."""
         import numpy as np
 
-        joined = np.empty((*block.lengths, self.width), np.uint8)
+        joined = np.empty((*cell.lengths, self.width), np.uint8)
         for box, source in self._pieces:
-            if shared := intersect(box, block):
-                # All later dimensions are whole, so the block's overlap with a box is one range of
+            if shared := intersect(box, cell):
+                # All later dimensions are whole, so the cell's overlap with a box is one range of
                 # the box's bytes.
                 ((begin, end),) = byte_ranges(box.lengths, within(shared, box), self.width)
                 data = np.empty((*shared.lengths, self.width), np.uint8)
                 source.stage(begin, end, data.reshape(-1).data)
-                place = within(shared, block)
-                joined[
-                    tuple(
-                        slice(o, o + n) for o, n in zip(place.offsets, place.lengths, strict=True)
-                    )
-                ] = data
-        out[: stop - start] = joined.reshape(-1).data[start - first : stop - first]
-
-
-def _block_around(shape: Shape, width: int, start: int, stop: int) -> tuple[Box, int, int]:
-    """The least contiguous box of a tensor that contains its bytes `start:stop`; its first byte;
-    where to cut the range instead, or 0.
-    """
-    offsets: list[int] = []
-    for dim in range(len(shape)):
-        suffix = width * prod(shape[dim + 1 :])
-        first, last = start // suffix % shape[dim], (stop - 1) // suffix % shape[dim]
-        offsets.append(first)
-        if first != last or dim == len(shape) - 1:
-            cut = (stop - 1) // suffix * suffix if suffix > stop - start else 0
-            rest = shape[dim + 1 :]
-            lengths = ((1,) * dim) + (last - first + 1, *rest)
-            return (
-                Box((*offsets, *(0 for _ in rest)), lengths),
-                start // suffix * suffix,
-                cut if first != last else 0,
-            )
-    return Box((), ()), 0, 0
+                joined[within(shared, cell).slices] = data
+        return joined.reshape(-1).data
 
 
 class Loaded(_Read):
@@ -236,7 +221,7 @@ def _load_pieces(
             )
         if whole is None:
             return part
-        whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] = part
+        whole[box.slices] = part
     assert whole is not None
     return whole
 
@@ -276,27 +261,10 @@ class Placeholders:
 
 def files_key(key: str, sources: Mapping[str, Source]) -> FlatState:
     """A key whose value is a dict of bytes, by name."""
-    paths = tuple(f"{segment(key)}/{name}" for name in segments(list(sources)))
-    count = len(sources)
-    kind: LeafKind = "bytes"
-    skeleton = Node("dict", tuple(range(count)), tuple(sources))
-    schema = Schema(skeleton, paths, (kind,) * count, ("",) * count, ((),) * count, (-1,) * count)
+    from ckptstore.state.flatten import flatten
+
+    schema = flatten({key: dict.fromkeys(sources, b"")})[key].schema
     return FlatState(schema, list(sources.values()))
-
-
-def read_range(path: Path, offset: int, out: memoryview) -> None:
-    """Fill `out` from byte `offset` of a file. Raises `Unavailable` if the file is shorter or
-    cannot be read.
-    """
-    try:
-        with open(path, "rb", buffering=0) as file:
-            if missing := transfer(os.preadv, file.fileno(), offset, [out]):
-                raise Unavailable(
-                    f"{path} ends at byte {offset + len(out) - missing}; wanted {missing} more: it "
-                    "changed while it was read"
-                )
-    except OSError as error:
-        raise Unavailable(f"cannot read {path}: {error}") from error
 
 
 @contextmanager

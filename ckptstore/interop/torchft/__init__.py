@@ -12,8 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptstore.core.config import CHUNK_BYTES, default_threads
-from ckptstore.core.process import free_bytes
-from ckptstore.core.threads import behind
+from ckptstore.core.process import behind, free_bytes
 from ckptstore.distributed.sockets import own_addresses
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchft.connection import Deadline, Route

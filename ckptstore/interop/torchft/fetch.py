@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ckptstore.core.config import MIB, RUN_BYTES
-from ckptstore.core.threads import Pool
+from ckptstore.core.process import Pool
 from ckptstore.errors import CkptStoreError, Corrupt, Unavailable
 from ckptstore.interop.torchft.connection import Connection, Deadline, PeerFailed, Route
 from ckptstore.interop.torchft.wire import (

@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
-from ckptstore.core.threads import behind, start
+from ckptstore.core.process import behind, start
 from ckptstore.distributed.sockets import listen
 from ckptstore.errors import Unavailable
 from ckptstore.interop.torchft.connection import cut_off

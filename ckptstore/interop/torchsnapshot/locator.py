@@ -1,7 +1,7 @@
 """What the path of a snapshot means: a store, a tag in it, and a pointer file at the path itself
 (docs/decisions/018-…).
 
-The store of `dir/name` is the nearest one that encloses it (`core.discovery`). Otherwise a new
+The store of `dir/name` is the nearest one that encloses it (`core.paths.search`). Otherwise a new
 store is made at `dir`, at `dir/.ckptstore` if `dir` contains other files, or at
 `dir/name/.ckptstore` if others may write to `dir`. The snapshot is a commit with the tag `name`. In
 a bucket there is no pointer, only the tag.
@@ -20,10 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptstore.core.discovery import BESIDE, SAFE, base_of, distrust, is_alone, search
 from ckptstore.core.ids import CONFIG_KEY, CommitId, check_tag, digest
 from ckptstore.core.options import Storage
-from ckptstore.core.paths import make_directories, rights
+from ckptstore.core.paths import (
+    BESIDE,
+    SAFE,
+    base_of,
+    distrust,
+    is_alone,
+    make_directories,
+    rights,
+    search,
+)
 from ckptstore.core.text import redact
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
 from ckptstore.interop.formats.sources import SNAPSHOT_METADATA

@@ -17,7 +17,7 @@ from ckptstore.core.geometry import nbytes_of, width_of
 from ckptstore.core.model import Box, Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchsnapshot import knobs
-from ckptstore.interop.torchsnapshot.reading import Index, Item, keys_of
+from ckptstore.interop.torchsnapshot.reading import Index, Item, keys_of, primitive
 from ckptstore.objects.documents import Layout, Placed
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state import values
@@ -146,21 +146,6 @@ class PrimitiveEntry(Entry):
         return primitive(self.type, self.serialized_value)
 
 
-def primitive(kind: str, text: str) -> int | str | bool | bytes | float:
-    """The value of the manifest's `text`. Raises `InvalidInput` for an unknown kind, `ValueError`
-    for invalid text.
-    """
-    if kind == "bool" and text in ("True", "False"):
-        return text == "True"
-    if kind == "float":
-        return float(struct.unpack("<d", base64.b64decode(text, validate=True))[0])
-    if kind == "bytes":
-        return base64.b64decode(text, validate=True)
-    if kind in ("int", "str"):
-        return int(text) if kind == "int" else text
-    raise InvalidInput(f"an entry of the manifest is of the unknown type {kind[:40]!r}")
-
-
 Manifest: TypeAlias = dict[str, Entry]
 """Entries by `RANK/KEY/…`."""
 
@@ -229,8 +214,8 @@ class _Entries:
             yield path, _composite(item.node, schema, leaves, location, common)
 
     def _placed(self, schema: Schema, leaf: int) -> Placed | None:
-        owner = schema.aliases[leaf] if schema.aliases[leaf] >= 0 else leaf
-        return self._layout.leaves.get(schema.paths[owner]) if self._layout else None
+        path = schema.paths[schema.owner(leaf)]
+        return self._layout.leaves.get(path) if self._layout else None
 
     def _value(
         self, path: str, item: Item, location: str, replicated: bool
@@ -246,7 +231,7 @@ class _Entries:
         path, dtype, shape = schema.paths[leaf], schema.dtypes[leaf], schema.shapes[leaf]
         # The commit does not record the ranks of a small tensor's parts: the first rank shows all
         # of it.
-        small = [Box((0,) * len(shape), shape)] if self._rank == 0 else []
+        small = [Box.whole(shape)] if self._rank == 0 else []
         boxes = list(placed.boxes_of(self._rank)) if placed.boxes else small
         limit = knobs.get_max_shard_size_bytes()
         return ShardedTensorEntry(
@@ -271,7 +256,7 @@ def _tensor(schema: Schema, leaf: int, replicated: bool) -> Entry:
     if nbytes <= limit or not shape:
         return TensorEntry(path, RAW, f"torch.{dtype}", list(shape), replicated)
     row_bytes = nbytes // shape[0]
-    parts = _rows(Box((0,) * len(shape), shape), -(-shape[0] // -(-nbytes // limit)))
+    parts = _rows(Box.whole(shape), -(-shape[0] // -(-nbytes // limit)))
     chunks = [_shard(path, dtype, part, part.offsets[0] * row_bytes) for part in parts]
     return ChunkedTensorEntry(f"torch.{dtype}", list(shape), chunks, replicated)
 

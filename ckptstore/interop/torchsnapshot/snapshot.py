@@ -25,9 +25,8 @@ from ckptstore.interop.torchsnapshot.stateful import (
     Taking,
     budget_of,
     check_stateful,
+    collected,
     generators_of,
-    ordered,
-    undisturbed,
 )
 from ckptstore.snapshot import Snapshot as Commit
 from ckptstore.store import Store
@@ -97,17 +96,11 @@ class Snapshot:
         path or replicas differ, and otherwise like `Store.commit`: on all ranks, with nothing
         changed.
         """
-        taking = Taking.of(
-            os.fspath(path),
-            app_state,
-            pg,
-            replicated or [],
-            storage_options,
-            _custom_tensor_prepare_func,
-        )
-        with undisturbed(app_state):
+        prepare = _custom_tensor_prepare_func
+        taking = Taking.of(path, app_state, pg, replicated, storage_options, prepare)
+        with collected(app_state, prepare) as state:
             commit = taking.store.commit(
-                ordered(app_state, _custom_tensor_prepare_func),
+                state,
                 step=step,
                 tag=taking.place.tag,
                 metrics=metrics,
@@ -142,17 +135,11 @@ class Snapshot:
         The state is copied to staging memory, which is kept for the next call. `wait` raises a
         later failure, or the next `take` does.
         """
-        taking = Taking.of(
-            os.fspath(path),
-            app_state,
-            pg,
-            replicated or [],
-            storage_options,
-            _custom_tensor_prepare_func,
-        )
-        with undisturbed(app_state):
+        prepare = _custom_tensor_prepare_func
+        taking = Taking.of(path, app_state, pg, replicated, storage_options, prepare)
+        with collected(app_state, prepare) as state:
             pending = taking.store.commit_async(
-                ordered(app_state, _custom_tensor_prepare_func),
+                state,
                 step=step,
                 tag=taking.place.tag,
                 metrics=metrics,

@@ -4,11 +4,12 @@ makes of tensors.
 """
 
 import logging
+import os
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import torch
 
@@ -24,6 +25,7 @@ from ckptstore.objects.pointer_files import Pointer, write_pointer
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import stateful as native
 from ckptstore.state.shards import is_distributed, with_local
+from ckptstore.state.stateful import Stateful as Stateful
 from ckptstore.store import Store
 
 logger = logging.getLogger("ckptstore")
@@ -33,15 +35,6 @@ LEAST_CHUNKS = 4
 
 Prepare: TypeAlias = Callable[[str, torch.Tensor, bool], torch.Tensor]
 """From a path, a tensor, and whether only shape and dtype are wanted, to the tensor to store."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object with `state_dict` and `load_state_dict`."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 AppState: TypeAlias = dict[str, Any]
@@ -103,21 +96,6 @@ def generators_of(app_state: Mapping[str, Any]) -> dict[str, native.RNGState]:
     return {key: value for key, value in app_state.items() if isinstance(value, native.RNGState)}
 
 
-@contextmanager
-def undisturbed(app_state: Mapping[str, Any]) -> Iterator[None]:
-    """Restore the random generator of the state, if any, after the block: taking a snapshot must
-    not advance it.
-    """
-    before = [
-        (generator, generator.state_dict()) for generator in generators_of(app_state).values()
-    ]
-    try:
-        yield
-    finally:
-        for generator, state in before:
-            generator.load_state_dict(state)
-
-
 @dataclass(frozen=True, slots=True)
 class Taking:
     """A snapshot to be taken: the path of rank 0 and its meaning, the store, and the ranks.
@@ -135,10 +113,10 @@ class Taking:
     @classmethod
     def of(
         cls,
-        path: str,
+        path: str | os.PathLike[str],
         app_state: Mapping[str, Any],
         pg: Any,
-        replicated: Sequence[str],
+        replicated: Sequence[str] | None,
         storage_options: Mapping[str, Any] | None,
         prepare: Prepare | None,
     ) -> "Taking":
@@ -154,7 +132,7 @@ class Taking:
                 f"replicated is {replicated!r}; wanted a list of globs: replicated=[{replicated!r}]"
             )
         peers = collective_of(pg)
-        path, place, globs = _agree(peers, path, replicated, storage_options)
+        path, place, globs = _agree(peers, os.fspath(path), replicated or (), storage_options)
         store = store_at(place.store, storage_options)
         ranks = Ranks(process_group=pg, replicated=globs, compare=prepare is not None)
         return cls(path, place, store, peers, ranks)
@@ -211,15 +189,23 @@ def _agree(
     return first, Place(*place), tuple(common)
 
 
-def ordered(app_state: Mapping[str, Any], prepare: Prepare | None) -> dict[str, Any]:
+@contextmanager
+def collected(app_state: Mapping[str, Any], prepare: Prepare | None) -> Iterator[dict[str, Any]]:
     """The state in the order in which it is collected: the random generator first, since other
     states may draw from it, then by key, so that collectives of all ranks match.
+
+    After the block the generator is as it was: taking a snapshot must not advance it.
     """
     first = generators_of(app_state)
+    before = [(generator, generator.state_dict()) for generator in first.values()]
     rest = {key: app_state[key] for key in sorted(app_state) if key not in first}
     if prepare is not None:
         rest = {key: Prepared(key, value, prepare) for key, value in rest.items()}
-    return first | rest
+    try:
+        yield first | rest
+    finally:
+        for generator, state in before:
+            generator.load_state_dict(state)
 
 
 def budget_of(store: Store, wanted: int | None) -> int | None:

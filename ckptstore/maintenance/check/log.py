@@ -13,7 +13,7 @@ from functools import partial
 
 from ckptstore.core.config import MIB
 from ckptstore.core.ids import StoreId, checkpoint_key, log_key, segment_key
-from ckptstore.core.threads import Pool
+from ckptstore.core.process import Pool
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound
 from ckptstore.log.entries import Entry, NewerEntry, Position, decode_entry, origin
 from ckptstore.log.fold import State, apply, genesis

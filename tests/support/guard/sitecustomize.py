@@ -42,12 +42,12 @@ DCP's and FSDP's collectives, the compiler (which takes hashes of them), the pee
 server of the tests; and torch's own file, behind `torch.load` and `torch.save`, which are guarded
 themselves."""
 
-OURS = ("ckptstore.state.inflate", "ckptstore.interop.formats.pickles")
+OURS = ("ckptstore.state.inflate", "ckptstore.interop.formats.foreign_files")
 """Where ckptstore may, if the caller asks for it."""
 
 HARMLESS = {
     (
-        "ckptstore.interop.formats.pickles",
+        "ckptstore.interop.formats.foreign_files",
         "pickle.Unpickler",
     ): "gives records that do nothing, and refuses every other name",
     ("ckptstore.interop.formats.exports", "torch.save"): "writes the file that the user asked for",

@@ -1,21 +1,185 @@
-"""The header of a safetensors file, read and written as published
-(https://huggingface.co/docs/safetensors).
+"""How is a file of torch.save, of DCP's metadata or of safetensors read without trust in it?
 
-A file is eight bytes with the header's length, little-endian; the header, a JSON object of names
-with `dtype`, `shape` and `data_offsets`; and the tensors' bytes, without gaps or overlaps. Headers
-are not trusted: sizes are checked before anything is allocated.
+Of pickles, torch reads tensors and plain values, DCP's metadata becomes inert records, and anything
+else is read only if allowed.
+
+A safetensors file (https://huggingface.co/docs/safetensors) is eight bytes with the header's
+length, little-endian; the header, a JSON object of names with `dtype`, `shape` and `data_offsets`;
+and the tensors' bytes, without gaps or overlaps. Sizes are checked before anything is allocated.
 """
 
+import io
 import json
+import os
+import pickle
+import zipfile
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ckptstore.core.geometry import nbytes_of, width_of
+from ckptstore.core.geometry import WIDTHS, nbytes_of, width_of
 from ckptstore.core.model import Box, Shape
-from ckptstore.errors import InvalidInput
-from ckptstore.interop.formats.sources import read_range
+from ckptstore.errors import InvalidInput, Unavailable
+from ckptstore.storage.local_files import transfer
+
+METADATA_BYTES_MAX = 1 << 30
+
+
+def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any:
+    """The content of a file of torch.save, called `name` in errors.
+
+    Tensors stay in the file until they are read. Exceptions are files of torch before 1.6 and
+    compressed archives: their entries are read and compared with their checksums. Raises
+    `InvalidInput` for objects that need their code to run, unless `allow_pickle`, and for a damaged
+    or foreign file; `Unavailable` for one that may not be read.
+    """
+    try:
+        return _load(
+            file,
+            mapped=isinstance(file, Path) and _may_be_mapped(file),
+            weights_only=not allow_pickle,
+        )
+    except pickle.UnpicklingError as error:
+        if allow_pickle:
+            raise InvalidInput(f"{name} is not a file of torch.save: {error}") from error
+        raise InvalidInput(
+            f"{name} holds more than tensors and plain values, and reading it would run its code "
+            f"({_first_line(error)}); "
+            f"if you trust it, import it with --allow-pickle (allow_pickle=True)"
+        ) from error
+    except PermissionError as error:
+        raise Unavailable(
+            f"cannot read {name}: {error}; see that it may be read, then repeat"
+        ) from error
+    except (RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
+        raise InvalidInput(
+            f"{name} is not a file of torch.save, or is damaged: {_first_line(error)}"
+        ) from error
+
+
+def load_inert(path: Path) -> Any:
+    """DCP's metadata as records without behavior. Raises `InvalidInput` for a file with names that
+    DCP does not write.
+    """
+    try:
+        if path.stat().st_size > METADATA_BYTES_MAX:
+            raise InvalidInput(f"{path} has more than {METADATA_BYTES_MAX} bytes")
+        with path.open("rb") as file:
+            return _Inert(file).load()
+    except InvalidInput:
+        raise
+    except Exception as error:  # a forged pickle may raise anything
+        raise InvalidInput(f"{path} cannot be read: {error!r:.200}") from error
+
+
+def _load(file: Path | io.BytesIO, *, mapped: bool, weights_only: bool) -> Any:
+    import torch
+
+    try:
+        return torch.load(file, map_location="cpu", weights_only=weights_only, mmap=mapped)
+    except RuntimeError as error:
+        if mapped and "mmap can only be used with files saved with" in str(error):
+            return _load(file, mapped=False, weights_only=weights_only)
+        raise
+
+
+def _may_be_mapped(file: Path) -> bool:
+    """Whether every entry is stored uncompressed: torch maps entries without checking their
+    compression.
+    """
+    if not zipfile.is_zipfile(file):
+        return True  # torch raises its own error
+    try:
+        with zipfile.ZipFile(file) as archive:
+            stored = all(each.compress_type == zipfile.ZIP_STORED for each in archive.infolist())
+            damaged = None if stored else archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError) as error:
+        raise ValueError(f"its archive cannot be read: {error}") from error
+    if damaged is not None:
+        raise ValueError(f"its entry {damaged[:80]!r} does not match its checksum")
+    return stored
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200]
+
+
+class Record:
+    """An object of DCP's metadata, as plain attributes. `columns` is the state of an object without
+    attribute names.
+    """
+
+    columns: tuple[Any, ...] = ()
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.columns = tuple(state)
+
+
+def _ignored(*parts: object) -> str:
+    return "/".join(map(str, parts))
+
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_KNOWN: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): tuple,
+    ("builtins", "set"): set,
+    ("collections", "OrderedDict"): dict,
+    ("torch.serialization", "_get_layout"): _ignored,
+    (_DCP, "_MEM_FORMAT_ENCODING"): _ignored,
+    **{
+        (module, name): type(name, (Record,), {})
+        for module, name in (
+            (_DCP, "Metadata"),
+            (_DCP, "TensorStorageMetadata"),
+            (_DCP, "BytesStorageMetadata"),
+            (_DCP, "ChunkStorageMetadata"),
+            (_DCP, "TensorProperties"),
+            (_DCP, "MetadataIndex"),
+            (_DCP, "StorageMeta"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        )
+    },
+}
+"""What stands for the names in DCP's metadata."""
+
+
+class _Inert(pickle.Unpickler):
+    """Builds inert records: no name in a pickle reaches the classes of torch."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in WIDTHS:
+            return name
+        if module == "pathlib":
+            return _ignored
+        if (module, name) in _KNOWN:
+            return _KNOWN[module, name]
+        raise InvalidInput(
+            f"it names {module}.{name}, which DCP's metadata does not; importing it could run code"
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise InvalidInput("it refers to objects outside of itself, which DCP's metadata does not")
+
+
+def read_range(path: Path, offset: int, out: memoryview) -> None:
+    """Fill `out` from byte `offset` of a file. Raises `Unavailable` if the file is shorter or
+    cannot be read.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            if missing := transfer(os.preadv, file.fileno(), offset, [out]):
+                raise Unavailable(
+                    f"{path} ends at byte {offset + len(out) - missing}; wanted {missing} more: it "
+                    "changed while it was read"
+                )
+    except OSError as error:
+        raise Unavailable(f"cannot read {path}: {error}") from error
+
 
 HEADER_BYTES_MAX = 100_000_000
 """The limit of the official library."""
