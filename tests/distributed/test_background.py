@@ -17,7 +17,7 @@ from torch import nn
 
 import ckptstore
 from ckptstore.commit import async_commit as copies
-from ckptstore.commit import write
+from ckptstore.distributed import rank_worker
 from ckptstore.distributed.commit import _Publication
 from ckptstore.distributed.coordinator import Coordinator
 from ckptstore.distributed.rank_worker import RankWorker
@@ -251,10 +251,10 @@ def hash_what_has_arrived(rank: int, path: Path, how: Any) -> int:
         {"w": nn.Parameter(torch.arange(PIECES * PIECE_BYTES // 8) + rank, requires_grad=False)}
     )
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
-    digest, copy = write.digest, copies.copy_task
+    checksum, copy = rank_worker.checksum, copies.copy_task
 
-    def noted_digest(data: memoryview) -> bytes:
-        found = digest(data)
+    def noted_checksum(data: memoryview) -> bytes:
+        found = checksum(data)
         with changed:
             hashed.append(len(data))
             changed.notify_all()
@@ -270,7 +270,7 @@ def hash_what_has_arrived(rank: int, path: Path, how: Any) -> int:
         copy(task, arena)
 
     with pytest.MonkeyPatch.context() as patch, ckptstore.open(path) as store:
-        patch.setattr(write, "digest", noted_digest)
+        patch.setattr(rank_worker, "checksum", noted_checksum)
         patch.setattr(copies, "copy_task", copy_task)
         patch.setattr(staging, "AWAY", frozenset(["cpu"]))
         pending = store.commit_async(

@@ -239,7 +239,7 @@ def test_a_flipped_bit_is_found(place: Path) -> None:
         data = bytearray(pack.read_bytes())
         data[5000] ^= 1
         pack.write_bytes(data)
-    with pytest.raises(CheckpointException, match="does not match its id") as caught:
+    with pytest.raises(CheckpointException, match="does not match its checksum") as caught:
         dcp.load({"a": torch.zeros(1000, 100)}, storage_reader=StoreReader(place))
     assert isinstance(caught.value.failures[0][0], Corrupt)
 
