@@ -107,7 +107,7 @@ def test_damage_that_dcp_meets_is_told_as_damage(place: Path) -> None:
             pack.write_bytes(data)
     result = call("export", "a", str(place / "d"), "--format", "dcp")
     assert (result.code, (place / "d").exists()) == (Exit.DAMAGED, False)
-    assert "does not match its checksum" in result.err and result.err.count("\n") == 1
+    assert "run `ckptstore fsck --read-data`" in result.err and result.err.count("\n") == 1
 
 
 def test_a_directory_whose_name_is_no_unicode_is_imported_and_a_file_in_one_is_refused(
