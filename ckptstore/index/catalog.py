@@ -8,16 +8,17 @@ holds the write lock for a limited time, and is skipped if the lock is busy.
 
 import os
 import re
+import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from contextvars import ContextVar
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
-from sqlalchemy import Connection, StaticPool, TextClause, create_engine, text
-from sqlalchemy.engine import URL
+from sqlalchemy import Connection, Engine, NullPool, create_engine
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from ckptstore.core.ids import CommitId, StoreId
@@ -147,10 +148,12 @@ class Catalog:
                     "asked; ask again"
                 )
             try:
-                return ask(file.connection, sql, values)
-            except Corrupt:
-                self.reset()
-                raise
+                return _rows(file.connection, sql, values)
+            except UNUSABLE as error:
+                told = catalog_error(cause(error), str(self._path or "in memory"))
+                if isinstance(told, Corrupt):
+                    self.reset()
+                raise told from error
 
     def _opened(self) -> "CatalogFile":
         """The file at the path, opened if necessary."""
@@ -207,15 +210,7 @@ class CatalogFile:
         return self._file is not None and inode(self._file[0]) != self._file[1]
 
     def close(self) -> None:
-        _close(self.connection)
-
-
-def ask(connection: Connection, sql: str, values: Mapping[str, Any]) -> Rows:
-    """Run a query of `index.queries`."""
-    try:
-        return connection.execute(_text(sql), values).fetchall()
-    except UNUSABLE as error:
-        raise catalog_error(cause(error), str(connection.engine.url.database)) from error
+        self.connection.close()
 
 
 def cause(error: BaseException) -> BaseException:
@@ -229,7 +224,7 @@ def _prepare(path: Path, store: StoreId) -> bool:
         return prepare(
             path,
             lambda exclusive: _usable(path, store, migrate=exclusive),
-            lambda new: _close(_fill(_connect(new, journal="DELETE"), store)),
+            lambda new: _fill(_connect(new, journal="DELETE"), store).close(),
         )
     except (OSError, SQLAlchemyError):
         return False
@@ -247,7 +242,7 @@ def _usable(path: Path, store: StoreId, *, migrate: bool) -> bool:
                 migrate and _migrated(connection, store)
             )
         finally:
-            _close(connection)
+            connection.close()
     except UNUSABLE as error:
         if is_busy(cause(error)):
             raise
@@ -278,20 +273,40 @@ def _migrated(connection: Connection, store: StoreId) -> bool:
 def _connect(path: Path | None, *, journal: str = "WAL") -> Connection:
     """One connection for all threads, which serialize their use; transactions are begun
     explicitly."""
-    engine = create_engine(
-        URL.create("sqlite", database=str(path) if path else None),
-        isolation_level="AUTOCOMMIT",
-        poolclass=StaticPool,
-        connect_args={"timeout": LOCK_TIMEOUT_S, "check_same_thread": False},
-    )
-    connection = engine.connect()
+    engine = _engine()
+    before = _database.set(str(path) if path else _MEMORY)
+    try:
+        connection = engine.connect()
+    finally:
+        _database.reset(before)
     try:
         for pragma in (f"journal_mode={journal}", "synchronous=NORMAL", "temp_store=MEMORY"):
             connection.exec_driver_sql(f"PRAGMA {pragma}")
     except UNUSABLE:
-        _close(connection)
+        connection.close()
         raise
     return connection
+
+
+_MEMORY = ":memory:"
+_database: ContextVar[str] = ContextVar("database", default=_MEMORY)
+"""The database that `_engine` connects to."""
+
+
+@cache
+def _engine() -> Engine:
+    """One engine for all catalogs of this process: each statement is compiled once."""
+    engine = create_engine(
+        "sqlite://",
+        isolation_level="AUTOCOMMIT",
+        poolclass=NullPool,
+        creator=lambda: sqlite3.connect(
+            _database.get(), timeout=LOCK_TIMEOUT_S, check_same_thread=False
+        ),
+    )
+    # The first connection takes a lock that no fork may inherit while it is held.
+    engine.connect().close()
+    return engine
 
 
 def _fill(connection: Connection, store: StoreId) -> Connection:
@@ -302,15 +317,5 @@ def _fill(connection: Connection, store: StoreId) -> Connection:
     return connection
 
 
-def _close(connection: Connection) -> None:
-    connection.close()
-    connection.engine.dispose()
-
-
 def _rows(connection: Connection, sql: str, values: Mapping[str, Any]) -> Rows:
-    return connection.execute(_text(sql), values).fetchall()
-
-
-@lru_cache(maxsize=256)
-def _text(sql: str) -> TextClause:
-    return text(sql)
+    return connection.exec_driver_sql(sql, dict(values)).fetchall()
