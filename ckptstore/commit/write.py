@@ -226,7 +226,8 @@ class ChunkWriter:
         for i, here in enumerate(_chunks(run, live)):
             there = None if out is None else out[run.cuts[i] - run.cuts[0] :][: len(here)]
             if known and (summed := checksum(here)) == _nth(known.checksums, i, CHECKSUM_BYTES):
-                chunk, raw = ChunkId(_nth(known.ids, i, CHUNK_ID_BYTES)), None if out else here
+                chunk = ChunkId(_nth(known.ids, i, CHUNK_ID_BYTES))
+                raw = here if there is None else None
             else:
                 raw = here if there is None else there
                 if there is not None:
