@@ -30,6 +30,9 @@ LOOK_EVERY = 16
 UNFINISHED_S = 3600.0
 """A file that was begun so long ago was left behind by a crash."""
 
+END_BYTES = CHECKSUM_BYTES + CHUNK_ID_BYTES
+"""What follows the bytes of a chunk in its file."""
+
 _UNFINISHED = ".new"
 
 _logger = logging.getLogger("ckptstore")
@@ -66,7 +69,7 @@ class ReadCache:
         except OSError:
             return False
         try:
-            end = memoryview(bytearray(CHECKSUM_BYTES + CHUNK_ID_BYTES))
+            end = memoryview(bytearray(END_BYTES))
             if _filled(fd, [out, end]) and end == checksum(out) + chunk:
                 os.utime(fd)  # when a file was used last says how soon it goes
                 return True

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptstore.core.ids import ChunkId, digest
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
 from ckptstore.storage.fsspec_backend import FsspecStorage
-from ckptstore.storage.read_cache import LOOK_EVERY, UNFINISHED_S, ReadCache, _File
+from ckptstore.storage.read_cache import END_BYTES, LOOK_EVERY, UNFINISHED_S, ReadCache, _File
 from tests.maintenance.stores import assert_equal
 from tests.shared.sites import CHUNK_BYTES, Site
 
@@ -102,7 +102,7 @@ def test_a_chunk_is_kept_once_whatever_pack_and_commit_it_is_read_from(
             store.commit({**large(), "step": {"n": step}}, step=step)
             store.checkout(step).state_dict()
         kept = files(here / store.id / "read")
-    assert len([path for path in kept if path.stat().st_size == CHUNK_BYTES]) == CHUNKS
+    assert len([path for path in kept if path.stat().st_size == CHUNK_BYTES + END_BYTES]) == CHUNKS
 
 
 def test_the_limit_is_kept_and_every_read_is_right(site: Site, here: Path) -> None:
@@ -278,7 +278,8 @@ def test_processes_that_are_killed_while_they_write_leave_nothing_that_is_believ
             writer.stdout.close()
     for path in files(place):
         if not path.name.endswith(".new"):
-            assert digest(path.read_bytes()).hex() == path.name
+            kept = path.read_bytes()
+            assert digest(kept[:-END_BYTES]).hex() == kept[-CHUNK_ID_BYTES:].hex() == path.name
     left = place / "00" / f"{'0' * 64}-00000000.new"
     left.parent.mkdir(exist_ok=True)
     left.write_bytes(bytes(60_000))
