@@ -1,5 +1,5 @@
-"""How does this process share its host: how much memory is left to it, and when does Python's cycle
-collector pause?
+"""How does this process share its host: which boot is it, how much memory is left, and when does
+Python's cycle collector pause?
 """
 
 import gc
@@ -50,6 +50,15 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
+
+
+@cache
+def boot_id() -> str:
+    """The id of the host's boot; empty where the host does not report it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def free_bytes(root: Path = Path("/")) -> int | None:

@@ -1,5 +1,7 @@
-"""How a commit is referred to: the text of a ref as a frozen value, without knowing what any store
-holds.
+"""How is a commit referred to, and which commit does a ref name?
+
+`parse_ref` makes text a frozen value. `find` looks it up in what knows a store's commits: the
+folded log, whose entries are verified, or the catalog, which answers faster.
 
     ref  =  [run "@"] base {"~" K} base =  step | "latest" | "best:" metric [":min" | ":max"] | tag
     | commit id or at least 6 of its first digits
@@ -9,11 +11,12 @@ without it they are looked for in the run that the store was opened with.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
-from ckptstore.core.ids import check_run
-from ckptstore.errors import InvalidInput
+from ckptstore.core.ids import CommitId, check_run
+from ckptstore.errors import Corrupt, InvalidInput, NotFound
 
 _FORMS = (
     "a step, 'latest', 'best:METRIC' or 'best:METRIC:max', a tag, at least 6 digits of a commit "
@@ -117,3 +120,82 @@ def _parse_best(text: str, wanted: str, run: str | None) -> Best:
 
 def _prefix(text: str) -> str | None:
     return text if _PREFIX.fullmatch(text) else None
+
+
+class Commits(Protocol):
+    """What refs are resolved in. `run` is None for all runs. Forgotten commits have no step and no
+    metrics here."""
+
+    def newest(self, run: str | None, step: int | None = None) -> CommitId | None:
+        """The newest commit, or the newest of a step."""
+
+    def best(self, ref: Best, run: str | None) -> CommitId | None:
+        """The commit with the best value of a metric that is a number, the newest of equals."""
+
+    def tagged(self, name: str) -> CommitId | None:
+        """The commit that a tag names."""
+
+    def beginning(self, prefix: str) -> Sequence[CommitId]:
+        """Commits whose ids begin so, forgotten ones too; several, but not necessarily all."""
+
+    def parents_of(self, commit: CommitId) -> Sequence[CommitId] | None:
+        """The parents of a commit, the first alone suffices; None if the commit is unknown."""
+
+
+def find(commits: Commits, ref: Ref, run: str | None) -> CommitId | None:
+    """The commit that `ref` names. Steps, `latest` and `best:` are looked up in the ref's run, else
+    in `run`, else in all runs.
+
+    Raises `NotFound` for an ancestor that is not there, `InvalidInput` for an ambiguous id prefix,
+    and `Corrupt` if first parents form a circle.
+    """
+    match ref:
+        case Ancestor():
+            base = find(commits, ref.base, run)
+            return base and _ancestor(commits, base, ref.generations)
+        case Name():
+            return commits.tagged(ref.name) or _beginning(commits, ref.prefix)
+        case Step():
+            return commits.newest(ref.run or run, ref.step) or _beginning(commits, ref.prefix)
+        case Latest():
+            return commits.newest(ref.run or run)
+        case Best():
+            return commits.best(ref, ref.run or run)
+
+
+def _ancestor(commits: Commits, commit: CommitId, generations: int) -> CommitId:
+    first, passed = commit, set[CommitId]()
+    for depth in range(generations + 1):
+        parents = commits.parents_of(commit)
+        if parents is None:
+            raise NotFound(
+                f"the first parent {depth} generations before {first[:12]}, {commit[:12]}, has "
+                "been purged; see `ckptstore log`"
+            )
+        if depth == generations:
+            break
+        if not parents:
+            raise NotFound(
+                f"commit {first[:12]} has {depth} generations of first parents; wanted "
+                f"{generations}"
+            )
+        if commit in passed:
+            # Honest ids are hashes, which cannot form a circle of parents.
+            raise Corrupt(
+                f"the first parents of commit {commit[:12]} lead back to it, so the log was "
+                "forged or damaged; run `ckptstore fsck`"
+            )
+        passed.add(commit)
+        commit = parents[0]
+    return commit
+
+
+def _beginning(commits: Commits, prefix: str | None) -> CommitId | None:
+    if prefix is None:
+        return None
+    found = commits.beginning(prefix)
+    if len(found) > 1:
+        some = ", ".join(commit[: max(12, len(prefix) + 4)] for commit in found[:5])
+        more = ", …" if len(found) > 5 else ""
+        raise InvalidInput(f"{prefix!r} begins several commit ids: {some}{more}; give more digits")
+    return found[0] if found else None
