@@ -231,10 +231,7 @@ class StoreInternals:
                     self._disk.relieve(still_full, sizes[0], peers, collect=False)
                     raise
             if peers is None or peers.leads:
-                trees, schemas = committed.document.trees, committed.schemas
-                self.handle.follow(
-                    {ref.schema.hex(): schemas[key] for key, ref in trees if schemas}
-                )
+                self.handle.follow()
             if not behind:
                 self.parent_tracker.now(committed.id)
         return committed

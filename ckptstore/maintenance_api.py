@@ -12,7 +12,7 @@ from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.indexes import Reindexed, reindex
 from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.doctor import Check, doctor
-from ckptstore.maintenance.gc.collect import MAX_UNUSED, GcOptions, GcReport, collect
+from ckptstore.maintenance.gc import MAX_UNUSED, GcOptions, GcReport, collect
 from ckptstore.maintenance.gc.session_monitor import Activity, activities
 from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose, other_end

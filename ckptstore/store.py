@@ -14,9 +14,10 @@ from typing import Any, Literal, Self, get_args
 
 from ckptstore.commit.commit_metadata import label_of
 from ckptstore.commit.schedule import Schedule, rule_of
-from ckptstore.core.ids import CommitId, Latest, check_run, check_tag, parse_ref
+from ckptstore.core.ids import CommitId, check_run, check_tag
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.options import Async, Ranks, Verify
+from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.gloo import collective_of

@@ -53,7 +53,7 @@ QUICK = (
     "ckptstore.objects.documents",
     "ckptstore.storage.registry",
     "ckptstore.log.entries",
-    "ckptstore.log.fold",
+    "ckptstore.log.state",
     "ckptstore.log.log",
     "ckptstore.index.queries",
     "ckptstore.cli.main",

@@ -33,6 +33,7 @@ from ckptstore.objects.frames import compress, decompress
 from ckptstore.objects.pack import TRAILER_BYTES, entries, parse_footer, parse_trailer
 from ckptstore.objects.pages import decode_page, join_pages
 from ckptstore.objects.schema import decode_schema
+from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader, Tree
@@ -251,7 +252,7 @@ def snapshot(known: Documents, key: str, schema: bytes, pages: list[bytes]) -> S
     )
     reader = Reader(handle.config, handle.objects, ThreadPool(1))
     trees = {**reader.trees(document.trees), key: tree}
-    commit = handle.queries().resolve("latest")
+    commit = find_commit(handle, "latest", None).id
     return Snapshot(CommitContents(reader, commit, document, trees=trees))
 
 

@@ -294,7 +294,7 @@ COMMANDS = (
     ),
     Command(
         "push",
-        "moving.push",
+        "maintain.push",
         "copy commits to another store",
         (
             Option("other", "TO", _PLACE),
@@ -307,14 +307,14 @@ COMMANDS = (
     ),
     Command(
         "pull",
-        "moving.pull",
+        "maintain.pull",
         "copy commits from another store",
         (Option("other", "FROM", _PLACE), _FROM_INDEX, *_MIRROR),
         "Copy commits and their tags from the store FROM, as `push` does.",
     ),
     Command(
         "clone",
-        "moving.clone",
+        "maintain.clone",
         "copy a whole store",
         (
             Option("other", "FROM", _PLACE),
@@ -329,7 +329,7 @@ COMMANDS = (
     ),
     Command(
         "import",
-        "moving.import_files",
+        "maintain.import_files",
         "commit files of another format",
         (
             Option("path", "PATH", "a file or a directory"),
@@ -346,7 +346,7 @@ COMMANDS = (
     ),
     Command(
         "export",
-        "moving.export_files",
+        "maintain.export_files",
         "write a commit as files of another format",
         (
             Option("ref", "REF", "the commit"),

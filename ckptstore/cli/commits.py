@@ -12,10 +12,9 @@ from ckptstore.core.geometry import nbytes_of
 from ckptstore.core.ids import CommitId, parse_chunk_id
 from ckptstore.core.model import CommitInfo, Schema
 from ckptstore.core.text import ID_DIGITS, bytes_text, exact_text
-from ckptstore.index.queries import LeafInfo, Queries
+from ckptstore.index.queries import Queries
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.state.leaf_sources import pickled_paths
 
 if TYPE_CHECKING:
     from ckptstore.restore.reader import Reader, Tree
@@ -60,37 +59,22 @@ def commit_document(info: CommitInfo) -> dict[str, Any]:
     }
 
 
-def leaves_of(store: StoreHandle, queries: Queries, info: CommitInfo) -> dict[str, list[LeafInfo]]:
-    """The leaves of each key. The catalog has them; a schema that it lacks is read from the
-    packs."""
+def schemas_of(store: StoreHandle, queries: Queries, info: CommitInfo) -> dict[str, Schema]:
+    """The schema of each key. The catalog has them; one that it lacks is read from the packs."""
     return {
-        key: queries.leaves(schema) or _leaves(_read_schema(store, schema))
+        key: queries.schema(schema)
+        or decode_schema(store.objects.read_metadata(parse_chunk_id(schema)))
         for key, schema in info.schemas.items()
     }
 
 
-def pickles_of(
-    store: StoreHandle, info: CommitInfo, leaves: dict[str, list[LeafInfo]]
-) -> dict[str, list[str]]:
-    """The paths of each key's pickled leaves, which a restore reads only with `allow_pickle=True`.
-
-    The catalog lists pickles as bytes, so the schemas of trees with any bytes are read from the
-    packs.
-    """
-    return {
-        key: pickled_paths(_read_schema(store, info.schemas[key]))
-        if any(leaf.kind == "bytes" for leaf in tree)
-        else []
-        for key, tree in leaves.items()
-    }
-
-
-def tensor_bytes(leaf: LeafInfo) -> int | None:
+def tensor_bytes(schema: Schema, leaf: int) -> int | None:
     """Raw bytes of a tensor, 0 if it shares memory with an earlier leaf; None for other leaves,
     whose size the schema does not have."""
-    if leaf.alias >= 0:
+    if schema.aliases[leaf] >= 0:
         return 0
-    return nbytes_of(leaf.dtype, leaf.shape) if leaf.kind == "tensor" else None
+    is_tensor = schema.kinds[leaf] == "tensor"
+    return nbytes_of(schema.dtypes[leaf], schema.shapes[leaf]) if is_tensor else None
 
 
 def reader_of(call: Call, store: StoreHandle) -> "Reader":
@@ -127,12 +111,3 @@ def fold(items: Iterable[T], key: Callable[[T], tuple[str, object]]) -> list[tup
         (pattern if len(group) > 1 else key(group[0])[0], group)
         for (pattern, _), group in groups.items()
     ]
-
-
-def _read_schema(store: StoreHandle, schema: str) -> Schema:
-    return decode_schema(store.objects.read_metadata(parse_chunk_id(schema)))
-
-
-def _leaves(schema: Schema) -> list[LeafInfo]:
-    columns = (schema.paths, schema.kinds, schema.dtypes, schema.shapes, schema.aliases)
-    return [LeafInfo(*row) for row in zip(*columns, strict=True)]

@@ -25,7 +25,7 @@ def diff(call: Call) -> Answer:
     refs = (call.args.a, call.args.b)
     store = call.open(*refs)
     queries = store.queries()
-    old, new = (queries.commit(find_id(queries, ref, call.args.run)) for ref in refs)
+    old, new = (queries.commit(find_id(store, queries, ref, call.args.run)) for ref in refs)
     reader = reader_of(call, store)
     before, after = trees_of(reader, old), trees_of(reader, new)
     found = compare(before, after)

@@ -271,7 +271,7 @@ def _set(call: Call, store: StoreHandle, name: str) -> Answer:
     from ckptstore.maintenance.retention import set_tag
 
     queries = store.queries()
-    info = queries.commit(find_id(queries, call.args.ref or "latest", call.args.run))
+    info = queries.commit(find_id(store, queries, call.args.ref or "latest", call.args.run))
     before = next((found.commit for found in queries.tags() if found.name == name), None)
     set_tag(store, reader_of(call, store), name, info)
     was = f", was {short(before)}" if before and before != info.id else ""

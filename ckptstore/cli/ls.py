@@ -8,9 +8,8 @@ from ckptstore.cli.call import Answer, Call
 from ckptstore.cli.commits import (
     fold,
     is_folded,
-    leaves_of,
-    pickles_of,
     reader_of,
+    schemas_of,
     short,
     tensor_bytes,
     trees_of,
@@ -23,6 +22,7 @@ from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.index.queries import Queries
 from ckptstore.repository.resolve_ref import find_id
 from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.state.leaf_sources import pickled_paths
 
 _LONG = ("chunks", "value")
 
@@ -46,7 +46,7 @@ def ls(call: Call) -> Answer:
     args = call.args
     store = call.open(args.ref)
     queries = store.queries()
-    info = queries.commit(_resolve(queries, args))
+    info = queries.commit(_resolve(store, queries, args))
     everything = _rows(store, queries, info)
     is_selected = selector(args.globs or "*")
     rows = [row for row in everything if is_selected(row.path)]
@@ -74,9 +74,9 @@ def _document(row: Row, long: bool) -> dict[str, object]:
     return {name: item for name, item in asdict(row).items() if long or name not in _LONG}
 
 
-def _resolve(queries: Queries, args: Namespace) -> CommitId:
+def _resolve(store: StoreHandle, queries: Queries, args: Namespace) -> CommitId:
     try:
-        return find_id(queries, args.ref, args.run)
+        return find_id(store, queries, args.ref, args.run)
     except (NotFound, InvalidInput) as error:
         if not args.globs:
             error.add_note(
@@ -86,20 +86,21 @@ def _resolve(queries: Queries, args: Namespace) -> CommitId:
 
 
 def _rows(store: StoreHandle, queries: Queries, info: CommitInfo) -> list[Row]:
-    leaves = leaves_of(store, queries, info)
-    pickles = {path for paths in pickles_of(store, info, leaves).values() for path in paths}
-    return [
-        Row(
-            leaf.path,
-            "pickle" if leaf.path in pickles else leaf.kind,
-            leaf.dtype,
-            leaf.shape,
-            tensor_bytes(leaf),
-            tree[leaf.alias].path if leaf.alias >= 0 else None,
-        )
-        for tree in leaves.values()
-        for leaf in tree
-    ]
+    rows = []
+    for schema in schemas_of(store, queries, info).values():
+        pickles, paths = set(pickled_paths(schema)), schema.paths
+        rows += [
+            Row(
+                path,
+                "pickle" if path in pickles else schema.kinds[i],
+                schema.dtypes[i],
+                schema.shapes[i],
+                tensor_bytes(schema, i),
+                paths[schema.aliases[i]] if schema.aliases[i] >= 0 else None,
+            )
+            for i, path in enumerate(paths)
+        ]
+    return rows
 
 
 def _with_content(

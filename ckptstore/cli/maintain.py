@@ -1,16 +1,19 @@
 """`ckptstore forget`, `undelete`, `gc`, `sessions`, `fsck`, `repair`, `reindex`, `doctor`: maintain
-a store."""
+a store; `push`, `pull`, `clone`, `import`, `export`: commits to and from other stores and formats.
+"""
 
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, fields
 
-from ckptstore.cli.call import Answer, Call, Exit, UsageError
-from ckptstore.cli.commits import commit_text
+from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
+from ckptstore.cli.commits import commit_text, short
 from ckptstore.cli.parser import parse_best, parse_moment
-from ckptstore.cli.screen import Hint, Part, columns, fields_of
-from ckptstore.core.text import SECOND_NS, Table, count_text
+from ckptstore.cli.screen import Hint, Part, columns, fields_of, to_json
+from ckptstore.core.config import default_threads
+from ckptstore.core.text import SECOND_NS, Table, bytes_text, count_text
+from ckptstore.errors import NotFound
 from ckptstore.maintenance.check import (
     Finding,
     Report,
@@ -21,6 +24,8 @@ from ckptstore.maintenance.check import (
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.doctor import Verdict
 from ckptstore.maintenance.gc.plan import GcPlan
+from ckptstore.maintenance.mirror import MirrorOptions, mirror
+from ckptstore.maintenance.mirror_plan import choose, other_end
 from ckptstore.maintenance.repair import repair
 from ckptstore.maintenance.retention import (
     KeepBest,
@@ -32,7 +37,8 @@ from ckptstore.maintenance.retention import (
     Policy,
 )
 from ckptstore.maintenance_api import Maintenance
-from ckptstore.repository.resolve_ref import find_id
+from ckptstore.repository.resolve_ref import find_commit, find_id
+from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage.registry import open_storage
 
 PERIODS: tuple[Period, ...] = ("hourly", "daily", "weekly", "monthly")
@@ -101,7 +107,7 @@ def undelete(call: Call) -> Answer:
     handle = call.open(*call.args.refs)
     Maintenance(handle, call.threads()).undelete(call.args.refs)
     queries = handle.queries()
-    infos = [queries.commit(find_id(queries, ref, None)) for ref in call.args.refs]
+    infos = [queries.commit(find_id(handle, queries, ref, None)) for ref in call.args.refs]
     lines = [f"{commit_text(info)} of run {info.run} is restored" for info in infos]
     return Answer({"undeleted": [info.id for info in infos]}, lines)
 
@@ -245,3 +251,119 @@ def doctor(call: Call) -> Answer:
     advice = [f"{check.name}: {check.next}" for check in checks if check.next]
     failed = any(check.verdict is Verdict.FAILED for check in checks)
     return Answer({"checks": checks}, [table, *advice], code=Exit.FAILED if failed else Exit.OK)
+
+
+def push(call: Call) -> Answer:
+    args = call.args
+    source = call.open(*args.refs)
+    target = other_end(args.other, like=source if args.create else None, index=args.to_index)
+    return _mirror(call, source, _opened(call, target, "; --create makes it"))
+
+
+def pull(call: Call) -> Answer:
+    args = call.args
+    source = _opened(call, other_end(args.other, read_only=True, index=args.from_index))
+    return _mirror(call, source, call.open())
+
+
+def clone(call: Call) -> Answer:
+    args = call.args
+    args.refs, args.ancestors, args.tags, args.force, args.dry_run = (), False, True, False, False
+    source = _opened(call, other_end(args.other, read_only=True, index=args.from_index))
+    target = other_end(args.to, like=source, index=args.to_index)
+    return _mirror(call, source, _opened(call, target))
+
+
+def _opened(call: Call, end: AbstractContextManager[StoreHandle], advice: str = "") -> StoreHandle:
+    """The other store, open for the rest of the call."""
+    try:
+        return call.stack.enter_context(end)
+    except NotFound as error:
+        raise NoStore(f"{error}{advice}") from error
+
+
+def _mirror(call: Call, source: StoreHandle, target: StoreHandle) -> Answer:
+    args = call.args
+    threads = call.threads(default_threads())
+    wanted = choose(source, args.refs, run=args.run, ancestors=args.ancestors)
+    options = MirrorOptions(args.tags, args.force, args.verify)
+    with call.screen.progress() as shown:
+        done = mirror(
+            source, target, wanted, options, threads, dry_run=args.dry_run, progress=shown
+        )
+    ends = {"source": source.url, "target": target.url, "dry_run": args.dry_run}
+    page = [f"{source.url} → {target.url}", done]
+    code = Exit.DAMAGED if done.damaged else Exit.OK
+    document = {
+        **ends,
+        "plan": {**to_json(done.plan), "load": done.load},
+        **fields_of(done, "sent", "chunks", "raw_bytes", "stored_bytes"),
+        "damaged": [{"commit": commit, "why": why} for commit, why in done.damaged],
+    }
+    return Answer(document, page, done.problems, code)
+
+
+def import_files(call: Call) -> Answer:
+    args = call.args
+    metrics = _metrics(args.metric)
+    handle = call.open()
+    from ckptstore.core.settings import Settings
+    from ckptstore.interop.formats import Labels, import_path
+    from ckptstore.store import Store
+
+    store = call.stack.enter_context(Store(handle, Settings.of(run=args.run)))
+    with call.screen.progress(f"importing {args.path}"):
+        labels = Labels(args.step, tuple(args.tag), args.message, metrics)
+        made = import_path(store, args.path, labels, allow_pickle=args.allow_pickle)
+    leaves = len(made.leaves())
+    document = {
+        "commit": made.id,
+        **fields_of(made, "run", "step", "tags", "logical_bytes", "new_bytes"),
+        "leaves": leaves,
+    }
+    size = f"{bytes_text(made.logical_bytes)}, {bytes_text(made.new_bytes)} of them new"
+    counted = count_text(leaves, "leaf", "leaves")
+    return Answer(document, [f"{short(made.id)} of run {made.run}: {counted}, {size}"])
+
+
+def _metrics(texts: Sequence[str]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        try:
+            value = float(number)
+        except ValueError as error:
+            raise UsageError(
+                f"{text!r} is not a metric: wanted NAME=VALUE such as loss=2.31", "ckptstore import"
+            ) from error
+        if metrics.setdefault(name, value) != value:
+            raise UsageError(
+                f"two values for the metric {name!r}, {metrics[name]} and {value}; it takes one",
+                "ckptstore import",
+            )
+    return metrics
+
+
+def export_files(call: Call) -> Answer:
+    args = call.args
+    handle = call.open(args.ref)
+    from ckptstore.core.settings import Settings
+    from ckptstore.interop.formats import export
+    from ckptstore.store import Store
+
+    found = find_commit(handle, args.ref, args.run)
+    store = call.stack.enter_context(Store(handle, Settings.of()))
+    with call.screen.progress(f"exporting {short(found.id)}"):
+        done = export(
+            store.checkout(found.id),
+            args.path,
+            format=args.format,
+            select=args.select or "*",
+            allow_pickle=args.allow_pickle,
+        )
+    files = f"{count_text(len(done.files), 'file')}, {bytes_text(done.bytes)}"
+    page = [f"{short(found.id)} to {args.path} as {done.format}: {files}"]
+    if done.left_out:
+        page.append(f"{done.left_out} other leaves are not in it")
+    written = fields_of(done, "format", "files", "bytes", "left_out")
+    return Answer({"commit": found.id, **written}, page)

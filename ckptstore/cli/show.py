@@ -11,14 +11,13 @@ from ckptstore.cli.commits import (
     commit_document,
     commit_text,
     config_text,
-    leaves_of,
-    pickles_of,
+    schemas_of,
     short,
     tensor_bytes,
 )
 from ckptstore.cli.screen import columns, fields_of
 from ckptstore.core.ids import CommitId, document_key, pack_session
-from ckptstore.core.model import CommitInfo
+from ckptstore.core.model import CommitInfo, Schema
 from ckptstore.core.text import (
     BOLD,
     Column,
@@ -31,10 +30,11 @@ from ckptstore.core.text import (
     local_text,
 )
 from ckptstore.errors import Corrupt, NotFound
-from ckptstore.index.queries import LeafInfo, PackInfo, Queries
+from ckptstore.index.queries import PackInfo, Queries
 from ckptstore.objects.documents import Placed, decode_document, decode_layout
 from ckptstore.repository.resolve_ref import find_id
 from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.state.leaf_sources import pickled_paths
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.usage import CommitUsage
@@ -58,7 +58,7 @@ def show(call: Call) -> Answer:
     """What depends on every other commit comes last, so that the rest is printed at once."""
     store = call.open(call.args.ref)
     queries = store.queries()
-    info = queries.commit(find_id(queries, call.args.ref, call.args.run))
+    info = queries.commit(find_id(store, queries, call.args.ref, call.args.run))
     children = [child for child in queries.log() if info.id in child.parents]
     packs = [pack for pack in queries.packs() if pack_session(pack.id) == info.session]
     problems: list[str] = []
@@ -71,9 +71,8 @@ def show(call: Call) -> Answer:
             problems.append(f"{what} cannot be told: {error}")
             return None
 
-    leaves = leaves_of(store, queries, info)
-    pickles = attempt("whether there are pickles", lambda: pickles_of(store, info, leaves)) or {}
-    trees = [_tree(key, info, tree, pickles.get(key, [])) for key, tree in leaves.items()]
+    schemas = schemas_of(store, queries, info)
+    trees = [_tree(key, info, schema) for key, schema in schemas.items()]
     layout = used = None
     if not info.forgotten:  # else it may be deleted
         layout = attempt("the layout on ranks", lambda: _layout(store, info))
@@ -132,17 +131,15 @@ def _placement(leaf: Placed) -> tuple[str, str, int]:
     return ", ".join(leaf.placements) or boxes, "x".join(map(str, leaf.mesh or ())), len(ranks)
 
 
-def _tree(
-    key: str, info: CommitInfo, leaves: Sequence[LeafInfo], pickles: list[str]
-) -> dict[str, Any]:
-    kinds = Counter(
-        "pickle" if leaf.path in pickles else leaf.dtype or leaf.kind for leaf in leaves
-    )
+def _tree(key: str, info: CommitInfo, schema: Schema) -> dict[str, Any]:
+    pickles = pickled_paths(schema)
+    columns = zip(schema.paths, schema.dtypes, schema.kinds, strict=True)
+    kinds = Counter("pickle" if path in pickles else dtype or kind for path, dtype, kind in columns)
     return {
         "key": key,
         "schema": info.schemas[key],
-        "leaves": len(leaves),
-        "tensor_bytes": sum(tensor_bytes(leaf) or 0 for leaf in leaves),
+        "leaves": len(schema),
+        "tensor_bytes": sum(tensor_bytes(schema, i) or 0 for i in range(len(schema))),
         "dtypes": dict(kinds.most_common()),
         "pickles": pickles,
     }

@@ -34,6 +34,7 @@ from ckptstore.errors import Corrupt, InvalidInput, NoSpace
 from ckptstore.log import entries
 from ckptstore.log.log import Refused
 from ckptstore.log.sessions import Session, open_session
+from ckptstore.objects.codecs import codec_id
 from ckptstore.objects.documents import content_id, encode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import split_pages
@@ -72,7 +73,7 @@ class CommitStats:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A commit that the log has acknowledged. `schemas` has those that the caller knows, by key.
+    """A commit that the log has acknowledged.
 
     `ids` are chunk ids, 32 bytes each, by leaf, for leaves stored as chunks. Numbering continues
     from key to key. A commit of many ranks has none.
@@ -81,7 +82,6 @@ class Committed:
     id: CommitId
     document: CommitDocument
     stats: CommitStats
-    schemas: Mapping[str, Schema] = field(default_factory=dict)
     ids: Mapping[int, bytes] = field(default_factory=dict)
 
 
@@ -99,6 +99,7 @@ class Destination:
 
     def __init__(self, handle: StoreHandle, threads: ThreadPool) -> None:
         self.config, self.log, self.threads = handle.config, handle.log, threads
+        self.storage = handle.storage
         self.schemas = LastSchemas()
         self._handle = handle
 
@@ -161,7 +162,6 @@ class Published(NamedTuple):
     def committed(
         self,
         started: float,
-        schemas: Mapping[str, Schema] = MappingProxyType({}),
         ids: Mapping[int, bytes] = MappingProxyType({}),
     ) -> Committed:
         """The commit and its cost, for a caller who called at `started`."""
@@ -175,7 +175,7 @@ class Published(NamedTuple):
             self.durable_at - started,
             time.perf_counter() - started,
         )
-        return Committed(self.commit, self.document, stats, schemas, ids)
+        return Committed(self.commit, self.document, stats, ids)
 
 
 class Transaction:
@@ -197,8 +197,9 @@ class Transaction:
         self.session, self.owns = session, owns
         self.asked = False
         """Whether an append was sent to the log and its outcome is unknown."""
-        self.packs = PackSet.of(
-            to.config, to.objects, session, to.threads, rank, unbuffered=unbuffered
+        codec = codec_id(to.config.codec)
+        self.packs = PackSet(
+            to.storage, session, to.threads, codec=codec, rank=rank, unbuffered=unbuffered
         )
         self._to = to
         self._chunks = self._new_chunks = 0
@@ -208,7 +209,7 @@ class Transaction:
     @classmethod
     def begin(cls, to: Destination, *, what: str = "commit", unbuffered: bool = False) -> Self:
         """A transaction of one writer, with a session of its own."""
-        session = open_session(to.objects.storage, what)
+        session = open_session(to.storage, what)
         try:
             return cls(to, session.id, unbuffered=unbuffered, owns=session)
         except BaseException:
@@ -320,15 +321,17 @@ class Transaction:
             layout=layout_id,
             content=content_id(refs),
             logical_bytes=logical_bytes,
-            new_bytes=sum(record.bytes * (2 if record.metadata else 1) for record in records),
+            new_bytes=sum(record.stored_bytes for record in records),
             leaves=leaves,
         )
         reused = self.look().reused.union(*(receipt.reused for receipt in receipts))
         commit, stored = encode_document(document)
         key = document_key(self.session, commit)
-        own = (key,) if put_finished(self._to.objects.storage, key, stored) else ()
+        own = (key,) if put_finished(self._to.storage, key, stored) else ()
         watch.publishing()
-        packs = self.append(entry_of(document, commit, len(stored), records, reused), own)
+        packs = new_packs(
+            self.append(entry_of(document, commit, len(stored), records, reused), own)
+        )
         durable_at = time.perf_counter()
         watch.reached(Milestone.DURABLE)
         self.index(packs)
@@ -342,8 +345,8 @@ class Transaction:
         own: Sequence[str] = (),
         *,
         time_ns: int | None = None,
-    ) -> list[tuple[int, PackId]]:
-        """Append an entry; returns the numbers and names of its packs.
+    ) -> entries.Entry:
+        """Append an entry, which is returned with its packs numbered.
 
         After a refusal, `own` is deleted and the packs are to be dropped. After any other error the
         entry may exist, and everything stays.
@@ -353,10 +356,9 @@ class Transaction:
             entry = self._to.log.append(body, time_ns=time_ns)
         except (Refused, NoSpace):
             self.asked = False
-            delete_own(self._to.objects.storage, own)
+            delete_own(self._to.storage, own)
             raise
-        assert isinstance(entry.body, entries.Commit | entries.Register)
-        return [(record.number, record.id) for record in entry.body.packs]
+        return entry
 
     def index(self, registered: Iterable[tuple[int, PackId]]) -> None:
         """Add this writer's packs to the chunk index, under the numbers that the log gave them."""
@@ -400,6 +402,12 @@ class Transaction:
                     "own; repeat the save"
                 )
         return records
+
+
+def new_packs(entry: entries.Entry) -> list[tuple[int, PackId]]:
+    """The numbers and names of the packs that an entry registers."""
+    assert isinstance(entry.body, entries.Commit | entries.Register)
+    return [(record.number, record.id) for record in entry.body.packs]
 
 
 def entry_of(

@@ -154,6 +154,11 @@ class PackRecord:
     metadata: bool
     number: int = 0
 
+    @property
+    def stored_bytes(self) -> int:
+        """Its size in the store, twin included."""
+        return self.bytes * (2 if self.metadata else 1)
+
 
 @dataclass(frozen=True, slots=True)
 class CommitInfo:

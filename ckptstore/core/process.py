@@ -1,5 +1,5 @@
-"""How does this process share its host: how much memory is left to it, how does work continue when
-no more threads can be started, and when does Python's cycle collector pause?
+"""How does this process share its host: which boot is it, how much memory is left, how does work
+continue when no more threads can be started, and when does Python's cycle collector pause?
 
 Users and containers have a limit of threads. Work whose result is awaited then runs on the
 calling thread. A server without a thread is `Unavailable`.
@@ -58,6 +58,15 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
+
+
+@cache
+def boot_id() -> str:
+    """The id of the host's boot; empty where the host does not report it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def free_bytes(root: Path = Path("/")) -> int | None:

@@ -116,8 +116,7 @@ class Committer:
                     published = whole.publish(
                         label, trees, logical_bytes=plan.logical_bytes, watch=watch
                     )
-                    schemas = {key: flat.schema for key, flat in flats.items()}
-                    return published.committed(request.started, schemas, ids)
+                    return published.committed(request.started, ids)
             except Refused as error:
                 if not error.refusal.again:
                     raise

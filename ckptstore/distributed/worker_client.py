@@ -79,7 +79,7 @@ class WorkerCommitter:
                     self._working()
                 except OSError as error:
                     raise self._lost() from error
-                return committed_from(self._carry_out(message, request), flats)
+                return committed_from(self._carry_out(message, request))
             message = self._ready(peers, request)
             try:
                 if not self._alive:

@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
@@ -131,14 +130,13 @@ def committed_to(committed: Committed) -> Message:
     return {"done": committed.id, "stats": asdict(committed.stats), "document": stored, "ids": ids}
 
 
-def committed_from(message: Message, flats: Flats = MappingProxyType({})) -> Committed:
-    """The inverse of `committed_to`; `flats` is the state, if this process held all of it."""
+def committed_from(message: Message) -> Committed:
+    """The inverse of `committed_to`."""
     commit = CommitId(message["done"])
     return Committed(
         commit,
         decode_document(message["document"], commit),
         CommitStats(**message["stats"]),
-        {key: flat.schema for key, flat in flats.items()},
         dict(message["ids"]),
     )
 

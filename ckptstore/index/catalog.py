@@ -10,7 +10,7 @@ import os
 import re
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, partial
@@ -21,15 +21,20 @@ from typing import Any, Concatenate, ParamSpec
 from sqlalchemy import Connection, Engine, NullPool, create_engine
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from ckptstore.core.ids import CommitId, StoreId
-from ckptstore.core.model import Schema
+from ckptstore.core.ids import StoreId
 from ckptstore.errors import Corrupt
-from ckptstore.index import sqlite_file
-from ckptstore.index.catalog_fold import add_schema, add_shards, fold_entries
-from ckptstore.index.catalog_sqlite import catalog_error, is_busy, is_current
-from ckptstore.index.queries import Queries, Rows, ShardInfo
-from ckptstore.index.sqlite_file import LOCK_TIMEOUT_S, inode, prepare
-from ckptstore.index.tables import make_tables, migrate
+from ckptstore.index.catalog_sqlite import (
+    LOCK_TIMEOUT_S,
+    catalog_error,
+    inode,
+    is_busy,
+    is_current,
+    prepare,
+    remove,
+    survive_forks,
+)
+from ckptstore.index.queries import Queries, Rows
+from ckptstore.index.tables import add_schema, fold_entries, make_tables, migrate
 from ckptstore.log.entries import Entry, Position
 
 P = ParamSpec("P")
@@ -49,7 +54,7 @@ class Catalog:
         self._path, self._store = path, store
         self.lock = threading.RLock()
         self._file: CatalogFile | None = None
-        sqlite_file.survive_forks(self)
+        survive_forks(self)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], store: StoreId) -> "Catalog":
@@ -66,12 +71,6 @@ class Catalog:
     def temporary(cls, store: StoreId) -> "Catalog":
         """An empty catalog in memory."""
         return cls(None, store)
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether it is lost when the process ends."""
-        with self.lock:
-            return self._opened().in_memory
 
     def position(self) -> Position:
         """The last folded entry. Later entries can be folded next."""
@@ -99,25 +98,20 @@ class Catalog:
         return True
 
     def missing_schemas(self) -> list[str]:
-        """The schemas that commits name and whose leaves are missing."""
+        """The schemas that commits name and that were not added yet."""
         return self.queries().missing_schemas()
 
-    def add_schema(self, schema_id: str, schema: Schema) -> bool:
-        """Add the leaves of a schema that commits name. Idempotent. False if the tables could not
-        be written."""
-        return self._write(add_schema, schema_id, schema)
-
-    def add_shards(self, commit: CommitId, boxes: Sequence[ShardInfo]) -> bool:
-        """Add the boxes of a multi-rank commit. Idempotent. False if the tables could not be
+    def add_schema(self, schema_id: str, data: bytes) -> bool:
+        """Add an encoded schema that commits name. Idempotent. False if the tables could not be
         written."""
-        return self._write(add_shards, commit, boxes)
+        return self._write(add_schema, schema_id, data)
 
     def reset(self) -> None:
         """Start again with empty tables: for `reindex`, and for a catalog ahead of its log."""
         with self.lock:
             self.close()
             if self._path:
-                sqlite_file.remove(self._path)
+                remove(self._path)
 
     def close(self) -> None:
         """Close the connection; the next use opens it again."""

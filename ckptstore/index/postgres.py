@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -20,14 +20,13 @@ from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
-from ckptstore.core.ids import CommitId, StoreId
-from ckptstore.core.model import Schema
+from ckptstore.core.ids import StoreId
 from ckptstore.core.process import pauses, start
 from ckptstore.core.text import redact, without
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.index.catalog import cause
-from ckptstore.index.catalog_fold import add_schema, add_shards
-from ckptstore.index.queries import Queries, Rows, ShardInfo
+from ckptstore.index.queries import Queries, Rows
+from ckptstore.index.tables import add_schema
 from ckptstore.log.entries import Entry, Position
 
 DEADLINE_S = 30.0
@@ -299,8 +298,6 @@ def _cut(watched: socket.socket) -> None:
 class PostgresCatalog:
     """The PostgreSQL counterpart of `Catalog`."""
 
-    in_memory = False
-
     def __init__(self, database: Database) -> None:
         self._database = database
 
@@ -317,11 +314,8 @@ class PostgresCatalog:
     def missing_schemas(self) -> list[str]:
         return self.queries().missing_schemas()
 
-    def add_schema(self, schema_id: str, schema: Schema) -> bool:
-        return self._database.write(lambda connection: add_schema(connection, schema_id, schema))
-
-    def add_shards(self, commit: CommitId, boxes: Sequence[ShardInfo]) -> bool:
-        return self._database.write(lambda connection: add_shards(connection, commit, boxes))
+    def add_schema(self, schema_id: str, data: bytes) -> bool:
+        return self._database.write(lambda connection: add_schema(connection, schema_id, data))
 
     def reset(self) -> None:
         """No-op: the tables are as trustworthy as the log beside them."""

@@ -6,46 +6,90 @@ SQLAlchemy. Answers are as of the last folded log entry.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import NoneType
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
-from ckptstore.core.ids import (
-    Ancestor,
-    Best,
-    CommitId,
-    Latest,
-    Name,
-    Ref,
-    SessionId,
-    Step,
-    parse_ref,
-)
-from ckptstore.core.model import CommitInfo
-from ckptstore.errors import Corrupt, InvalidInput, NotFound
-from ckptstore.index.rows import (
-    KINDS,
-    LeafInfo,
-    PackInfo,
-    Rows,
-    RunInfo,
-    ShardInfo,
-    TagInfo,
-    Totals,
-    Types,
-    kind_of,
-    shape_of,
-    typed,
-)
+from ckptstore.core.ids import CommitId, PackId, SessionId
+from ckptstore.core.model import CommitInfo, Schema
+from ckptstore.core.refs import Best
+from ckptstore.errors import Corrupt, NotFound
 from ckptstore.log.entries import Position
-from ckptstore.log.state import circular
+from ckptstore.objects.schema import decode_schema
+
+Rows: TypeAlias = Sequence[Any]
+"""Rows, each indexed and unpacked as a tuple is."""
+
+Column: TypeAlias = "type | tuple[type, ...] | Callable[[Any], Any]"
+"""A column's values: of a type, of one of several, or converted by a function."""
+
+Types: TypeAlias = tuple[Column, ...]
+
+
+class TagInfo(NamedTuple):
+    name: str
+    commit: CommitId
+    run: str
+    step: int | None
+
+
+class RunInfo(NamedTuple):
+    """A run with its newest commit."""
+
+    run: str
+    commits: int
+    latest: CommitId
+    step: int | None
+    time_ns: int
+
+
+class PackInfo(NamedTuple):
+    number: int
+    id: PackId
+    bytes: int
+    chunks: int
+    metadata: bool
+    condemned: bool
+
+
+class Totals(NamedTuple):
+    """Counts of the store; `commits` leaves out forgotten ones."""
+
+    commits: int
+    forgotten: int
+    runs: int
+    tags: int
+
+
+def typed(types: Types, rows: Rows, *, one: bool) -> list[tuple[Any, ...]]:
+    """Check each column of `rows` against its type. A value of another type is damage."""
+    try:
+        found = [
+            tuple(_cell(type_, value) for type_, value in zip(types, row, strict=True))
+            for row in rows
+        ]
+    except (TypeError, ValueError, LookupError) as error:
+        raise Corrupt(
+            f"the catalog has an invalid row: {error}; run `ckptstore reindex`"
+        ) from error
+    if one and len(found) != 1:
+        raise Corrupt(f"the catalog has {len(found)} rows instead of one; run `ckptstore reindex`")
+    return found
+
+
+def _cell(type_: Column, value: Any) -> Any:
+    if not isinstance(type_, type | tuple):
+        return type_(value)
+    if not isinstance(value, type_):
+        raise TypeError(f"{value!r:.60} has the wrong type")
+    return value
+
 
 Ask: TypeAlias = Callable[[str, Mapping[str, Any]], Rows]
 
-__all__ = ["KINDS", "Ask", "LeafInfo", "PackInfo", "Queries", "Rows", "ShardInfo"]
-
 _MAYBE_INT = (int, NoneType)
+_MAYBE_STR = (str, NoneType)
 _MAYBE_FLOAT = (int, float, NoneType)
 _ANY_BYTES = (bytes, memoryview)
 _NO_VALUES: Mapping[str, Any] = {}
@@ -92,22 +136,13 @@ class Queries:
         run: str | None = None,
         limit: int | None = None,
         *,
-        before: int | None = None,
         forgotten: bool = False,
     ) -> list[CommitInfo]:
-        """Commits, newest first: of one run or all, at most `limit`, from entries below `before`;
-        forgotten ones on request."""
-        tests = [
-            *(["run = :run"] if run is not None else []),
-            *(["n < :before"] if before is not None else []),
-            *([] if forgotten else ["forgotten = 0"]),
-        ]
-        where = f" WHERE {' AND '.join(tests)}" if tests else ""
+        """Commits, newest first: of one run or all, at most `limit`; forgotten ones on request."""
+        where = ("1 = 1" if forgotten else "forgotten = 0") + _in(run)
         stop = " LIMIT :limit" if limit is not None else ""
-        values = {"run": run, "before": before, "limit": limit}
-        rows = self._rows(
-            _COMMIT_TYPES, f"SELECT {_COMMIT} FROM commits{where} ORDER BY n DESC{stop}", values
-        )
+        sql = f"SELECT {_COMMIT} FROM commits WHERE {where} ORDER BY n DESC{stop}"
+        rows = self._rows(_COMMIT_TYPES, sql, {"run": run, "limit": limit})
         return [
             info
             for start in range(0, len(rows), _BATCH)
@@ -126,26 +161,9 @@ class Queries:
             )
         return self._infos(rows)[0]
 
-    def commits(self, refs: Sequence[Ref | str | int], run: str | None = None) -> list[CommitInfo]:
-        """The commits that `refs` name."""
-        return [self.commit(self.resolve(ref, run)) for ref in refs]
-
-    def resolve(self, ref: Ref | str | int, run: str | None = None) -> CommitId:
-        """Resolve `ref`. Steps, `latest` and `best:` are looked up in the ref's run, else in `run`,
-        else in all runs.
-
-        Raises `NotFound` with the nearest names, `InvalidInput` for an ambiguous id prefix.
-        """
-        ref = parse_ref(ref) if isinstance(ref, str | int) else ref
-        if isinstance(ref, Step):
-            return self._step(ref, run if ref.run is None else ref.run)
-        if isinstance(ref, Latest):
-            return self._latest(run if ref.run is None else ref.run)
-        if isinstance(ref, Best):
-            return self._best(ref, run if ref.run is None else ref.run)
-        if isinstance(ref, Name):
-            return self._name(ref)
-        return self._ancestor(self.resolve(ref.base, run), ref)
+    def commits(self, ids: Iterable[CommitId]) -> list[CommitInfo]:
+        """Several commits, as `commit`."""
+        return [self.commit(commit) for commit in ids]
 
     def tags(self) -> list[TagInfo]:
         sql = (
@@ -165,37 +183,16 @@ class Queries:
         )
         return [RunInfo(*row) for row in rows]
 
-    def leaves(self, schema: str) -> list[LeafInfo] | None:
-        """The leaves of a schema in order, or None if they are missing."""
-        found = self._rows(
-            (int,),
-            "SELECT number FROM schemas WHERE id = :id AND leaves IS NOT NULL",
-            {"id": schema},
-        )
-        if not found:
-            return None
-        sql = (
-            "SELECT path, kind, dtype, shape, alias FROM leaves WHERE schema = :number ORDER BY "
-            "number"
-        )
-        types = (str, kind_of, str, shape_of, int)
-        return [LeafInfo(*row) for row in self._rows(types, sql, {"number": found[0][0]})]
+    def schema(self, schema: str) -> Schema | None:
+        """The schema of that id, or None if it is missing."""
+        sql = "SELECT data FROM schemas WHERE id = :id AND data IS NOT NULL"
+        rows = self._rows((decode_schema,), sql, {"id": schema})
+        return rows[0][0] if rows else None
 
     def missing_schemas(self) -> list[str]:
-        """The schemas that commits name and whose leaves are missing."""
-        sql = "SELECT id FROM schemas WHERE leaves IS NULL ORDER BY number"
+        """The schemas that commits name and that were not added yet."""
+        sql = "SELECT id FROM schemas WHERE data IS NULL ORDER BY number"
         return [row[0] for row in self._rows((str,), sql)]
-
-    def shards(self, commit: CommitId) -> list[ShardInfo]:
-        """The boxes of a multi-rank commit; none for a commit of one rank."""
-        sql = (
-            "SELECT s.path, s.rank, s.offsets, s.lengths FROM shards s JOIN commits c ON c.n = "
-            "s.n WHERE c.id = :id ORDER BY s.number"
-        )
-        return [
-            ShardInfo(*row)
-            for row in self._rows((str, int, shape_of, shape_of), sql, {"id": commit})
-        ]
 
     def entry(self, n: int) -> bytes | None:
         """The copy of log entry `n`, if it was folded here. Unverified."""
@@ -210,22 +207,12 @@ class Queries:
         ]
 
     def totals(self) -> Totals:
-        # The casts are for PostgreSQL, whose sums of integers are decimals.
         commits = self._one(
-            (int,) * 4,
+            (int,) * 3,
             "SELECT COUNT(CASE WHEN forgotten = 0 THEN 1 END), COUNT(CASE WHEN forgotten <> 0 THEN "
-            "1 END),"
-            " CAST(COALESCE(SUM(CASE WHEN forgotten = 0 THEN logical_bytes END), 0) AS BIGINT), "
-            "COUNT(DISTINCT run) FROM commits",
+            "1 END), COUNT(DISTINCT run) FROM commits",
         )
-        packs = self._one(
-            (int,) * 5,
-            "SELECT COUNT(*), CAST(COALESCE(SUM(bytes), 0) AS BIGINT), CAST(COALESCE(SUM(chunks), "
-            "0) AS BIGINT),"
-            " COUNT(CASE WHEN condemned THEN 1 END), CAST(COALESCE(SUM(CASE WHEN condemned THEN "
-            "bytes END), 0) AS BIGINT) FROM packs",
-        )
-        return Totals(*commits, *self._one((int,), "SELECT COUNT(*) FROM tags"), *packs)
+        return Totals(*commits, *self._one((int,), "SELECT COUNT(*) FROM tags"))
 
     def _rows(
         self, types: Types, sql: str, values: Mapping[str, Any] = _NO_VALUES, *, one: bool = False
@@ -243,116 +230,42 @@ class Queries:
     def _one(self, types: Types, sql: str) -> tuple[Any, ...]:
         return self._rows(types, sql, one=True)[0]
 
-    def _step(self, ref: Step, run: str | None) -> CommitId:
-        if found := self._newest("step = :step", run, step=ref.step):
-            return found
-        if ref.prefix and (ids := self._ids(ref.prefix)):
-            return _only(ref.prefix, ids)
-        raise NotFound(f"no commit of step {ref.step}{_of(run)}; {self._steps_near(ref.step, run)}")
+    # -- as `core.refs` asks --
 
-    def _latest(self, run: str | None) -> CommitId:
-        if found := self._newest("1 = 1", run):
-            return found
-        raise NotFound(f"no commit{_of(run)} yet; {self._runs_there()}")
+    def newest(self, run: str | None, step: int | None = None) -> CommitId | None:
+        test = "" if step is None else " AND step = :step"
+        sql = f"SELECT id FROM commits WHERE forgotten = 0{test}{_in(run)} ORDER BY n DESC LIMIT 1"
+        return self._first(sql, {"step": step, "run": run})
 
-    def _best(self, ref: Best, run: str | None) -> CommitId:
-        found = self._first_id(
+    def best(self, ref: Best, run: str | None) -> CommitId | None:
+        return self._first(
             "SELECT c.id FROM metrics m JOIN commits c ON c.n = m.n WHERE m.name = :metric AND "
-            "m.value IS NOT NULL AND c.forgotten = 0"
-            f"{_run_test(run)} ORDER BY m.value {'DESC' if ref.order == 'max' else 'ASC'}, m.n "
-            "DESC LIMIT 1",
+            f"m.value IS NOT NULL AND c.forgotten = 0{_in(run)} ORDER BY m.value "
+            f"{'DESC' if ref.order == 'max' else 'ASC'}, m.n DESC LIMIT 1",
             {"metric": ref.metric, "run": run},
         )
-        if found:
-            return found
-        sql = "SELECT DISTINCT name FROM metrics ORDER BY name LIMIT 20"
-        names = [row[0] for row in self._rows((str,), sql)]
-        raise NotFound(
-            f"no commit{_of(run)} has a metric {ref.metric!r}; "
-            + (f"there are {', '.join(names)}" if names else "none has metrics")
-        )
 
-    def _name(self, ref: Name) -> CommitId:
-        sql = "SELECT commit_id FROM tags WHERE name = :name"
-        if found := self._first_id(sql, {"name": ref.name}):
-            return found
-        if ref.prefix and (ids := self._ids(ref.prefix)):
-            return _only(ref.prefix, ids)
-        raise NotFound(
-            f"no tag {'or commit ' if ref.prefix else ''}{ref.name!r}; {self._names_near(ref.name)}"
-        )
+    def tagged(self, name: str) -> CommitId | None:
+        return self._first("SELECT commit_id FROM tags WHERE name = :name", {"name": name})
 
-    def _ancestor(self, commit: CommitId, ref: Ancestor) -> CommitId:
-        # A chain of parents longer than the number of commits is a circle, which would never end.
-        ((commits,),) = self._rows((int,), "SELECT COUNT(*) FROM commits", {})
-        rows = self._rows(
-            (str, int, _MAYBE_INT),
-            "WITH RECURSIVE line (id, depth) AS (SELECT CAST(:id AS VARCHAR(64)), 0 UNION ALL "
-            "SELECT p.parent, line.depth + 1 FROM line"
-            " JOIN commits c ON c.id = line.id JOIN parents p ON p.n = c.n AND p.position = 0 "
-            "WHERE line.depth < :depth)"
-            " SELECT line.id, line.depth, c.n FROM line LEFT JOIN commits c ON c.id = line.id "
-            "ORDER BY line.depth DESC LIMIT 1",
-            {"id": commit, "depth": min(ref.generations, commits)},
-            one=True,
-        )
-        ancestor, depth, n = rows[0]
-        if n is None:
-            raise NotFound(
-                f"the first parent {depth} generations before {commit[:12]}, {ancestor[:12]}, has "
-                "been purged; see `ckptstore log`"
-            )
-        if depth == commits < ref.generations:
-            raise circular(CommitId(ancestor))
-        if depth < ref.generations:
-            raise NotFound(
-                f"commit {commit[:12]} has {depth} generations of first parents; wanted "
-                f"{ref.generations}"
-            )
-        return CommitId(ancestor)
-
-    def _newest(self, test: str, run: str | None, **values: Any) -> CommitId | None:
-        sql = (
-            f"SELECT id FROM commits WHERE {test} AND forgotten = 0{_run_test(run)} ORDER BY n "
-            "DESC LIMIT 1"
-        )
-        return self._first_id(sql, {"run": run, **values})
-
-    def _first_id(self, sql: str, values: Mapping[str, Any]) -> CommitId | None:
-        rows = self._rows((str,), sql, values)
-        return CommitId(rows[0][0]) if rows else None
-
-    def _ids(self, prefix: str) -> list[CommitId]:
+    def beginning(self, prefix: str) -> list[CommitId]:
         sql = "SELECT id FROM commits WHERE id >= :low AND id < :high ORDER BY id LIMIT 6"
-        rows = self._rows((str,), sql, {"low": prefix, "high": prefix + "g"})
-        return [CommitId(row[0]) for row in rows]
+        return self._column(str, sql, {"low": prefix, "high": f"{prefix}g"})
 
-    def _steps_near(self, step: int, run: str | None) -> str:
-        near: set[int] = set()
-        for test, order in (("step <= :step", "DESC"), ("step >= :step", "ASC")):
-            sql = (
-                f"SELECT DISTINCT step FROM commits WHERE {test} AND forgotten = "
-                f"0{_run_test(run)} ORDER BY step {order} LIMIT 3"
-            )
-            near.update(row[0] for row in self._rows((int,), sql, {"step": step, "run": run}))
-        if near:
-            return f"the nearest steps are {', '.join(map(str, sorted(near)))}"
-        return self._runs_there()
+    def parents_of(self, commit: CommitId) -> list[CommitId] | None:
+        found = self._column(
+            _MAYBE_STR,
+            "SELECT p.parent FROM commits c LEFT JOIN parents p ON p.n = c.n AND p.position = 0 "
+            "WHERE c.id = :id",
+            {"id": commit},
+        )
+        return [parent for parent in found if parent] if found else None
 
-    def _names_near(self, name: str) -> str:
-        # Imported here, because queries that succeed need not wait for it.
-        from difflib import get_close_matches
+    def _column(self, type_: Column, sql: str, values: Mapping[str, Any] = _NO_VALUES) -> list[Any]:
+        return [value for (value,) in self._rows((type_,), sql, values)]
 
-        tags = [tag.name for tag in self.tags()]
-        near = get_close_matches(name, tags, n=5, cutoff=0.5) or tags[:5]
-        if near:
-            return f"there are the tags {', '.join(near)}"
-        return f"there are no tags; {self._runs_there()}"
-
-    def _runs_there(self) -> str:
-        if runs := self.runs():
-            return f"runs with commits: {', '.join(info.run for info in runs[:10])}"
-        return "the store has no commits"
+    def _first(self, sql: str, values: Mapping[str, Any]) -> CommitId | None:
+        return next(iter(self._column(str, sql, values)), None)
 
     def _infos(self, rows: Rows) -> list[CommitInfo]:
         numbers = [row[0] for row in rows]
@@ -428,18 +341,5 @@ class Queries:
             yield grouped
 
 
-def _only(prefix: str, ids: Sequence[CommitId]) -> CommitId:
-    if len(ids) > 1:
-        some = ", ".join(commit[: max(12, len(prefix) + 4)] for commit in ids[:5]) + (
-            ", …" if len(ids) > 5 else ""
-        )
-        raise InvalidInput(f"{prefix!r} begins several commit ids: {some}; give more digits")
-    return ids[0]
-
-
-def _run_test(run: str | None) -> str:
+def _in(run: str | None) -> str:
     return "" if run is None else " AND run = :run"
-
-
-def _of(run: str | None) -> str:
-    return "" if run is None else f" in run {run!r}"

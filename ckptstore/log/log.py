@@ -27,6 +27,7 @@ from ckptstore.errors import (
     NotFound,
     Unavailable,
 )
+from ckptstore.log.admission import Refusal, check
 from ckptstore.log.entries import (
     Body,
     Entry,
@@ -36,9 +37,9 @@ from ckptstore.log.entries import (
     encode_entry,
     origin,
 )
-from ckptstore.log.fold import Refusal, State, apply, check, genesis, number
 from ckptstore.log.log_backend import LogBackend, LogObjects, Met, pause_s
 from ckptstore.log.log_snapshots import SavedStates, has_position
+from ckptstore.log.state import State, apply, genesis, number
 from ckptstore.storage.contract import Storage
 
 CHECKPOINT_EVERY = 1000

@@ -17,8 +17,8 @@ from ckptstore.core.ids import StoreId, checkpoint_key
 from ckptstore.core.paths import make_directories, replace_file
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.log.entries import Position, decode_entry, origin, seal, unseal
-from ckptstore.log.fold import FOLD_VERSION, CommitRow, Pack, State
 from ckptstore.log.log_backend import LogBackend
+from ckptstore.log.state import FOLD_VERSION, CommitRow, Pack, State
 from ckptstore.objects.canonical import decode, encode
 from ckptstore.objects.frames import compress, decompress
 from ckptstore.storage.contract import CHECKPOINT_BYTES_MAX, Storage

@@ -13,11 +13,11 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from types import TracebackType
 from typing import Any, Self
 
 from ckptstore.core.ids import SessionId, new_session_id, parse_session_id, session_key
+from ckptstore.core.process import boot_id
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound
 from ckptstore.objects.canonical import decode, encode
 from ckptstore.storage.contract import Storage
@@ -191,7 +191,7 @@ def open_session(storage: Storage, what: str) -> Session:
         new_session_id(),
         what,
         host,
-        _boot(),
+        boot_id(),
         _pid_namespace(),
         pid,
         _start_of(pid) or 0,
@@ -228,7 +228,7 @@ def read_sessions(storage: Storage) -> Iterator[SessionInfo]:
 def is_gone(info: SessionInfo) -> bool:
     """Whether the session's process has certainly ended: it ran on this boot of this host, in this
     pid namespace, and no longer exists."""
-    if not info.boot or (info.boot, info.pid_namespace) != (_boot(), _pid_namespace()):
+    if not info.boot or (info.boot, info.pid_namespace) != (boot_id(), _pid_namespace()):
         return False
     try:
         os.kill(info.pid, 0)
@@ -261,15 +261,6 @@ def decode_session(session: SessionId, data: bytes) -> SessionInfo:
     if pid <= 0:
         return SessionInfo(session)
     return SessionInfo(session, what, host, boot, namespace, pid, start, time_ns, counter)
-
-
-@cache
-def _boot() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 def _pid_namespace() -> str:

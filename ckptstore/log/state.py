@@ -1,20 +1,45 @@
-"""The state of the store after a log entry, and what refs name in it. Pure.
+"""The state of the store after a log entry, how an entry changes it, and what refs name in it;
+pure.
 
 States are persistent maps: a new state shares what did not change with the old one. The catalog
 answers queries from its tables faster. Restores and changes are resolved here, because the log's
 entries are verified by hashes, while one flipped bit in a table could make another commit the best.
+
+The fold is total. `log.admission.check` decides what may be appended to a state; `apply` trusts
+what the log holds. `tests/log/model` explores all interleavings of these two functions.
+
+A pack is *live* (a target for dedup), or *condemned* (still readable, and live again once an entry
+refers to it), or gone from the state, after which its object may be deleted. Its *stamp* is the
+number of the last entry that referred to it.
 """
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias, TypedDict, TypeVar
 
 from rpds import HashTrieMap, HashTrieSet
 
-from ckptstore.core.ids import Best, CommitId, Latest, Name, PackId, Ref, SessionId, Step, StoreId
-from ckptstore.errors import Corrupt
-from ckptstore.log.entries import Position, origin
+from ckptstore.core.ids import CommitId, PackId, SessionId, StoreId
+from ckptstore.core.model import PackRecord
+from ckptstore.core.refs import Ancestor, Best, Latest, Name, Step, find, parse_ref
+from ckptstore.errors import NotFound
+from ckptstore.log.entries import (
+    Body,
+    Commit,
+    Condemn,
+    Delete,
+    Entry,
+    Forget,
+    Moved,
+    Over,
+    Position,
+    Register,
+    Settings,
+    Tag,
+    Undelete,
+    origin,
+)
 from ckptstore.objects.fields import Setting
 
 NEWEST_KEPT = 2
@@ -95,6 +120,25 @@ class State:
         garbage."""
         return session in self.over or session in self.ended
 
+    # -- as `core.refs` asks --
+
+    def newest(self, run: str | None, step: int | None = None) -> CommitId | None:
+        rows = _by_age(self, run)
+        return next((commit for commit, row in rows if step is None or row.step == step), None)
+
+    def best(self, ref: Best, run: str | None) -> CommitId | None:
+        return best(_by_age(self, run), ref.metric, ref.order)
+
+    def tagged(self, name: str) -> CommitId | None:
+        return self.tags.get(name)
+
+    def beginning(self, prefix: str) -> list[CommitId]:
+        return sorted(commit for commit in self.commits if commit.startswith(prefix))
+
+    def parents_of(self, commit: CommitId) -> tuple[CommitId, ...] | None:
+        row = self.commits.get(commit)
+        return None if row is None else row.parents
+
 
 def genesis(store: StoreId, generation: int) -> State:
     """The state before entry 1."""
@@ -138,15 +182,17 @@ class Resolved(NamedTuple):
     tags: tuple[str, ...]
 
 
-def resolve(state: State, ref: Ref, run: str | None) -> Resolved | None:
-    """Resolve `ref`, in `run` if it names none; None if no commit matches, or several begin with
-    its digits.
+def resolve(state: State, text: str | int, run: str | None) -> Resolved:
+    """The commit that a ref names, in `run` if it names none.
 
-    Raises `Corrupt` if more generations are requested than there are commits and the parents form a
-    circle.
+    Raises `NotFound` with the nearest names, and as `core.refs.parse_ref` and `find`.
     """
-    commit = _resolve(state, ref, run)
-    return None if commit is None or commit not in state.commits else resolved(state, commit)
+    ref = parse_ref(text)
+    commit = find(state, ref, run)
+    if commit is None or commit not in state.commits:
+        named = ref.base if isinstance(ref, Ancestor) else ref
+        raise NotFound(_unknown(state, named, getattr(named, "run", None) or run))
+    return resolved(state, commit)
 
 
 def newest_first(state: State, run: str) -> list[Resolved]:
@@ -165,40 +211,6 @@ def resolved(state: State, commit: CommitId) -> Resolved:
     )
 
 
-def _resolve(state: State, ref: Ref, run: str | None) -> CommitId | None:
-    match ref:
-        case Step():
-            rows = _by_age(state, run if ref.run is None else ref.run)
-            return _first(commit for commit, row in rows if row.step == ref.step) or _beginning(
-                state, ref.prefix
-            )
-        case Latest():
-            return _first(
-                commit for commit, _ in _by_age(state, run if ref.run is None else ref.run)
-            )
-        case Best():
-            return best(_by_age(state, run if ref.run is None else ref.run), ref.metric, ref.order)
-        case Name():
-            return state.tags.get(ref.name) or _beginning(state, ref.prefix)
-    commit = _resolve(state, ref.base, run)
-    for _ in range(min(ref.generations, len(state.commits))):
-        if commit is None:
-            break
-        row = state.commits.get(commit)
-        commit = row.parents[0] if row and row.parents else None
-    if ref.generations > len(state.commits) and commit is not None and commit in state.commits:
-        raise circular(commit)
-    return commit
-
-
-def circular(commit: CommitId) -> Corrupt:
-    """Honest ids are hashes, which cannot form a circle of parents."""
-    return Corrupt(
-        f"the first parents of commit {commit[:12]} lead back to it, so the log was forged or "
-        "damaged; run `ckptstore fsck`"
-    )
-
-
 def _by_age(state: State, run: str | None) -> list[tuple[CommitId, CommitRow]]:
     """Newest first."""
     rows = [
@@ -209,10 +221,184 @@ def _by_age(state: State, run: str | None) -> list[tuple[CommitId, CommitRow]]:
     return sorted(rows, key=lambda item: item[1].n, reverse=True)
 
 
-def _beginning(state: State, prefix: str | None) -> CommitId | None:
-    found = [commit for commit in state.commits if commit.startswith(prefix)] if prefix else []
-    return found[0] if len(found) == 1 else None
+def _unknown(state: State, ref: Step | Latest | Best | Name, run: str | None) -> str:
+    """What is missing, and what there is instead."""
+    rows, where = _by_age(state, None), "" if run is None else f" in run {run!r}"
+    runs = ", ".join(list(dict.fromkeys(row.run for _, row in rows))[:10])
+    there = f"runs with commits: {runs}" if runs else "the store has no commits"
+    match ref:
+        case Step():
+            steps = {row.step for _, row in _by_age(state, run) if row.step is not None}
+            nearest = sorted(steps, key=lambda step: abs(step - ref.step))[:6]
+            if nearest:
+                there = f"the nearest steps are {', '.join(map(str, sorted(nearest)))}"
+            return f"no commit of step {ref.step}{where}; {there}"
+        case Best():
+            metrics = sorted({name for _, row in rows for name, _ in row.metrics})[:20]
+            there = f"there are {', '.join(metrics)}" if metrics else "none has metrics"
+            return f"no commit{where} has a metric {ref.metric!r}; {there}"
+        case Name():
+            # Imported here, because refs that are found need not wait for it.
+            from difflib import get_close_matches
+
+            tags = sorted(state.tags)
+            near = get_close_matches(ref.name, tags, n=5, cutoff=0.5) or tags[:5]
+            tagged = f"there are the tags {', '.join(near)}" if near else "there are no tags"
+            there = tagged if near else f"{tagged}; {there}"
+            return f"no tag {'or commit ' if ref.prefix else ''}{ref.name!r}; {there}"
+    return f"no commit{where} yet; {there}"
 
 
-def _first(commits: Iterable[CommitId]) -> CommitId | None:
-    return next(iter(commits), None)
+K = TypeVar("K")
+V = TypeVar("V")
+
+FOLD_VERSION = 3
+"""Incremented whenever the same log would fold to another state, or a checkpoint is written in
+another form. Checkpoints of other versions are ignored."""
+
+
+def number(state: State, body: Body) -> Body:
+    """Return `body` with its new packs numbered from the next unused number."""
+    if isinstance(body, Commit | Register) and body.packs:
+        return replace(
+            body,
+            packs=tuple(replace(p, number=i) for i, p in enumerate(body.packs, state.next_pack)),
+        )
+    return body
+
+
+def apply(state: State, entry: Entry) -> State:
+    """The state after `entry`, in time proportional to the entry. Ignores references to anything
+    that is not listed."""
+    return replace(state, n=entry.n, hash=entry.hash, bytes=entry.bytes, **_changes(state, entry))
+
+
+class _Changes(TypedDict, total=False):
+    """The fields of the state that an entry changes."""
+
+    moved: tuple[int, str]
+    packs: Packs
+    next_pack: int
+    commits: Commits
+    tags: Tags
+    over: Sessions
+    ended: Sessions
+    fence: int
+    settings: SettingValues
+    runs: Runs
+
+
+def _changes(state: State, entry: Entry) -> _Changes:
+    body, n = entry.body, entry.n
+    match body:
+        case Commit():
+            return _committed(state, body, entry)
+        case Tag():
+            tags = (
+                state.tags.discard(body.name)
+                if body.commit is None
+                else state.tags.insert(body.name, body.commit)
+            )
+            return {"tags": tags, "packs": _stamp(state.packs, body.reused, n)}
+        case Forget():
+            return _with_soft(state, body.commits, n)
+        case Undelete():
+            return {
+                **_with_soft(state, body.commits, 0),
+                "packs": _stamp(state.packs, body.reused, n),
+            }
+        case Condemn():
+            return {
+                "commits": _without(state.commits, body.purge),
+                "packs": _condemn(state.packs, body.packs),
+                "fence": n,
+            }
+        case Register():
+            packs, next_pack = _list(state, body.packs, n)
+            ended = state.ended.insert(body.session)
+            # Copies alone do not fence: they remove no duplicate that another gc relies on.
+            fence = n if body.condemn else state.fence
+            return {
+                "packs": _condemn(packs, body.condemn),
+                "next_pack": next_pack,
+                "fence": fence,
+                "ended": ended,
+            }
+        case Delete():
+            return {"packs": _without(state.packs, body.packs)}
+        case Over():
+            return {"over": state.over.update(body.sessions)}
+        case Settings():
+            removed = [name for name, value in body.values if value is None]
+            return {"settings": _without(state.settings.update(body.values), removed)}
+        case Moved():
+            return {"moved": (body.next_generation, body.place)}
+
+
+def _committed(state: State, body: Commit, entry: Entry) -> _Changes:
+    row = CommitRow(
+        entry.n,
+        body.session,
+        body.content,
+        body.run,
+        body.step,
+        entry.time_ns,
+        body.parents,
+        body.metrics,
+        soft=0,
+    )
+    packs, next_pack = _list(state, body.packs, entry.n)
+    commits = state.commits.insert(body.commit, row)
+    return {
+        "packs": _stamp(packs, body.reused, entry.n),
+        "next_pack": next_pack,
+        "commits": commits,
+        "tags": state.tags.update((tag, body.commit) for tag in body.tags),
+        "ended": state.ended.insert(body.session),
+        "runs": _with_newest(state.runs, commits, body.run, body.commit),
+    }
+
+
+def _with_soft(state: State, commits: tuple[CommitId, ...], soft: int) -> _Changes:
+    rows, runs = state.commits, state.runs
+    for commit in commits:
+        if (row := rows.get(commit)) is None:
+            continue
+        rows = rows.insert(commit, row._replace(soft=soft))
+        if not soft:
+            runs = _with_newest(runs, rows, row.run, commit)
+        elif commit in runs.get(row.run, ()):
+            runs = runs.insert(row.run, tuple(c for c in runs[row.run] if c != commit))
+    return {"commits": rows, "runs": runs}
+
+
+def _with_newest(runs: Runs, commits: Commits, run: str, commit: CommitId) -> Runs:
+    newest = sorted({*runs.get(run, ()), commit}, key=lambda c: commits[c].n)
+    return runs.insert(run, tuple(newest[-NEWEST_KEPT:]))
+
+
+def _list(state: State, records: tuple[PackRecord, ...], n: int) -> tuple[Packs, int]:
+    packs = state.packs
+    for p in records:
+        packs = packs.insert(p.number, Pack(p.id, p.bytes, p.chunks, p.metadata, True, n))
+    return packs, max([state.next_pack, *(p.number + 1 for p in records)])
+
+
+def _stamp(packs: Packs, numbers: Iterable[int], n: int) -> Packs:
+    for number in numbers:
+        if (pack := packs.get(number)) is not None:
+            packs = packs.insert(number, pack._replace(live=True, stamp=n))
+    return packs
+
+
+def _condemn(packs: Packs, numbers: Iterable[int]) -> Packs:
+    for number in numbers:
+        if (pack := packs.get(number)) is not None:
+            packs = packs.insert(number, pack._replace(live=False))
+    return packs
+
+
+def _without(rows: "HashTrieMap[K, V]", keys: Iterable[K]) -> "HashTrieMap[K, V]":
+    for key in keys:
+        rows = rows.discard(key)
+    return rows

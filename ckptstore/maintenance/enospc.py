@@ -19,7 +19,7 @@ from ckptstore.core.text import bytes_text
 from ckptstore.distributed.collective import Collective
 from ckptstore.errors import CkptStoreError, NoSpace
 from ckptstore.log.state import NEWEST_KEPT
-from ckptstore.maintenance.gc.collect import GcOptions, collect, plans_at
+from ckptstore.maintenance.gc import GcOptions, collect, plans_at
 from ckptstore.maintenance.retention import KeepLast, plan_policies
 from ckptstore.repository import disk_forecast
 from ckptstore.repository.store_handle import StoreHandle

@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, compress, islice
 
-from ckptstore.commit.transaction import ATTEMPTS, Destination, Transaction, entry_of
+from ckptstore.commit.transaction import ATTEMPTS, Destination, Transaction, entry_of, new_packs
 from ckptstore.commit.write import write_metadata
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, checksum, document_key
-from ckptstore.core.model import CommitDocument, Schema
+from ckptstore.core.model import CommitDocument
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.log import entries
-from ckptstore.log.fold import Code
+from ckptstore.log.admission import Code
 from ckptstore.log.log import Refused
 from ckptstore.log.state import resolved
 from ckptstore.maintenance import Counter, Progress, silent
@@ -199,7 +199,6 @@ class _Mirror:
         )
         self._from = Reader(source.config, source.objects, threads)
         self._to = Reader(target.config, target.objects, threads)
-        self._schemas: dict[str, Schema] = {}
         self._done = Mirrored(plan)
 
     def weigh(self) -> Load:
@@ -239,7 +238,7 @@ class _Mirror:
                 commit = resolved(self._target.log.replay(), move.commit)
                 set_tag(self._target, self._to, move.tag, commit)
         finally:
-            self._target.follow(self._schemas)
+            self._target.follow()
         return self._done
 
     def _skip(self, transfer: CommitTransfer, error: DamagedMirrorSource) -> None:
@@ -265,7 +264,6 @@ class _Mirror:
                 if not error.refusal.again or attempt == ATTEMPTS - 1:
                     raise
         self._done = replace(self._done, sent=(*self._done.sent, transfer.commit))
-        self._schemas |= {tree.ref.schema.hex(): tree.schema for tree in trees}
 
     def _attempt(
         self,
@@ -283,7 +281,7 @@ class _Mirror:
         write_metadata(self._metadata(document), dedup, packs)
         self._close(packs)
         records = [pack.record for pack in packs.closed]
-        new_bytes += sum(record.bytes * (2 if record.metadata else 1) for record in records)
+        new_bytes += sum(record.stored_bytes for record in records)
         key = document_key(transaction.session, transfer.commit)
         own = (key,) if put_finished(self._target.storage, key, stored) else ()
         body = replace(
@@ -292,7 +290,7 @@ class _Mirror:
             tags=transfer.tags,
             new_bytes=new_bytes,
         )
-        transaction.index(transaction.append(body, own, time_ns=document.time_ns))
+        transaction.index(new_packs(transaction.append(body, own, time_ns=document.time_ns)))
         stored_bytes = self._done.stored_bytes + new_bytes + len(stored)
         self._done = replace(self._done, stored_bytes=stored_bytes)
 
@@ -305,9 +303,8 @@ class _Mirror:
             self._close(transaction.packs)
             state = self._target.log.replay()
             records = tuple(pack.record for pack in transaction.packs.closed)
-            registered = transaction.append(
-                entries.Register(transaction.session, state.n, state.fence, records, frozenset())
-            )
+            body = entries.Register(transaction.session, state.n, state.fence, records, frozenset())
+            registered = new_packs(transaction.append(body))
             transaction.index(registered)
         dedup.reused.update(number for number, _ in registered)
         return sum(record.bytes for record in records)

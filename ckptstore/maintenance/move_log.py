@@ -15,7 +15,7 @@ from typing import Any
 from ckptstore.core.config import LOG_FILES, StoreConfig
 from ckptstore.core.ids import CONFIG_KEY
 from ckptstore.errors import Conflict, InvalidInput, NotFound
-from ckptstore.index.open_log import VARIABLE, database_log
+from ckptstore.index import VARIABLE, database_log
 from ckptstore.index.postgres_log import PostgresLog, token_of
 from ckptstore.log.entries import Moved
 from ckptstore.log.log import Log

@@ -33,8 +33,7 @@ from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check import Finding, Kind, Report, Severity, Share, lines_of
 from ckptstore.maintenance.check.fsck import Facts, examine
 from ckptstore.maintenance.check.indexes import drop_indexes
-from ckptstore.maintenance.check.log import BadEntry, decode_at, read_small
-from ckptstore.maintenance.check.offline_store import OfflineStore
+from ckptstore.maintenance.check.offline_store import BadEntry, OfflineStore, decode_at, read_small
 from ckptstore.maintenance.rescue import (
     SavePacks,
     flipped,

@@ -29,8 +29,7 @@ from ckptstore.log.sessions import open_session
 from ckptstore.maintenance.check import Kind
 from ckptstore.maintenance.check.fsck import Facts
 from ckptstore.maintenance.check.indexes import UNKNOWN
-from ckptstore.maintenance.check.log import read_small
-from ckptstore.maintenance.check.offline_store import OfflineStore
+from ckptstore.maintenance.check.offline_store import OfflineStore, read_small
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import (
     LAYOUT,

@@ -20,8 +20,8 @@ from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.text import BOLD, Column, Table, count_text
 from ckptstore.errors import Conflict, InvalidInput, NotFound
+from ckptstore.log.admission import Code, best_commits, check
 from ckptstore.log.entries import Forget, Tag, Undelete
-from ckptstore.log.fold import Code, best_commits, check
 from ckptstore.log.log import Refused
 from ckptstore.log.state import NEWEST_KEPT, CommitRow, Resolved, State
 from ckptstore.repository.store_handle import StoreHandle

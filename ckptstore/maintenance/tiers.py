@@ -11,17 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest, parse_ref
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
 from ckptstore.core.process import start
-from ckptstore.errors import CkptStoreError, Unavailable
-from ckptstore.log.state import Resolved, State, newest_first, resolve
+from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, Unavailable
+from ckptstore.log.state import Resolved, State, newest_first
 from ckptstore.maintenance.check import Share
 from ckptstore.maintenance.check.offline_store import offline_store_of
-from ckptstore.maintenance.gc.collect import GcOptions, collect
+from ckptstore.maintenance.gc import GcOptions, collect
 from ckptstore.maintenance.mirror import MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import all_commits, other_end
 from ckptstore.maintenance.repair import repair
 from ckptstore.maintenance.retention import Policy, forget_commits, plan_policies
+from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader
@@ -121,7 +122,14 @@ class Tier:
 
     def find(self, ref: str | int, run: str) -> tuple[Reader, Resolved] | None:
         """The commit that `ref` names in the mirror, and its reader."""
-        found = self._ask(lambda remote: resolve(remote.log.replay(), parse_ref(ref), run))
+
+        def look(remote: StoreHandle) -> Resolved | None:
+            try:
+                return find_commit(remote, ref, run)
+            except (NotFound, InvalidInput):
+                return None
+
+        found = self._ask(look)
         return found and (self._reader(), found)
 
     def newest_first(self, run: str, here: State) -> list[tuple[Reader | None, Resolved]]:

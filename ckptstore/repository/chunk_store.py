@@ -21,8 +21,8 @@ from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, pack_key
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.index.chunks import ChunkIndex
 from ckptstore.index.suspect_packs import SuspectPacks
-from ckptstore.log.fold import Pack, State
 from ckptstore.log.log import Log
+from ckptstore.log.state import Pack, State
 from ckptstore.objects import codecs
 from ckptstore.repository.chunk_reader import (
     METADATA_BYTES_MAX,

@@ -11,9 +11,9 @@ import numpy as np
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId
 from ckptstore.errors import Conflict, NotFound
-from ckptstore.log.fold import Pack, State
 from ckptstore.log.log import Log
 from ckptstore.log.sessions import open_session
+from ckptstore.log.state import Pack, State
 from ckptstore.repository.chunk_store import ObjectStore
 
 RunKey: TypeAlias = tuple[int, int]

@@ -22,7 +22,7 @@ from ckptstore.errors import (
     ReadOnly,
     Unavailable,
 )
-from ckptstore.index.open_log import database_log
+from ckptstore.index import database_log
 from ckptstore.objects.documents import decode_config, encode_config
 from ckptstore.objects.pointer_files import Pointer, read_pointer
 from ckptstore.storage.contract import Storage

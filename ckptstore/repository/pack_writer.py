@@ -11,14 +11,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
-from ckptstore.core.config import MIB, StoreConfig
+from ckptstore.core.config import MIB
 from ckptstore.core.ids import ChunkId, PackId, SessionId, pack_id, pack_key, pack_session, twin_key
 from ckptstore.core.model import PackEntry, PackRecord
 from ckptstore.errors import CkptStoreError
 from ckptstore.objects import codecs, pack
-from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.thread_pool import ThreadPool, one_by_one
 from ckptstore.storage.contract import Storage, Writer
 
@@ -217,21 +216,6 @@ class PackSet:
         self._numbers = count()
         self._closing: list[Future[None]] = []
         self._lock = threading.Lock()
-
-    @classmethod
-    def of(
-        cls,
-        config: StoreConfig,
-        objects: ObjectStore,
-        session: SessionId,
-        threads: ThreadPool,
-        rank: int = 0,
-        *,
-        unbuffered: bool = False,
-    ) -> Self:
-        """Packs with the store's codec."""
-        codec = codecs.codec_id(config.codec)
-        return cls(objects.storage, session, threads, codec=codec, rank=rank, unbuffered=unbuffered)
 
     def pack_writer(self, *, metadata: bool = False) -> PackWriter:
         return PackWriter(self, metadata=metadata)

@@ -1,15 +1,15 @@
-"""Which commit does a ref name?
+"""Which commit does a ref, a pointer file or a snapshot name?
 
-The log decides, because it is verified. The catalog only suggests similar names for a ref that
-matches nothing.
+For restores and changes the log decides, because it is verified; listings ask the catalog.
 """
 
 import os
 from collections.abc import Callable
 from typing import Protocol, TypeAlias, TypeVar
 
-from ckptstore.core.ids import CommitId, parse_ref
-from ckptstore.errors import Corrupt, InvalidInput, NotFound
+from ckptstore.core.ids import CommitId
+from ckptstore.core.refs import find, parse_ref
+from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.index.queries import Queries
 from ckptstore.log.state import Resolved, resolve
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
@@ -36,12 +36,18 @@ def find_commit(handle: StoreHandle, ref: AnyRef, run: str | None) -> Resolved:
     Raises `NotFound` with similar names, `InvalidInput` for text that is no ref, for an
     ambiguous id prefix, and for a path without a pointer file.
     """
-    return through_pointers(ref, lambda plain: _find(handle, plain, run))
+    state = handle.log.replay()
+    return through_pointers(ref, lambda plain: resolve(state, plain, run))
 
 
-def find_id(queries: Queries, ref: AnyRef, run: str | None) -> CommitId:
-    """Like `find_commit`, by the catalog alone: for queries."""
-    return through_pointers(ref, lambda plain: queries.resolve(plain, run))
+def find_id(handle: StoreHandle, queries: Queries, ref: AnyRef, run: str | None) -> CommitId:
+    """Like `find_commit`, by the catalog: for listings."""
+
+    def look(plain: str | int) -> CommitId:
+        found = find(queries, parse_ref(plain), run)
+        return found or resolve(handle.log.replay(), plain, run).id
+
+    return through_pointers(ref, look)
 
 
 def through_pointers(ref: AnyRef, find: Callable[[str | int], T]) -> T:
@@ -70,14 +76,3 @@ def _plain(ref: AnyRef) -> str | int:
         return read_pointer(ref).id  # type: ignore[arg-type]  # a path, as has just been seen
     # What is no ref at all is refused by parse_ref.
     return ref.id if hasattr(ref, "id") else ref  # type: ignore[return-value]
-
-
-def _find(handle: StoreHandle, ref: str | int, run: str | None) -> Resolved:
-    parsed = parse_ref(ref)
-    if found := resolve(handle.log.replay(), parsed, run):
-        return found
-    wrong = handle.queries().resolve(parsed, run)
-    raise Corrupt(
-        f"the catalog takes {ref!r} for commit {wrong[:12]}, which the log denies; run `ckptstore "
-        "reindex`"
-    )

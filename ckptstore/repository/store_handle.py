@@ -5,14 +5,12 @@ Imports no torch, so that queries start fast.
 
 import logging
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.core.ids import StoreId, parse_chunk_id
-from ckptstore.core.model import Schema
 from ckptstore.core.paths import (
     is_network_filesystem,
     local_cache_directory,
@@ -27,8 +25,8 @@ from ckptstore.errors import (
     ReadOnly,
     Unavailable,
 )
+from ckptstore.index import open_log_place
 from ckptstore.index.catalog_sqlite import open_catalog
-from ckptstore.index.open_log import open_log_place
 from ckptstore.index.queries import Queries
 from ckptstore.log.entries import Position, check_follows, decode_entry
 from ckptstore.log.log import Log
@@ -241,9 +239,8 @@ class StoreHandle:
         self.catalog.reset()
         return self._queries_at_head()
 
-    def follow(self, schemas: Mapping[str, Schema] | None = None) -> None:
-        """Fold new log entries into the catalog. `schemas` are known ones by chunk id in hex;
-        others are read from the store.
+    def follow(self) -> None:
+        """Fold new log entries into the catalog.
 
         Raises `Corrupt` only if the log is damaged or has lost its end. A catalog that does not
         belong to the log is rebuilt. One that cannot be written, or any while storage is
@@ -251,7 +248,7 @@ class StoreHandle:
         """
         try:
             try:
-                self._fold(schemas or {})
+                self._fold()
             except Corrupt as error:
                 # a broken log is not the catalog's fault, and `repair` may need what it remembers
                 self.log.replay()
@@ -259,37 +256,31 @@ class StoreHandle:
                     raise Corrupt(lost) from error
                 logger.warning("the catalog of %s is made anew: %s", self.url, error)
                 self.catalog.reset()
-                self._fold(schemas or {})
+                self._fold()
         except Unavailable as error:
             logger.warning("the catalog of %s stays behind: %s", self.url, error)
 
-    def _fold(self, schemas: Mapping[str, Schema]) -> None:
+    def _fold(self) -> None:
         if self.database is None:
             position = self.catalog.position()
             known = self.log.known_behind(position)
             self.catalog.fold(self.log.read_entries(*position) if known is None else known)
-        self._add_schemas(self.catalog, schemas)
+        self._add_schemas(self.catalog)
 
-    def _add_schemas(
-        self, catalog: "Catalog | PostgresCatalog", at_hand: Mapping[str, Schema]
-    ) -> None:
-        """Add the leaves of the schemas that commits name. An unreadable schema has no leaves in
-        the catalog; `fsck` reports it."""
-        from ckptstore.objects.schema import decode_schema
-
+    def _add_schemas(self, catalog: "Catalog | PostgresCatalog") -> None:
+        """Add the schemas that commits name. An unreadable one is missing in the catalog; `fsck`
+        reports it."""
         for schema_id in catalog.missing_schemas():
             with suppress(NotFound, Corrupt):
-                schema = at_hand.get(schema_id) or decode_schema(
-                    self.objects.read_metadata(parse_chunk_id(schema_id))
-                )
-                catalog.add_schema(schema_id, schema)
+                data = self.objects.read_metadata(parse_chunk_id(schema_id))
+                catalog.add_schema(schema_id, data)
 
     def _fold_in_memory(self) -> Queries:
         from ckptstore.index.catalog import Catalog
 
         catalog = Catalog.temporary(self.config.store)
         catalog.fold(self.log.read_entries())
-        self._add_schemas(catalog, {})
+        self._add_schemas(catalog)
         return catalog.queries()
 
     def _is_head(self, position: Position) -> bool:

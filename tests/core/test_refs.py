@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.core.ids import Ancestor, Best, Latest, Name, Ref, Step, parse_ref
+from ckptstore.core.refs import Ancestor, Best, Latest, Name, Ref, Step, parse_ref
 from ckptstore.errors import InvalidInput
 
 COMMIT = "91bc" * 16

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptstore.core.ids import CommitId
+from ckptstore.core.refs import Best
 from ckptstore.errors import NotFound
 from ckptstore.index.catalog import Catalog
-from ckptstore.index.queries import LeafInfo, ShardInfo
 from ckptstore.log.entries import (
     Condemn,
     Delete,
@@ -31,12 +31,13 @@ from ckptstore.log.entries import (
     Undelete,
     origin,
 )
-from ckptstore.log.fold import State, apply, genesis
+from ckptstore.log.state import State, apply, genesis
+from ckptstore.objects.schema import encode_schema
 from tests.index.building import MODEL, OPTIMIZER, STORE, LogBuilder, flat_schema, record
 
 spawn = multiprocessing.get_context("spawn")
 
-LEAF_STEPS, QUERY_STEPS = 50, 5_000
+QUERY_STEPS = 5_000
 
 
 @pytest.fixture
@@ -159,7 +160,7 @@ def folded(entries: list[Entry]) -> State:
 def test_an_empty_catalog_stands_at_the_log_s_origin(catalog: Catalog) -> None:
     assert catalog.position() == origin(STORE)
     assert catalog.queries().log() == []
-    assert not catalog.in_memory
+    assert not catalog._opened().in_memory
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -221,14 +222,12 @@ def test_a_purged_commit_leaves_nothing_behind(catalog: Catalog) -> None:
         schemas=[("model", MODEL), ("optimizer", OPTIMIZER)],
     )
     catalog.fold(log.entries)
-    catalog.add_schema(OPTIMIZER, flat_schema(3))
-    catalog.add_shards(gone, [ShardInfo("model/w", 1, (0, 4), (2, 4))])
+    catalog.add_schema(OPTIMIZER, encode_schema(flat_schema(3)))
     before = dump(catalog)
     log.append(Forget((gone,), "test"), Condemn(3, 0, frozenset(), (gone,)))
     catalog.fold(log.entries)
     assert [info.id for info in catalog.queries().log(forgotten=True)] == [kept]
-    assert catalog.queries().leaves(OPTIMIZER) is None
-    assert catalog.queries().shards(gone) == []
+    assert catalog.queries().schema(OPTIMIZER) is None
     assert catalog.missing_schemas() == [MODEL]
     after = dump(catalog)
     assert len(before["schemas"]) == 2
@@ -254,32 +253,19 @@ def test_a_reused_pack_is_condemned_no_more(catalog: Catalog) -> None:
     assert [pack.number for pack in catalog.queries().packs()] == [2]
 
 
-def test_leaves_belong_to_schemas_and_are_added_once(catalog: Catalog) -> None:
+def test_schemas_that_commits_name_are_added_and_no_others(catalog: Catalog) -> None:
     log = LogBuilder()
     log.commit()
     catalog.fold(log.entries)
     schema = flat_schema(5)
     assert catalog.missing_schemas() == [MODEL]
-    assert catalog.queries().leaves(MODEL) is None
+    assert catalog.queries().schema(MODEL) is None
     for _ in range(2):
-        assert catalog.add_schema(MODEL, schema)
+        assert catalog.add_schema(MODEL, encode_schema(schema))
     assert catalog.missing_schemas() == []
-    assert catalog.queries().leaves(MODEL) == [
-        LeafInfo(path, "tensor", "bfloat16", (4096, 4096), -1) for path in schema.paths
-    ]
-    assert catalog.add_schema("f" * 64, schema)
-    assert catalog.queries().leaves("f" * 64) is None
-
-
-def test_shards_are_those_of_their_commit(catalog: Catalog) -> None:
-    log = LogBuilder()
-    commit, other = log.commit(), log.commit()
-    catalog.fold(log.entries)
-    boxes = [ShardInfo("model/w", 0, (0, 0), (2, 4)), ShardInfo("model/b", 1, (), ())]
-    for _ in range(2):
-        assert catalog.add_shards(commit, boxes)
-    assert catalog.queries().shards(commit) == boxes
-    assert catalog.queries().shards(other) == []
+    assert catalog.queries().schema(MODEL) == schema
+    assert catalog.add_schema("f" * 64, encode_schema(schema))
+    assert catalog.queries().schema("f" * 64) is None
 
 
 def test_twenty_thousand_leaves_are_added_in_few_steps_and_lie_compactly(
@@ -288,11 +274,11 @@ def test_twenty_thousand_leaves_are_added_in_few_steps_and_lie_compactly(
     log = LogBuilder()
     log.commit()
     catalog.fold(log.entries)
-    schema = flat_schema(20_000)
-    assert steps(catalog, lambda: catalog.add_schema(MODEL, schema)) / 20_000 < LEAF_STEPS
+    data = encode_schema(flat_schema(20_000))
+    assert steps(catalog, lambda: catalog.add_schema(MODEL, data)) < QUERY_STEPS
     catalog.close()
     stored_bytes = (tmp_path / "index" / "catalog.sqlite").stat().st_size
-    assert stored_bytes / 20_000 < 60 + sum(map(len, schema.paths)) / 20_000
+    assert stored_bytes < len(data) + 250_000
 
 
 def test_folding_a_commit_costs_the_same_after_a_long_history(
@@ -330,7 +316,7 @@ def test_the_log_of_ten_thousand_commits_is_asked_without_looking_through_it(
     for ask in (
         lambda: queries.log(limit=20),
         lambda: queries.log("run1", 20),
-        lambda: [queries.resolve("best:loss", "run2")],
+        lambda: [queries.best(Best("loss"), "run2")],
     ):
         taken = steps(catalog, lambda ask=ask: ask())
         print(f"{taken} steps")
@@ -369,7 +355,7 @@ def test_processes_create_and_fold_one_catalog_at_once(tmp_path: Path) -> None:
         worker.join(120)
     assert [worker.exitcode for worker in workers] == [0] * 3
     with closing(Catalog.open(path, STORE)) as shared, closing(Catalog.temporary(STORE)) as alone:
-        assert not shared.in_memory
+        assert not shared._opened().in_memory
         alone.fold(eventful(5, 200))
         assert dump(shared) == dump(alone)
 

@@ -21,9 +21,9 @@ from ckptstore.errors import Corrupt, Unavailable
 from ckptstore.index import catalog, tables
 from ckptstore.index.catalog import Catalog
 from ckptstore.index.catalog_sqlite import REVISION, open_catalog
-from ckptstore.index.queries import ShardInfo
-from tests.index.building import STORE, LogBuilder
-from tests.support.workloads import FIRST_REVISION
+from ckptstore.objects.schema import encode_schema
+from tests.index.building import MODEL, STORE, LogBuilder, flat_schema
+from tests.support.workloads import FIRST_REVISION, THIRD_REVISION
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,7 +72,8 @@ def test_the_newest_migration_is_the_revision_that_is_stamped() -> None:
 
 EARLIER = {
     "0001": FIRST_REVISION,
-    "0002": "DROP TABLE entries; UPDATE alembic_version SET version_num = '0002';",
+    "0002": f"{THIRD_REVISION} DROP TABLE entries; UPDATE alembic_version SET version_num = '0002'",
+    "0003": THIRD_REVISION,
 }
 """What makes a catalog of today one of each earlier revision."""
 
@@ -95,9 +96,10 @@ def test_an_older_catalog_is_migrated_with_its_rows(tmp_path: Path, revision: st
     assert open_catalog(path, STORE) is None
     with closing(Catalog.open(path, STORE)) as catalog:
         assert catalog.position() == log.entries[-1].position
-        newest = catalog.queries().resolve("newest")
-        assert catalog.add_shards(newest, [ShardInfo("w", 0, (0,), (1,))])
-        assert len(catalog.queries().shards(newest)) == 1
+        assert catalog.queries().tagged("newest") == log.entries[-1].body.commit
+        assert catalog.missing_schemas() == [MODEL]
+        assert catalog.add_schema(MODEL, encode_schema(flat_schema(3)))
+        assert catalog.queries().schema(MODEL) == flat_schema(3)
 
 
 def test_opening_a_current_catalog_does_not_import_alembic(tmp_path: Path) -> None:
@@ -149,7 +151,7 @@ def test_a_catalog_that_cannot_be_used_is_replaced_by_an_empty_one(
     path = made(tmp_path / "catalog.sqlite", log)
     spoil(path)
     with closing(Catalog.open(path, STORE)) as catalog:
-        assert not catalog.in_memory
+        assert not catalog._opened().in_memory
         assert catalog.position().n == 0
         assert catalog.fold(log.entries)
         assert len(catalog.queries().log()) == 30
@@ -211,7 +213,7 @@ def test_a_place_that_cannot_be_written_means_a_catalog_in_memory(tmp_path: Path
     (tmp_path / "file").write_text("not a folder")
     log = some_log()
     with closing(Catalog.open(tmp_path / "file" / "catalog.sqlite", STORE)) as catalog:
-        assert catalog.in_memory
+        assert catalog._opened().in_memory
         assert catalog.fold(log.entries)
         assert len(catalog.queries().log()) == 30
 
@@ -239,7 +241,7 @@ def test_migrations_ship_in_the_wheel_and_are_found_there(tmp_path: Path) -> Non
         "from pathlib import Path; from ckptstore.index import catalog as f, tables as t; from "
         "ckptstore.index.catalog import Catalog;"
         "c = f._connect(Path('old.sqlite')); t.migrate(c); print(t.migrations(), len(f._rows(c, "
-        "'SELECT * FROM shards', {})))"
+        "'SELECT * FROM schemas', {})))"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     done = subprocess.run(

@@ -7,9 +7,10 @@ from typing import Any
 
 from ckptstore.core.ids import CommitId, SessionId, StoreId, new_session_id, pack_id
 from ckptstore.core.model import PackRecord
+from ckptstore.log.admission import check
 from ckptstore.log.entries import Body, Commit, Entry, encode_entry
-from ckptstore.log.fold import State, apply, check, genesis, number
 from ckptstore.log.log import Log
+from ckptstore.log.state import State, apply, genesis, number
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.registry import open_storage
 

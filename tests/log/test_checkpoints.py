@@ -9,8 +9,8 @@ from ckptstore.core.ids import StoreId, checkpoint_key, digest, log_key
 from ckptstore.errors import Corrupt, Unavailable
 from ckptstore.log import log, log_snapshots
 from ckptstore.log.entries import Condemn, Delete, Forget, Moved, Over, Settings, Undelete
-from ckptstore.log.fold import genesis
 from ckptstore.log.log_snapshots import decode_state, encode_state
+from ckptstore.log.state import genesis
 from ckptstore.objects import canonical
 from ckptstore.objects.frames import compress, decompress
 from ckptstore.storage.contract import Storage

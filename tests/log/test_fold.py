@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from ckptstore.core.model import PackRecord
+from ckptstore.log.admission import Code, best_commits, check
 from ckptstore.log.entries import (
     Body,
     Commit,
@@ -18,7 +19,7 @@ from ckptstore.log.entries import (
     Tag,
     Undelete,
 )
-from ckptstore.log.fold import Code, State, apply, best_commits, check, genesis, number
+from ckptstore.log.state import State, apply, genesis, number
 from tests.log.builders import STORE, commit, commit_id, entry, folded, packs, session, step
 
 

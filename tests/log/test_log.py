@@ -13,8 +13,8 @@ import pytest
 from ckptstore.core.ids import log_key
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from ckptstore.log import log as log_module
+from ckptstore.log.admission import Code
 from ckptstore.log.entries import Entry, Forget, Over, Settings, Tag
-from ckptstore.log.fold import Code
 from ckptstore.log.log import Log, Refused
 from ckptstore.log.log_backend import Met, pause_s
 from ckptstore.storage.contract import Storage

@@ -210,8 +210,8 @@ def test_what_was_read_for_the_state_is_not_read_again_for_the_catalog(
 
 
 def checkpoint_at(storage: Storage, n: int) -> bytes:
-    from ckptstore.log.fold import apply, genesis
     from ckptstore.log.log_snapshots import encode_state
+    from ckptstore.log.state import apply, genesis
 
     state = genesis(STORE, 1)
     entries: Iterator[Any] = islice(open_log(storage).read_entries(), n)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ckptstore.core.ids import CommitId, SessionId, pack_id, pack_key, twin_key
-from ckptstore.maintenance.gc.collect import GcOptions, GcReport, collect
+from ckptstore.maintenance.gc import GcOptions, GcReport, collect
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage.s3_upload import PART_BYTES
 from tests.shared.sites import Site

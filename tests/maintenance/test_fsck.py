@@ -9,7 +9,7 @@ import ckptstore
 from ckptstore.core.ids import PackId, pack_key, twin_key
 from ckptstore.errors import InvalidInput
 from ckptstore.log import entries
-from ckptstore.log.fold import Pack, State
+from ckptstore.log.state import Pack, State
 from ckptstore.maintenance.check import Kind, Level, Severity, Share, data, parse_share
 from ckptstore.maintenance.check.data import choose
 from ckptstore.repository.store_handle import StoreHandle

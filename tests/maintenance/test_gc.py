@@ -12,7 +12,7 @@ from ckptstore.errors import Corrupt
 from ckptstore.index.chunks import LOCATION_DTYPE
 from ckptstore.log.entries import Over
 from ckptstore.log.sessions import open_session
-from ckptstore.maintenance.gc.collect import GcOptions, collect
+from ckptstore.maintenance.gc import GcOptions, collect
 from ckptstore.maintenance.gc.session_monitor import STALE_S
 from tests.maintenance import collecting
 from tests.maintenance.collecting import (

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from ckptstore.maintenance.gc.collect import collect
+from ckptstore.maintenance.gc import collect
 from ckptstore.maintenance.gc.session_monitor import STALE_S
 from ckptstore.maintenance.retention import KeepLast, forget_by_policy
 from tests.maintenance.collecting import ALL, collected, garbage, make, verify

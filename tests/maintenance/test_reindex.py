@@ -26,7 +26,7 @@ def contents(store: Path) -> tuple[object, ...]:
         catalog.tags(),
         catalog.runs(),
         catalog.packs(),
-        [catalog.leaves(schema) for schema in schemas],
+        [catalog.schema(schema) for schema in schemas],
         [catalog.entry(n) for n in range(1, state.n + 1)],
         index.pack_ids(index.indexed()),
     )

@@ -13,8 +13,8 @@ from ckptstore.cli.call import Exit
 from ckptstore.cli.main import main as cli
 from ckptstore.core.ids import log_key, pack_key, segment_key, twin_key
 from ckptstore.errors import Corrupt, NotFound
-from ckptstore.log.fold import Pack
 from ckptstore.log.log_backend import SEGMENT_ENTRIES
+from ckptstore.log.state import Pack
 from ckptstore.maintenance.check import Kind, Level
 from ckptstore.maintenance.repair import Mark, PutBack, Rebuild, SetAside, WriteConfig
 from ckptstore.maintenance.rescue import SavePacks

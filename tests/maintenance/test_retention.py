@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from ckptstore.core.ids import CommitId, SessionId, StoreId
 from ckptstore.errors import InvalidInput
+from ckptstore.log.admission import check
 from ckptstore.log.entries import Forget
-from ckptstore.log.fold import check, genesis
-from ckptstore.log.state import CommitRow, State
+from ckptstore.log.state import CommitRow, State, genesis
 from ckptstore.maintenance.retention import (
     KeepBest,
     KeepEverySteps,

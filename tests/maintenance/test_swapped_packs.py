@@ -7,7 +7,7 @@ import pytest
 
 import ckptstore
 from ckptstore.core.ids import pack_key, twin_key
-from ckptstore.log.fold import Pack
+from ckptstore.log.state import Pack
 from ckptstore.maintenance.check import Kind, Level, Share
 from ckptstore.maintenance.repair import Rebuild
 from tests.maintenance.collecting import opened

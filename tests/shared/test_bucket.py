@@ -13,7 +13,7 @@ import ckptstore
 from ckptstore.core import paths
 from ckptstore.core.config import MIB
 from ckptstore.errors import Conflict, InvalidInput, NotFound
-from ckptstore.maintenance.gc.collect import GcOptions, collect
+from ckptstore.maintenance.gc import GcOptions, collect
 from ckptstore.maintenance.gc.session_monitor import STALE_S
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.storage.s3_upload import PART_BYTES

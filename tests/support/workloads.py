@@ -22,9 +22,21 @@ from tests.support.checker import view_of
 STORE = "store"
 CHUNK_BYTES = 65536
 NEVER = 1000
-FIRST_REVISION = (
-    "DROP TABLE shards; DROP TABLE entries; UPDATE alembic_version SET version_num = '0001';"
-)
+THIRD_REVISION = """
+DROP INDEX schemas_missing;
+ALTER TABLE schemas DROP COLUMN data;
+ALTER TABLE schemas ADD COLUMN leaves BIGINT;
+CREATE INDEX schemas_missing ON schemas (number) WHERE leaves IS NULL;
+CREATE TABLE leaves (schema INTEGER);
+CREATE TABLE shards (n INTEGER);
+UPDATE alembic_version SET version_num = '0003';
+"""
+FIRST_REVISION = f"""
+{THIRD_REVISION}
+DROP TABLE shards;
+DROP TABLE entries;
+UPDATE alembic_version SET version_num = '0001';
+"""
 """Makes the catalog what the first revision of its tables was."""
 
 

@@ -15,7 +15,7 @@ from ckptstore.core.config import default_threads
 from ckptstore.core.ids import PackId, StoreId
 from ckptstore.core.model import PackEntry
 from ckptstore.errors import CkptStoreError, Unavailable
-from ckptstore.log.fold import Pack
+from ckptstore.log.state import Pack
 from ckptstore.maintenance import Progress, load_note, save_note
 from ckptstore.maintenance.check import Share
 from ckptstore.maintenance.check.offline_store import OfflineStore

@@ -18,7 +18,7 @@ from ckptstore.core.ids import ChunkId, CommitId, PackId, pack_key
 from ckptstore.core.model import PackEntry
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
-from ckptstore.log.fold import Pack, State
+from ckptstore.log.state import Pack, State
 from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check import (
     Finding,
@@ -33,8 +33,13 @@ from ckptstore.maintenance.check import (
 )
 from ckptstore.maintenance.check.data import BadChunk, verify
 from ckptstore.maintenance.check.indexes import catalog_findings, index_findings, remembered
-from ckptstore.maintenance.check.log import Chain, log_findings, read_chain, ref_findings
-from ckptstore.maintenance.check.offline_store import OfflineStore
+from ckptstore.maintenance.check.offline_store import (
+    Chain,
+    OfflineStore,
+    log_findings,
+    read_chain,
+    ref_findings,
+)
 from ckptstore.maintenance.check.trees import Contents, Referrer, Walk, taken
 from ckptstore.maintenance.gc.plan import list_objects, owner, unlisted
 from ckptstore.objects.pack import FooterTable

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckptstore.core.ids import ChunkId, PackId
+from ckptstore.core.ids import ChunkId, PackId, parse_chunk_id
 from ckptstore.core.model import PackEntry
 from ckptstore.errors import CkptStoreError
 from ckptstore.index.catalog_sqlite import open_catalog
 from ckptstore.index.chunks import ChunkIndex
 from ckptstore.index.chunks.lmdb_salvage import remains
-from ckptstore.index.queries import LeafInfo, Queries
-from ckptstore.log.fold import State
+from ckptstore.index.queries import Queries
+from ckptstore.log.state import State
 from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check import Finding, Kind, Severity
 from ckptstore.maintenance.check.offline_store import OfflineStore
@@ -144,24 +144,18 @@ def _differences(catalog: Queries, fresh: Queries, contents: Contents) -> Iterat
         # Compared by repr, because a metric may be NaN.
         if repr(got) != repr(right):
             yield f"has other {name} than the log: {_first_difference(got, right)}"
-    for schema in sorted({schema for info in wanted for schema in info.schemas.values()}):
-        leaves = catalog.leaves(schema)
+    for name in sorted({schema for info in wanted for schema in info.schemas.values()}):
+        schema = catalog.schema(name)
         # A schema that cannot be read is a separate finding.
         with suppress(CkptStoreError):
-            if leaves is not None and leaves != _leaves(contents, schema):
-                yield f"has other leaves than schema {schema[:12]}"
+            if schema is not None and schema != contents.schema(parse_chunk_id(name)):
+                yield f"has another schema {name[:12]} than the store"
 
 
 def _first_difference(got: Any, wanted: Any) -> str:
     if isinstance(got, list) and len(got) == len(wanted):
         got, wanted = next((a, b) for a, b in zip(got, wanted, strict=True) if repr(a) != repr(b))
     return f"wanted {wanted!s:.300}, got {got!s:.300}"
-
-
-def _leaves(contents: Contents, schema_id: str) -> list[LeafInfo]:
-    schema = contents.schema(ChunkId(bytes.fromhex(schema_id)))
-    columns = (schema.paths, schema.kinds, schema.dtypes, schema.shapes, schema.aliases)
-    return [LeafInfo(*row) for row in zip(*columns, strict=True)]
 
 
 def index_findings(

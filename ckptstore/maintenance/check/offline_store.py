@@ -1,26 +1,35 @@
-"""The view of fsck and repair on a store: storage and identity from as few files as possible,
-never from an index."""
+"""The view of fsck and repair on a store, from few files and never from an index: configuration,
+and every entry of the log, even damaged, exchanged or missing ones, with its caches and tags.
+
+`log.log` stops at the first problem; this module continues, and folds the state as far as it is
+known. Each entry attests the hash and length of the one before, so of two that disagree the first
+is wrong.
+"""
 
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptstore.core.config import CHUNK_BYTES, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, StoreConfig
-from ckptstore.core.ids import CONFIG_KEY, log_key
+from ckptstore.core.config import CHUNK_BYTES, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, MIB, StoreConfig
+from ckptstore.core.ids import CONFIG_KEY, StoreId, checkpoint_key, log_key, segment_key
+from ckptstore.core.process import Pool
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
+from ckptstore.index import open_log_place
 from ckptstore.index.catalog_sqlite import open_catalog
-from ckptstore.index.open_log import open_log_place
 from ckptstore.index.queries import Queries
 from ckptstore.index.suspect_packs import DISTRUST_NAME, SuspectPacks
-from ckptstore.log.entries import Position, decode_entry
+from ckptstore.log.entries import Entry, NewerEntry, Position, decode_entry, origin
 from ckptstore.log.log import Log
-from ckptstore.maintenance.check import Finding, Kind
-from ckptstore.maintenance.check.log import list_log, read_chain, read_small
+from ckptstore.log.log_backend import decode_segment
+from ckptstore.log.log_snapshots import decode_state
+from ckptstore.log.state import State, apply, genesis
+from ckptstore.maintenance.check import Finding, Kind, Severity, foreign
 from ckptstore.maintenance.check.trees import Contents, misfits
 from ckptstore.objects.codecs import RAW
 from ckptstore.objects.documents import decode_config
@@ -177,3 +186,241 @@ def _chunk_sizes(contents: Contents) -> set[int]:
             with suppress(CkptStoreError):
                 fitting -= {n for n in fitting if any(misfits(contents.tree(key, ref, n)))}
     return fitting
+
+
+ENTRY_BYTES_MAX = 256 * MIB
+GAP_MAX = 1000
+"""An entry further than this beyond the others is not part of this log, whatever its name says."""
+
+_NAME = re.compile(r"log/(checkpoint-|segment-|)([0-9]{12})")
+_SCRATCH = re.compile(r"log/scratch-[0-9a-f]{24}")
+_READ_AHEAD = 16
+_REPAIR = (
+    "run `ckptstore repair`: it knows whether the entry can be made again, from a mirror "
+    "with --from"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BadEntry:
+    """An entry that is missing (`data` is None) or wrong at `n`; `wanted` is the attested one."""
+
+    n: int
+    data: bytes | None
+    problem: str
+    wanted: Position | None
+
+
+@dataclass(frozen=True, slots=True)
+class BadCache:
+    """A checkpoint or segment `key` that does not match this log's own entry `n`."""
+
+    key: str
+    n: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The audited log. `state` is exact if `certain`; otherwise it lacks the effects of bad
+    entries. `unknown` are foreign keys in `log/`."""
+
+    state: State
+    certain: bool
+    head: int
+    bad: tuple[BadEntry, ...]
+    bad_caches: tuple[BadCache, ...]
+    unknown: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LogFiles:
+    """The names in `log/`: numbers of entries, checkpoints and segments, in order; `unknown` are
+    other keys, and entries too far off."""
+
+    entries: list[int]
+    checkpoints: list[int]
+    segments: list[int]
+    unknown: list[str]
+
+
+def list_log(storage: Storage) -> LogFiles:
+    """List the names in `log/`."""
+    files = LogFiles([], [], [], [])
+    numbered = {"": files.entries, "checkpoint-": files.checkpoints, "segment-": files.segments}
+    for key, _ in storage.list("log/"):
+        found = _NAME.fullmatch(key)
+        last = files.entries[-1] if files.entries else 0
+        if found and (found[1] or 0 < int(found[2]) <= last + GAP_MAX):
+            numbered[found[1]].append(int(found[2]))
+        elif not _SCRATCH.fullmatch(key):
+            files.unknown.append(key)
+    return files
+
+
+def read_chain(
+    storage: Storage, store: StoreId, generation: int, *, remembered: Position | None = None
+) -> Chain:
+    """Examine every entry; `remembered` is an entry known to be in this log, for example by the
+    catalog.
+
+    Raises `Conflict` for an entry that only a newer ckptstore can read.
+    """
+    files = list_log(storage)
+    last = max(files.entries, default=0)
+    states, ends, bad_caches = _read_caches(storage, files, store, generation)
+    witnesses = {n: state.position for n, state in states.items() if n <= last + GAP_MAX}
+    if remembered and 0 < remembered.n <= last + GAP_MAX:
+        witnesses.setdefault(remembered.n, remembered)
+    head = max([last, *witnesses])
+    cached = {end.n for end in ends.values()}
+    state, certain = genesis(store, generation), True
+    applied: dict[int, Position] = {}
+    broken: list[BadEntry] = []
+    for found in _audited(storage, store, head):
+        if isinstance(found, BadEntry):
+            broken.append(replace(found, wanted=found.wanted or witnesses.get(found.n)))
+            continue
+        certain = certain and found.n == state.n + 1
+        state = apply(state, found)
+        if found.n in cached:
+            applied[found.n] = found.position
+        checkpoint = states.get(found.n)
+        if not certain and checkpoint and checkpoint.position == found.position:
+            state, certain = checkpoint, True
+    bad_caches += (
+        BadCache(key, end.n, "it does not end with this log's own entry")
+        for key, end in ends.items()
+        if applied.get(end.n) != end
+    )
+    unknown = tuple(files.unknown)
+    return Chain(state, certain, head, tuple(broken), tuple(bad_caches), unknown)
+
+
+def log_findings(chain: Chain) -> Iterator[Finding]:
+    """Invalid entries and caches. Pure."""
+    for bad in chain.bad:
+        state = "is missing" if bad.data is None else "is damaged"
+        what = f"entry {bad.n} of the log {state}: {bad.problem}"
+        yield Finding(Kind.ENTRY, what, _REPAIR, key=log_key(bad.n), entry=bad.n)
+    for cache in chain.bad_caches:
+        what = f"{cache.key}, a cache of the log up to entry {cache.n}, is ignored: {cache.problem}"
+        step = "run `ckptstore repair --apply`, which removes it"
+        yield Finding(Kind.CHECKPOINT, what, step, Severity.INDEX, cache.key, cache.n)
+    yield from (foreign(key, "into a log") for key in chain.unknown)
+    if not chain.certain:
+        what = (
+            "what the bad entries did is unknown: commits, tags and packs that only they name "
+            "are not in what follows"
+        )
+        yield Finding(Kind.ENTRY, what, _REPAIR)
+
+
+def ref_findings(state: State) -> Iterator[Finding]:
+    """Tags that name no commit. Pure."""
+    for name, commit in sorted(state.tags.items()):
+        if commit not in state.commits:
+            what = f"tag {name!r} names commit {commit[:12]}, which is not in the log"
+            step = f"set it again: `ckptstore tag {name} REF`, or remove it: `ckptstore tag -d "
+            yield Finding(Kind.REF, what, f"{step}{name}`")
+
+
+def decode_at(n: int, data: bytes, store: StoreId) -> Entry:
+    """The entry in the file `log/<n>` of `store`; raises `Corrupt`, or `NewerEntry`."""
+    entry = decode_entry(data)
+    if (entry.n, entry.store) != (n, store):
+        raise Corrupt(
+            f"the file holds entry {entry.n} of store {entry.store}; wanted entry {n} of store "
+            f"{store}"
+        )
+    return entry
+
+
+def read_small(storage: Storage, key: str) -> bytes | None:
+    """The bytes of a small object; None if it is absent, unreadable, or far too large for its
+    kind."""
+    try:
+        data = storage.read(key, 0, ENTRY_BYTES_MAX + 1)
+    except CkptStoreError:
+        return None
+    return data if len(data) <= ENTRY_BYTES_MAX else None
+
+
+def _audited(storage: Storage, store: StoreId, head: int) -> Iterator[Entry | BadEntry]:
+    """Every entry up to `head`, in order. Of two neighbors that disagree, the first is wrong."""
+    before: Entry | BadEntry | None = None
+    before_data: bytes | None = None
+    keys = [log_key(n) for n in range(1, head + 1)]
+    for n, (_, data) in enumerate(_read_many(storage, keys), 1):
+        found = _examined(n, data, store)
+        if isinstance(found, Entry):
+            attested = Position(n - 1, found.prev_hash, found.prev_bytes)
+            if isinstance(before, BadEntry):
+                before = replace(before, wanted=attested)
+            elif (got := before.position if before else origin(store)) != attested:
+                problem = f"entry {n} wants before it the entry {attested}, got {got}"
+                if before:
+                    before = BadEntry(n - 1, before_data, problem, attested)
+                else:
+                    # No entry precedes entry 1, so a wrong attestation is its own fault.
+                    found = BadEntry(n, None, problem, None)
+        if before:
+            yield before
+        before, before_data = found, data
+    if before:
+        yield before
+
+
+def _examined(n: int, data: bytes | None, store: StoreId) -> Entry | BadEntry:
+    try:
+        return decode_at(n, _there(data), store)
+    except NewerEntry:
+        raise
+    except CkptStoreError as error:
+        return BadEntry(n, data, str(error), None)
+
+
+def _is_gone(storage: Storage, key: str) -> bool:
+    try:
+        return storage.size(key) is None
+    except CkptStoreError:
+        return False
+
+
+def _there(data: bytes | None) -> bytes:
+    if data is None:
+        raise NotFound("it is missing or cannot be read")
+    return data
+
+
+def _read_caches(
+    storage: Storage, files: LogFiles, store: StoreId, generation: int
+) -> tuple[dict[int, State], dict[str, Position], list[BadCache]]:
+    """The checkpoints' states, the last entries of checkpoints and segments by key, and the
+    problems of invalid ones."""
+    states, ends, bad = dict[int, State](), dict[str, Position](), list[BadCache]()
+    numbers = dict(zip(map(checkpoint_key, files.checkpoints), files.checkpoints, strict=True))
+    segments = dict(zip(map(segment_key, files.segments), files.segments, strict=True))
+    for key, data in _read_many(storage, [*numbers, *segments]):
+        n = numbers.get(key) or segments[key]
+        try:
+            if key in segments:
+                ends[key] = decode_segment(_there(data), n, store)[-1].position
+                continue
+            state = decode_state(_there(data), store, generation)
+            if state.n != n:
+                raise Corrupt(f"it is the state at entry {state.n}")
+            states[n], ends[key] = state, state.position
+        except (Corrupt, NotFound) as error:
+            # Older ones are deleted as new ones are written.
+            if not _is_gone(storage, key):
+                bad.append(BadCache(key, n, str(error)))
+    return states, ends, bad
+
+
+def _read_many(storage: Storage, keys: Sequence[str]) -> Iterator[tuple[str, bytes | None]]:
+    batch = _READ_AHEAD * 8
+    with Pool(_READ_AHEAD) as pool:
+        for first in range(0, len(keys), batch):
+            some = keys[first : first + batch]
+            yield from zip(some, pool.map(partial(read_small, storage), some), strict=True)

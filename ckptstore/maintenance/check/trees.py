@@ -21,7 +21,7 @@ from ckptstore.core.ids import (
 )
 from ckptstore.core.model import CommitDocument, TreeRef
 from ckptstore.errors import CkptStoreError, Corrupt
-from ckptstore.log.fold import CommitRow, State
+from ckptstore.log.state import CommitRow, State
 from ckptstore.maintenance.check import Finding, Kind, severity_of
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA, FooterTable

@@ -1,1 +1,396 @@
-"""Garbage collection: mark, condemn, copy, delete."""
+"""Garbage collection beside other writers, readers and gcs: mark, condemn, delete, copy, delete
+(docs/gc.md).
+
+Safety comes from the log. Every step is an entry that `log.admission.check` admits or refuses at
+the head. An object is deleted only after the log no longer lists it, and an unlisted one only if
+its session is over. Nothing depends on time, on a lock, or on running alone.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from ckptstore.commit.transaction import Destination, Transaction
+from ckptstore.core.config import default_threads
+from ckptstore.core.ids import CommitId, PackId, SessionId
+from ckptstore.core.text import bytes_text, count_text
+from ckptstore.errors import Conflict, Corrupt, InvalidInput, NoSpace, NotFound
+from ckptstore.log.admission import Code, Refusal
+from ckptstore.log.entries import Body, Condemn, Delete, Entry, Over, Register
+from ckptstore.log.log import Refused
+from ckptstore.log.state import State
+from ckptstore.maintenance import Counter, Progress, silent
+from ckptstore.maintenance.gc.mark import PackUse, mark
+from ckptstore.maintenance.gc.plan import (
+    Copy,
+    GcPlan,
+    choose,
+    doomed_packs,
+    list_objects,
+    live_rows,
+    orphans,
+    place,
+    plan_copies,
+)
+from ckptstore.maintenance.gc.session_monitor import SessionMonitor
+from ckptstore.repository.chunk_reader import keys_of, read_chunks
+from ckptstore.repository.pack_writer import OpenPack, PackSet
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.storage.reserve import is_full, room
+
+B = TypeVar("B", Over, Condemn, Register, Delete)
+
+ATTEMPTS = 3
+MAX_UNUSED = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class GcOptions:
+    """`max_unused` is the share of the packs' bytes that may stay dead instead of being
+    repacked, `max_repack_bytes` the limit of copying. With `force`, condemned packs are deleted
+    although commits in flight may have to write their chunks again."""
+
+    max_unused: float = MAX_UNUSED
+    max_repack_bytes: int | None = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_unused <= 1:
+            raise InvalidInput(
+                f"max_unused is {self.max_unused}; wanted a share from 0 to 1, such as 0.05"
+            )
+        if self.max_repack_bytes is not None and self.max_repack_bytes < 0:
+            raise InvalidInput(
+                f"max_repack_bytes is {self.max_repack_bytes}; wanted 0 or more, or None for no "
+                "limit"
+            )
+
+
+@dataclass(slots=True, repr=False)
+class GcReport:
+    """The result of a gc, which fills it while it works. `freed_bytes` are of the objects it
+    deleted, `copied_bytes` of the packs it wrote.
+
+    `damaged` are packs whose live chunks could not be copied; they stay as they are, for `fsck`.
+    `stopped` is the reason why it copied less than planned.
+    """
+
+    plan: GcPlan
+    freed_bytes: int = 0
+    copied_bytes: int = 0
+    condemned_packs: int = 0
+    deleted: tuple[PackId, ...] = ()
+    deleted_orphans: int = 0
+    purged: tuple[CommitId, ...] = ()
+    over: tuple[SessionId, ...] = ()
+    damaged: tuple[PackId, ...] = ()
+    stopped: str = ""
+    dry_run: bool = False
+
+    def __repr__(self) -> str:
+        return f"<gc: {self._result}>"
+
+    def __str__(self) -> str:
+        return self.plan.page(self._result)
+
+    @property
+    def _result(self) -> str:
+        if self.dry_run:
+            return self.plan.result
+        freed, wrote = bytes_text(self.freed_bytes), bytes_text(self.copied_bytes)
+        gone = (
+            f"{count_text(len(self.deleted), 'pack')}, {count_text(self.deleted_orphans, 'orphan')}"
+        )
+        return f"freed {freed} ({gone}), wrote {wrote}"
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What somebody must look at."""
+        damaged = (
+            f"pack {pack} is damaged and was not copied; run `ckptstore fsck --read-data`"
+            for pack in self.damaged
+        )
+        stopped = [f"stopped copying: {self.stopped}"] if self.stopped else []
+        return (*self.plan.problems, *damaged, *stopped)
+
+
+def collect(
+    handle: StoreHandle,
+    options: GcOptions = GcOptions(),
+    *,
+    dry_run: bool = False,
+    progress: Progress = silent,
+    clock: Callable[[], float] = time.monotonic,
+) -> GcReport:
+    """Plan a gc and, without `dry_run`, execute the plan.
+
+    Raises `Corrupt`, before anything is deleted, if a commit's document or pages cannot be read;
+    `Conflict` if other gcs kept condemning.
+    """
+    if not dry_run:
+        handle.check_writable()
+    threads = ThreadPool(default_threads())
+    gc = _Gc(handle, options, threads, clock, progress)
+    try:
+        for _ in range(ATTEMPTS):
+            try:
+                if dry_run:
+                    full = not handle.read_only and is_full(handle.storage)
+                    return GcReport(gc.plan(full=full), dry_run=True)
+                with room(handle.storage) as full:
+                    return gc.execute(gc.plan(full=full))
+            except Refused as error:
+                if error.refusal.code is not Code.FENCED:
+                    raise
+                last = error
+                gc.list_store()
+        raise Conflict(
+            f"other gcs condemned packs {ATTEMPTS} times while this one looked; let them finish, "
+            "then repeat gc"
+        ) from last
+    finally:
+        threads.close()
+
+
+def plans_at(handle: StoreHandle, states: Iterable[State], options: GcOptions) -> list[GcPlan]:
+    """The plan of a gc on a full disk for a hypothetical state of the log. Changes nothing.
+
+    Raises `Corrupt` if a commit's document or pages cannot be read, `NotFound` for objects that
+    another gc is deleting.
+    """
+    threads = ThreadPool(default_threads())
+    try:
+        gc = _Gc(handle, options, threads, time.monotonic, silent)
+        return [gc.plan_at(state, full=True) for state in states]
+    finally:
+        threads.close()
+
+
+def _mark_again() -> Refused:
+    """Another gc condemned since the mark: each could rely on the duplicate that the other one
+    deletes."""
+    return Refused(Refusal(Code.FENCED, "another gc condemned packs since the mark; mark again"))
+
+
+def _without(body: Body, refusal: Refusal) -> Body | None:
+    """What may still be appended of `body` after a refusal; None if nothing is left. Pure."""
+    match body:
+        case Over():
+            sessions = tuple(s for s in body.sessions if s not in refusal.sessions)
+            return Over(sessions) if sessions else None
+        case Condemn():
+            packs = body.packs - refusal.packs
+            purge = tuple(c for c in body.purge if c not in refusal.commits)
+            return replace(body, packs=packs, purge=purge) if packs or purge else None
+        case Register():
+            condemn = body.condemn - refusal.packs
+            return replace(body, condemn=condemn) if condemn else None
+        case Delete():
+            packs = body.packs - refusal.packs
+            return Delete(packs) if packs else None
+    return None
+
+
+class _Gc:
+    """One gc: its plan, gathered in a safe order (objects are listed before the log is replayed),
+    and the execution; `report` is its progress."""
+
+    def __init__(
+        self,
+        handle: StoreHandle,
+        options: GcOptions,
+        threads: ThreadPool,
+        clock: Callable[[], float],
+        progress: Progress,
+    ) -> None:
+        self._storage, self._log = handle.storage, handle.log
+        self._options, self._threads, self._progress = options, threads, progress
+        self._handle, self._clock = handle, clock
+        self._to = Destination(handle, threads)
+        self._plan, self._fence = GcPlan(), 0
+        self.report = GcReport(self._plan)
+        self.list_store()
+
+    def list_store(self) -> None:
+        counter = Counter(self._progress, "list objects", 1)
+        self._monitor = SessionMonitor(self._handle, self._clock)
+        self._listing = list_objects(self._storage)
+        counter.add()
+
+    def plan(self, *, full: bool) -> GcPlan:
+        state = self._log.replay()
+        try:
+            return self.plan_at(state, full=full)
+        except (Corrupt, NotFound) as error:
+            if self._log.replay().fence != state.fence:
+                raise _mark_again() from error
+            raise
+
+    def plan_at(self, state: State, *, full: bool) -> GcPlan:
+        storage, options = self._storage, self._options
+        sessions = self._monitor.look(self._listing, state)
+        active = frozenset() if full or options.force else sessions.active_ids
+        marked = mark(storage, state, self._threads, self._progress)
+        purge = tuple(sorted(commit for commit, row in state.commits.items() if row.soft))
+        pack_bytes = storage.capabilities.pack_bytes
+        chosen = choose(
+            marked.uses,
+            max_unused=options.max_unused,
+            max_repack_bytes=options.max_repack_bytes,
+            pack_bytes=pack_bytes,
+        )
+        return GcPlan(
+            mark=marked.n,
+            fence=marked.fence,
+            over=sessions.over,
+            purge=purge,
+            doomed=tuple(doomed_packs(state, marked, self._monitor.waits, active)),
+            orphans=orphans(
+                self._listing,
+                state,
+                over=frozenset(sessions.over),
+                purged=frozenset(purge),
+                stale=sessions.stale,
+            ),
+            copies=tuple(plan_copies(storage, chosen, pack_bytes)),
+            copies_wait=tuple(sorted(active)),
+            missing=marked.missing,
+            unreadable=tuple(use.pack.id for use in marked.uses if not use.readable),
+            full=full,
+        )
+
+    def execute(self, plan: GcPlan) -> GcReport:
+        """Carry out a plan; what an earlier plan has done stays in the report."""
+        self.report.plan, self._plan, self._fence = plan, plan, plan.fence
+        if plan.over and (over := self._append(Over(plan.over))):
+            self.report.over += over.sessions
+        if plan.condemn or plan.purge:
+            body = self._append(Condemn(plan.mark, self._fence, plan.condemn, plan.purge))
+            if body:
+                self.report.condemned_packs += len(body.packs)
+                self.report.purged += body.purge
+        self._delete(pack.number for pack in plan.doomed)
+        self._sweep()
+        self._copy_all()
+        return self.report
+
+    def _append(self, body: B, append: Callable[[Any], Entry] | None = None) -> B | None:
+        """Append `body`, or what is left of it after a refusal; returns what was appended, None
+        if nothing was left. Raises `Refused` with the code `FENCED` after another gc."""
+        left: Body | None = body
+        while left is not None:
+            try:
+                entry = (append or self._log.append)(left)
+            except Refused as error:
+                smaller = _without(left, error.refusal)
+                if smaller == left:
+                    raise
+                left = smaller
+                continue
+            if isinstance(left, Condemn | Register):
+                self._fence = entry.n
+            assert isinstance(left, type(body))
+            return left
+        return None
+
+    def _delete(self, numbers: Iterable[int]) -> None:
+        """Delete those of the packs `numbers` that are condemned and that no session in flight
+        may still reuse."""
+        state = self._log.replay()
+        condemned = {n: pack for n in numbers if (pack := state.packs.get(n)) and not pack.live}
+        active = self._monitor.look(self._listing, state).active_ids
+        if self._options.force or self._plan.full:
+            active = frozenset()
+        waits = self._monitor.wait_for(condemned.values(), active, state)
+        free = frozenset(n for n, pack in condemned.items() if not waits[pack.id])
+        body = self._append(Delete(free)) if free else None
+        if body is None:
+            return
+        counter = Counter(self._progress, "delete packs", len(body.packs))
+        for n in sorted(body.packs):
+            pack = condemned[n]
+            for key in keys_of(pack.id, metadata=pack.metadata):
+                self._remove(key, pack.bytes)
+            self.report.deleted += (pack.id,)
+            counter.add()
+
+    def _remove(self, key: str, nbytes: int) -> None:
+        self._storage.delete(key)
+        self.report.freed_bytes += nbytes
+
+    def _sweep(self) -> None:
+        """Delete the planned orphans that are still orphans; they were listed before this
+        replay."""
+        state = self._log.replay()
+        planned = frozenset(orphan.key for orphan in self._plan.orphans)
+        stale = self._monitor.look(self._listing, state).stale
+        found = [o for o in orphans(self._listing, state, stale=stale) if o.key in planned]
+        counter = Counter(self._progress, "delete orphans", len(found))
+        for orphan in found:
+            self._remove(orphan.key, orphan.bytes)
+            self.report.deleted_orphans += 1
+            counter.add()
+
+    def _copy_all(self) -> None:
+        counter = Counter(self._progress, "copy", self._plan.copied_bytes)
+        for copy in self._plan.copies:
+            try:
+                self._copy(copy, counter)
+            except NoSpace as error:
+                self.report.stopped = str(error)
+                return
+
+    def _copy(self, copy: Copy, counter: Counter) -> None:
+        """Write a new pack, list it and condemn its sources, except those referred to since the
+        mark; then delete them."""
+        with Transaction.begin(self._to, what="gc") as transaction:
+            sources, body = self._write(copy, transaction.packs, counter), None
+            records = tuple(pack.record for pack in transaction.packs.closed)
+            if sources:
+                mark, fence = self._plan.mark, self._fence
+                body = Register(transaction.session, mark, fence, records, sources)
+                body = self._append(body, transaction.append)
+            if body is None:
+                transaction.packs.drop()
+                return
+        self.report.condemned_packs += len(body.condemn)
+        self.report.copied_bytes += sum(record.stored_bytes for record in records)
+        self._delete(sources)
+
+    def _write(self, copy: Copy, packs: PackSet, counter: Counter) -> frozenset[int]:
+        """Write the new pack durably; the log does not list it yet. Returns the numbers of the
+        packs that were copied; none if none could be read."""
+        target = packs.open_pack(metadata=copy.sources[0].pack.metadata)
+        try:
+            moved = [use for use in copy.sources if self._append_chunks(use, target, counter)]
+        except BaseException:
+            target.discard()
+            raise
+        if moved:
+            packs.closed.append(target.close(self._threads.spread))
+            packs.wait()
+        else:
+            target.discard()
+        return frozenset(use.number for use in moved)
+
+    def _append_chunks(self, use: PackUse, target: OpenPack, counter: Counter) -> bool:
+        """Append the live chunks of a pack as they are stored, each verified; False, with the pack
+        in the report, if some cannot be read."""
+        try:
+            rows = live_rows(self._storage, use)
+            offsets, _ = place(rows, target.offset)
+            chunks = read_chunks(self._storage, use.pack.id, rows, metadata=use.pack.metadata)
+            for offset, chunk in zip(offsets.tolist(), chunks, strict=True):
+                target.pad_to(offset)
+                target.entries.append(chunk.entry._replace(offset=target.append(chunk.stored)))
+                counter.add(len(chunk.stored))
+            target.flush()
+        except (Corrupt, NotFound) as error:
+            if self._log.replay().fence != self._fence:
+                # A pack that another gc has deleted is not damaged.
+                raise _mark_again() from error
+            self.report.damaged += (use.pack.id,)
+            return False
+        return True

@@ -11,12 +11,11 @@ after a boot they start anew. A mistake costs a slow writer a repeated commit an
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ckptstore.core.ids import PackId, SessionId
+from ckptstore.core.process import boot_id
 from ckptstore.log.sessions import SessionInfo, is_gone, read_sessions
 from ckptstore.log.state import Pack, State
 from ckptstore.maintenance import load_note, save_note
@@ -28,9 +27,6 @@ NO_FILE = -1
 """The counter of a session that has no file."""
 
 WATCH_NAME = "watch.json"
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
 
 Seen: TypeAlias = dict[str, tuple[int, float]]
 """Sessions and files in `tmp/` with a counter or size, and the time of its last change."""
@@ -59,7 +55,7 @@ class SessionMonitor:
         self.seen: Seen
         self.waits: Waits
         self.seen, self.waits = load_note(
-            self._path, _boot(), _observations, _observations(({}, {}))
+            self._path, boot_id(), _observations, _observations(({}, {}))
         )
 
     def look(self, listing: Listing, state: State) -> Sessions:
@@ -103,7 +99,7 @@ class SessionMonitor:
 
     def _save(self) -> None:
         waits = {pack: sorted(sessions) for pack, sessions in self.waits.items()}
-        save_note(self._path, _boot(), [self.seen, waits])
+        save_note(self._path, boot_id(), [self.seen, waits])
 
 
 def _observations(content: Any) -> tuple[Seen, Waits]:
@@ -112,12 +108,6 @@ def _observations(content: Any) -> tuple[Seen, Waits]:
         {name: (int(value), float(s)) for name, (value, s) in seen.items()},
         {PackId(pack): frozenset(map(SessionId, sessions)) for pack, sessions in waits.items()},
     )
-
-
-def _boot() -> str:
-    with suppress(OSError):
-        return _BOOT_ID.read_text().strip()
-    return ""
 
 
 Status: TypeAlias = Literal["active", "gone", "closed"]

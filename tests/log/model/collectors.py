@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from ckptstore.core.ids import PackId, SessionId
 from ckptstore.log.entries import Condemn, Delete, Register
-from ckptstore.log.fold import State
+from ckptstore.log.state import State
 from tests.log.model.world import (
     LETTERS,
     Collector,

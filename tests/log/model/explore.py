@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptstore.core.ids import CommitId, PackId, SessionId
-from ckptstore.log.fold import State
+from ckptstore.log.state import State
 from tests.log.model.collectors import gc_moves
 from tests.log.model.others import other_moves
 from tests.log.model.world import KEPT, LETTERS, Label, Move, Scope, World, start

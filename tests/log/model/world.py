@@ -12,9 +12,9 @@ from typing import NamedTuple, TypeAlias
 
 from ckptstore.core.ids import CommitId, PackId, SessionId, StoreId
 from ckptstore.core.model import PackRecord
-from ckptstore.log import fold
+from ckptstore.log.admission import Refusal, check
 from ckptstore.log.entries import Body, Commit, Entry, Register
-from ckptstore.log.fold import State
+from ckptstore.log.state import State, apply, genesis, number
 
 CHUNKS = "abc"
 LETTERS = {
@@ -131,8 +131,8 @@ def commit_body(
 def append(world: World, body: Body) -> World:
     """One entry at the head of the log; the table before it becomes a possible stale view."""
     state = world.state
-    numbered = fold.number(state, body)
-    after = fold.apply(state, Entry(state.n + 1, "", 0, STORE, 1, "", 0, numbered, "", 0))
+    numbered = number(state, body)
+    after = apply(state, Entry(state.n + 1, "", 0, STORE, 1, "", 0, numbered, "", 0))
     numbers = world.numbers
     if isinstance(numbered, Commit | Register) and numbered.packs:
         numbers = numbers | {p.id: p.number for p in numbered.packs}
@@ -142,8 +142,8 @@ def append(world: World, body: Body) -> World:
     return world._replace(state=after, numbers=numbers, views=views)
 
 
-def refusal(world: World, body: Body) -> fold.Refusal | None:
-    return fold.check(world.state, fold.number(world.state, body))
+def refusal(world: World, body: Body) -> Refusal | None:
+    return check(world.state, number(world.state, body))
 
 
 def table(state: State) -> frozenset[Placed]:
@@ -163,7 +163,7 @@ def start(scope: Scope) -> World:
     owned = tuple(record(PackId(f"{session_of('k0')}-0-{i}"), mask) for i, mask in enumerate(masks))
     writers = tuple(Writer("look", f"w{i}", frozenset()) for i in range(len(scope.wants)))
     world = World(
-        fold.genesis(STORE, 1),
+        genesis(STORE, 1),
         {},
         frozenset((p.id, p.bytes) for p in owned),
         (),

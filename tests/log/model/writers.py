@@ -9,8 +9,8 @@ one that is still on its way may arrive for as long as nobody takes its number.
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from ckptstore.log.admission import Code
 from ckptstore.log.entries import Commit
-from ckptstore.log.fold import Code
 from tests.log.model.world import (
     LETTERS,
     Move,
