@@ -24,7 +24,7 @@ from ckptstore.core.ids import CommitId, new_session_id
 from ckptstore.core.text import count_text, seconds_text
 from ckptstore.log.entries import Commit
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.storage.registry import open_storage
+from ckptstore.storage import open_storage
 
 CHUNK_BYTES = 1 << 16
 COPIERS = 32

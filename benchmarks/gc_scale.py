@@ -54,8 +54,8 @@ from ckptstore.repository.init_store import init_store
 from ckptstore.repository.pack_writer import OpenPack
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.registry import open_storage
 
 CHUNK_BYTES = 65536
 PACK_CHUNKS = 1000

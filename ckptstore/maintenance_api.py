@@ -29,7 +29,7 @@ from ckptstore.repository.resolve_ref import AnyRef, find_commit
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader
-from ckptstore.storage.registry import open_storage
+from ckptstore.storage import open_storage
 
 
 class Maintenance:

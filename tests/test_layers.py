@@ -51,7 +51,7 @@ QUICK = (
     "ckptstore.core.ids",
     "ckptstore.core.model",
     "ckptstore.objects.documents",
-    "ckptstore.storage.registry",
+    "ckptstore.storage",
     "ckptstore.log.entries",
     "ckptstore.log.state",
     "ckptstore.log.log",

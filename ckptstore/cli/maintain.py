@@ -39,7 +39,7 @@ from ckptstore.maintenance.retention import (
 from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.resolve_ref import find_commit, find_id
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.storage.registry import open_storage
+from ckptstore.storage import open_storage
 
 PERIODS: tuple[Period, ...] = ("hourly", "daily", "weekly", "monthly")
 

@@ -16,7 +16,7 @@ from ckptstore.errors import NotFound
 from ckptstore.index.catalog_sqlite import REVISION
 from ckptstore.repository.init_store import init_store, read_config
 from ckptstore.repository.store_handle import CATALOG_NAME
-from ckptstore.storage.registry import open_storage
+from ckptstore.storage import open_storage
 
 TAGS = "latest $(ckptstore tag --names 2>/dev/null)"
 PREAMBLE = {

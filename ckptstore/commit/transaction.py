@@ -254,19 +254,16 @@ class Transaction:
         """Hash the chunks of `plan` on at most `max_workers` threads and pack those that the store
         lacks; returns the chunk ids by leaf, in grid order. Raises the failure of any thread.
 
-        `hints` know the last commit of the same plan, and then this one.
-
-        Afterwards the packs are closing; `receipt` and `publish` wait for them.
+        `hints` know the last commit of the same plan, and then this one. Afterwards the packs are
+        closing; `receipt` and `publish` wait for them.
         """
         ids = {part.leaf: bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts}
         batches, threads = shared(plan.batches), self._to.threads
         small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
         count = min(max_workers or threads.count, threads.count, len(plan.batches))
-        hints = hints or DedupHints()
+        hints, dedup = hints or DedupHints(), self.look()
         writers = [
-            ChunkWriter(
-                batches, sources, ids, self.look(), hints, self.packs, watch, threads.scratch
-            )
+            ChunkWriter(batches, sources, ids, dedup, hints, self.packs, watch, threads.scratch)
             for _ in range(min(count, 1) if small else count)
         ]
         if writers:

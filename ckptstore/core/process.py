@@ -1,21 +1,25 @@
-"""How does this process share its host: which boot is it, how much memory is left, how does work
-continue when no more threads can be started, and when does Python's cycle collector pause?
+"""How does this process share its host: which boot is it, how much memory is left, how do processes
+take turns, how does work continue when no more threads can be started, and when does Python's cycle
+collector pause?
 
 Users and containers have a limit of threads. Work whose result is awaited then runs on the
 calling thread. A server without a thread is `Unavailable`.
 """
 
+import fcntl
 import gc
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from ckptstore.core.paths import rights
 from ckptstore.errors import Unavailable
 
 _lock = threading.Lock()
@@ -248,3 +252,41 @@ class Pool(Executor):
                 self._changed.wait_for(lambda: self._queue or self._closed)
                 self._idle -= 1
             return self._queue.popleft() if self._queue else None
+
+
+_POLL_S = 0.005
+
+
+@contextmanager
+def file_lock(path: Path, *, timeout_s: float, exclusive: bool = True) -> Iterator[bool]:
+    """Hold the lock on the file `path` (`flock`) within the block; it ends with its process.
+    Yields False after the timeout, or at once if `path` cannot be opened.
+
+    It protects indexes, which can be rebuilt, and never the store. Not reentrant: a thread that
+    holds the lock and asks again waits for itself.
+    """
+    try:
+        fd = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666 & rights(path.parent)
+        )
+    except OSError:
+        yield False
+        return
+    try:
+        yield _take(fd, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, time.monotonic() + timeout_s)
+    finally:
+        with suppress(OSError):  # the descriptor and its lock are gone whatever close(2) says
+            os.close(fd)
+
+
+def _take(fd: int, kind: int, deadline: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        except OSError:
+            return False

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 from ckptstore.core.ids import StoreId
 from ckptstore.core.paths import make_directories, write_file
+from ckptstore.core.process import file_lock
 from ckptstore.errors import Corrupt, Unavailable
 from ckptstore.index.queries import Ask, Queries, Rows
-from ckptstore.storage.file_lock import file_lock
 
 REVISION = "0004"
 """The revision of `migrations/` that these queries and `tables` require."""

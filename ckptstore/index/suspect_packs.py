@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from ckptstore.core.ids import PackId
 from ckptstore.core.paths import make_directories, write_file
-from ckptstore.storage.file_lock import file_lock
+from ckptstore.core.process import file_lock
 
 DISTRUST_NAME = "distrusted"
 

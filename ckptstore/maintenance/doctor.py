@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ckptstore.core.ids import new_session_id
 from ckptstore.core.paths import file_system, is_network_filesystem, make_directories
+from ckptstore.core.process import file_lock
 from ckptstore.core.text import bytes_text, seconds_text
 from ckptstore.errors import CkptStoreError
 from ckptstore.repository.disk_forecast import (
@@ -27,7 +28,6 @@ from ckptstore.repository.disk_forecast import (
 )
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.file_lock import file_lock
 from ckptstore.storage.reserve import RESERVE_BYTES
 
 FSYNC_ROUNDS = 5

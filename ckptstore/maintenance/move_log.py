@@ -22,7 +22,7 @@ from ckptstore.log.log import Log
 from ckptstore.objects.documents import encode_config
 from ckptstore.repository.init_store import check_exclusive_create, read_config
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.storage.registry import open_storage
+from ckptstore.storage import open_storage
 
 _SLICE = 500
 

@@ -25,8 +25,8 @@ from ckptstore.errors import (
 from ckptstore.index import database_log
 from ckptstore.objects.documents import decode_config, encode_config
 from ckptstore.objects.pointer_files import Pointer, read_pointer
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.registry import open_storage
 from ckptstore.storage.reserve import ensure_reserve
 
 _OTHER_WRITERS = {

@@ -31,8 +31,8 @@ from ckptstore.index.queries import Queries
 from ckptstore.log.entries import Position, check_follows, decode_entry
 from ckptstore.log.log import Log
 from ckptstore.repository.init_store import place_text, read_config
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.registry import open_storage
 
 if TYPE_CHECKING:
     from ckptstore.index.catalog import Catalog

@@ -1,1 +1,52 @@
-"""Where objects lie: local disks, buckets, and what fsspec knows."""
+"""Where objects lie: local disks, buckets, and what fsspec knows. Which storage does a URL name?"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ckptstore.core.paths import check_path
+from ckptstore.errors import InvalidInput
+from ckptstore.storage.contract import Storage
+
+
+def open_storage(
+    url: str | Path,
+    *,
+    read_only: bool = False,
+    storage_options: dict[str, Any] | None = None,
+    fsync: bool = True,
+    direct_io: bool | None = None,
+) -> Storage:
+    """The storage for `url`: a path or `file://` for a local directory, `s3://`, or another URL
+    that fsspec knows.
+
+    Creates nothing and looks nothing up; `~` is the user's home. `fsync=False` gives up
+    durability on a local disk, for tests and scratch stores. `direct_io` makes large objects
+    bypass a local disk's page cache; None does so only for writers with `aside`.
+    `storage_options` go to fsspec. Raises `InvalidInput` for text that is neither a path nor a
+    URL.
+    """
+    text = str(url)
+    check_path(text)
+    scheme, separator, rest = text.partition("://")
+    if not separator or scheme == "file":
+        if storage_options:
+            raise InvalidInput(
+                f"storage_options {sorted(storage_options)} mean nothing for the local path "
+                f"{text!r}; leave them out"
+            )
+        from ckptstore.storage.local import LocalStorage
+
+        return LocalStorage(
+            rest if separator else os.path.expanduser(url),
+            read_only=read_only,
+            fsync=fsync,
+            direct_io=direct_io,
+        )
+    if scheme in ("s3", "s3a"):
+        from ckptstore.storage.s3 import S3Storage
+
+        return S3Storage(text, read_only=read_only, storage_options=storage_options)
+    from ckptstore.storage.fsspec_backend import FsspecStorage
+
+    return FsspecStorage(text, read_only=read_only, storage_options=storage_options)

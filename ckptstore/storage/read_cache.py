@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId, checksum
 from ckptstore.core.paths import make_directories
-from ckptstore.storage.file_lock import file_lock
+from ckptstore.core.process import file_lock
 
 LARGEST_SHARE = 8
 """A chunk larger than this part of the limit is not kept: it would push out too much."""

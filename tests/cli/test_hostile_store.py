@@ -13,7 +13,7 @@ import torch
 import ckptstore
 from ckptstore.core.ids import new_session_id, session_key
 from ckptstore.log import sessions
-from ckptstore.storage.registry import open_storage
+from ckptstore.storage import open_storage
 from tests.cli.running import Result, call, run, run_on_terminal
 
 EVIL = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31mEVIL\r\x08\x7f\u202e\u2028\n[red]"

@@ -17,7 +17,7 @@ import ckptstore
 from ckptstore.core.process import Pool
 from ckptstore.errors import Unavailable
 from ckptstore.log import sessions
-from ckptstore.storage.registry import open_storage
+from ckptstore.storage import open_storage
 
 CHUNK = 1 << 16
 

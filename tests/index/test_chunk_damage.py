@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from lmdb.verify import verify
 
 from ckptstore.core.ids import StoreId
+from ckptstore.core.process import file_lock
 from ckptstore.index.chunks import ChunkIndex, lmdb_check
 from ckptstore.index.chunks import index as module
 from ckptstore.index.chunks.lmdb_env import DATABASES
 from ckptstore.index.chunks.records import RECORD_BYTES, decode, encode, ids_of, seed_of
-from ckptstore.storage.file_lock import file_lock
 from tests.index.building import STORE, footer, pack_name
 from tests.index.test_chunks import assert_found, assert_missing, ids
 from tests.support.mounts import failing_disk, power_disk_problem

@@ -11,8 +11,8 @@ from ckptstore.log.admission import check
 from ckptstore.log.entries import Body, Commit, Entry, encode_entry
 from ckptstore.log.log import Log
 from ckptstore.log.state import State, apply, genesis, number
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.registry import open_storage
 
 STORE = StoreId("5" * 32)
 

@@ -5,8 +5,8 @@ from uuid import uuid4
 
 import pytest
 
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.registry import open_storage
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -13,8 +13,8 @@ from ckptstore.log.log_snapshots import decode_state, encode_state
 from ckptstore.log.state import genesis
 from ckptstore.objects import canonical
 from ckptstore.objects.frames import compress, decompress
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.registry import open_storage
 from tests.log.builders import STORE, Wrapped, commit, commit_id, folded, open_log, packs, session
 
 FULL = folded(

@@ -17,8 +17,8 @@ from ckptstore.log.admission import Code
 from ckptstore.log.entries import Entry, Forget, Over, Settings, Tag
 from ckptstore.log.log import Log, Refused
 from ckptstore.log.log_backend import Met, pause_s
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.registry import open_storage
 from tests.log.builders import (
     STORE,
     Wrapped,

@@ -10,8 +10,8 @@ from ckptstore.core.ids import StoreId, log_key
 from ckptstore.errors import Corrupt, NotFound, ReadOnly
 from ckptstore.log.entries import Moved
 from ckptstore.log.log import Log, Refused
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.registry import open_storage
 from tests.log.builders import (
     STORE,
     commit,

@@ -16,8 +16,8 @@ from ckptstore.log.entries import Settings
 from ckptstore.log.log import Log
 from ckptstore.log.log_backend import SEGMENT_ENTRIES, decode_segment, encode_segment
 from ckptstore.objects.frames import compress
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.registry import open_storage
 from tests.log.builders import STORE, commit, open_log
 
 COUNT = 3 * SEGMENT_ENTRIES + 20

@@ -22,8 +22,8 @@ from ckptstore.log.sessions import (
     open_session,
     read_sessions,
 )
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.registry import open_storage
 from tests.log.builders import Wrapped, session
 
 

@@ -12,8 +12,8 @@ from ckptstore.maintenance.check import Level, Report, Share
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.offline_store import open_offline_store
 from ckptstore.maintenance.repair import Repaired, repair
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.registry import open_storage
 from ckptstore.store import Store
 
 CHUNK_BYTES = 1 << 16

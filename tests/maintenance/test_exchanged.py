@@ -15,7 +15,7 @@ import ckptstore
 from ckptstore.core.ids import CONFIG_KEY, log_key
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound
 from ckptstore.log.log import Log
-from ckptstore.storage.registry import open_storage
+from ckptstore.storage import open_storage
 from tests.log.builders import STORE, Wrapped, commit, open_log
 
 

@@ -12,7 +12,7 @@ from ckptstore.core.options import Storage
 from ckptstore.errors import Unavailable
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.open_store import open
-from ckptstore.storage.registry import open_storage
+from ckptstore.storage import open_storage
 from ckptstore.storage.reserve import RESERVE_BYTES, RESERVE_KEY, is_full
 from tests.maintenance.collecting import garbage, state_of, verify
 

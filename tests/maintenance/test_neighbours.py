@@ -18,7 +18,7 @@ import ckptstore
 from ckptstore import KeepLast
 from ckptstore.log.sessions import is_gone, open_session, read_sessions
 from ckptstore.repository import store_handle as opening_module
-from ckptstore.storage.registry import open_storage
+from ckptstore.storage import open_storage
 from tests.shared.sites import on
 from tests.support.checker import assert_same, assert_sound, view_of
 from tests.support.fork_server import Nursery
@@ -32,7 +32,7 @@ does."""
 CONTAINER = """
 import sys
 from ckptstore.log.sessions import open_session
-from ckptstore.storage.registry import open_storage
+from ckptstore.storage import open_storage
 session = open_session(open_storage(sys.argv[1]), "commit")
 print(session.id, flush=True)
 sys.stdin.read()

@@ -13,8 +13,8 @@ import pytest
 import ckptstore
 from ckptstore.errors import CkptStoreError
 from ckptstore.repository.footers import read_table_at
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import largest
-from ckptstore.storage.registry import open_storage
 from tests.maintenance.stores import check, files, heal, state
 
 SPARSE_BYTES = 40 << 30

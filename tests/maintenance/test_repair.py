@@ -19,7 +19,7 @@ from ckptstore.maintenance.check import Kind, Level
 from ckptstore.maintenance.repair import Mark, PutBack, Rebuild, SetAside, WriteConfig
 from ckptstore.maintenance.rescue import SavePacks
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.storage.registry import open_storage
+from ckptstore.storage import open_storage
 from tests.maintenance.stores import (
     assert_restores,
     check,

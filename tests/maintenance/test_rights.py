@@ -14,7 +14,7 @@ from ckptstore import KeepLast
 from ckptstore.log import log
 from ckptstore.log.sessions import open_session
 from ckptstore.repository import store_handle as opening_module
-from ckptstore.storage.registry import open_storage
+from ckptstore.storage import open_storage
 from tests.cli.running import call
 from tests.maintenance.collecting import state_of
 from tests.maintenance.stores import CHUNK_BYTES, files, flip, heal

@@ -24,8 +24,8 @@ from ckptstore.objects.pack import (
     parse_trailer,
 )
 from ckptstore.repository.footers import read_table
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.registry import open_storage
 from tests.support.mutations import damaged
 
 PACK = pack_id(SessionId("0" * 24), 0, 1)

@@ -12,8 +12,8 @@ import pytest
 
 import ckptstore
 from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.registry import open_storage
 from ckptstore.store import Store
 from tests.support.grouped import grouped
 from tests.support.servers.postgres import PostgresServer

@@ -17,8 +17,8 @@ import pytest
 from ckptstore.index.postgres_log import PostgresLog
 from ckptstore.log import log as log_module
 from ckptstore.log.log import Log
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.registry import open_storage
 from tests.log.builders import STORE, fresh_commit
 from tests.shared.sites import Site
 from tests.support.servers.postgres import PostgresServer

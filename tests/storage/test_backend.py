@@ -15,8 +15,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ckptstore.core.ids import SessionId, new_session_id, pack_id, pack_key, twin_key
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
 from ckptstore.repository.pack_writer import OpenPack
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage, Writer, put_finished
-from ckptstore.storage.registry import open_storage
 
 SESSION = SessionId("5" * 24)
 BAD_KEYS = ["", "/etc/passwd", "..", "../a", "a/../b", "a//b", "./a", "a/", "a/.", "a\0b"]

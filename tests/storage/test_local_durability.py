@@ -10,9 +10,8 @@ import pytest
 
 from ckptstore.core.ids import SessionId
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, ReadOnly, Unavailable
-from ckptstore.storage import local_files
+from ckptstore.storage import local_files, open_storage
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.registry import open_storage
 
 SESSION = SessionId("5" * 24)
 WRITES: dict[str, Callable[[Storage], object]] = {

@@ -9,8 +9,8 @@ import pytest
 
 from ckptstore.core.ids import SessionId
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, Unavailable
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.registry import open_storage
 from ckptstore.storage.s3_requests import Requests
 from ckptstore.storage.s3_upload import PART_BYTES
 from tests.storage.test_backend import SESSION, BackendContract, written

@@ -13,8 +13,8 @@ from fsspec.registry import _registry
 import ckptstore
 from ckptstore.core.ids import new_session_id
 from ckptstore.errors import InvalidInput
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.registry import open_storage
 from tests.storage.test_backend import BackendContract
 
 

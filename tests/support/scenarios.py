@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import ckptstore
+from ckptstore.core import process
 from ckptstore.errors import CkptStoreError, Conflict, NotFound, Unavailable
 from ckptstore.index import catalog
 from ckptstore.log.log import Log
@@ -29,7 +30,6 @@ from ckptstore.maintenance.mirror_plan import choose
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.storage import file_lock
 from ckptstore.store import Store
 from tests.cli.running import call
 from tests.maintenance.stores import check
@@ -457,7 +457,7 @@ def _time_waits(report: Report) -> None:
         return call
 
     Log.append = timed("append", Log.append)  # type: ignore[method-assign]
-    file_lock._take = timed("lock", file_lock._take)
+    process._take = timed("lock", process._take)
     catalog.Catalog._write = timed("catalog", catalog.Catalog._write)  # type: ignore[method-assign]
 
 

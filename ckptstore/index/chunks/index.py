@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from ckptstore.core.ids import PackId, StoreId
 from ckptstore.core.paths import make_directories, rights, write_file
+from ckptstore.core.process import file_lock
 from ckptstore.index.chunks import lmdb_check, lmdb_writes
 from ckptstore.index.chunks.lmdb_env import (
     DATABASES,
@@ -54,7 +55,6 @@ from ckptstore.index.chunks.records import (
     seed_of,
     sorted_order,
 )
-from ckptstore.storage.file_lock import file_lock
 
 _FORMAT = 2
 _BATCH = 65536

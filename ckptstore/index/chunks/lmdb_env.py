@@ -13,13 +13,12 @@ import lmdb
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.paths import rights
 from ckptstore.index.chunks.lmdb_check import Damaged
-from ckptstore.index.chunks.records import RECORD_BYTES
+from ckptstore.index.chunks.records import NUMBER_BYTES, RECORD_BYTES
 
 MAP_BYTES = 1 << 36
 """Address space of the map, unless the process is limited to less; the file has only the pages in
 use."""
 
-NUMBER_BYTES = 4
 DATABASES: dict[bytes, tuple[int, int] | None] = {
     b"chunks": (CHUNK_ID_BYTES, RECORD_BYTES),
     b"others": (CHUNK_ID_BYTES + NUMBER_BYTES, RECORD_BYTES),

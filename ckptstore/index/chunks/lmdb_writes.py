@@ -6,8 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
-from ckptstore.index.chunks.lmdb_env import NUMBER_BYTES, LmdbEnvironment, Transaction
-from ckptstore.index.chunks.records import LOCATION_DTYPE, NOTHING, Locations, as_values
+from ckptstore.index.chunks.lmdb_env import LmdbEnvironment, Transaction
+from ckptstore.index.chunks.records import (
+    LOCATION_DTYPE,
+    NOTHING,
+    NUMBER_BYTES,
+    Locations,
+    as_values,
+)
 
 _BATCH = 65536
 

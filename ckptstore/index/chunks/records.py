@@ -2,15 +2,22 @@
 
 A batch is encoded and checked at once with numpy, never chunk by chunk. `MemoryRecords` holds the
 records that could not be written to disk. As on disk, the pack added last wins.
+
+`remains` finds records in a file in any state by their sums, without liblmdb. Only the index knows
+the content of a pack whose footer is lost, and a damaged index is recreated when it is opened; so
+`repair` reads the remaining records before. Some may be stale: a record counts only if the bytes at
+its location match the chunk's id.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore.core.config import MIB
 from ckptstore.core.ids import CHUNK_ID_BYTES, PackId, StoreId, digest
 
 LOCATION_DTYPE = np.dtype(
@@ -36,6 +43,8 @@ width, and the checksum of its raw bytes. `found` is 0 if unknown."""
 
 Locations: TypeAlias = npt.NDArray[np.void]
 RECORD_BYTES = LOCATION_DTYPE.itemsize
+NUMBER_BYTES = 4
+"""Of a pack's number in a key."""
 NOTHING = bytes(RECORD_BYTES)
 
 _ID = np.dtype(f"V{CHUNK_ID_BYTES}")
@@ -154,3 +163,42 @@ class MemoryRecords:
             self._by_id = {}
             for ids, rows in self._contents.values():
                 self._by_id.update(zip(ids.tolist(), as_values(rows), strict=True))
+
+
+_DISTANCES = (CHUNK_ID_BYTES, CHUNK_ID_BYTES + NUMBER_BYTES)
+"""Distance from a chunk id to its record in either database. LMDB puts a value right after its key.
+"""
+_OVERLAP = _DISTANCES[-1] + RECORD_BYTES
+_FIELDS: Mapping[str, tuple[Any, ...]] = LOCATION_DTYPE.fields or {}
+_FOUND: int = _FIELDS["found"][1]
+
+
+def remains(folder: Path, store: StoreId) -> Iterator[tuple[npt.NDArray[np.void], Locations]]:
+    """Chunk ids and records of `store` in the index at `folder`, in blocks; none without a readable
+    file."""
+    seed = seed_of(store)
+    try:
+        with open(folder / "data.mdb", "rb") as file:
+            tail = b""
+            while block := file.read(MIB):
+                data = np.frombuffer(tail + block, np.uint8)
+                for distance in _DISTANCES:
+                    yield _in_block(data, distance, seed)
+                tail = data[-(_OVERLAP + _OVERLAP % 2) :].tobytes()
+    except OSError:
+        return
+
+
+def _in_block(
+    data: npt.NDArray[np.uint8], distance: int, seed: int
+) -> tuple[npt.NDArray[np.void], Locations]:
+    count = max(0, len(data) - distance - RECORD_BYTES + 1)
+    # Keys begin at even offsets.
+    marks = data[distance + _FOUND : distance + _FOUND + count : 2]
+    starts = 2 * np.flatnonzero(marks == 1)
+    ids = ids_of(data[starts[:, None] + np.arange(CHUNK_ID_BYTES)].tobytes())
+    rows = np.frombuffer(
+        data[starts[:, None] + distance + np.arange(RECORD_BYTES)].tobytes(), LOCATION_DTYPE
+    )
+    sound = checks(seed, ids, rows) == rows["check"]
+    return ids[sound], rows[sound]

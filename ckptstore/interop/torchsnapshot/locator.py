@@ -37,7 +37,7 @@ from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, No
 from ckptstore.interop.formats.sources import SNAPSHOT_METADATA
 from ckptstore.objects.pointer_files import DIRECTORY_POINTERS, Pointer, is_pointer, read_pointer
 from ckptstore.open_store import open as open_store
-from ckptstore.storage.registry import open_storage
+from ckptstore.storage import open_storage
 from ckptstore.store import Store
 
 logger = logging.getLogger("ckptstore")

@@ -16,7 +16,7 @@ from ckptstore.core.model import PackEntry
 from ckptstore.errors import CkptStoreError
 from ckptstore.index.catalog_sqlite import open_catalog
 from ckptstore.index.chunks import ChunkIndex
-from ckptstore.index.chunks.lmdb_salvage import remains
+from ckptstore.index.chunks.records import remains
 from ckptstore.index.queries import Queries
 from ckptstore.log.state import State
 from ckptstore.maintenance import Progress, silent

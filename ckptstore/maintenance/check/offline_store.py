@@ -40,8 +40,8 @@ from ckptstore.repository.store_handle import (
     StoreHandle,
     index_directory,
 )
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-from ckptstore.storage.registry import open_storage
 
 if TYPE_CHECKING:
     from ckptstore.index.postgres_log import PostgresLog
