@@ -301,7 +301,7 @@ class ObjectStore:
         if self._remote:
             limit_bytes = max(REMOTE_READ_BYTES, nbytes // room.threads)
         elif nbytes > ALONE_BYTES and self._is_cold(where[:: -(-len(where) // SAMPLES)], packs):
-            limit_bytes = COLD_BYTES
+            limit_bytes = min(COLD_BYTES, max(HASHED_BYTES, nbytes // room.threads))
         else:
             limit_bytes = HASHED_BYTES
         planned = plan_runs(

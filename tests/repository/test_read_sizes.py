@@ -25,7 +25,7 @@ def test_a_cold_read_is_a_run_and_a_warm_one_fits_the_processors_cache(
         read_into(self, key, offset, buffers)
 
     monkeypatch.setattr(LocalStorage, "is_cached", lambda *_: cached)
-    with ckptstore.open(tmp_path / "store") as store:
+    with ckptstore.open(tmp_path / "store", threads=2) as store:
         store.commit({"m": {"t": tensor}})
         monkeypatch.setattr(LocalStorage, "read_into", sized)
         got = store.checkout().read("m/t")
