@@ -82,8 +82,9 @@ def moto_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
     It looks whether there is an object and then puts one, and of two requests at once both may find
     none: here that is one step.
     """
+    from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
     from moto.s3.responses import S3Response
-    from moto.server import ThreadedMotoServer
+    from werkzeug.serving import make_server
 
     put, turn = S3Response.put_object, threading.Lock()
 
@@ -91,16 +92,25 @@ def moto_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
         with turn:
             return put(response)
 
-    moto = ThreadedMotoServer(ip_address=address, port=0, verbose=False)
+    class Quiet(MotoRequestHandler):
+        def log_request(self, *_: Any) -> None:
+            pass
+
+    # Only S3: moto's own server looks through the files of all services for each request.
+    moto = make_server(
+        address, 0, create_backend_app("s3"), threaded=True, request_handler=Quiet
+    )
     S3Response.put_object = put_in_turn
-    moto.start()
+    thread = threading.Thread(target=moto.serve_forever, daemon=True)
+    thread.start()
     try:
-        port = moto.get_host_and_port()[1]
-        server = S3Server(f"http://127.0.0.1:{port}", "testing-key", "testing-secret")
+        server = S3Server(f"http://127.0.0.1:{moto.port}", "testing-key", "testing-secret")
         make_bucket(server)
         yield server
     finally:
-        moto.stop()
+        moto.shutdown()
+        thread.join()
+        moto.server_close()
         S3Response.put_object = put
 
 
