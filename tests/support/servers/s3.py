@@ -97,9 +97,7 @@ def moto_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
             pass
 
     # Only S3: moto's own server looks through the files of all services for each request.
-    moto = make_server(
-        address, 0, create_backend_app("s3"), threaded=True, request_handler=Quiet
-    )
+    moto = make_server(address, 0, create_backend_app("s3"), threaded=True, request_handler=Quiet)
     S3Response.put_object = put_in_turn
     thread = threading.Thread(target=moto.serve_forever, daemon=True)
     thread.start()
