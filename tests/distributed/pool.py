@@ -14,6 +14,7 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,12 @@ IMPORTED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torchsnapshot",
-    "ckptstore.distributed.worker_group",
+    "ckptstore.distributed.worker_client",
+    "ckptstore.index.catalog",
     "ckptstore.interop.dcp",
+    "ckptstore.storage.local",
     "ckptstore.store",
+    "s3fs",
     "tests.distributed.layouts",
 ]
 """Modules imported before ranks are forked."""
@@ -63,6 +67,8 @@ class Pool:
             multiprocessing.get_context("spawn"),
             multiprocessing.get_context("forkserver"),
         )
+        # The fork server passes over a module that it does not find.
+        assert all(map(find_spec, IMPORTED)), IMPORTED
         forked.set_forkserver_preload(IMPORTED)
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
