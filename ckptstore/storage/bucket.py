@@ -63,6 +63,8 @@ _SESSION_OF = re.compile(r".*/(?P<session>[0-9a-f]{24})-[0-9]+-[0-9]+(?:\.2)?")
 _NOBODY = "0" * 24
 """The session of uploads that name none: they go when nobody has moved them for long."""
 
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
+
 _DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 """obstore's errors for answers 403 and 401; fsspec has `PermissionError`."""
 
@@ -301,7 +303,7 @@ class BucketStorage:
     def _failure(self, error: Exception, what: str, writing: bool) -> CkptStoreError:
         """Translate `error` into an error of this package."""
         told = f"cannot {what} in {self.url}: {self._told(error)}"
-        if "NoSuchBucket" in f"{error} {error.__cause__}":
+        if _NO_BUCKET.search(f"{error} {error.__cause__}"):
             if writing:
                 return InvalidInput(f"{told}; make the bucket first")
             return NotFound(f"there is no bucket for {self.url}")

@@ -20,6 +20,8 @@ ATTEMPTS = 3
 CONNECTIONS = 32
 PARTS_IN_FLIGHT = 8
 
+_FINAL = (FileNotFoundError, FileExistsError, PermissionError, NotImplementedError)
+
 _memory_lock = threading.Lock()
 """fsspec's memory filesystem looks and then creates; under this lock the two are one step."""
 
@@ -51,8 +53,7 @@ class FsspecClient:
     def may_pass(self, error: Exception) -> bool:
         """Whether a repeated request may succeed."""
         return isinstance(error, self._passing) and not (
-            isinstance(error, FileNotFoundError | FileExistsError | PermissionError)
-            or getattr(error, "errno", None) == errno.EINVAL
+            isinstance(error, _FINAL) or getattr(error, "errno", None) == errno.EINVAL
         )
 
     def get(self, key: str, start: int, stop: int | None) -> bytes:

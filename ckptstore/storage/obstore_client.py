@@ -67,9 +67,9 @@ earlier than that before they end."""
 _MARK = "ckptstorewriter"
 """The metadata that says which writer an object is of. Azure takes letters only."""
 
-_REFUSED = re.compile(r"status code: 4(?!08|29)|redirect|non-partial")
-"""How obstore's errors tell an answer that would be the same again; the last one is some servers'
-for a range of an empty object."""
+_REFUSED = re.compile(r"status code: 4(?!08|29)|redirect|non-partial|Wanted range")
+"""How obstore's errors tell an answer that would be the same again; the last two are some servers'
+for a range behind the object's end."""
 
 _runtime_pid = 0
 """The process that used obstore first: its threads live there alone."""
