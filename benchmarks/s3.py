@@ -31,7 +31,7 @@ from ckptstore.storage.contract import PART_BYTES
 from ckptstore.storage.fsspec_client import PARTS_IN_FLIGHT
 
 RAW, DCP, SNAPSHOT = "raw client", "DCP, fsspec", "TorchSnapshot, S3 plugin"
-CLIENTS = ((OURS, "s3fs"), (OBSTORE, "obstore"))
+CLIENTS = ((OURS, "fsspec"), (OBSTORE, "obstore"))
 
 Scenario = Callable[[State, str], object]
 

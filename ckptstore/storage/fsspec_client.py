@@ -7,6 +7,7 @@ waiting for minutes. `BucketStorage` repeats what still fails.
 """
 
 import errno
+import io
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -74,9 +75,10 @@ class FsspecClient:
 
     def put(self, key: str, data: bytes | memoryview, *, create: bool = False) -> None:
         mode = {"mode": "create"} if create else {}
+        # Copied unless it is bytes: not every library behind fsspec takes a memoryview.
+        body = _Sliced(data) if self._is_s3 and len(data) >= 2 * PART_BYTES else bytes(data)
         with self._exclusion if create else nullcontext():
-            # Copied unless it is bytes: not every library behind fsspec takes a memoryview.
-            self.fs.pipe_file(self._path(key), bytes(data), **self._in_parts, **mode)
+            self.fs.pipe_file(self._path(key), body, **self._in_parts, **mode)
 
     def upload(self, key: str) -> None:
         """None: objects are put whole."""
@@ -115,6 +117,20 @@ class FsspecClient:
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
+
+
+class _Sliced:
+    """Bytes whose slices are files. aiohttp reads a file piece by piece; given bytes, it moves what
+    is unsent after each piece."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data = memoryview(data)
+
+    def __len__(self) -> int:
+        return self._data.nbytes
+
+    def __getitem__(self, part: slice) -> io.BytesIO:
+        return io.BytesIO(self._data[part])
 
 
 def _with_limits(options: dict[str, Any], deadline_s: float) -> dict[str, Any]:

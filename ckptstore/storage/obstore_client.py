@@ -1,7 +1,7 @@
 """How are the requests of a bucket of S3, Google Cloud Storage or Azure sent through obstore?
 
 obstore is written in Rust and takes about half of the processor time that fsspec's libraries
-take (docs/decisions/044-…). For S3, s3fs finds the endpoint, the region and the credentials, so
+take (docs/decisions/047-…). For S3, s3fs finds the endpoint, the region and the credentials, so
 one set of options serves both clients, and it lists and aborts uploads, which obstore cannot.
 
 obstore repeats what it knows to be repeatable until the deadline, parts of an upload too, and
