@@ -48,7 +48,11 @@ class FsspecClient:
         )
         if self._is_s3:
             self.fs.retries = 1
-            self._in_parts = {"chunksize": PART_BYTES, "max_concurrency": PARTS_IN_FLIGHT}
+            self._in_parts = {
+                "chunksize": PART_BYTES,
+                "max_concurrency": PARTS_IN_FLIGHT,
+                "timeout": deadline_s,  # botocore's limits do not cover the sending of a body
+            }
             self._passing = _passing_errors()
 
     def may_pass(self, error: Exception) -> bool:

@@ -214,6 +214,26 @@ class TestS3(BackendContract):
                 storage.read("a")
             assert time.monotonic() - started < 20
 
+    def test_a_large_object_for_a_server_that_went_silent_is_given_up(
+        self, s3: S3Server, url: str
+    ) -> None:
+        """Its bytes do not fit into the buffers of the kernel, so sending them waits, too."""
+        with proxy_to(s3.address) as proxy:
+            storage = open_storage(
+                url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=2)
+            )
+            storage.put("a", b"x")
+            writer = storage.create("packs/aa/x", session=SESSION)
+            writer.append([memoryview(bytes(10))])
+            proxy.faults.silent.set()
+            started = time.monotonic()
+            with pytest.raises(Unavailable, match="given up after 2 s"):
+                for _ in range(8):
+                    writer.append([memoryview(bytes(PART_BYTES))])
+                writer.finish()
+            writer.discard()
+            assert time.monotonic() - started < 30
+
     def test_a_forked_child_reads_and_writes(self, storage: Storage) -> None:
         storage.put("a", b"0123")
 
