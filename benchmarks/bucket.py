@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ckptstore.storage.s3_requests import Requests
+from ckptstore.storage.bucket import BucketStorage
 from tests.support.servers.rgw import missing_programs, rgw_server
 
 BUCKET = "benchmarks"
@@ -113,18 +113,18 @@ class Requested:
 @contextmanager
 def requests_counted() -> Iterator[Requested]:
     """Count the requests that ckptstore begins meanwhile, in all threads."""
-    requested, lock, start = Requested(), threading.Lock(), Requests.start
+    requested, lock, ask = Requested(), threading.Lock(), BucketStorage.ask
 
-    def counting(self: Requests, request: Any, **more: Any) -> Any:
+    def counting(self: BucketStorage, *request: Any, **more: Any) -> Any:
         with lock:
             requested.count += 1
-        return start(self, request, **more)
+        return ask(self, *request, **more)
 
-    Requests.start = counting  # type: ignore[method-assign]  # put back below
+    BucketStorage.ask = counting  # type: ignore[method-assign]  # put back below
     try:
         yield requested
     finally:
-        Requests.start = start  # type: ignore[method-assign]
+        BucketStorage.ask = ask  # type: ignore[method-assign]
 
 
 def _make(found: Bucket) -> None:

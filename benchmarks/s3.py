@@ -27,10 +27,11 @@ from benchmarks.saves import OURS
 from benchmarks.states import State
 from benchmarks.targets import OBSTORE
 from ckptstore.core.config import MIB
-from ckptstore.storage.s3_upload import PART_BYTES, PARTS_IN_FLIGHT
+from ckptstore.storage.contract import PART_BYTES
+from ckptstore.storage.fsspec_client import PARTS_IN_FLIGHT
 
 RAW, DCP, SNAPSHOT = "raw client", "DCP, fsspec", "TorchSnapshot, S3 plugin"
-CLIENTS = ((OURS, "s3fs"), (OBSTORE, "obstore"))
+CLIENTS = ((OURS, "fsspec"), (OBSTORE, "obstore"))
 
 Scenario = Callable[[State, str], object]
 

@@ -1,4 +1,4 @@
-"""Where objects lie: local disks, buckets, and what fsspec knows. Which storage does a URL name?"""
+"""Where objects lie: local disks and buckets. Which storage does a URL name?"""
 
 import os
 from pathlib import Path
@@ -17,14 +17,14 @@ def open_storage(
     fsync: bool = True,
     direct_io: bool | None = None,
 ) -> Storage:
-    """The storage for `url`: a path or `file://` for a local directory, `s3://`, or another URL
-    that fsspec knows.
+    """The storage for `url`: a path or `file://` for a local directory, or a bucket of S3, Google
+    Cloud Storage or Azure.
 
     Creates nothing and looks nothing up; `~` is the user's home. `fsync=False` gives up
     durability on a local disk, for tests and scratch stores. `direct_io` makes large objects
     bypass a local disk's page cache; None does so only for writers with `aside`.
-    `storage_options` go to fsspec. Raises `InvalidInput` for text that is neither a path nor a
-    URL.
+    `storage_options` go to the bucket's client. Raises `InvalidInput` for text that is neither a
+    path nor a URL.
     """
     text = str(url)
     check_path(text)
@@ -43,10 +43,6 @@ def open_storage(
             fsync=fsync,
             direct_io=direct_io,
         )
-    if scheme in ("s3", "s3a"):
-        from ckptstore.storage.s3 import S3Storage
+    from ckptstore.storage.bucket import BucketStorage
 
-        return S3Storage(text, read_only=read_only, storage_options=storage_options)
-    from ckptstore.storage.fsspec_backend import FsspecStorage
-
-    return FsspecStorage(text, read_only=read_only, storage_options=storage_options)
+    return BucketStorage(text, read_only=read_only, storage_options=storage_options)

@@ -17,6 +17,10 @@ from ckptstore.core.config import MIB, PACK_BYTES_REMOTE
 from ckptstore.core.ids import CONFIG_KEY, SessionId
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, ReadOnly
 
+PART_BYTES = 8 * MIB
+"""A large object is uploaded in parts of so many bytes. S3 wants at least 5 MiB, and takes at most
+10,000 parts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
@@ -130,48 +134,6 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Release open files; the storage must not be used afterwards."""
-
-
-class RemoteStorage:
-    """What the storages share whose objects are not files of this host."""
-
-    url: str
-    capabilities = Capabilities()
-    _read_only: bool
-
-    def open_file(self, key: str) -> OpenFile:
-        raise InvalidInput(
-            f"{self.url} is no local directory, so its packs cannot be mapped into memory; use "
-            "read instead"
-        )
-
-    def is_cached(self, key: str, offset: int) -> bool:
-        """False: a request is always needed."""
-        return False
-
-    def sync_dirs(self, keys: Iterable[str]) -> None:
-        """Does nothing: a bucket has no directories."""
-
-    def close(self) -> None:
-        """Does nothing: fsspec shares its connections among all users."""
-
-    def _fill(
-        self, key: str, offset: int, buffers: Sequence[memoryview], data: bytes | memoryview
-    ) -> None:
-        """Copy `data`, read from `offset` on, to `buffers`. Raises `Corrupt` if it is too short."""
-        views, data = [as_bytes(buffer) for buffer in buffers if buffer.nbytes], memoryview(data)
-        wanted = sum(view.nbytes for view in views)
-        if data.nbytes < wanted:
-            raise Corrupt(
-                f"{key} in {self.url} is too short: wanted {wanted} bytes from {offset} on, got "
-                f"{data.nbytes}; run `ckptstore fsck`"
-            )
-        for view in views:
-            view[:] = data[: view.nbytes]
-            data = data[view.nbytes :]
-
-    def _check_writable(self, key: str) -> None:
-        check_writable(key, self.url, self._read_only)
 
 
 def check_writable(key: str, url: str, read_only: bool) -> None:

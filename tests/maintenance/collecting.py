@@ -14,7 +14,7 @@ import torch
 from ckptstore.core.ids import CommitId, SessionId, pack_id, pack_key, twin_key
 from ckptstore.maintenance.gc import GcOptions, GcReport, collect
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.storage.s3_upload import PART_BYTES
+from ckptstore.storage.contract import PART_BYTES
 from tests.shared.sites import Site
 
 NOT_COUNTED = ("index/", "log/", "reserve", "ckptstore.json")

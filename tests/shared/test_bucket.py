@@ -16,7 +16,7 @@ from ckptstore.errors import Conflict, InvalidInput, NotFound
 from ckptstore.maintenance.gc import GcOptions, collect
 from ckptstore.maintenance.gc.session_monitor import STALE_S
 from ckptstore.maintenance.retention import KeepLast
-from ckptstore.storage.s3_upload import PART_BYTES
+from ckptstore.storage.contract import PART_BYTES
 from ckptstore.store import internals_of
 from tests.maintenance.collecting import state_of
 from tests.maintenance.stores import assert_equal
@@ -67,7 +67,7 @@ def test_what_one_host_commits_another_checks_out(site: Site, here: Path, there:
 def test_hosts_of_one_store_may_read_through_different_clients(
     site: Site, here: Path, there: Path
 ) -> None:
-    other = Site(f"{site.place}?client=obstore", site.options)
+    other = Site(f"{site.place}?client=fsspec", site.options)
     with site.open(here) as mine, other.open(there) as theirs:
         assert (mine.id, mine.url) == (theirs.id, theirs.url)
         mine.commit(state_of(1), step=1)
@@ -76,7 +76,7 @@ def test_hosts_of_one_store_may_read_through_different_clients(
         for step in (1, 2, 3):
             assert_equal(theirs.checkout(step).state_dict(), state_of(step))
         assert theirs.fsck().findings == ()
-        assert str(internals_of(theirs).handle.place).endswith("?client=obstore"), (
+        assert str(internals_of(theirs).handle.place).endswith("?client=fsspec"), (
             "other processes of this one read through it too"
         )
     with other.open(there) as theirs:

@@ -84,7 +84,7 @@ def end(request: pytest.FixtureRequest, s3: S3Server, seed: int) -> Iterator[tup
         yield request.getfixturevalue("database")
         return
     if request.param == "bucket and database":
-        with _bucket(s3, seed, "s3fs") as (site, proxy):
+        with _bucket(s3, seed, "obstore") as (site, proxy):
             beside, postgres = request.getfixturevalue("database")
             proxy.join(postgres)
             yield replace(site, more=beside.more), proxy

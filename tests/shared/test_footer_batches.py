@@ -10,7 +10,7 @@ import pytest
 from ckptstore.core.ids import footers_key
 from ckptstore.errors import Corrupt
 from ckptstore.repository.footers import BATCH_PACKS, decode_batch, encode_batch, read_footer
-from ckptstore.storage.fsspec_backend import FsspecStorage
+from ckptstore.storage.bucket import BucketStorage
 from tests.maintenance.collecting import state_of
 from tests.maintenance.stores import assert_equal
 from tests.shared.sites import Site
@@ -33,15 +33,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often tails of packs and batches are read."""
     asked: Counter[str] = Counter()
     for name in ("read_tail", "read"):
-        real = getattr(FsspecStorage, name)
+        real = getattr(BucketStorage, name)
 
         def counting(
-            self: FsspecStorage, key: str, *more: int, _name: str = name, _real: object = real
+            self: BucketStorage, key: str, *more: int, _name: str = name, _real: object = real
         ) -> object:
             asked["batches" if key.startswith("footers/") else _name] += 1
             return _real(self, key, *more)  # type: ignore[operator]
 
-        monkeypatch.setattr(FsspecStorage, name, counting)
+        monkeypatch.setattr(BucketStorage, name, counting)
     return asked
 
 

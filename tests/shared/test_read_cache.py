@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
-from ckptstore.storage.fsspec_backend import FsspecStorage
+from ckptstore.storage.bucket import BucketStorage
 from ckptstore.storage.read_cache import END_BYTES, LOOK_EVERY, UNFINISHED_S, ReadCache, _File
 from tests.maintenance.stores import assert_equal
 from tests.shared.sites import CHUNK_BYTES, Site
@@ -37,13 +37,13 @@ def here(tmp_path: Path) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The packs that are read from the bucket from here on."""
     keys: list[str] = []
-    read_into = FsspecStorage.read_into
+    read_into = BucketStorage.read_into
 
-    def noted(self: FsspecStorage, key: str, offset: int, buffers: list[memoryview]) -> None:
+    def noted(self: BucketStorage, key: str, offset: int, buffers: list[memoryview]) -> None:
         keys.append(key)
         read_into(self, key, offset, buffers)
 
-    monkeypatch.setattr(FsspecStorage, "read_into", noted)
+    monkeypatch.setattr(BucketStorage, "read_into", noted)
     return keys
 
 

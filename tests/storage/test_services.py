@@ -47,7 +47,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 class TestOtherServices(BackendContract):
     @pytest.fixture
     def url(self, service: dict[str, Any]) -> str:
-        return f"gs://{new_session_id()}/store"
+        return f"gs://{new_session_id()}/store?client=fsspec"
 
     def test_nothing_is_left_of_the_trial(self, storage: Storage) -> None:
         assert storage.put_new("a", b"x") and not storage.put_new("a", b"y")
@@ -61,7 +61,7 @@ class TestOtherServices(BackendContract):
             store.commit({"x": 1}, step=1)
         service["gs"] = _OldService
         with pytest.raises(InvalidInput, match="overwrites"):
-            ckptstore.open(f"{url}-new")
+            ckptstore.open(url.replace("/store", "/new"))
         with ckptstore.open(url) as store, pytest.raises(InvalidInput, match="install a newer one"):
             store.commit({"x": 2}, step=2)
         service["gs"] = _Service

@@ -15,7 +15,7 @@ from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.storage.fsspec_backend import FsspecStorage
+from ckptstore.storage.bucket import BucketStorage
 from ckptstore.storage.local import LocalStorage
 from ckptstore.store import Store
 from tests.maintenance.stores import (
@@ -54,7 +54,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @contextmanager
 def counted(
-    storage: type[LocalStorage] | type[FsspecStorage], patch: pytest.MonkeyPatch
+    storage: type[LocalStorage] | type[BucketStorage], patch: pytest.MonkeyPatch
 ) -> Iterator[list[int]]:
     """The sizes of all objects that are written meanwhile, packs included."""
     sizes: list[int] = []
@@ -405,7 +405,7 @@ def test_the_next_commit_of_a_lora_run_moves_little_more_than_its_adapter(
             commit(step)
         store.push("memory://lora", create=True)
         commit(commits)
-        with counted(FsspecStorage, monkeypatch) as sizes:
+        with counted(BucketStorage, monkeypatch) as sizes:
             done = store.push("memory://lora")
     adapter_bytes = layers * 2 * 16 * 1024 * 4
     print(
@@ -419,16 +419,16 @@ def test_the_next_commit_of_a_lora_run_moves_little_more_than_its_adapter(
 def test_verifying_finds_what_the_storage_made_of_the_bytes(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_new = FsspecStorage.put_new
+    put_new = BucketStorage.put_new
 
-    def damaging(self: FsspecStorage, key: str, data: Any) -> bool:
+    def damaging(self: BucketStorage, key: str, data: Any) -> bool:
         return put_new(
             self, key, bytes([data[0] ^ 1]) + bytes(data[1:]) if key.startswith("packs/") else data
         )
 
     with ckptstore.open(place) as store:
         ckptstore.open("memory://bad", storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)).close()
-        monkeypatch.setattr(FsspecStorage, "put_new", damaging)
+        monkeypatch.setattr(BucketStorage, "put_new", damaging)
         with pytest.raises(ckptstore.Corrupt):
             store.push("memory://bad", verify=True)
         monkeypatch.undo()

@@ -14,7 +14,7 @@ import torch
 import ckptstore
 from ckptstore.errors import NotFound, Unavailable
 from ckptstore.maintenance import tiers
-from ckptstore.storage.fsspec_backend import FsspecStorage
+from ckptstore.storage.bucket import BucketStorage
 from ckptstore.store import Store
 from tests.maintenance.stores import CHUNK_BYTES, assert_equal, files, flip
 from tests.support.grouped import grouped
@@ -63,7 +63,7 @@ def away(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
         "list",
         "delete",
     ):
-        monkeypatch.setattr(FsspecStorage, name, _unless(gone, getattr(FsspecStorage, name)))
+        monkeypatch.setattr(BucketStorage, name, _unless(gone, getattr(BucketStorage, name)))
     return lambda on: gone.set() if on else gone.clear()
 
 

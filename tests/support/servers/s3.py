@@ -46,13 +46,13 @@ class S3Server:
 
 
 def clients() -> list[Any]:
-    """Parameters: `make test` has a time limit and goes through s3fs, `make soak` through obstore;
-    `make test-real` through both."""
+    """Parameters: `make test` has a time limit and goes through obstore, `make soak` through
+    fsspec; `make test-real` through both."""
     return [
-        "s3fs",
-        "obstore"
+        "obstore",
+        "fsspec"
         if "CKPTSTORE_TEST_S3" in os.environ
-        else pytest.param("obstore", marks=pytest.mark.soak),
+        else pytest.param("fsspec", marks=pytest.mark.soak),
     ]
 
 
