@@ -298,10 +298,12 @@ class ObjectStore:
         """The reads for the chunks `left`, and those whose pack is not listed any more."""
         packs = self._listed(set(where["pack"].tolist()))
         nbytes = int(where["stored"].sum())
+        streams = 1
         if self._remote:
             limit_bytes = max(REMOTE_READ_BYTES, nbytes // room.threads)
         elif nbytes > ALONE_BYTES and self._is_cold(where[:: -(-len(where) // SAMPLES)], packs):
             limit_bytes = min(COLD_BYTES, max(HASHED_BYTES, nbytes // room.threads))
+            streams = room.threads
         else:
             limit_bytes = HASHED_BYTES
         planned = plan_runs(
@@ -318,7 +320,9 @@ class ObjectStore:
                 runs.append((packs[number], run))
             else:
                 moved.extend(run.positions)
-        return runs, moved
+        # As many streams as threads, each in the order of the disk.
+        stride = -(-len(runs) // streams)
+        return [run for first in range(stride) for run in runs[first::stride]], moved
 
     def _is_cold(self, where: "NDArray[np.void]", packs: Mapping[int, Pack]) -> bool:
         """Whether the disk must be asked for some of these chunks."""
