@@ -3,9 +3,11 @@ host or over a link.
 
 A turn is all that a recovery takes: the sender holds its state still and serves it, the receiver
 receives it. As in a Manager, both begin at the same moment. What came is compared, untimed, with
-what was sent.
+what was sent. A replica that joins has no memory left over from the last time, so the C library's
+free memory is returned before each turn.
 """
 
+import ctypes
 import multiprocessing
 import socket
 from collections.abc import Callable, Iterator
@@ -23,6 +25,8 @@ from benchmarks.context import Context
 from benchmarks.links import Link, link
 from benchmarks.measure import Entrant, Result, alternate
 from benchmarks.states import State
+
+_libc = ctypes.CDLL(None)
 
 OURS, COMMITTED, THEIRS = "ckptstore", "ckptstore, committed", "torchft HTTPTransport"
 IN_PLACE, IN_PLACE_COMMITTED = "ckptstore, in place", "ckptstore, in place, committed"
@@ -172,6 +176,10 @@ def _entrant(
     step = iter(range(1, 1 << 30))
     metadata = peer.ask("metadata", kind)
 
+    def prepare() -> None:
+        before()
+        return_free_memory()
+
     def act() -> None:
         number = next(step)
         peer.tell("send", kind, number)
@@ -182,7 +190,13 @@ def _entrant(
         peer.ask("withdraw", kind)
         states.require_equal(state, states.State(got[0], dict(_by_path(got.pop()))), name)
 
-    return Entrant(name, act, before, after)
+    return Entrant(name, act, prepare, after)
+
+
+def return_free_memory() -> None:
+    """Return what the C library keeps of freed memory to the kernel, where it can (glibc)."""
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
 
 
 def _by_path(app: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
