@@ -68,7 +68,8 @@ had taken them back.
   rank's call returns; between the two, 15 MB of fragments are exchanged, and 20 MB hashed and
   written.
 * `s3-commit` and `s3-restore`: 268 MB in 16 tensors. The server runs on the same processors, in
-  memory; its own processor time is not in *CPU*. The raw client is boto3's in threads, with parts
+  memory; its own processor time is not in *CPU*. ckptstore uses obstore, its default where that
+  is installed. The raw client is boto3's in threads, with parts
   and ranges of 8 MiB, eight on their way; it hashes nothing.
 * What memory costs that is new to a process, or to the page cache, depends on whether this
   virtual machine's host had taken it back: 0.1 to 1.2 s per GB were seen. Rounds of one

@@ -25,13 +25,12 @@ from benchmarks.context import Context
 from benchmarks.measure import Entrant, Result, alternate
 from benchmarks.saves import OURS
 from benchmarks.states import State
-from benchmarks.targets import OBSTORE
 from ckptstore.core.config import MIB
 from ckptstore.storage.contract import PART_BYTES
 from ckptstore.storage.fsspec_client import PARTS_IN_FLIGHT
 
 RAW, DCP, SNAPSHOT = "raw client", "DCP, fsspec", "TorchSnapshot, S3 plugin"
-CLIENTS = ((OURS, "fsspec"), (OBSTORE, "obstore"))
+CLIENTS = ((OURS, "obstore"), ("ckptstore, s3fs", "fsspec"))
 
 Scenario = Callable[[State, str], object]
 

@@ -6,7 +6,6 @@ from benchmarks.measure import Result, ratio
 
 MIB = 1 << 20
 ABOVE_ONE = "above one rank's"
-OBSTORE = "ckptstore, obstore"
 COUNTED = "planning and log entry"
 
 
@@ -238,69 +237,17 @@ TARGETS = (
         at_most=1.2,
         ours="after 10,000 commits",
     ),
-    Target("s3-commit", "commit to a bucket, of the raw client's rate", "raw client", at_least=0.8),
-    Target(
-        "s3-commit", "commit to a bucket, against DCP through fsspec", "DCP, fsspec", at_least=2
-    ),
-    Target(
-        "s3-commit",
-        "commit to a bucket, against TorchSnapshot's plugin",
-        "TorchSnapshot, S3 plugin",
-        at_least=2,
-    ),
-    Target(
-        "s3-commit",
-        "commit through obstore, of the raw client's rate",
-        "raw client",
-        at_least=0.8,
-        ours=OBSTORE,
-    ),
-    Target(
-        "s3-commit",
-        "commit through obstore, against DCP through fsspec",
-        "DCP, fsspec",
-        at_least=2,
-        ours=OBSTORE,
-    ),
-    Target(
-        "s3-commit",
-        "commit through obstore, against TorchSnapshot's plugin",
-        "TorchSnapshot, S3 plugin",
-        at_least=2,
-        ours=OBSTORE,
-    ),
-    Target(
-        "s3-restore", "restore from a bucket, of the raw client's rate", "raw client", at_least=0.8
-    ),
-    Target(
-        "s3-restore",
-        "restore through obstore, of the raw client's rate",
-        "raw client",
-        at_least=0.8,
-        ours=OBSTORE,
-    ),
-    Target(
-        "s3-restore", "restore from a bucket, against DCP through fsspec", "DCP, fsspec", at_least=2
-    ),
-    Target(
-        "s3-restore",
-        "restore through obstore, against DCP through fsspec",
-        "DCP, fsspec",
-        at_least=2,
-        ours=OBSTORE,
-    ),
-    Target(
-        "s3-restore",
-        "restore from a bucket, against TorchSnapshot's plugin",
-        "TorchSnapshot, S3 plugin",
-        at_least=2,
-    ),
-    Target(
-        "s3-restore",
-        "restore through obstore, against TorchSnapshot's plugin",
-        "TorchSnapshot, S3 plugin",
-        at_least=2,
-        ours=OBSTORE,
+    *(
+        Target(case, f"{what}, {text}", other, at_least=least)
+        for case, what in (
+            ("s3-commit", "commit to a bucket"),
+            ("s3-restore", "restore from a bucket"),
+        )
+        for text, other, least in (
+            ("of the raw client's rate", "raw client", 0.9),
+            ("against DCP through fsspec", "DCP, fsspec", 2),
+            ("against TorchSnapshot's plugin", "TorchSnapshot, S3 plugin", 2),
+        )
     ),
     Target(
         "torchft-full",
