@@ -357,6 +357,9 @@ class BucketWriter:
     def finish(self) -> bool:
         data, self._held = b"".join(self._held), []
         if (upload := self._upload) is None:
+            if len(data) > PART_BYTES and self._storage.size(self._key) is None:
+                self._storage.put(self._key, data)  # in parts, so the name is looked up just before
+                return True
             return put_finished(self._storage, self._key, data)
         try:
             if not self._storage.ask(self._what(), lambda _: upload.complete(), True, once=True):

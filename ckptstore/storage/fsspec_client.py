@@ -78,11 +78,16 @@ class FsspecClient:
         return int(found["size"])
 
     def put(self, key: str, data: bytes | memoryview, *, create: bool = False) -> None:
-        mode = {"mode": "create"} if create else {}
+        options = dict(self._in_parts)
+        if create:
+            options["mode"] = "create"
+            if self._is_s3:  # in one request: not every server heeds a condition on an upload's end
+                options["chunksize"] = max(len(data), 1)
         # Copied unless it is bytes: not every library behind fsspec takes a memoryview.
-        body = _Sliced(data) if self._is_s3 and len(data) >= 2 * PART_BYTES else bytes(data)
+        in_parts = self._is_s3 and not create and len(data) >= 2 * PART_BYTES
+        body = _Sliced(data) if in_parts else bytes(data)
         with self._exclusion if create else nullcontext():
-            self.fs.pipe_file(self._path(key), body, **self._in_parts, **mode)
+            self.fs.pipe_file(self._path(key), body, **options)
 
     def upload(self, key: str) -> None:
         """None: objects are put whole."""

@@ -222,7 +222,7 @@ class TestS3(BackendContract):
             storage = open_storage(
                 url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=2)
             )
-            storage.put("a", b"x")
+            storage.size("a")  # connects
             writer = storage.create("packs/aa/x", session=SESSION)
             writer.append([memoryview(bytes(10))])
             proxy.faults.silent.set()
