@@ -128,13 +128,12 @@ def own_trees(
     that only other ranks have.
     """
     target_of = targets(app_state, options)
-    bound: dict[bool, list[str]] = {True: [], False: []}
-    for place, value in places_in(app_state, is_each_ranks):
-        bound[is_bound_to_world_size(value)].append(place)
+    places = dict(places_in(app_state, is_each_ranks))
+    bound = [place for place, value in places.items() if is_bound_to_world_size(value)]
     if not viewer.private:
-        _check_loaders(trees, viewer, bound[True], world, target_of)
-    begins = _below(bound[False], target_of)
-    is_new = bound[False] and (viewer.owner > 0 or viewer.repeats) and world() == 1
+        _check_loaders(trees, viewer, bound, world, target_of)
+    begins = _below([place for place in places if place not in bound], target_of)
+    is_new = places and (viewer.owner > 0 or viewer.repeats) and world() == 1
     found: dict[str, Tree] = {}
     lacking: dict[str, Sequence[int]] = {}
     for key, tree in trees.items():
