@@ -14,7 +14,6 @@ from ckptstore.core.text import bytes_text, selector
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import (
     RankView,
-    check_loaders,
     own_trees,
     restore_together,
     tree_of_rank,
@@ -30,6 +29,8 @@ from ckptstore.restore.restore import (
     RestoreReport,
     Select,
     assemble,
+    check_keys,
+    keys_of,
     new_tensor,
     selected,
     whole,
@@ -184,6 +185,7 @@ class Snapshot:
         app_state: MutableMapping[str, Any],
         *,
         strict: bool = True,
+        without: str | Iterable[str] = (),
         select: Select | None = None,
         rename: "Rename | None" = None,
         dtype: "torch.dtype | None" = None,
@@ -193,12 +195,15 @@ class Snapshot:
     ) -> RestoreReport:
         """Restore `app_state` to this commit, in place: existing tensors are filled, not replaced.
 
+        The commit may have more keys than `app_state`: `{"model": model}` takes the weights alone.
         After an error while reading, tensors may hold bytes of both states. With several ranks,
         all of them call this, and an error on one raises on all (docs/distributed.md).
 
         Args:
             app_state: Objects with `load_state_dict()`, or plain containers, by name.
-            strict: Refuse keys and leaves that only one side has; otherwise report them.
+            strict: Refuse keys that only `app_state` has, and within keys leaves that only one side
+                has; otherwise report them.
+            without: Keys to leave as they are, one or several.
             select: Restore only leaves that match a glob, or several (docs/partial.md).
             rename: Prefixes of paths, `{"old.": "new."}`, or a function from path to path.
             dtype: Convert floating leaves where the target has a tensor of this dtype.
@@ -216,7 +221,10 @@ class Snapshot:
         Example:
             >>> store.checkout("latest").restore({"model": model})
         """
-        options = RestoreOptions(strict, allow_pickle, select, rename, dtype, memory_budget_bytes)
+        left = keys_of(without)
+        options = RestoreOptions(
+            strict, allow_pickle, select, rename, dtype, memory_budget_bytes, left
+        )
         ranks = ranks or Ranks()
         peers = collective_of(ranks.process_group, ranks.timeout_s)
         view = RankView(
@@ -238,9 +246,17 @@ class Snapshot:
     ) -> RestoreOperation:
         check_app_state(app_state)
         self._contents.before_write()
-        check_loaders(self._trees, app_state, view)
-        own = own_trees(self._trees, view, strict=options.strict)
-        return RestoreOperation(self._reader, self.id, own, app_state, options)
+        check_keys(app_state, self._trees, options)
+        own: dict[str, Tree] = self._trees
+        lacking: list[str] = []
+        if view.size > 1 or self._document.layout:
+            own, lacking = own_trees(own, view, app_state, self._world, options)
+        return RestoreOperation(self._reader, self.id, own, app_state, options, lacking)
+
+    def _world(self) -> int:
+        """How many ranks made this commit."""
+        layout = self.layout
+        return layout.world if layout else 1
 
     def _sharing(self, operation: RestoreOperation) -> Broadcast:
         ids = b"".join(c.ids for tree in self._trees.values() for c in tree.contents)

@@ -32,6 +32,7 @@ from ckptstore.repository.resolve_ref import AnyRef, find_commit, through_pointe
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.diff import Difference, compare
 from ckptstore.restore.reader import Reader
+from ckptstore.restore.restore import check_whole, keys_of
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state.staging_buffers import BufferPool
 
@@ -258,6 +259,7 @@ class Store(Maintenance):
         app_state: MutableMapping[str, Any],
         *,
         strict: bool = True,
+        without: str | Iterable[str] = (),
         memory_budget_bytes: int | None = None,
         allow_pickle: bool = False,
         ranks: Ranks | None = None,
@@ -269,7 +271,8 @@ class Store(Maintenance):
 
         Args:
             app_state: Objects with `load_state_dict()`, or plain containers, by name.
-            strict, memory_budget_bytes, allow_pickle, ranks: As in `Snapshot.restore`.
+            strict: As in `Snapshot.restore`, and refuse an `app_state` that forgot a key.
+            without, memory_budget_bytes, allow_pickle, ranks: As in `Snapshot.restore`.
 
         Returns:
             The restored commit; None if the run has no commits.
@@ -281,25 +284,37 @@ class Store(Maintenance):
         Example:
             >>> snap = store.resume({"model": model, "optimizer": optimizer})
         """
+        left = keys_of(without)
         restore = partial(
             Snapshot.restore,
             app_state=app_state,
             strict=strict,
+            without=left,
             memory_budget_bytes=memory_budget_bytes,
             allow_pickle=allow_pickle,
             ranks=ranks,
         )
+
+        def look(found: Resolved, reader: Reader | None) -> Snapshot:
+            snapshot = self._snapshot(found, reader)
+            if strict:
+                check_whole(snapshot.id, snapshot.keys(), app_state, left)
+            return snapshot
+
         given = ranks or Ranks()
-        return self._resume(restore, collective_of(given.process_group, given.timeout_s))
+        return self._resume(look, restore, collective_of(given.process_group, given.timeout_s))
 
     def _resume(
-        self, restore: Callable[[Snapshot], object], peers: Collective | None
+        self,
+        look: Callable[[Resolved, Reader | None], Snapshot],
+        restore: Callable[[Snapshot], object],
+        peers: Collective | None,
     ) -> Snapshot | None:
         skipped: list[Skipped] = []
         for reader, info in self._candidates(peers):
-            look = partial(self._snapshot, info, reader)
+            begin = partial(look, info, reader)
             try:
-                snapshot = on_all(peers, look) if peers else look()
+                snapshot = on_all(peers, begin) if peers else begin()
                 restore(snapshot)
             except (Corrupt, NotFound) as error:
                 skipped.append(Skipped(info.id, info.step, str(error)))

@@ -2,22 +2,25 @@
 
 Each rank reads and verifies what it needs; of slow storage, one rank reads what several need and
 sends it to them (`distributed.shared_reads`). A failure on one rank fails the restore on all. A
-rank sees all shared leaves, and its own private ones.
+rank sees all shared leaves, and its own private ones. A rank that has none of its own gets new
+streams of random numbers, and must be told what to do about everything else.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from ckptstore.core.ids import CommitId
-from ckptstore.core.model import Node, Schema, leaves_of
+from ckptstore.core.ids import CommitId, digest
+from ckptstore.core.model import Node, leaves_of
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.merge import RANKS, schema_of
 from ckptstore.distributed.shared_reads import Broadcast
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.restore.reader import Tree
-from ckptstore.restore.restore import RestoreOperation
-from ckptstore.state.shards import is_bound_to_world_size
+from ckptstore.restore.restore import RestoreOperation, RestoreOptions, targets
+from ckptstore.state.restore import places_in
+from ckptstore.state.shards import is_bound_to_world_size, is_each_ranks
+from ckptstore.state.stateful import NewStreams
 
 T = TypeVar("T")
 
@@ -99,88 +102,134 @@ class RankView:
     def owner(self) -> int:
         return self.private.get(self.rank, self.rank)
 
+    @property
+    def repeats(self) -> bool:
+        """Whether another rank goes on with the generators of this rank's owner: the owner, or the
+        first of those that take from it."""
+        takers = [rank for rank in range(self.size) if self.private.get(rank, rank) == self.owner]
+        return self.rank != (self.owner if self.owner in takers else takers[0])
 
-def own_trees(trees: Mapping[str, Tree], viewer: RankView, *, strict: bool) -> dict[str, Tree]:
-    """`trees` with each private leaf at its path on the viewer's rank.
 
-    Raises `InvalidInput` if a private leaf has no copy of the viewer's; without `strict`, mappings
-    omit it.
+def own_trees(
+    trees: Mapping[str, Tree],
+    viewer: RankView,
+    app_state: Mapping[str, Any],
+    world: Callable[[], int],
+    options: RestoreOptions,
+) -> tuple[dict[str, Tree], list[str]]:
+    """`trees` as the viewer restores `app_state` from them, each private leaf at its path on the
+    viewer's rank, and the wanted paths that only other ranks have something under.
+
+    Where the viewer has nothing, data loaders for any number of ranks take what the first rank has,
+    and random generators begin new streams; so they do instead of repeating another rank's.
+    `world` gives the number of ranks that committed; to know it may take a read.
+
+    Raises `InvalidInput` for data loaders of another number of ranks and, if strict, for leaves
+    that only other ranks have.
     """
-    return {
-        key: _own(tree, viewer, strict) if _has_ranks(tree.schema.skeleton) else tree
-        for key, tree in trees.items()
-    }
+    target_of = targets(app_state, options)
+    places = dict(places_in(app_state, is_each_ranks))
+    bound = [place for place, value in places.items() if is_bound_to_world_size(value)]
+    if not viewer.private:
+        _check_loaders(trees, viewer, bound, world, target_of)
+    begins = _below([place for place in places if place not in bound], target_of)
+    is_new = places and (viewer.owner > 0 or viewer.repeats) and world() == 1
+    found: dict[str, Tree] = {}
+    lacking: dict[str, Sequence[int]] = {}
+    for key, tree in trees.items():
+        view = _View(tree, viewer, begins)
+        if _has_ranks(tree.schema.skeleton):
+            skeleton = view.visit(tree.schema.skeleton)
+            lacking.update(view.lacking)
+            if skeleton is not None:
+                found[key] = view.tree(skeleton)
+        else:
+            new = [i for i, path in enumerate(tree.schema.paths) if begins(path)] if is_new else []
+            found[key] = view.with_streams(tree, new)
+    lacking = {path: ranks for path, ranks in lacking.items() if target_of(path)}
+    if options.strict:
+        _check_owned(lacking, viewer)
+    return found, list(lacking)
 
 
 def tree_of_rank(tree: Tree, rank: int) -> Tree | None:
     """`tree` as `rank` had it, without other ranks' private leaves; None if nothing is left."""
     if not _has_ranks(tree.schema.skeleton):
         return tree
-    view = _View(tree.schema, RankView(rank))
+    view = _View(tree, RankView(rank), lambda path: False)
     skeleton = view.visit(tree.schema.skeleton)
-    return None if skeleton is None else view.tree(tree, skeleton)
+    return None if skeleton is None else view.tree(skeleton)
 
 
-def owners(node: Node | int) -> Iterator[frozenset[int]]:
-    """For every place below `node` with private content, the ranks that own some."""
-    if isinstance(node, int):
-        return
-    if node.type == RANKS:
-        yield frozenset(node.keys or ())
-    for child in node.children:
-        yield from owners(child)
+def _below(places: Sequence[str], target_of: Callable[[str], str | None]) -> Callable[[str], bool]:
+    """Whether a path is restored to one of `places`, or below one."""
+    starts = tuple(f"{place}/" for place in places)
+    return lambda path: f"{target_of(path)}/".startswith(starts)
 
 
-def check_loaders(
-    trees: Mapping[str, Tree], app_state: Mapping[str, Any], viewer: RankView
+def _check_loaders(
+    trees: Mapping[str, Tree],
+    viewer: RankView,
+    places: Sequence[str],
+    world: Callable[[], int],
+    target_of: Callable[[str], str | None],
 ) -> None:
-    """Raise `InvalidInput` for a data loader saved by another number of ranks."""
-    for key, tree in trees.items():
-        then = frozenset[int]().union(*owners(tree.schema.skeleton))
-        other = then and then != frozenset(range(viewer.size)) and not viewer.private
-        if other and key in app_state and is_bound_to_world_size(app_state[key]):
+    for place in places:
+        paths = (path for tree in trees.values() for path in tree.schema.paths)
+        if any(map(_below([place], target_of), paths)) and (then := world()) != viewer.size:
             raise InvalidInput(
-                f"{key} is a data loader of {len(then)} ranks, and there are {viewer.size} now: "
-                "places in the data would be lost. "
-                f"Leave {key} out of the state and begin the epoch anew; or, for a loader that can "
-                "go on from the states of others, set "
-                f"any_world_size = True on it and pass private={{rank: rank whose to take}}"
+                f"{place} is a data loader of {then} ranks, and there are {viewer.size} now: "
+                "places in the data would be lost or visited twice; "
+                f"{_ways(place, range(then), viewer)}; a loader that can go on from the state of "
+                "any rank says so with any_world_size = True"
             )
+
+
+def _check_owned(lacking: Mapping[str, Sequence[int]], viewer: RankView) -> None:
+    if not lacking:
+        return
+    nor = f", nor has rank {viewer.owner}" if viewer.owner != viewer.rank else ""
+    (path, ranks), *others = lacking.items()
+    more = f" (and {len(others)} more)" if others else ""
+    raise InvalidInput(
+        f"{path}{more} is private to ranks {list(ranks)}, and rank {viewer.rank} has none of its "
+        f"own{nor}; {_ways(path, ranks, viewer)}, strict=False every leaf that a rank lacks"
+    )
+
+
+def _ways(path: str, ranks: Sequence[int], viewer: RankView) -> str:
+    """How to go on with what `ranks` had under `path`."""
+    new = [rank for rank in range(viewer.size) if rank not in ranks] or [0]
+    numbers = range(new[0], viewer.size) if new[1:] == [*range(new[0] + 1, viewer.size)] else new
+    key, source = path.partition("/")[0], min(ranks)
+    taken = f"dict.fromkeys({numbers}, {source})" if new[1:] else f"{{{new[0]}: {source}}}"
+    return (
+        f"ranks=Ranks(private_from={taken}) takes what rank {source} had, "
+        f'without=["{key}"] leaves {key} as it is'
+    )
 
 
 def _has_ranks(node: Node | int) -> bool:
     return isinstance(node, Node) and (node.type == RANKS or any(map(_has_ranks, node.children)))
 
 
-def _own(tree: Tree, viewer: RankView, strict: bool) -> Tree:
-    view = _View(tree.schema, viewer)
-    skeleton = view.visit(tree.schema.skeleton)
-    if view.ownerless and (strict or skeleton is None):
-        path, ranks = view.ownerless[0]
-        raise InvalidInput(
-            f"{path} (and {len(view.ownerless) - 1} more) is private to ranks {ranks}, and rank "
-            f"{viewer.rank} has none of its own; "
-            f"pass private={{{viewer.rank}: <rank whose to take>}}, or strict=False to leave it as "
-            "it is"
-        )
-    assert skeleton is not None
-    return view.tree(tree, skeleton)
-
-
 class _View:
-    def __init__(self, schema: Schema, viewer: RankView) -> None:
-        self._schema, self._viewer = schema, viewer
+    """One tree on its way to what one rank sees of it."""
+
+    def __init__(self, tree: Tree, viewer: RankView, begins: Callable[[str], bool]) -> None:
+        self._tree, self._viewer, self._begins = tree, viewer, begins
         self._paths: list[str] = []
-        self.taken: list[int] = []
-        self.ownerless: list[tuple[str, list[int]]] = []
+        self._taken: list[int] = []
+        self._new: list[int] = []
+        self.lacking: dict[str, tuple[int, ...]] = {}
 
     def visit(self, node: Node | int, cut: int | None = None) -> Node | int | None:
         """The node for the viewer, or None; paths lose segment number `cut`."""
         if isinstance(node, int):
-            segments = self._schema.paths[node].split("/")
+            segments = self._tree.schema.paths[node].split("/")
             self._paths.append("/".join(s for i, s in enumerate(segments) if i != cut))
-            self.taken.append(node)
-            return len(self.taken) - 1
+            self._taken.append(node)
+            return len(self._taken) - 1
         if node.type == RANKS:
             return self._choose(node)
         children = [
@@ -194,35 +243,46 @@ class _View:
         return Node(node.type, tuple(child for _, child in there), keys, node.attrs)
 
     def _choose(self, node: Node) -> Node | int | None:
-        depth = _depth(
-            [self._schema.paths[leaf] for child in node.children for leaf in leaves_of(child)],
-            node.keys or (),
-        )
-        for rank, child in zip(node.keys or (), node.children, strict=True):
-            if rank == self._viewer.owner:
-                return self.visit(child, depth)
-        paths = [self._schema.paths[leaf] for leaf in leaves_of(node)][:1]
-        self.ownerless.append(
-            ("/".join((paths or ["?"])[0].split("/")[:depth]), list(node.keys or ()))
-        )
-        return None
+        ranks, paths = node.keys or (), self._tree.schema.paths
+        leaves = [[paths[leaf] for leaf in leaves_of(child)] for child in node.children]
+        depth = _depth([path for each in leaves for path in each], ranks)
+        place = "/".join(next(filter(None, leaves), ["?"])[0].split("/")[:depth])
+        viewer, begins, first = self._viewer, self._begins(place), len(self._taken)
+        has_own = viewer.owner in ranks
+        if not has_own and (viewer.rank in viewer.private or not begins):
+            self.lacking[place] = ranks
+            return None
+        chosen = self.visit(node.children[ranks.index(viewer.owner) if has_own else 0], depth)
+        if begins and (viewer.repeats or not has_own) and not self._in_step(node):
+            self._new += range(first, len(self._taken))
+        return chosen
 
-    def tree(self, tree: Tree, skeleton: Node | int) -> Tree:
-        return Tree(
-            tree.key,
-            tree.ref,
-            self._schema_of(skeleton),
-            [tree.contents[i] for i in self.taken],
-            tree.chunk_bytes,
-        )
+    def _in_step(self, node: Node) -> bool:
+        """Whether several ranks had something, and all of them the same."""
+        contents = {
+            tuple(self._tree.content_key(leaf) for leaf in leaves_of(child))
+            for child in node.children
+        }
+        return len(contents) == 1 < len(node.children)
 
-    def _schema_of(self, skeleton: Node | int) -> Schema:
-        old, numbers = self._schema, {leaf: i for i, leaf in enumerate(self.taken)}
+    def tree(self, skeleton: Node | int) -> Tree:
+        """The tree of `skeleton`, which `visit` returned."""
+        old, numbers = self._tree.schema, {leaf: i for i, leaf in enumerate(self._taken)}
         rows = [
             (path, old.kinds[i], old.dtypes[i], old.shapes[i], numbers.get(old.aliases[i], -1))
-            for path, i in zip(self._paths, self.taken, strict=True)
+            for path, i in zip(self._paths, self._taken, strict=True)
         ]
-        return schema_of(skeleton, rows)
+        contents = [self._tree.contents[i] for i in self._taken]
+        own = replace(self._tree, schema=schema_of(skeleton, rows), contents=contents)
+        return self.with_streams(own, self._new)
+
+    def with_streams(self, own: Tree, leaves: Sequence[int]) -> Tree:
+        """`own` with new streams of the generators at `leaves`, from what all ranks had."""
+        if not leaves:
+            return own
+        states = b"".join(content.inline or content.ids for content in self._tree.contents)
+        seed = (int.from_bytes(digest(states)[:8]) + self._viewer.rank) % 2**63
+        return replace(own, streams=NewStreams(seed, frozenset(leaves)))
 
 
 def _depth(paths: Sequence[str], ranks: Sequence[int]) -> int:

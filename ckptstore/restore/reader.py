@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from ckptstore.state.stateful import NewStreams
+
 RECENT = 16
 """Number of decoded documents and trees to cache."""
 
@@ -67,6 +69,8 @@ class Tree:
     schema: Schema
     contents: Sequence[LeafContent]
     chunk_bytes: int
+    streams: "NewStreams | None" = None
+    """Of a tree as one rank sees it, states of generators of which it has none."""
 
     @cached_property
     def numbers(self) -> dict[str, int]:

@@ -3,7 +3,8 @@
 Views narrow or rename a commit's trees first, without reading tensors.
 """
 
-from collections.abc import Mapping, MutableMapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +16,9 @@ from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.restore.mmap import Unmappable
 from ckptstore.restore.reader import ChunkRead, Reader, Reading, ReadRequest, Tree
 from ckptstore.state import tensors
+from ckptstore.state.flatten import check_app_state
 from ckptstore.state.inflate import convertible, inflate
+from ckptstore.state.leaf_sources import segment
 from ckptstore.state.match_target import Matching
 from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.renaming import Renamer, narrow, rename_tree
@@ -117,11 +120,68 @@ class RestoreOptions:
     rename: "Rename | None" = None
     dtype: "torch.dtype | None" = None
     memory_budget_bytes: int | None = None
+    without: frozenset[str] = frozenset()
+
+
+def keys_of(without: str | Iterable[str]) -> frozenset[str]:
+    """One key or several. Raises `InvalidInput` for anything else."""
+    keys = [without] if isinstance(without, str) else without
+    if isinstance(keys, Iterable):
+        keys = list(keys)
+        if all(isinstance(key, str) for key in keys):
+            return frozenset(keys)
+    raise InvalidInput(
+        f"without is {without!r:.80}; wanted keys of the state, such as without=['optimizer']"
+    )
+
+
+def check_keys(
+    app_state: Mapping[str, Any], committed: Iterable[str], options: RestoreOptions
+) -> None:
+    """Raise `InvalidInput` for a state without keys, and for a key in `without` that nobody has."""
+    if not app_state:
+        raise InvalidInput(
+            f"the state to restore is empty; the commit has {', '.join(committed)}: give a dict of "
+            'what to restore, such as {"model": model}, or read it anew with state_dict()'
+        )
+    known = {*app_state, *committed}
+    for key in options.without - known:
+        raise InvalidInput(
+            f"without names {key!r}, a key of neither the state nor the commit{near(key, known)}"
+        )
+
+
+def targets(app_state: Mapping[str, Any], options: RestoreOptions) -> Callable[[str], str | None]:
+    """The path in `app_state` to which a path of a commit is restored; None if it is not."""
+    is_selected = selector("*" if options.select is None else options.select)
+    rename = (lambda path: path) if options.rename is None else Renamer(options.rename)
+    keys = {segment(key) for key in app_state.keys() - options.without}
+
+    def target(path: str) -> str | None:
+        new = rename(path) if is_selected(path) else ""
+        return new if new.partition("/")[0] in keys else None
+
+    return target
+
+
+def check_whole(
+    commit: CommitId, keys: Sequence[str], app_state: Mapping[str, Any], without: frozenset[str]
+) -> None:
+    """Raise `InvalidInput` if `app_state` lacks a key of the commit, unless `without` names it."""
+    check_app_state(app_state)
+    forgotten = [key for key in keys if key not in app_state and key not in without]
+    if forgotten and app_state:
+        raise InvalidInput(
+            f"commit {commit[:12]} has {', '.join(forgotten)}, and the state to resume does not; "
+            f"nothing was changed: without={json.dumps(forgotten)} resumes without, and "
+            f"checkout({commit[:12]!r}).restore({{{json.dumps(next(iter(app_state)))}: …}}) takes "
+            "just the keys that it is given"
+        )
 
 
 class RestoreOperation:
     """A restore: bind targets, then `read`, then `finish`. Raises `InvalidInput` before it changes
-    anything."""
+    anything. `lacking` are paths that this rank has nothing for."""
 
     def __init__(
         self,
@@ -130,6 +190,7 @@ class RestoreOperation:
         trees: Mapping[str, Tree],
         app_state: MutableMapping[str, Any],
         options: RestoreOptions,
+        lacking: Sequence[str] = (),
     ) -> None:
         self._reader, self._commit, self._app_state = reader, commit, app_state
         self._budget_bytes = options.memory_budget_bytes
@@ -150,17 +211,24 @@ class RestoreOperation:
                 matching,
                 content_of=view.tree.content_key,
                 check=view.tree.check,
+                streams=view.tree.streams,
             )
             for key, view in views.items()
             if key in app_state
         }
-        missing = [key for key in app_state if key not in views and options.select is None]
-        unexpected = [key for key in views if key not in app_state]
+        here = [key for key in app_state if key not in options.without and options.select is None]
+        missing = {**dict.fromkeys(lacking), **{key: None for key in here if key not in views}}
+        spare = [key for key in views if key not in app_state]
+        unexpected: list[str] = []
         for binding in bindings.values():
-            missing += binding.missing
+            missing.update(dict.fromkeys(binding.missing))
             unexpected += binding.unexpected
-        self.report = RestoreReport(tuple(missing), tuple(unexpected))
-        _refuse(commit, bindings, self.report if options.strict else RestoreReport((), ()))
+        self.report = RestoreReport(tuple(missing), (*spare, *unexpected))
+        problems = []
+        if options.strict:
+            problems = [_lacked(path, trees) for path in missing]
+            problems += [f"{path}: in the commit, not wanted by the target" for path in unexpected]
+        _refuse(commit, bindings, problems)
 
     @cached_property
     def reading(self) -> Reading:
@@ -207,6 +275,7 @@ def _views(
     views = whole(trees) if options.select is None else selected(trees, options.select, commit)
     if options.rename is not None:
         views = renamed(views, options.rename)
+    views = {key: view for key, view in views.items() if key not in options.without}
     if options.select is None:
         return views
     if not views.keys() & app_state.keys():
@@ -217,14 +286,17 @@ def _views(
     return {key: view for key, view in views.items() if key in app_state}
 
 
-def _refuse(commit: CommitId, bindings: Mapping[str, "Binding"], report: RestoreReport) -> None:
+def _lacked(path: str, keys: Iterable[str]) -> str:
+    hint = "" if "/" in path else near(path, keys)
+    return f"{path}: wanted by the target, not in the commit{hint}"
+
+
+def _refuse(commit: CommitId, bindings: Mapping[str, "Binding"], problems: Sequence[str]) -> None:
     problems = [
         f"{m.path}: the commit has {m.committed}, the target has {m.target}"
         for b in bindings.values()
         for m in b.mismatched
-    ]
-    problems += [f"{path}: wanted by the target, not in the commit" for path in report.missing]
-    problems += [f"{path}: in the commit, not wanted by the target" for path in report.unexpected]
+    ] + [*problems]
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise InvalidInput(
@@ -232,9 +304,9 @@ def _refuse(commit: CommitId, bindings: Mapping[str, "Binding"], report: Restore
             "was changed:\n  "
             + "\n  ".join(problems[:SHOWN])
             + more
-            + "\npass strict=False to leave out what only one side has, select= to restore a part, "
-            "rename= where names differ, "
-            "dtype= to convert floats; shapes must agree, what is tied must be one content"
+            + "\npass without=[…] to leave keys as they are, strict=False to leave out what only "
+            "one side has, select= to restore some leaves, rename= where names differ, dtype= to "
+            "convert floats; shapes must agree, what is tied must be one content"
         )
 
 

@@ -4,7 +4,7 @@ Modules and other objects with `load_state_dict` get a state dict of their own t
 filled. In plain containers, tensors are filled in place and other values replaced.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -20,6 +20,7 @@ from ckptstore.state.leaf_sources import segment, segments
 from ckptstore.state.match_target import ContentOf, Landing, Matching, Mismatch, TensorMatch
 from ckptstore.state.optimizers import ParameterNames, ShardedOptimizer, fit
 from ckptstore.state.stateful import (
+    NewStreams,
     RNGState,
     StateDict,
     classes_in,
@@ -27,6 +28,7 @@ from ckptstore.state.stateful import (
     is_stateful,
     load_optimizer,
     own_loading,
+    reseeded,
     state_dict_of,
     state_of,
     with_wrappers,
@@ -41,17 +43,20 @@ def bind(
     *,
     content_of: ContentOf = lambda leaf: leaf,
     check: Callable[[int], None] = lambda leaf: None,
+    streams: NewStreams | None = None,
 ) -> "Binding":
     """Find the place of every leaf of `schema` in `target`, the object under `key` of an
     application state. Changes nothing. Bindings of one restore share `matching`.
 
-    `check` raises for a leaf of implausible shape before memory is allocated for it.
+    `check` raises for a leaf of implausible shape before memory is allocated for it. `streams` are
+    the states of generators that this rank begins anew.
     """
     containers.check(schema.skeleton)
     matching = matching or Matching(ParameterNames({key: target}))
     if not matching.allow_pickle:
         refuse_pickles(schema)
-    binding = Binding(target, schema, matching, TensorMatch(schema, matching, content_of))
+    tensor_match = TensorMatch(schema, matching, content_of)
+    binding = Binding(target, schema, matching, tensor_match, streams)
     binding.pair(segment(key), check)
     return binding
 
@@ -67,7 +72,12 @@ class Binding(Inflater):
     """
 
     def __init__(
-        self, target: Any, schema: Schema, matching: Matching, tensor_match: TensorMatch
+        self,
+        target: Any,
+        schema: Schema,
+        matching: Matching,
+        tensor_match: TensorMatch,
+        streams: NewStreams | None,
     ) -> None:
         super().__init__(
             schema,
@@ -78,6 +88,7 @@ class Binding(Inflater):
             clears=matching.strict and not matching.partial,
         )
         self._target, self._matching, self._tensors = target, matching, tensor_match
+        self._streams = streams
         self._wanted = [not matching.partial] * len(schema)
         for leaf in leaves_of(schema.skeleton) if matching.partial else ():
             self._wanted[leaf] = True
@@ -230,6 +241,10 @@ class Binding(Inflater):
             state = self.inflate(node)
         else:
             state = self._within(node, state_of(receiver))
+        if self._streams and isinstance(target, RNGState) and isinstance(node, Node):
+            children = zip(keys_of(node, self._classes), node.children, strict=True)
+            new = [key for key, child in children if self._streams.leaves & {*leaves_of(child)}]
+            state = reseeded(state, new, self._streams.seed)
         _load(receiver, state, strict=self._matching.strict)
         return target
 
@@ -246,6 +261,15 @@ class Binding(Inflater):
             modules = {str(key).rpartition(".")[0] for key in node.keys or ()}
             versions.update((name, entry) for name, entry in committed.items() if name in modules)
         return filled
+
+
+def places_in(
+    app_state: Mapping[str, Any], is_wanted: Callable[[Any], bool]
+) -> Iterator[tuple[str, Any]]:
+    """The wanted objects in an application state by their paths, outermost only."""
+    for key, value in app_state.items():
+        for keys, found in found_in(value, is_wanted):
+            yield reduce(_below, keys, segment(key)), found
 
 
 def _has_places(node: Node, target: Any) -> bool:

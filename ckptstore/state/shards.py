@@ -368,7 +368,7 @@ def _parallel_in(value: Any) -> list[DistributedDataParallel]:
 
 def _marks(value: Any, flat: FlatState, known: _Replicas, globs: Globs) -> dict[int, Mark]:
     count = len(flat.schema)
-    if isinstance(value, RNGState) or _is_loader(value):
+    if is_each_ranks(value):
         return dict.fromkeys(range(count), "private")
     marks: dict[int, Mark] = {}
     if isinstance(value, torch.optim.Optimizer):
@@ -410,13 +410,17 @@ def _paths_like(paths: Sequence[str], globs: Sequence[str]) -> list[int]:
 def _is_loader(value: Any) -> bool:
     """Whether `value` hands out data from a place that it remembers: it is iterated over, has a
     state, and is no container."""
-    if isinstance(value, Mapping | Sequence | torch.nn.Module | torch.Tensor):
-        return False
     return (
-        hasattr(value, "state_dict")
-        and hasattr(value, "load_state_dict")
+        hasattr(value, "load_state_dict")
+        and hasattr(value, "state_dict")
         and hasattr(value, "__iter__")
+        and not isinstance(value, Mapping | Sequence | torch.nn.Module)
     )
+
+
+def is_each_ranks(value: Any) -> bool:
+    """Whether the state of `value` belongs to its rank."""
+    return isinstance(value, RNGState) or _is_loader(value)
 
 
 def is_bound_to_world_size(value: Any) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from itertools import chain
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import nn
@@ -96,6 +96,14 @@ class RNGState:
     `load_state_dict` sets them; of CUDA devices, those that both sides have. A restore does so
     after everything else, so that nothing it runs draws afterwards. What TorchSnapshot's object of
     this name has, torch's generator on the CPU as `rng_state`, is taken too.
+
+    Each rank goes on with its own generators, on any number of ranks. A rank for which the commit
+    has none begins new streams: its seed is a hash of what all ranks committed, plus its number. So
+    the same commit gives the same streams, and no rank draws what another draws. A generator that
+    all ranks (two or more) had in the same state stays the same on all.
+
+    Example:
+        >>> app_state = {"model": model, "random": ckptstore.RNGState()}
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,6 +133,39 @@ class RNGState:
             with suppress(RuntimeError):  # a forked child cannot use CUDA
                 torch.cuda.init()  # or torch would seed the generators after what is set here
             torch.cuda.set_rng_state(state, device)
+
+
+class NewStreams(NamedTuple):
+    """The leaves of a tree that are states of another rank's generators, and the seed of those that
+    this rank begins instead."""
+
+    seed: int
+    leaves: frozenset[int]
+
+
+def reseeded(state: dict[str, Any], names: Iterable[str], seed: int) -> dict[str, Any]:
+    """`state`, that of an `RNGState`, with the generators in `names` seeded anew.
+
+    torch's generator on the CPU takes the last 32 bits of a seed; seeds that follow each other
+    differ there. A device's state is its seed and its offset; to write it needs no device.
+    """
+
+    def on_cpu() -> torch.Tensor:
+        return torch.Generator().manual_seed(seed).get_state()
+
+    def of_numpy() -> Any:
+        from numpy.random import MT19937, RandomState
+
+        return RandomState(MT19937(seed)).get_state(legacy=False)
+
+    new: dict[str, Callable[[], Any]] = {
+        "python": lambda: random.Random(seed).getstate(),
+        "torch": on_cpu,
+        "rng_state": on_cpu,
+        "numpy": of_numpy,
+        "cuda": lambda: [torch.tensor([seed, 0]).view(torch.uint8)] * torch.cuda.device_count(),
+    }
+    return {**state, **{name: new[name]() for name in names if name in new}}
 
 
 def state_dict_of(module: nn.Module) -> "OrderedDict[str, Any]":

@@ -16,7 +16,7 @@ from benchmarks import cuda
 from ckptstore.state import staging
 from ckptstore.state.staging import PIECE_BYTES, beside_training, devices_of, plan_staging
 from ckptstore.state.staging_buffers import Buffer
-from ckptstore.state.stateful import RNGState
+from ckptstore.state.stateful import RNGState, reseeded
 from ckptstore.state.tensors import TensorSource
 
 needs_cuda = pytest.mark.skipif(
@@ -131,6 +131,15 @@ def test_generators_of_devices_are_set_when_no_seed_comes_after(
         RNGState().state_dict() | {"cuda": [torch.tensor(5), torch.tensor(6)]}
     )
     assert calls == ["init", (5, 0)]
+
+
+@needs_cuda
+def test_generators_of_devices_are_seeded_anew_for_a_new_rank() -> None:
+    torch.cuda.manual_seed(12)
+    wanted = torch.rand(5, device="cuda")
+    torch.cuda.manual_seed(13)
+    RNGState().load_state_dict(reseeded(RNGState().state_dict(), ["cuda"], 12))
+    assert torch.equal(torch.rand(5, device="cuda"), wanted)
 
 
 @pytest.mark.skipif(

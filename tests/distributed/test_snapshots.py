@@ -83,7 +83,9 @@ def test_a_replicated_snapshot_is_restored_on_any_number_of_ranks(
     path = str(tmp_path / "runs" / "epoch-3")
     took = pool.run(take_ddp, path, taken)[:taken]
     for n in (1, 2, 4):
-        for rank, got in enumerate(pool.run(restore_ddp, path, n)[:n]):
+        found = pool.run(restore_ddp, path, n)[:n]
+        assert len({float(drawn) for _, _, drawn, _ in found}) == n, "no rank repeats another"
+        for rank, got in enumerate(found):
             weight, epoch, drawn, steps = got
             assert torch.equal(weight, took[0][0]) and epoch == 3 and steps == 2
             if rank < taken:

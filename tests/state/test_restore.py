@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ckptstore.errors import InvalidInput
-from ckptstore.state.stateful import RNGState, StateDict
+from ckptstore.state.stateful import RNGState, StateDict, reseeded
 from tests.state.carrying import assert_same, carry
 from tests.state.test_structures import Counting, Point
 
@@ -297,6 +297,20 @@ def test_all_generators_are_set_and_taking_their_state_draws_nothing() -> None:
     assert draws() == first
     assert carry({"nested": [RNGState()]}).bind({"nested": [RNGState()]}).late
     assert not carry({"a": 1}).bind({"a": 1}).late
+
+
+def test_seeds_that_follow_each_other_begin_different_streams() -> None:
+    """torch takes 32 bits of a seed on the CPU, so that random ones would collide now and then."""
+    before, drawn = RNGState().state_dict(), set()
+    names = ["python", "torch", "numpy", "cuda"]
+    for seed in range((1 << 32) - 3, (1 << 32) + 3):
+        RNGState().load_state_dict(reseeded(before, names, seed))
+        drawn |= {random.random(), float(np.random.random()), torch.rand(1).item()}
+    RNGState().load_state_dict(before)
+    assert len(drawn) == 18
+    only_torch = reseeded(before, ["torch", "of a subclass"], 5)
+    assert only_torch["python"] == before["python"] and only_torch.keys() == before.keys()
+    assert not torch.equal(only_torch["torch"], before["torch"])
 
 
 def test_a_buffer_is_replaced() -> None:

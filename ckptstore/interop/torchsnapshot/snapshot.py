@@ -26,7 +26,6 @@ from ckptstore.interop.torchsnapshot.stateful import (
     budget_of,
     check_stateful,
     collected,
-    generators_of,
 )
 from ckptstore.snapshot import Snapshot as Commit
 from ckptstore.store import Store
@@ -162,17 +161,16 @@ class Snapshot:
         The number of ranks may differ: all ranks get replicas and divided tensors, and a rank gets
         private state of the same rank number only. A rank without private state raises, unless
         `strict=False`: then it keeps its own, and modules keep what the snapshot lacks. A random
-        generator is restored last, and left alone on a rank that had none. Raises like
+        generator is restored last; a rank that had none begins a new stream. Raises like
         `ckptstore.Snapshot.restore`, and `MissingKeys`, an `InvalidInput`, for keys that the
         snapshot lacks.
         """
         check_stateful(app_state)
         peers = collective_of(self.pg)
         commit = on_all(peers, self._commit) if peers else self._commit()
-        wanted = _with_own_generator(commit, app_state, peers.rank if peers else 0)
         try:
-            commit.only(wanted).restore(
-                wanted,
+            commit.only(app_state).restore(
+                app_state,
                 strict=strict,
                 memory_budget_bytes=budget_of(self._store(), memory_budget_bytes),
                 allow_pickle=allow_pickle,
@@ -183,7 +181,7 @@ class Snapshot:
                 f"the snapshot has the keys {', '.join(commit.keys())}; select=, rename= and "
                 "dtype= are for snapshot.commit.restore"
             )
-            if set(wanted) <= set(commit.keys()):
+            if set(app_state) <= set(commit.keys()):
                 error.add_note(note)
                 raise
             missing = MissingKeys(str(error))
@@ -309,16 +307,3 @@ class PendingSnapshot:
 
 _unfinished: set[PendingSnapshot] = set()
 """Snapshots whose pointers may not be written yet."""
-
-
-def _with_own_generator(commit: Commit, app_state: AppState, rank: int) -> dict[str, Any]:
-    """The state without a random generator of which the commit has only other ranks' state."""
-    wanted = dict(app_state)
-    for key in generators_of(app_state):
-        held = commit.only([key])
-        if held.leaves() and not held.of_rank(rank).leaves():
-            logger.warning(
-                "rank %d had no random generator in this snapshot; it keeps its current state", rank
-            )
-            del wanted[key]
-    return wanted
