@@ -14,13 +14,15 @@ WORKERS ?= 3
 READY := $(VENV)/.ready
 READY_BENCH := $(VENV)/.ready-bench
 
-.PHONY: help setup test test-real lint demo bench soak clean
+.PHONY: help setup test test-real test-versions lint dist demo bench soak clean
 
 help:
 	@echo "make setup   prepare $(VENV)"
 	@echo "make test    ruff, mypy and the whole suite"
 	@echo "make test-real  the tests of shared stores on Ceph's S3 server and Debian's PostgreSQL, installed by apt-get if need be"
+	@echo "make test-versions  the core of the suite on the oldest and on the newest versions of all dependencies (VERSIONS=oldest)"
 	@echo "make lint    ruff and mypy"
+	@echo "make dist    build wheel and sdist, and try the wheel in a fresh environment"
 	@echo "make demo    train, be killed, resume, fine-tune: under two minutes"
 	@echo "make bench   measure against the peers and the machine's limits (BENCH='--case first --rounds 3')"
 	@echo "make soak    the long tests, hours of them (SOAK='tests/crash -k sigkill' for some; docs/testing.md says how long each takes)"
@@ -54,6 +56,12 @@ test: lint
 test-real: $(READY)
 	@$(BIN)/python -m tests.real
 
+test-versions: $(READY)
+	@WORKERS=$(WORKERS) $(BIN)/python -m tests.versions $(VERSIONS)
+
+dist: $(READY)
+	@$(BIN)/python -m tests.dist
+
 lint: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --quiet --check .
@@ -70,4 +78,4 @@ soak: $(READY)
 	@CKPTSTORE_TEST_PROFILE=soak $(BIN)/python -m pytest -m soak -v --timeout 3600 $(SOAK)
 
 clean:
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(VENV)-dist $(VENV)-oldest $(VENV)-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ckptstore.state.values import register_class, register_value
     from ckptstore.store import Store
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Async",

@@ -42,8 +42,10 @@ def _run(words: Sequence[str]) -> int:
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         args = parse(COMMANDS, words)
-    except SystemExit:  # --help or --version has printed its answer
+    except SystemExit:  # --help has printed its answer
         return Exit.OK
+    if args.version:
+        return _print_versions(Screen(json=args.json))
     if args.command is None:
         build(COMMANDS).print_help()
         return Exit.USAGE
@@ -59,6 +61,15 @@ def _run(words: Sequence[str]) -> int:
         for problem in answer.problems:
             call.screen.complain(problem)
     return answer.code
+
+
+def _print_versions(screen: Screen) -> Exit:
+    from ckptstore.cli.version import versions
+
+    found = versions()
+    screen.document(found)
+    screen.print([f"ckptstore {found['ckptstore']}"])
+    return Exit.OK
 
 
 def _open_closed_streams() -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from typing import Any, NoReturn, TypeAlias
 
-import ckptstore
 from ckptstore.cli.call import UsageError
 from ckptstore.core.text import SECOND_NS
 from ckptstore.errors import InvalidInput
@@ -194,9 +193,8 @@ def build(commands: Iterable[Command], words: Sequence[str] | None = None) -> Pa
     )
     top.add_argument(
         "--version",
-        action="version",
-        version=f"ckptstore {ckptstore.__version__}",
-        help="print the version and exit",
+        action="store_true",
+        help="print the version and exit; with --json, all that a bug report needs",
     )
     below = top.add_subparsers(
         dest="command", metavar="COMMAND", title="commands", parser_class=Parser

@@ -1,14 +1,17 @@
 """What `init`, `tag`, `migrate` and `completion` do, and where a command finds its store."""
 
 import os
+import platform
 import sqlite3
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import ckptstore
+from ckptstore.core.config import FORMAT_VERSION
 from tests.cli.running import call, environment, run
 
 
@@ -120,6 +123,12 @@ def test_the_options_of_all_commands_may_stand_before_or_behind(made_store: Path
 
 def test_version_and_help_need_no_store(tmp_path: Path) -> None:
     assert run("--version", cwd=tmp_path).out == f"ckptstore {ckptstore.__version__}\n"
+    for words in (["--version", "--json"], ["--json", "--version"]):
+        said = run(*words, cwd=tmp_path).document
+        assert (said["ckptstore"], said["format"]) == (ckptstore.__version__, FORMAT_VERSION)
+        assert said["python"] == platform.python_version() and said["platform"]
+        assert said["libraries"]["blake3"] == version("blake3")
+        assert said["libraries"].keys() >= {"torch", "s3fs", "obstore", "psycopg"}
     for words in ([], ["log"], ["completion"]):
         result = call(*words, "--help")
         assert (result.code, result.err) == (0, "")

@@ -33,7 +33,16 @@ def imported(words: str, store: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "words", ["log", "log -n 20 --graph --json", "show --fast", "ls", "ls best model", "tag"]
+    "words",
+    [
+        "log",
+        "log -n 20 --graph --json",
+        "show --fast",
+        "ls",
+        "ls best model",
+        "tag",
+        "--version --json",
+    ],
 )
 def test_a_query_imports_nothing_slow(made_store: Path, words: str) -> None:
     assert imported(words, made_store) & SLOW == set()

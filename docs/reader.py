@@ -1,0 +1,200 @@
+"""Read the commits of a store with nothing of ckptstore: a companion to docs/format.md.
+
+    python docs/reader.py STORE                     list the commits, oldest first
+    python docs/reader.py STORE REF                 list the leaves of a commit
+    python docs/reader.py STORE REF PATH > FILE     write the bytes of a leaf
+
+REF is `latest`, a step, a tag or a commit id; § are the sections of docs/format.md. What is read is
+verified. The store must be a directory, and have its log in itself.
+"""
+
+import json
+import re
+import struct
+import sys
+from base64 import b64decode
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import product
+from math import prod
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+import zstandard
+from blake3 import blake3
+from xxhash import xxh3_128_digest
+
+COLUMNS = ("paths", "kinds", "dtypes", "shapes", "aliases")
+NOTHING: dict[str, Any] = {"inline": None, "ids": b"", "boxes": ()}
+
+
+def expect(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(what)
+
+
+def inflate(frame: bytes, least: int, most: int) -> bytes:
+    """The content of one zstd frame. Its size is compared before memory is taken for it."""
+    size = zstandard.frame_content_size(frame)
+    expect(least <= size <= most, f"a zstd frame of {size} bytes; wanted {least} to {most}")
+    return zstandard.ZstdDecompressor().decompress(frame) if size else b""
+
+
+def decode(codec: int, stored: bytes, width: int, size: int) -> bytes:
+    """The `size` raw bytes of a chunk (§4)."""
+    if codec < 2:
+        return inflate(stored, size, size) if codec else stored
+    out, at, whole = bytearray(size), 5 * width, size // width
+    for i, length in enumerate(struct.unpack_from(f"<{width}I", stored, width)):
+        plane, at = stored[at : at + length], at + length
+        plane = inflate(plane, 0, size) if stored[i] else plane
+        out[i : whole * width : width] = plane[:whole]
+        out[whole * width :] = plane[whole:]
+    return bytes(out)
+
+
+class Store:
+    def __init__(self, place: Path) -> None:
+        """The store in the directory `place`, as its log is now."""
+        self.place = place
+        config = json.loads((place / "ckptstore.json").read_bytes())
+        expect(config["ckptstore"] == 2, f"format {config['ckptstore']}; wanted 2")
+        check = config.pop("check")
+        canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        expect(blake3(canonical.encode()).hexdigest() == check, "ckptstore.json is damaged")
+        expect(not config["read"], f"{', '.join(config['read'])} is needed to read this store")
+        self.id, self.generation = config["store"], config["log"]["generation"]
+        self.commits: dict[str, dict[str, Any]] = {}
+        self.tags: dict[str, str | None] = {}
+        self.chunks: dict[bytes, list[tuple[Path, Any]]] = {}
+        for entry in self._log():
+            self._apply(entry)
+
+    def _log(self) -> Iterator[dict[str, Any]]:
+        """The entries in order, each checked against the one before (§8)."""
+        n, prev = 1, [blake3(self.id.encode()).hexdigest(), 0]
+        while (file := self.place / f"log/{n:012d}").exists():
+            data = file.read_bytes()
+            head, body = data[:65].decode(), data[65:]
+            expect(head == blake3(body).hexdigest() + "\n", f"entry {n} is damaged")
+            entry = json.loads(body)
+            expect(
+                (entry["n"], entry["store"], entry["prev"]) == (n, self.id, prev), f"no entry {n}"
+            )
+            yield entry
+            n, prev = n + 1, [head[:64], len(data)]
+        later = [file.name for file in (self.place / "log").glob("[0-9]*") if int(file.name) > n]
+        expect(not later, f"entry {n} of the log is missing; there are {sorted(later)[:3]}")
+
+    def _apply(self, entry: dict[str, Any]) -> None:
+        """What an entry changes, as far as a reader needs it (§8.1)."""
+        kind = entry["kind"]
+        if kind == "commit":
+            self.commits[entry["commit"]] = entry | {"forgotten": False}
+            self.tags |= dict.fromkeys(entry["tags"], entry["commit"])
+        elif kind == "tag":
+            self.tags[entry["name"]] = entry["commit"]
+        elif kind in ("forget", "undelete"):
+            for id in self.commits.keys() & entry["commits"]:
+                self.commits[id]["forgotten"] = kind == "forget"
+        elif kind == "condemn":
+            self.commits = {id: e for id, e in self.commits.items() if id not in entry["purge"]}
+        elif kind == "moved":
+            expect(entry["next_generation"] <= self.generation, f"the log is at {entry['place']}")
+        else:
+            expect(kind in ("register", "delete", "over", "settings"), f"unknown entry: {kind}")
+        for _, pack, size, *_ in entry["packs"] if kind in ("commit", "register") else ():
+            for name in (pack, pack + ".2"):
+                self._index(self.place / "packs" / pack[:2] / name, size)
+
+    def _index(self, file: Path, size: int) -> None:
+        """Take in the footer of a pack or twin (§4), if the file is there and sound."""
+        if not file.is_file() or file.stat().st_size != size:
+            return
+        with file.open("rb") as pack:
+            pack.seek(size - 72)
+            start, _, offset, length, digest, end = struct.unpack("<12sIQQ32s8s", pack.read())
+            pack.seek(offset)
+            tail = pack.read(length + 32)
+        if (start, end, blake3(tail).digest()) == (b"CKPTPACK\2\0\0\0", b"KCAPTPKC", digest):
+            for record in struct.iter_unpack("<32s16sQIIIBBB9s", tail[:length]):
+                self.chunks.setdefault(record[0], []).append((file, record))
+
+    def chunk(self, wanted: bytes) -> bytes:
+        """The raw bytes of a chunk, from the first pack that has them as they were."""
+        for file, (_, digest, offset, stored, size, _, codec, width, *_) in self.chunks[wanted]:
+            with file.open("rb") as pack, suppress(ValueError, struct.error, zstandard.ZstdError):
+                pack.seek(offset)
+                raw = decode(codec, pack.read(stored), width, size)
+                if xxh3_128_digest(raw) == digest and blake3(raw).digest() == wanted:
+                    return raw
+        raise ValueError(f"no pack has chunk {wanted.hex()} as it was")
+
+    def find(self, ref: str) -> str:
+        """The id of the newest commit that `ref` names."""
+        named = [id for id, e in self.commits.items() if not e["forgotten"] or id == ref]
+        named = [id for id in named if ref in ("latest", str(self.commits[id]["step"]), id)]
+        return self.tags.get(ref) or named[-1]
+
+    def leaves(self, commit: str) -> dict[str, dict[str, Any]]:
+        """The leaves of a commit by path (§5 to §7)."""
+        file = self.place / f"commits/{self.commits[commit]['session']}-{commit}"
+        data = inflate(file.read_bytes(), 0, 256 << 20)
+        expect(blake3(data).hexdigest() == commit, "the document does not match its commit's id")
+        of = json.loads(data)
+        return {leaf["paths"]: leaf for key in of["order"] for leaf in self._tree(of["trees"][key])}
+
+    def _tree(self, tree: dict[str, str]) -> list[dict[str, Any]]:
+        schema = json.loads(self.chunk(bytes.fromhex(tree["schema"])))
+        columns = zip(*(schema[name] for name in COLUMNS), strict=True)
+        leaves = [dict(zip(COLUMNS, each, strict=True)) | NOTHING for each in columns]
+        for (id,) in struct.iter_unpack("32s", b64decode(tree["pages"], validate=True)):
+            page = self.chunk(id)
+            start, number, count, first = struct.unpack_from("<8sIIQ", page)
+            follows = (start, 32 * first) == (b"CKPG\1\0\0\0", len(leaves[number]["ids"]))
+            expect(follows, "a page does not follow the one before")
+            at = 24 + count + -count % 4
+            sizes, at = struct.unpack_from(f"<{count}I", page, at), at + 4 * count
+            for kind, size in zip(page[24 : 24 + count], sizes, strict=True):
+                leaf, payload = leaves[number], page[at : at + size * (32 if kind == 1 else 1)]
+                number, at = number + (kind < 2), at + len(payload)
+                leaf["inline"] = None if kind else payload
+                leaf["ids"] += payload if kind == 1 else b""
+                if kind == 2 and size > 8:
+                    leaf["boxes"] = list(struct.iter_unpack(f"<{payload[0]}Q", payload[8:]))
+        contents = [*({name: leaf[name] for name in NOTHING} for leaf in leaves), {}]
+        return [leaf | contents[leaf["aliases"]] for leaf in leaves]  # the last is for -1
+
+    def read(self, leaf: dict[str, Any]) -> bytes:
+        """The bytes of a leaf; of a tensor its elements in row-major order, little-endian."""
+        data, ids = leaf["inline"], struct.iter_unpack("32s", leaf["ids"])
+        data = b"".join(self.chunk(id) for (id,) in ids) if data is None else data
+        width = max(int(re.findall(r"\d+|$", leaf["dtypes"])[0] or 8) // 8, 1)  # from bits
+        wanted = width * prod(leaf["shapes"]) if leaf["kinds"] == "tensor" else len(data)
+        expect(len(data) == wanted, f"{leaf['paths']} has {len(data)} bytes; wanted {wanted}")
+        strides = [width * prod(leaf["shapes"][i:]) for i in range(1, 65)]
+        out, at = bytearray(data), 0
+        for offsets, lengths in zip(leaf["boxes"][::2], leaf["boxes"][1::2], strict=True):
+            outer = (range(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+            run = lengths[-1] * width
+            for index in product(*list(outer)[:-1]):
+                start = sum(map(mul, (*index, offsets[-1]), strides))
+                out[start : start + run], at = data[at : at + run], at + run
+        return bytes(out)
+
+
+def main(place: str, ref: str = "", path: str = "") -> None:
+    store = Store(Path(place))
+    leaves = store.leaves(store.find(ref)) if ref else {}
+    if path:
+        sys.stdout.buffer.write(store.read(leaves[path]))
+    for leaf in leaves.values() if not path else ():
+        print(leaf["paths"], leaf["kinds"], leaf["dtypes"], leaf["shapes"] or "")
+    for commit, entry in store.commits.items() if not ref else ():
+        tags = [tag for tag, named in store.tags.items() if named == commit]
+        print(commit, entry["run"], entry["step"], *tags, "forgotten" * entry["forgotten"])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
