@@ -144,7 +144,8 @@ class Storage:
         options: Options for fsspec, such as credentials.
         index: `postgresql+psycopg://USER@HOST/DATABASE`, if a database has log and catalog; else
             `$CKPTSTORE_INDEX` (docs/shared-store.md).
-        chunk_bytes: Size of chunks of a store that this call makes: a power of two, 1 MiB.
+        chunk_bytes: Size of chunks of a store that this call makes: a power of two, 1 MiB. Like
+            `codec`, it must agree with that of a store that exists.
         codec: `"raw"` or `"zstd"`, of a store that this call makes.
         private: A store that this call makes gets modes 0700 and 0600, whatever the umask.
         on_full: On a full disk, `"raise"` raises `NoSpace`; `"gc"` collects forgotten commits and

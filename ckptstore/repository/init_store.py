@@ -83,6 +83,12 @@ def init_store(
             if _create(storage, config, index):
                 return decode_config(storage.read(CONFIG_KEY), storage.url)
         raise Conflict(f"{storage.url} is a store already; open it, or choose another directory")
+    except ReadOnly as error:
+        why = str(error).partition(";")[0]
+        raise ReadOnly(
+            f"no store can be made at {storage.url} ({why}); choose another place, or get the "
+            "right to write there"
+        ) from error
     finally:
         storage.close()
 
