@@ -28,7 +28,12 @@ from ckptstore.log.state import Resolved, newest_first, resolved
 from ckptstore.maintenance.retention import remove_tag, set_tag
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance_api import Maintenance
-from ckptstore.repository.resolve_ref import AnyRef, find_commit, through_pointers
+from ckptstore.repository.resolve_ref import (
+    AnyRef,
+    find_commit,
+    nothing_to_resume,
+    through_pointers,
+)
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.diff import Difference, compare
 from ckptstore.restore.reader import Reader
@@ -265,7 +270,8 @@ class Store(Maintenance):
         """Restore the newest commit of this run that is intact.
 
         A damaged commit is skipped with a warning; `skipped` lists it. Several ranks resume the
-        same commit.
+        same commit. Without any commit, the log says where this looked, as a warning if another
+        run or a store with nearly this path has commits.
 
         Args:
             app_state: Objects with `load_state_dict()`, or plain containers, by name.
@@ -290,7 +296,11 @@ class Store(Maintenance):
             ranks=ranks,
         )
         given = ranks or Ranks()
-        return self._resume(restore, collective_of(given.process_group, given.timeout_s))
+        peers = collective_of(given.process_group, given.timeout_s)
+        snapshot = self._resume(restore, peers)
+        if peers is None or peers.leads:
+            self._say_resumed(snapshot)
+        return snapshot
 
     def _resume(
         self, restore: Callable[[Snapshot], object], peers: Collective | None
@@ -315,15 +325,30 @@ class Store(Maintenance):
             )
         return None
 
-    def log(
-        self, limit: int | None = None, *, run: str | None = None, all_runs: bool = False
-    ) -> list[CommitInfo]:
-        """Commits of this run, of `run`, or of `all_runs`, newest first, without forgotten ones."""
+    def _say_resumed(self, snapshot: Snapshot | None) -> None:
+        if snapshot:
+            logger.info(
+                "resumed commit %s (step %s) of run %s of %s",
+                snapshot.id[:12],
+                snapshot.step,
+                self.run,
+                self.url,
+            )
+            return
+        there, may_be_a_mistake = nothing_to_resume(self._handle, self.run)
+        level = logging.WARNING if may_be_a_mistake else logging.INFO
+        mirror = f" and of {self._tier.place}" if self._tier else ""
+        logger.log(
+            level, "nothing to resume in run %s of %s%s: %s", self.run, self.url, mirror, there
+        )
+
+    def log(self, limit: int | None = None, *, run: str | None = None) -> list[CommitInfo]:
+        """Commits of all runs, or of `run`, newest first, without forgotten ones."""
         if limit is not None and not (isinstance(limit, int) and 0 <= limit < 1 << 63):
             raise InvalidInput(
                 f"limit is {limit!r:.80}; wanted a number of commits, or None for all"
             )
-        return self._handle.queries().log(None if all_runs else check_run(run or self.run), limit)
+        return self._handle.queries().log(None if run is None else check_run(run), limit)
 
     def runs(self) -> list[str]:
         """The runs that have commits."""
