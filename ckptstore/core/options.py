@@ -41,7 +41,12 @@ class CommitProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """How ranks commit and restore together (docs/distributed.md). Every rank passes equal values.
+    """How ranks commit and restore together (docs/distributed.md).
+
+    Every rank calls `commit`, `restore` and `resume`, and passes equal values: they make one commit
+    together, and store what they have in common once. So there is no `if rank == 0:` as around
+    `torch.save`; under one, that rank waits for the others, and warns after seconds. A rank that
+    shall commit its own state without the others passes `Ranks(process_group="alone")`.
 
     Args:
         process_group: The ranks that take part; default: all. `"alone"`: this process only.
