@@ -265,11 +265,11 @@ class StoreInternals:
         metadata: CommitMetadata,
         options: Async,
         ranks: Ranks,
+        peers: Collective | None,
         *,
         allow_pickle: bool,
     ) -> PendingCommit:
-        """Stage `app_state` and commit it in the background, alone or with other ranks."""
-        peers = collective_of(ranks.process_group, ranks.timeout_s)
+        """Stage `app_state` and commit it in the background, alone or with `peers`."""
         behind = collective_of(ranks.process_group, ranks.timeout_s, channel=BACKGROUND)
         if peers and options.trust_version:
             raise InvalidInput(

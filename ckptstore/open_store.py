@@ -75,25 +75,28 @@ def open(
 
     Raises:
         NotFound: There is no store.
-        InvalidInput: `place` holds something else, or a store of a newer format.
+        InvalidInput: `place` holds something else, a store of a newer format, or one that was made
+            with another codec or chunk size than `storage` asks for.
         Corrupt: `ckptstore.json` is damaged.
         ReadOnly, Unavailable: The store cannot be made.
 
     Example:
         >>> store = ckptstore.open("checkpoints", run="pretrain", threads=8)
     """
-    settings = _settings(storage or Storage(), background, threads, run, create, read_only)
+    storage = storage or Storage()
+    settings = _settings(storage, background, threads, run, create, read_only)
     if mirror is None:
-        return Store(_open_or_make(place, settings), settings, background=background)
+        handle = _open_or_make(place, settings, storage)
+        return Store(handle, settings, background=background)
     there = mirror if isinstance(mirror, Mirror) else Mirror(mirror)
     if is_several(None):
         raise InvalidInput(
             "mirror= is for one process; with several ranks open without it, and let one rank call "
             "store.mirror(to=…)"
         )
-    if storage is None or (storage.chunk_bytes is None and storage.codec is None):
+    if storage.chunk_bytes is None and storage.codec is None:
         settings = _like_mirror(settings, there)
-    handle = _open_or_make(place, settings)
+    handle = _open_or_make(place, settings, storage)
     if read_only:
         return Store(handle, settings, background=background)
     return Store(handle, settings, _tier(place, settings, there), background)
@@ -186,7 +189,7 @@ def clone(
         return store
 
 
-def _open_or_make(place: str | os.PathLike[str], settings: Settings) -> StoreHandle:
+def _open_or_make(place: str | os.PathLike[str], settings: Settings, asked: Storage) -> StoreHandle:
     def opened() -> StoreHandle:
         handle = StoreHandle(
             place,
@@ -196,6 +199,7 @@ def _open_or_make(place: str | os.PathLike[str], settings: Settings) -> StoreHan
             index=settings.index,
             read_cache_bytes=settings.read_cache_bytes,
         )
+        _check_as_made(handle, asked)
         if not settings.read_only:
             handle.warm()
         return handle
@@ -215,6 +219,19 @@ def _open_or_make(place: str | os.PathLike[str], settings: Settings) -> StoreHan
             index=settings.index,
         )
     return opened()
+
+
+def _check_as_made(handle: StoreHandle, asked: Storage) -> None:
+    """Raise `InvalidInput` if a store was not made as `asked`."""
+    for name, wanted in (("codec", asked.codec), ("chunk_bytes", asked.chunk_bytes)):
+        made = getattr(handle.config, name)
+        if wanted not in (None, made):
+            handle.close()
+            raise InvalidInput(
+                f"{handle.url} was made with {name}={made!r}, which stays; wanted {wanted!r}: "
+                f"leave {name} out, or make another store with it and `ckptstore push` the "
+                "commits there"
+            )
 
 
 def open_pointer(

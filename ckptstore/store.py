@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Never, Self, get_args
 
-from ckptstore.commit.commit_metadata import label_of
+from ckptstore.commit.commit_metadata import label_of, refuse_unnamed
 from ckptstore.commit.schedule import Schedule, rule_of
 from ckptstore.core.ids import CommitId, check_run, check_tag
 from ckptstore.core.model import CommitInfo
@@ -28,7 +28,12 @@ from ckptstore.log.state import Resolved, newest_first, resolved
 from ckptstore.maintenance.retention import remove_tag, set_tag
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance_api import Maintenance
-from ckptstore.repository.resolve_ref import AnyRef, find_commit, through_pointers
+from ckptstore.repository.resolve_ref import (
+    AnyRef,
+    find_commit,
+    nothing_to_resume,
+    through_pointers,
+)
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.diff import Difference, compare
 from ckptstore.restore.reader import Reader
@@ -66,6 +71,7 @@ class Store(Maintenance):
         self.run = settings.run
         self._tier, self._background = tier, background or Async()
         self.skipped: tuple[Skipped, ...] = ()
+        self._hints = True
 
     def __repr__(self) -> str:
         return f"<Store {self.url} run={self.run}>"
@@ -94,7 +100,7 @@ class Store(Maintenance):
     def commit(
         self,
         app_state: Mapping[str, Any],
-        *,
+        *unnamed: Never,
         step: int | None = None,
         tag: str | Sequence[str] | None = (),
         message: str = "",
@@ -125,18 +131,21 @@ class Store(Maintenance):
         Example:
             >>> store.commit({"model": model, "optimizer": optimizer}, step=100)
         """
+        refuse_unnamed("commit", unnamed)
         metadata = partial(label_of, self.run, step, tag, message, metrics)
         self._internals.check_not_within()
         ranks = ranks or Ranks()
         peers = collective_of(ranks.process_group, ranks.timeout_s)
         flats = partial(flats_of, app_state, ranks, peers, allow_pickle=allow_pickle)
         request = self._internals.request(flats, metadata, ranks, memory_budget_bytes)
-        return self._internals.committed(self._internals.commit(request, peers))
+        snapshot = self._internals.committed(self._internals.commit(request, peers))
+        self._hint(snapshot.step, snapshot.tags, peers)
+        return snapshot
 
     def commit_async(
         self,
         app_state: Mapping[str, Any],
-        *,
+        *unnamed: Never,
         step: int | None = None,
         tag: str | Sequence[str] | None = (),
         message: str = "",
@@ -164,18 +173,34 @@ class Store(Maintenance):
         Example:
             >>> pending = store.commit_async({"model": model}, background=Async(staging="lazy"))
         """
+        refuse_unnamed("commit_async", unnamed)
         self._internals.check_not_within()
         self._handle.check_writable()
         metadata = label_of(self.run, step, tag, message, metrics)
         if background:
             background.check_for_one_commit()
-        return self._internals.commit_async(
+        ranks = ranks or Ranks()
+        peers = collective_of(ranks.process_group, ranks.timeout_s)
+        pending = self._internals.commit_async(
             app_state,
             metadata,
             background or self._background,
-            ranks or Ranks(),
+            ranks,
+            peers,
             allow_pickle=allow_pickle,
         )
+        self._hint(metadata.step, metadata.tags, peers)
+        return pending
+
+    def _hint(self, step: int | None, tags: Sequence[str], peers: Collective | None) -> None:
+        """Say once that a commit can be named."""
+        if step is None and not tags and self._hints and (peers is None or peers.leads):
+            self._hints = False
+            logger.warning(
+                "a commit of run %s has neither step nor tag, so only its id names it; "
+                "commit(…, step=100) is found by checkout(100)",
+                self.run,
+            )
 
     def every(
         self,
@@ -267,7 +292,8 @@ class Store(Maintenance):
         """Restore the newest commit of this run that is intact.
 
         A damaged commit is skipped with a warning; `skipped` lists it. Several ranks resume the
-        same commit.
+        same commit. Without any commit, the log says where this looked, as a warning if another
+        run or a store with nearly this path has commits.
 
         Args:
             app_state: Objects with `load_state_dict()`, or plain containers, by name.
@@ -302,7 +328,11 @@ class Store(Maintenance):
             return snapshot
 
         given = ranks or Ranks()
-        return self._resume(look, restore, collective_of(given.process_group, given.timeout_s))
+        peers = collective_of(given.process_group, given.timeout_s)
+        snapshot = self._resume(look, restore, peers)
+        if peers is None or peers.leads:
+            self._say_resumed(snapshot)
+        return snapshot
 
     def _resume(
         self,
@@ -330,15 +360,22 @@ class Store(Maintenance):
             )
         return None
 
-    def log(
-        self, limit: int | None = None, *, run: str | None = None, all_runs: bool = False
-    ) -> list[CommitInfo]:
-        """Commits of this run, of `run`, or of `all_runs`, newest first, without forgotten ones."""
+    def _say_resumed(self, snapshot: Snapshot | None) -> None:
+        where = f"run {self.run} of {self.url}{f' and {self._tier.place}' if self._tier else ''}"
+        if snapshot:
+            logger.info("resumed commit %s (step %s) of %s", snapshot.id[:12], snapshot.step, where)
+        else:
+            there, is_odd = nothing_to_resume(self._handle, self.run)
+            level = logging.WARNING if is_odd else logging.INFO
+            logger.log(level, "nothing to resume in %s: %s", where, there)
+
+    def log(self, limit: int | None = None, *, run: str | None = None) -> list[CommitInfo]:
+        """Commits of all runs, or of `run`, newest first, without forgotten ones."""
         if limit is not None and not (isinstance(limit, int) and 0 <= limit < 1 << 63):
             raise InvalidInput(
                 f"limit is {limit!r:.80}; wanted a number of commits, or None for all"
             )
-        return self._handle.queries().log(None if all_runs else check_run(run or self.run), limit)
+        return self._handle.queries().log(None if run is None else check_run(run), limit)
 
     def runs(self) -> list[str]:
         """The runs that have commits."""

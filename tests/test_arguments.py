@@ -1,6 +1,7 @@
 """Arguments of a wrong type or size get an error of ours, in words; nothing is changed, and no
 limit is left out."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,30 @@ def test_a_mistaken_call_gets_an_error_of_ours(
         assert len(str(raised.value)) < 500
         assert not caplog.records  # no catalog was taken for damaged
         assert [info.id for info in store.log()] == [snapshot.id]
+
+
+@pytest.mark.parametrize("way", ["commit", "commit_async"])
+@pytest.mark.parametrize(
+    ("value", "name"), [(100, "step=100"), ("best", "tag='best'"), ({"loss": 1.0}, "metrics={")]
+)
+def test_an_argument_without_its_name_is_told_which_it_may_be(
+    way: str, value: object, name: str, tmp_path: Path
+) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        with pytest.raises(InvalidInput, match=re.escape(f"{way}(app_state, {name}")):
+            getattr(store, way)({"a": 1}, value)
+        assert store.log() == []
+
+
+@pytest.mark.parametrize("way", ["commit", "commit_async"])
+def test_a_commit_that_only_its_id_names_is_hinted_at_once(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        getattr(store, way)({"a": 1}, step=1)
+        getattr(store, way)({"a": 2}, tag="final")
+        assert caplog.messages == []
+        getattr(store, way)({"a": 3})
+        getattr(store, way)({"a": 4})
+        (hint,) = caplog.messages
+        assert hint.startswith("a commit of run main has neither step nor tag")

@@ -226,3 +226,29 @@ def test_opening_reads_without_torch_know_the_position(place: Path) -> None:
     store_handle = StoreHandle(place, read_only=True)
     assert store_handle.queries().position().n == 1
     store_handle.close()
+
+
+def test_what_a_store_was_made_with_cannot_be_asked_for_otherwise_later(place: Path) -> None:
+    made = ckptstore.Storage(codec="zstd", chunk_bytes=1 << 17)
+    for _ in range(2):
+        ckptstore.open(place, storage=made).close()
+    ckptstore.open(place).close()
+    for other, says in (
+        (ckptstore.Storage(codec="raw"), "made with codec='zstd', which stays; wanted 'raw'"),
+        (ckptstore.Storage(chunk_bytes=1 << 20), "made with chunk_bytes=131072, which stays"),
+    ):
+        with pytest.raises(InvalidInput, match=says):
+            ckptstore.open(place, storage=other)
+
+
+def test_a_store_that_may_not_be_made_is_not_offered_for_reading() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        os.seteuid(65_534)
+        try:
+            for place in (folder, f"{folder}/below"):
+                with pytest.raises(ReadOnly, match=r"no store can be made at .* denied") as caught:
+                    ckptstore.open(place)
+                assert "read_only" not in str(caught.value)
+        finally:
+            os.seteuid(0)

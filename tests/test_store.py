@@ -211,8 +211,10 @@ def test_refs_name_steps_tags_ids_runs_ancestors_and_bests(place: Path) -> None:
             ref: ids[i] for ref, i in wanted.items()
         }
         assert store.checkout("other@10").id == foreign
-        assert [info.id for info in store.log()] == ids[::-1]
-        assert [info.parents for info in store.log()] == [(ids[2],), (ids[1],), (ids[0],), ()]
+        own = store.log(run=store.run)
+        assert [info.id for info in own] == ids[::-1]
+        assert [info.parents for info in own] == [(ids[2],), (ids[1],), (ids[0],), ()]
+        assert foreign in {info.id for info in store.log()}
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def sessions(call: Call) -> Answer:
     page = (
         Table(columns(*names), [[*each.values()] for each in documents])
         if found
-        else Hint("no process writes")
+        else "no process writes"
     )
     return Answer({"sessions": documents}, [page])
 

@@ -20,6 +20,34 @@ _SPAN_S = {"s": 1, "min": 60, "m": 60, "h": 3_600, "d": 86_400, "w": 7 * 86_400}
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _INVALID_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<choices>.*)\)")
 
+_DESTRUCTIVE = ("forget", "gc", "migrate", "repair")
+"""Commands that are suggested only for words that are spelled almost so."""
+
+_BY_MEANING = {
+    "add commit save": "import, or store.commit(…) in Python",
+    "backup copy cp mirror sync upload": "push",
+    "cat describe get info inspect": "show",
+    "check validate verify": "fsck",
+    "checkout load restore resume": "export, or store.checkout(…).restore(…) in Python",
+    "clean compact prune purge vacuum": "gc",
+    "cmp compare": "diff",
+    "commits history list": "log",
+    "convert": "import or export",
+    "create make new": "init",
+    "del delete drop expire remove rm": "forget",
+    "df du size space status usage": "stats",
+    "download fetch": "pull",
+    "fix heal": "repair",
+    "keys leaves tensors tree": "ls",
+    "label mv rename": "tag",
+    "locks ps writers": "sessions",
+    "recover revert undo unforget": "undelete",
+    "runs": "stats",
+    "update upgrade": "migrate",
+    "version": "--version",
+}
+"""The commands of this program by the words that other programs have for them."""
+
 _EPILOG = """\
 A REF is a step, 'latest', 'best:METRIC' or 'best:METRIC:max', a tag, a prefix of a commit id (6
 digits or more), 'RUN@STEP' or 'RUN@latest', any of them followed by '~K' for the K-th first parent,
@@ -150,9 +178,9 @@ class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if mistyped := _INVALID_CHOICE.search(message):
             choices = re.findall(r"[^', ]+", mistyped["choices"])
-            near = difflib.get_close_matches(mistyped["given"], choices, n=2, cutoff=0.5)
-            known = _meant(near) or f"; wanted one of {', '.join(choices)}"
             what = message.split(":")[0].removeprefix("argument ").lower()
+            near = (_near_commands if what == "command" else _near)(mistyped["given"], choices)
+            known = _meant(near) or f"; wanted one of {', '.join(choices)}"
             message = f"no {what} {mistyped['given']!r}{known}"
         raise UsageError(message, self.prog)
 
@@ -211,15 +239,32 @@ def build(commands: Iterable[Command], words: Sequence[str] | None = None) -> Pa
 def parse(commands: Iterable[Command], words: Sequence[str]) -> Namespace:
     """The command line as a namespace; `command` is None if there is no command. Raises
     `UsageError`."""
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     parser = build(commands, words)
     defaults = Namespace(store=None, index=None, json=False, debug=False)
     args, unknown = parser.parse_known_args(words, defaults)
     if unknown:
         asked = parser.commands.get(args.command, parser)
         options = [name for action in asked._actions for name in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=2, cutoff=0.6)
-        raise UsageError(f"did not understand {unknown[0]!r}{_meant(near)}", asked.prog)
+        option = unknown[0].partition("=")[0]
+        if option in options:
+            raise UsageError(f"{option} goes behind {args.command}", asked.prog)
+        raise UsageError(
+            f"did not understand {unknown[0]!r}{_meant(_near(option, options))}", asked.prog
+        )
     return args
+
+
+def _near(given: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    return difflib.get_close_matches(given, list(dict.fromkeys(names)), n=2, cutoff=cutoff)
+
+
+def _near_commands(given: str, names: Sequence[str]) -> list[str]:
+    """What the word means elsewhere, else commands that are spelled alike."""
+    meant = [name for words, name in _BY_MEANING.items() if given.lower() in words.split()]
+    harmless = [name for name in names if name not in _DESTRUCTIVE]
+    return meant or [*_near(given, _DESTRUCTIVE, 0.8), *_near(given, harmless)]
 
 
 def _add(command: Command, commands: Any, common: ArgumentParser) -> None:

@@ -59,6 +59,19 @@ def label_of(
     return CommitMetadata(run, _step(step), _message(message), _metrics(metrics), _tags(tag))
 
 
+def refuse_unnamed(call: str, values: tuple[object, ...]) -> None:
+    """Raise `InvalidInput` for arguments of `call` that came without their names."""
+    if values:
+        found = values[0]
+        name = (
+            "tag" if isinstance(found, str) else "metrics" if isinstance(found, Mapping) else "step"
+        )
+        raise InvalidInput(
+            f"{found!r:.80} is for which argument? All but the state have names: "
+            f"{call}(app_state, {name}={found!r:.80})"
+        )
+
+
 def _step(step: object) -> int | None:
     if step is None:
         return None

@@ -15,6 +15,8 @@ CHUNK_BYTES = 1 * MIB
 CHUNK_BYTES_MIN = 64 << 10
 CHUNK_BYTES_MAX = 64 * MIB
 RUN_BYTES = 8 * MIB
+DEFAULT_RUN = "main"
+"""The label of commits for which no run is named."""
 MIN_STAGING_BYTES = 2 * MIB
 """What memory for staged states is taken in: huge pages."""
 PACK_BYTES_LOCAL = 256 * MIB

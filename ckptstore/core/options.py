@@ -41,7 +41,12 @@ class CommitProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """How ranks commit and restore together (docs/distributed.md). Every rank passes equal values.
+    """How ranks commit and restore together (docs/distributed.md).
+
+    Every rank calls `commit`, `restore` and `resume`, and passes equal values: they make one commit
+    together, and store what they have in common once. So there is no `if rank == 0:` as around
+    `torch.save`; under one, that rank waits for the others, and warns after seconds. A rank that
+    shall commit its own state without the others passes `Ranks(process_group="alone")`.
 
     Args:
         process_group: The ranks that take part; default: all. `"alone"`: this process only.
@@ -144,7 +149,8 @@ class Storage:
         options: Options for fsspec, such as credentials.
         index: `postgresql+psycopg://USER@HOST/DATABASE`, if a database has log and catalog; else
             `$CKPTSTORE_INDEX` (docs/shared-store.md).
-        chunk_bytes: Size of chunks of a store that this call makes: a power of two, 1 MiB.
+        chunk_bytes: Size of chunks of a store that this call makes: a power of two, 1 MiB. Like
+            `codec`, it must agree with that of a store that exists.
         codec: `"raw"` or `"zstd"`, of a store that this call makes.
         private: A store that this call makes gets modes 0700 and 0600, whatever the umask.
         on_full: On a full disk, `"raise"` raises `NoSpace`; `"gc"` collects forgotten commits and

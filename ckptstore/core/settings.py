@@ -10,12 +10,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from ckptstore.core.config import CHUNK_BYTES, MIN_STAGING_BYTES, check_chunk_bytes, default_threads
+from ckptstore.core.config import (
+    CHUNK_BYTES,
+    DEFAULT_RUN,
+    MIN_STAGING_BYTES,
+    check_chunk_bytes,
+    default_threads,
+)
 from ckptstore.core.ids import check_run
 from ckptstore.core.options import Executor, OnFull
 from ckptstore.errors import InvalidInput
 
-DEFAULT_RUN = "main"
 _SET_OUTSIDE = ("run", "threads", "staging_bytes", "read_cache_bytes")
 
 

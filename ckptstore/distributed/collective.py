@@ -9,12 +9,11 @@ A `Link` carries the bytes: gloo between trainers (`distributed.gloo`), sockets 
 workers (`distributed.sockets`). This module needs no torch.
 """
 
-import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -27,44 +26,8 @@ from ckptstore.distributed.framing import (
     pack,
     unpack,
 )
+from ckptstore.distributed.waiting import EVERY_RANK, MEETINGS, silent, told, warning_when_slow
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, Unavailable
-
-logger = logging.getLogger("ckptstore")
-
-PART = 10
-"""A warning names the missing ranks after the timeout divided by this."""
-
-
-@contextmanager
-def warning_when_slow(what: str, timeout_s: float, absent: Callable[[], str]) -> Iterator[None]:
-    """Log a warning if the block takes long. `absent` runs on another thread and names the missing
-    ranks; an empty string suppresses the warning.
-    """
-    after_s = timeout_s / PART
-
-    def tell() -> None:
-        if missing := absent():
-            logger.warning(
-                "%s has waited %.3g s for %s; it gives up after %g s",
-                what,
-                after_s,
-                missing,
-                timeout_s,
-            )
-
-    timer = threading.Timer(after_s, tell)
-    timer.daemon = True
-    with suppress(RuntimeError):  # no thread can be started: wait without a warning
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def named(numbers: list[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-
 
 TIMEOUT_S = 300.0
 """How long a rank waits for another before it counts as lost."""
@@ -120,14 +83,24 @@ class Part(NamedTuple):
 
 class Collective:
     """The ranks of one group, numbered as in that group. One operation at a time; rank 0 is the
-    coordinator. `advice` is the advice in errors about a lost rank.
+    coordinator. `advice` is the advice in errors about a lost rank. `called` says that callers'
+    own threads meet here, so that one may be missing because it never called.
     """
 
     def __init__(
-        self, link: Link, rank: int, size: int, timeout_s: float, advice: str = REGROUP
+        self,
+        link: Link,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        advice: str = REGROUP,
+        *,
+        called: bool = False,
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._link, self._advice = link, advice
+        self._meetings = MEETINGS if called else {}
+        self._was_late = False
         self._sequence = 0
         self._lost: dict[int, Cause] = {}
         self._announced = False  # whether the other ranks know of the lost ones
@@ -271,10 +244,12 @@ class Collective:
         heads = {
             rank: self._start_head(rank) for rank in range(1, self.size) if rank not in self._lost
         }
-        with warning_when_slow(what, self.timeout_s, lambda: _silent(heads)):
+        with self._warning_when_slow(what, lambda: silent(heads)):
             for rank, head in heads.items():
                 received = self._try(rank, partial(self._finish, rank, what, head, deadline))
                 if received is None:
+                    if not any(head[1]):
+                        self._lost[rank] = self._absent(what, self._lost[rank])
                     causes[rank] = self._lost[rank]
                 elif received[0] == _FAILED:
                     causes[rank] = causes_from(unpack(received[1]))[rank]
@@ -294,10 +269,8 @@ class Collective:
 
     def _follow(self, what: str, payload: bytes, own: BaseException | None) -> Any:
         try:
-            with warning_when_slow(
-                what,
-                self.timeout_s,
-                lambda: "rank 0, which has not called, or waits for others itself",
+            with self._warning_when_slow(
+                what, lambda: "rank 0, which has not called, or waits for others itself"
             ):
                 if own is None:
                     self._send(0, what, _OK, payload)
@@ -307,10 +280,8 @@ class Collective:
                     0, what, self._start_head(0), time.monotonic() + self.timeout_s * _MARGIN
                 )
         except (RuntimeError, CkptStoreError) as error:
-            self._lost[0] = cause_of(error)
-            causes = self._post_mortem() or {
-                0: Cause("Unavailable", f"gone, or silent for too long: {error}")
-            }
+            self._lost[0] = self._absent(what, Cause(_GONE, told(error)))
+            causes = self._post_mortem() or {0: self._lost[0]}
             if own is not None:
                 causes[self.rank] = cause_of(own)
             self._raise(what, causes, own or error)
@@ -347,8 +318,35 @@ class Collective:
         try:
             return act()
         except (RuntimeError, CkptStoreError) as error:
-            self._lost[rank] = Cause(_GONE, str(error).splitlines()[0][:200])
+            self._lost[rank] = Cause(_GONE, told(error))
             return None
+
+    def _warning_when_slow(
+        self, what: str, absent: Callable[[], str]
+    ) -> AbstractContextManager[None]:
+        """As the function; the first time soon, where callers meet."""
+        meeting = what in self._meetings
+
+        def missing() -> str:
+            self._was_late = self._was_late or meeting
+            return absent()
+
+        return warning_when_slow(
+            what,
+            self.timeout_s,
+            missing,
+            soon=meeting and not self._was_late,
+            advice=EVERY_RANK if meeting else "",
+        )
+
+    def _absent(self, what: str, cause: Cause) -> Cause:
+        """The cause for a rank that was not seen in a round: where callers meet, it may live."""
+        if what not in self._meetings:
+            return cause
+        call = self._meetings[what]
+        return cause._replace(
+            text=f"{cause.text}; if it lives, it did not call {call}: {EVERY_RANK}"
+        )
 
     def _send(self, rank: int, what: str, status: int, payload: bytes) -> None:
         if len(payload) > MAX_BYTES:
@@ -388,7 +386,8 @@ class Collective:
         if status == _OK and (theirs, sequence) != (what, self._sequence):
             error = Conflict(
                 f"it is at {theirs} ({sequence}) while rank {self.rank} is at {what} "
-                f"({self._sequence})"
+                f"({self._sequence}); all ranks have to make the same calls in the same order, "
+                "none of them under `if rank == 0:`"
             )
             return _FAILED, pack({rank: cause_of(error)})
         return status, bytes(payload)
@@ -407,12 +406,6 @@ def _attempt(mine: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
         return pack(mine()), None
     except BaseException as error:
         return b"", error
-
-
-def _silent(heads: Mapping[int, tuple[Any, bytearray]]) -> str:
-    """The ranks that have sent nothing yet. A head that has arrived contains the round's name."""
-    found = [rank for rank, (_, head) in heads.items() if not any(head)]
-    return f"{named(found)}, silent so far" if found else ""
 
 
 class DeferredErrors:

@@ -12,13 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptstore.distributed.collective import (
-    TIMEOUT_S,
-    Collective,
-    Transfer,
-    named,
-    warning_when_slow,
-)
+from ckptstore.distributed.collective import TIMEOUT_S, Collective, Transfer
+from ckptstore.distributed.waiting import EVERY_RANK, named, warning_when_slow
 from ckptstore.errors import InvalidInput, Unavailable
 
 ALONE = "alone"
@@ -91,16 +86,19 @@ def _connected(ranks: tuple[int, ...], rank: int, timeout_s: float, channel: str
                 "connecting the ranks",
                 timeout_s,
                 lambda: _absent(probe, len(ranks)) if probe else "",
+                soon=True,
+                advice=EVERY_RANK,
             ):
                 group = dist.ProcessGroupGloo(own, rank, len(ranks), timedelta(seconds=timeout_s))
         except RuntimeError as error:
             absent = _absent(own, len(ranks))
-            who = f"; waited for {absent}" if absent else ""
+            why = f"waited for {absent}; {EVERY_RANK}" if absent else error
             raise Unavailable(
-                f"the {len(ranks)} ranks cannot reach each other within {timeout_s:g} s{who}: "
-                f"{error}"
+                f"the {len(ranks)} ranks cannot reach each other within {timeout_s:g} s: {why}"
             ) from error
-        peers = _known[key] = Collective(_GlooLink(group, own), rank, len(ranks), timeout_s)
+        peers = _known[key] = Collective(
+            _GlooLink(group, own), rank, len(ranks), timeout_s, called=channel == FOREGROUND
+        )
     peers.timeout_s = timeout_s
     return peers
 
@@ -115,7 +113,7 @@ def _another(store: Any) -> Any:
 def _absent(store: Any, size: int) -> str:
     """The ranks that never connected."""
     found = _quietly(lambda: [other for other in range(size) if not store.check([f"came/{other}"])])
-    return f"{named(found)}, which never came" if found else ""
+    return f"{named(found)}, which did not come" if found else ""
 
 
 class _GlooLink:

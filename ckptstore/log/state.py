@@ -234,8 +234,15 @@ def _unknown(state: State, ref: Step | Latest | Best | Name, run: str | None) ->
                 there = f"the nearest steps are {', '.join(map(str, sorted(nearest)))}"
             return f"no commit of step {ref.step}{where}; {there}"
         case Best():
-            metrics = sorted({name for _, row in rows for name, _ in row.metrics})[:20]
-            there = f"there are {', '.join(metrics)}" if metrics else "none has metrics"
+            runs_with = {name: row.run for _, row in reversed(rows) for name, _ in row.metrics}
+            metrics = {name for _, row in _by_age(state, run) for name, _ in row.metrics}
+            if ref.metric in metrics:
+                return f"every commit{where} that has the metric {ref.metric!r} has NaN for it"
+            if other := runs_with.get(ref.metric):
+                there = f"run {other!r} has it: '{other}@best:{ref.metric}'"
+            else:
+                names = sorted(metrics or runs_with)[:20]
+                there = f"there are {', '.join(names)}" if names else "none has metrics"
             return f"no commit{where} has a metric {ref.metric!r}; {there}"
         case Name():
             # Imported here, because refs that are found need not wait for it.
@@ -245,6 +252,8 @@ def _unknown(state: State, ref: Step | Latest | Best | Name, run: str | None) ->
             near = get_close_matches(ref.name, tags, n=5, cutoff=0.5) or tags[:5]
             tagged = f"there are the tags {', '.join(near)}" if near else "there are no tags"
             there = tagged if near else f"{tagged}; {there}"
+            if get_close_matches(ref.name, ["latest"], cutoff=0.7):
+                there = f"did you mean 'latest'?; {there}"
             return f"no tag {'or commit ' if ref.prefix else ''}{ref.name!r}; {there}"
     return f"no commit{where} yet; {there}"
 

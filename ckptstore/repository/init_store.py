@@ -5,8 +5,11 @@ that create one store at once, one succeeds and the other opens the result.
 """
 
 import os
+import re
 import stat
 from contextlib import suppress
+from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,15 @@ from ckptstore.objects.pointer_files import Pointer, read_pointer
 from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.reserve import ensure_reserve
+
+_DEPTH = 3
+"""Of so many directories at a path's end the name may be mistyped."""
+
+_ALIKE = 0.7
+"""Least similarity of two names of which one may be the other, mistyped (`difflib`)."""
+
+_LOOKED_AT = 1000
+"""Entries of a directory among which such names are looked for."""
 
 _OTHER_WRITERS = {
     ".metadata": "torch.distributed.checkpoint",
@@ -83,6 +95,12 @@ def init_store(
             if _create(storage, config, index):
                 return decode_config(storage.read(CONFIG_KEY), storage.url)
         raise Conflict(f"{storage.url} is a store already; open it, or choose another directory")
+    except ReadOnly as error:
+        why = str(error).partition(";")[0]
+        raise ReadOnly(
+            f"no store can be made at {storage.url} ({why}); choose another place, or get the "
+            "right to write there"
+        ) from error
     finally:
         storage.close()
 
@@ -226,8 +244,45 @@ def instead_of_store(storage: Storage) -> str:
                 "other libraries"
             )
     return (
-        f"there is no {CONFIG_KEY}; make one with `ckptstore init {storage.url}`, or check the path"
+        f"there is no {CONFIG_KEY}{near_stores(root)}; make one with `ckptstore init "
+        f"{storage.url}`, or check the path"
     )
+
+
+def near_stores(place: Path | None) -> str:
+    """`"; did you mean /runs/checkpoints?"`, or an empty text.
+
+    Names stores with commits whose paths are nearly that of `place`: one directory is spelled
+    otherwise, is missing or is too many. Names that differ in numbers only are no mistakes.
+    """
+    if place is None:
+        return ""
+    near = [*place.parents, *(above / place.name for above in place.parents[1:])]
+    near += [place / name for name in _names_in(place)]
+    for depth, folder in enumerate(place.parents[:_DEPTH]):
+        name, *below = place.parts[-1 - depth :]
+        others = [each for each in _names_in(folder) if not _is_next(each, name)]
+        near += [
+            folder.joinpath(other, *below)
+            for other in get_close_matches(name, others, cutoff=_ALIKE)
+        ]
+    stores = [each for each in dict.fromkeys(near) if each != place and _has_commits(each)]
+    return f"; did you mean {' or '.join(map(str, stores[:3]))}?" if stores else ""
+
+
+def _names_in(folder: Path) -> list[str]:
+    with suppress(OSError), os.scandir(folder) as entries:
+        return [entry.name for entry in islice(entries, _LOOKED_AT)]
+    return []
+
+
+def _is_next(a: str, b: str) -> bool:
+    """Whether two names are of one series, such as `run-1` and `run-2`."""
+    return re.sub(r"[0-9]+", "0", a) == re.sub(r"[0-9]+", "0", b)
+
+
+def _has_commits(place: Path) -> bool:
+    return os.path.isfile(place / CONFIG_KEY) and bool(_names_in(place / "commits"))
 
 
 def _pointer(place: Path) -> Pointer | None:

@@ -5,14 +5,17 @@ For restores and changes the log decides, because it is verified; listings ask t
 
 import os
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Protocol, TypeAlias, TypeVar
 
+from ckptstore.core.config import DEFAULT_RUN
 from ckptstore.core.ids import CommitId
 from ckptstore.core.refs import find, parse_ref
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.index.queries import Queries
 from ckptstore.log.state import Resolved, resolve
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
+from ckptstore.repository.init_store import near_stores
 from ckptstore.repository.store_handle import StoreHandle
 
 T = TypeVar("T")
@@ -37,7 +40,26 @@ def find_commit(handle: StoreHandle, ref: AnyRef, run: str | None) -> Resolved:
     ambiguous id prefix, and for a path without a pointer file.
     """
     state = handle.log.replay()
-    return through_pointers(ref, lambda plain: resolve(state, plain, run))
+    try:
+        return through_pointers(ref, lambda plain: resolve(state, plain, run))
+    except NotFound as error:
+        if not state.commits:
+            near = near_stores(handle.storage.capabilities.local_root)
+            error.add_note(f"{handle.url} has no commits{near}")
+        raise
+
+
+def nothing_to_resume(handle: StoreHandle, run: str) -> tuple[str, bool]:
+    """What there is in place of commits of `run`, and whether that may be a mistake: commits in
+    another run, or in a store whose path is nearly this one's."""
+    newest = sorted(handle.log.state.commits.values(), key=lambda row: row.n, reverse=True)
+    if runs := list(dict.fromkeys(row.run for row in newest if not row.soft)):
+        alike = get_close_matches(run, runs)
+        advice = f"open(…, run={(alike or runs)[0]!r}) continues one"
+        mistaken = bool(alike) or run == DEFAULT_RUN
+        return f"runs with commits: {', '.join(runs[:10])}; {advice}", mistaken
+    near = near_stores(handle.storage.capabilities.local_root)
+    return f"the store has no commits{near}", bool(near)
 
 
 def find_id(handle: StoreHandle, queries: Queries, ref: AnyRef, run: str | None) -> CommitId:

@@ -6,6 +6,7 @@ are encoded immediately.
 """
 
 from collections.abc import Mapping, Sequence
+from types import GeneratorType, ModuleType
 from typing import Any
 
 import torch
@@ -155,6 +156,12 @@ class _Tree:
             raise InvalidInput(
                 "a set whose items are not plain values has no order to restore; use a list, or a "
                 "dict"
+            )
+        local = getattr(value, "__qualname__", type(value).__qualname__)
+        if "<" in local or isinstance(value, ModuleType | GeneratorType):  # pickle refuses it too
+            raise InvalidInput(
+                f"{value!r:.80} can be neither stored nor pickled; leave it out of the state, or "
+                "put plain values in its place"
             )
         name = class_name(type(value))
         raise InvalidInput(

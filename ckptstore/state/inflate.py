@@ -160,8 +160,14 @@ def pickled(value: Any) -> bytes:
 
 def unpickled(data: bytes | memoryview) -> Any:
     """The object pickled in `data`. Runs whatever code `data` says: only for stores that the caller
-    trusts."""
-    return pickle.loads(data)
+    trusts. Raises `InvalidInput` if a class cannot be imported here."""
+    try:
+        return pickle.loads(data)
+    except (ImportError, AttributeError) as error:
+        raise InvalidInput(
+            f"a pickled object's class cannot be imported here ({error}); install its package or "
+            "put its folder on PYTHONPATH"
+        ) from error
 
 
 def _wraps(node: Node | int) -> bool:

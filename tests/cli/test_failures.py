@@ -31,7 +31,7 @@ def _newer(place: Path) -> None:
 
 
 USAGE = [
-    ("lgo", "no command 'lgo' (did you mean log or clone?)"),
+    ("lgo", "no command 'lgo' (did you mean log?)"),
     ("frobnicate", "no command 'frobnicate'; wanted one of init, log, show"),
     ("log --grap", "did not understand '--grap' (did you mean --graph"),
     ("log -n x", "'x' is not a count"),

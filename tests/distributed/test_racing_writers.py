@@ -68,7 +68,7 @@ def _race(pool: Pool, place: Path, commits: int) -> None:
     parts = [min(PART, commits - done) for done in range(0, commits, PART)]
     refused = sum(pool.run(race, place, part)[0] for part in parts)
     with ckptstore.open(place) as store:
-        infos = store.log(all_runs=True)
+        infos = store.log()
         assert len(infos) == commits + len(parts) - refused > commits // 2
         assert not store.fsck("data").findings
         clean = store.checkout(infos[0].id).state_dict()

@@ -108,7 +108,8 @@ REFUSED: list[tuple[str | int, type[CkptStoreError], str]] = [
     ("987654", NotFound, "no commit of step 987654"),
     ("abcdef", InvalidInput, r"abcdef011111.*abcdef022222.*more digits"),
     ("best:nope", NotFound, "there are acc, loss"),
-    ("b@best:acc", NotFound, "no commit in run 'b' has a metric 'acc'"),
+    ("b@best:acc", NotFound, "no commit in run 'b' has a metric 'acc'; run 'main' has it: 'main@b"),
+    ("last", NotFound, "no tag 'last'; did you mean 'latest'"),
     ("latest~3", NotFound, "2 generations"),
     ("b@7~1", NotFound, "555555555555, has been purged"),
 ]
@@ -209,3 +210,10 @@ def test_asking_needs_no_sqlalchemy(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["5", "set()"]
+
+
+def test_a_metric_that_is_nan_everywhere_is_said_to_be() -> None:
+    log = LogBuilder()
+    log.commit(step=1, metrics=[("loss", math.nan)], id_="1" * 64)
+    with pytest.raises(NotFound, match=r"every commit in run .main. .* .loss. has NaN for it"):
+        resolve(folded(log), "best:loss", "main")

@@ -5,11 +5,13 @@ unless allowed.
 import json
 import os
 import pickle
+import sys
 import warnings
 import zipfile
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -111,6 +113,25 @@ def test_a_plain_state_dict_is_the_key_model(store: Store, tmp_path: Path) -> No
     assert_equal(
         import_path(store, tmp_path / "model.pth").state_dict(), {"model": training()["model"]}
     )
+
+
+@pytest.mark.pickles
+@pytest.mark.parametrize("named", ["gone_package", "torch"])
+def test_a_pickled_class_that_cannot_be_imported_is_named_with_the_way_out(
+    store: Store, tmp_path: Path, named: str
+) -> None:
+    gone = type("Gone", (), {"__module__": named})
+    module = sys.modules.setdefault(named, ModuleType(named))
+    module.Gone = gone  # type: ignore[attr-defined]
+    torch.save({"model": gone()}, tmp_path / "model.pt")
+    made = store.commit({"model": {"gone": gone()}}, step=1, allow_pickle=True)
+    delattr(module, "Gone")
+    if named != "torch":
+        del sys.modules[named]
+    with pytest.raises(InvalidInput, match=r"model\.pt holds objects of a class .*PYTHONPATH"):
+        import_path(store, tmp_path / "model.pt", allow_pickle=True)
+    with pytest.raises(InvalidInput, match=r"class cannot be imported here .*PYTHONPATH"):
+        made.state_dict("model", allow_pickle=True)
 
 
 @pytest.mark.pickles

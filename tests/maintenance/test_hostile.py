@@ -117,7 +117,7 @@ def test_a_symbolic_link_in_place_of_an_object_is_not_followed(
 
 def restore_all(store: Path) -> None:
     with ckptstore.open(store, create=False) as opened:
-        for info in opened.log(all_runs=True):
+        for info in opened.log():
             opened.checkout(info.id).state_dict()
 
 

@@ -112,7 +112,7 @@ DAMAGES: dict[str, Damage] = {
 def answers(store: Store) -> tuple[Any, ...]:
     """Everything that the indexes answer: commits with lineage and metrics, tags, runs."""
     return (
-        [repr(info) for info in store.log(all_runs=True)],
+        [repr(info) for info in store.log()],
         sorted(map(repr, store.tags().items() if isinstance(store.tags(), dict) else store.tags())),
         sorted(map(repr, store.runs())),
         store.checkout("best:loss").id,

@@ -60,7 +60,7 @@ def test_a_stopped_process_blocks_nobody(scratch: Path, nursery: Nursery, seed: 
                 )
                 store.forget(KeepLast(2))
                 store.gc(max_unused=0.0)
-                assert store.log(all_runs=True)
+                assert store.log()
             assert time.monotonic() - started < LONGEST_S, f"seed {seed}"
             os.kill(child.pid, signal.SIGCONT)
         with ckptstore.open(place) as store:
@@ -94,7 +94,7 @@ def test_a_forked_child_opens_the_store_for_itself_beside_its_parent(scratch: Pa
         mine = store.commit(small(2), step=2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert_same(store.checkout("child@1").state_dict(), small(1), "the child's")
-        assert store.log()[0].id == mine.id
+        assert store.log(run=store.run)[0].id == mine.id
     assert_sound(scratch / "store", contents_of(scratch / "store"))
 
 
@@ -160,7 +160,7 @@ def test_hosts_on_a_shared_directory_keep_their_own_indexes_and_meet_in_the_log(
             assert_same(
                 store.checkout(f"host-{i}@3").state_dict(), small(3), "after another host's gc"
             )
-        assert len(store.log(all_runs=True)) == 6
+        assert len(store.log()) == 6
         store.close()
     assert not (place / "index").exists()
     assert all(list(cache.glob("*/catalog.sqlite")) for cache in caches)

@@ -68,7 +68,7 @@ def little_memory() -> Iterator[None]:
 def use(store: Path) -> None:
     """Everything that reads. Each may refuse, with an error of ours."""
     with suppress(CkptStoreError), ckptstore.open(store, create=False) as opened:
-        for info in opened.log(all_runs=True):
+        for info in opened.log():
             with suppress(CkptStoreError):
                 opened.checkout(info.id).state_dict()
         with suppress(CkptStoreError):

@@ -57,7 +57,7 @@ def test_a_pack_that_cannot_be_read_is_counted_and_hinders_nothing(store: Path) 
     assert (done.packs, done.unreadable) == (7, 1)
     with ckptstore.open(store) as opened:
         assert opened.checkout("first").read("model/bias").tolist() == [0.0] * 3
-        assert len(opened.log(all_runs=True)) == 4
+        assert len(opened.log()) == 4
 
 
 def test_a_running_store_goes_on(store: Path) -> None:

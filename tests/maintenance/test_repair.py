@@ -189,7 +189,7 @@ def test_a_log_that_lost_its_end_is_not_continued_and_gets_it_back(
     ):
         ckptstore.open(store)
     with ckptstore.open(store, read_only=True) as opened:
-        assert len(opened.log(all_runs=True)) == 5 - lost
+        assert len(opened.log()) == 5 - lost
     for command in (["tag", "x", "main@0"], ["forget", "main@0"], ["gc"]):
         assert cli(["-s", str(store), *command]) == Exit.DAMAGED
     assert cli(["-s", str(store), "log"]) == Exit.OK
@@ -242,7 +242,7 @@ def test_verified_chunks_are_saved_from_a_damaged_pack(large: Path) -> None:
     with ckptstore.open(large) as opened:
         with pytest.raises((Corrupt, NotFound)):
             opened.checkout(commit).state_dict()
-        steps = {info.step: info.id for info in opened.log(all_runs=True)}
+        steps = {info.step: info.id for info in opened.log()}
         for step, other in steps.items():
             if other != commit:
                 assert_restores(opened, other, int(step or 0), large_state)

@@ -35,7 +35,7 @@ def check(place: str, way: str) -> None:
         found = store.fsck(read_data="100%").findings
         # A commit that was cut off leaves objects that no entry names, which are nobody's loss.
         assert {finding.kind for finding in found} <= {Kind.ORPHAN}, found
-        for info in store.log(all_runs=True):
+        for info in store.log():
             assert_equal(store.checkout(info.id).state_dict(), state_of(info.step or 0))
         for tag in store.tags():
             print(f"there {tag.removeprefix('keep-')}")

@@ -252,7 +252,6 @@ def test_an_enum_member_that_is_gone_is_named() -> None:
         object,
         lambda: print,
         lambda: int,
-        lambda: (x for x in ()),
         lambda: memoryview(b"x"),
         lambda: {torch.ones(1)},
     ],
@@ -262,6 +261,21 @@ def test_unsupported_values_are_refused_with_path_and_advice(make: Callable[[], 
         InvalidInput, match=r"^s/a/1: .*(register_value.*allow_pickle=True|use a list)"
     ):
         carry({"a": [1, make()]})
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: lambda x: x, lambda: (x for x in ()), lambda: pytest, lambda: _local()]
+)
+def test_pickling_is_no_advice_for_what_cannot_be_pickled(make: Callable[[], Any]) -> None:
+    with pytest.raises(InvalidInput, match=r"^s/f: .* neither stored nor pickled; leave it out"):
+        carry({"f": make()})
+
+
+def _local() -> object:
+    class Local:
+        pass
+
+    return Local()
 
 
 def test_a_path_that_python_reads_as_another_one_is_refused_and_every_other_comes_back() -> None:

@@ -94,7 +94,7 @@ def _race(place: Path, way: str, commits: int) -> None:
             tensor.fill_(value)
             clean = store.commit(state, step=commits + int(value))
             assert torch.equal(store.checkout(clean.id).state_dict("m")["t"], tensor)
-        for info in store.log(limit=20, all_runs=True):
+        for info in store.log(limit=20):
             store.checkout(info.id).state_dict()
         assert not store.fsck("data").findings
     print(f"{way}: {commits} commits beside a racing writer; no chunk differs from its id")

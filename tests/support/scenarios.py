@@ -123,7 +123,7 @@ def read_with_little_memory(report: Report, place: str, more_bytes: int) -> None
     """Restore every commit and check the store, with no more than `more_bytes` of address space
     above what is taken already."""
     with ckptstore.open(place) as store:
-        commits = store.log(all_runs=True)
+        commits = store.log()
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + more_bytes, -1))
         try:

@@ -309,7 +309,8 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         elif name.tag is not None:
             taken = name.tag in save.store.tags()
         else:
-            infos = save.store.log(None, run=save.label(save.store.run) if save.alone else None)
+            run = save.store.run
+            infos = save.store.log(run=save.label(run) if save.alone else run)
             taken = name.step is not None and any(info.step == name.step for info in infos)
         if taken:
             raise Conflict(

@@ -53,7 +53,13 @@ def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any
         raise Unavailable(
             f"cannot read {name}: {error}; see that it may be read, then repeat"
         ) from error
-    except (RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
+    except (ImportError, AttributeError) as error:  # a pickled class, which is imported by name
+        raise InvalidInput(
+            f"{name} holds objects of a class that cannot be imported here ({_first_line(error)}); "
+            "install its package or put its folder on PYTHONPATH, or save tensors and plain values "
+            "where it can be imported: torch.save(model.state_dict(), …)"
+        ) from error
+    except Exception as error:  # a pickle may raise anything
         raise InvalidInput(
             f"{name} is not a file of torch.save, or is damaged: {_first_line(error)}"
         ) from error

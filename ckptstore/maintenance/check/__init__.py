@@ -147,8 +147,12 @@ class Report:
         if self.level >= Level.DATA:
             read, stored = bytes_text(looked.data_bytes), bytes_text(looked.stored_bytes)
             seen.append(f"{read} of {stored} read")
+        unread = looked.stored_bytes - looked.data_bytes
         verdict = "no damage to any commit" if self.findings else "no damage"
-        return f"{'damaged' if self.damaged else verdict}: {', '.join(seen)}"
+        verdict = "damaged" if self.damaged else f"{verdict} found" if unread else verdict
+        if self.level < Level.DATA and unread:
+            seen.append(f"no data read (`ckptstore fsck --read-data` reads {bytes_text(unread)})")
+        return f"{verdict}: {', '.join(seen)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def test_clone_makes_the_store_and_shows_progress_for_programs(place: Path, tmp_
     assert done.code == Exit.OK, done.err
     assert [json.loads(line)["phase"] for line in done.err.splitlines()][-1] == "commits"
     with ckptstore.open(place) as store, ckptstore.open(tmp_path / "target") as there:
-        assert {c.id for c in there.log(all_runs=True)} == {c.id for c in store.log(all_runs=True)}
+        assert {c.id for c in there.log()} == {c.id for c in store.log()}
 
 
 def test_push_imports_no_torch(place: Path, tmp_path: Path) -> None:

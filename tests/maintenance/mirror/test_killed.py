@@ -36,9 +36,7 @@ class _Push:
         self.scratch, self.nursery = scratch, nursery
         self.source = make_store(scratch / "source", steps=2, states=large_state)
         with ckptstore.open(self.source) as store:
-            self.contents = {
-                info.id: large_state(info.step or 0) for info in store.log(all_runs=True)
-            }
+            self.contents = {info.id: large_state(info.step or 0) for info in store.log()}
         ckptstore.open(
             scratch / "empty", storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)
         ).close()

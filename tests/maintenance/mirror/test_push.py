@@ -102,7 +102,7 @@ def commits_of(store: Store) -> dict[str, tuple[Any, ...]]:
             info.logical_bytes,
             info.leaves,
         )
-        for info in store.log(all_runs=True)
+        for info in store.log()
     }
 
 
@@ -114,7 +114,7 @@ def test_everything_arrives_under_the_same_ids_with_lineage_tags_runs_and_metric
         with ckptstore.open(target, create=False) as there:
             assert commits_of(there) == commits_of(store)
             assert there.tags() == store.tags()
-            for info in store.log(all_runs=True):
+            for info in store.log():
                 assert abs(there.checkout(info.id).time.timestamp() - info.time_ns / 1e9) < 10
             for step in range(3):
                 assert_restores(there, f"main@{step}", step, large_state)
@@ -193,7 +193,7 @@ def test_a_tag_moves_only_by_force_and_nothing_is_sent_before_that_is_known(
         with pytest.raises(Conflict, match="first is"):
             store.push(target)
         with ckptstore.open(target) as there:
-            assert len(there.log(all_runs=True)) == 1
+            assert len(there.log()) == 1
         assert store.push(target, dry_run=True).plan.rejected
         store.push(target, tags=False)
         store.push(target, force=True)
@@ -433,7 +433,7 @@ def test_verifying_finds_what_the_storage_made_of_the_bytes(
             store.push("memory://bad", verify=True)
         monkeypatch.undo()
         with ckptstore.open("memory://bad") as there:
-            assert there.log(all_runs=True) == []
+            assert there.log() == []
 
 
 def test_commit_documents_are_copied_byte_for_byte(place: Path, tmp_path: Path) -> None:

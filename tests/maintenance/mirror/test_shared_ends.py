@@ -79,7 +79,7 @@ def way(site: Site) -> dict[str, Any]:
 def ids(store: Store) -> dict[str, tuple[Any, ...]]:
     return {
         info.id: (info.run, info.step, info.tags, info.parents, info.metrics)
-        for info in store.log(all_runs=True)
+        for info in store.log()
     }
 
 

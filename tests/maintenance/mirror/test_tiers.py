@@ -40,7 +40,7 @@ def opened(place: Path, **options: Any) -> Store:
 
 def in_mirror() -> dict[int | None, str]:
     with ckptstore.open(MIRROR, create=False) as there:
-        return {info.step: info.id for info in there.log(all_runs=True)}
+        return {info.step: info.id for info in there.log()}
 
 
 @pytest.fixture
