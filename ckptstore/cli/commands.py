@@ -213,6 +213,7 @@ COMMANDS = (
                 for adverb, unit in _PERIODS.items()
             ),
             Option("--run", "RUN", "this run only (default: all); REFs are resolved in it"),
+            flag("--yes", "on a terminal, forget more than half of a run by --keep options too"),
             _DRY_RUN,
         ),
         "Forget the commits that no --keep option keeps, in each run, or the commits REF. Tagged "

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, fields
+from functools import partial
 
 from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
 from ckptstore.cli.commits import commit_text, short
@@ -28,6 +29,7 @@ from ckptstore.maintenance.mirror import MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose, other_end
 from ckptstore.maintenance.repair import repair
 from ckptstore.maintenance.retention import (
+    ForgetPlan,
     KeepBest,
     KeepEverySteps,
     KeepLast,
@@ -50,11 +52,17 @@ def _store(call: Call, refs: Sequence[str] = (), run: str | None = None) -> Main
 
 def forget(call: Call) -> Answer:
     args = call.args
-    wanted = [*_policies(args), *args.refs]
+    policies = _policies(args)
     store = _store(call, args.refs, args.run)
-    plan = store.forget(wanted, all_runs=args.run is None, dry_run=args.dry_run)
+    forgets = partial(store.forget, [*policies, *args.refs], all_runs=args.run is None)
+    plan = forgets(dry_run=True)
+    asks = policies and call.screen.terminal and not (args.yes or args.dry_run)
+    problems = [_too_much(plan)] if asks and plan.halved else []
+    dry_run = args.dry_run or bool(problems)
+    if not dry_run:
+        plan = forgets()
     page: list[Part] = [plan.table(), plan.summary] if plan.decisions else [plan.summary]
-    if not args.dry_run:
+    if not dry_run:
         page.append(f"forgot {count_text(len(plan.forgotten), 'commit')}")
         if plan.forgotten:
             page.append(
@@ -69,8 +77,20 @@ def forget(call: Call) -> Answer:
         }
         for commit, row, reasons in plan.decisions
     ]
-    document = {"dry_run": args.dry_run, "entry": plan.n, "reason": plan.reason}
-    return Answer({**document, "commits": commits}, page)
+    document = {
+        "dry_run": dry_run,
+        "entry": plan.n,
+        **fields_of(plan, "reason", "notes"),
+        "commits": commits,
+    }
+    code = Exit.FAILED if problems else Exit.OK
+    return Answer(document, page, [*(plan.notes if dry_run else ()), *problems], code)
+
+
+def _too_much(plan: ForgetPlan) -> str:
+    halved = plan.halved.items()
+    lost = ", ".join(f"{n:,} of the {total:,} commits of run {run}" for run, (n, total) in halved)
+    return f"nothing was forgotten, because these are {lost}; --yes forgets them"
 
 
 def _policies(args: Namespace) -> list[Policy]:

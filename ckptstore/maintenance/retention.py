@@ -9,16 +9,18 @@ run's newest commit, and days begin at midnight UTC. So a plan is the same at an
 and a paused run loses nothing.
 """
 
+import logging
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Literal, NamedTuple, TypeAlias
 
 from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.core.model import CommitInfo
-from ckptstore.core.text import BOLD, Column, Table, count_text
+from ckptstore.core.text import BOLD, Column, Table, count_text, near
 from ckptstore.errors import Conflict, InvalidInput, NotFound
 from ckptstore.log.admission import Code, best_commits, check
 from ckptstore.log.entries import Forget, Tag, Undelete
@@ -27,6 +29,8 @@ from ckptstore.log.state import NEWEST_KEPT, CommitRow, Resolved, State
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.reader import Reader
 from ckptstore.storage.reserve import room
+
+logger = logging.getLogger("ckptstore")
 
 ATTEMPTS = 5
 _CHANGED_MEANWHILE = frozenset(
@@ -181,11 +185,12 @@ class Decision(NamedTuple):
 @dataclass(frozen=True, slots=True, repr=False)
 class ForgetPlan:
     """The plan of a `forget` at log position `n`; `decisions` are newest first, `reason` goes
-    into the log."""
+    into the log. `notes` name the policies that keep fewer commits than they say."""
 
     n: int
     decisions: tuple[Decision, ...]
     reason: str
+    notes: tuple[str, ...] = ()
 
     @property
     def kept(self) -> tuple[Decision, ...]:
@@ -195,11 +200,19 @@ class ForgetPlan:
     def forgotten(self) -> tuple[Decision, ...]:
         return tuple(decision for decision in self.decisions if not decision.reasons)
 
+    @property
+    def halved(self) -> dict[str, tuple[int, int]]:
+        """The runs that lose more than half of the commits that were decided about: how many of
+        how many."""
+        total = Counter(decision.row.run for decision in self.decisions)
+        lost = Counter(decision.row.run for decision in self.forgotten)
+        return {run: (n, total[run]) for run, n in sorted(lost.items()) if 2 * n > total[run]}
+
     def __repr__(self) -> str:
         return f"<forget: {self.summary}>"
 
     def __str__(self) -> str:
-        return f"{self.table()}\n{self.summary}"
+        return "\n".join((str(self.table()), self.summary, *self.notes))
 
     def table(self) -> Table:
         """One row per commit, with the reasons to keep it."""
@@ -236,18 +249,44 @@ def plan_policies(state: State, policies: Sequence[Policy], run: str | None = No
         if not row.soft and run in (None, row.run):
             runs[row.run].append(Candidate(commit, row))
     reasons: dict[CommitId, list[str]] = defaultdict(list)
+    notes: list[str] = []
     for commit, why in _pins(state):
         reasons[commit].append(why)
-    for candidates in runs.values():
+    for name, candidates in sorted(runs.items()):
         candidates.sort(key=lambda c: c.row.n, reverse=True)
-        for policy in policies:
-            for commit, why in policy.keeps(candidates):
-                reasons[commit].append(why)
+        kept = [tuple(policy.keeps(candidates)) for policy in policies]
+        for commit, why in chain.from_iterable(kept):
+            reasons[commit].append(why)
+        if any(c.commit not in reasons for c in candidates):
+            notes += _shortfalls(name, policies, map(len, kept))
     rows = sorted(
         (c for candidates in runs.values() for c in candidates), key=lambda c: c.row.n, reverse=True
     )
     decisions = tuple(Decision(commit, row, tuple(reasons.get(commit, ()))) for commit, row in rows)
-    return ForgetPlan(state.n, decisions, "keep " + ", ".join(map(str, policies)))
+    reason = "keep " + ", ".join(map(str, policies))
+    return ForgetPlan(state.n, decisions, reason, tuple(notes))
+
+
+def _shortfalls(run: str, policies: Sequence[Policy], kept: Iterable[int]) -> Iterator[str]:
+    """The policies that keep fewer commits of `run` than they say."""
+    for policy, count in zip(policies, kept, strict=True):
+        if count < (policy.n if isinstance(policy, KeepBest) else 1):
+            few = count_text(count, "commit") if count else "no commit"
+            yield (
+                f"the policy '{policy}' keeps {few} of run {run!r}, which has no more such commits"
+            )
+
+
+def check_metrics(state: State, policies: Sequence[Policy]) -> None:
+    """Raise `InvalidInput` for a policy about a metric that no commit of the store has."""
+    names = {name for row in state.commits.values() for name, _ in row.metrics}
+    for policy in policies:
+        if isinstance(policy, KeepBest) and policy.metric not in names:
+            there = f"there are {', '.join(sorted(names)[:10])}" if names else "none has metrics"
+            raise InvalidInput(
+                f"no commit has the metric {policy.metric!r}"
+                f"{near(policy.metric, names) or f'; {there}'}; nothing was forgotten"
+            )
 
 
 def plan_commits(state: State, commits: Iterable[CommitId], reason: str) -> ForgetPlan:
@@ -289,10 +328,14 @@ def forget_by_policy(
     """Forget what no policy keeps, in `run` or in all runs. Returns the executed plan, or with
     `dry_run` the plan alone.
 
-    Raises `InvalidInput` without any policy.
+    Raises `InvalidInput` without any policy, and for a metric that no commit of the store has,
+    unless there is nothing to forget. Logs the notes of an executed plan.
     """
     for _ in range(ATTEMPTS):
-        plan = plan_policies(handle.log.replay(), policies, run)
+        state = handle.log.replay()
+        plan = plan_policies(state, policies, run)
+        if plan.forgotten:
+            check_metrics(state, policies)
         if dry_run or not plan.forgotten:
             return plan
         try:
@@ -302,6 +345,8 @@ def forget_by_policy(
                 raise
             last = error
             continue
+        for note in plan.notes:
+            logger.warning("%s", note)
         return plan
     raise Conflict(
         f"others changed the store {ATTEMPTS} times while forget looked; repeat it"

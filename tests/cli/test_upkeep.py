@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import ckptstore
 from ckptstore.cli.call import Exit
 from ckptstore.log.sessions import open_session
 from ckptstore.repository.store_handle import StoreHandle
-from tests.cli.running import call, run
+from tests.cli.running import call, run, run_on_terminal
 from tests.maintenance.collecting import make, size_of, verify
 
 
@@ -47,6 +48,36 @@ def test_forget_gc_undelete_together(place: Path) -> None:
     verify(place, [1, 3, 4, 5, 6, 7])
 
 
+def test_forgetting_more_than_half_of_a_run_needs_yes_on_a_terminal(place: Path) -> None:
+    at = ("-s", str(place), "forget", "--keep-last")
+    refused = run_on_terminal(*at, "3")
+    assert refused.code == Exit.FAILED
+    assert "nothing was forgotten" in refused.out
+    assert "5 of the 8 commits of run main" in refused.out
+    assert "--yes" in refused.out
+    assert run_on_terminal(*at, "3", "-n").code == Exit.OK
+    assert call("log", "--json").document["total"] == 8
+    assert run_on_terminal(*at, "4").code == Exit.OK
+    assert call("log", "--json").document["total"] == 4
+    assert run_on_terminal(*at, "1", "--yes").code == Exit.OK
+    assert call("log", "--json").document["total"] == 2
+
+
+def test_a_script_needs_no_yes(place: Path) -> None:
+    assert call("forget", "--keep-last", "2").code == Exit.OK
+    assert call("log", "--json").document["total"] == 2
+
+
+def test_a_policy_that_keeps_fewer_than_it_says_is_said_on_standard_error(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        store.commit({"a": 1}, step=8, metrics={"loss": 1.0})
+    words = ("-s", str(place), "forget", "--keep-last", "4", "--keep-best", "loss", "3", "--json")
+    planned, done = call(*words, "-n"), run(*words)
+    (note,) = planned.document["notes"]
+    assert "'best 3 by loss' keeps 1 commit of run 'main'" in note
+    assert planned.err == done.err == f"ckptstore: {note}\n"
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
@@ -55,6 +86,7 @@ def test_forget_gc_undelete_together(place: Path) -> None:
         (["forget", "--keep-last", "2", "1"], Exit.USAGE, "one or the other"),
         (["forget", "--keep-best", "loss", "many"], Exit.USAGE, "a count"),
         (["forget", "--keep-within", "2026-01-01"], Exit.USAGE, "a span"),
+        (["forget", "--keep-best", "val_los", "3"], Exit.USAGE, "no commit has the metric"),
         (["forget", "7"], Exit.FAILED, "newest"),
         (["undelete", "latest"], Exit.FAILED, "not forgotten"),
         (["gc", "--max-unused", "200%"], Exit.USAGE, "not a share"),

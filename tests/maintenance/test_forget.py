@@ -82,6 +82,33 @@ def test_forgetting_without_anything_to_go_by_is_refused(tmp_path: Path) -> None
             store.forget([KeepLast(1), 0])
 
 
+def test_a_metric_that_no_commit_has_is_refused_with_similar_names(tmp_path: Path) -> None:
+    with open(tmp_path, run="other") as store:
+        store.commit(state_of(9), step=9, metrics={"accuracy": 0.5})
+    with open(tmp_path) as store:
+        for step in range(6):
+            store.commit(state_of(step), step=step, metrics={"val_loss": 1.0 / (step + 1)})
+        for dry_run in (True, False):
+            with pytest.raises(InvalidInput, match=r"'val_los'.*did you mean 'val_loss'"):
+                store.forget([KeepLast(2), KeepBest("val_los", n=3)], dry_run=dry_run)
+        with pytest.raises(InvalidInput, match=r"'x'; there are accuracy, val_loss; nothing was"):
+            store.forget(KeepBest("x"))
+        assert len(store.log()) == 6
+        assert not store.forget([KeepLast(6), KeepBest("val_los")]).forgotten
+
+
+def test_a_policy_that_keeps_fewer_than_it_says_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open(tmp_path) as store:
+        for step in range(5):
+            store.commit(state_of(step), step=step, metrics={"loss": 1.0} if not step else {})
+        store.forget(KeepBest("loss", n=3), dry_run=True)
+        assert not caplog.messages
+        assert len(store.forget(KeepBest("loss", n=3)).forgotten) == 2
+    assert "keeps 1 commit of run 'main'" in caplog.text
+
+
 def test_a_tag_that_appears_while_forget_looks_is_respected(tmp_path: Path) -> None:
     commits = collecting.make(tmp_path, 5)
 
@@ -118,7 +145,7 @@ def test_undelete_makes_condemned_packs_live_again(tmp_path: Path) -> None:
         own = frozenset(
             n for n, pack in state.packs.items() if pack.stamp == state.commits[commits[0]].n
         )
-        store.forget([KeepBest("loss")])
+        store.forget(KeepLast(2))
         store.undelete([commits[0], commits[1]])
         store.gc(max_unused=0.0)
         assert own <= set(store._handle.log.replay().packs)
