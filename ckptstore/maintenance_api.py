@@ -12,7 +12,7 @@ from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.indexes import Reindexed, reindex
 from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.doctor import Check, doctor
-from ckptstore.maintenance.gc import MAX_UNUSED, GcOptions, GcReport, collect
+from ckptstore.maintenance.gc import GRACE_S, MAX_UNUSED, GcOptions, GcReport, collect
 from ckptstore.maintenance.gc.session_monitor import Activity, activities
 from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose, other_end
@@ -54,7 +54,8 @@ class Maintenance:
         all_runs: bool = False,
         dry_run: bool = False,
     ) -> ForgetPlan:
-        """Forget commits, by name or by policy. `gc` deletes them; until then, `undelete` undoes.
+        """Forget commits, by name or by policy. A later `gc` deletes them; until then, `undelete`
+        undoes.
 
         Tagged commits, the two newest of each run and the best by the store's settings stay.
 
@@ -67,7 +68,8 @@ class Maintenance:
             The plan: forgotten commits, and kept ones with the reason.
 
         Raises:
-            InvalidInput: Nothing is given, or both refs and policies.
+            InvalidInput: Nothing is given, both refs and policies are, or a policy is about a
+                metric that no commit has.
             Conflict: A named commit is protected.
 
         Example:
@@ -116,6 +118,7 @@ class Maintenance:
         dry_run: bool = False,
         max_unused: float = MAX_UNUSED,
         max_repack_bytes: int | None = None,
+        grace_s: float = GRACE_S,
         force: bool = False,
         progress: Progress = silent,
     ) -> GcReport:
@@ -126,6 +129,8 @@ class Maintenance:
             dry_run: Report without changing anything.
             max_unused: Largest share of dead bytes in a pack that is not rewritten.
             max_repack_bytes: Limit for rewritten bytes; default: none.
+            grace_s: What was forgotten less than this many seconds ago stays, for `undelete`; 0
+                keeps nothing.
             force: Delete at once; commits in flight then write their chunks again. Otherwise a
                 later gc deletes chunks that such commits may reuse.
             progress: Called with phase, done and total.
@@ -137,9 +142,9 @@ class Maintenance:
             Corrupt: The metadata of a commit cannot be read; nothing was deleted.
 
         Example:
-            >>> store.gc(max_unused=0.2)
+            >>> store.gc(max_unused=0.2, grace_s=0)
         """
-        options = GcOptions(max_unused, max_repack_bytes, force)
+        options = GcOptions(max_unused, max_repack_bytes, force, grace_s)
         report = collect(self._handle, options, dry_run=dry_run, progress=progress)
         if not dry_run:
             self._handle.follow()

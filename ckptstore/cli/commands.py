@@ -9,6 +9,7 @@ from ckptstore.cli.parser import (
     several,
     share,
     size,
+    span,
 )
 from ckptstore.core.config import CHUNK_BYTES, CODECS
 
@@ -202,6 +203,7 @@ COMMANDS = (
                 "--keep-within",
                 "SPAN",
                 "keep commits at most SPAN (90min, 12h, 7d) older than the run's newest",
+                type=span,
             ),
             *(
                 Option(
@@ -245,11 +247,29 @@ COMMANDS = (
                 "copy at most SIZE, such as 10G (default: no limit)",
                 type=size,
             ),
+            (
+                Option(
+                    "--grace",
+                    "SPAN",
+                    "keep what was forgotten less than SPAN ago (default: 1h)",
+                    type=span,
+                    default=3600,
+                    dest="grace_s",
+                ),
+                Option(
+                    "--now",
+                    None,
+                    "delete what was just forgotten, too",
+                    dest="grace_s",
+                    const=0,
+                    action="store_const",
+                ),
+            ),
             flag("--force", "delete at once; commits in flight may have to write again"),
         ),
-        "Delete forgotten commits and everything that no commit needs, and combine sparse and "
-        "small packs.\nOthers may commit, read and collect meanwhile. A later gc deletes what "
-        "commits in flight may reuse.",
+        "Delete commits that were forgotten over an hour ago and everything that no commit needs, "
+        "and combine\nsparse and small packs. Others may commit, read and collect meanwhile. A "
+        "later gc deletes what commits\nin flight may reuse.",
     ),
     Command("sessions", "maintain.sessions", "list writers and the packs that wait for them"),
     Command(

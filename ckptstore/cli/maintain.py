@@ -10,10 +10,10 @@ from functools import partial
 
 from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
 from ckptstore.cli.commits import commit_text, short
-from ckptstore.cli.parser import parse_best, parse_moment
+from ckptstore.cli.parser import parse_best
 from ckptstore.cli.screen import Hint, Part, columns, fields_of, to_json
 from ckptstore.core.config import default_threads
-from ckptstore.core.text import SECOND_NS, Table, bytes_text, count_text
+from ckptstore.core.text import Table, bytes_text, count_text
 from ckptstore.errors import NotFound
 from ckptstore.maintenance.check import (
     Finding,
@@ -66,7 +66,10 @@ def forget(call: Call) -> Answer:
         page.append(f"forgot {count_text(len(plan.forgotten), 'commit')}")
         if plan.forgotten:
             page.append(
-                Hint("`ckptstore gc` deletes them; until then `ckptstore undelete` restores them")
+                Hint(
+                    "`ckptstore gc` deletes them after an hour; until then `ckptstore undelete` "
+                    "restores them"
+                )
             )
     commits = [
         {
@@ -109,14 +112,7 @@ def _policies(args: Namespace) -> list[Policy]:
         name, maximize = parse_best(metric)
         policies.append(KeepBest(name, maximize=maximize, n=int(numbers[0]) if numbers else 1))
     if args.keep_within is not None:
-        # A span is parsed as a moment before now; seen from 0, it is minus the span.
-        seconds = -parse_moment(args.keep_within, 0) // SECOND_NS
-        if seconds <= 0:
-            raise UsageError(
-                f"--keep-within takes a span such as 90min, 12h, 7d, not {args.keep_within!r}",
-                "ckptstore forget",
-            )
-        policies.append(KeepWithin(seconds))
+        policies.append(KeepWithin(args.keep_within))
     for period in PERIODS:
         if (n := getattr(args, f"keep_{period}")) is not None:
             policies.append(KeepPeriods(period, n))
@@ -140,6 +136,7 @@ def gc(call: Call) -> Answer:
             dry_run=args.dry_run,
             max_unused=args.max_unused,
             max_repack_bytes=args.max_repack,
+            grace_s=args.grace_s,
             force=args.force,
             progress=shown,
         )
@@ -165,7 +162,7 @@ def _plan_document(plan: GcPlan) -> dict[str, object]:
         {"sessions": sessions, "bytes": size} for sessions, size in plan.freed_later_bytes.items()
     ]
     return {
-        **fields_of(plan, "mark", "over", "purge"),
+        **fields_of(plan, "mark", "over", "purge", "recent"),
         "packs": packs,
         "orphans": plan.orphans,
         "copies": copies,

@@ -272,7 +272,7 @@ class Tier:
         ]
         if gone:
             forget_commits(self._own, gone, reason=f"in {self.place}")
-            collect(self._own, GcOptions())
+            collect(self._own, GcOptions(grace_s=0))
             self._own.follow()
 
 

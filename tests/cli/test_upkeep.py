@@ -8,7 +8,10 @@ import pytest
 
 import ckptstore
 from ckptstore.cli.call import Exit
+from ckptstore.cli.commands import COMMANDS
+from ckptstore.cli.parser import parse
 from ckptstore.log.sessions import open_session
+from ckptstore.maintenance.gc import GRACE_S
 from ckptstore.repository.store_handle import StoreHandle
 from tests.cli.running import call, run, run_on_terminal
 from tests.maintenance.collecting import make, size_of, verify
@@ -40,8 +43,8 @@ def test_forget_gc_undelete_together(place: Path) -> None:
     assert [row["step"] for row in call("log", "--json").document["commits"]] == [7, 6, 5, 4, 3]
     assert call("undelete", commits[1][:12]).code == Exit.OK
     before = size_of(place)
-    planned = call("gc", "-n", "--json").document["plan"]
-    done = call("gc", "--json").document
+    planned = call("gc", "-n", "--now", "--json").document["plan"]
+    done = call("gc", "--now", "--json").document
     assert done["plan"] == planned
     assert done["done"]["freed_bytes"] == planned["freed_now_bytes"] > 0
     assert size_of(place) == before - planned["freed_now_bytes"] + planned["copied_bytes"]
@@ -101,7 +104,7 @@ def test_sessions_shows_who_is_writing_and_what_waits(place: Path) -> None:
     call("forget", "0", "1")
     handle = StoreHandle(place)
     with open_session(handle.storage, "commit") as session:
-        later = call("gc", "--json").document["plan"]["freed_later"]
+        later = call("gc", "--now", "--json").document["plan"]["freed_later"]
         assert later[0]["sessions"] == [session.id]
         (row,) = call("sessions", "--json").document["sessions"]
         assert (row["session"], row["status"], row["pid"]) == (session.id, "active", os.getpid())
@@ -109,6 +112,23 @@ def test_sessions_shows_who_is_writing_and_what_waits(place: Path) -> None:
         assert session.id in call("sessions").out
     handle.close()
     assert call("sessions").out == ""
+
+
+def test_gc_keeps_what_was_just_forgotten_and_says_how_to_delete_it(place: Path) -> None:
+    commits = [row["id"] for row in call("log", "--json").document["commits"]]
+    assert call("forget", "0", "1").code == Exit.OK
+    for words in (["gc"], ["gc", "--grace", "1d"]):
+        assert "keep 2 commits: just forgotten; `ckptstore gc --now`" in call(*words).out
+        plan = call(*words, "--json").document["plan"]
+        assert (plan["recent"], plan["purge"]) == (sorted(commits[-2:]), [])
+    assert call("gc", "--grace", "0s", "-n", "--json").document["plan"]["recent"] == []
+    assert call("gc", "--now", "--grace", "1h").code == Exit.USAGE
+    assert "purge 2 commits" in call("gc", "--now").out
+    assert call("undelete", commits[-1]).code == Exit.FAILED
+
+
+def test_the_grace_of_the_command_is_that_of_the_library() -> None:
+    assert parse(COMMANDS, ["gc"]).grace_s == GRACE_S
 
 
 def test_progress_is_json_lines_on_standard_error_with_json(place: Path) -> None:

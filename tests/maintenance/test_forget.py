@@ -132,7 +132,7 @@ def test_undelete_names_what_is_not_forgotten_and_what_is_purged(tmp_path: Path)
     with open(tmp_path) as store:
         with pytest.raises(Conflict, match="not forgotten"):
             store.undelete(commits[1])
-        store.gc()
+        store.gc(grace_s=0)
         with pytest.raises(NotFound):
             store.undelete(commits[0])
 
@@ -147,6 +147,6 @@ def test_undelete_makes_condemned_packs_live_again(tmp_path: Path) -> None:
         )
         store.forget(KeepLast(2))
         store.undelete([commits[0], commits[1]])
-        store.gc(max_unused=0.0)
+        store.gc(max_unused=0.0, grace_s=0)
         assert own <= set(store._handle.log.replay().packs)
     collecting.verify(tmp_path, [0, 1, 2, 3])

@@ -52,7 +52,7 @@ def row(
 ) -> CommitRow:
     time_ns = MIDNIGHT_NS + int(hours * HOUR_NS)
     return CommitRow(
-        0, SessionId("0" * 24), "", run, step, time_ns, (), tuple((metrics or {}).items()), soft
+        0, SessionId("0" * 24), "", run, step, time_ns, (), tuple((metrics or {}).items()), soft, 0
     )
 
 
