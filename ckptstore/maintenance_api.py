@@ -4,6 +4,8 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
+from ckptstore.core.ids import CommitId
+from ckptstore.core.model import CommitInfo
 from ckptstore.core.options import Storage
 from ckptstore.errors import InvalidInput
 from ckptstore.maintenance import Progress, silent
@@ -12,18 +14,18 @@ from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.indexes import Reindexed, reindex
 from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.doctor import Check, doctor
+from ckptstore.maintenance.forget import (
+    find_forgotten,
+    forget_by_policy,
+    forget_commits,
+    undelete,
+)
 from ckptstore.maintenance.gc import GRACE_S, MAX_UNUSED, GcOptions, GcReport, collect
 from ckptstore.maintenance.gc.session_monitor import Activity, activities
 from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose, other_end
 from ckptstore.maintenance.repair import Repaired, repair
-from ckptstore.maintenance.retention import (
-    ForgetPlan,
-    Policy,
-    forget_by_policy,
-    forget_commits,
-    undelete,
-)
+from ckptstore.maintenance.retention import ForgetPlan, Policy
 from ckptstore.maintenance.usage import Usage, usage
 from ckptstore.repository.resolve_ref import AnyRef, find_commit
 from ckptstore.repository.store_handle import StoreHandle
@@ -99,8 +101,14 @@ class Maintenance:
             self._handle.follow()
         return plan
 
-    def undelete(self, refs: AnyRef | Sequence[AnyRef]) -> None:
-        """Restore forgotten commits, by their ids or beginnings of ids.
+    def forgotten(self, *, all_runs: bool = False) -> list[CommitInfo]:
+        """Forgotten commits of this run, or of `all_runs`, that no gc has deleted, newest first."""
+        infos = self._handle.queries().log(None if all_runs else self._run, forgotten=True)
+        return [info for info in infos if info.forgotten]
+
+    def undelete(self, refs: AnyRef | Sequence[AnyRef]) -> tuple[CommitId, ...]:
+        """Restore forgotten commits, and return their ids. A ref names a forgotten commit here: a
+        step the newest of them, `latest` the newest of all.
 
         Raises `NotFound` for a commit that a gc has deleted, `Conflict` for one that is not
         forgotten.
@@ -108,9 +116,10 @@ class Maintenance:
         self._handle.check_writable()
         wanted = list(refs) if isinstance(refs, Sequence) and not isinstance(refs, str) else [refs]
         reader = Reader(self._handle.config, self._handle.objects, self._threads)
-        commits = [find_commit(self._handle, ref, self._run).id for ref in wanted]
-        undelete(self._handle, reader, commits)
+        commits = {find_forgotten(self._handle, ref, self._run): None for ref in wanted}
+        undelete(self._handle, reader, tuple(commits))
         self._handle.follow()
+        return tuple(commits)
 
     def gc(
         self,

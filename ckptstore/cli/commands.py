@@ -83,6 +83,7 @@ COMMANDS = (
             Option("-n", "N", "list at most N commits", type=count, dest="limit"),
             flag("-a --all", "list every commit"),
             several("--run", "RUN", "commits of this run (default: all runs)"),
+            flag("--forgotten", "list the forgotten commits that `undelete` can restore"),
             several("--tag", "GLOB", "commits with a tag that matches GLOB", nargs="?", const="*"),
             Option(
                 "--since",
@@ -226,7 +227,13 @@ COMMANDS = (
         "undelete",
         "maintain.undelete",
         "restore forgotten commits",
-        (Option("refs", "REF", "ids of forgotten commits, or prefixes of ids", nargs="+"),),
+        (
+            Option("refs", "REF", "forgotten commits", nargs="*"),
+            flag("-a --all", "restore every forgotten commit"),
+            Option("--run", "RUN", "resolve REFs in this run, or restore all of this run"),
+        ),
+        "Restore forgotten commits that no gc has deleted. A REF names a forgotten commit here: a "
+        "step the\nnewest of them, 'latest' the newest of all. `log --forgotten` lists them.",
     ),
     Command(
         "gc",

@@ -39,7 +39,7 @@ from ckptstore.maintenance.retention import (
     Policy,
 )
 from ckptstore.maintenance_api import Maintenance
-from ckptstore.repository.resolve_ref import find_commit, find_id
+from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage import open_storage
 
@@ -67,8 +67,8 @@ def forget(call: Call) -> Answer:
         if plan.forgotten:
             page.append(
                 Hint(
-                    "`ckptstore gc` deletes them after an hour; until then `ckptstore undelete` "
-                    "restores them"
+                    "`ckptstore gc` deletes them after an hour; until then `ckptstore log "
+                    "--forgotten` lists them, and `ckptstore undelete` restores them"
                 )
             )
     commits = [
@@ -120,12 +120,15 @@ def _policies(args: Namespace) -> list[Policy]:
 
 
 def undelete(call: Call) -> Answer:
-    handle = call.open(*call.args.refs)
-    Maintenance(handle, call.threads()).undelete(call.args.refs)
-    queries = handle.queries()
-    infos = [queries.commit(find_id(handle, queries, ref, None)) for ref in call.args.refs]
+    args = call.args
+    if bool(args.refs) == args.all:
+        raise UsageError("undelete takes commits, or --all", "ckptstore undelete")
+    handle = call.open(*args.refs)
+    store = Maintenance(handle, call.threads(), args.run)
+    restored = store.undelete(args.refs or [info.id for info in store.forgotten()])
+    infos = handle.queries().commits(restored)
     lines = [f"{commit_text(info)} of run {info.run} is restored" for info in infos]
-    return Answer({"undeleted": [info.id for info in infos]}, lines)
+    return Answer({"undeleted": restored}, lines or [Hint("no commit is forgotten")])
 
 
 def gc(call: Call) -> Answer:

@@ -29,7 +29,7 @@ _COLUMNS = {
         *(Column(name, "bytes") for name in ("bytes", "tensor bytes", "new", "exclusive", "of")),
         *(Column(name, fit="wrap") for name in ("path", "what", "types", "placed as", "seen")),
         *(Column(name, fit="cut") for name in ("message", "value")),
-        Column("time", "time"),
+        *(Column(name, "time") for name in ("time", "forgotten")),
         Column("still", "seconds"),
         Column("waiting packs", "count"),
         Column("logical", "bytes", spare=True),

@@ -170,7 +170,7 @@ def _page(
     pairs += [("" if i else "message", line) for i, line in enumerate(message)]
     yield fields("", [pair for pair in pairs if pair[1]])
     if info.forgotten:
-        yield "This commit is forgotten: gc will delete it."
+        yield "This commit is forgotten: gc deletes it unless `ckptstore undelete` restores it."
     if info.metrics:
         metrics = (Column("name", style=BOLD), Column("value", "metric"))
         yield Table(metrics, list(info.metrics.items()), "Metrics", header=False)

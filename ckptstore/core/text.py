@@ -304,7 +304,7 @@ def style(text: str, parameter: str) -> str:
 
 
 def _name(column: Column, terminal: Terminal | None) -> str:
-    return column.name.upper() if not terminal else "age" if column.kind == "time" else column.name
+    return column.name.upper() if not terminal else "age" if column.name == "time" else column.name
 
 
 def _writer(kind: Kind, terminal: Terminal | None) -> Callable[[Any], str]:

@@ -202,6 +202,13 @@ def newest_first(state: State, run: str) -> list[Resolved]:
     return [resolved(state, commit) for commit, _ in _by_age(state, run)]
 
 
+def forgotten_alone(state: State) -> State:
+    """`state` with its forgotten commits alone, as if they were not forgotten: for refs that name
+    them."""
+    rows = [(commit, row._replace(soft=0)) for commit, row in state.commits.items() if row.soft]
+    return replace(state, commits=HashTrieMap(rows), tags=HashTrieMap())
+
+
 def resolved(state: State, commit: CommitId) -> Resolved:
     """The log's record of a commit."""
     row = state.commits[commit]

@@ -1,15 +1,13 @@
-"""Which commits stay: retention policies, forgetting, undeleting, and tags.
+"""Retention: which commits stay, by which policies, and for which reasons; pure.
 
-One satisfied policy keeps a commit, with the reason. Deciding is pure; a decision becomes one log
-entry, and nothing is deleted. A forgotten commit is no longer a root for `gc`. Until a gc has
-purged it, `undelete` restores it completely. A tagged commit cannot be forgotten.
+One satisfied policy keeps a commit. A plan becomes one log entry (`maintenance.forget`), and
+nothing is deleted: a forgotten commit is no longer a root for `gc`.
 
 Policies look at each run separately and never at a clock. "Within 7 days" counts back from the
 run's newest commit, and days begin at midnight UTC. So a plan is the same at any time and place,
 and a paused run loses nothing.
 """
 
-import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,24 +16,11 @@ from datetime import UTC, datetime
 from itertools import chain
 from typing import Literal, NamedTuple, TypeAlias
 
-from ckptstore.core.ids import CommitId, check_tag
-from ckptstore.core.model import CommitInfo
+from ckptstore.core.ids import CommitId
 from ckptstore.core.text import BOLD, Column, Table, count_text, near
-from ckptstore.errors import Conflict, InvalidInput, NotFound
-from ckptstore.log.admission import Code, best_commits, check
-from ckptstore.log.entries import Forget, Tag, Undelete
-from ckptstore.log.log import Refused
-from ckptstore.log.state import NEWEST_KEPT, CommitRow, Resolved, State
-from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.restore.reader import Reader
-from ckptstore.storage.reserve import room
-
-logger = logging.getLogger("ckptstore")
-
-ATTEMPTS = 5
-_CHANGED_MEANWHILE = frozenset(
-    {Code.TAGGED, Code.NEWEST, Code.BEST, Code.FORGOTTEN, Code.NO_SUCH_COMMIT}
-)
+from ckptstore.errors import InvalidInput
+from ckptstore.log.admission import best_commits
+from ckptstore.log.state import NEWEST_KEPT, CommitRow, State
 
 Period: TypeAlias = Literal["hourly", "daily", "weekly", "monthly"]
 
@@ -316,127 +301,3 @@ def _span(seconds: int) -> str:
         if seconds % length == 0:
             return f"{seconds // length}{unit}"
     return f"{seconds}s"
-
-
-def forget_by_policy(
-    handle: StoreHandle,
-    policies: Sequence[Policy],
-    *,
-    run: str | None = None,
-    dry_run: bool = False,
-) -> ForgetPlan:
-    """Forget what no policy keeps, in `run` or in all runs. Returns the executed plan, or with
-    `dry_run` the plan alone.
-
-    Raises `InvalidInput` without any policy, and for a metric that no commit of the store has,
-    unless there is nothing to forget. Logs the notes of an executed plan.
-    """
-    for _ in range(ATTEMPTS):
-        state = handle.log.replay()
-        plan = plan_policies(state, policies, run)
-        if plan.forgotten:
-            check_metrics(state, policies)
-        if dry_run or not plan.forgotten:
-            return plan
-        try:
-            _append(handle, plan)
-        except Refused as error:
-            if error.refusal.code not in _CHANGED_MEANWHILE:
-                raise
-            last = error
-            continue
-        for note in plan.notes:
-            logger.warning("%s", note)
-        return plan
-    raise Conflict(
-        f"others changed the store {ATTEMPTS} times while forget looked; repeat it"
-    ) from last
-
-
-def forget_commits(
-    handle: StoreHandle, commits: Iterable[CommitId], *, reason: str = "", dry_run: bool = False
-) -> ForgetPlan:
-    """Forget exactly these commits. Raises `Conflict` if one of them is pinned or forgotten
-    already, `NotFound` if it is unknown."""
-    state = handle.log.replay()
-    wanted = tuple(commits)
-    if unknown := [c for c in wanted if c not in state.commits]:
-        raise _no_such_commit(unknown)
-    plan = plan_commits(state, wanted, reason)
-    if refusal := check(state, _body(plan)):
-        raise Conflict(refusal.why)
-    if not dry_run:
-        _append(handle, plan)
-    return plan
-
-
-def undelete(handle: StoreHandle, reader: Reader, commits: Sequence[CommitId]) -> None:
-    """Make forgotten commits roots again, and their packs live.
-
-    Raises `NotFound` for a commit that a gc has purged, `Conflict` for one that is not forgotten.
-    """
-    for _ in range(ATTEMPTS):
-        state = handle.log.replay()
-        if purged := [c for c in commits if c not in state.commits]:
-            raise _no_such_commit(purged)
-        reused = frozenset().union(
-            *(reader.packs_of(reader.document(state.commits[c].session, c)) for c in commits)
-        )
-        try:
-            with room(handle.storage):
-                handle.log.append(Undelete(tuple(commits), reused))
-        except Refused as error:
-            if error.refusal.code is not Code.PACKS_GONE:
-                raise Conflict(error.refusal.why) from error
-            last = error
-            handle.objects.sync(handle.log.state, thorough=True)
-            continue
-        return
-    raise Conflict(
-        f"gc kept moving the chunks of these commits ({ATTEMPTS} times); repeat undelete"
-    ) from last
-
-
-def _append(handle: StoreHandle, plan: ForgetPlan) -> None:
-    with room(handle.storage):
-        handle.log.append(_body(plan))
-
-
-def _body(plan: ForgetPlan) -> Forget:
-    return Forget(tuple(decision.commit for decision in plan.forgotten), plan.reason)
-
-
-def _no_such_commit(commits: Sequence[CommitId]) -> NotFound:
-    few = ", ".join(commit[:12] for commit in commits[:4])
-    return NotFound(
-        f"no commit {few}: never made here, or deleted by gc; `ckptstore log` lists "
-        "the commits of the store"
-    )
-
-
-def set_tag(handle: StoreHandle, reader: Reader, name: str, info: CommitInfo | Resolved) -> None:
-    """Set tag `name` to the commit and renew its packs; retries if a gc moved them meanwhile.
-
-    Raises `Conflict` if the commit was forgotten meanwhile.
-    """
-    handle.check_writable()
-    check_tag(name)
-    document = reader.document(info.session, info.id)
-    for attempt in range(ATTEMPTS):
-        try:
-            handle.log.append(Tag(name, info.id, reader.packs_of(document)))
-            break
-        except Refused as error:
-            if not error.refusal.again or attempt == ATTEMPTS - 1:
-                raise
-            handle.objects.sync(handle.log.replay(), thorough=True)
-    handle.follow()
-
-
-def remove_tag(handle: StoreHandle, name: str) -> None:
-    """Remove a tag; the commit stays. Raises `NotFound` for an unknown tag."""
-    handle.check_writable()
-    if name not in {tag.name for tag in handle.queries().tags()}:
-        raise NotFound(f"no tag {name!r}; `ckptstore tag` lists them")
-    handle.log.append(Tag(name, None, frozenset()))
-    handle.follow()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,9 @@ def test_a_policy_that_keeps_fewer_than_it_says_is_said_on_standard_error(place:
         (["forget", "--keep-best", "val_los", "3"], Exit.USAGE, "no commit has the metric"),
         (["forget", "7"], Exit.FAILED, "newest"),
         (["undelete", "latest"], Exit.FAILED, "not forgotten"),
+        (["undelete", "99"], Exit.FAILED, "no commit is forgotten"),
+        (["undelete"], Exit.USAGE, "--all"),
+        (["undelete", "1", "--all"], Exit.USAGE, "--all"),
         (["gc", "--max-unused", "200%"], Exit.USAGE, "not a share"),
     ],
 )
@@ -112,6 +116,30 @@ def test_sessions_shows_who_is_writing_and_what_waits(place: Path) -> None:
         assert session.id in call("sessions").out
     handle.close()
     assert call("sessions").out == ""
+
+
+def test_forgotten_commits_are_listed_with_their_time_and_restored_by_step(place: Path) -> None:
+    assert call("log", "--forgotten").out == ""
+    ids = {row["step"]: row["id"] for row in call("log", "--json").document["commits"]}
+    before_ns = time.time_ns()
+    call("forget", "0", "1", "2")
+    listed = call("log", "--forgotten", "--json").document
+    assert [row["id"] for row in listed["commits"]] == [ids[2], ids[1], ids[0]]
+    assert listed["total"] == 3
+    for row in listed["commits"]:
+        assert row["forgotten"]
+        assert before_ns < row["forgotten_time_ns"] < time.time_ns()
+        assert row["forgotten_time"].startswith("20")
+    header, *lines = call("log", "--forgotten").out.splitlines()
+    assert "FORGOTTEN" in header
+    assert [line.split()[0] for line in lines] == [ids[n][:12] for n in (2, 1, 0)]
+    assert "undelete" in run_on_terminal("-s", str(place), "log", "--forgotten").out
+    assert call("log", "--forgotten", "--run", "other").code == Exit.FAILED
+    assert f"{ids[1][:12]} (step 1) of run main is restored" in call("undelete", "1").out
+    assert call("log", "--forgotten", "--json").document["total"] == 2
+    assert call("undelete", "--all", "--json").document["undeleted"] == [ids[2], ids[0]]
+    assert call("undelete", "--all").code == Exit.OK
+    assert call("log", "--json").document["total"] == 8
 
 
 def test_gc_keeps_what_was_just_forgotten_and_says_how_to_delete_it(place: Path) -> None:

@@ -137,6 +137,41 @@ def test_undelete_names_what_is_not_forgotten_and_what_is_purged(tmp_path: Path)
             store.undelete(commits[0])
 
 
+def test_forgotten_commits_are_listed_by_run_until_they_are_purged(tmp_path: Path) -> None:
+    commits = collecting.make(tmp_path, 5)
+    with open(tmp_path, run="other") as store:
+        other = [store.commit(state_of(step), step=step).id for step in range(3)]
+        store.forget(KeepLast(2), all_runs=True)
+        assert [info.id for info in store.forgotten()] == [other[0]]
+        assert [info.id for info in store.forgotten(all_runs=True)] == [other[0], *commits[2::-1]]
+        store.gc(grace_s=0)
+        assert store.forgotten(all_runs=True) == []
+
+
+def test_undelete_takes_any_ref_of_a_forgotten_commit_and_returns_what_it_restored(
+    tmp_path: Path,
+) -> None:
+    with open(tmp_path) as store:
+        ids = {
+            step: store.commit(state_of(step), step=step, metrics={"loss": float(step)}).id
+            for step in (1, 2, 3, 4, 5)
+        }
+        again = store.commit(state_of(1), step=1).id
+        store.forget([ids[step] for step in (1, 2, 3, 4)])
+        assert store.undelete("best:loss") == (ids[1],)
+        assert store.undelete("latest") == (ids[4],)
+        assert store.undelete([2, f"main@{3}", ids[2][:12]]) == (ids[2], ids[3])
+        assert [info.id for info in store.log()] == [again, *(ids[n] for n in (5, 4, 3, 2, 1))]
+        with pytest.raises(Conflict, match="not forgotten"):
+            store.undelete(5)
+        with pytest.raises(NotFound, match=r"no commit is forgotten.*`ckptstore log` lists"):
+            store.undelete(77)
+        store.forget(2)
+        with pytest.raises(NotFound, match=r"step 77.*nearest steps are 2;.*log --forgotten"):
+            store.undelete(77)
+        assert store.undelete([]) == ()
+
+
 def test_undelete_makes_condemned_packs_live_again(tmp_path: Path) -> None:
     commits = collecting.make(tmp_path, 4)
     with open(tmp_path) as store:
