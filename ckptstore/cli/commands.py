@@ -75,6 +75,7 @@ COMMANDS = (
             flag("--private", "let only the owner read and write the store"),
         ),
     ),
+    Command("which", "setup.which", "print which store is used, and where it was found"),
     Command(
         "log",
         "log.log",
@@ -143,7 +144,7 @@ COMMANDS = (
     Command(
         "diff",
         "diff.diff",
-        "compare two commits leaf by leaf",
+        "compare two commits",
         (
             Option("a", "A", "the older commit"),
             Option("b", "B", "the newer commit"),
@@ -151,15 +152,21 @@ COMMANDS = (
             flag("--stat", "print sums per key"),
             _FOLD,
         ),
+        "Compare two commits leaf by leaf. More than 40 changes are folded: leaves whose paths "
+        "differ only in\nnumbers become one line. If there still are more than 40 lines, sums per "
+        "key are printed, and the\nchanges that are more than another content of a tensor.",
     ),
     Command(
         "tag",
         "log.tag",
-        "list, set or remove tags",
+        "list, set, rename or remove tags",
         (
-            Option("name", "NAME", "the tag to set or move", nargs="?"),
-            Option("ref", "REF", "the commit that it names (default: latest)", nargs="?"),
+            Option("name", "NAME", "the tag to set, move or rename", nargs="?"),
+            Option(
+                "ref", "REF", "the commit that it names (default: latest), or a new name", nargs="?"
+            ),
             flag("--names", "list only the names"),
+            flag("-m --rename", "rename the tag NAME: --rename OLD NEW"),
             several(
                 "-d --delete",
                 "NAME",
@@ -169,7 +176,8 @@ COMMANDS = (
             ),
             _RUN,
         ),
-        "List tags. With NAME, set a tag; with -d, remove tags.",
+        "List tags. With NAME, set a tag; with --rename, give it another name; with -d, remove "
+        "tags.",
     ),
     Command(
         "stats",

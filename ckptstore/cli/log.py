@@ -10,7 +10,14 @@ from fnmatch import fnmatchcase
 from graphlib import TopologicalSorter
 
 from ckptstore.cli.call import Answer, Call, UsageError
-from ckptstore.cli.commits import commit_document, commit_text, first_line, reader_of, short
+from ckptstore.cli.commits import (
+    commit_document,
+    commit_text,
+    find_info,
+    first_line,
+    reader_of,
+    short,
+)
 from ckptstore.cli.parser import parse_best, parse_moment
 from ckptstore.cli.screen import Hint, Part, columns
 from ckptstore.core.ids import CommitId, check_tag
@@ -18,7 +25,6 @@ from ckptstore.core.model import CommitInfo
 from ckptstore.core.text import BLUE, Column, Table, count_text, exact_text, near
 from ckptstore.errors import NotFound
 from ckptstore.index.queries import Queries
-from ckptstore.repository.resolve_ref import find_id
 from ckptstore.repository.store_handle import StoreHandle
 
 SHOWN_ON_A_TERMINAL = 50
@@ -283,8 +289,12 @@ def _open(lanes: list[CommitId | None], parent: CommitId, here: int) -> int:
 
 def tag(call: Call) -> Answer:
     args = call.args
-    if args.delete and args.name:
+    if args.delete and (args.name or args.rename):
         raise UsageError("-d removes tags and takes no other arguments", "ckptstore tag")
+    if args.rename and not args.ref:
+        raise UsageError("--rename takes the name of a tag and its new name", "ckptstore tag")
+    if args.rename:
+        return _rename(call, call.open(), args.name, check_tag(args.ref))
     store = call.open(*filter(None, [args.ref]))
     if args.delete:
         return _remove(store, dict.fromkeys(args.delete))
@@ -308,13 +318,21 @@ def tag(call: Call) -> Answer:
 def _set(call: Call, store: StoreHandle, name: str) -> Answer:
     from ckptstore.maintenance.forget import set_tag
 
-    queries = store.queries()
-    info = queries.commit(find_id(store, queries, call.args.ref or "latest", call.args.run))
+    info, queries = find_info(call, store, call.args.ref or "latest"), store.queries()
     before = next((found.commit for found in queries.tags() if found.name == name), None)
     set_tag(store, reader_of(call, store), name, info)
     was = f", was {short(before)}" if before and before != info.id else ""
     line = f"{name} is {commit_text(info)} of run {info.run}{was}"
     return Answer({"tag": name, "commit": info.id, "previous": before}, [line])
+
+
+def _rename(call: Call, store: StoreHandle, old: str, new: str) -> Answer:
+    from ckptstore.maintenance.forget import rename_tag
+
+    commit = rename_tag(store, reader_of(call, store), old, new)
+    return Answer(
+        {"tag": new, "commit": commit, "renamed": old}, [f"{new} is {short(commit)}, was {old}"]
+    )
 
 
 def _remove(store: StoreHandle, names: dict[str, None]) -> Answer:

@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from functools import partial
 
 from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
-from ckptstore.cli.commits import commit_text, short
+from ckptstore.cli.commits import commit_text, short, tell_run
 from ckptstore.cli.parser import parse_best
 from ckptstore.cli.screen import Hint, Part, columns, fields_of, to_json
 from ckptstore.core.config import default_threads
@@ -372,6 +372,7 @@ def export_files(call: Call) -> Answer:
     from ckptstore.store import Store
 
     found = find_commit(handle, args.ref, args.run)
+    tell_run(call, handle.queries(), args.ref)
     store = call.stack.enter_context(Store(handle, Settings.of()))
     with call.screen.progress(f"exporting {short(found.id)}"):
         done = export(

@@ -10,11 +10,12 @@ from contextlib import suppress
 
 from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.core.model import CommitInfo
+from ckptstore.core.text import near
 from ckptstore.errors import Conflict, NotFound
 from ckptstore.log.admission import Code, check
 from ckptstore.log.entries import Forget, Tag, Undelete
 from ckptstore.log.log import Refused
-from ckptstore.log.state import Resolved, forgotten_alone, resolve
+from ckptstore.log.state import Resolved, forgotten_alone, resolve, resolved
 from ckptstore.maintenance.retention import (
     ForgetPlan,
     Policy,
@@ -178,3 +179,23 @@ def remove_tag(handle: StoreHandle, name: str) -> None:
         raise NotFound(f"no tag {name!r}; `ckptstore tag` lists them")
     handle.log.append(Tag(name, None, frozenset()))
     handle.follow()
+
+
+def rename_tag(handle: StoreHandle, reader: Reader, old: str, new: str) -> CommitId:
+    """Rename a tag, and return its commit. Between the two log entries the commit has both names.
+
+    Raises `NotFound` for an unknown tag, `Conflict` if `new` names another commit.
+    """
+    state = handle.log.replay()
+    commit = state.tags.get(old)
+    if commit is None:
+        raise NotFound(f"no tag {old!r}{near(old, state.tags)}; `ckptstore tag` lists the tags")
+    if state.tags.get(new, commit) != commit:
+        raise Conflict(
+            f"tag {new!r} names another commit, {state.tags[new][:12]}; nothing was renamed, "
+            f"`ckptstore tag -d {new}` removes that tag"
+        )
+    if new != old:
+        set_tag(handle, reader, new, resolved(state, commit))
+        remove_tag(handle, old)
+    return commit

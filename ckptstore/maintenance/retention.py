@@ -205,9 +205,9 @@ class ForgetPlan:
             Column("", style=BOLD),
             Column("commit", "id"),
             Column("step", "step"),
-            Column("run"),
-            Column("time", "time"),
-            Column("because", fit="wrap"),
+            Column("run", spare=True),
+            Column("time", "time", spare=True),
+            Column("because", fit="wrap", least=16),
         )
         rows = [
             ("keep" if why else "forget", commit, row.step, row.run, row.time_ns, why)

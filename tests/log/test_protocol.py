@@ -27,7 +27,7 @@ HOLDING = [
 ]
 HOLDING_LONG = [
     Scope(),
-    Scope(wants=("a",), gcs=2, duplicate=True, sparing=True),
+    Scope(sparing=True),
     Scope(wants=("a", "b"), undeleting=False),
     Scope(copies=2),
     Scope(duplicate=True),
