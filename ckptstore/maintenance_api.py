@@ -140,7 +140,7 @@ class Maintenance:
             max_repack_bytes: Limit for rewritten bytes; default: none.
             grace_s: What was forgotten less than this many seconds ago stays, for `undelete`; 0
                 keeps nothing.
-            force: Delete at once; commits in flight then write their chunks again. Otherwise a
+            force: Wait for no commit in flight, which then writes its chunks again. Otherwise a
                 later gc deletes chunks that such commits may reuse.
             progress: Called with phase, done and total.
 

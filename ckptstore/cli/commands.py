@@ -75,7 +75,6 @@ COMMANDS = (
             flag("--private", "let only the owner read and write the store"),
         ),
     ),
-    Command("which", "setup.which", "print which store is used, and where it was found"),
     Command(
         "log",
         "log.log",
@@ -280,7 +279,7 @@ COMMANDS = (
                     action="store_const",
                 ),
             ),
-            flag("--force", "delete at once; commits in flight may have to write again"),
+            flag("--force", "wait for no commit in flight; it may have to write chunks again"),
         ),
         "Delete commits that were forgotten over an hour ago and everything that no commit needs, "
         "and combine\nsparse and small packs. Others may commit, read and collect meanwhile. A "
@@ -396,6 +395,7 @@ COMMANDS = (
         "of PATH or\n--format selects safetensors (tensors only), torch (a .pt file) or dcp (a "
         "directory for\ntorch.distributed.checkpoint).",
     ),
+    Command("which", "setup.which", "print which store is used, and where it was found"),
     Command(
         "migrate",
         "setup.migrate",

@@ -90,7 +90,9 @@ def _known(
     if times is None:
         return {info.run: info.commits for info in queries.runs()}, queries.log(run, limit)
     found = [info for info in queries.log(forgotten=True) if info.id in times]
-    return Counter(info.run for info in found), [i for i in found if run in (None, i.run)]
+    counts = dict.fromkeys((info.run for info in queries.runs()), 0)
+    counts |= Counter(info.run for info in found)
+    return counts, [info for info in found if run in (None, info.run)]
 
 
 def _document(info: CommitInfo, times: Mapping[CommitId, int] | None) -> dict[str, object]:

@@ -120,6 +120,7 @@ def test_sessions_shows_who_is_writing_and_what_waits(place: Path) -> None:
 
 def test_forgotten_commits_are_listed_with_their_time_and_restored_by_step(place: Path) -> None:
     assert call("log", "--forgotten").out == ""
+    assert call("log", "--forgotten", "--run", "main").code == Exit.OK
     ids = {row["step"]: row["id"] for row in call("log", "--json").document["commits"]}
     before_ns = time.time_ns()
     call("forget", "0", "1", "2")
