@@ -41,8 +41,8 @@ class Unavailable(CkptStoreError):
 
 
 class NoSpace(Unavailable):
-    """Storage is full, or over its quota: `ckptstore forget` and `ckptstore gc` make room, then
-    repeat the call."""
+    """Storage is full, or over its quota: `ckptstore forget` and `ckptstore gc --now` make room,
+    then repeat the call."""
 
 
 class Busy(Unavailable):

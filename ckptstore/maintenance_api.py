@@ -4,6 +4,8 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
+from ckptstore.core.ids import CommitId
+from ckptstore.core.model import CommitInfo
 from ckptstore.core.options import Storage
 from ckptstore.errors import InvalidInput
 from ckptstore.maintenance import Progress, silent
@@ -12,18 +14,18 @@ from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.indexes import Reindexed, reindex
 from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.doctor import Check, doctor
-from ckptstore.maintenance.gc import MAX_UNUSED, GcOptions, GcReport, collect
-from ckptstore.maintenance.gc.session_monitor import Activity, activities
-from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
-from ckptstore.maintenance.mirror_plan import choose, other_end
-from ckptstore.maintenance.repair import Repaired, repair
-from ckptstore.maintenance.retention import (
-    ForgetPlan,
-    Policy,
+from ckptstore.maintenance.forget import (
+    find_forgotten,
     forget_by_policy,
     forget_commits,
     undelete,
 )
+from ckptstore.maintenance.gc import GRACE_S, MAX_UNUSED, GcOptions, GcReport, collect
+from ckptstore.maintenance.gc.session_monitor import Activity, activities
+from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
+from ckptstore.maintenance.mirror_plan import choose, other_end
+from ckptstore.maintenance.repair import Repaired, repair
+from ckptstore.maintenance.retention import ForgetPlan, Policy
 from ckptstore.maintenance.usage import Usage, usage
 from ckptstore.repository.resolve_ref import AnyRef, find_commit
 from ckptstore.repository.store_handle import StoreHandle
@@ -54,7 +56,8 @@ class Maintenance:
         all_runs: bool = False,
         dry_run: bool = False,
     ) -> ForgetPlan:
-        """Forget commits, by name or by policy. `gc` deletes them; until then, `undelete` undoes.
+        """Forget commits, by name or by policy. A later `gc` deletes them; until then, `undelete`
+        undoes.
 
         Tagged commits, the two newest of each run and the best by the store's settings stay.
 
@@ -67,7 +70,8 @@ class Maintenance:
             The plan: forgotten commits, and kept ones with the reason.
 
         Raises:
-            InvalidInput: Nothing is given, or both refs and policies.
+            InvalidInput: Nothing is given, both refs and policies are, or a policy is about a
+                metric that no commit has.
             Conflict: A named commit is protected.
 
         Example:
@@ -97,8 +101,14 @@ class Maintenance:
             self._handle.follow()
         return plan
 
-    def undelete(self, refs: AnyRef | Sequence[AnyRef]) -> None:
-        """Restore forgotten commits, by their ids or beginnings of ids.
+    def forgotten(self, *, all_runs: bool = False) -> list[CommitInfo]:
+        """Forgotten commits of this run, or of `all_runs`, that no gc has deleted, newest first."""
+        infos = self._handle.queries().log(None if all_runs else self._run, forgotten=True)
+        return [info for info in infos if info.forgotten]
+
+    def undelete(self, refs: AnyRef | Sequence[AnyRef]) -> tuple[CommitId, ...]:
+        """Restore forgotten commits, and return their ids. A ref names a forgotten commit here: a
+        step the newest of them, `latest` the newest of all.
 
         Raises `NotFound` for a commit that a gc has deleted, `Conflict` for one that is not
         forgotten.
@@ -106,9 +116,10 @@ class Maintenance:
         self._handle.check_writable()
         wanted = list(refs) if isinstance(refs, Sequence) and not isinstance(refs, str) else [refs]
         reader = Reader(self._handle.config, self._handle.objects, self._threads)
-        commits = [find_commit(self._handle, ref, self._run).id for ref in wanted]
-        undelete(self._handle, reader, commits)
+        commits = {find_forgotten(self._handle, ref, self._run): None for ref in wanted}
+        undelete(self._handle, reader, tuple(commits))
         self._handle.follow()
+        return tuple(commits)
 
     def gc(
         self,
@@ -116,6 +127,7 @@ class Maintenance:
         dry_run: bool = False,
         max_unused: float = MAX_UNUSED,
         max_repack_bytes: int | None = None,
+        grace_s: float = GRACE_S,
         force: bool = False,
         progress: Progress = silent,
     ) -> GcReport:
@@ -126,7 +138,9 @@ class Maintenance:
             dry_run: Report without changing anything.
             max_unused: Largest share of dead bytes in a pack that is not rewritten.
             max_repack_bytes: Limit for rewritten bytes; default: none.
-            force: Delete at once; commits in flight then write their chunks again. Otherwise a
+            grace_s: What was forgotten less than this many seconds ago stays, for `undelete`; 0
+                keeps nothing.
+            force: Wait for no commit in flight, which then writes its chunks again. Otherwise a
                 later gc deletes chunks that such commits may reuse.
             progress: Called with phase, done and total.
 
@@ -137,9 +151,9 @@ class Maintenance:
             Corrupt: The metadata of a commit cannot be read; nothing was deleted.
 
         Example:
-            >>> store.gc(max_unused=0.2)
+            >>> store.gc(max_unused=0.2, grace_s=0)
         """
-        options = GcOptions(max_unused, max_repack_bytes, force)
+        options = GcOptions(max_unused, max_repack_bytes, force, grace_s)
         report = collect(self._handle, options, dry_run=dry_run, progress=progress)
         if not dry_run:
             self._handle.follow()

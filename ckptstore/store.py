@@ -25,7 +25,7 @@ from ckptstore.distributed.restore import agreed, on_all
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.internals import PendingCommit, StoreInternals, flats_of
 from ckptstore.log.state import Resolved, newest_first, resolved
-from ckptstore.maintenance.retention import remove_tag, set_tag
+from ckptstore.maintenance.forget import remove_tag, set_tag
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.resolve_ref import (

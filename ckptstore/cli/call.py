@@ -10,9 +10,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptstore.cli.screen import Part, Screen
+from ckptstore.cli.screen import Hint, Part, Screen
 from ckptstore.core.ids import CONFIG_KEY
-from ckptstore.core.paths import distrust, search
+from ckptstore.core.paths import base_of, distrust, search
 from ckptstore.errors import Busy, CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
 from ckptstore.repository.resolve_ref import is_path
@@ -65,12 +65,14 @@ class Answer:
 
 @dataclass(slots=True)
 class Call:
-    """One run of a command. `stack` closes what it opened; `url` is its store's."""
+    """One run of a command. `stack` closes what it opened; `url` is its store's, and `found` says
+    what led there: `-s`, `$CKPTSTORE`, or a search that ended `here` or `above`."""
 
     args: Namespace
     screen: Screen
     stack: ExitStack = field(default_factory=ExitStack)
     url: str = ""
+    found: str = ""
 
     def open(self, *refs: str) -> StoreHandle:
         """Open the store that the command line names, or the one of a pointer file among `refs`:
@@ -103,11 +105,14 @@ class Call:
 
         return self.stack.enter_context(closing(ThreadPool(count)))
 
-    def place(self) -> str:
+    def place(self, *, quiet: bool = False) -> str:
         """The path or URL of the store: `-s`, else `$CKPTSTORE`, else the nearest enclosing
-        directory that is a store. Raises `NoStore`, also for an enclosing store that others could
-        have put there."""
+        directory that is a store, which a terminal is told unless `quiet`.
+
+        Raises `NoStore`, also for an enclosing store that others could have put there.
+        """
         if place := self.args.store or os.environ.get(VARIABLE):
+            self.found = "-s" if self.args.store else f"${VARIABLE}"
             return str(place)
         directory = Path.cwd()
         try:
@@ -115,6 +120,10 @@ class Call:
         except InvalidInput as error:
             raise NoStore(str(error)) from error
         if found.store is not None:
+            is_here = base_of(found.store) == Path(os.path.realpath(directory))
+            self.found = "here" if is_here else "above"
+            if not (is_here or quiet):
+                self.screen.print([Hint(f"store: {found.store}, found above")])
             return str(found.store)
         end = f" (the search ended there: {found.end})" if found.end else ""
         raise NoStore(f"no store in {directory} or above it{end}; {_advice(directory)}")

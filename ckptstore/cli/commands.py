@@ -9,6 +9,7 @@ from ckptstore.cli.parser import (
     several,
     share,
     size,
+    span,
 )
 from ckptstore.core.config import CHUNK_BYTES, CODECS
 
@@ -82,6 +83,7 @@ COMMANDS = (
             Option("-n", "N", "list at most N commits", type=count, dest="limit"),
             flag("-a --all", "list every commit"),
             several("--run", "RUN", "commits of this run (default: all runs)"),
+            flag("--forgotten", "list the forgotten commits that `undelete` can restore"),
             several("--tag", "GLOB", "commits with a tag that matches GLOB", nargs="?", const="*"),
             Option(
                 "--since",
@@ -141,7 +143,7 @@ COMMANDS = (
     Command(
         "diff",
         "diff.diff",
-        "compare two commits leaf by leaf",
+        "compare two commits",
         (
             Option("a", "A", "the older commit"),
             Option("b", "B", "the newer commit"),
@@ -149,15 +151,21 @@ COMMANDS = (
             flag("--stat", "print sums per key"),
             _FOLD,
         ),
+        "Compare two commits leaf by leaf. More than 40 changes are folded: leaves whose paths "
+        "differ only in\nnumbers become one line. If there still are more than 40 lines, sums per "
+        "key are printed, and the\nchanges that are more than another content of a tensor.",
     ),
     Command(
         "tag",
         "log.tag",
-        "list, set or remove tags",
+        "list, set, rename or remove tags",
         (
-            Option("name", "NAME", "the tag to set or move", nargs="?"),
-            Option("ref", "REF", "the commit that it names (default: latest)", nargs="?"),
+            Option("name", "NAME", "the tag to set, move or rename", nargs="?"),
+            Option(
+                "ref", "REF", "the commit that it names (default: latest), or a new name", nargs="?"
+            ),
             flag("--names", "list only the names"),
+            flag("-m --rename", "rename the tag NAME: --rename OLD NEW"),
             several(
                 "-d --delete",
                 "NAME",
@@ -167,7 +175,8 @@ COMMANDS = (
             ),
             _RUN,
         ),
-        "List tags. With NAME, set a tag; with -d, remove tags.",
+        "List tags. With NAME, set a tag; with --rename, give it another name; with -d, remove "
+        "tags.",
     ),
     Command(
         "stats",
@@ -202,6 +211,7 @@ COMMANDS = (
                 "--keep-within",
                 "SPAN",
                 "keep commits at most SPAN (90min, 12h, 7d) older than the run's newest",
+                type=span,
             ),
             *(
                 Option(
@@ -213,6 +223,7 @@ COMMANDS = (
                 for adverb, unit in _PERIODS.items()
             ),
             Option("--run", "RUN", "this run only (default: all); REFs are resolved in it"),
+            flag("--yes", "on a terminal, forget more than half of a run by --keep options too"),
             _DRY_RUN,
         ),
         "Forget the commits that no --keep option keeps, in each run, or the commits REF. Tagged "
@@ -223,7 +234,13 @@ COMMANDS = (
         "undelete",
         "maintain.undelete",
         "restore forgotten commits",
-        (Option("refs", "REF", "ids of forgotten commits, or prefixes of ids", nargs="+"),),
+        (
+            Option("refs", "REF", "forgotten commits", nargs="*"),
+            flag("-a --all", "restore every forgotten commit"),
+            Option("--run", "RUN", "resolve REFs in this run, or restore all of this run"),
+        ),
+        "Restore forgotten commits that no gc has deleted. A REF names a forgotten commit here: a "
+        "step the\nnewest of them, 'latest' the newest of all. `log --forgotten` lists them.",
     ),
     Command(
         "gc",
@@ -244,11 +261,29 @@ COMMANDS = (
                 "copy at most SIZE, such as 10G (default: no limit)",
                 type=size,
             ),
-            flag("--force", "delete at once; commits in flight may have to write again"),
+            (
+                Option(
+                    "--grace",
+                    "SPAN",
+                    "keep what was forgotten less than SPAN ago (default: 1h)",
+                    type=span,
+                    default=3600,
+                    dest="grace_s",
+                ),
+                Option(
+                    "--now",
+                    None,
+                    "delete what was just forgotten, too",
+                    dest="grace_s",
+                    const=0,
+                    action="store_const",
+                ),
+            ),
+            flag("--force", "wait for no commit in flight; it may have to write chunks again"),
         ),
-        "Delete forgotten commits and everything that no commit needs, and combine sparse and "
-        "small packs.\nOthers may commit, read and collect meanwhile. A later gc deletes what "
-        "commits in flight may reuse.",
+        "Delete commits that were forgotten over an hour ago and everything that no commit needs, "
+        "and combine\nsparse and small packs. Others may commit, read and collect meanwhile. A "
+        "later gc deletes what commits\nin flight may reuse.",
     ),
     Command("sessions", "maintain.sessions", "list writers and the packs that wait for them"),
     Command(
@@ -360,6 +395,7 @@ COMMANDS = (
         "of PATH or\n--format selects safetensors (tensors only), torch (a .pt file) or dcp (a "
         "directory for\ntorch.distributed.checkpoint).",
     ),
+    Command("which", "setup.which", "print which store is used, and where it was found"),
     Command(
         "migrate",
         "setup.migrate",

@@ -14,6 +14,7 @@ from ckptstore.core.model import CommitInfo, Schema
 from ckptstore.core.text import ID_DIGITS, bytes_text, exact_text
 from ckptstore.index.queries import Queries
 from ckptstore.objects.schema import decode_schema
+from ckptstore.repository.resolve_ref import find_id
 from ckptstore.repository.store_handle import StoreHandle
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ T = TypeVar("T")
 FOLD_ABOVE = 40
 """Terminals fold more lines than this."""
 
+_STEP = re.compile(r"[0-9]{1,18}(?=~|$)")
 _NUMBER = re.compile(r"(?<![^./_])[0-9]+(?![^./_])")
 
 
@@ -35,6 +37,31 @@ def short(commit: CommitId) -> str:
 def commit_text(info: CommitInfo) -> str:
     """`8f3a1c9e02b7 (step 100)`."""
     return short(info.id) if info.step is None else f"{short(info.id)} (step {info.step})"
+
+
+def find_info(call: Call, store: StoreHandle, ref: str) -> CommitInfo:
+    """The commit that `ref` names, for a listing."""
+    queries = store.queries()
+    info = queries.commit(find_id(store, queries, ref, call.args.run))
+    tell_run(call, queries, ref)
+    return info
+
+
+def tell_run(call: Call, queries: Queries, ref: str) -> None:
+    """Say on standard error which commit a step is, if several runs have that step and none was
+    chosen."""
+    named = _STEP.match(ref)
+    if call.args.run is not None or not named:
+        return
+    step = int(named[0])
+    runs = [info.run for info in queries.runs() if queries.newest(info.run, step)]
+    newest = queries.newest(None, step)
+    if len(runs) > 1 and newest:
+        chosen, some = queries.commit(newest).run, ", ".join(sorted(runs)[:5])
+        call.screen.complain(
+            f"step {step} is in {len(runs)} runs ({some}{', …' if len(runs) > 5 else ''}); the "
+            f"newest is taken, {chosen}@{step}: --run or RUN@{step} takes another"
+        )
 
 
 def config_text(config: StoreConfig) -> str:

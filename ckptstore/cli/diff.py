@@ -1,20 +1,20 @@
-"""`ckptstore diff`: what changed from one commit to another, leaf by leaf."""
+"""`ckptstore diff`: what changed from one commit to another, by leaf, by pattern or by key."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckptstore.cli.call import Answer, Call
 from ckptstore.cli.commits import (
+    FOLD_ABOVE,
     commit_document,
     commit_text,
-    fold,
-    is_folded,
+    find_info,
     reader_of,
     trees_of,
 )
+from ckptstore.cli.commits import fold as folded
 from ckptstore.cli.screen import Hint, Part, columns, fields_of
 from ckptstore.core.text import Column, Table
-from ckptstore.repository.resolve_ref import find_id
 from ckptstore.restore.diff import MARKS, SIZES, Difference, LeafChange, compare, sizes
 
 if TYPE_CHECKING:
@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 def diff(call: Call) -> Answer:
     refs = (call.args.a, call.args.b)
     store = call.open(*refs)
-    queries = store.queries()
-    old, new = (queries.commit(find_id(store, queries, ref, call.args.run)) for ref in refs)
+    old, new = (find_info(call, store, ref) for ref in refs)
     reader = reader_of(call, store)
     before, after = trees_of(reader, old), trees_of(reader, new)
     found = compare(before, after)
-    page: list[Part] = [Hint(f"from {commit_text(old)} to {commit_text(new)}")]
+    ends = [f"{commit_text(info)} of run {info.run}" for info in (old, new)]
+    page: list[Part] = [Hint(f"from {ends[0]} to {ends[1]}")]
     if call.args.stat:
-        page.append(_stat(before, after))
+        page += [_stat(before, after), found.summary]
     elif found.changes:
-        page.append(_folded(found) if is_folded(call, len(found.changes)) else found.table())
-    page.append(found.summary)
+        page += _listed(found, before, after, fold=call.args.fold)
+    else:
+        page.append(found.summary)
     document = {
         "before": commit_document(old),
         "after": commit_document(new),
@@ -43,8 +44,36 @@ def diff(call: Call) -> Answer:
     return Answer(document, page)
 
 
-def _folded(found: Difference) -> Table:
-    groups = fold(found.changes, lambda change: (change.path, (change.change, *_dtypes(change))))
+def _listed(
+    found: Difference,
+    before: Mapping[str, "Tree"],
+    after: Mapping[str, "Tree"],
+    *,
+    fold: bool | None,
+) -> list[Part]:
+    """The changes, folded if they are many, or if they still are, sums per key and what is more
+    than another content of a tensor; and the summary."""
+    if fold is False or (fold is None and len(found.changes) <= FOLD_ABOVE):
+        return [found.table(), found.summary]
+    everything = _folded(found.changes)
+    if fold or len(everything.rows) <= FOLD_ABOVE:
+        return [everything, found.summary]
+    notable = _folded([change for change in found.changes if not _is_content(change)])
+    page: list[Part] = [_stat(before, after)]
+    if 0 < len(notable.rows) <= FOLD_ABOVE:
+        page.append(notable)
+    advice = "--fold lists all changed leaves by pattern, --all one by one"
+    return [*page, found.summary, advice]
+
+
+def _is_content(change: LeafChange) -> bool:
+    """Whether a leaf was and is a tensor of one dtype and shape."""
+    old, new = change.before, change.after
+    return bool(old and new and old.type == new.type and new.value is None)
+
+
+def _folded(changes: Sequence[LeafChange]) -> Table:
+    groups = folded(changes, lambda change: (change.path, (change.change, *_dtypes(change))))
     rows = [
         (MARKS[group[0].change], len(group), pattern, _what(group), *sizes(group))
         for pattern, group in groups

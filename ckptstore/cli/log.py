@@ -10,14 +10,21 @@ from fnmatch import fnmatchcase
 from graphlib import TopologicalSorter
 
 from ckptstore.cli.call import Answer, Call, UsageError
-from ckptstore.cli.commits import commit_document, commit_text, first_line, reader_of, short
+from ckptstore.cli.commits import (
+    commit_document,
+    commit_text,
+    find_info,
+    first_line,
+    reader_of,
+    short,
+)
 from ckptstore.cli.parser import parse_best, parse_moment
 from ckptstore.cli.screen import Hint, Part, columns
 from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.core.model import CommitInfo
-from ckptstore.core.text import BLUE, Column, Table, count_text, near
+from ckptstore.core.text import BLUE, Column, Table, count_text, exact_text, near
 from ckptstore.errors import NotFound
-from ckptstore.repository.resolve_ref import find_id
+from ckptstore.index.queries import Queries
 from ckptstore.repository.store_handle import StoreHandle
 
 SHOWN_ON_A_TERMINAL = 50
@@ -38,12 +45,12 @@ def log(call: Call) -> Answer:
     limit = args.limit
     if limit is None and call.screen.terminal and not args.all:
         limit = SHOWN_ON_A_TERMINAL
-    queries = call.open().queries()
-    counts = {info.run: info.commits for info in queries.runs()}
-    _check("of run", args.run, counts)
-    runs = set(args.run) or set(counts)
+    store = call.open()
     run = args.run[0] if len(set(args.run)) == 1 else None
-    commits = known = queries.log(run, limit if everything else None)
+    times = _times(store) if args.forgotten else None
+    counts, known = _known(store.queries(), run, limit if everything else None, times)
+    _check("of run", args.run, counts)
+    runs, commits = set(args.run) or set(counts), known
     total = here = sum(counts[run] for run in runs)
     if not everything:
         commits = [info for info in known if wanted is None or wanted(info)]
@@ -55,12 +62,45 @@ def log(call: Call) -> Answer:
     commits = commits[:limit]
     if known and args.metric:
         _check("here has the metric", args.metric, set(_metrics(known)))
-    page: list[Part] = [_table(call, commits, known, several=len(runs) > 1)] if commits else []
+    page: list[Part] = []
+    if commits:
+        page.append(_table(call, commits, known, times or {}, several=len(runs) > 1))
     if total > len(commits) and args.limit is None:
         page.append(Hint(f"{count_text(total - len(commits), 'more commit')}: --all lists all"))
     if not commits:
-        page.append(Hint("no commit matches" if here else "no commits yet"))
-    return Answer({"total": total, "commits": map(commit_document, commits)}, page)
+        none = "no commit is forgotten" if args.forgotten else "no commits yet"
+        page.append(Hint("no commit matches" if here else none))
+    elif args.forgotten:
+        page.append(Hint("`ckptstore undelete REF` restores one, until a gc deletes it"))
+    documents = (_document(info, times) for info in commits)
+    return Answer({"total": total, "commits": documents}, page)
+
+
+def _times(store: StoreHandle) -> dict[CommitId, int]:
+    """When each forgotten commit was forgotten."""
+    rows = store.log.replay().commits.items()
+    return {commit: row.forgotten_ns for commit, row in rows if row.soft}
+
+
+def _known(
+    queries: Queries, run: str | None, limit: int | None, times: Mapping[CommitId, int] | None
+) -> tuple[Mapping[str, int], list[CommitInfo]]:
+    """How many commits each run has, and the commits of `run`: the newest `limit`, or given
+    `times` all that are forgotten."""
+    if times is None:
+        return {info.run: info.commits for info in queries.runs()}, queries.log(run, limit)
+    found = [info for info in queries.log(forgotten=True) if info.id in times]
+    counts = dict.fromkeys((info.run for info in queries.runs()), 0)
+    counts |= Counter(info.run for info in found)
+    return counts, [info for info in found if run in (None, info.run)]
+
+
+def _document(info: CommitInfo, times: Mapping[CommitId, int] | None) -> dict[str, object]:
+    document = commit_document(info)
+    if times is not None:
+        time_ns = times[info.id]
+        document |= {"forgotten_time": exact_text(time_ns), "forgotten_time_ns": time_ns}
+    return document
 
 
 def _filter(args: Namespace) -> Callable[[CommitInfo], bool] | None:
@@ -87,12 +127,17 @@ def _filter(args: Namespace) -> Callable[[CommitInfo], bool] | None:
 
 
 def _table(
-    call: Call, commits: Sequence[CommitInfo], known: Sequence[CommitInfo], *, several: bool
+    call: Call,
+    commits: Sequence[CommitInfo],
+    known: Sequence[CommitInfo],
+    times: Mapping[CommitId, int],
+    *,
+    several: bool,
 ) -> Table:
     metrics = call.args.metric or _frequent_metrics(commits)
     chosen = (
         Column("", style=BLUE),
-        *columns("commit", "step", "run", "tags", "time", "logical", "new"),
+        *columns("commit", "step", "run", "tags", "time", "forgotten", "logical", "new"),
         *(
             Column(name, "metric", spare=i > 0 and not call.args.metric)
             for i, name in enumerate(metrics)
@@ -107,6 +152,7 @@ def _table(
             info.run if several else None,
             info.tags,
             info.time_ns,
+            times.get(info.id),
             info.logical_bytes,
             info.new_bytes,
             *map(info.metrics.get, metrics),
@@ -114,7 +160,7 @@ def _table(
         )
         for line, info in zip(_graph(call, commits, known), commits, strict=True)
     ]
-    return Table(chosen, rows).without_empty("", "step", "run", "tags", "message")
+    return Table(chosen, rows).without_empty("", "step", "run", "tags", "forgotten", "message")
 
 
 def _graph(
@@ -245,8 +291,12 @@ def _open(lanes: list[CommitId | None], parent: CommitId, here: int) -> int:
 
 def tag(call: Call) -> Answer:
     args = call.args
-    if args.delete and args.name:
+    if args.delete and (args.name or args.rename):
         raise UsageError("-d removes tags and takes no other arguments", "ckptstore tag")
+    if args.rename and not args.ref:
+        raise UsageError("--rename takes the name of a tag and its new name", "ckptstore tag")
+    if args.rename:
+        return _rename(call, call.open(), args.name, check_tag(args.ref))
     store = call.open(*filter(None, [args.ref]))
     if args.delete:
         return _remove(store, dict.fromkeys(args.delete))
@@ -268,10 +318,9 @@ def tag(call: Call) -> Answer:
 
 
 def _set(call: Call, store: StoreHandle, name: str) -> Answer:
-    from ckptstore.maintenance.retention import set_tag
+    from ckptstore.maintenance.forget import set_tag
 
-    queries = store.queries()
-    info = queries.commit(find_id(store, queries, call.args.ref or "latest", call.args.run))
+    info, queries = find_info(call, store, call.args.ref or "latest"), store.queries()
     before = next((found.commit for found in queries.tags() if found.name == name), None)
     set_tag(store, reader_of(call, store), name, info)
     was = f", was {short(before)}" if before and before != info.id else ""
@@ -279,8 +328,17 @@ def _set(call: Call, store: StoreHandle, name: str) -> Answer:
     return Answer({"tag": name, "commit": info.id, "previous": before}, [line])
 
 
+def _rename(call: Call, store: StoreHandle, old: str, new: str) -> Answer:
+    from ckptstore.maintenance.forget import rename_tag
+
+    commit = rename_tag(store, reader_of(call, store), old, new)
+    return Answer(
+        {"tag": new, "commit": commit, "renamed": old}, [f"{new} is {short(commit)}, was {old}"]
+    )
+
+
 def _remove(store: StoreHandle, names: dict[str, None]) -> Answer:
-    from ckptstore.maintenance.retention import remove_tag
+    from ckptstore.maintenance.forget import remove_tag
 
     store.check_writable()
     there = {tag.name: tag.commit for tag in store.queries().tags()}

@@ -1,11 +1,11 @@
 """`ckptstore ls`: the leaves of a commit, folded on a terminal if there are many."""
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from ckptstore.cli.call import Answer, Call
 from ckptstore.cli.commits import (
+    find_info,
     fold,
     is_folded,
     reader_of,
@@ -15,12 +15,11 @@ from ckptstore.cli.commits import (
     trees_of,
 )
 from ckptstore.cli.screen import Hint, Part, columns
-from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId
+from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import CommitInfo, Shape
 from ckptstore.core.text import Table, bytes_text, count_text, near, selector
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.index.queries import Queries
-from ckptstore.repository.resolve_ref import find_id
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.state.leaf_sources import pickled_paths
 
@@ -45,8 +44,7 @@ class Row:
 def ls(call: Call) -> Answer:
     args = call.args
     store = call.open(args.ref)
-    queries = store.queries()
-    info = queries.commit(_resolve(store, queries, args))
+    info, queries = _find(call, store), store.queries()
     everything = _rows(store, queries, info)
     is_selected = selector(args.globs or "*")
     rows = [row for row in everything if is_selected(row.path)]
@@ -74,13 +72,13 @@ def _document(row: Row, long: bool) -> dict[str, object]:
     return {name: item for name, item in asdict(row).items() if long or name not in _LONG}
 
 
-def _resolve(store: StoreHandle, queries: Queries, args: Namespace) -> CommitId:
+def _find(call: Call, store: StoreHandle) -> CommitInfo:
     try:
-        return find_id(store, queries, args.ref, args.run)
+        return find_info(call, store, call.args.ref)
     except (NotFound, InvalidInput) as error:
-        if not args.globs:
+        if not call.args.globs:
             error.add_note(
-                f"to list leaves of the newest commit, say `ckptstore ls latest '{args.ref}'`"
+                f"to list leaves of the newest commit, say `ckptstore ls latest '{call.args.ref}'`"
             )
         raise
 

@@ -6,13 +6,14 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, fields
+from functools import partial
 
 from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
-from ckptstore.cli.commits import commit_text, short
-from ckptstore.cli.parser import parse_best, parse_moment
+from ckptstore.cli.commits import commit_text, short, tell_run
+from ckptstore.cli.parser import parse_best
 from ckptstore.cli.screen import Hint, Part, columns, fields_of, to_json
 from ckptstore.core.config import default_threads
-from ckptstore.core.text import SECOND_NS, Table, bytes_text, count_text
+from ckptstore.core.text import Table, bytes_text, count_text
 from ckptstore.errors import NotFound
 from ckptstore.maintenance.check import (
     Finding,
@@ -28,6 +29,7 @@ from ckptstore.maintenance.mirror import MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose, other_end
 from ckptstore.maintenance.repair import repair
 from ckptstore.maintenance.retention import (
+    ForgetPlan,
     KeepBest,
     KeepEverySteps,
     KeepLast,
@@ -37,7 +39,7 @@ from ckptstore.maintenance.retention import (
     Policy,
 )
 from ckptstore.maintenance_api import Maintenance
-from ckptstore.repository.resolve_ref import find_commit, find_id
+from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage import open_storage
 
@@ -50,15 +52,24 @@ def _store(call: Call, refs: Sequence[str] = (), run: str | None = None) -> Main
 
 def forget(call: Call) -> Answer:
     args = call.args
-    wanted = [*_policies(args), *args.refs]
+    policies = _policies(args)
     store = _store(call, args.refs, args.run)
-    plan = store.forget(wanted, all_runs=args.run is None, dry_run=args.dry_run)
+    forgets = partial(store.forget, [*policies, *args.refs], all_runs=args.run is None)
+    plan = forgets(dry_run=True)
+    asks = policies and call.screen.terminal and not (args.yes or args.dry_run)
+    problems = [_too_much(plan)] if asks and plan.halved else []
+    dry_run = args.dry_run or bool(problems)
+    if not dry_run:
+        plan = forgets()
     page: list[Part] = [plan.table(), plan.summary] if plan.decisions else [plan.summary]
-    if not args.dry_run:
+    if not dry_run:
         page.append(f"forgot {count_text(len(plan.forgotten), 'commit')}")
         if plan.forgotten:
             page.append(
-                Hint("`ckptstore gc` deletes them; until then `ckptstore undelete` restores them")
+                Hint(
+                    "`ckptstore gc` deletes them after an hour; until then `ckptstore log "
+                    "--forgotten` lists them, and `ckptstore undelete` restores them"
+                )
             )
     commits = [
         {
@@ -69,8 +80,20 @@ def forget(call: Call) -> Answer:
         }
         for commit, row, reasons in plan.decisions
     ]
-    document = {"dry_run": args.dry_run, "entry": plan.n, "reason": plan.reason}
-    return Answer({**document, "commits": commits}, page)
+    document = {
+        "dry_run": dry_run,
+        "entry": plan.n,
+        **fields_of(plan, "reason", "notes"),
+        "commits": commits,
+    }
+    code = Exit.FAILED if problems else Exit.OK
+    return Answer(document, page, [*(plan.notes if dry_run else ()), *problems], code)
+
+
+def _too_much(plan: ForgetPlan) -> str:
+    halved = plan.halved.items()
+    lost = ", ".join(f"{n:,} of the {total:,} commits of run {run}" for run, (n, total) in halved)
+    return f"nothing was forgotten, because these are {lost}; --yes forgets them"
 
 
 def _policies(args: Namespace) -> list[Policy]:
@@ -89,14 +112,7 @@ def _policies(args: Namespace) -> list[Policy]:
         name, maximize = parse_best(metric)
         policies.append(KeepBest(name, maximize=maximize, n=int(numbers[0]) if numbers else 1))
     if args.keep_within is not None:
-        # A span is parsed as a moment before now; seen from 0, it is minus the span.
-        seconds = -parse_moment(args.keep_within, 0) // SECOND_NS
-        if seconds <= 0:
-            raise UsageError(
-                f"--keep-within takes a span such as 90min, 12h, 7d, not {args.keep_within!r}",
-                "ckptstore forget",
-            )
-        policies.append(KeepWithin(seconds))
+        policies.append(KeepWithin(args.keep_within))
     for period in PERIODS:
         if (n := getattr(args, f"keep_{period}")) is not None:
             policies.append(KeepPeriods(period, n))
@@ -104,12 +120,15 @@ def _policies(args: Namespace) -> list[Policy]:
 
 
 def undelete(call: Call) -> Answer:
-    handle = call.open(*call.args.refs)
-    Maintenance(handle, call.threads()).undelete(call.args.refs)
-    queries = handle.queries()
-    infos = [queries.commit(find_id(handle, queries, ref, None)) for ref in call.args.refs]
+    args = call.args
+    if bool(args.refs) == args.all:
+        raise UsageError("undelete takes commits, or --all", "ckptstore undelete")
+    handle = call.open(*args.refs)
+    store = Maintenance(handle, call.threads(), args.run)
+    restored = store.undelete(args.refs or [info.id for info in store.forgotten()])
+    infos = handle.queries().commits(restored)
     lines = [f"{commit_text(info)} of run {info.run} is restored" for info in infos]
-    return Answer({"undeleted": [info.id for info in infos]}, lines)
+    return Answer({"undeleted": restored}, lines or [Hint("no commit is forgotten")])
 
 
 def gc(call: Call) -> Answer:
@@ -120,6 +139,7 @@ def gc(call: Call) -> Answer:
             dry_run=args.dry_run,
             max_unused=args.max_unused,
             max_repack_bytes=args.max_repack,
+            grace_s=args.grace_s,
             force=args.force,
             progress=shown,
         )
@@ -145,7 +165,7 @@ def _plan_document(plan: GcPlan) -> dict[str, object]:
         {"sessions": sessions, "bytes": size} for sessions, size in plan.freed_later_bytes.items()
     ]
     return {
-        **fields_of(plan, "mark", "over", "purge"),
+        **fields_of(plan, "mark", "over", "purge", "recent"),
         "packs": packs,
         "orphans": plan.orphans,
         "copies": copies,
@@ -352,6 +372,7 @@ def export_files(call: Call) -> Answer:
     from ckptstore.store import Store
 
     found = find_commit(handle, args.ref, args.run)
+    tell_run(call, handle.queries(), args.ref)
     store = call.stack.enter_context(Store(handle, Settings.of()))
     with call.screen.progress(f"exporting {short(found.id)}"):
         done = export(

@@ -132,6 +132,13 @@ def share(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a share: wanted a percentage such as 5%")
 
 
+def span(text: str) -> int:
+    """The seconds of a span."""
+    if found := _SPAN.fullmatch(text):
+        return int(found[1]) * _SPAN_S[found[2]]
+    raise argparse.ArgumentTypeError(f"{text!r} is not a span: wanted one such as 90min, 12h, 7d")
+
+
 def count(text: str) -> int:
     if text.isascii() and text.isdigit():
         return int(text)

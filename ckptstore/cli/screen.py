@@ -25,19 +25,22 @@ _COLUMNS = {
     for column in (
         *(Column(name, "id") for name in ("commit", "latest")),
         *(Column(name, "step") for name in ("step", "pid")),
-        *(Column(name, "count") for name in ("commits", "leaves", "chunks", "ranks", "unchanged")),
+        *(Column(name, "count") for name in ("commits", "chunks", "ranks", "unchanged")),
         *(Column(name, "bytes") for name in ("bytes", "tensor bytes", "new", "exclusive", "of")),
-        *(Column(name, fit="wrap") for name in ("path", "what", "types", "placed as", "seen")),
+        *(Column(name, fit="wrap") for name in ("what", "types", "placed as", "seen")),
+        Column("leaves", "count", spare=True),
+        Column("path", fit="wrap", least=24),
+        Column("shape", spare=True),
         *(Column(name, fit="cut") for name in ("message", "value")),
-        Column("time", "time"),
+        *(Column(name, "time") for name in ("time", "forgotten")),
         Column("still", "seconds"),
         Column("waiting packs", "count"),
         Column("logical", "bytes", spare=True),
-        Column("same memory as", fit="wrap"),
+        Column("same memory as", fit="wrap", spare=True),
         Column("tags", fit="cut", style=TAG),
         Column("tag", style=TAG),
         Column("key", style=BOLD),
-        Column("dtype", style=CYAN),
+        Column("dtype", spare=True, style=CYAN),
     )
 }
 

@@ -1,5 +1,5 @@
-"""`ckptstore init`, `migrate` and `completion`: create a store, bring it to this version, and teach
-a shell the command line."""
+"""`ckptstore init`, `which`, `migrate` and `completion`: create a store, find it, bring it to this
+version, and teach a shell the command line."""
 
 import os
 import sqlite3
@@ -10,7 +10,8 @@ from ckptstore.cli.call import VARIABLE, Answer, Call, Exit, NoStore
 from ckptstore.cli.commands import COMMANDS
 from ckptstore.cli.commits import config_text
 from ckptstore.cli.parser import build
-from ckptstore.cli.screen import fields_of
+from ckptstore.cli.screen import Hint, fields_of
+from ckptstore.core.config import StoreConfig
 from ckptstore.core.text import count_text
 from ckptstore.errors import NotFound
 from ckptstore.index.catalog_sqlite import REVISION
@@ -41,7 +42,7 @@ def init(call: Call) -> Answer:
 
 
 def migrate(call: Call) -> Answer:
-    if call.args.log_to or call.args.restore_log or _in_database(call.place()):
+    if call.args.log_to or call.args.restore_log or _config(call.place())[0].in_database:
         return _migrate_log(call)
     store = call.open()
     path = store.index_directory / CATALOG_NAME
@@ -59,10 +60,19 @@ def migrate(call: Call) -> Answer:
     )
 
 
-def _in_database(place: str) -> bool:
+def which(call: Call) -> Answer:
+    config, call.url = _config(call.place(quiet=True))
+    how = "named with -s" if call.found == "-s" else f"named by {call.found}"
+    if call.found in ("here", "above"):
+        how = f"found {call.found}"
+    return Answer({"found": call.found, "store_id": config.store}, [call.url, Hint(how)])
+
+
+def _config(place: str) -> tuple[StoreConfig, str]:
+    """The configuration of a store, and its path or URL."""
     with closing(open_storage(place, read_only=True)) as storage:
         try:
-            return read_config(storage).in_database
+            return read_config(storage), storage.url
         except NotFound as error:
             raise NoStore(str(error)) from error
 

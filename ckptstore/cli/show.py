@@ -11,6 +11,7 @@ from ckptstore.cli.commits import (
     commit_document,
     commit_text,
     config_text,
+    find_info,
     schemas_of,
     short,
     tensor_bytes,
@@ -32,7 +33,6 @@ from ckptstore.core.text import (
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.index.queries import PackInfo, Queries
 from ckptstore.objects.documents import Placed, decode_document, decode_layout
-from ckptstore.repository.resolve_ref import find_id
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.state.leaf_sources import pickled_paths
 
@@ -57,8 +57,7 @@ class _Group(NamedTuple):
 def show(call: Call) -> Answer:
     """What depends on every other commit comes last, so that the rest is printed at once."""
     store = call.open(call.args.ref)
-    queries = store.queries()
-    info = queries.commit(find_id(store, queries, call.args.ref, call.args.run))
+    info, queries = find_info(call, store, call.args.ref), store.queries()
     children = [child for child in queries.log() if info.id in child.parents]
     packs = [pack for pack in queries.packs() if pack_session(pack.id) == info.session]
     problems: list[str] = []
@@ -170,7 +169,7 @@ def _page(
     pairs += [("" if i else "message", line) for i, line in enumerate(message)]
     yield fields("", [pair for pair in pairs if pair[1]])
     if info.forgotten:
-        yield "This commit is forgotten: gc will delete it."
+        yield "This commit is forgotten: gc deletes it unless `ckptstore undelete` restores it."
     if info.metrics:
         metrics = (Column("name", style=BOLD), Column("value", "metric"))
         yield Table(metrics, list(info.metrics.items()), "Metrics", header=False)

@@ -14,7 +14,6 @@ from fnmatch import translate
 from functools import partial
 from itertools import zip_longest
 from operator import itemgetter
-from textwrap import wrap
 from typing import Any, Literal, TypeAlias
 from unicodedata import east_asian_width
 
@@ -177,12 +176,13 @@ def _pattern(glob: str) -> str:
 
 
 GAP = 2
-LEAST_WIDTH = 8
-"""The least width of a cell that is cut or wrapped."""
 ID_DIGITS = 12
 ID_DIGITS_ON_TERMINALS = 8
 
 Kind: TypeAlias = Literal["text", "id", "step", "count", "bytes", "time", "seconds", "metric"]
+
+_BREAKS = re.compile(r"(?<=\s)(?=\S)|(?<=[/.])(?=[^\W\d])")
+"""Where a wrapped cell may be broken: not before the digits of `1.5` and `layers.0`."""
 
 _STYLES: dict[str, str] = {"id": "33", "metric": "36"}
 """The colors of kinds, as parameters of the terminal's SGR sequence."""
@@ -199,7 +199,8 @@ class Column:
     the terminal: it is `cut`, `wrap`ped, or kept.
 
     If a terminal is too narrow for all columns, the `spare` ones are left out, the last one first.
-    `style` is a parameter of the terminal's SGR sequence.
+    A cell that is cut or wrapped keeps at least `least` characters. `style` is a parameter of the
+    terminal's SGR sequence.
     """
 
     name: str
@@ -207,6 +208,7 @@ class Column:
     fit: Literal["keep", "cut", "wrap"] = "keep"
     spare: bool = False
     style: str = ""
+    least: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +306,7 @@ def style(text: str, parameter: str) -> str:
 
 
 def _name(column: Column, terminal: Terminal | None) -> str:
-    return column.name.upper() if not terminal else "age" if column.kind == "time" else column.name
+    return column.name.upper() if not terminal else "age" if column.name == "time" else column.name
 
 
 def _writer(kind: Kind, terminal: Terminal | None) -> Callable[[Any], str]:
@@ -339,7 +341,7 @@ def _fitted(
     """The columns that fit, their cells and their widths."""
     natural = [max(map(_width, cells)) for cells in zip(*grid, strict=True)]
     least = [
-        wide if column.fit == "keep" else min(wide, LEAST_WIDTH)
+        wide if column.fit == "keep" else min(wide, column.least)
         for column, wide in zip(columns, natural, strict=True)
     ]
     keep = list(range(len(columns)))
@@ -364,15 +366,29 @@ def _width(text: str) -> int:
 
 
 def _folded(cell: str, fit: str, width: int) -> list[str]:
-    """The lines of a cell, as wide as its column at most."""
+    """The lines of a cell, as wide as its column at most. Those of a wrapped one end at a space, or
+    behind the `/` or `.` of a path, where that is possible."""
     if _width(cell) <= width:
         return [cell]
     if fit == "wrap":
-        return wrap(cell, width, break_on_hyphens=False) or [""]
-    cell = cell[:width]
-    while _width(cell) >= width:
-        cell = cell[:-1]
-    return [f"{cell}…"]
+        lines = [""]
+        for part in _BREAKS.split(cell):
+            if lines[-1] and _width(lines[-1] + part.rstrip()) > width:
+                lines.append("")
+            lines[-1] += part
+            while _width(lines[-1].rstrip()) > width:
+                head = _head(lines[-1], width)
+                lines[-1:] = [head, lines[-1].removeprefix(head)]
+        return [line.rstrip() for line in lines]
+    return [f"{_head(cell, width - 1)}…"]
+
+
+def _head(text: str, width: int) -> str:
+    """The beginning of `text` that is as wide as this at most, and at least one character."""
+    text = text[: max(width, 1)]
+    while len(text) > 1 and _width(text) > width:
+        text = text[:-1]
+    return text
 
 
 def _wrapped(

@@ -25,6 +25,8 @@ from ckptstore.storage.contract import CHECKPOINT_BYTES_MAX, Storage
 
 CHECKPOINTS_KEPT = 2
 
+_TIMES = ("time_ns", "forgotten_ns")
+
 _CHECKPOINT_PREFIX = "log/checkpoint-"
 
 _logger = logging.getLogger("ckptstore")
@@ -39,7 +41,7 @@ def encode_state(state: State) -> bytes:
     rows = [row for _, row in commits]
     columns = {
         **_to_columns(CommitRow, [commit for commit, _ in commits], rows),
-        "time_ns": [str(row.time_ns) for row in rows],
+        **{name: [str(getattr(row, name)) for row in rows] for name in _TIMES},
         "metrics": [[(name, repr(x)) for name, x in row.metrics] for row in rows],
     }
     document = {
@@ -85,7 +87,7 @@ def decode_state(data: bytes, store: StoreId, generation: int) -> State:
 def _state(document: dict[str, Any], store: StoreId, generation: int) -> State:
     fields, (entry_hash, entry_bytes) = document["state"], document["entry"]
     columns = fields["commits"]
-    columns["time_ns"] = map(int, columns["time_ns"])
+    columns |= {name: map(int, columns[name]) for name in _TIMES}
     columns["parents"] = map(tuple, columns["parents"])
     columns["metrics"] = (
         tuple((name, float(text)) for name, text in metrics) for metrics in columns["metrics"]

@@ -63,7 +63,8 @@ class Pack(NamedTuple):
 
 
 class CommitRow(NamedTuple):
-    """A commit that has not been purged; `soft` is 0, or the number of the entry that forgot it."""
+    """A commit that has not been purged. `soft` is the number of the entry that forgot it and
+    `forgotten_ns` the time of that entry, or both are 0."""
 
     n: int
     session: SessionId
@@ -74,6 +75,7 @@ class CommitRow(NamedTuple):
     parents: tuple[CommitId, ...]
     metrics: tuple[tuple[str, float], ...]
     soft: int
+    forgotten_ns: int
 
 
 # Quoted: rpds has its type parameters in its stubs only.
@@ -200,6 +202,13 @@ def newest_first(state: State, run: str) -> list[Resolved]:
     return [resolved(state, commit) for commit, _ in _by_age(state, run)]
 
 
+def forgotten_alone(state: State) -> State:
+    """`state` with its forgotten commits alone, as if they were not forgotten: for refs that name
+    them."""
+    rows = [(commit, row._replace(soft=0)) for commit, row in state.commits.items() if row.soft]
+    return replace(state, commits=HashTrieMap(rows), tags=HashTrieMap())
+
+
 def resolved(state: State, commit: CommitId) -> Resolved:
     """The log's record of a commit."""
     row = state.commits[commit]
@@ -261,7 +270,7 @@ def _unknown(state: State, ref: Step | Latest | Best | Name, run: str | None) ->
 K = TypeVar("K")
 V = TypeVar("V")
 
-FOLD_VERSION = 3
+FOLD_VERSION = 4
 """Incremented whenever the same log would fold to another state, or a checkpoint is written in
 another form. Checkpoints of other versions are ignored."""
 
@@ -310,10 +319,10 @@ def _changes(state: State, entry: Entry) -> _Changes:
             )
             return {"tags": tags, "packs": _stamp(state.packs, body.reused, n)}
         case Forget():
-            return _with_soft(state, body.commits, n)
+            return _with_soft(state, body.commits, n, entry.time_ns)
         case Undelete():
             return {
-                **_with_soft(state, body.commits, 0),
+                **_with_soft(state, body.commits, 0, 0),
                 "packs": _stamp(state.packs, body.reused, n),
             }
         case Condemn():
@@ -355,6 +364,7 @@ def _committed(state: State, body: Commit, entry: Entry) -> _Changes:
         body.parents,
         body.metrics,
         soft=0,
+        forgotten_ns=0,
     )
     packs, next_pack = _list(state, body.packs, entry.n)
     commits = state.commits.insert(body.commit, row)
@@ -368,12 +378,12 @@ def _committed(state: State, body: Commit, entry: Entry) -> _Changes:
     }
 
 
-def _with_soft(state: State, commits: tuple[CommitId, ...], soft: int) -> _Changes:
+def _with_soft(state: State, commits: tuple[CommitId, ...], soft: int, time_ns: int) -> _Changes:
     rows, runs = state.commits, state.runs
     for commit in commits:
         if (row := rows.get(commit)) is None:
             continue
-        rows = rows.insert(commit, row._replace(soft=soft))
+        rows = rows.insert(commit, row._replace(soft=soft, forgotten_ns=time_ns))
         if not soft:
             runs = _with_newest(runs, rows, row.run, commit)
         elif commit in runs.get(row.run, ()):

@@ -34,8 +34,9 @@ PATIENCE = 4
 
 _GOES_ON, _AGAIN, _EXPLAINED = b"w", b"a", b"e"
 
-EVERYTHING = GcOptions(max_unused=0.0, force=True)
-"""On a full disk no other writer can commit either, so gc waits for none."""
+EVERYTHING = GcOptions(max_unused=0.0, force=True, grace_s=0)
+"""On a full disk no other writer can commit either, so gc waits for none. `on_full="gc"` asks for
+room at once, so it purges what was just forgotten, too."""
 
 
 def relief(handle: StoreHandle) -> str:
@@ -53,12 +54,12 @@ def relief(handle: StoreHandle) -> str:
     )
     if not later:
         return (
-            "neither `ckptstore gc` nor `ckptstore forget` would free anything: make room on the "
-            "disk"
+            "neither `ckptstore gc --now` nor `ckptstore forget` would free anything: make room on "
+            "the disk"
         )
     gc = f"frees {bytes_text(now)}" if now else "alone frees nothing"
     forget = f"`ckptstore forget --keep-last {NEWEST_KEPT}`"
-    return f"`ckptstore gc` {gc}, after {forget} it frees {bytes_text(later)}"
+    return f"`ckptstore gc --now` {gc}, after {forget} it frees {bytes_text(later)}"
 
 
 class DiskWatch:

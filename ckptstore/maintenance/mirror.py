@@ -27,8 +27,8 @@ from ckptstore.log.log import Refused
 from ckptstore.log.state import resolved
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of
+from ckptstore.maintenance.forget import set_tag
 from ckptstore.maintenance.mirror_plan import CommitTransfer, MirrorPlan, plan_mirror
-from ckptstore.maintenance.retention import set_tag
 from ckptstore.objects import codecs
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import TENSOR

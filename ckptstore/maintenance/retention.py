@@ -1,8 +1,7 @@
-"""Which commits stay: retention policies, forgetting, undeleting, and tags.
+"""Retention: which commits stay, by which policies, and for which reasons; pure.
 
-One satisfied policy keeps a commit, with the reason. Deciding is pure; a decision becomes one log
-entry, and nothing is deleted. A forgotten commit is no longer a root for `gc`. Until a gc has
-purged it, `undelete` restores it completely. A tagged commit cannot be forgotten.
+One satisfied policy keeps a commit. A plan becomes one log entry (`maintenance.forget`), and
+nothing is deleted: a forgotten commit is no longer a root for `gc`.
 
 Policies look at each run separately and never at a clock. "Within 7 days" counts back from the
 run's newest commit, and days begin at midnight UTC. So a plan is the same at any time and place,
@@ -10,28 +9,18 @@ and a paused run loses nothing.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Literal, NamedTuple, TypeAlias
 
-from ckptstore.core.ids import CommitId, check_tag
-from ckptstore.core.model import CommitInfo
-from ckptstore.core.text import BOLD, Column, Table, count_text
-from ckptstore.errors import Conflict, InvalidInput, NotFound
-from ckptstore.log.admission import Code, best_commits, check
-from ckptstore.log.entries import Forget, Tag, Undelete
-from ckptstore.log.log import Refused
-from ckptstore.log.state import NEWEST_KEPT, CommitRow, Resolved, State
-from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.restore.reader import Reader
-from ckptstore.storage.reserve import room
-
-ATTEMPTS = 5
-_CHANGED_MEANWHILE = frozenset(
-    {Code.TAGGED, Code.NEWEST, Code.BEST, Code.FORGOTTEN, Code.NO_SUCH_COMMIT}
-)
+from ckptstore.core.ids import CommitId
+from ckptstore.core.text import BOLD, Column, Table, count_text, near
+from ckptstore.errors import InvalidInput
+from ckptstore.log.admission import best_commits
+from ckptstore.log.state import NEWEST_KEPT, CommitRow, State
 
 Period: TypeAlias = Literal["hourly", "daily", "weekly", "monthly"]
 
@@ -181,11 +170,12 @@ class Decision(NamedTuple):
 @dataclass(frozen=True, slots=True, repr=False)
 class ForgetPlan:
     """The plan of a `forget` at log position `n`; `decisions` are newest first, `reason` goes
-    into the log."""
+    into the log. `notes` name the policies that keep fewer commits than they say."""
 
     n: int
     decisions: tuple[Decision, ...]
     reason: str
+    notes: tuple[str, ...] = ()
 
     @property
     def kept(self) -> tuple[Decision, ...]:
@@ -195,11 +185,19 @@ class ForgetPlan:
     def forgotten(self) -> tuple[Decision, ...]:
         return tuple(decision for decision in self.decisions if not decision.reasons)
 
+    @property
+    def halved(self) -> dict[str, tuple[int, int]]:
+        """The runs that lose more than half of the commits that were decided about: how many of
+        how many."""
+        total = Counter(decision.row.run for decision in self.decisions)
+        lost = Counter(decision.row.run for decision in self.forgotten)
+        return {run: (n, total[run]) for run, n in sorted(lost.items()) if 2 * n > total[run]}
+
     def __repr__(self) -> str:
         return f"<forget: {self.summary}>"
 
     def __str__(self) -> str:
-        return f"{self.table()}\n{self.summary}"
+        return "\n".join((str(self.table()), self.summary, *self.notes))
 
     def table(self) -> Table:
         """One row per commit, with the reasons to keep it."""
@@ -207,9 +205,9 @@ class ForgetPlan:
             Column("", style=BOLD),
             Column("commit", "id"),
             Column("step", "step"),
-            Column("run"),
-            Column("time", "time"),
-            Column("because", fit="wrap"),
+            Column("run", spare=True),
+            Column("time", "time", spare=True),
+            Column("because", fit="wrap", least=16),
         )
         rows = [
             ("keep" if why else "forget", commit, row.step, row.run, row.time_ns, why)
@@ -236,18 +234,44 @@ def plan_policies(state: State, policies: Sequence[Policy], run: str | None = No
         if not row.soft and run in (None, row.run):
             runs[row.run].append(Candidate(commit, row))
     reasons: dict[CommitId, list[str]] = defaultdict(list)
+    notes: list[str] = []
     for commit, why in _pins(state):
         reasons[commit].append(why)
-    for candidates in runs.values():
+    for name, candidates in sorted(runs.items()):
         candidates.sort(key=lambda c: c.row.n, reverse=True)
-        for policy in policies:
-            for commit, why in policy.keeps(candidates):
-                reasons[commit].append(why)
+        kept = [tuple(policy.keeps(candidates)) for policy in policies]
+        for commit, why in chain.from_iterable(kept):
+            reasons[commit].append(why)
+        if any(c.commit not in reasons for c in candidates):
+            notes += _shortfalls(name, policies, map(len, kept))
     rows = sorted(
         (c for candidates in runs.values() for c in candidates), key=lambda c: c.row.n, reverse=True
     )
     decisions = tuple(Decision(commit, row, tuple(reasons.get(commit, ()))) for commit, row in rows)
-    return ForgetPlan(state.n, decisions, "keep " + ", ".join(map(str, policies)))
+    reason = "keep " + ", ".join(map(str, policies))
+    return ForgetPlan(state.n, decisions, reason, tuple(notes))
+
+
+def _shortfalls(run: str, policies: Sequence[Policy], kept: Iterable[int]) -> Iterator[str]:
+    """The policies that keep fewer commits of `run` than they say."""
+    for policy, count in zip(policies, kept, strict=True):
+        if count < (policy.n if isinstance(policy, KeepBest) else 1):
+            few = count_text(count, "commit") if count else "no commit"
+            yield (
+                f"the policy '{policy}' keeps {few} of run {run!r}, which has no more such commits"
+            )
+
+
+def check_metrics(state: State, policies: Sequence[Policy]) -> None:
+    """Raise `InvalidInput` for a policy about a metric that no commit of the store has."""
+    names = {name for row in state.commits.values() for name, _ in row.metrics}
+    for policy in policies:
+        if isinstance(policy, KeepBest) and policy.metric not in names:
+            there = f"there are {', '.join(sorted(names)[:10])}" if names else "none has metrics"
+            raise InvalidInput(
+                f"no commit has the metric {policy.metric!r}"
+                f"{near(policy.metric, names) or f'; {there}'}; nothing was forgotten"
+            )
 
 
 def plan_commits(state: State, commits: Iterable[CommitId], reason: str) -> ForgetPlan:
@@ -277,121 +301,3 @@ def _span(seconds: int) -> str:
         if seconds % length == 0:
             return f"{seconds // length}{unit}"
     return f"{seconds}s"
-
-
-def forget_by_policy(
-    handle: StoreHandle,
-    policies: Sequence[Policy],
-    *,
-    run: str | None = None,
-    dry_run: bool = False,
-) -> ForgetPlan:
-    """Forget what no policy keeps, in `run` or in all runs. Returns the executed plan, or with
-    `dry_run` the plan alone.
-
-    Raises `InvalidInput` without any policy.
-    """
-    for _ in range(ATTEMPTS):
-        plan = plan_policies(handle.log.replay(), policies, run)
-        if dry_run or not plan.forgotten:
-            return plan
-        try:
-            _append(handle, plan)
-        except Refused as error:
-            if error.refusal.code not in _CHANGED_MEANWHILE:
-                raise
-            last = error
-            continue
-        return plan
-    raise Conflict(
-        f"others changed the store {ATTEMPTS} times while forget looked; repeat it"
-    ) from last
-
-
-def forget_commits(
-    handle: StoreHandle, commits: Iterable[CommitId], *, reason: str = "", dry_run: bool = False
-) -> ForgetPlan:
-    """Forget exactly these commits. Raises `Conflict` if one of them is pinned or forgotten
-    already, `NotFound` if it is unknown."""
-    state = handle.log.replay()
-    wanted = tuple(commits)
-    if unknown := [c for c in wanted if c not in state.commits]:
-        raise _no_such_commit(unknown)
-    plan = plan_commits(state, wanted, reason)
-    if refusal := check(state, _body(plan)):
-        raise Conflict(refusal.why)
-    if not dry_run:
-        _append(handle, plan)
-    return plan
-
-
-def undelete(handle: StoreHandle, reader: Reader, commits: Sequence[CommitId]) -> None:
-    """Make forgotten commits roots again, and their packs live.
-
-    Raises `NotFound` for a commit that a gc has purged, `Conflict` for one that is not forgotten.
-    """
-    for _ in range(ATTEMPTS):
-        state = handle.log.replay()
-        if purged := [c for c in commits if c not in state.commits]:
-            raise _no_such_commit(purged)
-        reused = frozenset().union(
-            *(reader.packs_of(reader.document(state.commits[c].session, c)) for c in commits)
-        )
-        try:
-            with room(handle.storage):
-                handle.log.append(Undelete(tuple(commits), reused))
-        except Refused as error:
-            if error.refusal.code is not Code.PACKS_GONE:
-                raise Conflict(error.refusal.why) from error
-            last = error
-            handle.objects.sync(handle.log.state, thorough=True)
-            continue
-        return
-    raise Conflict(
-        f"gc kept moving the chunks of these commits ({ATTEMPTS} times); repeat undelete"
-    ) from last
-
-
-def _append(handle: StoreHandle, plan: ForgetPlan) -> None:
-    with room(handle.storage):
-        handle.log.append(_body(plan))
-
-
-def _body(plan: ForgetPlan) -> Forget:
-    return Forget(tuple(decision.commit for decision in plan.forgotten), plan.reason)
-
-
-def _no_such_commit(commits: Sequence[CommitId]) -> NotFound:
-    few = ", ".join(commit[:12] for commit in commits[:4])
-    return NotFound(
-        f"no commit {few}: never made here, or deleted by gc; `ckptstore log` lists "
-        "the commits of the store"
-    )
-
-
-def set_tag(handle: StoreHandle, reader: Reader, name: str, info: CommitInfo | Resolved) -> None:
-    """Set tag `name` to the commit and renew its packs; retries if a gc moved them meanwhile.
-
-    Raises `Conflict` if the commit was forgotten meanwhile.
-    """
-    handle.check_writable()
-    check_tag(name)
-    document = reader.document(info.session, info.id)
-    for attempt in range(ATTEMPTS):
-        try:
-            handle.log.append(Tag(name, info.id, reader.packs_of(document)))
-            break
-        except Refused as error:
-            if not error.refusal.again or attempt == ATTEMPTS - 1:
-                raise
-            handle.objects.sync(handle.log.replay(), thorough=True)
-    handle.follow()
-
-
-def remove_tag(handle: StoreHandle, name: str) -> None:
-    """Remove a tag; the commit stays. Raises `NotFound` for an unknown tag."""
-    handle.check_writable()
-    if name not in {tag.name for tag in handle.queries().tags()}:
-        raise NotFound(f"no tag {name!r}; `ckptstore tag` lists them")
-    handle.log.append(Tag(name, None, frozenset()))
-    handle.follow()

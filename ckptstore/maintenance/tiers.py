@@ -17,11 +17,12 @@ from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, Unavailable
 from ckptstore.log.state import Resolved, State, newest_first
 from ckptstore.maintenance.check import Share
 from ckptstore.maintenance.check.offline_store import offline_store_of
+from ckptstore.maintenance.forget import forget_commits
 from ckptstore.maintenance.gc import GcOptions, collect
 from ckptstore.maintenance.mirror import MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import all_commits, other_end
 from ckptstore.maintenance.repair import repair
-from ckptstore.maintenance.retention import Policy, forget_commits, plan_policies
+from ckptstore.maintenance.retention import Policy, plan_policies
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
@@ -272,7 +273,7 @@ class Tier:
         ]
         if gone:
             forget_commits(self._own, gone, reason=f"in {self.place}")
-            collect(self._own, GcOptions())
+            collect(self._own, GcOptions(grace_s=0))
             self._own.follow()
 
 

@@ -14,7 +14,7 @@ COMMITS_LOOKED_AT = 5
 COMMITS_AHEAD = 3
 """So many commits should still fit: a warning comes before the disk is full."""
 
-MAKE_ROOM = "free some: `ckptstore forget`, then `ckptstore gc`"
+MAKE_ROOM = "free some: `ckptstore forget`, then `ckptstore gc --now`"
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ class Difference:
 
     def table(self) -> Table:
         """One row per leaf."""
-        columns = (Column(""), Column("path", fit="wrap"), Column("what", fit="wrap"))
+        columns = (Column(""), Column("path", fit="wrap", least=24), Column("what", fit="wrap"))
         rows = [(MARKS[c.change], c.path, str(c), *sizes([c])) for c in self.changes]
         return Table((*columns, *SIZES), rows)
 
@@ -81,7 +81,7 @@ class Difference:
         return f"{counts}, {self.unchanged:,} unchanged; {size}"
 
 
-SIZES = (Column("changed", "bytes"), Column("of", "bytes"))
+SIZES = (Column("changed", "bytes", spare=True), Column("of", "bytes", spare=True))
 """The columns of `sizes`."""
 
 

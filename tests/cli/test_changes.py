@@ -1,4 +1,5 @@
-"""What `init`, `tag`, `migrate` and `completion` do, and where a command finds its store."""
+"""What `init`, `which`, `tag`, `migrate` and `completion` do, and where a command finds its
+store."""
 
 import os
 import platform
@@ -12,7 +13,7 @@ import pytest
 
 import ckptstore
 from ckptstore.core.config import FORMAT_VERSION
-from tests.cli.running import call, environment, run
+from tests.cli.running import call, environment, run, run_on_terminal
 
 
 def test_init_makes_an_empty_store_with_what_was_chosen(tmp_path: Path) -> None:
@@ -59,6 +60,34 @@ def test_a_tag_is_set_moved_and_removed(store: Path) -> None:
     removed = call("tag", "-d", "champion", "prod", "--json", "-s", place).document["removed"]
     assert list(removed) == ["champion", "prod"]
     assert call("tag", "--names", "-s", place).out.split() == ["best", "tune/first"]
+
+
+def test_a_tag_is_renamed_in_one_step(store: Path) -> None:
+    at = ("tag", "-s", str(store))
+    commit = {tag["name"]: tag["commit"] for tag in call(*at, "--json").document["tags"]}
+    renamed = call(*at, "--rename", "prod", "production", "--json").document
+    assert (renamed["tag"], renamed["renamed"], renamed["commit"]) == (
+        "production",
+        "prod",
+        commit["prod"],
+    )
+    assert (
+        call(*at, "-m", "best", "champion").out == f"champion is {commit['best'][:12]}, was best\n"
+    )
+    names = ["champion", "production", "tune/first"]
+    assert call(*at, "--names").out.split() == names
+    assert call(*at, "--rename", "champion", "champion").code == 0
+    refused = (
+        (("--rename", "champion", "production"), 1, "names another commit"),
+        (("--rename", "champ", "x"), 1, "no tag 'champ'; did you mean 'champion'?"),
+        (("--rename", "champion"), 2, "its new name"),
+        (("--rename", "champion", "a b"), 2, "a b"),
+        (("--rename", "champion", "x", "-d", "champion"), 2, "-d removes tags"),
+    )
+    for words, code, says in refused:
+        result = call(*at, *words)
+        assert (result.code, says in result.err) == (code, True), result.err
+    assert call(*at, "--names").out.split() == names
 
 
 def test_removing_tags_is_all_or_nothing(store: Path) -> None:
@@ -111,6 +140,41 @@ def test_the_store_is_the_variable_s_or_the_nearest_around(
         f"there is one in {made_store.name}: name it with -s {made_store.name}"
         in run("log", cwd=made_store.parent).err
     )
+
+
+def test_a_store_that_was_found_above_is_named_on_a_terminal(
+    made_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = f"store: {made_store}, found above"
+    monkeypatch.chdir(made_store / "packs")
+    shown = run_on_terminal("log", "-n1", env={"NO_COLOR": "1"}).out
+    assert shown.splitlines()[0] == said
+    assert said not in run_on_terminal("log", "-n1", "--json").out
+    assert said not in run_on_terminal("log", "-n1", "-s", str(made_store)).out
+    assert said not in run("log", "-n1").out
+    monkeypatch.chdir(made_store)
+    assert "found" not in run_on_terminal("log", "-n1").out
+
+
+def test_which_prints_the_store_and_where_it_was_found(
+    made_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = str(made_store)
+    monkeypatch.chdir(made_store / "packs")
+    assert run("which").out == f"{place}\n"
+    assert run_on_terminal("which", env={"NO_COLOR": "1"}).out == f"{place}\nfound above\n"
+    assert call("which", "--json").document["found"] == "above"
+    monkeypatch.chdir(made_store)
+    assert call("which", "--json").document["found"] == "here"
+    monkeypatch.chdir(tmp_path)
+    assert call("which", "--json", "-s", place).document["found"] == "-s"
+    assert call("which").code == 10
+    assert call("which", "-s", str(tmp_path)).code == 10
+    monkeypatch.setenv("CKPTSTORE", place)
+    document = call("which", "--json").document
+    with ckptstore.open(made_store) as store:
+        assert (document["found"], document["store_id"]) == ("$CKPTSTORE", store.id)
+        assert document["store"] == store.url
 
 
 def test_the_options_of_all_commands_may_stand_before_or_behind(made_store: Path) -> None:

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import ckptstore
 from tests.cli.conftest import LEAVES
 from tests.cli.running import call, run
 
@@ -346,6 +348,48 @@ def test_diff_stat_sums_up_by_key(made_store: Path) -> None:
     rows = {line.split()[0]: line.split()[1:5] for line in lines[1:-1]}
     assert rows["lora"] == ["1", "0", "0", "0"]
     assert rows["progress"] == ["0", "0", "2", "2"]
+
+
+def test_a_diff_of_many_leaves_is_summed_up_by_key(tmp_path: Path) -> None:
+    place = ("-s", str(tmp_path / "store"))
+    with ckptstore.open(place[1]) as store:
+        for step in (1, 2):
+            model = {f"{chr(97 + i % 26)}{chr(97 + i // 26)}": i + step for i in range(60)}
+            state = {"model": {name: torch.tensor([float(x)]) for name, x in model.items()}}
+            store.commit(state | {"progress": {"lr": 0.5**step}}, step=step)
+    result = call("diff", "1", "2", *place)
+    assert result.code == 0
+    key, model, progress, *rest = [line.split() for line in result.out.splitlines()]
+    assert key[:2] == ["KEY", "ADDED"]
+    assert (model[:4], progress[:4]) == (["model", "0", "0", "60"], ["progress", "0", "0", "1"])
+    assert rest[1][:6] == ["~", "1", "progress/lr", "0.5", "→", "0.25"]
+    assert "--all one by one" in result.out
+    assert "model/aa" in call("diff", "1", "2", "--fold", *place).out
+    assert len(call("diff", "1", "2", "--all", *place).out.splitlines()) == 63
+    assert len(call("diff", "1", "2", "--json", *place).document["changes"]) == 61
+
+
+@pytest.mark.parametrize(
+    "words", ["show 300", "ls 300", "diff 300 300~1", "export 300 OUT", "tag t 300"]
+)
+def test_a_step_of_several_runs_is_not_taken_in_silence(tmp_path: Path, words: str) -> None:
+    place = tmp_path / "store"
+    for name, steps in (("main", (200, 300)), ("tune", (300, 400))):
+        with ckptstore.open(place, run=name) as store:
+            for step in steps:
+                store.commit({"model": {"w": torch.tensor([1.0])}}, step=step)
+    out = str(tmp_path / "out.safetensors")
+    command = [word.replace("OUT", out) for word in words.split()]
+    result = call(*command, "-s", str(place))
+    said = "step 300 is in 2 runs (main, tune); the newest is taken, tune@300: --run or RUN@300"
+    assert (result.code, said in result.err) == (0 if "~" not in words else 1, True), result.err
+    for chosen in (
+        ["--run", "main", *command],
+        [word.replace("300", "main@300") for word in command],
+    ):
+        Path(out).unlink(missing_ok=True)
+        assert "is in 2 runs" not in call(*chosen, "-s", str(place)).err
+    assert call("show", "200", "-s", str(place)).err == ""
 
 
 def test_diff_of_equal_states_says_so(made_store: Path) -> None:

@@ -24,7 +24,7 @@ ADDED_UP = {
 """Options of which each further value adds something; all other options with a value are refused
 when given twice."""
 
-SAMPLES = ("1", "2", "1%", "2%", "64KiB", "128KiB")
+SAMPLES = ("1", "2", "1%", "2%", "64KiB", "128KiB", "1h", "2h")
 
 
 def _options(parser: Parser) -> Iterator[Action]:

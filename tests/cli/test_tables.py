@@ -82,6 +82,22 @@ def test_a_long_path_wraps_within_its_column() -> None:
     assert on_terminal(table, 15) == ["path          n", "abc abc abc   1", "abc abc"]
 
 
+def test_a_path_breaks_behind_its_separators_and_a_part_only_if_it_is_too_long() -> None:
+    table = Table(
+        (Column("path", fit="wrap", least=16), Column("n", "count"), Column("shape", spare=True)),
+        [("model/layers.10.self_attn.weight", 1, "[3, 4]"), ("漢字/abcdefghijklmnopqr", 2, "[]")],
+    )
+    assert on_terminal(table, 20) == [
+        "path               n",
+        "model/layers.10.   1",
+        "self_attn.weight",
+        "漢字/              2",
+        "abcdefghijklmnopq",
+        "r",
+    ]
+    assert on_terminal(table, 28)[0] == "path               n  shape"
+
+
 def test_characters_of_double_width_count_twice() -> None:
     table = Table((Column("a", fit="cut"), Column("b")), [("漢字漢字漢字", "x"), ("kanji", "y")])
     assert on_terminal(table, 11) == ["a         b", "漢字漢…   x", "kanji     y"]

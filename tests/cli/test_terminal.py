@@ -20,6 +20,25 @@ def test_tables_fit_the_terminal(made_store: Path, words: str, columns: int) -> 
     assert max(map(len, bare.splitlines())) <= columns
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("ls", "number_*."),
+        ("ls latest model", "model/layers.*.weight"),
+        ("ls -l 200 progress", "progress/epoch"),
+        ("diff main@100 tune@210", "model/embedding"),
+        ("forget -n --keep-last 2", "newest"),
+    ],
+)
+def test_a_terminal_of_40_columns_breaks_no_name(made_store: Path, words: str, name: str) -> None:
+    result = run_on_terminal(*words.split(), "-s", str(made_store), columns=40)
+    assert result.code == 0
+    lines = ESCAPE.sub("", result.out).splitlines()
+    header = next(i for i, line in enumerate(lines) if re.search(r"\b(path|because)\b", line))
+    row = next(i for i, line in enumerate(lines) if name in line)
+    assert max(map(len, lines[header : row + 1])) <= 40
+
+
 def test_log_draws_the_lineage_where_it_branches(made_store: Path) -> None:
     assert "●" in run_on_terminal("log", "-s", str(made_store)).out
     assert "●" not in run_on_terminal("log", "--run", "main", "-s", str(made_store)).out

@@ -2,14 +2,19 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 
+import ckptstore
 from ckptstore.cli.call import Exit
+from ckptstore.cli.commands import COMMANDS
+from ckptstore.cli.parser import parse
 from ckptstore.log.sessions import open_session
+from ckptstore.maintenance.gc import GRACE_S
 from ckptstore.repository.store_handle import StoreHandle
-from tests.cli.running import call, run
+from tests.cli.running import call, run, run_on_terminal
 from tests.maintenance.collecting import make, size_of, verify
 
 
@@ -39,12 +44,42 @@ def test_forget_gc_undelete_together(place: Path) -> None:
     assert [row["step"] for row in call("log", "--json").document["commits"]] == [7, 6, 5, 4, 3]
     assert call("undelete", commits[1][:12]).code == Exit.OK
     before = size_of(place)
-    planned = call("gc", "-n", "--json").document["plan"]
-    done = call("gc", "--json").document
+    planned = call("gc", "-n", "--now", "--json").document["plan"]
+    done = call("gc", "--now", "--json").document
     assert done["plan"] == planned
     assert done["done"]["freed_bytes"] == planned["freed_now_bytes"] > 0
     assert size_of(place) == before - planned["freed_now_bytes"] + planned["copied_bytes"]
     verify(place, [1, 3, 4, 5, 6, 7])
+
+
+def test_forgetting_more_than_half_of_a_run_needs_yes_on_a_terminal(place: Path) -> None:
+    at = ("-s", str(place), "forget", "--keep-last")
+    refused = run_on_terminal(*at, "3")
+    assert refused.code == Exit.FAILED
+    assert "nothing was forgotten" in refused.out
+    assert "5 of the 8 commits of run main" in refused.out
+    assert "--yes" in refused.out
+    assert run_on_terminal(*at, "3", "-n").code == Exit.OK
+    assert call("log", "--json").document["total"] == 8
+    assert run_on_terminal(*at, "4").code == Exit.OK
+    assert call("log", "--json").document["total"] == 4
+    assert run_on_terminal(*at, "1", "--yes").code == Exit.OK
+    assert call("log", "--json").document["total"] == 2
+
+
+def test_a_script_needs_no_yes(place: Path) -> None:
+    assert call("forget", "--keep-last", "2").code == Exit.OK
+    assert call("log", "--json").document["total"] == 2
+
+
+def test_a_policy_that_keeps_fewer_than_it_says_is_said_on_standard_error(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        store.commit({"a": 1}, step=8, metrics={"loss": 1.0})
+    words = ("-s", str(place), "forget", "--keep-last", "4", "--keep-best", "loss", "3", "--json")
+    planned, done = call(*words, "-n"), run(*words)
+    (note,) = planned.document["notes"]
+    assert "'best 3 by loss' keeps 1 commit of run 'main'" in note
+    assert planned.err == done.err == f"ckptstore: {note}\n"
 
 
 @pytest.mark.parametrize(
@@ -55,8 +90,12 @@ def test_forget_gc_undelete_together(place: Path) -> None:
         (["forget", "--keep-last", "2", "1"], Exit.USAGE, "one or the other"),
         (["forget", "--keep-best", "loss", "many"], Exit.USAGE, "a count"),
         (["forget", "--keep-within", "2026-01-01"], Exit.USAGE, "a span"),
+        (["forget", "--keep-best", "val_los", "3"], Exit.USAGE, "no commit has the metric"),
         (["forget", "7"], Exit.FAILED, "newest"),
         (["undelete", "latest"], Exit.FAILED, "not forgotten"),
+        (["undelete", "99"], Exit.FAILED, "no commit is forgotten"),
+        (["undelete"], Exit.USAGE, "--all"),
+        (["undelete", "1", "--all"], Exit.USAGE, "--all"),
         (["gc", "--max-unused", "200%"], Exit.USAGE, "not a share"),
     ],
 )
@@ -69,7 +108,7 @@ def test_sessions_shows_who_is_writing_and_what_waits(place: Path) -> None:
     call("forget", "0", "1")
     handle = StoreHandle(place)
     with open_session(handle.storage, "commit") as session:
-        later = call("gc", "--json").document["plan"]["freed_later"]
+        later = call("gc", "--now", "--json").document["plan"]["freed_later"]
         assert later[0]["sessions"] == [session.id]
         (row,) = call("sessions", "--json").document["sessions"]
         assert (row["session"], row["status"], row["pid"]) == (session.id, "active", os.getpid())
@@ -77,6 +116,48 @@ def test_sessions_shows_who_is_writing_and_what_waits(place: Path) -> None:
         assert session.id in call("sessions").out
     handle.close()
     assert call("sessions").out == ""
+
+
+def test_forgotten_commits_are_listed_with_their_time_and_restored_by_step(place: Path) -> None:
+    assert call("log", "--forgotten").out == ""
+    assert call("log", "--forgotten", "--run", "main").code == Exit.OK
+    ids = {row["step"]: row["id"] for row in call("log", "--json").document["commits"]}
+    before_ns = time.time_ns()
+    call("forget", "0", "1", "2")
+    listed = call("log", "--forgotten", "--json").document
+    assert [row["id"] for row in listed["commits"]] == [ids[2], ids[1], ids[0]]
+    assert listed["total"] == 3
+    for row in listed["commits"]:
+        assert row["forgotten"]
+        assert before_ns < row["forgotten_time_ns"] < time.time_ns()
+        assert row["forgotten_time"].startswith("20")
+    header, *lines = call("log", "--forgotten").out.splitlines()
+    assert "FORGOTTEN" in header
+    assert [line.split()[0] for line in lines] == [ids[n][:12] for n in (2, 1, 0)]
+    assert "undelete" in run_on_terminal("-s", str(place), "log", "--forgotten").out
+    assert call("log", "--forgotten", "--run", "other").code == Exit.FAILED
+    assert f"{ids[1][:12]} (step 1) of run main is restored" in call("undelete", "1").out
+    assert call("log", "--forgotten", "--json").document["total"] == 2
+    assert call("undelete", "--all", "--json").document["undeleted"] == [ids[2], ids[0]]
+    assert call("undelete", "--all").code == Exit.OK
+    assert call("log", "--json").document["total"] == 8
+
+
+def test_gc_keeps_what_was_just_forgotten_and_says_how_to_delete_it(place: Path) -> None:
+    commits = [row["id"] for row in call("log", "--json").document["commits"]]
+    assert call("forget", "0", "1").code == Exit.OK
+    for words in (["gc"], ["gc", "--grace", "1d"]):
+        assert "keep 2 commits: just forgotten; `ckptstore gc --now`" in call(*words).out
+        plan = call(*words, "--json").document["plan"]
+        assert (plan["recent"], plan["purge"]) == (sorted(commits[-2:]), [])
+    assert call("gc", "--grace", "0s", "-n", "--json").document["plan"]["recent"] == []
+    assert call("gc", "--now", "--grace", "1h").code == Exit.USAGE
+    assert "purge 2 commits" in call("gc", "--now").out
+    assert call("undelete", commits[-1]).code == Exit.FAILED
+
+
+def test_the_grace_of_the_command_is_that_of_the_library() -> None:
+    assert parse(COMMANDS, ["gc"]).grace_s == GRACE_S
 
 
 def test_progress_is_json_lines_on_standard_error_with_json(place: Path) -> None:

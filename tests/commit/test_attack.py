@@ -23,7 +23,7 @@ def _survives(store: ckptstore.Store, state: dict[str, Any], times: int) -> None
         assert_committed(snapshot, wanted)
         if step % 20 == 19:  # or a large state would fill the disk
             store.forget(ckptstore.KeepLast(2))
-            store.gc()
+            store.gc(grace_s=0)
 
 
 def test_a_commit_is_the_state_as_of_the_call(tmp_path: Path) -> None:

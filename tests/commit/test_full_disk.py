@@ -121,7 +121,7 @@ class Training:
 
     def make_room(self) -> None:
         self.store.forget(ckptstore.KeepLast(1))
-        self.store.gc()
+        self.store.gc(grace_s=0)
         self.contents = {info.id: self.contents[info.id] for info in self.store.log()}
 
     def _absent(self, step: int, error: NoSpace) -> None:

@@ -134,7 +134,7 @@ def test_memory_is_flat_over_five_hundred_commits(
             )
             if step % 50 == 49:
                 store.forget(ckptstore.KeepLast(3))
-                store.gc()
+                store.gc(grace_s=0)
             if step == 99:
                 gc.collect()
                 before = resident_bytes()

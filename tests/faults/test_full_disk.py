@@ -143,7 +143,7 @@ def test_the_command_frees_a_completely_full_disk(template: Path, disk: Path) ->
     forgotten = run("-s", str(place), "forget", oldest)
     assert forgotten.code == 0, forgotten.err
     assert view_of(place).forgotten == {oldest}
-    collected = run("-s", str(place), "gc")
+    collected = run("-s", str(place), "gc", "--now")
     assert collected.code == 0, collected.err
     assert not view_of(place).forgotten
     assert free_bytes(disk) > 0

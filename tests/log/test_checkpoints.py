@@ -10,12 +10,22 @@ from ckptstore.errors import Corrupt, Unavailable
 from ckptstore.log import log, log_snapshots
 from ckptstore.log.entries import Condemn, Delete, Forget, Moved, Over, Settings, Undelete
 from ckptstore.log.log_snapshots import decode_state, encode_state
-from ckptstore.log.state import genesis
+from ckptstore.log.state import apply, genesis
 from ckptstore.objects import canonical
 from ckptstore.objects.frames import compress, decompress
 from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-from tests.log.builders import STORE, Wrapped, commit, commit_id, folded, open_log, packs, session
+from tests.log.builders import (
+    STORE,
+    Wrapped,
+    commit,
+    commit_id,
+    entry,
+    folded,
+    open_log,
+    packs,
+    session,
+)
 
 FULL = folded(
     commit(1, packs=packs(1, 3), metrics=(("acc", math.inf), ("loss", 0.1)), tags=("best",)),
@@ -56,6 +66,13 @@ def fill(storage: Storage, count: int) -> log.Log:
 def test_a_state_reads_back_as_it_was() -> None:
     assert decode_state(encode_state(FULL), STORE, 1) == FULL
     assert decode_state(encode_state(genesis(STORE, 1)), STORE, 1) == genesis(STORE, 1)
+
+
+def test_the_time_of_a_forget_reads_back_to_the_nanosecond() -> None:
+    state = folded(commit(1), commit(2), commit(3))
+    state = apply(state, entry(state, Forget((commit_id(1),), "old"), time_ns=2**60 + 1))
+    assert state.commits[commit_id(1)].forgotten_ns == 2**60 + 1
+    assert decode_state(encode_state(state), STORE, 1) == state
 
 
 def test_any_flipped_byte_and_any_truncation_is_found() -> None:

@@ -273,7 +273,17 @@ def test_a_commit_lists_its_packs_ends_its_session_and_moves_its_tags() -> None:
         "parents": (),
         "metrics": (("loss", 0.5),),
         "soft": 0,
+        "forgotten_ns": 0,
     }
+
+
+def test_a_commit_has_the_time_at_which_it_was_forgotten_until_it_is_undeleted() -> None:
+    state = folded(*THREE)
+    forgotten = apply(state, entry(state, Forget((commit_id(1),), "old"), time_ns=1_700_000_000))
+    row = forgotten.commits[commit_id(1)]
+    assert (row.soft, row.forgotten_ns) == (4, 1_700_000_000)
+    again = step(forgotten, Undelete((commit_id(1),), just(1))).commits[commit_id(1)]
+    assert (again.soft, again.forgotten_ns) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,12 @@ HOLDING = [
     Scope(wants=(), duplicate=True, reading=True, tagging=True),
     Scope(wants=("bc",), lossy=True, undeleting=False),
     Scope(wants=("abc",), reindexing=True, undeleting=False),
+    Scope(wants=("a",), sparing=True),
+    Scope(wants=(), gcs=2, duplicate=True, undeleting=False, sparing=True),
 ]
 HOLDING_LONG = [
     Scope(),
+    Scope(sparing=True),
     Scope(wants=("a", "b"), undeleting=False),
     Scope(copies=2),
     Scope(duplicate=True),

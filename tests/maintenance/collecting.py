@@ -18,7 +18,7 @@ from ckptstore.storage.contract import PART_BYTES
 from tests.shared.sites import Site
 
 NOT_COUNTED = ("index/", "log/", "reserve", "ckptstore.json")
-ALL = GcOptions(max_unused=0.0)
+ALL = GcOptions(max_unused=0.0, grace_s=0)
 
 
 def state_of(step: int, *, own: int = 40_000, shared: int = 60_000) -> dict[str, Any]:

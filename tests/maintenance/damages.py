@@ -50,7 +50,7 @@ def make(place: Path, *, codec: str) -> States:
         for step in range(6):
             store.commit(state(step), step=step)
         store.forget(KeepLast(4))
-        store.gc(max_unused=0.0)
+        store.gc(max_unused=0.0, grace_s=0)
         store.tag("best", 3)
         _distrust_everything(store)
         store.commit(state(6), step=6)

@@ -73,7 +73,7 @@ def test_a_process_that_has_it_open_commits_and_collects_no_more(
         assert not store.exists()
     else:
         with ckptstore.open(store) as again:
-            again.gc()
+            again.gc(grace_s=0)
             steps = [info.step for info in again.log()]
             assert steps == ([21, 20, 1] if happens is _overwritten else [1])
             for i in (step for step in steps if step is not None):

@@ -82,6 +82,33 @@ def test_forgetting_without_anything_to_go_by_is_refused(tmp_path: Path) -> None
             store.forget([KeepLast(1), 0])
 
 
+def test_a_metric_that_no_commit_has_is_refused_with_similar_names(tmp_path: Path) -> None:
+    with open(tmp_path, run="other") as store:
+        store.commit(state_of(9), step=9, metrics={"accuracy": 0.5})
+    with open(tmp_path) as store:
+        for step in range(6):
+            store.commit(state_of(step), step=step, metrics={"val_loss": 1.0 / (step + 1)})
+        for dry_run in (True, False):
+            with pytest.raises(InvalidInput, match=r"'val_los'.*did you mean 'val_loss'"):
+                store.forget([KeepLast(2), KeepBest("val_los", n=3)], dry_run=dry_run)
+        with pytest.raises(InvalidInput, match=r"'x'; there are accuracy, val_loss; nothing was"):
+            store.forget(KeepBest("x"))
+        assert len(store.log()) == 6
+        assert not store.forget([KeepLast(6), KeepBest("val_los")]).forgotten
+
+
+def test_a_policy_that_keeps_fewer_than_it_says_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open(tmp_path) as store:
+        for step in range(5):
+            store.commit(state_of(step), step=step, metrics={"loss": 1.0} if not step else {})
+        store.forget(KeepBest("loss", n=3), dry_run=True)
+        assert not caplog.messages
+        assert len(store.forget(KeepBest("loss", n=3)).forgotten) == 2
+    assert "keeps 1 commit of run 'main'" in caplog.text
+
+
 def test_a_tag_that_appears_while_forget_looks_is_respected(tmp_path: Path) -> None:
     commits = collecting.make(tmp_path, 5)
 
@@ -105,9 +132,44 @@ def test_undelete_names_what_is_not_forgotten_and_what_is_purged(tmp_path: Path)
     with open(tmp_path) as store:
         with pytest.raises(Conflict, match="not forgotten"):
             store.undelete(commits[1])
-        store.gc()
+        store.gc(grace_s=0)
         with pytest.raises(NotFound):
             store.undelete(commits[0])
+
+
+def test_forgotten_commits_are_listed_by_run_until_they_are_purged(tmp_path: Path) -> None:
+    commits = collecting.make(tmp_path, 5)
+    with open(tmp_path, run="other") as store:
+        other = [store.commit(state_of(step), step=step).id for step in range(3)]
+        store.forget(KeepLast(2), all_runs=True)
+        assert [info.id for info in store.forgotten()] == [other[0]]
+        assert [info.id for info in store.forgotten(all_runs=True)] == [other[0], *commits[2::-1]]
+        store.gc(grace_s=0)
+        assert store.forgotten(all_runs=True) == []
+
+
+def test_undelete_takes_any_ref_of_a_forgotten_commit_and_returns_what_it_restored(
+    tmp_path: Path,
+) -> None:
+    with open(tmp_path) as store:
+        ids = {
+            step: store.commit(state_of(step), step=step, metrics={"loss": float(step)}).id
+            for step in (1, 2, 3, 4, 5)
+        }
+        again = store.commit(state_of(1), step=1).id
+        store.forget([ids[step] for step in (1, 2, 3, 4)])
+        assert store.undelete("best:loss") == (ids[1],)
+        assert store.undelete("latest") == (ids[4],)
+        assert store.undelete([2, f"main@{3}", ids[2][:12]]) == (ids[2], ids[3])
+        assert [info.id for info in store.log()] == [again, *(ids[n] for n in (5, 4, 3, 2, 1))]
+        with pytest.raises(Conflict, match="not forgotten"):
+            store.undelete(5)
+        with pytest.raises(NotFound, match=r"no commit is forgotten.*`ckptstore log` lists"):
+            store.undelete(77)
+        store.forget(2)
+        with pytest.raises(NotFound, match=r"step 77.*nearest steps are 2;.*log --forgotten"):
+            store.undelete(77)
+        assert store.undelete([]) == ()
 
 
 def test_undelete_makes_condemned_packs_live_again(tmp_path: Path) -> None:
@@ -118,8 +180,8 @@ def test_undelete_makes_condemned_packs_live_again(tmp_path: Path) -> None:
         own = frozenset(
             n for n, pack in state.packs.items() if pack.stamp == state.commits[commits[0]].n
         )
-        store.forget([KeepBest("loss")])
+        store.forget(KeepLast(2))
         store.undelete([commits[0], commits[1]])
-        store.gc(max_unused=0.0)
+        store.gc(max_unused=0.0, grace_s=0)
         assert own <= set(store._handle.log.replay().packs)
     collecting.verify(tmp_path, [0, 1, 2, 3])

@@ -55,7 +55,7 @@ def test_a_full_disk_frees_itself(small_disk: Path) -> None:
             store.commit(state_of(7), step=7)
         store.forget(KeepLast(2))
         fill(small_disk)
-        report = store.gc(max_unused=0.0)
+        report = store.gc(max_unused=0.0, grace_s=0)
         assert report.freed_bytes > 6_000_000
         store.commit(state_of(8), step=8)
     assert storage.size(RESERVE_KEY) == RESERVE_BYTES
@@ -77,12 +77,12 @@ def test_a_copy_that_does_not_fit_is_given_up_and_said_so(small_disk: Path) -> N
     used = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
     (small_disk / "filler").write_bytes(bytes((24 << 20) - used - (3 << 20)))
     with open(place) as store:
-        report = store.gc(max_unused=0.0)
+        report = store.gc(max_unused=0.0, grace_s=0)
         assert report.stopped
         assert report.freed_bytes
         assert not report.copied_bytes
         os.unlink(small_disk / "filler")
-        assert not store.gc(max_unused=0.0).stopped
+        assert not store.gc(max_unused=0.0, grace_s=0).stopped
     assert not garbage(place)
     with open(place) as store:
         for step in (4, 5):

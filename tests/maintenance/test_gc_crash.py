@@ -5,9 +5,10 @@ from random import Random
 
 import pytest
 
+from ckptstore.maintenance.forget import forget_by_policy
 from ckptstore.maintenance.gc import collect
 from ckptstore.maintenance.gc.session_monitor import STALE_S
-from ckptstore.maintenance.retention import KeepLast, forget_by_policy
+from ckptstore.maintenance.retention import KeepLast
 from tests.maintenance.collecting import ALL, collected, garbage, make, verify
 from tests.maintenance.stopping import Stopped, opened_stopping
 from tests.shared.sites import Site, Sites, kinds, sites_of

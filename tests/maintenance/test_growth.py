@@ -29,7 +29,7 @@ def sizes_of_commits(place: Path, commits: int, gc_every: int) -> dict[int, int]
                 if isinstance(decode_entry(data).body, Commit):
                     sizes[step] = len(data)
             if step % gc_every == 0:
-                store.gc()
+                store.gc(grace_s=0)
     return sizes
 
 

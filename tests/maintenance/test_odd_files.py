@@ -76,7 +76,7 @@ def use(store: Path) -> None:
         with suppress(CkptStoreError):
             opened.sessions()
         with suppress(CkptStoreError):
-            opened.gc()
+            opened.gc(grace_s=0)
     with suppress(CkptStoreError):
         check(store)
     with suppress(CkptStoreError):

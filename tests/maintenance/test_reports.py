@@ -21,8 +21,8 @@ def test_every_report_is_a_line_or_a_page(store: Path, tmp_path: Path) -> None:
     with ckptstore.open(store) as opened:
         usage, forget = opened.usage(), opened.forget(ckptstore.KeepLast(3), dry_run=True)
         sent = opened.push(tmp_path / "mirror", create=True)
-        planned = opened.gc(dry_run=True)
-        done = opened.gc()
+        planned = opened.gc(dry_run=True, grace_s=0)
+        done = opened.gc(grace_s=0)
         flip(files(store, "commits")[0], 40)
         found, repair = opened.fsck(), opened.repair()
         checks = opened.doctor()

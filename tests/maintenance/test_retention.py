@@ -52,7 +52,7 @@ def row(
 ) -> CommitRow:
     time_ns = MIDNIGHT_NS + int(hours * HOUR_NS)
     return CommitRow(
-        0, SessionId("0" * 24), "", run, step, time_ns, (), tuple((metrics or {}).items()), soft
+        0, SessionId("0" * 24), "", run, step, time_ns, (), tuple((metrics or {}).items()), soft, 0
     )
 
 
@@ -158,6 +158,27 @@ def test_tags_the_newest_two_and_the_best_by_the_settings_are_kept_whatever_the_
 def test_forgotten_commits_are_neither_kept_nor_forgotten_again() -> None:
     state = state_of(row(1, soft=9), row(2), row(3), row(4))
     assert {d.row.n for d in plan_policies(state, [KeepLast(1)]).decisions} == {2, 3, 4}
+
+
+def test_a_policy_that_keeps_fewer_than_it_says_is_noted_where_something_is_forgotten() -> None:
+    rows = [row(step, metrics={"loss": 1.0} if step < 2 else {}) for step in range(6)]
+    few = plan_policies(state_of(*rows), [KeepBest("loss", n=3), KeepEverySteps(100)])
+    assert few.notes == (
+        "the policy 'best 3 by loss' keeps 2 commits of run 'main', which has no more such commits",
+    )
+    assert few.notes[0] in str(few)
+    none = plan_policies(state_of(*rows), [KeepEverySteps(7), KeepBest("accuracy")])
+    assert [note.partition(" of run")[0] for note in none.notes] == [
+        "the policy 'best 1 by accuracy' keeps no commit",
+    ]
+    everything = plan_policies(state_of(*rows), [KeepLast(9), KeepBest("loss", n=3)])
+    assert (everything.forgotten, everything.notes) == ((), ())
+
+
+def test_a_plan_names_the_runs_that_lose_more_than_half() -> None:
+    rows = [row(step, run=run) for run, steps in (("a", 6), ("b", 5)) for step in range(steps)]
+    assert plan_policies(state_of(*rows), [KeepLast(2)]).halved == {"a": (4, 6), "b": (3, 5)}
+    assert plan_policies(state_of(*rows), [KeepLast(3)]).halved == {}
 
 
 def test_no_policy_at_all_is_refused() -> None:

@@ -36,7 +36,7 @@ def live(place: Path, *, private: bool) -> None:
         for step in range(4):
             store.commit(state_of(step), step=step, tag="first" if step == 1 else ())
         store.forget(KeepLast(2))
-        store.gc(max_unused=0.0)
+        store.gc(max_unused=0.0, grace_s=0)
         store.fsck(read_data="100%")
         store.doctor()
         store.sessions()
@@ -131,7 +131,7 @@ def test_the_index_in_the_cache_has_no_more_rights_than_its_store(
     try:
         with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(private=True)) as store:
             store.commit(state_of(0), step=0)
-            store.gc()
+            store.gc(grace_s=0)
         (index,) = (tmp_path / "cache").iterdir()
         assert {"catalog.sqlite", "chunks.lmdb/data.mdb", "watch.json"} <= modes(index).keys()
         assert wrong(index, files=0o600, directories=0o700) == {}

@@ -110,7 +110,7 @@ def test_the_first_commit_is_weighed_against_the_disk_before_it_is_written(
         r"takes about 128 MiB, and 6\d\.\d MiB are free: 6\d\.\d MiB are missing", warned
     )
     assert re.search(
-        r"takes about 128 MiB, .* are missing; neither `ckptstore gc` nor", str(raised.value)
+        r"takes about 128 MiB, .* are missing; neither `ckptstore gc --now` nor", str(raised.value)
     )
     assert free_bytes(disk) > DISK_BYTES - 4 * MIB
     assert not garbage(disk / "store")
@@ -153,8 +153,8 @@ def test_the_error_says_what_forget_and_gc_free_and_they_do(disk: Path) -> None:
         error = str(fill_with_commits(store))
         before = view_of(place)
         assert re.search(
-            r"takes about 9\.0 MiB, and \d\.\d MiB are free: \d+ KiB are missing; `ckptstore gc` "
-            r"alone frees nothing",
+            r"takes about 9\.0 MiB, and \d\.\d MiB are free: \d+ KiB are missing; "
+            r"`ckptstore gc --now` alone frees nothing",
             error,
         )
         (promised,) = re.findall(
@@ -162,7 +162,7 @@ def test_the_error_says_what_forget_and_gc_free_and_they_do(disk: Path) -> None:
         )
         leave_free(disk, 0)
     assert call("-s", str(place), "forget", "--keep-last", "2").code == 0
-    assert call("-s", str(place), "gc").code == 0
+    assert call("-s", str(place), "gc", "--now").code == 0
     assert free_bytes(disk) == pytest.approx(float(promised) * MIB, abs=2 * MIB)
     with ckptstore.open(place) as store:
         assert len(before.live) > len(store.log()) == 2
@@ -198,7 +198,7 @@ def test_a_commit_that_gc_cannot_help_is_refused_as_before(disk: Path) -> None:
     with ckptstore.open(place, storage=ckptstore.Storage(on_full="gc")) as store:
         error = fill_with_commits(store)
         before = view_of(place)
-        assert "`ckptstore gc` alone frees nothing" in str(error)
+        assert "`ckptstore gc --now` alone frees nothing" in str(error)
         assert view_of(place) == before
         for info in store.log():
             store.checkout(info.id).verify()

@@ -98,7 +98,7 @@ def test_gc_does_not_copy_a_chunk_with_a_wrong_checksum(place: Path) -> None:
     with ckptstore.open(place) as store:
         store.untag("keep")
         store.forget("main@1")
-        assert len(store.gc(max_unused=0, force=True).damaged) == 1
+        assert len(store.gc(max_unused=0, force=True, grace_s=0).damaged) == 1
 
 
 def test_bytes_with_a_forged_checksum_are_found_by_their_id(place: Path) -> None:
@@ -186,7 +186,7 @@ def test_chunks_that_gc_has_taken_are_written_again_though_they_did_not_change(
             for step in (2, 3):
                 other.commit({"n": step}, step=step)
             other.forget("main@1")
-            other.gc(force=True)
+            other.gc(force=True, grace_s=0)
         again = store.commit(state, step=4)
         assert again.stats is not None and again.stats.new_chunks == 5
         again.verify()

@@ -134,7 +134,7 @@ def test_mapped_tensors_outlive_gc_and_the_store(place: Path) -> None:
         for step in range(3):
             store.commit({"other": step}, step=step)
         store.forget([info.id for info in store.log() if info.step is None])
-        store.gc(force=True)
+        store.gc(force=True, grace_s=0)
         assert not packs(place)
     assert torch.equal(tensor, whole)
 

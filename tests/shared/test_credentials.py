@@ -101,7 +101,7 @@ def test_nothing_written_or_logged_holds_credentials(
         store.checkout(1).state_dict()
         store.untag("t0")
         store.forget([0])
-        store.gc(max_unused=0.0)
+        store.gc(max_unused=0.0, grace_s=0)
         assert not store.fsck(read_data="100%").findings
         said = [repr(store), repr(store.log()), repr(store.checkout())]
     for where, text in {"the log": caplog.text, "repr": "\n".join(said)}.items():

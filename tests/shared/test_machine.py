@@ -136,7 +136,7 @@ class SharedMachine(RuleBasedStateMachine):
 
     @rule(who=WHO)
     def gc(self, who: int) -> None:
-        self.stores[who].gc(max_unused=0.0)
+        self.stores[who].gc(max_unused=0.0, grace_s=0)
         self.purged()
 
     @rule(who=WHO, lose_cache=st.booleans())
@@ -160,7 +160,7 @@ class SharedMachine(RuleBasedStateMachine):
 
     @rule(who=WHO, changes=st.integers(0, 30))
     def crash_in_a_gc(self, who: int, changes: int) -> None:
-        self._crash(who, changes, lambda store: store.gc(max_unused=0.0))
+        self._crash(who, changes, lambda store: store.gc(max_unused=0.0, grace_s=0))
         with self.site.opened(self.host(who)) as handle:
             left = handle.log.replay().commits
         if self.forgotten.isdisjoint(left):

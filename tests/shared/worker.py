@@ -77,7 +77,7 @@ def _one(store: Store, step: int) -> str:
         store.forget(KeepLast(2))
     elif what == "gc":
         try:
-            store.gc(max_unused=0.0, force=random.random() < 0.5)
+            store.gc(max_unused=0.0, force=random.random() < 0.5, grace_s=0)
         except (Busy, Conflict) as error:  # the other host collects as well
             print(f"gc: {error}", flush=True)
             return "nothing"

@@ -71,7 +71,7 @@ def test_two_hosts_commit_and_collect(
         with ckptstore.open(url, storage=ckptstore.Storage(options=options)) as store:
             store.commit(state_of(host), step=host)
     with ckptstore.open(url, storage=ckptstore.Storage(options=options)) as store:
-        store.gc(max_unused=0.0)
+        store.gc(max_unused=0.0, grace_s=0)
         for step in range(2):
             assert_equal(store.checkout(step).state_dict(), state_of(step))
         assert store.fsck().findings == ()

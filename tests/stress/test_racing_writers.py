@@ -119,7 +119,7 @@ def test_an_unchanged_state_whose_packs_have_gone_is_written_again(tmp_path: Pat
         for step in (5, 6):
             store.commit({"other": step}, step=step)
         store.forget([0, 1, 2])
-        store.gc(force=True)
+        store.gc(force=True, grace_s=0)
         again = store.commit(state, step=7)
         assert last.stats is not None and last.stats.new_chunks <= 1
         assert again.stats is not None and again.stats.new_chunks >= 12

@@ -97,7 +97,7 @@ def change_on(report: Report, place: str, first: int) -> None:
                     _forget_one(store, report, back=step % 2 == 0)
                 if step % 5 == 4:
                     report("collecting")
-                    report("collected", store.gc(max_unused=0.0).freed_bytes)
+                    report("collected", store.gc(max_unused=0.0, grace_s=0).freed_bytes)
     except CkptStoreError as error:
         report("error", type(error).__name__, error)
 
@@ -314,7 +314,7 @@ def _use(report: Report, place: str, what: str, step: int) -> None:
             case "restore":
                 assert_same(store.checkout(0).state_dict(), small(0), "restored")
             case "gc":
-                store.gc()
+                store.gc(grace_s=0)
             case "fsck":
                 assert not store.fsck(read_data="100%").damaged
 
@@ -351,7 +351,7 @@ def carry_on(report: Report, place: str, step: int) -> None:
         "resumed": resume,
         "committed": lambda store: store.commit(small(step), step=step).id,
         "looked": lambda store: len(store.fsck(read_data="100%").findings),
-        "collected": lambda store: store.gc(max_unused=0.0).freed_bytes,
+        "collected": lambda store: store.gc(max_unused=0.0, grace_s=0).freed_bytes,
     }
     with ckptstore.open(place, threads=1) as store:
         for kind, act in works.items():
@@ -421,7 +421,7 @@ def churn(
                 elif what == "forget":
                     report("forgotten", len(store.forget(KeepLast(2)).forgotten))
                 elif what == "gc":
-                    report("collected", store.gc(max_unused=0.0).freed_bytes)
+                    report("collected", store.gc(max_unused=0.0, grace_s=0).freed_bytes)
                 else:
                     store.tag("shared", "latest")
             except Conflict as error:

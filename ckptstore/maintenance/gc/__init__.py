@@ -3,7 +3,10 @@
 
 Safety comes from the log. Every step is an entry that `log.admission.check` admits or refuses at
 the head. An object is deleted only after the log no longer lists it, and an unlisted one only if
-its session is over. Nothing depends on time, on a lock, or on running alone.
+its session is over. Safety depends on no clock, on no lock, and not on running alone.
+
+What was forgotten within the grace counts as not forgotten, so that a mistake can be undone. That
+is a courtesy of the plan: such a gc marks more and purges less than it might.
 """
 
 import time
@@ -14,7 +17,7 @@ from typing import Any, TypeVar
 from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.core.config import default_threads
 from ckptstore.core.ids import CommitId, PackId, SessionId
-from ckptstore.core.text import bytes_text, count_text
+from ckptstore.core.text import SECOND_NS, bytes_text, count_text
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NoSpace, NotFound
 from ckptstore.log.admission import Code, Refusal
 from ckptstore.log.entries import Body, Condemn, Delete, Entry, Over, Register
@@ -44,17 +47,20 @@ B = TypeVar("B", Over, Condemn, Register, Delete)
 
 ATTEMPTS = 3
 MAX_UNUSED = 0.05
+GRACE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class GcOptions:
     """`max_unused` is the share of the packs' bytes that may stay dead instead of being
-    repacked, `max_repack_bytes` the limit of copying. With `force`, condemned packs are deleted
-    although commits in flight may have to write their chunks again."""
+    repacked, `max_repack_bytes` the limit of copying. What was forgotten less than `grace_s` ago,
+    by the clocks of this host and of the one that forgot it, stays. With `force`, condemned packs
+    are deleted although commits in flight may have to write their chunks again."""
 
     max_unused: float = MAX_UNUSED
     max_repack_bytes: int | None = None
     force: bool = False
+    grace_s: float = GRACE_S
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_unused <= 1:
@@ -66,6 +72,8 @@ class GcOptions:
                 f"max_repack_bytes is {self.max_repack_bytes}; wanted 0 or more, or None for no "
                 "limit"
             )
+        if not self.grace_s >= 0:
+            raise InvalidInput(f"grace_s is {self.grace_s}; wanted a number of seconds, 0 or more")
 
 
 @dataclass(slots=True, repr=False)
@@ -168,6 +176,19 @@ def plans_at(handle: StoreHandle, states: Iterable[State], options: GcOptions) -
         threads.close()
 
 
+def _recently_forgotten(state: State, grace_s: float) -> tuple[CommitId, ...]:
+    """The commits forgotten less than `grace_s` ago. A clock that was ahead when it forgot one
+    makes it stay longer."""
+    now_ns = time.time_ns()
+    return tuple(
+        sorted(
+            commit
+            for commit, row in state.commits.items()
+            if row.soft and max(now_ns - row.forgotten_ns, 0) < grace_s * SECOND_NS
+        )
+    )
+
+
 def _mark_again() -> Refused:
     """Another gc condemned since the mark: each could rely on the duplicate that the other one
     deletes."""
@@ -230,6 +251,9 @@ class _Gc:
 
     def plan_at(self, state: State, *, full: bool) -> GcPlan:
         storage, options = self._storage, self._options
+        recent = _recently_forgotten(state, options.grace_s)
+        commits = state.commits.update((c, state.commits[c]._replace(soft=0)) for c in recent)
+        state = replace(state, commits=commits)
         sessions = self._monitor.look(self._listing, state)
         active = frozenset() if full or options.force else sessions.active_ids
         marked = mark(storage, state, self._threads, self._progress)
@@ -246,6 +270,7 @@ class _Gc:
             fence=marked.fence,
             over=sessions.over,
             purge=purge,
+            recent=recent,
             doomed=tuple(doomed_packs(state, marked, self._monitor.waits, active)),
             orphans=orphans(
                 self._listing,

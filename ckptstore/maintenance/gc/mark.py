@@ -365,5 +365,5 @@ class _Marking:
 def _unmarkable(commit: CommitId, error: Exception) -> Corrupt:
     return Corrupt(
         f"commit {commit[:12]} cannot be marked, so nothing may be deleted: {error}; heal it with "
-        "`ckptstore repair`, or forget that commit"
+        "`ckptstore repair`, or forget that commit and run `ckptstore gc --now`"
     )

@@ -165,14 +165,15 @@ class GcPlan:
 
     The sources of `copies` are deleted when the sessions `copies_wait` have ended. `missing` needed
     chunks are in no live pack, and the footers of the packs `unreadable` cannot be read. Both are
-    for `fsck`, and possible sources for repair are left alone. With `full` the disk is full, so gc
-    waits for no session.
+    for `fsck`, and possible sources for repair are left alone. The commits `recent` were forgotten
+    within the grace and stay. With `full` the disk is full, so gc waits for no session.
     """
 
     mark: int = 0
     fence: int = 0
     over: tuple[SessionId, ...] = ()
     purge: tuple[CommitId, ...] = ()
+    recent: tuple[CommitId, ...] = ()
     doomed: tuple[DeadPack, ...] = ()
     orphans: tuple[Orphan, ...] = ()
     copies: tuple[Copy, ...] = ()
@@ -235,6 +236,9 @@ class GcPlan:
             (sources, f"copy from {{}} to {count_text(len(self.copies), 'new pack')}", "pack"),
         )
         lines = [text.format(count_text(n, noun)) for n, text, noun in steps if n]
+        if self.recent:
+            stay = count_text(len(self.recent), "commit")
+            lines.append(f"keep {stay}: just forgotten; `ckptstore gc --now` deletes them, too")
         lines.append(result)
         for sessions, size in self.freed_later_bytes.items():
             which = ", ".join(sessions)

@@ -126,7 +126,7 @@ def test_a_chunk_that_is_known_and_was_collected_is_copied(start: Start, tmp_pat
         for step in (2, 3):
             store.commit({"other": step}, step=step)
         store.forget([first.id])
-        store.gc(max_unused=0.0, force=True)
+        store.gc(max_unused=0.0, force=True, grace_s=0)
         sender.send_checkpoint([1], 1, state, SOON)
         assert sender.staged_bytes == 4 << 20
         assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)

@@ -40,14 +40,14 @@ def test_a_gc_leaves_what_is_served_until_it_is_withdrawn(start: Start, tmp_path
         sender.send_checkpoint([1], 1, state, SOON)
         assert sender.staged_bytes == 0
         other.forget([first.id])
-        assert other.gc(max_unused=0.0).freed_bytes < 1 << 20
+        assert other.gc(max_unused=0.0, grace_s=0).freed_bytes < 1 << 20
         assert (
             sum(pack.stat().st_size for pack in (place / "packs").rglob("*") if pack.is_file())
             > 6 << 20
         )
         assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
         sender.disallow_checkpoint()
-        assert other.gc(max_unused=0.0).freed_bytes > 6 << 20
+        assert other.gc(max_unused=0.0, grace_s=0).freed_bytes > 6 << 20
 
 
 def test_what_a_gc_has_condemned_already_is_copied(start: Start, tmp_path: Path) -> None:
@@ -60,12 +60,12 @@ def test_what_a_gc_has_condemned_already_is_copied(start: Start, tmp_path: Path)
         first.restore({"any key": copy_of(weights_of(state))})
         assert internals_of(store).committed_chunks()
         other.forget([first.id])
-        other.gc(max_unused=0.0)  # it condemns packs and deletes none
+        other.gc(max_unused=0.0, grace_s=0)  # it condemns packs and deletes none
         sender, receiver = start(store), start()
         sender.send_checkpoint([1], 1, state, SOON)
         assert sender.staged_bytes == 6 << 20
         guard.end()
-        other.gc(max_unused=0.0, force=True)
+        other.gc(max_unused=0.0, force=True, grace_s=0)
         assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
 
 

@@ -38,12 +38,12 @@ def gc_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
     name = f"gc{i}{gc.copies}"
     match gc.step:
         case "idle":
-            yield (
-                (f"gc{i}", "marks"),
-                world._replace(
-                    gcs=(*world.gcs[:i], _mark(state, gc, reverse=bool(i)), *world.gcs[i + 1 :])
-                ),
-            )
+            for spare in (False, True) if scope.sparing else (False,):
+                marked = _mark(state, gc, reverse=bool(i), spare=spare)
+                yield (
+                    (f"gc{i}", "marks", "what is forgotten, too" if spare else ""),
+                    world._replace(gcs=(*world.gcs[:i], marked, *world.gcs[i + 1 :])),
+                )
         case "condemn":
             dead = frozenset(world.numbers[p] for p in gc.seen if not _assigned(gc, p))
             condemn = _settle(world, Condemn(gc.mark, gc.fence, dead, gc.soft))
@@ -124,10 +124,10 @@ def gc_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
             )
 
 
-def _mark(state: State, gc: Collector, *, reverse: bool) -> Collector:
+def _mark(state: State, gc: Collector, *, reverse: bool, spare: bool) -> Collector:
     """Each chunk of a commit that is not forgotten is assigned to one of its packs; two runners may
-    well choose differently."""
-    chunks = {c for row in state.commits.values() if not row.soft for c in row.content}
+    well choose differently. To `spare` is to treat what was just forgotten as if it were not."""
+    chunks = {c for row in state.commits.values() if spare or not row.soft for c in row.content}
     holders = {
         c: sorted(
             (p.id for p in state.packs.values() if p.live and c in LETTERS[p.bytes]),
@@ -137,7 +137,7 @@ def _mark(state: State, gc: Collector, *, reverse: bool) -> Collector:
     }
     keep = frozenset((c, packs[0]) for c, packs in holders.items() if packs)
     seen = frozenset(p.id for p in state.packs.values() if p.live)
-    soft = tuple(sorted(c for c, row in state.commits.items() if row.soft))
+    soft = tuple(sorted(c for c, row in state.commits.items() if row.soft and not spare))
     return Collector("condemn", state.n, keep, seen, soft, None, state.fence, gc.copies)
 
 

@@ -47,6 +47,7 @@ class Scope:
     blind_undelete: bool = False
     stubborn_reader: bool = False
     hasty_writer: bool = False
+    sparing: bool = False
 
 
 class Writer(NamedTuple):

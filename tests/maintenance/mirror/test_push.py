@@ -317,7 +317,7 @@ def test_a_gc_between_two_attempts_takes_batches_and_the_second_sends_them_again
         with pytest.raises(NoSpace):
             in_batches(place, target)
     with ckptstore.open(target) as there:
-        there.gc(force=True, max_unused=0.0)
+        there.gc(force=True, max_unused=0.0, grace_s=0)
         assert not there.fsck().findings
     in_batches(place, target)
     assert not check(target).findings
@@ -334,7 +334,7 @@ def test_a_gc_in_the_middle_of_a_push_costs_nothing(
     def register_and_collect(self: Any, *args: Any) -> Any:
         records = registered(self, *args)
         with ckptstore.open(target) as there:
-            there.gc(max_unused=0.0)
+            there.gc(max_unused=0.0, grace_s=0)
         return records
 
     monkeypatch.setattr(module._Mirror, "_register", register_and_collect)

@@ -1,0 +1,201 @@
+"""Forget commits, bring them back, and set, move and remove tags: each is one log entry.
+
+Until a gc has purged a forgotten commit, `undelete` restores it completely. A tagged commit cannot
+be forgotten.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from ckptstore.core.ids import CommitId, check_tag
+from ckptstore.core.model import CommitInfo
+from ckptstore.core.text import near
+from ckptstore.errors import Conflict, NotFound
+from ckptstore.log.admission import Code, check
+from ckptstore.log.entries import Forget, Tag, Undelete
+from ckptstore.log.log import Refused
+from ckptstore.log.state import Resolved, forgotten_alone, resolve, resolved
+from ckptstore.maintenance.retention import (
+    ForgetPlan,
+    Policy,
+    check_metrics,
+    plan_commits,
+    plan_policies,
+)
+from ckptstore.repository.resolve_ref import AnyRef, find_commit, through_pointers
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.restore.reader import Reader
+from ckptstore.storage.reserve import room
+
+logger = logging.getLogger("ckptstore")
+
+ATTEMPTS = 5
+_CHANGED_MEANWHILE = frozenset(
+    {Code.TAGGED, Code.NEWEST, Code.BEST, Code.FORGOTTEN, Code.NO_SUCH_COMMIT}
+)
+
+
+def forget_by_policy(
+    handle: StoreHandle,
+    policies: Sequence[Policy],
+    *,
+    run: str | None = None,
+    dry_run: bool = False,
+) -> ForgetPlan:
+    """Forget what no policy keeps, in `run` or in all runs. Returns the executed plan, or with
+    `dry_run` the plan alone.
+
+    Raises `InvalidInput` without any policy, and for a metric that no commit of the store has,
+    unless there is nothing to forget. Logs the notes of an executed plan.
+    """
+    for _ in range(ATTEMPTS):
+        state = handle.log.replay()
+        plan = plan_policies(state, policies, run)
+        if plan.forgotten:
+            check_metrics(state, policies)
+        if dry_run or not plan.forgotten:
+            return plan
+        try:
+            _append(handle, plan)
+        except Refused as error:
+            if error.refusal.code not in _CHANGED_MEANWHILE:
+                raise
+            last = error
+            continue
+        for note in plan.notes:
+            logger.warning("%s", note)
+        return plan
+    raise Conflict(
+        f"others changed the store {ATTEMPTS} times while forget looked; repeat it"
+    ) from last
+
+
+def forget_commits(
+    handle: StoreHandle, commits: Iterable[CommitId], *, reason: str = "", dry_run: bool = False
+) -> ForgetPlan:
+    """Forget exactly these commits. Raises `Conflict` if one of them is pinned or forgotten
+    already, `NotFound` if it is unknown."""
+    state = handle.log.replay()
+    wanted = tuple(commits)
+    if unknown := [c for c in wanted if c not in state.commits]:
+        raise _no_such_commit(unknown)
+    plan = plan_commits(state, wanted, reason)
+    if refusal := check(state, _body(plan)):
+        raise Conflict(refusal.why)
+    if not dry_run:
+        _append(handle, plan)
+    return plan
+
+
+def find_forgotten(handle: StoreHandle, ref: AnyRef, run: str | None) -> CommitId:
+    """The forgotten commit that `ref` names; for a ref that names none of them, the commit that it
+    names otherwise. Raises as `find_commit`."""
+    forgotten = forgotten_alone(handle.log.replay())
+    try:
+        return through_pointers(ref, lambda plain: resolve(forgotten, plain, run)).id
+    except NotFound as error:
+        with suppress(NotFound):
+            return find_commit(handle, ref, run).id
+        if not forgotten.commits:
+            raise NotFound(
+                "no commit is forgotten: none was, or a gc has purged it; `ckptstore log` lists "
+                "the commits of the store"
+            ) from error
+        raise NotFound(
+            f"of the forgotten commits: {error}; `ckptstore log --forgotten` lists them"
+        ) from error
+
+
+def undelete(handle: StoreHandle, reader: Reader, commits: Sequence[CommitId]) -> None:
+    """Make forgotten commits roots again, and their packs live.
+
+    Raises `NotFound` for a commit that a gc has purged, `Conflict` for one that is not forgotten.
+    """
+    if not commits:
+        return
+    for _ in range(ATTEMPTS):
+        state = handle.log.replay()
+        if purged := [c for c in commits if c not in state.commits]:
+            raise _no_such_commit(purged)
+        reused = frozenset().union(
+            *(reader.packs_of(reader.document(state.commits[c].session, c)) for c in commits)
+        )
+        try:
+            with room(handle.storage):
+                handle.log.append(Undelete(tuple(commits), reused))
+        except Refused as error:
+            if error.refusal.code is not Code.PACKS_GONE:
+                raise Conflict(error.refusal.why) from error
+            last = error
+            handle.objects.sync(handle.log.state, thorough=True)
+            continue
+        return
+    raise Conflict(
+        f"gc kept moving the chunks of these commits ({ATTEMPTS} times); repeat undelete"
+    ) from last
+
+
+def _append(handle: StoreHandle, plan: ForgetPlan) -> None:
+    with room(handle.storage):
+        handle.log.append(_body(plan))
+
+
+def _body(plan: ForgetPlan) -> Forget:
+    return Forget(tuple(decision.commit for decision in plan.forgotten), plan.reason)
+
+
+def _no_such_commit(commits: Sequence[CommitId]) -> NotFound:
+    few = ", ".join(commit[:12] for commit in commits[:4])
+    return NotFound(
+        f"no commit {few}: never made here, or deleted by gc; `ckptstore log` lists "
+        "the commits of the store"
+    )
+
+
+def set_tag(handle: StoreHandle, reader: Reader, name: str, info: CommitInfo | Resolved) -> None:
+    """Set tag `name` to the commit and renew its packs; retries if a gc moved them meanwhile.
+
+    Raises `Conflict` if the commit was forgotten meanwhile.
+    """
+    handle.check_writable()
+    check_tag(name)
+    document = reader.document(info.session, info.id)
+    for attempt in range(ATTEMPTS):
+        try:
+            handle.log.append(Tag(name, info.id, reader.packs_of(document)))
+            break
+        except Refused as error:
+            if not error.refusal.again or attempt == ATTEMPTS - 1:
+                raise
+            handle.objects.sync(handle.log.replay(), thorough=True)
+    handle.follow()
+
+
+def remove_tag(handle: StoreHandle, name: str) -> None:
+    """Remove a tag; the commit stays. Raises `NotFound` for an unknown tag."""
+    handle.check_writable()
+    if name not in {tag.name for tag in handle.queries().tags()}:
+        raise NotFound(f"no tag {name!r}; `ckptstore tag` lists them")
+    handle.log.append(Tag(name, None, frozenset()))
+    handle.follow()
+
+
+def rename_tag(handle: StoreHandle, reader: Reader, old: str, new: str) -> CommitId:
+    """Rename a tag, and return its commit. Between the two log entries the commit has both names.
+
+    Raises `NotFound` for an unknown tag, `Conflict` if `new` names another commit.
+    """
+    state = handle.log.replay()
+    commit = state.tags.get(old)
+    if commit is None:
+        raise NotFound(f"no tag {old!r}{near(old, state.tags)}; `ckptstore tag` lists the tags")
+    if state.tags.get(new, commit) != commit:
+        raise Conflict(
+            f"tag {new!r} names another commit, {state.tags[new][:12]}; nothing was renamed, "
+            f"`ckptstore tag -d {new}` removes that tag"
+        )
+    if new != old:
+        set_tag(handle, reader, new, resolved(state, commit))
+        remove_tag(handle, old)
+    return commit
