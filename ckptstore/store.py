@@ -31,7 +31,7 @@ from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.resolve_ref import (
     AnyRef,
     find_commit,
-    nothing_to_resume,
+    log_resumed,
     through_pointers,
 )
 from ckptstore.repository.store_handle import StoreHandle
@@ -331,7 +331,9 @@ class Store(Maintenance):
         peers = collective_of(given.process_group, given.timeout_s)
         snapshot = self._resume(look, restore, peers)
         if peers is None or peers.leads:
-            self._say_resumed(snapshot)
+            where = f"{self.url} and {self._tier.place}" if self._tier else self.url
+            found = (snapshot.id, snapshot.step) if snapshot else None
+            log_resumed(self._handle, self.run, where, found)
         return snapshot
 
     def _resume(
@@ -360,21 +362,10 @@ class Store(Maintenance):
             )
         return None
 
-    def _say_resumed(self, snapshot: Snapshot | None) -> None:
-        where = f"run {self.run} of {self.url}{f' and {self._tier.place}' if self._tier else ''}"
-        if snapshot:
-            logger.info("resumed commit %s (step %s) of %s", snapshot.id[:12], snapshot.step, where)
-        else:
-            there, is_odd = nothing_to_resume(self._handle, self.run)
-            level = logging.WARNING if is_odd else logging.INFO
-            logger.log(level, "nothing to resume in %s: %s", where, there)
-
     def log(self, limit: int | None = None, *, run: str | None = None) -> list[CommitInfo]:
         """Commits of all runs, or of `run`, newest first, without forgotten ones."""
         if limit is not None and not (isinstance(limit, int) and 0 <= limit < 1 << 63):
-            raise InvalidInput(
-                f"limit is {limit!r:.80}; wanted a number of commits, or None for all"
-            )
+            raise InvalidInput(f"limit is {limit!r:.80}; wanted a number of commits, or None")
         return self._handle.queries().log(None if run is None else check_run(run), limit)
 
     def runs(self) -> list[str]:

@@ -3,6 +3,7 @@
 For restores and changes the log decides, because it is verified; listings ask the catalog.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -17,6 +18,8 @@ from ckptstore.log.state import Resolved, resolve
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
 from ckptstore.repository.init_store import near_stores
 from ckptstore.repository.store_handle import StoreHandle
+
+logger = logging.getLogger("ckptstore")
 
 T = TypeVar("T")
 
@@ -49,7 +52,22 @@ def find_commit(handle: StoreHandle, ref: AnyRef, run: str | None) -> Resolved:
         raise
 
 
-def nothing_to_resume(handle: StoreHandle, run: str) -> tuple[str, bool]:
+def log_resumed(
+    handle: StoreHandle, run: str, where: str, found: tuple[CommitId, int | None] | None
+) -> None:
+    """Log the commit that `run` goes on from, `found` with its step, or what there is instead; a
+    likely mistake is a warning."""
+    if found:
+        logger.info(
+            "resumed commit %s (step %s) of run %s of %s", found[0][:12], *found[1:], run, where
+        )
+    else:
+        there, is_odd = _nothing_to_resume(handle, run)
+        level = logging.WARNING if is_odd else logging.INFO
+        logger.log(level, "nothing to resume in run %s of %s: %s", run, where, there)
+
+
+def _nothing_to_resume(handle: StoreHandle, run: str) -> tuple[str, bool]:
     """What there is in place of commits of `run`, and whether that may be a mistake: commits in
     another run, or in a store whose path is nearly this one's."""
     newest = sorted(handle.log.state.commits.values(), key=lambda row: row.n, reverse=True)
