@@ -8,7 +8,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from ckptstore.core.ids import log_scratch_key, new_session_id, pack_id, pack_key, twin_key
+from ckptstore.core.ids import (
+    document_key,
+    log_scratch_key,
+    new_session_id,
+    pack_id,
+    pack_key,
+    twin_key,
+)
 from ckptstore.core.text import SECOND_NS
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.index.chunks import LOCATION_DTYPE
@@ -183,6 +190,19 @@ def test_a_clock_that_was_ahead_makes_a_commit_stay_longer_unless_there_is_no_gr
         handle.log.append(Forget((commits[0],), ""), time_ns=ahead_ns)
         assert collect(handle, GcOptions(0.0), dry_run=True).plan.recent == (commits[0],)
         assert collect(handle, ALL).purged == (commits[0],)
+
+
+def test_a_damaged_commit_that_was_just_forgotten_stops_gc_until_it_does_not_wait(
+    place: Site,
+) -> None:
+    commits = make(place, 4, forget=[0])
+    with opened(place) as handle:
+        row = handle.log.replay().commits[commits[0]]
+        handle.storage.delete(document_key(row.session, commits[0]))
+        with pytest.raises(Corrupt, match=r"forget that commit and run `ckptstore gc --now`"):
+            collect(handle, GcOptions(0.0))
+        assert collect(handle, ALL).purged == (commits[0],)
+    verify(place, [1, 2, 3])
 
 
 # -- sessions
