@@ -76,7 +76,7 @@ def test_sessions_shows_who_is_writing_and_what_waits(place: Path) -> None:
         assert row["waiting_bytes"] > 0
         assert session.id in call("sessions").out
     handle.close()
-    assert call("sessions").out == ""
+    assert call("sessions").out == "no process writes\n"
 
 
 def test_progress_is_json_lines_on_standard_error_with_json(place: Path) -> None:
