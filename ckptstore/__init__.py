@@ -101,10 +101,16 @@ _LATER = {
 }
 
 
+_OF_TORCH = {
+    "save": "; ckptstore.open(place).commit(app_state, step=…) stores a state",
+    "load": "; ckptstore.open(place).checkout(step).restore(app_state) restores one",
+}
+
+
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         return getattr(import_module(_LATER[name]), name)
-    raise AttributeError(f"module 'ckptstore' has no attribute {name!r}")
+    raise AttributeError(f"module 'ckptstore' has no attribute {name!r}{_OF_TORCH.get(name, '')}")
 
 
 def __dir__() -> list[str]:

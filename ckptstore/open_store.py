@@ -4,9 +4,10 @@
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from typing import Never
 
 from ckptstore.core.options import Async, Storage
 from ckptstore.core.settings import Settings
@@ -56,6 +57,7 @@ def open(
     background: Async | None = None,
     threads: int | None = None,
     mirror: Mirror | str | os.PathLike[str] | None = None,
+    **misplaced: Never,
 ) -> Store:
     """Open the store at `place`; make it if there is nothing yet.
 
@@ -83,6 +85,7 @@ def open(
     Example:
         >>> store = ckptstore.open("checkpoints", run="pretrain", threads=8)
     """
+    _refuse_misplaced(misplaced)
     storage = storage or Storage()
     settings = _settings(storage, background, threads, run, create, read_only)
     if mirror is None:
@@ -100,6 +103,16 @@ def open(
     if read_only:
         return Store(handle, settings, background=background)
     return Store(handle, settings, _tier(place, settings, there), background)
+
+
+def _refuse_misplaced(given: Mapping[str, object]) -> None:
+    """Raise `InvalidInput` for a field of a group of arguments that was given as an argument."""
+    groups = (("storage", Storage), ("background", Async))
+    for name in given:
+        where = [f"{arg}={group.__name__}" for arg, group in groups if name in group.__slots__]
+        if not where:
+            raise TypeError(f"open() has no argument {name!r}")
+        raise InvalidInput(f"{name} is given in a group: open(…, {where[0]}({name}=…))")
 
 
 def _settings(

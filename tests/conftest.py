@@ -59,6 +59,7 @@ LONGEST = (
     "tests/shared/test_machine.py",
     "tests/interop/test_snapshots.py",
     "tests/cli/test_odd_arguments.py",
+    "tests/test_first_hour.py",
 )
 """These come first: were one of them the last, the other workers would wait for it."""
 

@@ -124,6 +124,21 @@ def test_an_argument_without_its_name_is_told_which_it_may_be(
         assert store.log() == []
 
 
+def test_an_argument_of_open_beside_its_group_is_told_where_it_belongs(tmp_path: Path) -> None:
+    for name, group in (
+        ("codec", "storage=Storage"),
+        ("chunk_bytes", "storage=Storage"),
+        ("executor", "background=Async"),
+    ):
+        wrong: dict[str, Any] = {name: 1}
+        with pytest.raises(InvalidInput, match=re.escape(f"open(…, {group}({name}=…))")):
+            ckptstore.open(tmp_path / "store", **wrong)
+    nothing: dict[str, Any] = {"codek": 1}
+    with pytest.raises(TypeError, match="no argument 'codek'"):
+        ckptstore.open(tmp_path / "store", **nothing)
+    assert not (tmp_path / "store").exists()
+
+
 @pytest.mark.parametrize("way", ["commit", "commit_async"])
 def test_a_commit_that_only_its_id_names_is_hinted_at_once(
     way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

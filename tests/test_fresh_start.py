@@ -121,5 +121,7 @@ def test_the_log_lists_all_runs_in_python_as_on_the_command_line(runs: Path) -> 
             ("pretrain", 100),
         ]
         assert [info.step for info in store.log(run="pretrain")] == [200, 100]
+        first = store.log()[0]
+        assert repr(first) == f"<CommitInfo {first.id[:12]} run=tune, step=1>"
         listed = call("log", "--json", "-s", store.url).document["commits"]
         assert [commit["id"] for commit in listed] == [info.id for info in store.log()]

@@ -37,6 +37,12 @@ def test_a_class_shows_exactly_its_public_names(kind: type, names: set[str]) -> 
     assert {name for name in dir(kind) if not name.startswith("_")} == names
 
 
+@pytest.mark.parametrize(("name", "instead"), [("save", "commit"), ("load", "restore")])
+def test_the_words_of_torch_lead_to_ours(name: str, instead: str) -> None:
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}'; .*\.{instead}\(app_state"):
+        getattr(ckptstore, name)
+
+
 @pytest.mark.parametrize("method", DOCUMENTED, ids=lambda method: method.__name__)
 def test_a_docstring_has_arguments_errors_and_an_example(method: object) -> None:
     text = method.__doc__ or ""

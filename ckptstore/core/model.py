@@ -160,7 +160,7 @@ class PackRecord:
         return self.bytes * (2 if self.metadata else 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CommitInfo:
     """One commit as queries see it: what the log says of it and the tags that point at it now.
 
@@ -183,3 +183,8 @@ class CommitInfo:
     leaves: int
     forgotten: bool = False
     schemas: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        step = "" if self.step is None else f", step={self.step}"
+        metrics = f", metrics={self.metrics}" if self.metrics else ""
+        return f"<CommitInfo {self.id[:12]} run={self.run}{step}{metrics}>"

@@ -251,7 +251,8 @@ def _unknown(state: State, ref: Step | Latest | Best | Name, run: str | None) ->
                 there = f"run {other!r} has it: '{other}@best:{ref.metric}'"
             else:
                 names = sorted(metrics or runs_with)[:20]
-                there = f"there are {', '.join(names)}" if names else "none has metrics"
+                are = "are" if len(names) > 1 else "is"
+                there = f"there {are} {', '.join(names)}" if names else "none has metrics"
             return f"no commit{where} has a metric {ref.metric!r}; {there}"
         case Name():
             # Imported here, because refs that are found need not wait for it.

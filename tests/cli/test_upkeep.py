@@ -113,7 +113,7 @@ def test_sessions_shows_who_is_writing_and_what_waits(place: Path) -> None:
         assert row["waiting_bytes"] > 0
         assert session.id in call("sessions").out
     handle.close()
-    assert call("sessions").out == ""
+    assert call("sessions").out == "no process writes\n"
 
 
 def test_forgotten_commits_are_listed_with_their_time_and_restored_by_step(place: Path) -> None:

@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -112,7 +112,7 @@ DAMAGES: dict[str, Damage] = {
 def answers(store: Store) -> tuple[Any, ...]:
     """Everything that the indexes answer: commits with lineage and metrics, tags, runs."""
     return (
-        [repr(info) for info in store.log()],
+        [repr(asdict(info)) for info in store.log()],
         sorted(map(repr, store.tags().items() if isinstance(store.tags(), dict) else store.tags())),
         sorted(map(repr, store.runs())),
         store.checkout("best:loss").id,
@@ -138,7 +138,7 @@ def test_a_lost_index_costs_nothing(
         opened.commit(state(4), step=4)
     with ckptstore.open(store) as opened:
         assert_restores(opened, 4, 4)
-        assert len(opened.log()) == 5
+        assert len(opened.log(run="main")) == 5
     if (store / "index").is_dir():
         assert check(store).findings == ()
 
@@ -162,7 +162,7 @@ def test_a_lost_index_beneath_an_open_store_costs_nothing(
         if damage_again:
             damage_again(store / "index", old, stranger / "index")
         opened.commit(state(5), step=5)
-        assert [info.step for info in opened.log()] == [5, 4, 3, 2, 1, 0]
+        assert [info.step for info in opened.log(run="main")] == [5, 4, 3, 2, 1, 0]
     with ckptstore.open(store) as opened:
         for step in range(6):
             assert_restores(opened, step, step)
@@ -259,5 +259,5 @@ def test_a_store_moved_to_another_place_takes_its_index_along(store: Path, tmp_p
     with ckptstore.open(store) as here, ckptstore.open(copy) as there:
         assert answers(here) == answers(there)
         there.commit(state(3), step=3)
-        assert len(here.log()) == 3
-        assert len(there.log()) == 4
+        assert len(here.log(run="main")) == 3
+        assert len(there.log(run="main")) == 4

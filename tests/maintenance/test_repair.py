@@ -204,7 +204,7 @@ def test_a_store_that_was_set_back_on_purpose_goes_on_after_reindex(store: Path)
     assert cli(["-s", str(store), "reindex"]) == Exit.OK
     with ckptstore.open(store) as opened:
         opened.commit({"n": 1}, step=7)
-        assert [info.step for info in opened.log()] == [7, 2, 1, 0]
+        assert [info.step for info in opened.log(run="main")] == [7, 2, 1, 0]
 
 
 def test_a_damaged_document_is_recovered_from_its_own_bytes_or_a_mirror(

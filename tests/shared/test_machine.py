@@ -153,7 +153,7 @@ class SharedMachine(RuleBasedStateMachine):
             changes,
             lambda store: store.commit(content(seed), step=len(self.contents), tag=tag or ()),
         )
-        made = {info.id for info in self.stores[who].log()} - self.contents.keys()
+        made = {info.id for info in self.stores[who].log(run=RUNS[who])} - self.contents.keys()
         assert len(made) <= 1
         for commit in made:
             self.committed(who, commit, seed, tag)
@@ -182,7 +182,7 @@ class SharedMachine(RuleBasedStateMachine):
     @invariant()
     def both_hosts_say_what_the_model_says(self) -> None:
         for store, run in zip(self.stores, RUNS, strict=False):
-            assert [info.id for info in store.log()] == self.live(run)[::-1]
+            assert [info.id for info in store.log(run=run)] == self.live(run)[::-1]
             assert store.tags() == self.tags
 
     def teardown(self) -> None:

@@ -268,7 +268,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def queries_say_what_the_model_says(self) -> None:
         for store, run in zip(self.stores, RUNS, strict=False):
-            assert [info.id for info in store.log()] == self.live_in(run)[::-1]
+            assert [info.id for info in store.log(run=run)] == self.live_in(run)[::-1]
             assert store.tags() == self.tags
 
     def teardown(self) -> None:

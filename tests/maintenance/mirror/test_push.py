@@ -119,7 +119,7 @@ def test_everything_arrives_under_the_same_ids_with_lineage_tags_runs_and_metric
             for step in range(3):
                 assert_restores(there, f"main@{step}", step, large_state)
             assert not there.fsck(read_data="100%").findings
-            assert [info.step for info in there.log()] == [2, 1, 0]
+            assert [info.step for info in there.log(run="main")] == [2, 1, 0]
     assert len(done.sent) == 4 and not done.damaged
 
 
@@ -214,7 +214,7 @@ def test_what_the_target_has_forgotten_stays_forgotten(place: Path, tmp_path: Pa
             there.forget(0)
             done = store.push(tmp_path / "target")
             assert len(done.plan.forgotten) == 1
-            assert [info.step for info in there.log()] == [2, 1]
+            assert [info.step for info in there.log(run="main")] == [2, 1]
 
 
 def test_stores_that_cut_chunks_differently_are_told_so(place: Path, tmp_path: Path) -> None:
