@@ -56,7 +56,8 @@ def main(which: list[str]) -> int:
     for name in which or ["oldest", "newest"]:
         started = time.monotonic()
         python, torch = prepare(name)
-        print(f"test-versions: {name} in {time.monotonic() - started:.0f} s: {said(python)}")
+        took = f"{time.monotonic() - started:.0f} s"
+        print(f"test-versions: {name}, made in {took}: {said(python)}", flush=True)
         started = time.monotonic()
         tests = [python, "-m", "pytest", "-n", WORKERS, "--dist", "loadfile", "-q", *CORE]
         code = subprocess.run(tests, cwd=ROOT, check=False).returncode

@@ -94,10 +94,12 @@ def _connect(path: Path) -> sqlite3.Connection:
     )
     try:
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()
-    except sqlite3.OperationalError:
+    except sqlite3.Error as error:
         connection.close()
         wal = path.with_name(path.name + "-wal")
-        if not path.exists() or (wal.exists() and wal.stat().st_size):
+        if not isinstance(error, sqlite3.OperationalError) or not path.exists():
+            raise
+        if wal.exists() and wal.stat().st_size:
             raise
         return sqlite3.connect(
             f"{place}?mode=ro&immutable=1", uri=True, isolation_level=None, check_same_thread=False

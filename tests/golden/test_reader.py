@@ -1,5 +1,5 @@
-"""docs/format.md suffices to read a store: docs/reader.py, written from it alone, finds the exact
-bytes of every kind of store."""
+"""docs/format.md suffices to read a store: docs/reader.py, which follows it and imports nothing of
+ckptstore, finds the exact bytes of every kind of store."""
 
 import ast
 import random

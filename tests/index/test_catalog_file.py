@@ -1,6 +1,7 @@
 """A catalog that cannot be used is migrated or replaced, wherever it comes from, and never
 raises."""
 
+import gc
 import os
 import random
 import shutil
@@ -54,6 +55,17 @@ def schema_of(path: Path) -> list[str]:
             " ".join(sql.split())
             for (sql,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")
         )
+
+
+def test_a_file_that_is_no_catalog_is_closed_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "catalog.sqlite"
+    path.write_bytes(b"x" * 8192)
+    gc.disable()  # a collection would close it, too
+    try:
+        assert open_catalog(path, STORE) is None
+        assert str(path) not in {os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()}
+    finally:
+        gc.enable()
 
 
 def test_a_fresh_catalog_and_a_migrated_one_have_the_same_schema(tmp_path: Path) -> None:
