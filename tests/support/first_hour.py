@@ -121,8 +121,8 @@ THINGS = (
     ),
     Turn(
         "Load the weights alone",
-        'model.load_state_dict(store.checkout("latest").state_dict("model"))',
-        "<All keys matched successfully>",
+        'store.checkout("latest").restore({"model": model})',
+        "unexpected=('optimizer', 'progress')",
         python=True,
     ),
     Turn(
@@ -144,7 +144,11 @@ THINGS = (
         "ckptstore -s checkpoints forget --keep-last 3",
         "to forget",
     ),
-    Turn("Free the space", "ckptstore -s checkpoints gc", "freed"),
+    Turn(
+        "Free the space, which waits an hour for second thoughts",
+        "ckptstore -s checkpoints gc\nckptstore -s checkpoints gc --now",
+        "freed",
+    ),
     Turn(
         "Weights for another library",
         "ckptstore -s checkpoints export good model.safetensors --select model",
