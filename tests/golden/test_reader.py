@@ -137,7 +137,7 @@ def test_what_was_forgotten_tagged_and_collected_is_as_the_log_says(tmp_path: Pa
         store.tag("gone", 7)
         store.untag("gone")
         store.forget([0, 2, 3])
-        store.gc(force=True)
+        store.gc(force=True, grace_s=0)
         store.forget([4, 5])
         store.undelete([ids[5]])
     state = Log(open_storage(str(tmp_path)), store.id, 1).replay()
