@@ -109,7 +109,9 @@ class Store(Maintenance):
 
         Args:
             app_state: Objects with `state_dict()`, containers or plain values, by name.
-            step, message, metrics: What `log` shows; refs name steps and `best:METRIC`.
+            step: The step of the training; a ref, and shown by `log`.
+            message: A text that `show` prints.
+            metrics: Numbers by name; refs name the best: `best:METRIC`.
             tag: Names for the commit. An existing tag moves; retention keeps tagged commits.
             memory_budget_bytes: Limit for buffers on each rank; default: what the host spares.
             allow_pickle: Pickle values that have no safe encoding.
@@ -269,7 +271,10 @@ class Store(Maintenance):
 
         Args:
             app_state: Objects with `load_state_dict()`, or plain containers, by name.
-            strict, memory_budget_bytes, allow_pickle, ranks: As in `Snapshot.restore`.
+            strict: As in `Snapshot.restore`, and so are the others.
+            memory_budget_bytes: Limit for buffers.
+            allow_pickle: Read leaves that are pickles.
+            ranks: Which ranks restore together.
 
         Returns:
             The restored commit; None if the run has no commits.
