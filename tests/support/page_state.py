@@ -93,6 +93,17 @@ def cli_page(names: Names, stack: ExitStack) -> None:
             store.commit(names["app_state"], step=step, metrics={"val_loss": loss})
 
 
+def distributed_page(names: Names, stack: ExitStack) -> None:
+    """A state with the place in its data, which is each rank's own."""
+    names["state"] = {
+        "model": names["model"],
+        "optimizer": names["optimizer"],
+        "rng": ckptstore.RNGState(),
+        "data": {"place": 0},
+    }
+    names["Ranks"] = ckptstore.Ranks
+
+
 def formats_page(names: Names, stack: ExitStack) -> None:
     """A directory as Hugging Face has it, a file of `torch.save`, a training run."""
     from safetensors.torch import save_file
@@ -154,6 +165,7 @@ def partial_page(names: Names, stack: ExitStack) -> None:
     committed = model(old=torch.nn.Linear(64, 64))
     state = {"model": committed, "ema": committed.state_dict(), "epoch": 3}
     store = stack.enter_context(ckptstore.open("checkpoints"))
+    names["app_state"] = {**state, "data": {"place": 0}}
     names |= {
         "Model": lambda: model(old=torch.nn.Linear(64, 64)),
         "model": committed,
@@ -208,6 +220,8 @@ def torchft_page(names: Names, stack: ExitStack) -> None:
 
 def prepared(page: Path, stack: ExitStack) -> Names:
     """The names that a page starts with; what must be undone is left to `stack`."""
+    stack.callback(torch.set_num_threads, torch.get_num_threads())
+    torch.set_num_threads(1)  # the model is small
     names = training()
     own: Callable[[Names, ExitStack], None] | None
     if own := globals().get(f"{page.stem.replace('-', '_')}_page"):

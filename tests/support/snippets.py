@@ -128,7 +128,7 @@ class Shell:
         self._bash = subprocess.Popen(
             ["bash"],
             cwd=folder,
-            env={**os.environ, "PATH": path, "TZ": "UTC", "COLUMNS": "100"},
+            env={**os.environ, "PATH": path, "TZ": "UTC", "COLUMNS": "100", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -189,7 +189,7 @@ def shown(old: str, new: str) -> str:
 
 def masked(text: str) -> str:
     """What two runs have in common: without ids, times, measured figures and column widths."""
-    text = re.sub(r"\b[0-9a-f]{8,64}(-\d+)*\b", "ID", text)
+    text = re.sub(r"\b([0-9a-f]{2}/)?[0-9a-f]{8,64}(-\d+)*\b", "ID", text)
     text = re.sub(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d[\d:.]*(Z| \+0000| UTC)?", "TIME", text)
     text = re.sub(r"\b[\d.]+ (ms|s|min|h)\b", "SPAN", text)
     text = re.sub(
@@ -201,7 +201,7 @@ def masked(text: str) -> str:
 def rewritten(page: Path, folder: Path) -> str:
     """The text of a page after it ran in `folder`, an empty directory."""
     with contextlib.chdir(folder), contextlib.ExitStack() as stack:
-        names = {"__name__": page.stem, **prepared(page, stack)}
+        names = {"__name__": f"tests.{page.stem}", **prepared(page, stack)}
         return Run(page, stack.enter_context(Shell(folder)), names).text()
 
 
