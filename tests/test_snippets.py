@@ -68,3 +68,15 @@ def every() -> Iterator[Block]:
     """The blocks of all pages, those that do not run too."""
     for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]:
         yield from blocks(page)
+
+
+def test_the_readme_is_what_a_first_reader_can_take_in() -> None:
+    """The loop in at most twelve lines, five commands, a comparison in eight rows, one plot."""
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    loop, _, commands = list(blocks(readme))[:3]
+    assert loop.code.count("\n") <= 12
+    assert commands.code.count("\n$ ckptstore ") == 5
+    compared = text.partition("## How it compares")[2].partition("\n\n")[2].partition("\n\n")[0]
+    assert compared.count("\n") - 1 == 8
+    assert text.count("![") == 1
