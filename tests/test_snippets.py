@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.snippets import ROOT, RUNS, Block, blocks, masked, pages, rewritten
+from tests.support.snippets import ROOT, RUNS, Block, blocks, masked, pages, pages_to_run, rewritten
 
 NOT_RUN = Counter(
     {
@@ -32,7 +32,7 @@ def page_of(page: Path) -> Any:
     return pytest.param(page, marks=marks, id=name_of(page))
 
 
-@pytest.mark.parametrize("page", [page_of(page) for page in pages()])
+@pytest.mark.parametrize("page", [page_of(page) for page in pages_to_run()])
 def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(
     page: Path, tmp_path: Path
 ) -> None:
@@ -43,9 +43,7 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(
 
 
 def test_blocks_that_do_not_run_say_so_and_are_counted() -> None:
-    found = Counter(
-        name_of(block.page) for page in pages() for block in blocks(page) if block.not_run
-    )
+    found = Counter(name_of(block.page) for block in every() if block.not_run)
     assert found == NOT_RUN
 
 
@@ -59,14 +57,14 @@ def test_what_a_reader_would_type_is_in_blocks_that_run() -> None:
     indented = [
         name_of(page)
         for page in pages()
-        if re.search(r"^ +```", page.read_text(encoding="utf-8"), re.M)
+        if re.search(r"^ +```(python|console|output)", page.read_text(encoding="utf-8"), re.M)
     ]
     assert not indented, "blocks in lists are not found by the tests"
 
 
 def every() -> Iterator[Block]:
     """The blocks of all pages, those that do not run too."""
-    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]:
+    for page in pages():
         yield from blocks(page)
 
 
