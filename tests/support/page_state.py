@@ -34,7 +34,7 @@ def training() -> Names:
             "layers": torch.nn.ModuleList([torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)]),
         }
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
     rows, wanted = torch.arange(32), torch.randn(32, 64)
 
     def train_one_step() -> float:
