@@ -14,7 +14,7 @@ WORKERS ?= 3
 READY := $(VENV)/.ready
 READY_BENCH := $(VENV)/.ready-bench
 
-.PHONY: help setup test test-real test-versions lint dist demo bench soak clean
+.PHONY: help setup test test-real test-versions lint dist demo bench soak docs docs-serve clean
 
 help:
 	@echo "make setup   prepare $(VENV)"
@@ -24,6 +24,8 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make dist    build wheel and sdist, and try the wheel in a fresh environment"
 	@echo "make demo    train, be killed, resume, fine-tune: under two minutes"
+	@echo "make docs    run the snippets of the docs, check their links, build the site into build/site"
+	@echo "make docs-serve  build it and show it on http://127.0.0.1:8000"
 	@echo "make bench   measure against the peers and the machine's limits (BENCH='--case first --rounds 3')"
 	@echo "make soak    the long tests, hours of them (SOAK='tests/crash -k sigkill' for some; docs/testing.md says how long each takes)"
 
@@ -37,14 +39,14 @@ $(READY): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "setup 2/4: installing torch (the long one)"
 	@$(PIP) install -c constraints.txt torch setuptools
 	@echo "setup 3/4: installing the other requirements"
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[s3,obstore,test,dev]'
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[s3,obstore,test,dev,docs]'
 	@echo "setup 4/4: checking"
 	@$(BIN)/python -m pip check --disable-pip-version-check
 	@touch $@
 
 $(READY_BENCH): $(READY)
 	@echo "setup: installing the peers that the benchmarks measure"
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[s3,obstore,test,dev,bench]'
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[s3,obstore,test,dev,docs,bench]'
 	@touch $@
 
 setup: $(READY)
@@ -76,6 +78,15 @@ bench: $(READY_BENCH)
 # What a long test prints is shown when it has passed, so the output is a report of what was tried.
 soak: $(READY)
 	@CKPTSTORE_TEST_PROFILE=soak $(BIN)/python -m pytest -m soak -v --timeout 3600 $(SOAK)
+
+# `python -m tests.support.snippets` writes what the snippets print now into the pages.
+docs: $(READY)
+	@$(BIN)/python -m pytest -q tests/test_docs.py tests/test_snippets.py tests/test_site.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "docs: build/site/index.html"
+
+docs-serve: $(READY)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 clean:
 	@rm -rf $(VENV) $(VENV)-dist $(VENV)-oldest $(VENV)-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,7 +7,6 @@ import logging
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Never, Self, get_args
@@ -15,7 +14,7 @@ from typing import Any, Literal, Never, Self, get_args
 from ckptstore.commit.commit_metadata import label_of, refuse_unnamed
 from ckptstore.commit.schedule import Schedule, rule_of
 from ckptstore.core.ids import CommitId, check_run, check_tag
-from ckptstore.core.model import CommitInfo
+from ckptstore.core.model import CommitInfo, Skipped
 from ckptstore.core.options import Async, Ranks, Verify
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
@@ -42,15 +41,6 @@ from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state.staging_buffers import BufferPool
 
 logger = logging.getLogger("ckptstore")
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """A commit that `resume` could not restore, with the reason."""
-
-    commit: CommitId
-    step: int | None
-    reason: str
 
 
 class Store(Maintenance):
@@ -116,7 +106,9 @@ class Store(Maintenance):
 
         Args:
             app_state: Objects with `state_dict()`, containers or plain values, by name.
-            step, message, metrics: What `log` shows; refs name steps and `best:METRIC`.
+            step: The step of the training; a ref, and shown by `log`.
+            message: A text that `show` prints.
+            metrics: Numbers by name; refs name the best: `best:METRIC`.
             tag: Names for the commit. An existing tag moves; retention keeps tagged commits.
             memory_budget_bytes: Limit for buffers on each rank; default: what the host spares.
             allow_pickle: Pickle values that have no safe encoding.
@@ -298,7 +290,10 @@ class Store(Maintenance):
         Args:
             app_state: Objects with `load_state_dict()`, or plain containers, by name.
             strict: As in `Snapshot.restore`, and refuse an `app_state` that forgot a key.
-            without, memory_budget_bytes, allow_pickle, ranks: As in `Snapshot.restore`.
+            without: Keys to leave as they are, one or several.
+            memory_budget_bytes: Limit for buffers.
+            allow_pickle: Read leaves that are pickles.
+            ranks: Which ranks restore together.
 
         Returns:
             The restored commit; None if the run has no commits.

@@ -47,6 +47,7 @@ LONGEST = (
     "ranks",
     "nursery",
     "fresh",
+    "tests/test_snippets.py",
     "tests/stateful/test_store_machine.py",
     "tests/storage/test_s3.py",
     "tests/shared/test_faults.py",

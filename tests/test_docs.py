@@ -5,10 +5,6 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
-
-import pytest
-import torch
 
 from tests.conftest import LONGEST, TOGETHER
 from tests.support.rooms import PICTURE, SAYS, draw
@@ -22,6 +18,8 @@ DECISIONS = ROOT / "docs" / "decisions"
 PRIVATE_WORDS = re.compile(
     r"\b(crew|hired|wish|loans?|vouch(es|ed)?|parcels?|deeds?|journeys?|descent)\b", re.IGNORECASE
 )
+
+NAMED_FILE = re.compile(r"(?<![\w/])((?:docs|tests|examples|benchmarks)/[\w./-]+\.\w+)")
 
 
 @cache
@@ -102,7 +100,7 @@ def test_the_links_of_a_page_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", line):
             if "://" not in target and not (page.parent / target).exists():
                 lost.append(f"{page.name}:{number}: {target}")
-        for path in re.findall(r"`?\b((?:docs|tests|examples|benchmarks)/[\w./-]+\.\w+)", line):
+        for path in re.findall(NAMED_FILE, line):
             if page.name != "CHANGELOG.md" and not (ROOT / path).exists():
                 lost.append(f"{page.name}:{number}: {path}")
     assert not lost, "\n".join(lost)
@@ -171,29 +169,6 @@ def test_the_table_of_long_tests_names_files_and_selections_that_exist() -> None
 def test_the_picture_of_the_rooms_is_current() -> None:
     assert PICTURE.read_text(encoding="utf-8") == draw(), "run `python -m tests.support.rooms`"
     assert set(SAYS) == set(ROOMS)
-
-
-def test_the_first_snippet_of_the_readme_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    snippet = text_of(ROOT / "README.md").partition("```python\n")[2].partition("```")[0]
-    monkeypatch.chdir(tmp_path)
-    model = torch.nn.ModuleDict(
-        {
-            "embedding": torch.nn.Embedding(8, 4),
-            "encoder": torch.nn.Linear(4, 4),
-            "layers": torch.nn.ModuleList([torch.nn.Linear(4, 4)]),
-        }
-    )
-    names: dict[str, Any] = {
-        "torch": torch,
-        "model": model,
-        "optimizer": torch.optim.AdamW(model.parameters()),
-        "train_one_step": lambda: 0.5,
-    }
-    exec(compile(snippet, "README.md", "exec"), names)
-    assert torch.equal(names["weight"], model.state_dict()["layers.0.weight"])
-    assert names["table"].shape == (8, 4)
 
 
 def test_the_source_files_that_a_page_names_exist() -> None:

@@ -188,3 +188,12 @@ class CommitInfo:
         step = "" if self.step is None else f", step={self.step}"
         metrics = f", metrics={self.metrics}" if self.metrics else ""
         return f"<CommitInfo {self.id[:12]} run={self.run}{step}{metrics}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A commit that `resume` could not restore, with the reason."""
+
+    commit: CommitId
+    step: int | None
+    reason: str
