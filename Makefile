@@ -81,7 +81,7 @@ soak: $(READY)
 
 # `python -m tests.support.snippets` writes what the snippets print now into the pages.
 docs: $(READY)
-	@$(BIN)/python -m pytest -q tests/test_docs.py tests/test_snippets.py tests/test_site.py
+	@$(BIN)/python -m pytest -m docs -n $(WORKERS)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "docs: build/site/index.html"
 

@@ -47,7 +47,6 @@ LONGEST = (
     "ranks",
     "nursery",
     "fresh",
-    "tests/test_snippets.py",
     "tests/stateful/test_store_machine.py",
     "tests/storage/test_s3.py",
     "tests/shared/test_faults.py",
@@ -60,7 +59,6 @@ LONGEST = (
     "tests/shared/test_machine.py",
     "tests/interop/test_snapshots.py",
     "tests/cli/test_odd_arguments.py",
-    "tests/test_first_hour.py",
 )
 """These come first: were one of them the last, the other workers would wait for it."""
 

@@ -10,6 +10,7 @@ from tests.support.first_hour import PAGE, THINGS, WRONG_TURNS, without_chance
 
 
 @pytest.mark.pickles  # of torch.save, which torch.load reads without running code
+@pytest.mark.docs
 def test_the_page_of_the_first_hour_is_what_a_run_answers() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.first_hour", "--print"],

@@ -14,9 +14,12 @@ import pytest
 import ckptstore
 
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.skipif(
-    not find_spec("mkdocs"), reason="mkdocs is not installed: pip install -e '.[docs]'"
-)
+pytestmark = [
+    pytest.mark.docs,
+    pytest.mark.skipif(
+        not find_spec("mkdocs"), reason="mkdocs is not installed: pip install -e '.[docs]'"
+    ),
+]
 
 
 class Page(HTMLParser):

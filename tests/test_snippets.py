@@ -32,6 +32,7 @@ def page_of(page: Path) -> Any:
     return pytest.param(page, marks=marks, id=name_of(page))
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("page", [page_of(page) for page in pages_to_run()])
 def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(
     page: Path, tmp_path: Path

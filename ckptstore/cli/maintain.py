@@ -55,12 +55,12 @@ def forget(call: Call) -> Answer:
     policies = _policies(args)
     store = _store(call, args.refs, args.run)
     forgets = partial(store.forget, [*policies, *args.refs], all_runs=args.run is None)
-    plan = forgets(dry_run=True)
-    asks = policies and call.screen.terminal and not (args.yes or args.dry_run)
+    asks = bool(policies and call.screen.terminal and not (args.yes or args.dry_run))
+    plan = forgets(dry_run=args.dry_run or asks)
     problems = [_too_much(plan)] if asks and plan.halved else []
-    dry_run = args.dry_run or bool(problems)
-    if not dry_run:
+    if asks and not problems:
         plan = forgets()
+    dry_run = args.dry_run or bool(problems)
     page: list[Part] = [plan.table(), plan.summary] if plan.decisions else [plan.summary]
     if not dry_run:
         page.append(f"forgot {count_text(len(plan.forgotten), 'commit')}")

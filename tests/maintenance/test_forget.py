@@ -93,7 +93,7 @@ def test_a_metric_that_no_commit_has_is_refused_with_similar_names(tmp_path: Pat
                 store.forget([KeepLast(2), KeepBest("val_los", n=3)], dry_run=dry_run)
         with pytest.raises(InvalidInput, match=r"'x'; there are accuracy, val_loss; nothing was"):
             store.forget(KeepBest("x"))
-        assert len(store.log()) == 6
+        assert len(store.log()) == 7
         assert not store.forget([KeepLast(6), KeepBest("val_los")]).forgotten
 
 

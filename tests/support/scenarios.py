@@ -105,7 +105,8 @@ def change_on(report: Report, place: str, first: int) -> None:
 def _forget_one(store: Store, report: Report, *, back: bool) -> None:
     """Forget the oldest commit that may go; with `back`, bring it back."""
     tagged = set(store.tags().values())
-    for info in [info for info in reversed(store.log()[2:]) if info.id not in tagged][:1]:
+    own = store.log(run=store.run)
+    for info in [info for info in reversed(own[2:]) if info.id not in tagged][:1]:
         report("forgetting", info.id)
         store.forget(info.id)
         report("forgotten", info.id)
