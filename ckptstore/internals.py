@@ -31,7 +31,7 @@ from ckptstore.distributed.gloo import BACKGROUND, collective_of
 from ckptstore.distributed.merge import split_ids
 from ckptstore.distributed.worker_client import WorkerCommitter
 from ckptstore.errors import CkptStoreError, InvalidInput, NoSpace, ReadOnly, Unavailable
-from ckptstore.maintenance.enospc import DiskWatch
+from ckptstore.maintenance.disk_space import DiskWatch
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import GcPin

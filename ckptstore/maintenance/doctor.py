@@ -19,7 +19,7 @@ from ckptstore.core.paths import file_system, is_network_filesystem, make_direct
 from ckptstore.core.process import file_lock
 from ckptstore.core.text import bytes_text, seconds_text
 from ckptstore.errors import CkptStoreError
-from ckptstore.repository.disk_forecast import (
+from ckptstore.maintenance.disk_space import (
     COMMITS_AHEAD,
     MAKE_ROOM,
     DiskRoom,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import ckptstore
+from ckptstore.maintenance.disk_space import DiskRoom, expected_bytes
 from ckptstore.maintenance.doctor import Check, StorageFacts, Verdict, doctor, judge
-from ckptstore.repository.disk_forecast import DiskRoom, expected_bytes
 from ckptstore.repository.store_handle import StoreHandle
 
 FINE = StorageFacts("", "", "", 0.001, "ext4", False, "/cache", False, True, 0.0, -10.0)

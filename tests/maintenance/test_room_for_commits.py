@@ -15,7 +15,7 @@ import ckptstore
 from ckptstore import KeepLast
 from ckptstore.core.config import MIB
 from ckptstore.errors import NoSpace
-from ckptstore.repository.disk_forecast import DiskRoom, shortage, warning
+from ckptstore.maintenance.disk_space import DiskRoom, shortage, warning
 from tests.cli.running import call
 from tests.maintenance.collecting import garbage
 from tests.support import mounts

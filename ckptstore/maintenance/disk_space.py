@@ -7,11 +7,12 @@ wait.
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ckptstore.core.options import OnFull
@@ -21,13 +22,19 @@ from ckptstore.errors import CkptStoreError, NoSpace
 from ckptstore.log.state import NEWEST_KEPT
 from ckptstore.maintenance.gc import GcOptions, collect, plans_at
 from ckptstore.maintenance.retention import KeepLast, plan_policies
-from ckptstore.repository import disk_forecast
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.storage.reserve import RESERVE_KEY
 
 logger = logging.getLogger("ckptstore")
 
 T = TypeVar("T")
+
+COMMITS_LOOKED_AT = 5
+COMMITS_AHEAD = 3
+"""So many commits should still fit: a warning comes before the disk is full."""
+
+MAKE_ROOM = "free some: `ckptstore forget`, then `ckptstore gc --now`"
 
 PATIENCE = 4
 """Fraction of the ranks' timeout after which the waiting ranks are told that a gc is running."""
@@ -37,6 +44,82 @@ _GOES_ON, _AGAIN, _EXPLAINED = b"w", b"a", b"e"
 EVERYTHING = GcOptions(max_unused=0.0, force=True, grace_s=0)
 """On a full disk no other writer can commit either, so gc waits for none. `on_full="gc"` asks for
 room at once, so it purges what was just forgotten, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRoom:
+    """Byte counts: `free` on the disk (None for a bucket), `new` of the last commits, newest
+    first, `logical` of the next state, and `reserve`.
+
+    `logical` is that of the newest commit if the next state is unknown.
+    """
+
+    free: int | None
+    new: tuple[int, ...]
+    logical: int
+    reserve: int | None
+
+
+def look(
+    handle: StoreHandle, run: str | None = None, *, logical_bytes: int | None = None
+) -> DiskRoom:
+    """Free space, and the bytes that the last commits of `run`, or of all runs, added.
+    `logical_bytes` is the size of the next state."""
+    infos = handle.queries().log(run, limit=COMMITS_LOOKED_AT)
+    reserve = handle.storage.size(RESERVE_KEY) if handle.storage.capabilities.can_fill_up else None
+    logical = logical_bytes if logical_bytes is not None else infos[0].logical_bytes if infos else 0
+    return DiskRoom(free_bytes(handle), tuple(info.new_bytes for info in infos), logical, reserve)
+
+
+def free_bytes(handle: StoreHandle) -> int | None:
+    """Bytes that this process can still write; None for a bucket, or if the disk does not report
+    them."""
+    root = handle.storage.capabilities.local_root
+    if root is None:
+        return None
+    try:
+        status = os.statvfs(root)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
+
+
+def expected_bytes(room: DiskRoom) -> int:
+    """Estimated bytes of the next commit: the largest addition of the last commits, or the whole
+    state if there are none."""
+    return max(room.new, default=room.logical)
+
+
+def warning(room: DiskRoom) -> str:
+    """A warning for people before they commit; empty while `COMMITS_AHEAD` such commits fit."""
+    wanted = expected_bytes(room)
+    if room.free is None or room.free >= COMMITS_AHEAD * wanted:
+        return ""
+    seen = f"the next commit takes about {bytes_text(wanted)}, and {bytes_text(room.free)} are free"
+    if room.free < wanted:
+        return f"{seen}: {bytes_text(wanted - room.free)} are missing; {MAKE_ROOM}"
+    return f"{seen}: enough for {room.free // wanted} like it; {MAKE_ROOM}"
+
+
+def shortage(room: DiskRoom) -> str:
+    """How many bytes a failed commit lacked, after its own bytes were removed."""
+    free, wanted = room.free or 0, expected_bytes(room)
+    if wanted > free:
+        return (
+            f"this commit takes about {bytes_text(wanted)}, and {bytes_text(free)} are free: "
+            f"{bytes_text(wanted - free)} are missing"
+        )
+    if room.logical > free:
+        missing = bytes_text(room.logical - free)
+        return (
+            f"this commit takes more than the {bytes_text(free)} that are free: up to "
+            f"{missing} "
+            "are missing"
+        )
+    return (
+        f"{bytes_text(free)} are free, enough for the {bytes_text(room.logical)} of this state "
+        "but for a quota, inodes or its metadata"
+    )
 
 
 def relief(handle: StoreHandle) -> str:
@@ -79,7 +162,7 @@ class DiskWatch:
         if looked or self._handle.storage.capabilities.local_root is None:
             return
         try:
-            room = disk_forecast.look(self._handle, self._run, logical_bytes=logical_bytes)
+            room = look(self._handle, self._run, logical_bytes=logical_bytes)
         except CkptStoreError as error:
             logger.debug("it is unknown whether the next commit fits: %s", error)
             return
@@ -88,11 +171,7 @@ class DiskWatch:
     def after(self, logical_bytes: int, new_bytes: int) -> None:
         """After each commit: warn once when space gets short for more like it, and again only
         after there was enough."""
-        self._warn(
-            disk_forecast.DiskRoom(
-                disk_forecast.free_bytes(self._handle), (new_bytes,), logical_bytes, None
-            )
-        )
+        self._warn(DiskRoom(free_bytes(self._handle), (new_bytes,), logical_bytes, None))
 
     def relieve(
         self, error: NoSpace, logical_bytes: int, peers: Collective | None, *, collect: bool
@@ -105,12 +184,12 @@ class DiskWatch:
         `NoSpace`, whose `causes` say where the disk was full.
         """
 
-        def look() -> str | None:
+        def decide() -> str | None:
             if collect and self._on_full == "gc" and self._collected():
                 return None
             return self._explanation(logical_bytes)
 
-        said = _said_by_the_first(peers, look) if peers else look()
+        said = _said_by_the_first(peers, decide) if peers else decide()
         if said is not None:
             explained = NoSpace(f"{error}{said}")
             explained.causes = error.causes
@@ -136,15 +215,15 @@ class DiskWatch:
         """The space missing for a state of this many bytes, and what would free it."""
         said = ""
         try:
-            room = disk_forecast.look(self._handle, self._run, logical_bytes=logical_bytes)
-            said += f"; {disk_forecast.shortage(room)}"
+            room = look(self._handle, self._run, logical_bytes=logical_bytes)
+            said += f"; {shortage(room)}"
             said += f"; {relief(self._handle)}"
         except CkptStoreError as other:
             logger.debug("it is unknown what could be freed: %s", other)
         return said
 
-    def _warn(self, room: disk_forecast.DiskRoom) -> None:
-        text = disk_forecast.warning(room)
+    def _warn(self, room: DiskRoom) -> None:
+        text = warning(room)
         with self._lock:
             warned, self._warned = self._warned, bool(text)
         if text and not warned:
