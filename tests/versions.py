@@ -81,7 +81,7 @@ def prepare(name: str) -> tuple[Path, str]:
         torch = f"torch=={pinned['torch']}"
         remark = f"{torch} in place of {wanted}, which comes with CUDA only (CUDA=1 takes it)"
     # Alone and first, so that no other package decides which build of it is installed.
-    pip(python, "install", torch, "setuptools")
+    pip(python, "install", torch, "setuptools>=77")
     tools = [f"{tool}=={pinned[tool.partition('[')[0]]}" for tool in TOOLS]
     pip(python, "install", *(pin for pin in pins if pin != wanted), torch, *tools)
     pip(python, "install", "--no-deps", "--no-build-isolation", "-e", ".")
