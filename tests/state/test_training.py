@@ -26,6 +26,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # torch 2.6 itself
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_resumed_in_another_process_goes_on_as_if_it_had_never_stopped(
     name: str, store: ckptstore.Store, fresh: Fresh
