@@ -20,6 +20,7 @@ SUITES = (
     "tests/maintenance/mirror/test_shared_ends.py",
     "tests/maintenance/test_gc.py",
     "tests/maintenance/test_gc_crash.py",
+    "tests/maintenance/test_grace.py",
 )
 LEFT_OUT = "memory"
 """What has nothing to do with the servers."""

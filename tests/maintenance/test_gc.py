@@ -1,7 +1,6 @@
 """gc on real stores: what is deleted, copied or kept waiting, and that a run executes its plan."""
 
 import os
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -9,23 +8,20 @@ import numpy as np
 import pytest
 
 from ckptstore.core.ids import (
-    document_key,
     log_scratch_key,
     new_session_id,
     pack_id,
     pack_key,
     twin_key,
 )
-from ckptstore.core.text import SECOND_NS
-from ckptstore.errors import Corrupt, InvalidInput
+from ckptstore.errors import Corrupt
 from ckptstore.index.chunks import LOCATION_DTYPE
-from ckptstore.log.entries import Forget, Over
+from ckptstore.log.entries import Over
 from ckptstore.log.sessions import open_session
 from ckptstore.maintenance.gc import GcOptions, collect
 from ckptstore.maintenance.gc.session_monitor import STALE_S
 from tests.maintenance import collecting
 from tests.maintenance.collecting import (
-    ALL,
     collected,
     garbage,
     leave_half_written,
@@ -147,62 +143,6 @@ def test_max_unused_leaves_a_little_dead_where_it_is(place: Site) -> None:
         store.forget([0])
         assert not store.gc(dry_run=True, max_unused=0.05, grace_s=0).plan.copies
         assert store.gc(dry_run=True, max_unused=0.0, grace_s=0).plan.copies
-
-
-# -- the grace
-
-
-def test_what_was_just_forgotten_stays_whole_until_the_grace_is_over(place: Site) -> None:
-    """By the time in the log entry that forgot it."""
-    commits = make(place, 6)
-    now_ns = time.time_ns()
-    with opened(place) as handle:
-        handle.log.append(Forget(tuple(commits[:2]), ""), time_ns=now_ns - 3601 * SECOND_NS)
-        handle.log.append(Forget(tuple(commits[2:4]), ""), time_ns=now_ns - 3000 * SECOND_NS)
-        planned = collect(handle, GcOptions(0.0), dry_run=True).plan
-        assert (set(planned.purge), set(planned.recent)) == ({*commits[:2]}, {*commits[2:4]})
-        assert "keep 2 commits: just forgotten; `ckptstore gc --now`" in str(planned)
-        assert set(collect(handle, GcOptions(0.0)).purged) == {*commits[:2]}
-    assert not garbage(place)
-    with place.open() as store:
-        store.undelete(commits[2:4])
-    verify(place, [2, 3, 4, 5])
-
-
-def test_the_grace_is_chosen_and_0_purges_at_once(place: Site) -> None:
-    commits = make(place, 6, forget=[0, 1])
-    with place.open() as store:
-        before = size_of(place)
-        assert store.gc(max_unused=1.0).freed_bytes == 0
-        assert set(store.gc(max_unused=1.0, grace_s=60).plan.recent) == {*commits[:2]}
-        assert set(store.gc(max_unused=0.0, grace_s=0).purged) == {*commits[:2]}
-        assert size_of(place) < before
-        with pytest.raises(InvalidInput, match="grace_s is -1"):
-            store.gc(grace_s=-1)
-
-
-def test_a_clock_that_was_ahead_makes_a_commit_stay_longer_unless_there_is_no_grace(
-    place: Site,
-) -> None:
-    commits = make(place, 4)
-    with opened(place) as handle:
-        ahead_ns = time.time_ns() + 10 * 86_400 * SECOND_NS
-        handle.log.append(Forget((commits[0],), ""), time_ns=ahead_ns)
-        assert collect(handle, GcOptions(0.0), dry_run=True).plan.recent == (commits[0],)
-        assert collect(handle, ALL).purged == (commits[0],)
-
-
-def test_a_damaged_commit_that_was_just_forgotten_stops_gc_until_it_does_not_wait(
-    place: Site,
-) -> None:
-    commits = make(place, 4, forget=[0])
-    with opened(place) as handle:
-        row = handle.log.replay().commits[commits[0]]
-        handle.storage.delete(document_key(row.session, commits[0]))
-        with pytest.raises(Corrupt, match=r"forget that commit and run `ckptstore gc --now`"):
-            collect(handle, GcOptions(0.0))
-        assert collect(handle, ALL).purged == (commits[0],)
-    verify(place, [1, 2, 3])
 
 
 # -- sessions
