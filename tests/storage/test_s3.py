@@ -17,8 +17,13 @@ from ckptstore.storage.contract import PART_BYTES, Storage
 from ckptstore.storage.fsspec_client import FsspecClient
 from ckptstore.storage.obstore_client import signer
 from tests.storage.test_backend import SESSION, BackendContract, written
-from tests.support.servers.proxy import proxy_to
+from tests.support.servers.proxy import Proxy, proxy_to
 from tests.support.servers.s3 import S3Server, new_url
+
+
+def through(proxy: Proxy, s3: S3Server, url: str, **options: Any) -> Storage:
+    """The place at `url`, by way of `proxy`."""
+    return open_storage(url, storage_options=s3.behind(proxy.endpoint).options(**options))
 
 
 class TestS3(BackendContract):
@@ -62,9 +67,7 @@ class TestS3(BackendContract):
         sent. Of an object that is put whole, equal bytes tell, and they may be another's."""
         lost: list[bytes] = []
         with proxy_to(s3.address) as proxy:
-            storage = open_storage(
-                url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=8)
-            )
+            storage = through(proxy, s3, url, deadline_s=8)
             storage.size("packs/aa/x")
             writer = storage.create("packs/aa/x", session=SESSION)
             writer.append([memoryview(whole := random.randbytes(size))])
@@ -127,7 +130,7 @@ class TestS3(BackendContract):
         self, url: str, s3: S3Server
     ) -> None:
         with proxy_to(s3.address) as proxy:
-            storage = open_storage(url, storage_options=s3.behind(proxy.endpoint).options())
+            storage = through(proxy, s3, url)
             for n in range(7):
                 storage.put(f"log/{n}", b"x")
                 begin_upload(s3, url, f"packs/ab/{'ab' * 12}-0-{n}")
@@ -162,7 +165,7 @@ class TestS3(BackendContract):
     ) -> None:
         whole = random.randbytes(3 * PART_BYTES + 5)
         with proxy_to(s3.address, seed) as proxy:
-            storage = open_storage(url, storage_options=s3.behind(proxy.endpoint).options())
+            storage = through(proxy, s3, url)
             setattr(proxy.faults, fault, 0.3 if fault == "busy" else 0.001)
             storage.put("packs/aa/x", whole)
         assert open_storage(url, storage_options=s3.options()).read("packs/aa/x") == whole
@@ -177,9 +180,7 @@ class TestS3(BackendContract):
             return data
 
         with proxy_to(s3.address) as proxy:
-            storage = open_storage(
-                url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=4)
-            )
+            storage = through(proxy, s3, url, deadline_s=4)
             proxy.faults.spoil = lose
             storage.put("packs/aa/x", whole := random.randbytes(3 * PART_BYTES + 5))
             assert lost
@@ -193,7 +194,7 @@ class TestS3(BackendContract):
         open_storage(url, storage_options=s3.options()).put("a", whole)
         with proxy_to(s3.address, seed) as proxy:
             setattr(proxy.faults, fault, 0.5 if fault == "busy" else 0.02)
-            storage = open_storage(url, storage_options=s3.behind(proxy.endpoint).options())
+            storage = through(proxy, s3, url)
             for _ in range(3):
                 out = memoryview(bytearray(len(whole)))
                 storage.read_into("a", 0, [out])
@@ -203,9 +204,7 @@ class TestS3(BackendContract):
         self, s3: S3Server, url: str
     ) -> None:
         with proxy_to(s3.address) as proxy:
-            storage = open_storage(
-                url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=2)
-            )
+            storage = through(proxy, s3, url, deadline_s=2)
             storage.put("a", b"x")
             storage.read("a")
             proxy.faults.silent.set()
@@ -219,9 +218,7 @@ class TestS3(BackendContract):
     ) -> None:
         """Its bytes do not fit into the buffers of the kernel, so sending them waits, too."""
         with proxy_to(s3.address) as proxy:
-            storage = open_storage(
-                url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=2)
-            )
+            storage = through(proxy, s3, url, deadline_s=2)
             storage.size("a")  # connects
             writer = storage.create("packs/aa/x", session=SESSION)
             writer.append([memoryview(bytes(10))])
@@ -287,7 +284,7 @@ class TestObstore:
 
     def test_a_read_is_one_request_and_so_is_one_in_vain(self, s3: S3Server, url: str) -> None:
         with proxy_to(s3.address) as proxy:
-            storage = open_storage(url, storage_options=s3.behind(proxy.endpoint).options())
+            storage = through(proxy, s3, url)
             storage.put("a", b"0123456789")
             out = memoryview(bytearray(4))
             storage.read("a")
@@ -303,9 +300,7 @@ class TestObstore:
         self, s3: S3Server, url: str
     ) -> None:
         with proxy_to(s3.address) as proxy:
-            storage = open_storage(
-                url, storage_options=s3.behind(proxy.endpoint).options(deadline_s=2)
-            )
+            storage = through(proxy, s3, url, deadline_s=2)
             writer = storage.create(f"packs/{SESSION[:2]}/{SESSION}-0-3", session=SESSION)
             writer.append([memoryview(bytes(PART_BYTES + 1))])
             writer.append([memoryview(bytes(PART_BYTES))])
