@@ -320,7 +320,7 @@ class ObjectStore:
                 runs.append((packs[number], run))
             else:
                 moved.extend(run.positions)
-        # As many streams as threads, each in the order of the disk.
+        # Streams in turn, each in the order of the disk, so that read-ahead works for all threads.
         stride = -(-len(runs) // streams)
         return [run for first in range(stride) for run in runs[first::stride]], moved
 
