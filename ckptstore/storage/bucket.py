@@ -91,8 +91,8 @@ class BucketStorage:
         client = _client(query, self._options.pop("client", None))
         self._deadline_s = float(self._options.pop("deadline_s", DEADLINE_S))
         scheme = _check_url(url)
-        self._is_s3 = STORES.get(scheme) == "S3Store"
-        followed = S3_OPTIONS if self._is_s3 else frozenset[str]()
+        self.is_s3 = STORES.get(scheme) == "S3Store"
+        followed = S3_OPTIONS if self.is_s3 else frozenset[str]()
         self._prefers_obstore = scheme in STORES and bool(
             client == "obstore"
             or (client is None and find_spec("obstore") and self._options.keys() <= followed)
@@ -102,7 +102,7 @@ class BucketStorage:
         self._secrets = secrets_of(self._options)
         self._clients: dict[tuple[int, float], Client] = {}
         self.in_vain = False
-        self._tried_out = scheme == "memory" or self._is_s3 or self._prefers_obstore
+        self._tried_out = scheme == "memory" or self.is_s3 or self._prefers_obstore
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         data = self._get(key, start, stop)
@@ -357,8 +357,9 @@ class BucketWriter:
     def finish(self) -> bool:
         data, self._held = b"".join(self._held), []
         if (upload := self._upload) is None:
-            if len(data) > PART_BYTES and self._storage.size(self._key) is None:
-                self._storage.put(self._key, data)  # in parts, so the name is looked up just before
+            large = self._storage.is_s3 and len(data) > PART_BYTES
+            if large and self._storage.size(self._key) is None:
+                self._storage.put(self._key, data)  # in parts, whose end has no condition
                 return True
             return put_finished(self._storage, self._key, data)
         try:
