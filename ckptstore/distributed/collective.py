@@ -324,7 +324,7 @@ class Collective:
     def _warning_when_slow(
         self, what: str, absent: Callable[[], str]
     ) -> AbstractContextManager[None]:
-        """As the function; the first time soon, where callers meet."""
+        """`waiting.warning_when_slow`; where callers meet, the first one comes soon."""
         meeting = what in self._meetings
 
         def missing() -> str:

@@ -112,8 +112,7 @@ def shortage(room: DiskRoom) -> str:
     if room.logical > free:
         missing = bytes_text(room.logical - free)
         return (
-            f"this commit takes more than the {bytes_text(free)} that are free: up to "
-            f"{missing} "
+            f"this commit takes more than the {bytes_text(free)} that are free: up to {missing} "
             "are missing"
         )
     return (
