@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from ckptstore.adopt.sources import Joined, check_tiling
 from ckptstore.core.model import Box
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.formats import export, import_path
-from ckptstore.interop.formats.sources import Joined, check_tiling
 from ckptstore.state.leaf_sources import BytesSource
 from ckptstore.store import Store
 from tests.interop.test_directories import contents

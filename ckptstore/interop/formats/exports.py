@@ -14,17 +14,13 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 from urllib.parse import unquote
 
+from ckptstore.adopt.safetensors_header import Header, encode_header, parse_header
+from ckptstore.adopt.sources import Entry, shape_around
 from ckptstore.core.model import Node
 from ckptstore.core.paths import check_path, scratch_for, sync_path
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
-from ckptstore.interop.formats.foreign_files import (
-    Entry,
-    Header,
-    encode_header,
-    parse_header,
-)
 from ckptstore.interop.formats.imports import FILES, SUFFIX, group_keys
-from ckptstore.interop.formats.sources import check_name, shape_around
+from ckptstore.interop.formats.sources import check_name
 from ckptstore.restore.reader import ReadRequest, Tree
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.storage.local_files import transfer

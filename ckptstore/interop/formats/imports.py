@@ -15,15 +15,15 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias
 
+from ckptstore.adopt.safetensors_header import Header, read_header
+from ckptstore.adopt.sources import Entry, FileRange
 from ckptstore.commit.commit_metadata import label_of
 from ckptstore.core.options import Ranks
 from ckptstore.core.text import count_text, redact, unicode_text
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.interop.formats.foreign_files import Entry, Header, read_header
 from ckptstore.interop.formats.sources import (
     DCP_METADATA,
     SNAPSHOT_METADATA,
-    FileRange,
     Piece,
     Placeholders,
     as_app_state,
