@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from ckptstore.adopt.materializing import Materialized, materialize
 from ckptstore.contents import CommitContents, Leaf, Region, box_of, leaf_of
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Box
@@ -41,6 +42,8 @@ from ckptstore.state.optimizers import unnamed
 from ckptstore.state.tensors import checked_dtype, converts, destination
 
 if TYPE_CHECKING:
+    import os
+
     import torch
 
     from ckptstore.commit.transaction import CommitStats
@@ -399,6 +402,18 @@ class Snapshot:
         that fails."""
         for tree in self._trees.values():
             self._reader.verify(tree, self.id)
+
+    def materialize(
+        self, directory: "str | os.PathLike[str]", *, select: str = "*"
+    ) -> Materialized:
+        """Write the directory that `Store.adopt` committed: every byte, mode, time and link.
+
+        `directory` is new or empty, and appears when it is complete. `select` is a glob of names of
+        files, such as `"adapter*"`. Raises `Conflict` if `directory` has content, `InvalidInput` if
+        the commit was not adopted, `NotFound` if nothing matches `select`, `Corrupt` if a file is
+        not what it was; then nothing was written.
+        """
+        return materialize(self._contents, self.id, directory, select)
 
     @property
     def _reader(self) -> Reader:

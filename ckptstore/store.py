@@ -4,14 +4,17 @@ Maintenance is in `maintenance_api`, opening in `open_store`.
 """
 
 import logging
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
+from ckptstore.adopt.adopting import adopted_state, read_twice
 from ckptstore.commit.commit_metadata import label_of
 from ckptstore.commit.schedule import Schedule, rule_of
 from ckptstore.core.ids import CommitId, check_run, check_tag
@@ -19,6 +22,7 @@ from ckptstore.core.model import CommitInfo
 from ckptstore.core.options import Async, Ranks, Verify
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
+from ckptstore.core.text import unicode_text
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import agreed, on_all
@@ -352,6 +356,42 @@ class Store(Maintenance):
         Returns False if the mirror is away or `timeout_s` have passed. `close` waits too.
         """
         return self._tier is None or self._tier.flush(timeout_s)
+
+    def adopt(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        tag: str | Sequence[str] | None = (),
+        message: str = "",
+        metrics: Mapping[str, float] | None = None,
+    ) -> Snapshot:
+        """Commit a checkpoint directory of any program; `Snapshot.materialize` writes it again.
+
+        Tensors in its files become leaves, which share chunks with other commits (docs/formats.md).
+        The directory is not changed. One process calls this, also where ranks train together.
+
+        Args:
+            directory: The directory. The store must not lie in it.
+            step, tag, message, metrics: As in `commit`.
+
+        Raises:
+            InvalidInput: It has a pipe, a socket, or a name that is not Unicode.
+            Unavailable: A file cannot be read, or changed twice while it was read.
+
+        Example:
+            >>> store.adopt("out/checkpoint-500", step=500, metrics={"eval_loss": 0.31})
+        """
+        place = Path(directory)
+        text = message or f"adopted from {unicode_text(place.name)}"
+        metadata = partial(label_of, self.run, step, tag, text, metrics)
+        flats = partial(adopted_state, place, self._internals.threads, self.url)
+
+        def make() -> Snapshot:
+            request = self._internals.request(flats, metadata, Ranks())
+            return self._internals.committed(self._internals.commit(request, None))
+
+        return read_twice(make)
 
     def close(self) -> None:
         """Wait for commits in flight, then close files and threads. Idempotent.

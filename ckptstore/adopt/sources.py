@@ -1,10 +1,12 @@
 """The bytes of files as sources of leaves: ranges read on demand, so that memory stays bounded."""
 
+import io
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from ckptstore.core.config import CHUNK_BYTES
 from ckptstore.core.geometry import byte_ranges, grid, intersect, within
@@ -32,6 +34,55 @@ class Entry:
     def box(self) -> Box:
         """The box in its global tensor; the whole tensor if it is not a shard."""
         return Box(self.saved_offsets or (0,) * len(self.shape), self.shape)
+
+
+class Window(io.RawIOBase):
+    """`size` bytes of a file from `start` on, as a file of their own, open only while it is
+    read."""
+
+    def __init__(self, path: Path, start: int, size: int) -> None:
+        super().__init__()
+        self._path, self._start, self._position = path, start, 0
+        self.size = size
+
+    def reader(self) -> io.BufferedReader:
+        """The window from its beginning, read ahead."""
+        return io.BufferedReader(Window(self._path, self._start, self.size), 1 << 16)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"offset {base + offset} lies before the file")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, out: Any) -> int:
+        here = memoryview(out)[: max(self.size - self._position, 0)]
+        if len(here):
+            read_range(self._path, self._start + self._position, here)
+            self._position += len(here)
+        return len(here)
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Bytes `offset:offset + nbytes`. Raises `ValueError` if they do not lie in the window."""
+        data = bytearray(self.part(offset, nbytes).size)
+        read_range(self._path, self._start + offset, memoryview(data))
+        return bytes(data)
+
+    def part(self, offset: int, nbytes: int) -> "Window":
+        """A window on a part of this one. Raises `ValueError` if it does not lie in it."""
+        if min(offset, nbytes) < 0 or offset + nbytes > self.size:
+            raise ValueError(f"{nbytes} bytes at {offset} are not in {self.size} bytes")
+        return Window(self._path, self._start + offset, nbytes)
 
 
 class ReadSource:
