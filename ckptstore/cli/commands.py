@@ -361,6 +361,37 @@ COMMANDS = (
         "directory for\ntorch.distributed.checkpoint).",
     ),
     Command(
+        "adopt",
+        "adopt.adopt",
+        "commit a checkpoint directory, byte for byte",
+        (
+            Option("directory", "DIR", "the directory, which is not changed"),
+            Option("--run", "RUN", "the run of the commit (default: $CKPTSTORE_RUN, else main)"),
+            Option("--step", "N", "its step", type=count),
+            several("--tag", "NAME", "a tag for it"),
+            Option("--message", "TEXT", "its message (default: the origin)", default=""),
+            several("--metric", "NAME=VALUE", "one of its metrics"),
+        ),
+        "Commit the directory DIR of any program. Tensors in its files share chunks with other "
+        "commits; nothing\nis unpickled. `materialize` writes the directory again, byte for byte.",
+    ),
+    Command(
+        "materialize",
+        "adopt.materialize",
+        "write an adopted directory again",
+        (
+            Option("ref", "REF", "the commit"),
+            Option("directory", "DIR", "a new or empty directory"),
+            _RUN,
+            Option(
+                "--select",
+                "GLOB",
+                "files, by their names in DIR (* crosses /)",
+                default="*",
+            ),
+        ),
+    ),
+    Command(
         "migrate",
         "setup.migrate",
         "update the catalog to this version, or move the log",
