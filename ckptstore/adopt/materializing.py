@@ -7,7 +7,9 @@ Nothing is written outside: names are checked before, links are made last and ne
 import fnmatch
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -24,12 +26,20 @@ from ckptstore.adopt.manifest import (
 from ckptstore.core.geometry import nbytes_of
 from ckptstore.core.paths import check_path, scratch_for, sync_path
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
+from ckptstore.repository.chunk_reader import coalesce
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import ReadRequest, Tree
 from ckptstore.state.leaf_sources import segment
 from ckptstore.storage.local_files import Descriptor, transfer
 
 BATCH_FILES = 64
 """Files that are open at once."""
+
+WRITERS = 2
+"""Threads that write files, in turns with those that read chunks for them."""
+
+_PORTION_BYTES = 32 << 20
+"""About as much is given to a thread at once."""
 
 _FILE_MODES, _FOLDER_MODES = 0o777, 0o3777
 """Modes that are set again: no file that was adopted runs as somebody else."""
@@ -91,8 +101,8 @@ def materialize(
                 "another name"
             )
         target.parent.mkdir(parents=True, exist_ok=True)
-        with scratch_for(target) as scratch:
-            _build(contents, manifest, plan, scratch)
+        with scratch_for(target) as scratch, closing(ThreadPool(WRITERS)) as writers:
+            _build(contents, manifest, plan, scratch, writers)
             os.rename(scratch, target)
         _restore_folder(target, manifest.folders[""])
         sync_path(target.parent)
@@ -214,7 +224,11 @@ def _unusable(name: str, why: str) -> InvalidInput:
 
 
 def _build(
-    contents: Contents, manifest: Manifest, plan: Mapping[str, _FilePlan], root: Path
+    contents: Contents,
+    manifest: Manifest,
+    plan: Mapping[str, _FilePlan],
+    root: Path,
+    writers: ThreadPool,
 ) -> None:
     """Write everything below `root`; of `root` itself, its mode and time are left to be set."""
     for name in sorted(manifest.folders):
@@ -222,9 +236,9 @@ def _build(
     names = list(plan)
     for first in range(0, len(names), BATCH_FILES):
         some = {name: plan[name] for name in names[first : first + BATCH_FILES]}
-        _write_files(contents, some, root)
-    for name, file in manifest.files.items():
-        _finish(root / name, name, file)
+        _write_files(contents, some, root, writers)
+    files = [(root / name, name, file) for name, file in manifest.files.items()]
+    writers.spread(lambda file: _finish(*file), files)
     for name, link in manifest.links.items():
         (root / name).symlink_to(link.target)
         os.utime(root / name, ns=(link.mtime_ns, link.mtime_ns), follow_symlinks=False)
@@ -239,12 +253,17 @@ def _restore_folder(path: Path, folder: Folder) -> None:
     os.utime(path, ns=(folder.mtime_ns, folder.mtime_ns))
 
 
-def _write_files(contents: Contents, plan: Mapping[str, _FilePlan], root: Path) -> None:
+def _write_files(
+    contents: Contents, plan: Mapping[str, _FilePlan], root: Path, writers: ThreadPool
+) -> None:
     """Write files, whose names are new."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     for name, each in plan.items():
         each.opened(Descriptor(os.open(root / name, flags, 0o600)))
-    contents.read([read for each in plan.values() for read in each.reads])
+    reads = [read for each in plan.values() for read in each.reads]
+    ends = list(accumulate((read.nbytes for read in reads), initial=0))
+    portions = [reads[part] for part in coalesce(ends[:-1], ends[1:], limit_bytes=_PORTION_BYTES)]
+    writers.spread(contents.read, portions)
     for each in plan.values():
         each.opened(None)
 
