@@ -16,6 +16,7 @@ from ckptstore.adopt.manifest import (
     FILES,
     MANIFEST,
     MODEL,
+    RESERVED,
     FileRecipe,
     LeafPart,
     Manifest,
@@ -64,17 +65,17 @@ def adopted_state(root: Path, threads: ThreadPool, store: str) -> Flats:
             f"the store {store} lies in {root}; adopt a directory without it, such as one "
             "checkpoint's"
         )
-    listing = list_directory(root)
+    return state_of(list_directory(root), threads)
+
+
+def state_of(listing: Listing, threads: ThreadPool) -> Flats:
+    """The state of what is listed. Raises `Unavailable` if it cannot be read or changes."""
     files: dict[str, HashedFile] = {}
 
     def read(item: tuple[str, Path]) -> None:
         files[item[0]] = hash_file(item[1])
 
     threads.spread(read, list(listing.files.items()))
-    return _state(listing, files)
-
-
-def _state(listing: Listing, files: Mapping[str, HashedFile]) -> Flats:
     layout = _Layout(files)
     for group, found in _grouped(_parsed(listing, files)):
         layout.take(group, found)
@@ -185,7 +186,7 @@ class _Layout:
         names; if they took that too, the file stays a literal."""
         for group in (key, found.file):
             taken = self._groups.get(group, {})
-            if group not in (FILES, MANIFEST) and not any(
+            if group not in RESERVED and not any(
                 entry.name in taken and not _may_join(entry, taken[entry.name])
                 for entry in found.entries
             ):
@@ -239,9 +240,9 @@ class _Layout:
         for entry in self.entries(file):
             if entry.start > position:
                 parts.append(entry.start - position)
-            alone = len(self._groups[key][entry.name]) == 1
-            path = f"{segment(key)}/{segment(entry.name)}"
-            parts.append(LeafPart(path, None if alone else entry.box))
+            boxes = [other.box for _, other in self._groups[key][entry.name]]
+            path, shape = f"{segment(key)}/{segment(entry.name)}", shape_around(boxes)
+            parts.append(LeafPart(path, entry.dtype, shape, entry.box if len(boxes) > 1 else None))
             position = entry.stop
         rest = self._files[file].size - position
         return (*parts, rest) if rest else tuple(parts)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 from ckptstore.adopt.directory import Folder, Link
-from ckptstore.core.model import Box
+from ckptstore.core.geometry import WIDTHS
+from ckptstore.core.model import Box, Shape
 from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.objects import canonical
 from ckptstore.objects.canonical import field
@@ -18,6 +19,7 @@ from ckptstore.objects.canonical import field
 FILES = "files"
 MANIFEST = "manifest"
 MODEL = "model"
+RESERVED = (FILES, MANIFEST)
 
 VERSION = 1
 _TIME = re.compile(r"-?[0-9]{1,19}")
@@ -26,9 +28,11 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class LeafPart:
-    """All bytes of a leaf, or those of a box of it."""
+    """All bytes of a tensor, or those of a box of it. `dtype` and `shape` are the tensor's."""
 
     path: str
+    dtype: str
+    shape: Shape
     box: Box | None = None
 
 
@@ -81,7 +85,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def _part_to_json(part: Part) -> Any:
     if isinstance(part, int):
         return part
-    return [part.path] if part.box is None else [part.path, *map(list, part.box)]
+    return [part.path, part.dtype, list(part.shape), *map(list, part.box or ())]
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -136,10 +140,11 @@ def _file(found: Any) -> FileRecipe:
 def _part(found: Any) -> Part:
     if _are_counts([found]):
         return int(found)
-    path, *box = found
-    if not isinstance(path, str) or len(box) not in (0, 2) or not all(map(_are_counts, box)):
+    path, dtype, shape, *box = found
+    named = isinstance(path, str) and isinstance(dtype, str) and dtype in WIDTHS
+    if not named or len(box) not in (0, 2) or not all(map(_are_counts, (shape, *box))):
         _refuse(f"{str(found)[:80]} is not a part of a file")
-    return LeafPart(path, Box(*map(tuple, box)) if box else None)
+    return LeafPart(path, dtype, tuple(shape), Box(*map(tuple, box)) if box else None)
 
 
 def _are_counts(values: Any) -> bool:

@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -24,9 +23,9 @@ from ckptstore.adopt.manifest import (
     decode_manifest,
 )
 from ckptstore.core.geometry import nbytes_of
+from ckptstore.core.model import Box
 from ckptstore.core.paths import check_path, scratch_for, sync_path
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
-from ckptstore.repository.chunk_reader import coalesce
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import ReadRequest, Tree
 from ckptstore.state.leaf_sources import segment
@@ -35,11 +34,8 @@ from ckptstore.storage.local_files import Descriptor, transfer
 BATCH_FILES = 64
 """Files that are open at once."""
 
-WRITERS = 2
-"""Threads that write files, in turns with those that read chunks for them."""
-
-_PORTION_BYTES = 32 << 20
-"""About as much is given to a thread at once."""
+COMPARING = 2
+"""Threads that compare files with their hashes."""
 
 _FILE_MODES, _FOLDER_MODES = 0o777, 0o3777
 """Modes that are set again: no file that was adopted runs as somebody else."""
@@ -69,15 +65,20 @@ class Materialized:
     bytes: int
 
 
+def is_adopted(contents: Contents) -> bool:
+    """Whether the commit says how to write files again."""
+    tree = contents.trees.get(MANIFEST)
+    return tree is not None and tree.schema.kinds == ("bytes",) and FILES in contents.trees
+
+
 def manifest_of(contents: Contents, commit: str) -> Manifest:
     """The manifest of an adopted commit. Raises `InvalidInput` for any other commit."""
-    tree = contents.trees.get(MANIFEST)
-    if tree is None or tree.schema.kinds != ("bytes",) or FILES not in contents.trees:
+    if not is_adopted(contents):
         raise InvalidInput(
             f"commit {commit[:12]} was not adopted from a directory: it has no manifest; write it "
             "with `ckptstore export`"
         )
-    return decode_manifest(contents.leaf_bytes(tree, 0))
+    return decode_manifest(contents.leaf_bytes(contents.trees[MANIFEST], 0))
 
 
 def materialize(
@@ -92,7 +93,6 @@ def materialize(
     target = Path(directory)
     check_path(target)
     manifest = _selected(manifest_of(contents, commit), select, commit)
-    plan = {name: _plan(contents, name, file) for name, file in manifest.files.items()}
     target = target.resolve() if target.is_symlink() else target
     try:
         if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
@@ -101,8 +101,8 @@ def materialize(
                 "another name"
             )
         target.parent.mkdir(parents=True, exist_ok=True)
-        with scratch_for(target) as scratch, closing(ThreadPool(WRITERS)) as writers:
-            _build(contents, manifest, plan, scratch, writers)
+        with scratch_for(target) as scratch:
+            write_tree(contents, manifest, scratch)
             os.rename(scratch, target)
         _restore_folder(target, manifest.folders[""])
         sync_path(target.parent)
@@ -207,38 +207,45 @@ def _leaf(contents: Contents, name: str, part: LeafPart) -> tuple[Tree, int, int
         tree, number = contents.find(part.path)
     except NotFound as error:
         raise _unusable(name, f"the commit has no leaf {part.path[:80]!r}") from error
-    if part.box is None:
-        return tree, number, tree.raw_bytes(number)
-    shape = tree.schema.shapes[number]
-    fits = tree.schema.kinds[number] == "tensor" and (
-        len(shape) == len(part.box.offsets) == len(part.box.lengths)
-        and all(o + n <= size for o, n, size in zip(*part.box, shape, strict=True))
-    )
-    if not fits:
+    schema = tree.schema
+    if (schema.kinds[number], schema.dtypes[number], schema.shapes[number]) != (
+        "tensor",
+        part.dtype,
+        part.shape,
+    ):
+        raise InvalidInput(
+            f"{part.path} is not what its file says, {part.dtype}{list(part.shape)}; choose a "
+            "--format of `ckptstore export`"
+        )
+    box = part.box or Box.whole(part.shape)
+    if not (
+        len(part.shape) == len(box.offsets) == len(box.lengths)
+        and all(o + n <= size for o, n, size in zip(*box, part.shape, strict=True))
+    ):
         raise _unusable(name, f"{part.path[:80]!r} has no such part")
-    return tree, number, nbytes_of(tree.schema.dtypes[number], part.box.lengths)
+    return tree, number, nbytes_of(part.dtype, box.lengths)
 
 
 def _unusable(name: str, why: str) -> InvalidInput:
     return InvalidInput(f"the manifest cannot be used: {name[:80]!r}: {why}")
 
 
-def _build(
-    contents: Contents,
-    manifest: Manifest,
-    plan: Mapping[str, _FilePlan],
-    root: Path,
-    writers: ThreadPool,
-) -> None:
-    """Write everything below `root`; of `root` itself, its mode and time are left to be set."""
+def write_tree(contents: Contents, manifest: Manifest, root: Path, *, compare: bool = True) -> None:
+    """Write everything to the new directory `root`, whose mode and time are left to be set.
+
+    Without `compare`, files are not compared with their hashes: the commit may have other tensors
+    of the same shapes. Raises as `materialize`.
+    """
+    plan = {name: _plan(contents, name, file) for name, file in manifest.files.items()}
     for name in sorted(manifest.folders):
         (root / name).mkdir(mode=0o700)
     names = list(plan)
     for first in range(0, len(names), BATCH_FILES):
         some = {name: plan[name] for name in names[first : first + BATCH_FILES]}
-        _write_files(contents, some, root, writers)
-    files = [(root / name, name, file) for name, file in manifest.files.items()]
-    writers.spread(lambda file: _finish(*file), files)
+        _write_files(contents, some, root)
+    files = [(root / name, name, file, compare) for name, file in manifest.files.items()]
+    with closing(ThreadPool(COMPARING)) as threads:
+        threads.spread(lambda file: _finish(*file), files)
     for name, link in manifest.links.items():
         (root / name).symlink_to(link.target)
         os.utime(root / name, ns=(link.mtime_ns, link.mtime_ns), follow_symlinks=False)
@@ -253,28 +260,22 @@ def _restore_folder(path: Path, folder: Folder) -> None:
     os.utime(path, ns=(folder.mtime_ns, folder.mtime_ns))
 
 
-def _write_files(
-    contents: Contents, plan: Mapping[str, _FilePlan], root: Path, writers: ThreadPool
-) -> None:
+def _write_files(contents: Contents, plan: Mapping[str, _FilePlan], root: Path) -> None:
     """Write files, whose names are new."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     for name, each in plan.items():
         each.opened(Descriptor(os.open(root / name, flags, 0o600)))
-    reads = [read for each in plan.values() for read in each.reads]
-    ends = list(accumulate((read.nbytes for read in reads), initial=0))
-    portions = [reads[part] for part in coalesce(ends[:-1], ends[1:], limit_bytes=_PORTION_BYTES)]
-    writers.spread(contents.read, portions)
+    contents.read([read for each in plan.values() for read in each.reads])
     for each in plan.values():
         each.opened(None)
 
 
-def _finish(path: Path, name: str, file: FileRecipe) -> None:
+def _finish(path: Path, name: str, file: FileRecipe, compare: bool) -> None:
     """Compare a file with its recipe, make it durable, and give it its mode and time."""
-    found = path.stat().st_size, hexdigest_of(path)
-    if found != (file.size, file.blake3):
+    if compare and (found := hexdigest_of(path)) != file.blake3:
         raise Corrupt(
-            f"{name[:80]!r} is not the file that was adopted: wanted {file.size} bytes with the "
-            f"BLAKE3 {file.blake3[:12]}, got {found[0]} with {found[1][:12]}; run `ckptstore fsck`"
+            f"{name[:80]!r} is not the file that was adopted: its BLAKE3 is {found[:12]}; wanted "
+            f"{file.blake3[:12]}; run `ckptstore fsck`"
         )
     sync_path(path)
     path.chmod(file.mode & _FILE_MODES)

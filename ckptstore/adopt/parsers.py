@@ -107,7 +107,7 @@ def checked(entries: Iterable[Entry], size: int) -> list[Entry]:
             entry.stop - entry.start
         ):
             raise ValueError(f"{entry.name[:80]!r} is not as long as its shape says")
-        name = entry.name[:_NAME_MAX].encode("utf-8", "replace").decode() or "tensor"
+        name = entry.name[:_NAME_MAX].encode("utf-8", "replace").decode()
         if (name, entry.saved_offsets) in names:
             name = f"{name}~{len(names)}"
         names.add((name, entry.saved_offsets))

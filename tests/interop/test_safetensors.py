@@ -243,8 +243,8 @@ def test_a_file_that_shrinks_meanwhile_makes_no_commit(
 
     flats = imports.flats_of
 
-    def shrinking(plan: Any) -> Any:
-        made = flats(plan)
+    def shrinking(*args: Any) -> Any:
+        made = flats(*args)
         with open(tmp_path / "model.safetensors", "r+b") as file:
             file.truncate(1000)
         return made

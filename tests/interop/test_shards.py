@@ -66,7 +66,7 @@ def test_shards_become_the_tensors_that_the_ranks_had_together_and_the_same_file
     )
     (tmp_path / "hf" / "config.json").write_text("{}")
     made = import_path(store, tmp_path / "hf")
-    assert made.keys() == ["model", "files"]
+    assert made.keys() == ["model", "files", "manifest"]
     state = made.state_dict("model")
     assert (
         state.keys() == {"w", "b", "step"}
@@ -89,7 +89,7 @@ def test_what_was_consolidated_beside_its_shards_is_a_model_of_its_own(
     write_shard(tmp_path / "hf" / "sharded", 1, {"w": rows(W, 0, 4)})
     write_shard(tmp_path / "hf" / "sharded", 2, {"w": rows(W, 4, 10)})
     made = import_path(store, tmp_path / "hf")
-    assert made.keys() == ["model", "sharded/model", "files"]
+    assert made.keys() == ["model", "sharded/model", "files", "manifest"]
     assert torch.equal(made.state_dict("sharded/model")["w"], made.state_dict("model")["w"])
     export(made, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "hf")

@@ -195,14 +195,6 @@ class Placeholders:
         return flats
 
 
-def files_key(key: str, sources: Mapping[str, Source]) -> FlatState:
-    """A key whose value is a dict of bytes, by name."""
-    from ckptstore.state.flatten import flatten
-
-    schema = flatten({key: dict.fromkeys(sources, b"")})[key].schema
-    return FlatState(schema, list(sources.values()))
-
-
 @contextmanager
 def foreign_metadata(path: Path, what: str) -> Iterator[None]:
     """Name `path` in the `InvalidInput` for metadata that cannot be parsed as `what`, and in the

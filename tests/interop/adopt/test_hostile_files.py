@@ -359,6 +359,8 @@ def parts(*found: Any) -> Callable[[Any], object]:
     return lambda document: document["files"]["model.safetensors"].update(parts=list(found))
 
 
+W = ("model/w", "float32", [300, 300])
+
 FORGERIES: dict[str, tuple[Callable[[Any], object], str]] = {
     "above": (renamed("../config.json"), "is not the name of a file"),
     "absolute": (renamed("/tmp/config.json"), "is not the name of a file"),
@@ -375,9 +377,17 @@ FORGERIES: dict[str, tuple[Callable[[Any], object], str]] = {
     "a list": (lambda d: d.update(files=[]), "damaged"),
     "too short": (parts(7), "literal has not the 7 bytes"),
     "negative": (parts(-1), "damaged|not a part"),
-    "an unknown leaf": (parts(["model/none"]), "has no leaf"),
-    "a box outside": (parts(["model/w", [200, 0], [200, 300]]), "has no such part"),
-    "a box of other dimensions": (parts(["model/w", [0], [1]]), "has no such part"),
+    "an unknown leaf": (parts(["model/none", "float32", [300, 300]]), "has no leaf"),
+    "a box outside": (
+        parts(["model/w", "float32", [300, 300], [200, 0], [200, 300]]),
+        "has no such part",
+    ),
+    "a box of other dimensions": (
+        parts(["model/w", "float32", [300, 300], [0], [1]]),
+        "has no such part",
+    ),
+    "another dtype": (parts(["model/w", "int32", [300, 300]]), r"not what its file says, int32"),
+    "an unknown dtype": (parts(["model/w", "x", [300, 300]]), "not a part"),
     "a size": (lambda d: d["files"]["config.json"].update(size=9), "wanted 9"),
     "no hash": (lambda d: d["files"]["config.json"].update(blake3="x"), "has no hash|no size"),
 }
