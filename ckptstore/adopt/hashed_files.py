@@ -107,16 +107,6 @@ def hash_file(path: Path) -> HashedFile:
     return HashedFile(path, position, mode, before.st_mtime_ns, hashed.hexdigest(), bytes(sums))
 
 
-def hexdigest_of(path: Path) -> str:
-    """The BLAKE3 of a file."""
-    hashed = blake3()
-    with open(path, "rb", buffering=0) as file:
-        buffer = memoryview(bytearray(_READ_BYTES))
-        while count := file.readinto(buffer):
-            hashed.update(buffer[:count])
-    return hashed.hexdigest()
-
-
 def _open(path: Path) -> Descriptor:
     try:
         return Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 from ckptstore.adopt.directory import Folder, Link
+from ckptstore.adopt.sources import check_tiling
 from ckptstore.core.geometry import WIDTHS
 from ckptstore.core.model import Box, Shape
 from ckptstore.errors import CkptStoreError, InvalidInput
@@ -105,6 +106,7 @@ def decode_manifest(data: bytes) -> Manifest:
     except (AttributeError, CkptStoreError, LookupError, TypeError, ValueError) as error:
         raise InvalidInput(f"the manifest of an adopted directory is damaged: {error}") from error
     _check_names(manifest)
+    _check_parts(manifest)
     return manifest
 
 
@@ -165,6 +167,20 @@ def _check_names(manifest: Manifest) -> None:
             _refuse(f"{name[:80]!r} is not the name of a file in the directory")
         if name and "/".join(parts[:-1]) not in manifest.folders:
             _refuse(f"what {name[:80]!r} would lie in is not a directory")
+
+
+def _check_parts(manifest: Manifest) -> None:
+    """Raise `InvalidInput` if files have the same bytes of a leaf twice, or lack some."""
+    boxes: dict[tuple[str, str, Shape], list[Box]] = {}
+    for file in manifest.files.values():
+        for part in file.parts:
+            if isinstance(part, LeafPart):
+                box = part.box or Box.whole(part.shape)
+                boxes.setdefault((part.path, part.dtype, part.shape), []).append(box)
+    if len({path for path, _, _ in boxes}) != len(boxes):
+        _refuse("a leaf is there with two shapes")
+    for (path, _, shape), stored in boxes.items():
+        check_tiling(f"{path} in the manifest", shape, stored)
 
 
 def _refuse(why: str) -> NoReturn:

@@ -8,12 +8,14 @@ import fnmatch
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
+from blake3 import blake3
+
 from ckptstore.adopt.directory import Folder
-from ckptstore.adopt.hashed_files import hexdigest_of
 from ckptstore.adopt.manifest import (
     FILES,
     MANIFEST,
@@ -26,17 +28,19 @@ from ckptstore.core.geometry import nbytes_of
 from ckptstore.core.model import Box
 from ckptstore.core.paths import check_path, scratch_for, sync_path
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
+from ckptstore.repository.chunk_reader import coalesce
 from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.restore.reader import ReadRequest, Tree
+from ckptstore.restore.reader import Memory, ReadRequest, Tree
 from ckptstore.state.leaf_sources import segment
 from ckptstore.storage.local_files import Descriptor, transfer
 
-BATCH_FILES = 64
-"""Files that are open at once."""
+WINDOW_BYTES = 4 << 20
+"""As much of a file, or a chunk, is read, hashed and written at once, in the processor's cache."""
 
-COMPARING = 2
-"""Threads that compare files with their hashes."""
+WRITERS = 2
+"""Files that are written at once."""
 
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_MODES, _FOLDER_MODES = 0o777, 0o3777
 """Modes that are set again: no file that was adopted runs as somebody else."""
 
@@ -141,68 +145,69 @@ def _above(name: str) -> Iterator[str]:
         yield name
 
 
-@dataclass(slots=True)
-class _Into:
-    """A destination in a file: bytes of a leaf from `begin` on go to `offset`, for each of its
-    ranges, which follow each other in the leaf."""
-
-    ranges: list[tuple[int, int, int]] = field(default_factory=list)
-    file: Descriptor | None = None
-
-    def memory(self) -> None:
-        """Bytes are passed to `write`."""
-
-    def write(self, start: int, data: memoryview) -> None:
-        assert self.file is not None
-        for begin, stop, offset in self.ranges:
-            first, end = max(start, begin), min(start + len(data), stop)
-            if first < end:
-                here = data[first - start : end - start]
-                transfer(os.pwritev, self.file.fd, offset + first - begin, [here])
-
-
 @dataclass(frozen=True, slots=True)
-class _FilePlan:
-    """The reads that make up a file, and where each goes."""
+class _Piece:
+    """A box of a leaf whose bytes follow each other in a file."""
 
-    reads: tuple[ReadRequest, ...]
-    places: tuple[_Into, ...]
-
-    def opened(self, file: Descriptor | None) -> None:
-        """Send the bytes to `file`."""
-        for place in self.places:
-            place.file = file
+    tree: Tree
+    number: int
+    box: Box
+    nbytes: int
 
 
-def _plan(contents: Contents, name: str, recipe: FileRecipe) -> _FilePlan:
-    """How to write a file. Raises `InvalidInput` unless its parts add up to it."""
-    literal, position, begin = _Into(), 0, 0
-    reads, places = [], []
-    for part in recipe.parts:
-        if isinstance(part, LeafPart):
-            tree, number, nbytes = _leaf(contents, name, part)
-            places.append(_Into([(0, nbytes, position)]))
-            reads.append(ReadRequest(tree, number, places[-1], part.box))
-            position += nbytes
-        else:
-            literal.ranges.append((begin, begin + part, position))
-            begin, position = begin + part, position + part
+def _plan(contents: Contents, name: str, recipe: FileRecipe) -> list[_Piece]:
+    """The pieces of a file, in order. Raises `InvalidInput` unless they add up to it."""
     try:
-        tree, number = contents.find(f"{FILES}/{segment(name)}")
+        literal, number = contents.find(f"{FILES}/{segment(name)}")
     except NotFound as error:
         raise _unusable(name, "the commit has no literal of it") from error
-    if tree.schema.kinds[number] != "bytes" or tree.raw_bytes(number) != begin:
+    if literal.schema.kinds[number] != "bytes":
+        raise _unusable(name, "its literal is no bytes")
+    literal.check(number)
+    pieces: list[_Piece] = []
+    position = begin = 0
+    for part in recipe.parts:
+        if isinstance(part, LeafPart):
+            tree, leaf, box = _leaf(contents, name, part)
+            found = _Piece(tree, leaf, box, nbytes_of(part.dtype, box.lengths))
+        else:
+            found = _Piece(literal, number, Box((begin,), (part,)), part)
+            begin += part
+        pieces += _split(found, _window_bytes(literal))
+        position += found.nbytes
+    if literal.raw_bytes(number) != begin:
         raise _unusable(name, f"its literal has not the {begin} bytes that its parts take")
     if position != recipe.size:
         raise _unusable(name, f"its parts have {position} bytes; wanted {recipe.size}")
-    if begin:
-        places.append(literal)
-        reads.append(ReadRequest(tree, number, literal))
-    return _FilePlan(tuple(reads), tuple(places))
+    return pieces
 
 
-def _leaf(contents: Contents, name: str, part: LeafPart) -> tuple[Tree, int, int]:
-    """The leaf of a part, and the bytes that the part takes."""
+def _split(piece: _Piece, limit_bytes: int) -> Iterator[_Piece]:
+    """A piece as pieces of at most `limit_bytes`, cut where the grid is if that is possible."""
+    (offsets, lengths), nbytes = piece.box, piece.nbytes
+    dim = next((i for i, n in enumerate(lengths) if n > 1), None)
+    if nbytes <= limit_bytes or dim is None:
+        if nbytes:
+            yield piece
+        return
+    row = nbytes // lengths[dim]
+    rows = 1 << max((limit_bytes // row).bit_length() - 1, 0)
+    for first in range(0, lengths[dim], rows):
+        count = min(rows, lengths[dim] - first)
+        box = Box(
+            (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :]),
+            (*lengths[:dim], count, *lengths[dim + 1 :]),
+        )
+        yield from _split(_Piece(piece.tree, piece.number, box, row * count), limit_bytes)
+
+
+def _window_bytes(tree: Tree) -> int:
+    """The most bytes of a window: less than a chunk would read chunks twice."""
+    return max(WINDOW_BYTES, tree.chunk_bytes)
+
+
+def _leaf(contents: Contents, name: str, part: LeafPart) -> tuple[Tree, int, Box]:
+    """The leaf of a part, and the box of it that the part takes."""
     try:
         tree, number = contents.find(part.path)
     except NotFound as error:
@@ -217,13 +222,8 @@ def _leaf(contents: Contents, name: str, part: LeafPart) -> tuple[Tree, int, int
             f"{part.path} is not what its file says, {part.dtype}{list(part.shape)}; choose a "
             "--format of `ckptstore export`"
         )
-    box = part.box or Box.whole(part.shape)
-    if not (
-        len(part.shape) == len(box.offsets) == len(box.lengths)
-        and all(o + n <= size for o, n, size in zip(*box, part.shape, strict=True))
-    ):
-        raise _unusable(name, f"{part.path[:80]!r} has no such part")
-    return tree, number, nbytes_of(part.dtype, box.lengths)
+    tree.check(number)  # before it is cut into pieces
+    return tree, number, part.box or Box.whole(part.shape)
 
 
 def _unusable(name: str, why: str) -> InvalidInput:
@@ -239,13 +239,12 @@ def write_tree(contents: Contents, manifest: Manifest, root: Path, *, compare: b
     plan = {name: _plan(contents, name, file) for name, file in manifest.files.items()}
     for name in sorted(manifest.folders):
         (root / name).mkdir(mode=0o700)
-    names = list(plan)
-    for first in range(0, len(names), BATCH_FILES):
-        some = {name: plan[name] for name in names[first : first + BATCH_FILES]}
-        _write_files(contents, some, root)
-    files = [(root / name, name, file, compare) for name, file in manifest.files.items()]
-    with closing(ThreadPool(COMPARING)) as threads:
-        threads.spread(lambda file: _finish(*file), files)
+
+    def write(name: str) -> None:
+        _write_file(contents, plan[name], root / name, manifest.files[name], compare)
+
+    with closing(ThreadPool(WRITERS)) as threads:
+        threads.spread(write, list(plan))
     for name, link in manifest.links.items():
         (root / name).symlink_to(link.target)
         os.utime(root / name, ns=(link.mtime_ns, link.mtime_ns), follow_symlinks=False)
@@ -260,23 +259,31 @@ def _restore_folder(path: Path, folder: Folder) -> None:
     os.utime(path, ns=(folder.mtime_ns, folder.mtime_ns))
 
 
-def _write_files(contents: Contents, plan: Mapping[str, _FilePlan], root: Path) -> None:
-    """Write files, whose names are new."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    for name, each in plan.items():
-        each.opened(Descriptor(os.open(root / name, flags, 0o600)))
-    contents.read([read for each in plan.values() for read in each.reads])
-    for each in plan.values():
-        each.opened(None)
-
-
-def _finish(path: Path, name: str, file: FileRecipe, compare: bool) -> None:
-    """Compare a file with its recipe, make it durable, and give it its mode and time."""
-    if compare and (found := hexdigest_of(path)) != file.blake3:
+def _write_file(
+    contents: Contents, pieces: Sequence[_Piece], path: Path, recipe: FileRecipe, compare: bool
+) -> None:
+    """Write a file whose name is new, window by window, and compare it with its hash. It is durable
+    when this returns, and has its mode and time."""
+    file = Descriptor(os.open(path, _NEW, 0o600))
+    hashed, position = blake3(), 0
+    limit = max((_window_bytes(piece.tree) for piece in pieces), default=0)
+    buffer = memoryview(bytearray(min(limit, recipe.size)))
+    ends = list(accumulate((piece.nbytes for piece in pieces), initial=0))
+    for window in coalesce(ends[:-1], ends[1:], limit_bytes=limit):
+        reads, size = [], 0
+        for piece in pieces[window]:
+            here = Memory(buffer[size : size + piece.nbytes])
+            reads.append(ReadRequest(piece.tree, piece.number, here, piece.box))
+            size += piece.nbytes
+        contents.read(reads)
+        hashed.update(buffer[:size])
+        transfer(os.pwritev, file.fd, position, [buffer[:size]])
+        position += size
+    if compare and (found := hashed.hexdigest()) != recipe.blake3:
         raise Corrupt(
-            f"{name[:80]!r} is not the file that was adopted: its BLAKE3 is {found[:12]}; wanted "
-            f"{file.blake3[:12]}; run `ckptstore fsck`"
+            f"{path.name[:80]!r} is not the file that was adopted: its BLAKE3 is {found[:12]}; "
+            f"wanted {recipe.blake3[:12]}; run `ckptstore fsck`"
         )
-    sync_path(path)
-    path.chmod(file.mode & _FILE_MODES)
-    os.utime(path, ns=(file.mtime_ns, file.mtime_ns))
+    os.fchmod(file.fd, recipe.mode & _FILE_MODES)
+    os.utime(file.fd, ns=(recipe.mtime_ns, recipe.mtime_ns))
+    os.fsync(file.fd)

@@ -378,14 +378,15 @@ FORGERIES: dict[str, tuple[Callable[[Any], object], str]] = {
     "too short": (parts(7), "literal has not the 7 bytes"),
     "negative": (parts(-1), "damaged|not a part"),
     "an unknown leaf": (parts(["model/none", "float32", [300, 300]]), "has no leaf"),
-    "a box outside": (
-        parts(["model/w", "float32", [300, 300], [200, 0], [200, 300]]),
-        "has no such part",
+    "a box outside": (parts([*W, [200, 0], [200, 300]]), "lies outside the shape"),
+    "a box of other dimensions": (parts([*W, [0], [1]]), "has other dimensions"),
+    "a leaf twice": (parts([*W], [*W]), "overlap"),
+    "half of a leaf": (parts([*W, [0, 0], [150, 300]]), "the boxes hold"),
+    "boxes that overlap": (
+        parts([*W, [0, 0], [200, 300]], [*W, [100, 0], [200, 300]]),
+        "overlap",
     ),
-    "a box of other dimensions": (
-        parts(["model/w", "float32", [300, 300], [0], [1]]),
-        "has no such part",
-    ),
+    "two shapes": (parts([*W], ["model/w", "float32", [90_000]]), "two shapes"),
     "another dtype": (parts(["model/w", "int32", [300, 300]]), r"not what its file says, int32"),
     "an unknown dtype": (parts(["model/w", "x", [300, 300]]), "not a part"),
     "a size": (lambda d: d["files"]["config.json"].update(size=9), "wanted 9"),
