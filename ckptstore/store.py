@@ -382,7 +382,7 @@ class Store(Maintenance):
         Example:
             >>> store.adopt("out/checkpoint-500", step=500, metrics={"eval_loss": 0.31})
         """
-        place = Path(directory)
+        place = Path(directory).absolute()
         text = message or f"adopted from {unicode_text(place.name)}"
         metadata = partial(label_of, self.run, step, tag, text, metrics)
         flats = partial(adopted_state, place, self._internals.threads, self.url)

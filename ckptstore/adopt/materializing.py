@@ -94,10 +94,12 @@ def materialize(
     a commit that was not adopted, `Corrupt` if a file is not what it was. After an error nothing
     was written.
     """
-    target = Path(directory)
-    check_path(target)
+    check_path(directory)
+    target = Path(os.path.abspath(directory))
     manifest = _selected(manifest_of(contents, commit), select, commit)
     target = target.resolve() if target.is_symlink() else target
+    if target == Path.cwd():
+        raise Conflict(f"{target} is the working directory; name one that can be replaced")
     try:
         if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
             raise Conflict(
@@ -259,6 +261,34 @@ def _restore_folder(path: Path, folder: Folder) -> None:
     os.utime(path, ns=(folder.mtime_ns, folder.mtime_ns))
 
 
+def _read_window(contents: Contents, pieces: Sequence[_Piece], out: memoryview) -> int:
+    """Read pieces into `out`, one behind the other; returns their bytes. The literal's bytes, which
+    follow each other in its leaf, are read at once, since many may lie in one chunk."""
+    reads: list[ReadRequest] = []
+    literals: list[tuple[_Piece, memoryview]] = []
+    size = 0
+    for piece in pieces:
+        here = out[size : size + piece.nbytes]
+        size += piece.nbytes
+        if piece.tree.schema.kinds[piece.number] == "bytes":
+            literals.append((piece, here))
+        else:
+            reads.append(ReadRequest(piece.tree, piece.number, Memory(here), piece.box))
+    if literals:
+        first = literals[0][0]
+        total = sum(len(here) for _, here in literals)
+        joined = literals[0][1] if len(literals) == 1 else memoryview(bytearray(total))
+        box = Box(first.box.offsets, (total,))
+        reads.append(ReadRequest(first.tree, first.number, Memory(joined), box))
+    contents.read(reads)
+    if len(literals) > 1:
+        position = 0
+        for piece, here in literals:
+            here[:] = joined[position : position + piece.nbytes]
+            position += piece.nbytes
+    return size
+
+
 def _write_file(
     contents: Contents, pieces: Sequence[_Piece], path: Path, recipe: FileRecipe, compare: bool
 ) -> None:
@@ -270,12 +300,7 @@ def _write_file(
     buffer = memoryview(bytearray(min(limit, recipe.size)))
     ends = list(accumulate((piece.nbytes for piece in pieces), initial=0))
     for window in coalesce(ends[:-1], ends[1:], limit_bytes=limit):
-        reads, size = [], 0
-        for piece in pieces[window]:
-            here = Memory(buffer[size : size + piece.nbytes])
-            reads.append(ReadRequest(piece.tree, piece.number, here, piece.box))
-            size += piece.nbytes
-        contents.read(reads)
+        size = _read_window(contents, pieces[window], buffer)
         hashed.update(buffer[:size])
         transfer(os.pwritev, file.fd, position, [buffer[:size]])
         position += size

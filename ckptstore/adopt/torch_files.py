@@ -64,10 +64,19 @@ class _Storage:
     views: list[_View] = field(default_factory=list)
 
 
+class _Bounded(io.BufferedReader):
+    """Refuses to read a table of contents that would fill the memory."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > PICKLE_BYTES_MAX:
+            raise ValueError(f"a table of contents has {size} bytes")
+        return super().read(size)
+
+
 def zip_members(file: Window) -> dict[str, tuple[int, int]]:
     """Offset and size of each member of an archive that is stored as it is. Raises for a file that
     is no archive."""
-    with zipfile.ZipFile(file.reader()) as archive:
+    with zipfile.ZipFile(_Bounded(file.part(0, file.size))) as archive:
         infos = archive.infolist()
     if len({info.filename for info in infos}) != len(infos):
         raise ValueError("a member is there twice")

@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+from ckptstore.contents import CommitContents
 from ckptstore.errors import Conflict, InvalidInput, NotFound
+from ckptstore.restore.reader import ReadRequest
 from ckptstore.store import Store
 from tests.interop.adopt.trees import ForeignArguments, gguf, hugging_face, raw, tree_of
 from tests.interop.test_shards import W, rows, write_shard
@@ -253,7 +256,9 @@ def test_a_glob_selects_files_and_the_directories_around_them(store: Store, tmp_
     assert not (tmp_path / "none").exists()
 
 
-def test_what_has_content_is_not_overwritten(store: Store, tmp_path: Path) -> None:
+def test_what_has_content_is_not_overwritten(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     peft(tmp_path / "peft")
     made = store.adopt(tmp_path / "peft")
     (tmp_path / "full").mkdir()
@@ -262,6 +267,10 @@ def test_what_has_content_is_not_overwritten(store: Store, tmp_path: Path) -> No
         with pytest.raises(Conflict, match="is not an empty directory"):
             made.materialize(place)
     (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(Conflict, match="is the working directory"):
+        made.materialize(".")
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("empty")
     made.materialize(tmp_path / "link")
     assert tree_of(tmp_path / "empty") == tree_of(tmp_path / "peft")
@@ -292,3 +301,24 @@ def test_a_finetune_costs_what_it_changed(store: Store, tmp_path: Path) -> None:
     weights["1.bias"] += 1
     save_file(weights, tmp_path / "two" / "model.safetensors", metadata={"format": "pt"})
     assert store.adopt(tmp_path / "two").new_bytes < 30_000
+
+
+def test_many_small_tensors_are_read_once(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "d").mkdir()
+    tensors = {f"w{i}": torch.full((200,), float(i)) for i in range(2000)}
+    torch.save(tensors, tmp_path / "d" / "many.pt")
+    made = store.adopt(tmp_path / "d")
+    taken: list[int] = []
+    read = CommitContents.read
+
+    def counted(self: CommitContents, requests: Sequence[ReadRequest], **options: Any) -> None:
+        for each in requests:
+            taken.extend(p.raw_bytes for p in each.tree.pieces(each.number, each.box))
+        read(self, requests, **options)
+
+    monkeypatch.setattr(CommitContents, "read", counted)
+    made.materialize(tmp_path / "out")
+    size = (tmp_path / "d" / "many.pt").stat().st_size
+    assert (tmp_path / "out" / "many.pt").stat().st_size == size <= sum(taken) < 1.2 * size
