@@ -7,7 +7,7 @@ background, by one process or by many ranks.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, cached_property
@@ -22,6 +22,7 @@ from ckptstore.contents import CommitContents
 from ckptstore.core.ids import ChunkId, CommitId, SessionId
 from ckptstore.core.model import CommitDocument
 from ckptstore.core.options import Async, Ranks
+from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
 from ckptstore.core.text import bytes_text, seconds_text
 from ckptstore.distributed.collective import Collective
@@ -29,12 +30,22 @@ from ckptstore.distributed.commit import Committer
 from ckptstore.distributed.coordinator import PartsCommitter
 from ckptstore.distributed.gloo import BACKGROUND, collective_of
 from ckptstore.distributed.merge import split_ids
+from ckptstore.distributed.restore import agreed
 from ckptstore.distributed.worker_client import WorkerCommitter
-from ckptstore.errors import CkptStoreError, InvalidInput, NoSpace, ReadOnly, Unavailable
+from ckptstore.errors import (
+    CkptStoreError,
+    InvalidInput,
+    NoSpace,
+    NotFound,
+    ReadOnly,
+    Unavailable,
+)
+from ckptstore.log.state import Resolved, newest_first, resolved
 from ckptstore.maintenance.disk_space import DiskWatch
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import GcPin
+from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader
@@ -339,6 +350,38 @@ class StoreInternals:
         """Have the background uploads to the mirror, if there is one, look for new commits."""
         if self.tier:
             self.tier.wake()
+
+    def candidates(self, peers: Collective | None) -> Iterable[tuple[Reader | None, Resolved]]:
+        """Commits of this run, newest first, each with a reader if only the mirror has it; with
+        `peers`, as the coordinator lists them."""
+        log = self.handle.log
+        state = log.replay()
+        if self.tier and not peers:
+            return self.tier.newest_first(self.run, state)
+        found = newest_first(state, self.run)
+        if peers:
+            wanted = agreed(peers, [info.id for info in found])
+            state = log.replay(refresh=any(commit not in state.commits for commit in wanted))
+            found = [resolved(state, commit) for commit in wanted]
+        return [(None, info) for info in found]
+
+    def find(self, ref: str | int) -> tuple[Reader | None, Resolved]:
+        """The commit of `ref`, with a reader if only the mirror has it. `latest` is the newest of
+        both."""
+        if self.tier and isinstance(named := parse_ref(ref), Latest):
+            for found in self.tier.newest_first(named.run or self.run, self.handle.log.replay()):
+                return found
+        try:
+            return None, find_commit(self.handle, ref, self.run)
+        except NotFound:
+            if self.tier and (there := self.tier.find(ref, self.run)):
+                return there
+            raise
+
+    def snapshot(self, info: Resolved, reader: Reader | None = None) -> Snapshot:
+        """A snapshot of a commit that was found, whose document is read."""
+        document = (reader or self.reader).document(info.session, info.id)
+        return self.snapshot_of(info.id, document, info.tags, reader=reader)
 
     def committed(self, committed: Committed) -> Snapshot:
         """The snapshot of a commit that was just made, which is reported."""

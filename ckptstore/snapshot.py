@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from ckptstore.adopt.materializing import Materialized, materialize
 from ckptstore.contents import CommitContents, Leaf, Region, box_of, leaf_of
 from ckptstore.core.ids import CommitId
-from ckptstore.core.model import Box
 from ckptstore.core.options import Ranks
 from ckptstore.core.text import bytes_text, selector
 from ckptstore.distributed.gloo import collective_of
@@ -42,6 +42,8 @@ from ckptstore.state.optimizers import unnamed
 from ckptstore.state.tensors import checked_dtype, converts, destination
 
 if TYPE_CHECKING:
+    import os
+
     import torch
 
     from ckptstore.commit.transaction import CommitStats
@@ -289,7 +291,8 @@ class Snapshot:
         tree.check(i)  # before memory is allocated for a shape that may be damaged
         converted = dtype is not None and converts(tree.schema.dtypes[i], checked_dtype(dtype))
         out = new_tensor(tree.schema, i, dtype if converted else None, shape)
-        self._read_tensor(tree, i, box, out, memory_budget_bytes)
+        wanted = ReadRequest(tree, i, destination(out, tree.schema.dtypes[i]), box)
+        self._contents.read([wanted], memory_budget_bytes=memory_budget_bytes)
         return out
 
     def read_into(
@@ -337,8 +340,8 @@ class Snapshot:
                 f"{path} cannot be read into a tensor without memory of its own for each element; "
                 "use read, and copy"
             )
-        self._contents.before_write()
-        self._read_tensor(tree, i, box, tensor, memory_budget_bytes)
+        wanted = ReadRequest(tree, i, destination(tensor, committed), box)
+        self._contents.read([wanted], memory_budget_bytes=memory_budget_bytes)
 
     def open(self, path: str, *, verify: bool = False) -> "torch.Tensor":
         """Map one tensor into memory. Its pages are read from the packs on first access.
@@ -416,6 +419,18 @@ class Snapshot:
         for tree in self._trees.values():
             self._reader.verify(tree, self.id)
 
+    def materialize(
+        self, directory: "str | os.PathLike[str]", *, select: str = "*"
+    ) -> Materialized:
+        """Write the directory that `Store.adopt` committed: every byte, mode, time and link.
+
+        `directory` is new or empty, and appears when it is complete. `select` is a glob of names of
+        files, such as `"adapter*"`. Raises `Conflict` if `directory` has content, `InvalidInput` if
+        the commit was not adopted, `NotFound` if nothing matches `select`, `Corrupt` if a file is
+        not what it was; then nothing was written.
+        """
+        return materialize(self._contents, self.id, directory, select)
+
     @property
     def _reader(self) -> Reader:
         return self._contents.reader
@@ -425,23 +440,8 @@ class Snapshot:
         return self._contents.trees
 
     def _narrowed(self, keys: frozenset[str], trees: dict[str, Tree] | None = None) -> "Snapshot":
-        return Snapshot(
-            self._contents.narrowed(keys, trees),
-            tags=self.tags,
-            stats=self.stats,
-            restored=self._restored,
-        )
-
-    def _read_tensor(
-        self,
-        tree: Tree,
-        i: int,
-        box: Box | None,
-        tensor: "torch.Tensor",
-        memory_budget_bytes: int | None,
-    ) -> None:
-        wanted = ReadRequest(tree, i, destination(tensor, tree.schema.dtypes[i]), box)
-        self._reader.read([wanted], self.id, memory_budget_bytes=memory_budget_bytes)
+        contents = self._contents.narrowed(keys, trees)
+        return Snapshot(contents, tags=self.tags, stats=self.stats, restored=self._restored)
 
 
 def contents_of(snapshot: Snapshot) -> CommitContents:

@@ -1,29 +1,31 @@
 """Use a store in training: commit, restore, resume, tag and look.
 
-Maintenance is in `maintenance_api`, opening in `open_store`.
-"""
+Maintenance is in `maintenance_api`, opening in `open_store`."""
 
 import logging
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Never, Self, get_args
 
+from ckptstore.adopt.adopting import adopted_state, read_twice
 from ckptstore.commit.commit_metadata import label_of, refuse_unnamed
 from ckptstore.commit.schedule import Schedule, rule_of
 from ckptstore.core.ids import CommitId, check_run, check_tag
 from ckptstore.core.model import CommitInfo, Skipped
 from ckptstore.core.options import Async, Ranks, Verify
-from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
+from ckptstore.core.text import unicode_text
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.gloo import collective_of
-from ckptstore.distributed.restore import agreed, on_all
+from ckptstore.distributed.restore import on_all
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.internals import PendingCommit, StoreInternals, flats_of
-from ckptstore.log.state import Resolved, newest_first, resolved
+from ckptstore.log.state import Resolved
 from ckptstore.maintenance.forget import remove_tag, set_tag
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance_api import Maintenance
@@ -266,10 +268,10 @@ class Store(Maintenance):
         """
         if verify not in get_args(Verify):
             raise InvalidInput(f"verify is {verify!r}; wanted 'checksum' or 'id'")
-        reader, info = through_pointers(ref, self._find)
+        reader, info = through_pointers(ref, self._internals.find)
         if verify == "id":
             reader = (reader or self._internals.reader).verifying_ids()
-        return self._snapshot(info, reader)
+        return self._internals.snapshot(info, reader)
 
     def resume(
         self,
@@ -317,7 +319,7 @@ class Store(Maintenance):
         )
 
         def look(found: Resolved, reader: Reader | None) -> Snapshot:
-            snapshot = self._snapshot(found, reader)
+            snapshot = self._internals.snapshot(found, reader)
             if strict:
                 check_whole(snapshot.id, snapshot.keys(), app_state, left)
             return snapshot
@@ -338,7 +340,7 @@ class Store(Maintenance):
         peers: Collective | None,
     ) -> Snapshot | None:
         skipped: list[Skipped] = []
-        for reader, info in self._candidates(peers):
+        for reader, info in self._internals.candidates(peers):
             begin = partial(look, info, reader)
             try:
                 snapshot = on_all(peers, begin) if peers else begin()
@@ -373,7 +375,8 @@ class Store(Maintenance):
 
     def tag(self, name: str, ref: AnyRef = "latest") -> None:
         """Set tag `name` to the commit `ref`. An existing tag moves."""
-        set_tag(self._handle, self._internals.reader, check_tag(name), self._resolve(ref))
+        found = find_commit(self._handle, ref, self.run)
+        set_tag(self._handle, self._internals.reader, check_tag(name), found)
         self._internals.wake_tier()
 
     def untag(self, name: str) -> None:
@@ -382,7 +385,7 @@ class Store(Maintenance):
 
     def diff(self, a: AnyRef, b: AnyRef) -> Difference:
         """Compare the commits `a` and `b` leaf by leaf."""
-        return compare(*(contents_of(self._snapshot(self._resolve(ref))).trees for ref in (a, b)))
+        return compare(*(contents_of(self.checkout(ref)).trees for ref in (a, b)))
 
     def flush_mirror(self, timeout_s: float | None = None) -> bool:
         """Wait until the mirror has all commits and tags made so far; True if there is no mirror.
@@ -391,46 +394,48 @@ class Store(Maintenance):
         """
         return self._tier is None or self._tier.flush(timeout_s)
 
+    def adopt(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        tag: str | Sequence[str] | None = (),
+        message: str = "",
+        metrics: Mapping[str, float] | None = None,
+    ) -> Snapshot:
+        """Commit a checkpoint directory of any program; `Snapshot.materialize` writes it again.
+
+        Tensors in its files become leaves, which share chunks with other commits (docs/formats.md).
+        The directory is not changed. One process calls this, also where ranks train together.
+
+        Args:
+            directory: The directory. The store must not lie in it.
+            step, tag, message, metrics: As in `commit`.
+
+        Raises:
+            InvalidInput: It has a pipe, a socket, or a name that is not Unicode.
+            Unavailable: A file cannot be read, or changed twice while it was read.
+
+        Example:
+            >>> store.adopt("out/checkpoint-500", step=500, metrics={"eval_loss": 0.31})
+        """
+        place = Path(directory).absolute()
+        text = message or f"adopted from {unicode_text(place.name)}"
+        metadata = partial(label_of, self.run, step, tag, text, metrics)
+        flats = partial(adopted_state, place, self._internals.threads, self.url)
+
+        def make() -> Snapshot:
+            request = self._internals.request(flats, metadata, Ranks())
+            return self._internals.committed(self._internals.commit(request, None))
+
+        return read_twice(make)
+
     def close(self) -> None:
         """Wait for commits in flight, then close files and threads. Idempotent.
 
         Raises the unseen failure of an asynchronous commit, after everything was closed.
         """
         self._internals.close()
-
-    def _resolve(self, ref: AnyRef) -> Resolved:
-        return find_commit(self._handle, ref, self.run)
-
-    def _candidates(self, peers: Collective | None) -> Iterable[tuple[Reader | None, Resolved]]:
-        """Commits of this run, newest first, each with a reader if only the mirror has it; with
-        `peers`, as the coordinator lists them."""
-        log = self._handle.log
-        state = log.replay()
-        if self._tier and not peers:
-            return self._tier.newest_first(self.run, state)
-        found = newest_first(state, self.run)
-        if peers:
-            wanted = agreed(peers, [info.id for info in found])
-            state = log.replay(refresh=any(commit not in state.commits for commit in wanted))
-            found = [resolved(state, commit) for commit in wanted]
-        return [(None, info) for info in found]
-
-    def _find(self, ref: str | int) -> tuple[Reader | None, Resolved]:
-        """The commit of `ref`, with a reader if only the mirror has it. `latest` is the newest of
-        both."""
-        if self._tier and isinstance(named := parse_ref(ref), Latest):
-            for found in self._tier.newest_first(named.run or self.run, self._handle.log.replay()):
-                return found
-        try:
-            return None, self._resolve(ref)
-        except NotFound:
-            if self._tier and (there := self._tier.find(ref, self.run)):
-                return there
-            raise
-
-    def _snapshot(self, info: Resolved, reader: Reader | None = None) -> Snapshot:
-        document = (reader or self._internals.reader).document(info.session, info.id)
-        return self._internals.snapshot_of(info.id, document, info.tags, reader=reader)
 
 
 def _agreed_schedule(options: Mapping[str, Any], due: bool, came: bool) -> tuple[bool, bool]:

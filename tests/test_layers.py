@@ -25,6 +25,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "restore": (),
     "distributed": ("torch",),
     "maintenance": (),
+    "adopt": ("pickle",),
     "api": (),
     "interop": ("torch", "pickle"),
     "cli": (),

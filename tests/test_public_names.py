@@ -13,14 +13,14 @@ MAINTENANCE = {
     *("reindex", "repair", "sessions", "undelete", "usage"),
 }
 TRAINING = {
-    *("checkout", "close", "commit", "commit_async", "committing", "diff", "every"),
+    *("adopt", "checkout", "close", "commit", "commit_async", "committing", "diff", "every"),
     *("flush_mirror", "id", "log", "resume", "runs", "staging", "tag", "tags", "untag", "url"),
     "worker_pid",
 }
 READING = {
-    *("close", "content_id", "keys", "layout", "leaves", "logical_bytes", "message", "metrics"),
-    *("new_bytes", "numbered", "of_rank", "only", "open", "parents", "read", "read_into"),
-    *("restore", "run", "state_dict", "step", "time", "verify"),
+    *("close", "content_id", "keys", "layout", "leaves", "logical_bytes", "materialize"),
+    *("message", "metrics", "new_bytes", "numbered", "of_rank", "only", "open", "parents"),
+    *("read", "read_into", "restore", "run", "state_dict", "step", "time", "verify"),
 }
 DOCUMENTED = (
     *(Store.commit, Store.commit_async, Store.resume, Store.checkout, Store.gc, Store.forget),

@@ -1,16 +1,6 @@
 """Every command with its options, as data; the modules that run them are imported when needed."""
 
-from ckptstore.cli.parser import (
-    Command,
-    Option,
-    Options,
-    count,
-    flag,
-    several,
-    share,
-    size,
-    span,
-)
+from ckptstore.cli.parser import Command, Option, Options, count, flag, several, share, size, span
 from ckptstore.core.config import CHUNK_BYTES, CODECS
 
 _PLACE = "a directory or a URL"
@@ -42,6 +32,13 @@ _MIRROR: Options = (
     ),
     _VERIFY,
     _DRY_RUN,
+)
+_LABEL: Options = (
+    Option("--run", "RUN", "the run of the commit (default: $CKPTSTORE_RUN, else main)"),
+    Option("--step", "N", "its step", type=count),
+    several("--tag", "NAME", "a tag for it"),
+    Option("--message", "TEXT", "its message (default: the origin)", default=""),
+    several("--metric", "NAME=VALUE", "one of its metrics"),
 )
 _PERIODS = {"hourly": "hour", "daily": "day", "weekly": "week", "monthly": "month"}
 _FORMATS = ("files", "safetensors", "torch", "dcp")
@@ -100,11 +97,7 @@ COMMANDS = (
                     default=None,
                 ),
                 flag(
-                    "--no-graph",
-                    "do not draw the lineage",
-                    dest="graph",
-                    means=False,
-                    default=None,
+                    "--no-graph", "do not draw the lineage", dest="graph", means=False, default=None
                 ),
             ),
         ),
@@ -114,11 +107,7 @@ COMMANDS = (
         "show",
         "show.show",
         "show everything about a commit",
-        (
-            _REF,
-            _RUN,
-            flag("--fast", "skip exclusive and shared bytes, which read every commit"),
-        ),
+        (_REF, _RUN, flag("--fast", "skip exclusive and shared bytes, which read every commit")),
     ),
     Command(
         "ls",
@@ -323,9 +312,7 @@ COMMANDS = (
     ),
     Command("reindex", "maintain.reindex", "rebuild this host's catalog and chunk index"),
     Command(
-        "doctor",
-        "maintain.doctor",
-        "test the storage, and check the space for the next commit",
+        "doctor", "maintain.doctor", "test the storage, and check the space for the next commit"
     ),
     Command(
         "push",
@@ -366,15 +353,7 @@ COMMANDS = (
         "import",
         "maintain.import_files",
         "commit files of another format",
-        (
-            Option("path", "PATH", "a file or a directory"),
-            Option("--run", "RUN", "the run of the commit (default: $CKPTSTORE_RUN, else main)"),
-            Option("--step", "N", "its step", type=count),
-            several("--tag", "NAME", "a tag for it"),
-            Option("--message", "TEXT", "its message (default: the origin)", default=""),
-            several("--metric", "NAME=VALUE", "one of its metrics"),
-            _PICKLE,
-        ),
+        (Option("path", "PATH", "a file or a directory"), *_LABEL, _PICKLE),
         "Commit the content of PATH: a .safetensors file, a .safetensors.index.json with its "
         "shards, a .pt\nfile, a directory of DCP or TorchSnapshot, or any other directory, such "
         "as a Hugging Face model.",
@@ -396,6 +375,25 @@ COMMANDS = (
         "directory for\ntorch.distributed.checkpoint).",
     ),
     Command("which", "setup.which", "print which store is used, and where it was found"),
+    Command(
+        "adopt",
+        "adopt.adopt",
+        "commit a checkpoint directory, byte for byte",
+        (Option("directory", "DIR", "the directory, which is not changed"), *_LABEL),
+        "Commit the directory DIR of any program. Tensors in its files share chunks with other "
+        "commits; nothing\nis unpickled. `materialize` writes the directory again, byte for byte.",
+    ),
+    Command(
+        "materialize",
+        "adopt.materialize",
+        "write an adopted directory again",
+        (
+            Option("ref", "REF", "the commit"),
+            Option("directory", "DIR", "a new or empty directory"),
+            _RUN,
+            Option("--select", "GLOB", "files, by their names in DIR (* crosses /)", default="*"),
+        ),
+    ),
     Command(
         "migrate",
         "setup.migrate",

@@ -325,7 +325,7 @@ def _mirror(call: Call, source: StoreHandle, target: StoreHandle) -> Answer:
 
 def import_files(call: Call) -> Answer:
     args = call.args
-    metrics = _metrics(args.metric)
+    metrics = metrics_of(args.metric, "ckptstore import")
     handle = call.open()
     from ckptstore.core.settings import Settings
     from ckptstore.interop.formats import Labels, import_path
@@ -346,7 +346,8 @@ def import_files(call: Call) -> Answer:
     return Answer(document, [f"{short(made.id)} of run {made.run}: {counted}, {size}"])
 
 
-def _metrics(texts: Sequence[str]) -> dict[str, float]:
+def metrics_of(texts: Sequence[str], command: str) -> dict[str, float]:
+    """The metrics that the options of `command` give."""
     metrics: dict[str, float] = {}
     for text in texts:
         name, _, number = text.partition("=")
@@ -354,12 +355,12 @@ def _metrics(texts: Sequence[str]) -> dict[str, float]:
             value = float(number)
         except ValueError as error:
             raise UsageError(
-                f"{text!r} is not a metric: wanted NAME=VALUE such as loss=2.31", "ckptstore import"
+                f"{text!r} is not a metric: wanted NAME=VALUE such as loss=2.31", command
             ) from error
         if metrics.setdefault(name, value) != value:
             raise UsageError(
                 f"two values for the metric {name!r}, {metrics[name]} and {value}; it takes one",
-                "ckptstore import",
+                command,
             )
     return metrics
 

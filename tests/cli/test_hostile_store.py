@@ -50,6 +50,8 @@ COMMANDS: dict[str, list[str]] = {
     "clone": ["clone", "{store}", "{out}/clone"],
     "export": ["export", "1", "{out}/x.safetensors"],
     "import": ["import", "{out}/" + EVIL.replace("\n", "") + ".safetensors"],
+    "adopt": ["adopt", "{out}/" + EVIL.replace("\n", "")],
+    "materialize": ["materialize", "1", "{out}/tree", "--select", EVIL],
     "migrate": ["migrate"],
     "log as json": ["--json", "log", "--all"],
     "show as json": ["--json", "show", "1"],

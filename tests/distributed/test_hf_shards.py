@@ -64,7 +64,7 @@ def test_shards_of_the_real_writer_are_one_state_again(
     pool.run(quietly, write, tmp_path / "hf", files)
     with ckptstore.open(tmp_path / "store") as store:
         made = import_path(store, tmp_path / "hf")
-        assert made.keys() == ["model", "files"]
+        assert made.keys() == ["model", "files", "manifest"]
         got, wanted = made.state_dict("model"), wholes()
         assert got.keys() == wanted.keys()
         for name, tensor in wanted.items():

@@ -38,7 +38,7 @@ def test_import_then_export(place: Path) -> None:
         "from the hub",
     )
     made = call("import", str(place / "model.safetensors"), *words, "--json").document
-    assert (made["run"], made["step"], made["tags"], made["leaves"]) == ("base", 7, ["a", "b"], 2)
+    assert (made["run"], made["step"], made["tags"], made["leaves"]) == ("base", 7, ["a", "b"], 3)
     shown = call("show", "a", "--json").document["commit"]
     assert (shown["message"], shown["metrics"], shown["id"]) == (
         "from the hub",
@@ -49,7 +49,7 @@ def test_import_then_export(place: Path) -> None:
     assert (done["format"], done["files"]) == ("files", [str(place / "out.safetensors")])
     assert (place / "out.safetensors").read_bytes() == (place / "model.safetensors").read_bytes()
     assert (
-        "1 other leaves are not in it"
+        "2 other leaves are not in it"
         in call("export", "a", str(place / "x"), "--format", "safetensors", "--select", "model").out
     )
     assert torch.equal(load_file(place / "x")["w"], torch.arange(1000.0))

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from ckptstore.adopt.sources import Joined, check_tiling
 from ckptstore.core.model import Box
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.formats import export, import_path
-from ckptstore.interop.formats.sources import Joined, check_tiling
 from ckptstore.state.leaf_sources import BytesSource
 from ckptstore.store import Store
 from tests.interop.test_directories import contents
@@ -66,7 +66,7 @@ def test_shards_become_the_tensors_that_the_ranks_had_together_and_the_same_file
     )
     (tmp_path / "hf" / "config.json").write_text("{}")
     made = import_path(store, tmp_path / "hf")
-    assert made.keys() == ["model", "files"]
+    assert made.keys() == ["model", "files", "manifest"]
     state = made.state_dict("model")
     assert (
         state.keys() == {"w", "b", "step"}
@@ -89,7 +89,7 @@ def test_what_was_consolidated_beside_its_shards_is_a_model_of_its_own(
     write_shard(tmp_path / "hf" / "sharded", 1, {"w": rows(W, 0, 4)})
     write_shard(tmp_path / "hf" / "sharded", 2, {"w": rows(W, 4, 10)})
     made = import_path(store, tmp_path / "hf")
-    assert made.keys() == ["model", "sharded/model", "files"]
+    assert made.keys() == ["model", "sharded/model", "files", "manifest"]
     assert torch.equal(made.state_dict("sharded/model")["w"], made.state_dict("model")["w"])
     export(made, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "hf")

@@ -27,6 +27,7 @@ SAYS = {
     "restore": "plan, read, inflate, mmap",
     "distributed": "one commit and one restore over many ranks",
     "maintenance": "retention, gc, fsck, repair, mirrors, statistics",
+    "adopt": "directories of foreign files, byte for byte",
     "api": "Store and Snapshot: what a trainer sees",
     "interop": "DCP, TorchSnapshot, torchft, safetensors, .pt",
     "cli": "the ckptstore command",

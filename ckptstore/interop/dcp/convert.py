@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
+from ckptstore.adopt.inert_pickles import load_inert
 from ckptstore.commit.commit_metadata import label_of
 from ckptstore.core.model import Box, Shape
 from ckptstore.core.text import unicode_text
@@ -35,7 +36,6 @@ from ckptstore.interop.dcp.items import (
     write_items,
 )
 from ckptstore.interop.dcp.names import FLAT_KEY, CommitItems, Keys, Named, dumped
-from ckptstore.interop.formats.foreign_files import load_inert
 from ckptstore.interop.formats.sources import (
     DCP_METADATA,
     Piece,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
+from ckptstore.adopt.sources import Joined
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.plan import Extent, is_floating
 from ckptstore.commit.transaction import TreeContent
@@ -23,7 +24,6 @@ from ckptstore.distributed.merge import contents_from, contents_to
 from ckptstore.distributed.tiling import misfit, tile
 from ckptstore.errors import Conflict, Corrupt
 from ckptstore.interop.dcp.names import Keys, Marks, is_divided
-from ckptstore.interop.formats.sources import Joined
 from ckptstore.log.sessions import Session
 from ckptstore.objects import canonical
 from ckptstore.objects.schema import decode_schema, encode_schema

@@ -14,17 +14,11 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 from urllib.parse import unquote
 
-from ckptstore.core.model import Node
+from ckptstore.adopt.adopting import SUFFIX
+from ckptstore.adopt.materializing import is_adopted, manifest_of, write_tree
+from ckptstore.adopt.safetensors_header import Header, encode_header
 from ckptstore.core.paths import check_path, scratch_for, sync_path
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
-from ckptstore.interop.formats.foreign_files import (
-    Entry,
-    Header,
-    encode_header,
-    parse_header,
-)
-from ckptstore.interop.formats.imports import FILES, SUFFIX, group_keys
-from ckptstore.interop.formats.sources import check_name, shape_around
 from ckptstore.restore.reader import ReadRequest, Tree
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.storage.local_files import transfer
@@ -92,9 +86,10 @@ def export(
 
 
 def _format_of(snapshot: Snapshot, target: Path) -> Format:
-    names = list(_files(snapshot))
-    if names and (len(names) > 1 or target.suffix in ("", Path(names[0]).suffix)):
-        return "files"
+    if is_adopted(contents_of(snapshot)):
+        names = list(manifest_of(contents_of(snapshot), snapshot.id).files)
+        if len(names) != 1 or target.suffix == "" or _is_single(names, target):
+            return "files"
     if target.suffix == SUFFIX:
         return "safetensors"
     if target.suffix in _TORCH_SUFFIXES:
@@ -108,88 +103,42 @@ def _format_of(snapshot: Snapshot, target: Path) -> Format:
 # -- the same files again --
 
 
-def _files(snapshot: Snapshot) -> dict[str, str]:
-    """The files of an imported commit and the paths of their leaves; empty for any other commit."""
-    tree = contents_of(snapshot).trees.get(FILES)
-    skeleton = tree.schema.skeleton if tree else None
-    if (
-        tree is None
-        or not isinstance(skeleton, Node)
-        or skeleton.type != "dict"
-        or skeleton.children != tuple(range(len(tree.schema)))
-        or not set(tree.schema.kinds) <= {"bytes"}
-        or not all(isinstance(key, str) for key in skeleton.keys or ())
-    ):
-        return {}
-    return dict(zip(skeleton.keys or (), tree.schema.paths, strict=True))
-
-
 def _write_files(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool) -> int:
-    files = _files(snapshot)
-    if not files:
+    if not is_adopted(contents_of(snapshot)):
         raise InvalidInput(
-            f"commit {snapshot.id[:12]} was not imported from files: it has no key {FILES!r} of "
-            "files; choose a --format"
+            f"commit {snapshot.id[:12]} was not imported from files: it has no manifest of them; "
+            "choose a --format"
         )
     if selects != (EVERYTHING,):
         raise InvalidInput(
-            "the files of an import are exported all together; --select is for the other formats"
+            "the files of an import are exported all together; `ckptstore materialize --select` "
+            "writes some"
         )
-    headers = {
-        name: parse_header(snapshot.read(path), name)
-        for name, path in files.items()
-        if name.endswith(SUFFIX)
-    }
-    keys = group_keys(headers)
-    tensors = {
-        key: _stored(snapshot, key, [headers[name] for name in keys if keys[name] == key])
-        for key in dict.fromkeys(keys.values())
-    }
-    single = len(files) == 1 and scratch.suffix == Path(next(iter(files))).suffix
-    for name, path in files.items():
-        target = scratch if single else scratch.joinpath(*check_name(name, "the commit"))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if name in keys:
-            _write_tensors(snapshot, target, headers[name], tensors[keys[name]])
-        else:
-            with open(target, "xb", buffering=0) as file:
-                contents_of(snapshot).read_paths({path: _At(file.fileno(), 0)})
+    contents = contents_of(snapshot)
+    manifest = manifest_of(contents, snapshot.id)
+    names = list(manifest.files)
+    if _is_single(names, scratch):
+        folder = scratch.with_name(f"{scratch.name}.d")
+        write_tree(contents, manifest, folder, compare=False)
+        os.rename(folder / names[0], scratch)
+    else:
+        write_tree(contents, manifest, scratch, compare=False)
+        scratch.chmod(manifest.folders[""].mode | 0o700)
     return 0
+
+
+def _is_single(names: Sequence[str], target: Path) -> bool:
+    """Whether the only file of an import becomes `target` itself."""
+    return len(names) == 1 and target.suffix == Path(names[0]).suffix
 
 
 Leaf: TypeAlias = tuple[Tree, int]
 
 
-def _stored(snapshot: Snapshot, key: str, headers: Sequence[Header]) -> dict[str, Leaf]:
-    """The tensors under `key`, by their names in `headers`. Raises `InvalidInput` if the commit has
-    others."""
-    tree = contents_of(snapshot).trees.get(key)
-    if tree is None:
-        raise InvalidInput(
-            f"commit {snapshot.id[:12]} has no tensors {key!r} for its files; choose a --format"
-        )
-    schema = tree.schema
-    names = (schema.skeleton.keys if isinstance(schema.skeleton, Node) else None) or ()
-    there = dict(zip(names, range(len(schema)), strict=False))
-    entries: dict[str, list[Entry]] = {}
-    for header in headers:
-        for entry in header.entries:
-            entries.setdefault(entry.name, []).append(entry)
-    found = {}
-    for name, shards in entries.items():
-        i, dtype, shape = there.get(name), shards[0].dtype, shape_around(s.box for s in shards)
-        if i is None or (schema.dtypes[i], schema.shapes[i]) != (dtype, shape):
-            raise InvalidInput(
-                f"{key}/{name} is not what its file says, {dtype}{list(shape)}; choose a --format"
-            )
-        found[name] = tree, i
-    return found
-
-
 def _write_tensors(
     snapshot: Snapshot, target: Path, header: Header, tensors: Mapping[str, Leaf]
 ) -> None:
-    """Write the file that `header` describes: whole tensors, or shards of them."""
+    """Write the file that `header` describes."""
     with open(target, "xb", buffering=0) as file:
         _At(file.fileno(), 0).write(0, memoryview(header.raw))
         wanted = []
@@ -197,8 +146,7 @@ def _write_tensors(
             tree, leaf = tensors[entry.name]
             if entry.stop > entry.start:
                 place = _At(file.fileno(), len(header.raw) + entry.start)
-                box = None if entry.shape == tree.schema.shapes[leaf] else entry.box
-                wanted.append(ReadRequest(tree, leaf, place, box))
+                wanted.append(ReadRequest(tree, leaf, place))
         contents_of(snapshot).read(wanted)
 
 
@@ -320,7 +268,8 @@ def _in_place(target: Path) -> Iterator[Path]:
     with scratch_for(target) as new:
         yield new
         for path in _all(new):
-            sync_path(path)
+            if not path.is_symlink():
+                sync_path(path)
         os.rename(new, target)
     sync_path(target.parent)
 

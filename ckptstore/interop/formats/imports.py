@@ -1,10 +1,7 @@
 """Import checkpoints of other formats.
 
-A directory or a safetensors file becomes a commit from which it is written again byte for byte.
-Tensors come out of its safetensors files; all other files are kept as they are. The key `files` has
-each file by its relative name: its bytes, or only the header of a safetensors file. The tensors are
-under `model`, by their own names, if all belong together; else under the name of each file or
-sharded group.
+A directory or a safetensors file is adopted (`ckptstore.adopt`), but strictly: safetensors files
+must be valid and fit together, and links to files are followed.
 """
 
 import os
@@ -13,40 +10,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Literal, NoReturn, TypeAlias
 
+from ckptstore.adopt.adopting import DCP_SHARD, SUFFIX, group_of, state_of
+from ckptstore.adopt.directory import Folder, Listing
+from ckptstore.adopt.manifest import RESERVED
+from ckptstore.adopt.safetensors_header import Header, read_header
+from ckptstore.adopt.sources import Entry, check_tiling, shape_around
 from ckptstore.commit.commit_metadata import label_of
+from ckptstore.commit.plan import Flats
 from ckptstore.core.options import Ranks
 from ckptstore.core.text import count_text, redact, unicode_text
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.interop.formats.foreign_files import Entry, Header, read_header
 from ckptstore.interop.formats.sources import (
     DCP_METADATA,
     SNAPSHOT_METADATA,
-    FileRange,
-    Piece,
-    Placeholders,
     as_app_state,
-    files_key,
     foreign_metadata,
     inside,
     read_json,
 )
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.snapshot import Snapshot
-from ckptstore.state.leaf_sources import FlatState
 from ckptstore.store import Store, internals_of
 
 Kind: TypeAlias = Literal["files", "torch", "dcp", "torchsnapshot"]
 
-FILES = "files"
-MODEL = "model"
-SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 
-_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors")
-_DCP_SHARD = re.compile(
-    r"(?P<group>(?:.*/)?)shard-\d{5,}-(?P<stem>[^/]+)-(?P<part>\d{5,})-of-(?P<parts>\d{5,})\.safetensors"
-)
 _SKIPPED = frozenset({".git", ".cache"})
 """Private files that tools keep beside a model."""
 
@@ -99,17 +90,17 @@ def import_path(
     message = labels.message or f"imported from {unicode_text(place.name)}"
     internals = internals_of(store)
     request = internals.request(
-        lambda: _flats(place, allow_pickle=allow_pickle),
+        lambda: _flats(place, internals.threads, allow_pickle=allow_pickle),
         lambda: label_of(store.run, labels.step, labels.tags, message, labels.metrics),
         Ranks(),
     )
     return internals.committed(internals.commit(request, None))
 
 
-def _flats(place: Path, *, allow_pickle: bool) -> Mapping[str, FlatState]:
+def _flats(place: Path, threads: ThreadPool, *, allow_pickle: bool) -> Flats:
     kind = kind_of(place)
     if kind == "files":
-        return flats_of(place)
+        return flats_of(place, threads)
     if kind == "torch":
         from ckptstore.interop.formats.foreign_files import load_torch
         from ckptstore.state.flatten import flatten
@@ -190,49 +181,50 @@ def _indexed_names(index: Path) -> list[str]:
     return names
 
 
-def flats_of(place: Path) -> dict[str, FlatState]:
-    """The application state of a directory or file. Only headers are read yet. Raises
-    `InvalidInput` for a damaged safetensors file, and as `_files_at`."""
+def flats_of(place: Path, threads: ThreadPool) -> Flats:
+    """The application state of a directory or file: as adopted, but each safetensors file is
+    valid, and they fit together. Raises `InvalidInput` otherwise, and as `_files_at`."""
     files = _files_at(place)
     headers = {name: read_header(path) for name, path in files.items() if name.endswith(SUFFIX)}
-    keys = group_keys(headers)
     _check_parts(headers)
-    state: dict[str, dict[str, Any]] = {}
-    places = Placeholders()
-    for key in dict.fromkeys(keys.values()):
-        members = [(files[name], headers[name]) for name in headers if keys[name] == key]
-        state[key] = _tensors(key, members, places)
-    sources = {
-        name: FileRange(path, 0, len(headers[name].raw) if name in headers else path.stat().st_size)
-        for name, path in files.items()
-    }
-    return places.flatten(state) | {FILES: files_key(FILES, sources)}
+    _check_groups(files, headers)
+    root = place if place.is_dir() else place.parent
+    folders = {above for name in files for above in _above(name)}
+    listed = {name: _folder(root / name) for name in sorted(folders)}
+    return state_of(Listing(listed, {}, files), threads)
 
 
-def group_keys(headers: Mapping[str, Header]) -> dict[str, str]:
-    """The key of the state for the tensors of each safetensors file: `model` if all belong
-    together.
-    """
-    groups = {name: _group(name, header) for name, header in headers.items()}
-    if len(set(groups.values())) == 1:
-        return dict.fromkeys(groups, MODEL)
-    if FILES in groups.values():
+def _above(name: str) -> Iterable[str]:
+    while name:
+        name = name.rpartition("/")[0]
+        yield name
+
+
+def _folder(path: Path) -> Folder:
+    status = path.stat()
+    return Folder(status.st_mode & 0o7777, status.st_mtime_ns)
+
+
+def _check_groups(files: Mapping[str, Path], headers: Mapping[str, Header]) -> None:
+    """Raise `InvalidInput` unless the tensors of files that belong together do."""
+    groups: dict[str, dict[str, list[tuple[str, Entry]]]] = {}
+    for name, header in headers.items():
+        group = groups.setdefault(group_of(name, header.entries), {})
+        for entry in header.entries:
+            group.setdefault(entry.name, []).append((name, entry))
+    if len(groups) > 1 and (taken := next((key for key in RESERVED if key in groups), None)):
         raise InvalidInput(
-            f"tensors of {FILES}{SUFFIX} would be under the key {FILES!r}, which is taken; rename "
+            f"tensors of {taken}{SUFFIX} would be under the key {taken!r}, which is taken; rename "
             "that file"
         )
-    return groups
-
-
-def _group(name: str, header: Header) -> str:
-    if shard := _dcp_shard(name, header):
-        return shard["group"] + shard["stem"]
-    return match["stem"] if (match := _SHARD.fullmatch(name)) else name.removesuffix(SUFFIX)
+    for key, group in groups.items():
+        for name, stored in group.items():
+            _check_whole(key, name, [(files[file], entry) for file, entry in stored])
 
 
 def _dcp_shard(name: str, header: Header) -> re.Match[str] | None:
     """The parts of a file name that DCP gives to one rank's file."""
-    return _DCP_SHARD.fullmatch(name) if header.sharded else None
+    return DCP_SHARD.fullmatch(name) if header.sharded else None
 
 
 def _has_other_shards(path: Path) -> bool:
@@ -241,7 +233,7 @@ def _has_other_shards(path: Path) -> bool:
     if not mine:
         return False
     others = filter(
-        None, (_DCP_SHARD.fullmatch(name) for name in os.listdir(path.parent) if name != path.name)
+        None, (DCP_SHARD.fullmatch(name) for name in os.listdir(path.parent) if name != path.name)
     )
     return any(other["stem"] == mine["stem"] for other in others)
 
@@ -274,36 +266,24 @@ def _few(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:10])) + ("…" if len(numbers) > 10 else "")
 
 
-def _tensors(
-    key: str, members: Sequence[tuple[Path, Header]], places: Placeholders
-) -> dict[str, Any]:
-    """Placeholders for the tensors of files that belong together, by name."""
-    by_name: dict[str, list[tuple[Entry, Piece]]] = {}
-    for path, header in members:
-        for entry in header.entries:
-            start = len(header.raw) + entry.start
-            piece = Piece(path, start, entry.stop - entry.start, raw=True)
-            by_name.setdefault(entry.name, []).append((entry, piece))
-    return {name: _whole(key, name, stored, places) for name, stored in by_name.items()}
-
-
-def _whole(key: str, name: str, stored: Sequence[tuple[Entry, Piece]], places: Placeholders) -> Any:
-    """One tensor, of one file or assembled from the shards of several."""
-    first, piece = stored[0]
-    if len(stored) > 1 and any(entry.saved_offsets is None for entry, _ in stored):
+def _check_whole(key: str, name: str, stored: Sequence[tuple[Path, Entry]]) -> None:
+    """Raise `InvalidInput` unless what is stored is one tensor, or the shards of one."""
+    path, first = stored[0]
+    if len(stored) > 1 and any(entry.saved_offsets is None for _, entry in stored):
         raise InvalidInput(
             f"two files that belong together ({key}) both have a tensor {name!r}, and do not say "
             "which part of it"
         )
-    for entry, other in stored:
+    for other, entry in stored:
         if entry.dtype != first.dtype or len(entry.shape) != len(first.shape):
             raise InvalidInput(
                 f"the shards of {name!r} are not of one tensor: "
-                f"{first.dtype}{list(first.shape)} in {piece.path.name}, "
-                f"{entry.dtype}{list(entry.shape)} in {other.path.name}"
+                f"{first.dtype}{list(first.shape)} in {path.name}, "
+                f"{entry.dtype}{list(entry.shape)} in {other.name}"
             )
-    where = f"{name!r} in {piece.path.parent}, of {count_text(len(stored), 'shard')}"
-    return places.put(where, first.dtype, None, [(entry.box, each) for entry, each in stored])
+    where = f"{name!r} in {path.parent}, of {count_text(len(stored), 'shard')}"
+    boxes = [entry.box for _, entry in stored]
+    check_tiling(where, shape_around(boxes), boxes)
 
 
 def _walk(root: Path) -> Iterable[tuple[str, Path]]:

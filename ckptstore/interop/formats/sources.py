@@ -8,28 +8,26 @@ import io
 import json
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.core.config import CHUNK_BYTES
-from ckptstore.core.geometry import (
-    WIDTHS,
-    byte_ranges,
-    grid,
-    intersect,
-    nbytes_of,
-    width_of,
-    within,
+from ckptstore.adopt.inert_pickles import METADATA_BYTES_MAX
+from ckptstore.adopt.sources import (
+    FileRange,
+    Joined,
+    ReadSource,
+    check_tiling,
+    read_range,
+    shape_around,
 )
+from ckptstore.core.geometry import WIDTHS, nbytes_of, width_of
 from ckptstore.core.model import Box, Shape
-from ckptstore.distributed.tiling import misfit
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.interop.formats.foreign_files import METADATA_BYTES_MAX, load_torch, read_range
+from ckptstore.interop.formats.foreign_files import load_torch
 from ckptstore.objects.pointer_files import DIRECTORY_POINTERS
 from ckptstore.state.leaf_sources import FlatState, Source
 
@@ -43,69 +41,7 @@ KEPT_TENSORS = 4
 """At least the number of threads that stage at once."""
 
 
-class _Read:
-    """A source whose bytes must be read: `nbytes` bytes in elements of `width` bytes."""
-
-    known_ids = None
-    still = False
-    __slots__ = ("nbytes", "width")
-
-    def __init__(self, nbytes: int, width: int) -> None:
-        self.nbytes, self.width = nbytes, width
-
-    def view(self, start: int, stop: int) -> None:
-        """None: the bytes must be read."""
-
-
-class FileRange(_Read):
-    """`nbytes` bytes of a file from `offset` on."""
-
-    __slots__ = ("_offset", "_path")
-
-    def __init__(self, path: Path, offset: int, nbytes: int, width: int = 1) -> None:
-        super().__init__(nbytes, width)
-        self._path, self._offset = path, offset
-
-    def stage(self, start: int, stop: int, out: memoryview) -> None:
-        read_range(self._path, self._offset + start, out[: stop - start])
-
-
-class Joined(_Read):
-    """A tensor of `shape` made of boxes that tile it; each box has its own source. Bytes are put
-    together cell by cell of the grid that cuts chunks of the default size."""
-
-    __slots__ = ("_grid", "_pieces")
-
-    def __init__(self, shape: Shape, width: int, pieces: Sequence[tuple[Box, Source]]) -> None:
-        super().__init__(width * prod(shape), width)
-        self._grid, self._pieces = grid(shape, width, CHUNK_BYTES), pieces
-
-    def stage(self, start: int, stop: int, out: memoryview) -> None:
-        if start == stop:
-            return
-        for i in range(*self._grid.covering(start, stop)):
-            first, end = self._grid.span(i)
-            cell = self._cell(self._grid.cell(i))
-            place = slice(max(first - start, 0), min(end, stop) - start)
-            out[place] = cell[max(start - first, 0) : stop - first]
-
-    def _cell(self, cell: Box) -> memoryview:
-        """The bytes of one cell of the grid, from the boxes that it overlaps."""
-        import numpy as np
-
-        joined = np.empty((*cell.lengths, self.width), np.uint8)
-        for box, source in self._pieces:
-            if shared := intersect(box, cell):
-                # All later dimensions are whole, so the cell's overlap with a box is one range of
-                # the box's bytes.
-                ((begin, end),) = byte_ranges(box.lengths, within(shared, box), self.width)
-                data = np.empty((*shared.lengths, self.width), np.uint8)
-                source.stage(begin, end, data.reshape(-1).data)
-                joined[within(shared, cell).slices] = data
-        return joined.reshape(-1).data
-
-
-class Loaded(_Read):
+class Loaded(ReadSource):
     """A tensor that `load` returns whole; `shelf` caches it while it is likely to be read again."""
 
     __slots__ = ("_load", "_shelf")
@@ -259,14 +195,6 @@ class Placeholders:
         return flats
 
 
-def files_key(key: str, sources: Mapping[str, Source]) -> FlatState:
-    """A key whose value is a dict of bytes, by name."""
-    from ckptstore.state.flatten import flatten
-
-    schema = flatten({key: dict.fromkeys(sources, b"")})[key].schema
-    return FlatState(schema, list(sources.values()))
-
-
 @contextmanager
 def foreign_metadata(path: Path, what: str) -> Iterator[None]:
     """Name `path` in the `InvalidInput` for metadata that cannot be parsed as `what`, and in the
@@ -340,24 +268,6 @@ def dtype_from(where: str, dtype: object) -> str:
             "library that wrote it"
         )
     return name
-
-
-def shape_around(boxes: Iterable[Box]) -> Shape:
-    """The shape of the tensor that `boxes` make up."""
-    ends = (map(sum, zip(*box, strict=True)) for box in boxes)
-    return tuple(map(max, zip(*ends, strict=True)))
-
-
-def check_tiling(where: str, shape: Shape, boxes: Sequence[Box]) -> None:
-    """Raise `InvalidInput` unless the boxes tile a tensor of `shape` exactly once."""
-    if any(len(box.offsets) != len(shape) or len(box.lengths) != len(shape) for box in boxes):
-        problem: str | None = "a piece has other dimensions"
-    else:
-        problem = misfit(shape, [box for box in boxes if prod(box.lengths)])
-    if problem:
-        raise InvalidInput(
-            f"{where}: the stored pieces do not make up {list(shape)}, each element once: {problem}"
-        )
 
 
 def as_app_state(state: Any) -> dict[str, Any]:

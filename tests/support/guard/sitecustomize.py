@@ -47,7 +47,7 @@ OURS = ("ckptstore.state.inflate", "ckptstore.interop.formats.foreign_files")
 
 HARMLESS = {
     (
-        "ckptstore.interop.formats.foreign_files",
+        "ckptstore.adopt.inert_pickles",
         "pickle.Unpickler",
     ): "gives records that do nothing, and refuses every other name",
     ("ckptstore.interop.formats.exports", "torch.save"): "writes the file that the user asked for",

@@ -1,0 +1,1 @@
+"""Directories of foreign files as commits, and back, byte for byte."""

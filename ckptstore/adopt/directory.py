@@ -1,0 +1,79 @@
+"""What lies in a directory? Its files, directories and links, by relative name; links are never
+followed."""
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptstore.core.text import unicode_text
+from ckptstore.errors import InvalidInput, Unavailable
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A directory."""
+
+    mode: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A symbolic link, as its text."""
+
+    target: str
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The content of a directory. `folders` has the directory as `""`; `files` are paths."""
+
+    folders: dict[str, Folder]
+    links: dict[str, Link]
+    files: dict[str, Path]
+
+
+def list_directory(root: Path) -> Listing:
+    """Everything below `root`, in order of the names. Raises `InvalidInput` for a socket, a pipe or
+    a device, and for names that are not Unicode; `Unavailable` for what cannot be read."""
+    found = Listing({}, {}, {})
+    try:
+        if not root.is_dir():
+            raise InvalidInput(f"{root} is not a directory; wanted one to adopt")
+        _list(root, "", os.stat(root), found)
+    except OSError as error:
+        raise Unavailable(
+            f"cannot read {error.filename}: {error.strerror}; see that it is there and may be "
+            "read, then repeat"
+        ) from error
+    return found
+
+
+def _list(folder: Path, name: str, status: os.stat_result, found: Listing) -> None:
+    found.folders[name] = Folder(status.st_mode & 0o7777, status.st_mtime_ns)
+    with os.scandir(folder) as entries:
+        listed = sorted(entries, key=lambda entry: entry.name)
+    for entry in listed:
+        below = f"{name}/{entry.name}" if name else entry.name
+        path = folder / entry.name
+        if unicode_text(below) != below:
+            raise InvalidInput(
+                f"the name of {path} is not Unicode, as names in a commit must be; rename it"
+            )
+        here = entry.stat(follow_symlinks=False)
+        if stat.S_ISLNK(here.st_mode):
+            target = os.readlink(path)
+            if unicode_text(target) != target:
+                raise InvalidInput(f"the link {path} leads to a name that is not Unicode")
+            found.links[below] = Link(target, here.st_mtime_ns)
+        elif stat.S_ISDIR(here.st_mode):
+            _list(path, below, here, found)
+        elif stat.S_ISREG(here.st_mode):
+            found.files[below] = path
+        else:
+            raise InvalidInput(
+                f"{path} is not a regular file but a socket, a pipe or a device, which a commit "
+                "cannot hold; remove it, or adopt another directory"
+            )

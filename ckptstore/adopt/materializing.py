@@ -1,0 +1,314 @@
+"""How does an adopted commit become a directory again? It is built beside its name, compared with
+its hashes, and renamed.
+
+Nothing is written outside: names are checked before, links are made last and never followed.
+"""
+
+import fnmatch
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Protocol
+
+from blake3 import blake3
+
+from ckptstore.adopt.directory import Folder
+from ckptstore.adopt.manifest import (
+    FILES,
+    MANIFEST,
+    FileRecipe,
+    LeafPart,
+    Manifest,
+    decode_manifest,
+)
+from ckptstore.core.geometry import nbytes_of
+from ckptstore.core.model import Box
+from ckptstore.core.paths import check_path, scratch_for, sync_path
+from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
+from ckptstore.repository.chunk_reader import coalesce
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.restore.reader import Memory, ReadRequest, Tree
+from ckptstore.state.leaf_sources import segment
+from ckptstore.storage.local_files import Descriptor, transfer
+
+WINDOW_BYTES = 4 << 20
+"""As much of a file, or a chunk, is read, hashed and written at once, in the processor's cache."""
+
+WRITERS = 2
+"""Files that are written at once."""
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE_MODES, _FOLDER_MODES = 0o777, 0o3777
+"""Modes that are set again: no file that was adopted runs as somebody else."""
+
+
+class Contents(Protocol):
+    """The contents of a commit."""
+
+    @property
+    def trees(self) -> Mapping[str, Tree]: ...
+
+    def find(self, path: str) -> tuple[Tree, int]: ...
+
+    def read(self, requests: Sequence[ReadRequest]) -> None: ...
+
+    def leaf_bytes(self, tree: Tree, number: int) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Materialized:
+    """What was written below `path`."""
+
+    path: Path
+    files: int
+    folders: int
+    links: int
+    bytes: int
+
+
+def is_adopted(contents: Contents) -> bool:
+    """Whether the commit says how to write files again."""
+    tree = contents.trees.get(MANIFEST)
+    return tree is not None and tree.schema.kinds == ("bytes",) and FILES in contents.trees
+
+
+def manifest_of(contents: Contents, commit: str) -> Manifest:
+    """The manifest of an adopted commit. Raises `InvalidInput` for any other commit."""
+    if not is_adopted(contents):
+        raise InvalidInput(
+            f"commit {commit[:12]} was not adopted from a directory: it has no manifest; write it "
+            "with `ckptstore export`"
+        )
+    return decode_manifest(contents.leaf_bytes(contents.trees[MANIFEST], 0))
+
+
+def materialize(
+    contents: Contents, commit: str, directory: str | os.PathLike[str], select: str = "*"
+) -> Materialized:
+    """Write an adopted directory, or its files whose names `select` matches.
+
+    Raises `Conflict` if `directory` has content, `NotFound` if nothing matches, `InvalidInput` for
+    a commit that was not adopted, `Corrupt` if a file is not what it was. After an error nothing
+    was written.
+    """
+    check_path(directory)
+    target = Path(os.path.abspath(directory))
+    manifest = _selected(manifest_of(contents, commit), select, commit)
+    target = target.resolve() if target.is_symlink() else target
+    if target == Path.cwd():
+        raise Conflict(f"{target} is the working directory; name one that can be replaced")
+    try:
+        if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
+            raise Conflict(
+                f"{target} exists and is not an empty directory; nothing was written, choose "
+                "another name"
+            )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with scratch_for(target) as scratch:
+            write_tree(contents, manifest, scratch)
+            os.rename(scratch, target)
+        _restore_folder(target, manifest.folders[""])
+        sync_path(target.parent)
+    except OSError as error:
+        raise Unavailable(f"cannot write {target}: {error}; nothing was written") from error
+    size = sum(file.size for file in manifest.files.values())
+    return Materialized(
+        target, len(manifest.files), len(manifest.folders) - 1, len(manifest.links), size
+    )
+
+
+def _selected(manifest: Manifest, select: str, commit: str) -> Manifest:
+    """The files, links and directories that `select` matches, and the directories around them."""
+    if select == "*":
+        return manifest
+
+    def matching(names: Iterable[str]) -> set[str]:
+        return {name for name in names if name and fnmatch.fnmatchcase(name, select)}
+
+    files, links = matching(manifest.files), matching(manifest.links)
+    folders = matching(manifest.folders)
+    if not files | links | folders:
+        raise NotFound(f"commit {commit[:12]} has no files that {select!r} matches")
+    kept = {""} | folders | {above for name in files | links | folders for above in _above(name)}
+    return replace(
+        manifest,
+        folders={name: each for name, each in manifest.folders.items() if name in kept},
+        links={name: each for name, each in manifest.links.items() if name in links},
+        files={name: each for name, each in manifest.files.items() if name in files},
+    )
+
+
+def _above(name: str) -> Iterator[str]:
+    while "/" in name:
+        name = name.rpartition("/")[0]
+        yield name
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A box of a leaf whose bytes follow each other in a file."""
+
+    tree: Tree
+    number: int
+    box: Box
+    nbytes: int
+
+
+def _plan(contents: Contents, name: str, recipe: FileRecipe) -> list[_Piece]:
+    """The pieces of a file, in order. Raises `InvalidInput` unless they add up to it."""
+    try:
+        literal, number = contents.find(f"{FILES}/{segment(name)}")
+    except NotFound as error:
+        raise _unusable(name, "the commit has no literal of it") from error
+    if literal.schema.kinds[number] != "bytes":
+        raise _unusable(name, "its literal is no bytes")
+    literal.check(number)
+    pieces: list[_Piece] = []
+    position = begin = 0
+    for part in recipe.parts:
+        if isinstance(part, LeafPart):
+            tree, leaf, box = _leaf(contents, name, part)
+            found = _Piece(tree, leaf, box, nbytes_of(part.dtype, box.lengths))
+        else:
+            found = _Piece(literal, number, Box((begin,), (part,)), part)
+            begin += part
+        pieces += _split(found, _window_bytes(literal))
+        position += found.nbytes
+    if literal.raw_bytes(number) != begin:
+        raise _unusable(name, f"its literal has not the {begin} bytes that its parts take")
+    if position != recipe.size:
+        raise _unusable(name, f"its parts have {position} bytes; wanted {recipe.size}")
+    return pieces
+
+
+def _split(piece: _Piece, limit_bytes: int) -> Iterator[_Piece]:
+    """A piece as pieces of at most `limit_bytes`, cut where the grid is if that is possible."""
+    (offsets, lengths), nbytes = piece.box, piece.nbytes
+    dim = next((i for i, n in enumerate(lengths) if n > 1), None)
+    if nbytes <= limit_bytes or dim is None:
+        if nbytes:
+            yield piece
+        return
+    row = nbytes // lengths[dim]
+    rows = 1 << max((limit_bytes // row).bit_length() - 1, 0)
+    for first in range(0, lengths[dim], rows):
+        count = min(rows, lengths[dim] - first)
+        box = Box(
+            (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :]),
+            (*lengths[:dim], count, *lengths[dim + 1 :]),
+        )
+        yield from _split(_Piece(piece.tree, piece.number, box, row * count), limit_bytes)
+
+
+def _window_bytes(tree: Tree) -> int:
+    """The most bytes of a window: less than a chunk would read chunks twice."""
+    return max(WINDOW_BYTES, tree.chunk_bytes)
+
+
+def _leaf(contents: Contents, name: str, part: LeafPart) -> tuple[Tree, int, Box]:
+    """The leaf of a part, and the box of it that the part takes."""
+    try:
+        tree, number = contents.find(part.path)
+    except NotFound as error:
+        raise _unusable(name, f"the commit has no leaf {part.path[:80]!r}") from error
+    schema = tree.schema
+    if (schema.kinds[number], schema.dtypes[number], schema.shapes[number]) != (
+        "tensor",
+        part.dtype,
+        part.shape,
+    ):
+        raise InvalidInput(
+            f"{part.path} is not what its file says, {part.dtype}{list(part.shape)}; choose a "
+            "--format of `ckptstore export`"
+        )
+    tree.check(number)  # before it is cut into pieces
+    return tree, number, part.box or Box.whole(part.shape)
+
+
+def _unusable(name: str, why: str) -> InvalidInput:
+    return InvalidInput(f"the manifest cannot be used: {name[:80]!r}: {why}")
+
+
+def write_tree(contents: Contents, manifest: Manifest, root: Path, *, compare: bool = True) -> None:
+    """Write everything to the new directory `root`, whose mode and time are left to be set.
+
+    Without `compare`, files are not compared with their hashes: the commit may have other tensors
+    of the same shapes. Raises as `materialize`.
+    """
+    plan = {name: _plan(contents, name, file) for name, file in manifest.files.items()}
+    for name in sorted(manifest.folders):
+        (root / name).mkdir(mode=0o700)
+
+    def write(name: str) -> None:
+        _write_file(contents, plan[name], root / name, manifest.files[name], compare)
+
+    with closing(ThreadPool(WRITERS)) as threads:
+        threads.spread(write, list(plan))
+    for name, link in manifest.links.items():
+        (root / name).symlink_to(link.target)
+        os.utime(root / name, ns=(link.mtime_ns, link.mtime_ns), follow_symlinks=False)
+    for name, folder in sorted(manifest.folders.items(), reverse=True):
+        sync_path(root / name)
+        if name:
+            _restore_folder(root / name, folder)
+
+
+def _restore_folder(path: Path, folder: Folder) -> None:
+    path.chmod(folder.mode & _FOLDER_MODES)
+    os.utime(path, ns=(folder.mtime_ns, folder.mtime_ns))
+
+
+def _read_window(contents: Contents, pieces: Sequence[_Piece], out: memoryview) -> int:
+    """Read pieces into `out`, one behind the other; returns their bytes. The literal's bytes, which
+    follow each other in its leaf, are read at once, since many may lie in one chunk."""
+    reads: list[ReadRequest] = []
+    literals: list[tuple[_Piece, memoryview]] = []
+    size = 0
+    for piece in pieces:
+        here = out[size : size + piece.nbytes]
+        size += piece.nbytes
+        if piece.tree.schema.kinds[piece.number] == "bytes":
+            literals.append((piece, here))
+        else:
+            reads.append(ReadRequest(piece.tree, piece.number, Memory(here), piece.box))
+    if literals:
+        first = literals[0][0]
+        total = sum(len(here) for _, here in literals)
+        joined = literals[0][1] if len(literals) == 1 else memoryview(bytearray(total))
+        box = Box(first.box.offsets, (total,))
+        reads.append(ReadRequest(first.tree, first.number, Memory(joined), box))
+    contents.read(reads)
+    if len(literals) > 1:
+        position = 0
+        for piece, here in literals:
+            here[:] = joined[position : position + piece.nbytes]
+            position += piece.nbytes
+    return size
+
+
+def _write_file(
+    contents: Contents, pieces: Sequence[_Piece], path: Path, recipe: FileRecipe, compare: bool
+) -> None:
+    """Write a file whose name is new, window by window, and compare it with its hash. It is durable
+    when this returns, and has its mode and time."""
+    file = Descriptor(os.open(path, _NEW, 0o600))
+    hashed, position = blake3(), 0
+    limit = max((_window_bytes(piece.tree) for piece in pieces), default=0)
+    buffer = memoryview(bytearray(min(limit, recipe.size)))
+    ends = list(accumulate((piece.nbytes for piece in pieces), initial=0))
+    for window in coalesce(ends[:-1], ends[1:], limit_bytes=limit):
+        size = _read_window(contents, pieces[window], buffer)
+        hashed.update(buffer[:size])
+        transfer(os.pwritev, file.fd, position, [buffer[:size]])
+        position += size
+    if compare and (found := hashed.hexdigest()) != recipe.blake3:
+        raise Corrupt(
+            f"{path.name[:80]!r} is not the file that was adopted: its BLAKE3 is {found[:12]}; "
+            f"wanted {recipe.blake3[:12]}; run `ckptstore fsck`"
+        )
+    os.fchmod(file.fd, recipe.mode & _FILE_MODES)
+    os.utime(file.fd, ns=(recipe.mtime_ns, recipe.mtime_ns))
+    os.fsync(file.fd)

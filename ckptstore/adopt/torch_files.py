@@ -1,0 +1,223 @@
+"""Where in a file of torch.save do its tensors lie? Storages, cut where their tensors end."""
+
+import io
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ckptstore.adopt.pickle_ops import (
+    PICKLE_BYTES_MAX,
+    Call,
+    Name,
+    Pairs,
+    Persistent,
+    counts_of,
+    items_of,
+    walk,
+)
+from ckptstore.adopt.sources import Entry, Window
+from ckptstore.core.geometry import nbytes_of, width_of
+from ckptstore.core.model import Shape
+
+ZIP_MAGIC = b"PK\x03\x04"
+LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""A pickle of the number with which files of torch before 1.6 begin."""
+
+_STORAGES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+    "Untyped": "uint8",
+}
+_NESTING = 100
+_NAME_MAX = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A tensor in a storage: its bytes from `start` on, or -1 if its elements are strided."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    start: int
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A storage of `numel` elements and the tensors in it; `name` is that of the first."""
+
+    dtype: str
+    numel: int
+    name: str
+    views: list[_View] = field(default_factory=list)
+
+
+class _Bounded(io.BufferedReader):
+    """Refuses to read a table of contents that would fill the memory."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > PICKLE_BYTES_MAX:
+            raise ValueError(f"a table of contents has {size} bytes")
+        return super().read(size)
+
+
+def zip_members(file: Window) -> dict[str, tuple[int, int]]:
+    """Offset and size of each member of an archive that is stored as it is. Raises for a file that
+    is no archive."""
+    with zipfile.ZipFile(_Bounded(file.part(0, file.size))) as archive:
+        infos = archive.infolist()
+    if len({info.filename for info in infos}) != len(infos):
+        raise ValueError("a member is there twice")
+    members = {}
+    for info in infos:
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            continue
+        head = file.read_at(info.header_offset, 30)
+        if head[:4] != ZIP_MAGIC or info.compress_size != info.file_size:
+            raise ValueError("a member has no header")
+        names = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+        members[info.filename] = info.header_offset + 30 + names, info.file_size
+    return members
+
+
+def torch_archive(file: Window, members: Mapping[str, tuple[int, int]]) -> list[Entry]:
+    """The tensors of an archive of torch.save."""
+    (pickled,) = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
+    root = pickled.removesuffix("data.pkl")
+    order = members.get(f"{root}byteorder")
+    if order and file.read_at(*order) != b"little":
+        return []
+    start, nbytes = members[pickled]
+    if nbytes > PICKLE_BYTES_MAX:
+        return []
+    found = _storages(walk(io.BytesIO(file.read_at(start, nbytes))))
+    places = {key: members.get(f"{root}data/{key}", (0, 0)) for key in found}
+    return [entry for key, each in found.items() for entry in _cut(each, *places[key])]
+
+
+def legacy_torch(file: Window) -> list[Entry]:
+    """The tensors of a file that torch wrote before it used archives."""
+    reader = file.reader()
+    _, _, system = walk(reader), walk(reader), walk(reader)
+    if dict(items_of(system)).get("little_endian") is not True:
+        return []
+    found, keys = _storages(walk(reader)), walk(reader)
+    position, entries = reader.tell(), []
+    for key in keys:
+        each = found[str(key)]
+        numel = int.from_bytes(file.read_at(position, 8), "little")
+        nbytes = numel * width_of(each.dtype)
+        entries += _cut(each, position + 8, nbytes)
+        position += 8 + nbytes
+    return entries
+
+
+def _cut(storage: _Storage, start: int, nbytes: int) -> list[Entry]:
+    """The tensors of a storage at `start`: one each if they lie one behind the other, else the
+    storage as one vector."""
+    if nbytes != nbytes_of(storage.dtype, (storage.numel,)) or not nbytes:
+        return []
+    rows = {(v.start, v.dtype, v.shape): v.name for v in reversed(storage.views) if v.start >= 0}
+    entries: list[Entry] = []
+    end = 0
+    for (first, dtype, shape), name in sorted(rows.items()):
+        stop = first + nbytes_of(dtype, shape)
+        if not end <= first <= stop <= nbytes:
+            entries = []
+            break
+        entries.append(Entry(name, dtype, shape, start + first, start + stop))
+        end = stop
+    whole = Entry(storage.name, storage.dtype, (storage.numel,), start, start + nbytes)
+    return [entry for entry in entries if entry.stop > entry.start] or [whole]
+
+
+def _storages(root: Any) -> dict[str, _Storage]:
+    """The storages that an unpickled object would use, by key, with the tensors in each."""
+    found: dict[str, _Storage] = {}
+    seen: set[int] = set()
+    todo: list[tuple[str, int, Any]] = [("", 0, root)]
+    while todo:
+        name, depth, node = todo.pop()
+        if id(node) in seen or depth > _NESTING:
+            continue
+        seen.add(id(node))
+        if isinstance(node, Call) and _is_tensor(node) and _note(found, name, node.args):
+            continue
+        if isinstance(node, Persistent):
+            _storage(found, name, node)
+        todo += [
+            (f"{name}.{key}" if name and key else name or key, depth + 1, child)
+            for key, child in reversed(_children(node))
+        ]
+    return found
+
+
+def _children(node: Any) -> list[tuple[str, Any]]:
+    """What lies in a value, with the part of a name that leads there."""
+    if isinstance(node, Pairs):
+        return [(_text(key), value) for key, value in node.items]
+    if isinstance(node, tuple | list):
+        return [(str(i), value) for i, value in enumerate(node)]
+    if isinstance(node, Call):
+        args = node.args if isinstance(node.args, tuple) else ()
+        return [
+            *(("", value) for value in args),
+            *((_text(key), value) for key, value in node.items),
+            *((str(i), value) for i, value in enumerate(node.added)),
+            ("", node.state),
+        ]
+    return []
+
+
+def _text(key: Any) -> str:
+    return str(key)[:_NAME_MAX] if isinstance(key, str | int | float) else type(key).__name__
+
+
+def _is_tensor(call: Call) -> bool:
+    return isinstance(call.function, Name) and (call.function.module, call.function.name) in {
+        ("torch._utils", "_rebuild_tensor"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("torch._utils", "_rebuild_tensor_v3"),
+    }
+
+
+def _note(found: dict[str, _Storage], name: str, args: Any) -> bool:
+    """Add a tensor to its storage. False if its arguments are not those of a tensor."""
+    if not isinstance(args, tuple) or len(args) < 4 or type(args[1]) is not int or args[1] < 0:
+        return False
+    storage = _storage(found, name, args[0])
+    if storage is None:
+        return False
+    shape, strides = counts_of(args[2]), counts_of(args[3])
+    named = args[6] if len(args) > 6 and isinstance(args[6], Name) else None
+    dtype = named.name if named else storage.dtype
+    width = width_of(dtype)
+    rowwise = all(
+        n == 1 or stride == prod(shape[i + 1 :])
+        for i, (n, stride) in enumerate(zip(shape, strides, strict=True))
+    )
+    storage.views.append(_View(name, dtype, shape, args[1] * width if rowwise else -1))
+    return True
+
+
+def _storage(found: dict[str, _Storage], name: str, node: Any) -> _Storage | None:
+    pid = node.id if isinstance(node, Persistent) else None
+    if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
+        return None
+    kind, key, numel = pid[1], pid[2], pid[4]
+    dtype = _STORAGES.get(kind.name.removesuffix("Storage")) if isinstance(kind, Name) else None
+    if dtype is None or type(numel) is not int or numel < 0:
+        return None
+    return found.setdefault(str(key), _Storage(dtype, numel, name or f"storage.{key}"))

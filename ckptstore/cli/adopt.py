@@ -1,0 +1,52 @@
+"""`adopt` and `materialize`: checkpoint directories in, and out again."""
+
+from pathlib import Path
+
+from ckptstore.cli.call import Answer, Call
+from ckptstore.cli.commits import short
+from ckptstore.cli.maintain import metrics_of
+from ckptstore.cli.screen import fields_of
+from ckptstore.core.text import bytes_text, count_text
+from ckptstore.repository.resolve_ref import find_commit
+
+
+def adopt(call: Call) -> Answer:
+    args = call.args
+    metrics = metrics_of(args.metric, "ckptstore adopt")
+    handle = call.open()
+    from ckptstore.core.settings import Settings
+    from ckptstore.store import Store
+
+    store = call.stack.enter_context(Store(handle, Settings.of(run=args.run)))
+    with call.screen.progress(f"adopting {args.directory}"):
+        made = store.adopt(
+            args.directory, step=args.step, tag=args.tag, message=args.message, metrics=metrics
+        )
+    tensors = sum(leaf.kind == "tensor" for leaf in made.leaves())
+    document = {
+        "commit": made.id,
+        **fields_of(made, "run", "step", "tags", "logical_bytes", "new_bytes"),
+        "tensors": tensors,
+    }
+    size = f"{bytes_text(made.logical_bytes)}, {bytes_text(made.new_bytes)} of them new"
+    counted = count_text(tensors, "tensor")
+    return Answer(document, [f"{short(made.id)} of run {made.run}: {counted} in files, {size}"])
+
+
+def materialize(call: Call) -> Answer:
+    args = call.args
+    handle = call.open(args.ref)
+    from ckptstore.core.settings import Settings
+    from ckptstore.store import Store
+
+    found = find_commit(handle, args.ref, args.run)
+    store = call.stack.enter_context(Store(handle, Settings.of()))
+    with call.screen.progress(f"writing {short(found.id)}"):
+        done = store.checkout(found.id).materialize(Path(args.directory), select=args.select)
+    counted = [
+        count_text(done.files, "file"),
+        *([count_text(done.links, "link")] if done.links else []),
+        bytes_text(done.bytes),
+    ]
+    document = {"commit": found.id, **fields_of(done, "path", "files", "folders", "links", "bytes")}
+    return Answer(document, [f"{short(found.id)} to {args.directory}: {', '.join(counted)}"])
