@@ -13,13 +13,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WORKERS ?= 3
 READY := $(VENV)/.ready
 READY_BENCH := $(VENV)/.ready-bench
+TRAINERS := $(VENV)-trainers
+READY_TRAINERS := $(TRAINERS)/.ready
 
-.PHONY: help setup test test-real test-versions lint dist demo bench soak docs docs-serve clean
+.PHONY: help setup test test-real test-trainers test-versions lint dist demo bench soak docs docs-serve clean
 
 help:
 	@echo "make setup   prepare $(VENV)"
 	@echo "make test    ruff, mypy and the whole suite"
 	@echo "make test-real  the tests of shared stores on Ceph's S3 server and Debian's PostgreSQL, installed by apt-get if need be"
+	@echo "make test-trainers  the integrations on the real libraries of the trainers, in an environment of their own"
 	@echo "make test-versions  the core of the suite on the oldest and on the newest versions of all dependencies (VERSIONS=oldest)"
 	@echo "make lint    ruff and mypy"
 	@echo "make dist    build wheel and sdist, and try the wheel in a fresh environment"
@@ -58,6 +61,18 @@ test: lint
 test-real: $(READY)
 	@$(BIN)/python -m tests.real
 
+# Gigabytes less than in one environment with everything, and a library that does not install fails here alone.
+$(READY_TRAINERS): pyproject.toml constraints.txt
+	@echo "setup 1/2: installing torch into $(TRAINERS)"
+	@$(PYTHON) -m venv $(TRAINERS)
+	@$(TRAINERS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt torch setuptools
+	@echo "setup 2/2: installing the trainers' libraries"
+	@$(TRAINERS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt --no-build-isolation -e '.[s3,test,trainers]'
+	@touch $@
+
+test-trainers: $(READY_TRAINERS)
+	@CKPTSTORE_TEST_TRAINERS=1 $(TRAINERS)/bin/python -m pytest tests/trainers -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test-versions: $(READY)
 	@WORKERS=$(WORKERS) $(BIN)/python -m tests.versions $(VERSIONS)
 
@@ -89,4 +104,4 @@ docs-serve: $(READY)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 clean:
-	@rm -rf $(VENV) $(VENV)-dist $(VENV)-oldest $(VENV)-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(TRAINERS) $(VENV)-dist $(VENV)-oldest $(VENV)-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -89,6 +89,12 @@ def pytest_configure(config: pytest.Config) -> None:
     )  # what a shell starts in the background ignores it, and so would all children
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """The trainers' libraries are in an environment of their own: `make test-trainers`."""
+    trainers = collection_path == Path(__file__).parent / "trainers"
+    return True if trainers and "CKPTSTORE_TEST_TRAINERS" not in os.environ else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {part: place for place, part in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(part_of(item.nodeid), len(places)))
