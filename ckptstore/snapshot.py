@@ -340,8 +340,8 @@ class Snapshot:
                 f"{path} cannot be read into a tensor without memory of its own for each element; "
                 "use read, and copy"
             )
-        wanted = ReadRequest(tree, i, destination(tensor, committed), box)
-        self._contents.read([wanted], memory_budget_bytes=memory_budget_bytes)
+        request = ReadRequest(tree, i, destination(tensor, committed), box)
+        self._contents.read([request], memory_budget_bytes=memory_budget_bytes)
 
     def open(self, path: str, *, verify: bool = False) -> "torch.Tensor":
         """Map one tensor into memory. Its pages are read from the packs on first access.

@@ -77,19 +77,19 @@ class Run:
     rest: int = 0
 
     @property
-    def key(self) -> tuple[int, int]:
-        """The run's identity in its plan: its leaf and its first chunk."""
-        return self.part.leaf, self.first
-
-    @property
     def raw_bytes(self) -> int:
         return self.cuts[-1] - self.cuts[0]
 
     def pieces(self) -> Iterator["Run"]:
         """The run in pieces of at most `WINDOW_BYTES`, or one chunk."""
         for begin, cuts in _cut(self.cuts, WINDOW_BYTES):
-            lead, rest = cuts[0] - self.cuts[0], self.cuts[-1] - cuts[-1]
+            lead, rest = self.lead + cuts[0] - self.cuts[0], self.cuts[-1] - cuts[-1]
             yield Run(self.part, self.first + begin, cuts, lead, rest)
+
+    def behind(self, count: int) -> "Run":
+        """The run without its first `count` chunks."""
+        lead = self.cuts[count] - self.cuts[0]
+        return Run(self.part, self.first + count, self.cuts[count:], lead)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from ckptstore.commit.pending import UNWATCHED, Watch
 from ckptstore.commit.plan import CommitPlan, Flats
 from ckptstore.commit.write import PARALLEL_BYTES, ChunkWriter, write_metadata
 from ckptstore.core.ids import (
-    CHUNK_ID_BYTES,
     ChunkId,
     CommitId,
     PackId,
@@ -40,7 +39,7 @@ from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.repository.chunk_store import ObjectStore
-from ckptstore.repository.dedup import Dedup, DedupHints
+from ckptstore.repository.dedup import ChunkTable, Dedup, DedupHints
 from ckptstore.repository.pack_writer import PackSet, delete_own
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, shared
@@ -257,20 +256,19 @@ class Transaction:
         `hints` know the last commit of the same plan, and then this one. Afterwards the packs are
         closing; `receipt` and `publish` wait for them.
         """
-        ids = {part.leaf: bytearray(CHUNK_ID_BYTES * len(part)) for part in plan.parts}
+        made = ChunkTable({part.leaf: len(part) for part in plan.parts})
         batches, threads = shared(plan.batches), self._to.threads
         small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
         count = min(max_workers or threads.count, threads.count, len(plan.batches))
         hints, dedup = hints or DedupHints(), self.look()
-        writers = [
-            ChunkWriter(batches, sources, ids, dedup, hints, self.packs, watch, threads.scratch)
-            for _ in range(min(count, 1) if small else count)
-        ]
+        work = batches, sources, made, hints.last, dedup, self.packs, watch, threads.scratch
+        writers = [ChunkWriter(*work) for _ in range(min(count, 1) if small else count)]
         if writers:
             threads.together([writer.work for writer in writers], batches.stop)
         self._chunks += sum(map(len, plan.parts))
         self._new_chunks += sum(writer.new_chunks for writer in writers)
-        return {leaf: bytes(data) for leaf, data in ids.items()}
+        hints.last = made
+        return made.ids_by_leaf()
 
     def receipt(self) -> Receipt:
         """This writer's receipt, once its packs are durable."""

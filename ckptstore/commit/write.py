@@ -7,7 +7,8 @@ same place, keeps its id: it is neither copied nor hashed by BLAKE3.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import compress, pairwise
+from itertools import compress, pairwise, takewhile
+from operator import eq
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId, checksum
 from ckptstore.errors import Conflict
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR, align
-from ckptstore.repository.dedup import Dedup, DedupHints
+from ckptstore.repository.dedup import ChunkTable, Dedup, items_of
 from ckptstore.repository.pack_writer import PackSet
 from ckptstore.repository.thread_pool import NO_MEMORY, Scratch, ThreadPool
 from ckptstore.state.leaf_sources import NotCopied, Source, memory_of
@@ -109,23 +110,23 @@ def write_metadata(
 
 
 class ChunkWriter:
-    """One thread that writes a commit's batches to its own packs. Chunk ids go to `ids`, by leaf,
-    in grid order."""
+    """One thread that writes a commit's batches to its own packs. Its chunks go to the table
+    `made`; `last` is that of the last commit of the same plan, if there was one."""
 
     def __init__(
         self,
         batches: Iterable[tuple[Run, ...]],
         sources: Sequence[Source],
-        ids: Mapping[int, bytearray],
+        made: ChunkTable,
+        last: ChunkTable | None,
         dedup: Dedup,
-        hints: DedupHints,
         packs: PackSet,
         watch: Watch,
         scratch: Scratch,
     ) -> None:
         self.new_chunks = 0
-        self._batches, self._sources, self._ids = batches, sources, ids
-        self._dedup, self._hints, self._packs, self._watch = dedup, hints, packs, watch
+        self._batches, self._sources, self._made, self._last = batches, sources, made, last
+        self._dedup, self._packs, self._watch = dedup, packs, watch
         self._pack_writer = packs.pack_writer()
         self._scratch = scratch
         self._memory = NO_MEMORY
@@ -137,7 +138,9 @@ class ChunkWriter:
         """Write batches until none is left. The last pack is then closing."""
         try:
             for batch in self._batches:
-                for window in windows(batch) if any(map(self._copied, batch)) else (batch,):
+                changed = [rest for run in batch if (rest := self._changed(run))]
+                copied = not changed or any(map(self._copied, changed))
+                for window in windows(changed) if copied else (changed,):
                     for new in self._new(window):
                         self._add(new)
                     self._pack_writer.flush()
@@ -167,18 +170,41 @@ class ChunkWriter:
         self.new_chunks += len(new.ids)
         self._written = run.part.leaf, new.first + len(new.ids)
 
+    def _changed(self, run: Run) -> Run | None:
+        """What is left of a run behind its first chunks that are as in the last commit; None if
+        nothing is. Of all ways to write chunks, this one does least for each."""
+        last, at = self._last, self._place(run)
+        if last is None or not self._dedup.are_live(packs := last.packs[at]):
+            return run
+        if ids := self._known(run):
+            same = map(eq, ids, last.ids_at(at))
+        elif (live := self._sources[run.part.leaf].view(run.cuts[0], run.cuts[-1])) is not None:
+            same = map(eq, map(checksum, _chunks(run, live)), last.checksums_at(at))
+        else:
+            return run
+        unchanged = sum(takewhile(bool, same))
+        if not unchanged:
+            return run
+        packs, at = packs[:unchanged], slice(at.start, at.start + unchanged)
+        self._dedup.reused.update(packs)
+        self._made.record(at, last.ids_at(at), last.checksums_at(at), packs)
+        return run.behind(unchanged) if unchanged < len(run.cuts) - 1 else None
+
+    def _place(self, run: Run) -> slice:
+        """Where the chunks of a run are in a table."""
+        return self._made.place(run.part.leaf, run.first - run.part.first, len(run.cuts) - 1)
+
     def _new(self, window: Sequence[Run]) -> Iterator[_New]:
         """Hash a window and look its chunks up; the chunks to write, run by run."""
         hashed = self._hashed(window)
-        fresh = self._dedup.fresh_runs(
-            [(run.key, found.ids) for run, found in zip(window, hashed, strict=True)], self._hints
-        )
-        for run, found, is_new in zip(window, hashed, fresh, strict=True):
-            at = (run.first - run.part.first) * CHUNK_ID_BYTES
-            ids = b"".join(found.ids)
-            self._ids[run.part.leaf][at : at + len(ids)] = ids
-            if any(is_new):
+        is_fresh, packs = self._dedup.look_up([chunk for found in hashed for chunk in found.ids])
+        begin = 0
+        for run, found in zip(window, hashed, strict=True):
+            end = begin + len(found.ids)
+            self._made.record(self._place(run), found.ids, found.checksums, packs[begin:end])
+            if any(is_new := is_fresh[begin:end]):
                 yield self._fetched(run, found, is_new)
+            begin = end
 
     def _fetched(self, run: Run, found: _Hashed, is_new: Sequence[bool]) -> _New:
         """The new chunks of a run. The bytes of those that were recognised are compared with their
@@ -207,7 +233,7 @@ class ChunkWriter:
             if offset is not None:
                 found.append(self._hash(run, self._memory[offset : offset + run.raw_bytes]))
             elif ids := self._known(run):
-                found.append(_Hashed(ids, [b""] * len(ids), [None] * len(ids), None))
+                found.append(_Hashed(ids, self._summed(run, ids), [None] * len(ids), None))
             else:
                 found.append(self._hash(run, None))
         return found
@@ -215,30 +241,40 @@ class ChunkWriter:
     def _hash(self, run: Run, out: memoryview | None) -> _Hashed:
         """The chunks of a run, one after the other while each is in the CPU's cache. Those that
         changed since the last commit are copied to `out`, unless it is None."""
-        source, known = self._sources[run.part.leaf], self._hints.get(run.key)
+        source, known = self._sources[run.part.leaf], self._before(run)
         live = source.view(run.cuts[0], run.cuts[-1])
         if live is None:
             assert out is not None  # a still source always has a view
             source.stage(run.cuts[0], run.cuts[-1], out)
             live, out = out, None
         found = _Hashed([], [], [], live if out is None else out)
-        changed = known is None
         for i, here in enumerate(_chunks(run, live)):
             there = None if out is None else out[run.cuts[i] - run.cuts[0] :][: len(here)]
-            if known and (summed := checksum(here)) == _nth(known.checksums, i, CHECKSUM_BYTES):
-                chunk = ChunkId(_nth(known.ids, i, CHUNK_ID_BYTES))
+            if known and (summed := checksum(here)) == known[i][1]:
+                chunk = known[i][0]
                 raw = here if there is None else None
             else:
                 raw = here if there is None else there
                 if there is not None:
                     _copy(here, there)
-                chunk, summed, changed = ChunkId(digest(raw)), checksum(raw), True
+                chunk, summed = ChunkId(digest(raw)), checksum(raw)
             found.ids.append(chunk)
             found.checksums.append(summed)
             found.raws.append(raw)
-        if changed:
-            self._hints.hashed(run.key, b"".join(found.ids), b"".join(found.checksums))
         return found
+
+    def _before(self, run: Run) -> list[tuple[ChunkId, bytes]]:
+        """Id and checksum of each chunk of a run in the last commit; nothing if there was none."""
+        if self._last is None:
+            return []
+        at = self._place(run)
+        return list(zip(self._last.ids_at(at), self._last.checksums_at(at), strict=True))
+
+    def _summed(self, run: Run, ids: Sequence[ChunkId]) -> list[bytes]:
+        """The checksums of chunks whose ids are known: those of the last commit, as far as it had
+        the same chunks, else zeros, which no chunk is recognised by."""
+        before = dict(self._before(run))
+        return [before.get(chunk, bytes(CHECKSUM_BYTES)) for chunk in ids]
 
     def _copy_offsets(self, window: Sequence[Run]) -> tuple[list[int | None], int]:
         """Offsets in this thread's memory for the runs to be copied, and the total size. They are
@@ -265,8 +301,8 @@ class ChunkWriter:
         if ids is None:
             return []
         first = run.first - run.part.first
-        numbers = range(first, first + len(run.cuts) - 1)
-        return [ChunkId(_nth(ids, i, CHUNK_ID_BYTES)) for i in numbers]
+        own = ids[first * CHUNK_ID_BYTES : (first + len(run.cuts) - 1) * CHUNK_ID_BYTES]
+        return list(map(ChunkId, items_of(own)))
 
     def _fetch(self, source: Source, chunk: ChunkId, start: int, stop: int) -> memoryview:
         try:
@@ -288,11 +324,6 @@ class ChunkWriter:
         """Floats compress better split into byte planes."""
         split = self._packs.codec == codecs.ZSTD and part.floating and part.width > 1
         return codecs.SPLIT_ZSTD if split else self._packs.codec
-
-
-def _nth(joined: bytes, i: int, nbytes: int) -> bytes:
-    """Item `i` of items of `nbytes` each."""
-    return joined[i * nbytes : (i + 1) * nbytes]
 
 
 def _chunks(run: Run, memory: memoryview) -> list[memoryview]:

@@ -259,7 +259,7 @@ class RankWorker:
         ]
         sources, hints = list(map(self._boxes.source, spots)), DedupHints()
         self._decided_ids = self._write(self._planned(extents), hints, sources)
-        if hints.checksums() != b"".join(
+        if bytes(hints.last.checksums if hints.last else b"") != b"".join(
             self._reported[number].checksums[first * CHECKSUM_BYTES : stop * CHECKSUM_BYTES]
             for number, first, stop in decided
         ):

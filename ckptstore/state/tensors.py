@@ -169,15 +169,21 @@ def is_strided(tensor: torch.Tensor) -> bool:
     )
 
 
+def is_resolved(tensor: torch.Tensor) -> bool:
+    """Whether the memory has the elements as they are, neither conjugated nor negated. torch
+    releases the GIL to answer, so in a loop over chunks this is asked once, before it."""
+    return not tensor.is_conj() and not tensor.is_neg()
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether `memory_of` may be used."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and is_resolved(tensor)
 
 
 def is_writable_by_range(tensor: torch.Tensor) -> bool:
     """Whether `write_range` may be used: each element has memory of its own that holds its bytes as
     they are."""
-    if tensor.is_conj() or tensor.is_neg():
+    if not is_resolved(tensor):
         return False
     return tensor.is_contiguous() or not any(
         n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -345,12 +351,13 @@ class TensorSource:
     """The raw bytes of a strided tensor on any device, as of what the thread that makes this has
     launched there. Keeps the tensor alive; threads may stage side by side."""
 
-    __slots__ = ("nbytes", "stream", "tensor", "width")
+    __slots__ = ("_resolved", "nbytes", "stream", "tensor", "width")
     known_ids: bytes | None = None
     still = False
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        self._resolved = is_resolved(tensor)
         self.stream = current_stream(tensor)
         self.nbytes: int = tensor.nbytes
         self.width: int = tensor.itemsize
@@ -358,7 +365,9 @@ class TensorSource:
     def memory(self) -> memoryview | None:
         """The bytes where they are, or None if they must be staged (another device, not contiguous,
         a conjugate view)."""
-        return memory_of(self.tensor) if is_plain(self.tensor) else None
+        tensor = self.tensor
+        is_there = self._resolved and tensor.is_cpu and tensor.is_contiguous()
+        return memory_of(tensor) if is_there else None
 
     def view(self, start: int, stop: int) -> memoryview | None:
         """A part of `memory`."""
