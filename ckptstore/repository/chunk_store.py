@@ -18,6 +18,7 @@ import numpy as np
 
 from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, pack_key
+from ckptstore.core.process import uncollected
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.index.chunks import ChunkIndex
 from ckptstore.index.suspect_packs import SuspectPacks
@@ -288,6 +289,7 @@ class ObjectStore:
                 raise
             self.rescue(ids, out, error)
 
+    @uncollected()
     def _plan(
         self,
         request: Request,

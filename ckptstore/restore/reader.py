@@ -16,6 +16,7 @@ from ckptstore.core.config import StoreConfig
 from ckptstore.core.geometry import Grid, grid
 from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId, SessionId, document_key
 from ckptstore.core.model import Box, CommitDocument, LeafContent, Schema, Shape, TreeRef
+from ckptstore.core.process import uncollected
 from ckptstore.errors import Corrupt
 from ckptstore.objects.documents import Layout, decode_document, decode_layout
 from ckptstore.objects.pages import join_pages
@@ -248,6 +249,7 @@ class Reader:
         reading = self.reading(wanted, commit, memory_budget_bytes=memory_budget_bytes)
         return self.carry_out(reading, reading.jobs)
 
+    @uncollected()
     def reading(
         self,
         wanted: Iterable[ReadRequest],
