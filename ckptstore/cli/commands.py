@@ -1,11 +1,10 @@
 """Every command with its options, as data; the modules that run them are imported when needed."""
 
 from ckptstore.cli.parser import Command, Option, Options, count, flag, several, share, size, span
+from ckptstore.cli.questions import QUESTIONS, RUN
 from ckptstore.core.config import CHUNK_BYTES, CODECS
 
 _PLACE = "a directory or a URL"
-_RUN = Option("--run", "RUN", "resolve steps, 'latest' and 'best:' in this run")
-_REF = Option("ref", "REF", "the commit (default: latest)", nargs="?", default="latest")
 _DRY_RUN = flag("-n --dry-run", "print the plan and change nothing")
 _READ_DATA = Option(
     "--read-data",
@@ -13,10 +12,6 @@ _READ_DATA = Option(
     "read and hash stored data: all, or an amount such as 5%% or 10G, oldest check first",
     nargs="?",
     const="100%",
-)
-_FOLD = (
-    flag("-a --all", "print one line per leaf", dest="fold", means=False, default=None),
-    flag("--fold", "fold leaves, also in a pipe and if they are few", default=None),
 )
 _VERIFY = flag("--verify", "read written data back before a commit appears")
 _PICKLE = flag("--allow-pickle", "unpickle data if necessary; this may run any code")
@@ -72,78 +67,7 @@ COMMANDS = (
             flag("--private", "let only the owner read and write the store"),
         ),
     ),
-    Command(
-        "log",
-        "log.log",
-        "list commits, newest first",
-        (
-            Option("-n", "N", "list at most N commits", type=count, dest="limit"),
-            flag("-a --all", "list every commit"),
-            several("--run", "RUN", "commits of this run (default: all runs)"),
-            flag("--forgotten", "list the forgotten commits that `undelete` can restore"),
-            several("--tag", "GLOB", "commits with a tag that matches GLOB", nargs="?", const="*"),
-            Option(
-                "--since",
-                "TIME",
-                "commits since TIME: a span before now (90min, 2h, 3d), or a date or time",
-            ),
-            Option("--until", "TIME", "commits until TIME"),
-            several("--metric", "NAME", "show this metric (default: the three most frequent)"),
-            Option("--sort", "METRIC[:max]", "sort by a metric: smallest first, or largest"),
-            (
-                flag(
-                    "--graph",
-                    "draw the lineage (default on a terminal if it branches)",
-                    default=None,
-                ),
-                flag(
-                    "--no-graph", "do not draw the lineage", dest="graph", means=False, default=None
-                ),
-            ),
-        ),
-        "List commits, newest first: 50 on a terminal, all with --all, with --json and in a pipe.",
-    ),
-    Command(
-        "show",
-        "show.show",
-        "show everything about a commit",
-        (_REF, _RUN, flag("--fast", "skip exclusive and shared bytes, which read every commit")),
-    ),
-    Command(
-        "ls",
-        "ls.ls",
-        "list the leaves of a commit",
-        (
-            _REF,
-            _RUN,
-            Option(
-                "globs",
-                "GLOB",
-                "leaves whose path, in full or below its key, matches or lies below: model, "
-                "'layers.*', '*.bias' (* crosses /)",
-                nargs="*",
-            ),
-            flag("-l --long", "also show chunks, sizes of values, and small values"),
-            _FOLD,
-        ),
-        "List the leaves of a commit. A terminal folds more than 40: leaves whose paths differ "
-        "only in\nnumbers become one line, whose pattern is a GLOB.",
-    ),
-    Command(
-        "diff",
-        "diff.diff",
-        "compare two commits",
-        (
-            Option("a", "A", "the older commit"),
-            Option("b", "B", "the newer commit"),
-            _RUN,
-            flag("--stat", "print sums per key"),
-            _FOLD,
-        ),
-        "Compare two commits leaf by leaf. More than 40 changes are folded: leaves whose paths "
-        "differ only in\nnumbers become one line. If there still are more than 40 lines, sums per "
-        "key are printed, and the\nchanges that are more than another content of a tensor.",
-    ),
+    *QUESTIONS,
     Command(
         "tag",
         "log.tag",
@@ -162,7 +86,7 @@ COMMANDS = (
                 action="extend",
                 nargs="+",
             ),
-            _RUN,
+            RUN,
         ),
         "List tags. With NAME, set a tag; with --rename, give it another name; with -d, remove "
         "tags.",
@@ -365,7 +289,7 @@ COMMANDS = (
         (
             Option("ref", "REF", "the commit"),
             Option("path", "PATH", "a new file or directory"),
-            _RUN,
+            RUN,
             Option("--format", "FORMAT", f"one of {', '.join(_FORMATS)}", choices=_FORMATS),
             several("--select", "KEY|GLOB", "a key of the state, or leaves by their paths"),
             _PICKLE,
@@ -390,7 +314,7 @@ COMMANDS = (
         (
             Option("ref", "REF", "the commit"),
             Option("directory", "DIR", "a new or empty directory"),
-            _RUN,
+            RUN,
             Option("--select", "GLOB", "files, by their names in DIR (* crosses /)", default="*"),
         ),
     ),

@@ -54,6 +54,8 @@ OTHERS = {
     "pull": "STORE",
     "import": "STORE/file",
     "export": "1 NEW",
+    "parted": "main main",
+    "bisect": "--good 1 --nan",
 }
 """What a command needs besides its store."""
 
@@ -94,6 +96,8 @@ WORDS = [
         f"log -s STORE {option} PATH"
         for option in ("--run", "--tag", "--metric", "--sort", "--since", "--until", "--index")
     ),
+    "bisect -s STORE --good PATH --nan",
+    "bisect -s STORE --good 1 --nan --verdicts PATH",
     "fsck -s STORE --read-data PATH",
     "forget -n -s STORE --keep-within PATH",
     "import -s STORE FILES --tag PATH",

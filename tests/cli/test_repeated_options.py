@@ -21,6 +21,7 @@ ADDED_UP = {
     "import": {"--metric", "--tag"},
     "adopt": {"--metric", "--tag"},
     "export": {"--select"},
+    "parted": {"--select"},
 }
 """Options of which each further value adds something; all other options with a value are refused
 when given twice."""

@@ -1,0 +1,238 @@
+"""Questions about a history: where did two runs part, and which commit was the first bad one?
+
+Metadata decides where it can; tensors are read only of the commits that remain.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ckptstore.commit.plan import is_floating
+from ckptstore.contents import Leaf
+from ckptstore.core.ids import CommitId
+from ckptstore.core.model import CommitInfo
+from ckptstore.core.text import selector
+from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.repository.resolve_ref import AnyRef
+from ckptstore.restore.diff import Difference
+from ckptstore.restore.restore import Select
+from ckptstore.snapshot import Snapshot
+from ckptstore.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+SLICE_BYTES = 64 << 20
+"""Tensors are read in slices of about this size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where two runs part.
+
+    They are equal at `equal_steps`; `a` and `b` are their commits of the first step at which they
+    are not, and `difference` has the leaves, in the order of the state. Without such a step, `a`
+    and `b` are None.
+    """
+
+    equal_steps: tuple[int, ...]
+    a: CommitInfo | None
+    b: CommitInfo | None
+    difference: Difference
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far a tensor of floats is from another: the largest absolute difference of two elements,
+    and the norm of the difference by that of the first tensor."""
+
+    largest: float
+    relative: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bisection:
+    """The first bad commit, the last good one before it, and how many were looked at."""
+
+    first_bad: CommitId
+    last_good: CommitId
+    looked_at: int
+
+
+def parting(store: Store, run_a: str, run_b: str, *, select: Select = "*") -> Parting:
+    """Find the first step at which two runs differ that should be equal.
+
+    Compares the content ids of their commits step by step, and reads no tensor. Of several commits
+    of a step, the newest counts.
+
+    Args:
+        store: The store that has both runs.
+        run_a: One run.
+        run_b: The other.
+        select: Leaves to compare, a glob or several. What may differ, such as the time, is left out
+            so: `"model/**"`.
+
+    Raises:
+        NotFound: A run has no commits, or they have no step in common.
+
+    Example:
+        >>> parting(store, "before-upgrade", "after-upgrade").a.step
+        250
+    """
+    of_a, of_b = (_by_step(store, run) for run in (run_a, run_b))
+    common = sorted(of_a.keys() & of_b.keys())
+    if not common:
+        raise NotFound(
+            f"runs {run_a} and {run_b} have no step in common: {_steps_text(of_a)} and "
+            f"{_steps_text(of_b)}; commit both at the same steps"
+        )
+    for number, step in enumerate(common):
+        a, b = of_a[step], of_b[step]
+        if a.content == b.content:
+            continue
+        difference = _selected(store.diff(a.id, b.id), select)
+        if difference.changes:
+            return Parting(tuple(common[:number]), a, b, difference)
+    return Parting(tuple(common), None, None, Difference((), 0))
+
+
+def _by_step(store: Store, run: str) -> dict[int, CommitInfo]:
+    found = {info.step: info for info in reversed(store.log(run=run)) if info.step is not None}
+    if not found:
+        runs = ", ".join(store.runs()) or "none"
+        raise NotFound(f"run {run} has no commits with a step; the runs are {runs}")
+    return found
+
+
+def _steps_text(found: Mapping[int, CommitInfo]) -> str:
+    return f"{min(found)} to {max(found)}" if len(found) > 1 else str(min(found))
+
+
+def _selected(difference: Difference, select: Select) -> Difference:
+    is_selected = selector(select)
+    changes = tuple(change for change in difference.changes if is_selected(change.path))
+    return replace(difference, changes=changes)
+
+
+def distance(a: Snapshot, b: Snapshot, path: str) -> Distance | None:
+    """How far tensor `path` of `b` is from that of `a`; None unless both are tensors of floats of
+    one shape. Reads both, a slice at a time, in double precision. The numbers are NaN if a tensor
+    has a NaN."""
+    mine, other = (_leaf(snapshot, path) for snapshot in (a, b))
+    if mine.shape != other.shape or not (_is_floating(mine) and _is_floating(other)):
+        return None
+    gaps, squares, norm = [], 0.0, 0.0
+    for start, stop in _slices(mine if mine.nbytes > other.nbytes else other):
+        x, y = (_read(snapshot, leaf, start, stop) for snapshot, leaf in ((a, mine), (b, other)))
+        gap = (y - x).abs()
+        gaps.append(gap.max() if gap.numel() else gap.new_zeros(()))
+        squares, norm = squares + float(gap.square().sum()), norm + float(x.square().sum())
+    largest = max(map(float, gaps), key=lambda gap: (math.isnan(gap), gap), default=0.0)
+    relative = math.sqrt(squares / norm) if norm else math.copysign(math.inf, squares)
+    return Distance(largest, relative if squares else 0.0)
+
+
+def bad_number(snapshot: Snapshot, select: Select = "*") -> str | None:
+    """The path of the first selected tensor with a NaN or an infinity; None without any."""
+    for leaf in filter(_is_floating, snapshot.leaves(select)):
+        for start, stop in _slices(leaf):
+            if not _read(snapshot, leaf, start, stop).isfinite().all():
+                return leaf.path
+    return None
+
+
+def norm(snapshot: Snapshot, select: Select) -> float:
+    """The Euclidean norm of all selected tensors of floats together."""
+    return math.sqrt(
+        sum(
+            float(_read(snapshot, leaf, start, stop).square().sum())
+            for leaf in filter(_is_floating, snapshot.leaves(select))
+            for start, stop in _slices(leaf)
+        )
+    )
+
+
+def _leaf(snapshot: Snapshot, path: str) -> Leaf:
+    found = next((leaf for leaf in snapshot.leaves() if leaf.path == path), None)
+    if found is None:
+        raise NotFound(f"commit {snapshot.id[:12]} has no leaf {path}; `ckptstore ls` lists them")
+    return found
+
+
+def _is_floating(leaf: Leaf) -> bool:
+    return leaf.kind == "tensor" and is_floating(leaf.dtype) and "float4" not in leaf.dtype
+
+
+def _slices(leaf: Leaf) -> Iterator[tuple[int, int]]:
+    """Slices of a tensor's first dimension; one of nothing for a tensor without dimensions."""
+    if not leaf.shape:
+        yield 0, 0
+        return
+    count = leaf.shape[0]
+    rows = max(1, count * SLICE_BYTES // max(leaf.nbytes, 1))
+    yield from ((start, min(start + rows, count)) for start in range(0, count, rows))
+
+
+def _read(snapshot: Snapshot, leaf: Leaf, start: int, stop: int) -> "torch.Tensor":
+    region = slice(start, stop) if leaf.shape else None
+    tensor: torch.Tensor = snapshot.read(leaf.path, region)
+    return tensor.double()
+
+
+def bisect(
+    store: Store,
+    good: AnyRef,
+    bad: AnyRef,
+    is_bad: Callable[[Snapshot], bool],
+    *,
+    known: MutableMapping[CommitId, bool] | None = None,
+) -> Bisection:
+    """Find the first bad commit among the descendants of `good` that lead to `bad`.
+
+    Looks at as few commits as possible: about log2 of those between. They follow first parents.
+    Assumes that every commit behind a bad one is bad.
+
+    Args:
+        store: The store.
+        good: A commit that is good.
+        bad: A later one that is bad.
+        is_bad: Says of a commit whether it is bad.
+        known: Verdicts, which are used and added to, so that a bisection can be taken up again.
+
+    Raises:
+        InvalidInput: `good` is no ancestor of `bad`.
+
+    Example:
+        >>> bisect(store, 100, "latest", lambda snap: bad_number(snap) is not None).first_bad
+        '3f0c…'
+    """
+    first, last = (store.checkout(ref) for ref in (good, bad))
+    line = _line(store, first, last)
+    known = {} if known is None else known
+    low, high, looked_at = 0, len(line) - 1, 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        commit = line[middle]
+        if commit not in known:
+            known[commit] = is_bad(store.checkout(commit))
+            looked_at += 1
+        low, high = (low, middle) if known[commit] else (middle, high)
+    return Bisection(line[high], line[low], looked_at)
+
+
+def _line(store: Store, first: Snapshot, last: Snapshot) -> list[CommitId]:
+    """The commits from `first` to `last`, both included, by first parents."""
+    line = [last.id]
+    snapshot = last
+    while snapshot.id != first.id:
+        if not snapshot.parents:
+            raise InvalidInput(
+                f"commit {first.id[:12]} is no ancestor of {last.id[:12]}, whose line begins with "
+                f"{snapshot.id[:12]}; give a good commit of that line (`ckptstore log --graph`)"
+            )
+        line.append(snapshot.parents[0])
+        snapshot = store.checkout(snapshot.parents[0])
+    if len(line) < 2:
+        raise InvalidInput(f"{first.id[:12]} was named as good and as bad; name two commits")
+    return line[::-1]

@@ -1,0 +1,152 @@
+"""`parted` and `bisect`: where two runs part, and which commit was the first bad one."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptstore.cli.call import VARIABLE, Answer, Call, UsageError
+from ckptstore.cli.commits import commit_document, short
+from ckptstore.cli.screen import Part, columns, fields_of
+from ckptstore.core.ids import CommitId
+from ckptstore.core.paths import write_file
+from ckptstore.core.text import Column, Table, count_text
+from ckptstore.errors import InvalidInput
+from ckptstore.restore.diff import MARKS
+
+if TYPE_CHECKING:
+    from ckptstore.snapshot import Snapshot
+    from ckptstore.store import Store
+
+REF = "CKPTSTORE_REF"
+"""Where a command of `bisect --command` finds the commit to look at."""
+
+VERDICTS = range(125)
+"""The exit codes by which a command says good or bad; beyond, a shell says that it failed."""
+
+
+def parted(call: Call) -> Answer:
+    args = call.args
+    store = _opened(call)
+    from ckptstore.analysis import distance, parting
+
+    found = parting(store, args.a, args.b, select=args.select or "*")
+    equal = found.equal_steps
+    text = f"equal at {count_text(len(equal), 'step')}" if equal else "equal at no step"
+    if len(equal) > 1:
+        text += f", {equal[0]} to {equal[-1]}"
+    if found.a is None or found.b is None:
+        return Answer({"equal_steps": equal, "step": None}, [f"{args.a} and {args.b} are {text}"])
+    ends = store.checkout(found.a.id), store.checkout(found.b.id)
+    rows, changes = [], []
+    for number, change in enumerate(found.difference.changes):
+        measured = number < args.limit and change.change == "changed"
+        far = distance(*ends, change.path) if measured else None
+        numbers = (far.largest, far.relative) if far else (None, None)
+        changes.append(
+            {
+                **fields_of(change, "path", "change", "raw_bytes", "changed_bytes"),
+                "largest": numbers[0],
+                "relative": numbers[1],
+            }
+        )
+        if number < args.limit:
+            written = ("" if value is None else f"{value:.3g}" for value in numbers)
+            rows.append((MARKS[change.change], change.path, str(change), *written))
+    page: list[Part] = [f"{args.a} and {args.b} are {text}, and differ from step {found.a.step} on"]
+    page.append(Table((*columns("", "path", "what"), Column("largest"), Column("relative")), rows))
+    if len(changes) > len(rows):
+        page.append(f"and {count_text(len(changes) - len(rows), 'leaf', 'leaves')} more, in order")
+    page.append(f"ckptstore diff {short(found.a.id)} {short(found.b.id)}")
+    document = {
+        "equal_steps": equal,
+        "step": found.a.step,
+        "a": commit_document(found.a),
+        "b": commit_document(found.b),
+        "unchanged": found.difference.unchanged,
+        "changes": changes,
+    }
+    return Answer(document, page)
+
+
+def bisect(call: Call) -> Answer:
+    args = call.args
+    if args.good is None:
+        raise UsageError("--good REF is missing", "ckptstore bisect")
+    if (args.above is None) != (args.leaf is None):
+        raise UsageError("--leaf and --above go together", "ckptstore bisect")
+    if sum((args.command_line is not None, args.nan, args.leaf is not None)) != 1:
+        raise UsageError("give one of --command, --nan, --leaf", "ckptstore bisect")
+    store = _opened(call)
+    from ckptstore.analysis import bisect as search
+    from ckptstore.core.ids import parse_commit_id
+
+    kept = Path(args.verdicts) if args.verdicts else None
+    known: dict[CommitId, bool] = {}
+    if kept and kept.exists():
+        known = {parse_commit_id(commit): bool(bad) for commit, bad in _read(kept).items()}
+    is_bad, said = _question(call), []
+
+    def ask(snapshot: "Snapshot") -> bool:
+        bad = is_bad(snapshot)
+        said.append(f"{_named(snapshot)} is {'bad' if bad else 'good'}")
+        if kept:
+            write_file(kept, json.dumps({**known, snapshot.id: bad}).encode())
+        return bad
+
+    found = search(store, args.good, args.bad, ask, known=known)
+    first, last = (store.checkout(commit) for commit in (found.first_bad, found.last_good))
+    page = [*said, f"the first bad commit is {_named(first)}; the last good one {_named(last)}"]
+    document = {
+        "first_bad": first.id,
+        "last_good": last.id,
+        "looked_at": found.looked_at,
+        "verdicts": {commit: "bad" if bad else "good" for commit, bad in known.items()},
+    }
+    return Answer(document, page)
+
+
+def _opened(call: Call) -> "Store":
+    handle = call.open()
+    from ckptstore.core.settings import Settings
+    from ckptstore.store import Store
+
+    return call.stack.enter_context(Store(handle, Settings.of()))
+
+
+def _read(path: Path) -> dict[str, bool]:
+    try:
+        found = json.loads(path.read_bytes())
+        return dict(found)
+    except (OSError, TypeError, ValueError) as error:
+        raise InvalidInput(
+            f"{path} has no verdicts of an earlier bisection ({error}); name another file"
+        ) from error
+
+
+def _named(snapshot: "Snapshot") -> str:
+    return short(snapshot.id) + ("" if snapshot.step is None else f" (step {snapshot.step})")
+
+
+def _question(call: Call) -> "Callable[[Snapshot], bool]":
+    from ckptstore.analysis import bad_number, norm
+
+    args, place = call.args, call.url
+
+    def command_fails(snapshot: "Snapshot") -> bool:
+        environment = {**os.environ, VARIABLE: place, REF: snapshot.id}
+        done = subprocess.run(args.command_line, shell=True, env=environment, check=False)
+        if done.returncode not in VERDICTS:
+            raise InvalidInput(
+                f"the command ended with {done.returncode} for {_named(snapshot)}, which is no "
+                "verdict: 0 means good, 1 to 124 bad; --verdicts FILE keeps those so far"
+            )
+        return done.returncode != 0
+
+    if args.command_line is not None:
+        return command_fails
+    if args.nan:
+        return lambda snapshot: bad_number(snapshot) is not None
+    return lambda snapshot: not norm(snapshot, args.leaf) <= args.above

@@ -1,0 +1,163 @@
+"""`parted` finds where two trainings part, `bisect` the commit that brought what is wrong."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore.analysis import bisect, distance, parting
+from ckptstore.errors import InvalidInput, NotFound
+from tests.cli.running import call
+
+STEPS = range(10, 101, 10)
+NAN_AT, SLIP_AT = 60, 70
+
+
+def train(place: Path, run: str, *, slip: bool = False, nan: bool = False) -> None:
+    """A training of ten commits: with `slip`, its learning rate is wrong from one step on, with
+    `nan`, a weight becomes NaN."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with ckptstore.open(place, run=run) as store:
+        for step in range(1, STEPS.stop):
+            if slip and step == SLIP_AT - 3:
+                optimizer.param_groups[0]["lr"] = 2e-2
+            loss = (model(torch.randn(32, 8)) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if nan and step == NAN_AT - 5:
+                model[2].weight.data[0, 3] = math.nan
+            if step in STEPS:
+                store.commit({"model": model, "clock": {"wall": step + slip}}, step=step)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("runs") / "store"
+    train(place, "right")
+    train(place, "again")
+    train(place, "slip", slip=True)
+    train(place, "nan", nan=True)
+    return place
+
+
+def test_two_runs_part_at_the_first_step_whose_leaves_differ(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        found = parting(store, "right", "slip", select="model/*")
+        assert found.equal_steps == (10, 20, 30, 40, 50, 60)
+        assert found.a and found.b
+        assert (found.a.run, found.a.step, found.b.run, found.b.step) == ("right", 70, "slip", 70)
+        assert [change.path for change in found.difference.changes] == [
+            "model/0.weight",
+            "model/0.bias",
+            "model/2.weight",
+            "model/2.bias",
+        ]
+        a, b = store.checkout("right@70"), store.checkout("slip@70")
+        far = distance(a, b, "model/0.weight")
+        mine, other = (snapshot.read("model/0.weight").double() for snapshot in (a, b))
+        assert far
+        assert far.largest == float((mine - other).abs().max())
+        assert far.relative == pytest.approx(float((mine - other).norm() / mine.norm()))
+        assert distance(a, b, "clock/wall") is None
+
+
+def test_what_may_differ_is_left_out_by_a_glob(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        whole = parting(store, "right", "slip")
+        assert (whole.equal_steps, whole.a and whole.a.step) == ((), 10)
+        same = parting(store, "right", "again")
+        assert (same.equal_steps, same.a, same.b) == (tuple(STEPS), None, None)
+
+
+def test_runs_that_cannot_be_compared_are_refused(place: Path, tmp_path: Path) -> None:
+    with ckptstore.open(place) as store:
+        with pytest.raises(NotFound, match="run nobody has no commits with a step; the runs are"):
+            parting(store, "right", "nobody")
+        with pytest.raises(NotFound, match="model/no"):
+            distance(store.checkout("right@10"), store.checkout("right@20"), "model/no")
+    with ckptstore.open(tmp_path / "store", run="a") as store:
+        store.commit({"x": 1}, step=1)
+    with ckptstore.open(tmp_path / "store", run="b") as store:
+        store.commit({"x": 1}, step=2)
+        with pytest.raises(NotFound, match="no step in common: 1 and 2"):
+            parting(store, "a", "b")
+
+
+def test_a_distance_that_is_no_number_says_so(tmp_path: Path) -> None:
+    x = torch.ones(3)
+    with ckptstore.open(tmp_path / "store") as store:
+        a = store.commit({"x": x}, step=1)
+        b = store.commit({"x": torch.tensor([1.0, math.nan, 2.0])}, step=2)
+        c = store.commit({"x": torch.zeros(3)}, step=3)
+        far = distance(a, b, "x")
+        assert far and math.isnan(far.largest) and math.isnan(far.relative)
+        away = distance(c, a, "x")
+        assert away and (away.largest, away.relative) == (1.0, math.inf)
+
+
+def test_the_first_bad_commit_is_found_in_few_looks(place: Path) -> None:
+    with ckptstore.open(place, run="nan") as store:
+        seen: list[int | None] = []
+
+        def is_bad(snapshot: ckptstore.Snapshot) -> bool:
+            seen.append(snapshot.step)
+            return bool(snapshot.read("model/2.weight").isnan().any())
+
+        found = bisect(store, 10, 100, is_bad)
+        assert store.checkout(found.first_bad).step == NAN_AT
+        assert store.checkout(found.last_good).step == NAN_AT - 10
+        assert found.looked_at == len(seen) <= 4
+        with pytest.raises(InvalidInput, match="is no ancestor of"):
+            bisect(store, 100, 10, is_bad)
+        with pytest.raises(InvalidInput, match="as good and as bad"):
+            bisect(store, 100, 100, is_bad)
+
+
+def test_parted_lists_and_measures_the_leaves(place: Path) -> None:
+    words = ("parted", "right", "slip", "-s", str(place))
+    page = call(*words, "--select", "model/*", "-n", "2")
+    assert page.code == 0
+    assert "right and slip are equal at 6 steps, 10 to 60, and differ from step 70 on" in page.out
+    assert "model/0.weight" in page.out and "model/2.weight" not in page.out
+    assert "and 2 leaves more" in page.out
+    document = call(*words, "--select", "model/*", "-n", "2", "--json").document
+    assert (document["step"], document["equal_steps"][-1]) == (70, 60)
+    assert document["changes"][0]["relative"] > 0 and document["changes"][3]["relative"] is None
+    same = call("parted", "right", "again", "-s", str(place))
+    assert same.out.strip() == "right and again are equal at 10 steps, 10 to 100"
+
+
+def test_bisect_finds_a_nan_a_norm_and_what_a_command_says(place: Path, tmp_path: Path) -> None:
+    words = ("bisect", "--good", "nan@10", "--bad", "nan@100", "-s", str(place))
+    found = call(*words, "--nan")
+    assert found.code == 0
+    assert f"(step {NAN_AT}); the last good one" in found.out
+    norm = call(*words, "--leaf", "model/2.weight", "--above", "100", "--json").document
+    show = f"{sys.executable} -m ckptstore show $CKPTSTORE_REF --fast"
+    command = f"{show} | grep -q '^step  *[1-5]0$'"
+    verdicts = tmp_path / "verdicts.json"
+    asked = call(*words, "--command", command, "--verdicts", str(verdicts), "--json").document
+    assert len(json.loads(verdicts.read_text())) == asked["looked_at"] > 0
+    again = call(*words, "--command", "exit 125", "--verdicts", str(verdicts), "--json").document
+    assert again["looked_at"] == 0
+    with ckptstore.open(place) as store:
+        steps = [store.checkout(found["first_bad"]).step for found in (norm, again)]
+    assert steps == [NAN_AT, NAN_AT]
+
+
+def test_bisect_refuses_what_is_no_question(place: Path, tmp_path: Path) -> None:
+    words = ("bisect", "--good", "nan@10", "--bad", "nan@100", "-s", str(place))
+    assert "give one of --command, --nan, --leaf" in call(*words).err
+    assert "--leaf and --above go together" in call(*words, "--leaf", "x").err
+    assert "--good REF is missing" in call("bisect", "--nan", "-s", str(place)).err
+    for command in ("exit 125", "no-such-command", "kill -9 $$"):
+        assert "which is no verdict" in call(*words, "--command", command).err
+    (tmp_path / "other").write_text("[1]")
+    assert "has no verdicts" in call(*words, "--nan", "--verdicts", str(tmp_path / "other")).err
