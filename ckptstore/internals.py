@@ -209,17 +209,25 @@ class StoreInternals:
             if failed:
                 raise failed
             self.handle.check_writable()
-            label = replace(metadata(), parents=self.parent_tracker.parents())
+            label = metadata()
+            if not label.parents:
+                label = replace(label, parents=self.parent_tracker.parents())
             with self._within():
                 return label, flats()
 
         return CommitRequest(prepare, started, UNWATCHED, memory_budget_bytes, ranks)
 
     def commit(
-        self, request: CommitRequest, peers: Collective | None, *, behind: bool = False
+        self,
+        request: CommitRequest,
+        peers: Collective | None,
+        *,
+        behind: bool = False,
+        follow: bool = True,
     ) -> Committed:
         """Make a commit, `behind` the caller's back or not; on a full disk, try once more if that
-        is promising. Every rank of `peers` calls this and gets the same commit."""
+        is promising. With `follow`, it becomes the parent of the next one. Every rank of `peers`
+        calls this and gets the same commit."""
         committer = self.background_committer if behind else self.committer
         sizes = [0]
 
@@ -243,7 +251,7 @@ class StoreInternals:
                     raise
             if peers is None or peers.leads:
                 self.handle.follow()
-            if not behind:
+            if follow and not behind:
                 self.parent_tracker.now(committed.id)
         return committed
 

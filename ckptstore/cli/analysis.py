@@ -1,22 +1,25 @@
-"""`parted` and `bisect`: where two runs part, and which commit was the first bad one."""
+"""`parted`, `bisect` and `average`: where two runs part, which commit was the first bad one, and
+commits made of others."""
 
 import json
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptstore.cli.call import VARIABLE, Answer, Call, UsageError
 from ckptstore.cli.commits import commit_document, short
+from ckptstore.cli.maintain import metrics_of
 from ckptstore.cli.screen import Part, columns, fields_of
 from ckptstore.core.ids import CommitId
 from ckptstore.core.paths import write_file
-from ckptstore.core.text import Column, Table, count_text
+from ckptstore.core.text import Column, Table, bytes_text, count_text
 from ckptstore.errors import InvalidInput
 from ckptstore.restore.diff import MARKS
 
 if TYPE_CHECKING:
+    from ckptstore.averages import Factors
     from ckptstore.snapshot import Snapshot
     from ckptstore.store import Store
 
@@ -108,12 +111,60 @@ def bisect(call: Call) -> Answer:
     return Answer(document, page)
 
 
-def _opened(call: Call) -> "Store":
+def average(call: Call) -> Answer:
+    args = call.args
+    refs, metrics = args.refs, metrics_of(args.metric, "ckptstore average")
+    store = _opened(call, run=args.run)
+    from ckptstore.averages import combine, mean, moving, spherical, weighted
+
+    factors: Sequence[float] | Factors
+    if args.weights is not None:
+        factors = weighted(_numbers(args.weights, "--weights"))
+    elif args.factors is not None:
+        factors = _numbers(args.factors, "--factors")
+    elif args.ema is not None:
+        factors = moving(len(refs), *_numbers(args.ema, "--ema", 1))
+    elif args.slerp is not None:
+        factors = spherical(*_numbers(args.slerp, "--slerp", 1))
+    else:
+        factors = mean(max(len(refs), 1))
+    with call.screen.progress(f"adding {len(refs)} commits"):
+        made = combine(
+            store,
+            refs,
+            factors,
+            select=args.select or "*",
+            step=args.step,
+            tag=args.tag,
+            message=args.message,
+            metrics=metrics,
+        )
+    document = {
+        "commit": made.id,
+        **fields_of(made, "run", "step", "tags", "parents", "logical_bytes", "new_bytes"),
+    }
+    size = f"{bytes_text(made.logical_bytes)}, {bytes_text(made.new_bytes)} of them new"
+    parents = ", ".join(map(short, made.parents))
+    return Answer(document, [f"{short(made.id)} of run {made.run}, from {parents}: {size}"])
+
+
+def _numbers(text: str, option: str, count: int | None = None) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or (count is not None and len(found) != count):
+        wanted = "a number" if count == 1 else "numbers with commas between them, such as 1,2,1"
+        raise UsageError(f"{option} {text!r}: wanted {wanted}", "ckptstore average")
+    return found
+
+
+def _opened(call: Call, *, run: str | None = None) -> "Store":
     handle = call.open()
     from ckptstore.core.settings import Settings
     from ckptstore.store import Store
 
-    return call.stack.enter_context(Store(handle, Settings.of()))
+    return call.stack.enter_context(Store(handle, Settings.of(run=run)))
 
 
 def _read(path: Path) -> dict[str, bool]:

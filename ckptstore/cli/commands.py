@@ -283,6 +283,29 @@ COMMANDS = (
         "as a Hugging Face model.",
     ),
     Command(
+        "average",
+        "analysis.average",
+        "commit the average of commits",
+        (
+            Option("refs", "REF", "two commits or more", nargs="*"),
+            (
+                Option("--weights", "W,W,…", "one for each, which are made to add up to 1"),
+                Option("--ema", "DECAY", "a moving average, from the first REF to the last"),
+                Option("--slerp", "PART", "a point of the arc from the first of two to the second"),
+                Option("--factors", "F,F,…", "one for each, as they are: 1,0.5,-0.5"),
+            ),
+            several("--select", "GLOB", "add these leaves only; others are the last REF's"),
+            several("-o --tag", "TAG", "a tag for it"),
+            Option("--run", "RUN", "the run of the commit, and of steps (default: main)"),
+            Option("--step", "N", "its step", type=count),
+            Option("--message", "TEXT", "its message (default: the origin)", default=""),
+            several("--metric", "NAME=VALUE", "one of its metrics"),
+        ),
+        "Commit the mean of REFs, leaf by leaf, or another sum of them; they are its parents. "
+        "Tensors of\nfloats are added, everything else is as in the last REF. Memory does not grow "
+        "with the state.",
+    ),
+    Command(
         "export",
         "maintain.export_files",
         "write a commit as files of another format",

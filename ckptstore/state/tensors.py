@@ -170,8 +170,7 @@ def is_strided(tensor: torch.Tensor) -> bool:
 
 
 def is_resolved(tensor: torch.Tensor) -> bool:
-    """Whether the memory has the elements as they are, neither conjugated nor negated. torch
-    releases the GIL to answer, so in a loop over chunks this is asked once, before it."""
+    """Whether the memory has the elements as they are. The answer takes a release of the GIL."""
     return not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -183,11 +182,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def is_writable_by_range(tensor: torch.Tensor) -> bool:
     """Whether `write_range` may be used: each element has memory of its own that holds its bytes as
     they are."""
-    if not is_resolved(tensor):
-        return False
-    return tensor.is_contiguous() or not any(
-        n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    apart = tensor.is_contiguous() or not any(n > 1 and stride == 0 for n, stride in steps)
+    return apart and is_resolved(tensor)
 
 
 def read_range(tensor: torch.Tensor, start: int, stop: int, out: memoryview) -> None:
@@ -365,9 +362,8 @@ class TensorSource:
     def memory(self) -> memoryview | None:
         """The bytes where they are, or None if they must be staged (another device, not contiguous,
         a conjugate view)."""
-        tensor = self.tensor
-        is_there = self._resolved and tensor.is_cpu and tensor.is_contiguous()
-        return memory_of(tensor) if is_there else None
+        is_there = self.tensor.is_cpu and self.tensor.is_contiguous()
+        return memory_of(self.tensor) if self._resolved and is_there else None
 
     def view(self, start: int, stop: int) -> memoryview | None:
         """A part of `memory`."""

@@ -1,4 +1,5 @@
-"""`parted` finds where two trainings part, `bisect` the commit that brought what is wrong."""
+"""`parted` finds where two trainings part, `bisect` the commit that brought what is wrong, and
+`average` commits a sum."""
 
 import json
 import math
@@ -161,3 +162,40 @@ def test_bisect_refuses_what_is_no_question(place: Path, tmp_path: Path) -> None
         assert "which is no verdict" in call(*words, "--command", command).err
     (tmp_path / "other").write_text("[1]")
     assert "has no verdicts" in call(*words, "--nan", "--verdicts", str(tmp_path / "other")).err
+
+
+def test_average_commits_a_sum_and_names_its_parents(place: Path) -> None:
+    words = ("average", "right@80", "right@90", "right@100", "-s", str(place), "--run", "soup")
+    page = call(*words, "-o", "mean")
+    assert page.code == 0, page.err
+    assert "of run soup, from " in page.out
+    ways = {
+        "--weights": "1,1,2",
+        "--ema": "0.5",
+        "--factors": "1,0.5,-0.5",
+    }
+    for option, value in ways.items():
+        made = call(*words, option, value, "-o", option[2:], "--json").document
+        assert len(made["parents"]) == 3
+    arc = call("average", "right@90", "right@100", "--slerp", "0.5", "-o", "arc", *words[4:])
+    assert arc.code == 0, arc.err
+    with ckptstore.open(place) as store:
+        parts = [store.checkout(f"right@{step}").read("model/0.weight") for step in (80, 90, 100)]
+        x, y, z = parts
+        wanted = {
+            "mean": (x + y + z) / 3,
+            "weights": (x + y + 2 * z) / 4,
+            "ema": 0.25 * x + 0.25 * y + 0.5 * z,
+            "factors": x + 0.5 * (y - z),
+        }
+        for tag, tensor in wanted.items():
+            torch.testing.assert_close(store.checkout(tag).read("model/0.weight"), tensor)
+
+
+def test_average_refuses_what_makes_no_sum(place: Path) -> None:
+    words = ("average", "right@90", "right@100", "-s", str(place))
+    assert "wanted numbers with commas between them" in call(*words, "--weights", "1;2").err
+    assert "wanted a number; see" in call(*words, "--slerp", "0,1").err
+    assert "got 3 factors for 2 commits" in call(*words, "--factors", "1,2,3").err
+    assert "wanted two or more" in call("average", "right@90", "-s", str(place)).err
+    assert "wanted two or more" in call("average", "-s", str(place)).err

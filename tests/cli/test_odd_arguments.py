@@ -56,6 +56,7 @@ OTHERS = {
     "export": "1 NEW",
     "parted": "main main",
     "bisect": "--good 1 --nan",
+    "average": "1 1",
 }
 """What a command needs besides its store."""
 
@@ -96,6 +97,8 @@ WORDS = [
         f"log -s STORE {option} PATH"
         for option in ("--run", "--tag", "--metric", "--sort", "--since", "--until", "--index")
     ),
+    "average -s STORE 1 PATH",
+    "average -s STORE 1 1 --tag PATH",
     "bisect -s STORE --good PATH --nan",
     "bisect -s STORE --good 1 --nan --verdicts PATH",
     "fsck -s STORE --read-data PATH",

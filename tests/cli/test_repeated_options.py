@@ -22,6 +22,7 @@ ADDED_UP = {
     "adopt": {"--metric", "--tag"},
     "export": {"--select"},
     "parted": {"--select"},
+    "average": {"--metric", "--select", "--tag"},
 }
 """Options of which each further value adds something; all other options with a value are refused
 when given twice."""

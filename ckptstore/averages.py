@@ -1,0 +1,279 @@
+"""The sum of several commits, each times a factor, as a new commit: averages, moving averages,
+spherical interpolations, task vectors.
+
+Chunks are read, added and written one after the other, so memory does not grow with the state.
+Averages of weights are those of "Averaging Weights Leads to Wider Optima and Better Generalization"
+(Izmailov et al., 2018), task vectors those of "Editing Models with Task Arithmetic" (Ilharco et
+al., 2023).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+from ckptstore.commit.commit_metadata import CommitMetadata, label_of
+from ckptstore.commit.plan import Flats, is_floating
+from ckptstore.contents import CommitContents
+from ckptstore.core.ids import CommitId
+from ckptstore.core.options import Ranks
+from ckptstore.core.text import selector
+from ckptstore.errors import InvalidInput
+from ckptstore.repository.resolve_ref import AnyRef
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.restore.reader import Memory, Reader, ReadRequest, Tree
+from ckptstore.restore.restore import Select
+from ckptstore.snapshot import Snapshot, contents_of
+from ckptstore.state.leaf_sources import BytesSource, FlatState, NotCopied, Source
+from ckptstore.state.sums import flat_tensor, weighted_sum
+from ckptstore.state.tensors import dtype_of, memory_of
+from ckptstore.store import Store, internals_of
+
+if TYPE_CHECKING:
+    import torch
+
+READ_AT_ONCE = 8
+"""Chunks of so many commits are in memory together, in each thread."""
+
+NEARLY_PARALLEL = 1e-4
+"""Below this sine of the angle between two tensors, the arc is the line, and numbers are bad."""
+
+Factors: TypeAlias = Callable[[Sequence["CommittedLeaf"]], Sequence[float]]
+"""The factor of each commit for one leaf."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedLeaf:
+    """Leaf `i` of a tree of a commit, and who reads it."""
+
+    reader: Reader
+    tree: Tree
+    i: int
+    commit: CommitId
+
+    def cells(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The bytes of the chunks of the grid that the bytes `start:stop` touch."""
+        grid = self.tree.grid(self.i)
+        return [grid.span(number) for number in range(*grid.covering(start, stop))]
+
+    def request(self, start: int, stop: int) -> tuple[ReadRequest, memoryview]:
+        """A request for one cell, the bytes `start:stop`, and the memory where they land."""
+        grid = self.tree.grid(self.i)
+        memory = memoryview(bytearray(stop - start))
+        cell = grid.cell(grid.covering(start, stop)[0])
+        return ReadRequest(self.tree, self.i, Memory(memory), cell), memory
+
+
+def _elements(leaves: Sequence[CommittedLeaf], start: int, stop: int) -> Iterator["torch.Tensor"]:
+    """One cell of the same leaf in several commits, as flat tensors, in order."""
+    dtype = dtype_of(leaves[0].tree.schema.dtypes[leaves[0].i])
+    for first in range(0, len(leaves), READ_AT_ONCE):
+        some = leaves[first : first + READ_AT_ONCE]
+        requests, memories = zip(*(leaf.request(start, stop) for leaf in some), strict=True)
+        some[0].reader.read(requests, some[0].commit)
+        yield from (flat_tensor(memory, dtype) for memory in memories)
+
+
+def combine(
+    store: Store,
+    refs: Sequence[AnyRef],
+    factors: Sequence[float] | Factors,
+    *,
+    select: Select = "*",
+    step: int | None = None,
+    tag: str | Sequence[str] | None = (),
+    message: str = "",
+    metrics: Mapping[str, float] | None = None,
+) -> Snapshot:
+    """Commit the sum of commits, each times its factor. They are the parents of the new commit.
+
+    Tensors of floats are added: those of 64 bits in 64 bits, all others in 32 bits. Everything
+    else (integers, values, states of random generators, and what `select` leaves out) is as in the
+    last of `refs`.
+
+    Args:
+        store: The store with the commits, which must have leaves of equal names, dtypes and shapes.
+        refs: Two commits or more.
+        factors: One for each of them, or a function of the same leaf in all of them: `mean`,
+            `moving`, `spherical` make such.
+        select: Leaves to add, a glob or several, such as `"model/*"`.
+        step, tag, message, metrics: As in `Store.commit`.
+
+    Returns:
+        The new commit.
+
+    Raises:
+        InvalidInput: A number of factors that is not that of the commits, or a leaf that they do
+            not all have with one dtype and shape.
+
+    Example:
+        >>> combine(store, ["latest~2", "latest~1", "latest"], mean(3), tag="average")
+        >>> combine(store, ["base", "tuned", "other"], [1, 0.5, -0.5])  # base + 0.5 (tuned - other)
+    """
+    found = [store.checkout(ref) for ref in refs]
+    if len(found) < 2:
+        raise InvalidInput(f"got {len(found)} commits; wanted two or more to add")
+    factors_of: Factors = factors if callable(factors) else partial(_given, factors)
+    if not callable(factors) and len(factors) != len(found):
+        raise InvalidInput(
+            f"got {len(factors)} factors for {len(found)} commits; give one for each"
+        )
+    _check_alike(found)
+    internals = internals_of(store)
+    with closing(ThreadPool(1)) as alone:  # the threads of the commit are those that read
+        reader = Reader(internals.handle.config, internals.handle.objects, alone)
+        contents = [contents_of(snapshot) for snapshot in found]
+
+        def label() -> CommitMetadata:
+            text = message or f"of {', '.join(snapshot.id[:12] for snapshot in found)}"
+            made = label_of(store.run, step, tag, text, metrics)
+            return replace(made, parents=tuple(snapshot.id for snapshot in found))
+
+        flats = partial(_flats, contents, reader, factors_of, select)
+        request = internals.request(flats, label, Ranks())
+        return internals.committed(internals.commit(request, None, follow=False))
+
+
+def mean(count: int) -> list[float]:
+    """Factors for the mean of `count` commits."""
+    return [1 / count] * count
+
+
+def weighted(weights: Sequence[float]) -> list[float]:
+    """Factors in proportion to `weights`, which add up to 1."""
+    total = math.fsum(weights)
+    if not math.isfinite(total) or not total:
+        raise InvalidInput(
+            f"weights {list(weights)} add up to {total:g}; wanted another sum than 0"
+        )
+    return [weight / total for weight in weights]
+
+
+def moving(count: int, decay: float) -> list[float]:
+    """Factors for an exponential moving average, from the oldest of `count` commits to the newest:
+    it begins as the oldest, and becomes `decay * average + (1 - decay) * commit` with each."""
+    if not 0 <= decay < 1:
+        raise InvalidInput(f"decay is {decay}; wanted a number from 0 to below 1")
+    first = decay ** (count - 1)
+    return [first, *((1 - decay) * decay ** (count - 1 - i) for i in range(1, count))]
+
+
+def spherical(part: float) -> Factors:
+    """Factors for the point that is `part` of the way from one commit to another on the arc
+    between them, leaf by leaf (slerp; Shoemake, 1985). Where both point in nearly one direction,
+    on the line."""
+
+    def of(leaves: Sequence[CommittedLeaf]) -> Sequence[float]:
+        if len(leaves) != 2:
+            raise InvalidInput(f"an arc has two ends; got {len(leaves)} commits")
+        aa = bb = ab = 0.0
+        for cell in leaves[0].cells(0, leaves[0].tree.raw_bytes(leaves[0].i)):
+            a, b = (each.double() for each in _elements(leaves, *cell))
+            aa, bb, ab = aa + float(a.dot(a)), bb + float(b.dot(b)), ab + float(a.dot(b))
+        cosine = ab / math.sqrt(aa * bb) if aa and bb else 1.0
+        angle = math.acos(max(-1.0, min(1.0, cosine)))
+        if (whole := math.sin(angle)) < NEARLY_PARALLEL:
+            return 1 - part, part
+        return math.sin((1 - part) * angle) / whole, math.sin(part * angle) / whole
+
+    return of
+
+
+def _given(factors: Sequence[float], leaves: Sequence[CommittedLeaf]) -> Sequence[float]:
+    return factors
+
+
+def _check_alike(found: Sequence[Snapshot]) -> None:
+    """Raise `InvalidInput` for the first leaf that the commits do not all have alike."""
+    first, *others = found
+    wanted = {leaf.path: (leaf.kind, leaf.dtype, leaf.shape) for leaf in first.leaves()}
+    for other in others:
+        got = {leaf.path: (leaf.kind, leaf.dtype, leaf.shape) for leaf in other.leaves()}
+        for path in [*wanted, *got]:
+            if wanted.get(path) != got.get(path):
+                sides = (_text(first, wanted.get(path)), _text(other, got.get(path)))
+                raise InvalidInput(
+                    f"{path} is {' and '.join(sides)}; commits that are added have the same leaves"
+                )
+
+
+def _text(snapshot: Snapshot, leaf: tuple[str, str, tuple[int, ...]] | None) -> str:
+    what = "absent" if leaf is None else f"{leaf[1] or leaf[0]}{list(leaf[2]) or ''}"
+    return f"{what} in {snapshot.id[:12]}"
+
+
+def _flats(
+    contents: Sequence[CommitContents], reader: Reader, factors_of: Factors, select: Select
+) -> Flats:
+    """The state of the sum."""
+    is_selected = selector(select)
+    flats: dict[str, FlatState] = {}
+    for key, last in contents[-1].trees.items():
+        schema, sources = last.schema, list[Source]()
+        for i, path in enumerate(schema.paths):
+            leaves = [
+                CommittedLeaf(reader, each.trees[key], each.trees[key].numbers[path], each.commit)
+                for each in contents
+            ]
+            added = schema.kinds[i] == "tensor" and is_floating(schema.dtypes[i])
+            if added and is_selected(path) and schema.aliases[i] < 0 and last.raw_bytes(i):
+                sources.append(_Sum(leaves, factors_of(leaves)))
+            elif (inline := last.content(i).inline) is not None:
+                sources.append(BytesSource(inline))
+            else:
+                sources.append(_Same(leaves[-1]))
+        flats[key] = FlatState(schema, sources)
+    return flats
+
+
+class _Made:
+    """A source whose bytes are made when they are asked for, chunk by chunk."""
+
+    known_ids: bytes | None = None
+    still = False
+
+    def __init__(self, leaf: CommittedLeaf) -> None:
+        self._leaf = leaf
+        self.nbytes = leaf.tree.raw_bytes(leaf.i)
+        self.width = leaf.tree.extent(leaf.i)[1]
+
+    def view(self, start: int, stop: int) -> memoryview | None:
+        return None
+
+    def stage(self, start: int, stop: int, out: memoryview) -> None:
+        for first, last in self._leaf.cells(start, stop):
+            low, high = max(first, start), min(last, stop)
+            out[low - start : high - start] = self._cell(first, last)[low - first : high - first]
+
+    def _cell(self, start: int, stop: int) -> memoryview:
+        raise NotImplementedError
+
+
+class _Same(_Made):
+    """A leaf as a commit has it. If its ids name the chunks that a commit of one process has, they
+    are not read."""
+
+    def __init__(self, leaf: CommittedLeaf) -> None:
+        super().__init__(leaf)
+        content = leaf.tree.content(leaf.i)
+        self.known_ids = content.ids if content.boxes is None else None
+
+    def _cell(self, start: int, stop: int) -> memoryview:
+        if self.known_ids is not None:
+            raise NotCopied
+        request, memory = self._leaf.request(start, stop)
+        self._leaf.reader.read([request], self._leaf.commit)
+        return memory
+
+
+class _Sum(_Made):
+    """The sum of a leaf in several commits, each times a factor."""
+
+    def __init__(self, leaves: Sequence[CommittedLeaf], factors: Sequence[float]) -> None:
+        super().__init__(leaves[-1])
+        self._leaves, self._factors = leaves, factors
+
+    def _cell(self, start: int, stop: int) -> memoryview:
+        return memory_of(weighted_sum(_elements(self._leaves, start, stop), self._factors))

@@ -1,0 +1,132 @@
+"""The sum of commits: equal to torch's averages, in bounded memory, of commits of any layout."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import ckptstore
+from ckptstore.averages import combine, mean, moving, spherical, weighted
+from ckptstore.errors import InvalidInput
+
+COUNT = 5
+
+
+def states(dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
+    """A model of several chunks, whose batch norm counts batches, at some steps of a training."""
+    found = []
+    for step in range(COUNT):
+        torch.manual_seed(step)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(700, 600), torch.nn.BatchNorm1d(600), torch.nn.Linear(600, 3)
+        ).to(dtype)
+        model[1].num_batches_tracked += step
+        found.append({"model": model, "progress": {"step": step}})
+    return found
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ckptstore.Store:
+    return ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=64 << 10))
+
+
+def committed(store: ckptstore.Store, some: list[dict[str, Any]]) -> list[ckptstore.Snapshot]:
+    return [store.commit(state, step=step) for step, state in enumerate(some)]
+
+
+@pytest.mark.parametrize("way", ["mean", "moving"])
+def test_an_average_is_that_of_torch(store: ckptstore.Store, way: str) -> None:
+    some = states()
+    commits = committed(store, some)
+    rule = {} if way == "mean" else {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}
+    wanted = AveragedModel(some[0]["model"], use_buffers=True, **rule)
+    for state in some:
+        wanted.update_parameters(state["model"])
+    factors = mean(COUNT) if way == "mean" else moving(COUNT, 0.9)
+    made = combine(store, commits, factors, tag="average")
+    assert made.parents == tuple(commit.id for commit in commits)
+    got = made.state_dict("model")
+    for name, tensor in wanted.module.state_dict().items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(got[name], tensor, rtol=1e-6, atol=1e-7)
+        else:
+            assert torch.equal(got[name], some[-1]["model"].state_dict()[name])
+    assert made.read("progress/step") == COUNT - 1
+    assert store.commit(some[0], step=9).parents == (commits[-1].id,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_dtypes_stay_and_are_added_in_more_bits(store: ckptstore.Store, dtype: torch.dtype) -> None:
+    some = states(dtype)
+    made = combine(store, committed(store, some), weighted([1, 2, 3, 4, 0]))
+    wide = torch.promote_types(dtype, torch.float32)
+    for name, got in made.state_dict("model").items():
+        if got.is_floating_point():
+            each = [state["model"].state_dict()[name].to(wide) for state in some]
+            wanted = sum(x * (i + 1) / 10 for i, x in enumerate(each[:4]))
+            assert got.dtype == dtype
+            torch.testing.assert_close(got, wanted.to(dtype))
+
+
+def test_a_task_vector_is_added(store: ckptstore.Store) -> None:
+    commits = committed(store, states())
+    made = combine(store, commits[:3], [1, 0.5, -0.5], select="model/0.*")
+    a, b, c = (commit.read("model/0.weight") for commit in commits[:3])
+    torch.testing.assert_close(made.read("model/0.weight"), a + 0.5 * (b - c))
+    assert torch.equal(made.read("model/2.weight"), commits[2].read("model/2.weight"))
+
+
+def test_an_arc_keeps_the_length_of_its_ends(store: ckptstore.Store) -> None:
+    a, b = torch.zeros(70_000), torch.zeros(70_000)
+    a[1], b[2] = 3.0, 3.0
+    commits = [store.commit({"x": x, "y": a}, step=n) for n, x in enumerate((a, b))]
+    made = combine(store, commits, spherical(0.25))
+    x = made.read("x")
+    assert float(x.norm()) == pytest.approx(3.0)
+    angle = math.atan2(float(x[2]), float(x[1]))
+    assert angle == pytest.approx(0.25 * math.pi / 2)
+    torch.testing.assert_close(made.read("y"), a)
+
+
+def test_what_is_not_added_is_not_read(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = committed(store, states())
+    monkeypatch.setattr("ckptstore.averages.weighted_sum", None)
+    made = combine(store, commits, mean(COUNT), select="nothing")
+    assert made.content_id == commits[-1].content_id
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"x": torch.zeros(3)}, r"x is float32\[2\] in .* and float32\[3\] in"),
+        ({"x": torch.zeros(2).double()}, "and float64"),
+        ({"x": torch.zeros(2), "more": 1}, "more is absent in .* and value in"),
+        ({}, "and absent in"),
+    ],
+)
+def test_commits_that_differ_in_form_are_refused(
+    store: ckptstore.Store, other: dict[str, Any], said: str
+) -> None:
+    a = store.commit({"x": torch.zeros(2)}, step=1)
+    b = store.commit(other, step=2)
+    with pytest.raises(InvalidInput, match=said):
+        combine(store, [a, b], mean(2))
+
+
+def test_numbers_that_make_no_sense_are_refused(store: ckptstore.Store) -> None:
+    a = store.commit({"x": torch.zeros(2)}, step=1)
+    with pytest.raises(InvalidInput, match="wanted two or more"):
+        combine(store, [a], [1])
+    with pytest.raises(InvalidInput, match="got 3 factors for 2 commits"):
+        combine(store, [a, a], [1, 2, 3])
+    with pytest.raises(InvalidInput, match="add up to 0"):
+        weighted([1, -1])
+    with pytest.raises(InvalidInput, match="decay is 1"):
+        moving(3, 1)
+    with pytest.raises(InvalidInput, match="two ends; got 3"):
+        combine(store, [a, a, a], spherical(0.5))
