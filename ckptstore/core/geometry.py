@@ -181,7 +181,7 @@ _NAMES = {
     "int7 bits8 bits1x8 bits2x4 bits4x2 float4_e2m1fn_x2 "
     "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu",
     2: "int16 uint16 float16 bfloat16 bits16",
-    4: "int32 uint32 float32 complex32",
+    4: "int32 uint32 float32 complex32 bcomplex32",
     8: "int64 uint64 float64 complex64",
     16: "complex128",
 }

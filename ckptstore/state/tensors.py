@@ -36,6 +36,10 @@ DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.ite
 QUANTIZED = frozenset(dtype for name, dtype in DTYPES.items() if name.startswith(("qint", "quint")))
 """Dtypes whose tensors carry scales; their integers are stored, under an integer dtype."""
 
+_EXPERIMENTAL = {"complex32": torch.int32, "bcomplex32": torch.int32}
+"""By name, dtypes of which torch warns when a tensor is made, and one of their width to make it
+of."""
+
 _PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -55,11 +59,8 @@ def dtype_of(name: str) -> torch.dtype:
 def empty(name: str, shape: Shape) -> torch.Tensor:
     """A contiguous CPU tensor of any bytes, all of which are to be written."""
     dtype = dtype_of(name)
-    if dtype == torch.complex32:
-        return in_huge_pages(torch.empty(shape, dtype=torch.int32)).view(
-            dtype
-        )  # as complex32, torch would warn
-    return in_huge_pages(torch.empty(shape, dtype=dtype))
+    made = in_huge_pages(torch.empty(shape, dtype=_EXPERIMENTAL.get(name, dtype)))
+    return made.view(dtype)
 
 
 def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
@@ -288,8 +289,8 @@ def _over(
     storage: Any, dtype: torch.dtype, offset: Any, shape: Shape, stride: tuple[int, ...] = ()
 ) -> torch.Tensor:
     """Elements in the storage: in row-major order without `stride`."""
-    if dtype == torch.complex32:
-        return _over(storage, torch.int32, offset, shape, stride).view(dtype)
+    if stand_in := _EXPERIMENTAL.get(DTYPE_NAMES[dtype]):
+        return _over(storage, stand_in, offset, shape, stride).view(dtype)
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
