@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,12 @@ def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("DO_NOT_TRACK", "true")
     monkeypatch.setenv("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     import mlflow
+    from mlflow.store.artifact import artifact_repository_registry as registry
 
+    from ckptstore.interop.mlflow import CkptStoreArtifactRepository
+
+    # As its entry point does where ckptstore is installed.
+    registry._artifact_repository_registry.register("ckptstore", CkptStoreArtifactRepository)
     mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
     yield mlflow
     while mlflow.active_run():
@@ -275,6 +281,14 @@ def test_a_run_of_trackio_is_recorded(store: Store, trackio: Any) -> None:
         assert commit(store, 1).links["trackio"] == "trackio://a%20demo/r%2F1"
     finally:
         context_vars.current_run.reset(token)
+
+
+def test_mlflow_finds_the_repository_by_its_entry_point() -> None:
+    from ckptstore.interop.mlflow import CkptStoreArtifactRepository as Repository
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    found = project["project"]["entry-points"]["mlflow.artifact_repository"]["ckptstore"]
+    assert found == f"{Repository.__module__}:{Repository.__name__}"
 
 
 def test_libraries_that_are_not_used_are_not_imported(tmp_path: Path) -> None:
