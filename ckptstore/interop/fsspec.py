@@ -383,8 +383,9 @@ os.register_at_fork(after_in_child=_forget_stores)
 
 
 def _normal(url: str) -> str:
-    """`url` without its protocol, with an absolute path or a bucket's URL as the store."""
-    path = url.removeprefix(_START)
+    """`url` without its protocol, with an absolute path or a bucket's URL as the store. Libraries
+    that take URLs apart make `ckptstore:/a` of `ckptstore:///a`."""
+    path = url.removeprefix(_START).removeprefix(f"{PROTOCOL}:")
     store, at, rest = path.partition("@")
     if bucket := _BUCKET.fullmatch(store):
         scheme, below = cast("tuple[str, str]", bucket.groups())

@@ -9,13 +9,14 @@ are streamed from the store and verified; no file is written for them.
 vLLM calls `register` itself (entry point `vllm.general_plugins`).
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.adopt.commit_files import tensor_name
 from ckptstore.adopt.manifest import MODEL
-from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.errors import NotFound
 from ckptstore.interop.fsspec import open_url
 from ckptstore.interop.serving import POINTER
 from ckptstore.open_store import open_pointer
@@ -55,6 +56,10 @@ def _loader_class() -> Any:
             _open(model_config.model, self._own).close()
 
         def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, "torch.Tensor"]]:
+            # The parent computes from this how long the weights took.
+            self.counter_before_loading_weights = (
+                self.counter_before_loading_weights or time.perf_counter()
+            )
             for name, tensor in weights_of(source.model_or_path, self._own):
                 yield source.prefix + name, tensor
 
@@ -83,7 +88,7 @@ def _open(directory: str, options: dict[str, str]) -> "Snapshot":
     try:
         return open_pointer(f"{directory}/{POINTER}")
     except NotFound as error:
-        raise InvalidInput(
+        raise NotFound(
             f"{directory} names no commit: {error}; write_configuration(snap, directory, "
             "pointer=True) writes the pointer, or give the commit's URL with "
             '--model-loader-extra-config \'{"url": "ckptstore://STORE@REF"}\''

@@ -257,6 +257,7 @@ def test_links_lead_to_files_and_never_out(
         ("ckptstore://s3:/bucket/run@8f3a1c/m", Place("s3://bucket/run", "8f3a1c", "m")),
         ("ckptstore://file:///a/b@1", Place("/a/b", "1", "")),
         ("ckptstore://a/../b@1/f", Place(os.path.abspath("b"), "1", "f")),
+        ("ckptstore:/a/b@1/f", Place("/a/b", "1", "f")),
         ("/a/b@1/f", Place("/a/b", "1", "f")),
     ],
 )
