@@ -246,6 +246,20 @@ def test_links_lead_to_files_and_never_out(
             fs.cat_file(f"{url}/{name}")
 
 
+def test_dcp_reads_an_adopted_directory(store: Store, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    state = {"w": torch.randn(300, 80), "b": torch.randn(9), "step": 7}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    url = url_of(store.adopt(tmp_path / "dcp"))
+    for options in ({"storage_reader": FsspecReader(url)}, {"checkpoint_id": url}):
+        found = {"w": torch.zeros(300, 80), "b": torch.zeros(9), "step": 0}
+        dcp.load(found, no_dist=True, **options)
+        assert torch.equal(found["w"], state["w"]) and torch.equal(found["b"], state["b"])
+        assert found["step"] == 7
+
+
 @pytest.mark.parametrize(
     ("url", "place"),
     [
