@@ -12,6 +12,7 @@ vLLM calls `register` itself (entry point `vllm.general_plugins`).
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.adopt.commit_files import tensor_name
@@ -48,8 +49,9 @@ def _loader_class() -> Any:
         def __init__(self, load_config: Any) -> None:
             given = dict(load_config.model_loader_extra_config or {})
             self._own = {name: given.pop(name) for name in OPTIONS if name in given}
-            load_config.model_loader_extra_config = given
-            super().__init__(load_config)
+            own_config = copy(load_config)  # vLLM makes other loaders of the same
+            own_config.model_loader_extra_config = given
+            super().__init__(own_config)
 
         def download_model(self, model_config: Any) -> None:
             """The commit is there, or this raises `NotFound`."""
@@ -57,9 +59,7 @@ def _loader_class() -> Any:
 
         def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, "torch.Tensor"]]:
             # The parent computes from this how long the weights took.
-            self.counter_before_loading_weights = (
-                self.counter_before_loading_weights or time.perf_counter()
-            )
+            self.counter_before_loading_weights: float = time.perf_counter()
             for name, tensor in weights_of(source.model_or_path, self._own):
                 yield source.prefix + name, tensor
 
