@@ -15,6 +15,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from urllib.parse import unquote
 
+import numpy as np
+
 from ckptstore.adopt.adopting import SUFFIX
 from ckptstore.adopt.manifest import Manifest
 from ckptstore.adopt.materializing import (
@@ -114,11 +116,10 @@ class CommitFiles:
         windows = list(self._windows_of(real, max(start, len(plan.head)), stop))
         if not windows:
             return head
-        begin = windows[0][0]
-        joined = self._read_windows(real, windows, start, stop)
-        skipped = max(start, len(plan.head)) - begin
-        body = joined[skipped : skipped + stop - start - len(head)]
-        return head + body if head else bytes(body)
+        skipped = max(start, len(plan.head)) - windows[0][0]
+        found = self._read_windows(real, windows, start, stop)
+        body = found[skipped : skipped + stop - start - len(head)]
+        return b"".join((head, body)) if head else body.tobytes()
 
     def has_tensors(self, name: str) -> bool:
         """Whether bytes of tensors were found in a file. Raises as `read`."""
@@ -218,20 +219,26 @@ class CommitFiles:
 
     def _read_windows(
         self, real: str, windows: list[tuple[int, Piece]], start: int, stop: int
-    ) -> bytes:
+    ) -> memoryview:
         """The bytes of windows that follow each other. Those at the edges may be at hand."""
-        (first, _), (last, end) = windows[0], windows[-1]
+        (first, head), (last, tail) = windows[0], windows[-1]
         before = self._kept(real, first)
         after = self._kept(real, last) if len(windows) > 1 else None
+        # Not zeroed, unlike a bytearray.
+        out = memoryview(np.empty(last + tail.nbytes - first, np.uint8))
         wanted = windows[before is not None : len(windows) - (after is not None)]
-        out = bytearray(sum(piece.nbytes for _, piece in wanted))
+        if before is not None:
+            out[: head.nbytes] = before
+        if after is not None:
+            out[last - first :] = after
         if wanted:
-            read_pieces(self._contents, [piece for _, piece in wanted], memoryview(out))
-        if wanted and before is None and first < start:
-            self._keep(real, first, bytes(out[: wanted[0][1].nbytes]))
-        if wanted and after is None and last + end.nbytes > stop:
-            self._keep(real, last, bytes(out[len(out) - end.nbytes :]))
-        return b"".join((before or b"", out, after or b""))
+            read_pieces(self._contents, [piece for _, piece in wanted], out[wanted[0][0] - first :])
+        known = {first: before, last: after if last > first else before}
+        for begin, piece in {first: head, last: tail}.items():
+            if known[begin] is None and (begin < start or begin + piece.nbytes > stop):
+                at = begin - first
+                self._keep(real, begin, out[at : at + piece.nbytes].tobytes())
+        return out
 
     def _kept(self, real: str, begin: int) -> bytes | None:
         with self._lock:
