@@ -2,6 +2,8 @@
 a stand-in.
 """
 
+import os
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -9,8 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 
 import ckptstore
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
@@ -23,9 +27,6 @@ from ckptstore.interop.serving import (
     write_configuration,
 )
 from ckptstore.store import Store
-
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture
@@ -151,6 +152,30 @@ def test_damage_is_found_where_weights_are_read(store: Store, tmp_path: Path) ->
             pack.write_bytes(data)
     with pytest.raises(Corrupt, match="lm_head"):
         from_pretrained(snapshot, mmap=False)
+
+
+# -- diffusers --
+
+
+@pytest.mark.filterwarnings("ignore")  # of diffusers, when it is imported
+def test_a_model_of_diffusers_comes_from_a_commit(store: Store, tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed here")
+    torch.manual_seed(0)
+    model = diffusers.UNet2DModel(
+        sample_size=16,
+        layers_per_block=1,
+        block_out_channels=(32, 64),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    ).eval()
+    model.save_pretrained(tmp_path / "unet")
+    snapshot = store.adopt(tmp_path / "unet")
+    image = torch.randn(1, 3, 16, 16)
+    for mmap in (True, False):
+        found = from_pretrained(snapshot, diffusers.UNet2DModel, mmap=mmap)
+        with torch.no_grad():
+            assert torch.equal(found(image, 3).sample, model(image, 3).sample)
+        assert mapped(found.conv_in.weight) == mmap and not found.training
 
 
 # -- PEFT --
@@ -291,3 +316,16 @@ def test_the_plugin_of_vllm_says_what_it_lacks(
     loader = loaders["ckptstore"](LoadConfig(model_loader_extra_config=url))
     with pytest.raises(NotFound, match="give key"):
         loader.load_weights(Served(), types.SimpleNamespace(model=str(tmp_path)))
+
+
+def test_the_example_runs_as_it_is() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, str(root / "examples" / "trainers" / "track_and_serve.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "21 tensors through fsspec" in done.stdout
