@@ -135,9 +135,13 @@ class CommitFiles:
         """The names in each directory, sorted."""
         if self._manifest is None:
             return {"": sorted(self._tensor_files())}
-        found: dict[str, list[str]] = {folder: [] for folder in self._manifest.folders}
-        links = [name for name in self._manifest.links if self._leads_to_file(name)]
-        for name in (*self._manifest.folders, *self._manifest.files, *links):
+        folders, files = self._manifest.folders, self._manifest.files
+        found: dict[str, list[str]] = {folder: [] for folder in folders}
+        links = []
+        for name in self._manifest.links:
+            with suppress(NotFound):
+                links += [name] if self._real(name) in files else []
+        for name in (*folders, *files, *links):
             if name:
                 folder, _, base = name.rpartition("/")
                 found[folder].append(base)
@@ -150,12 +154,6 @@ class CommitFiles:
                 with suppress(InvalidInput):
                     _tensor_plan(tree)
                     yield segment(key) + SUFFIX
-
-    def _leads_to_file(self, name: str) -> bool:
-        try:
-            return not self.find(name).is_folder
-        except (InvalidInput, NotFound):
-            return False
 
     def _real(self, name: str) -> str:
         """The name behind all links on the way. Raises `NotFound` for links that lead out, or
@@ -225,7 +223,7 @@ class CommitFiles:
         before = self._kept(real, first)
         after = self._kept(real, last) if len(windows) > 1 else None
         # Not zeroed, unlike a bytearray.
-        out = memoryview(np.empty(last + tail.nbytes - first, np.uint8))
+        out = np.empty(last + tail.nbytes - first, np.uint8).data
         wanted = windows[before is not None : len(windows) - (after is not None)]
         if before is not None:
             out[: head.nbytes] = before

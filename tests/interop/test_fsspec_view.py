@@ -35,6 +35,7 @@ from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.store import Store
 from tests.interop.adopt import test_round_trips
 from tests.interop.adopt.trees import hugging_face, tree_of
+from tests.support.servers.s3 import new_url, s3_server
 
 pytestmark = [
     pytest.mark.pickles,
@@ -231,6 +232,7 @@ def test_links_lead_to_files_and_never_out(
     (root / "loop").symlink_to("loop")
     (root / "around").symlink_to(".")
     (root / "out").symlink_to("/etc/passwd")
+    (root / "dangling").symlink_to("a/gone")
     (root / "above").symlink_to("../../etc/passwd")
     url = url_of(store.adopt(root))
     assert [path.removeprefix(fs._strip_protocol(url)) for path in fs.find(url)] == [
@@ -241,7 +243,7 @@ def test_links_lead_to_files_and_never_out(
     for name in ("near", "a/up", "folder/file", "around/around/a/b/file"):
         assert fs.cat_file(f"{url}/{name}") == b"bytes", name
     assert fs.info(f"{url}/near")["destination"] == "a/b/file"
-    for name in ("loop", "out", "above", "../linked/near", "a/../near", "./near"):
+    for name in ("loop", "dangling", "out", "above", "../linked/near", "a/../near", "./near"):
         with pytest.raises(FileNotFoundError):
             fs.cat_file(f"{url}/{name}")
 
@@ -393,6 +395,23 @@ def test_a_bucket_is_read_by_its_url(tmp_path: Path, fs: CheckpointFileSystem) -
                 assert torch.equal(load(file.read())["w"], torch.arange(9.0))
             assert fs.glob(f"{url}/*.safetensors") == fs.find(url)
         assert url_of(snapshot).startswith(f"ckptstore://{place}@")
+
+
+def test_a_bucket_of_s3_takes_the_options_of_its_client() -> None:
+    with s3_server() as server:
+        place = new_url()
+        options = server.options()
+        with ckptstore.open(place, storage=ckptstore.Storage(options=options)) as store:
+            snapshot = store.commit({"model": {"w": torch.arange(90_000.0)}}, step=1)
+            url = url_of(snapshot, "model.safetensors")
+            assert url == f"ckptstore://{place}@{snapshot.id}/model.safetensors"
+        with fsspec.open(
+            f"ckptstore://{place}@1/model.safetensors", target_options=options
+        ) as file:
+            assert torch.equal(load(file.read())["w"], torch.arange(90_000.0))
+        assert pinned(f"ckptstore://{place}@latest", target_options=options) in url
+        with open_url(url, target_options=options) as opened:
+            assert torch.equal(opened.read("model/w"), torch.arange(90_000.0))
 
 
 def test_a_store_made_anew_in_its_place_is_another(

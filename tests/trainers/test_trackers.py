@@ -291,6 +291,14 @@ def test_mlflow_finds_the_repository_by_its_entry_point() -> None:
     assert found == f"{Repository.__module__}:{Repository.__name__}"
 
 
+def test_a_trackio_run_has_what_is_read_of_the_stand_in(trackio: Any) -> None:
+    run = trackio.run.Run(url=None, project="p", client=object(), name="n", existing_runs=[])
+    try:
+        assert (run.project, run.name) == ("p", "n")
+    finally:
+        run._stop_flag.set()
+
+
 def test_libraries_that_are_not_used_are_not_imported() -> None:
     code = (
         "import sys; from ckptstore.interop import trackers; trackers.links();"
