@@ -19,7 +19,7 @@ ADDED_UP = {
     "forget": {"--keep-best"},
     "repair": {"--from"},
     "import": {"--metric", "--tag"},
-    "adopt": {"--metric", "--tag"},
+    "adopt": {"--link", "--metric", "--tag"},
     "export": {"--select"},
 }
 """Options of which each further value adds something; all other options with a value are refused
