@@ -312,11 +312,13 @@ class CommitFile(AbstractBufferedFile):  # type: ignore[misc]  # fsspec has no t
         found: Found,
         **kwargs: Any,
     ) -> None:
-        self._files, self._name = files, parse_url(path).name
+        self._files, self._place, self._pid = files, parse_url(path), os.getpid()
         super().__init__(fs, path, "rb", size=found.size, **kwargs)
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        return self._files.read(self._name, start, end)
+        if self._pid != os.getpid():  # a forked child opens its own store
+            self._files, self._pid = self.fs.files_of(self._place), os.getpid()
+        return self._files.read(self._place.name, start, end)
 
 
 class _OpenStore:
@@ -352,10 +354,11 @@ def _open(place: str, options: dict[str, Any], threads: int | None) -> _OpenStor
     """The open store at `place`: one for all threads of this process. A store that was made anew in
     the same place is another one."""
     key = (place, json.dumps(options, sort_keys=True, default=repr), threads, _made_at(place))
-    with _lock:
-        if key not in _stores:
-            _stores[key] = _OpenStore(place, options, threads)
-        return _stores[key]
+    if key not in _stores:
+        with _lock:  # taken to open a store alone, which may take long
+            if key not in _stores:
+                _stores[key] = _OpenStore(place, options, threads)
+    return _stores[key]
 
 
 def _made_at(place: str) -> tuple[int, ...]:

@@ -329,10 +329,14 @@ def test_threads_and_forked_children_read(adopted: Snapshot, tmp_path: Path) -> 
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(read, range(0, len(whole), 5000)))
-    child = os.fork()
-    if not child:
-        os._exit(0 if read(1234) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with fsspec.open(url, cache_type="none") as file:
+        parents = file._files
+        child = os.fork()
+        if not child:
+            file.seek(70_000)
+            own = file.read(9) == whole[70_000:70_009] and file._files is not parents
+            os._exit(0 if own and read(1234) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_files_are_read_without_torch(adopted: Snapshot) -> None:
