@@ -149,6 +149,32 @@ def test_any_range_is_what_was_written(store: Store, adopted: Snapshot) -> None:
     assert files.read("config.json", 5, 5) == files.read("config.json", 1 << 40, 1 << 41) == b""
 
 
+def test_ranges_of_tensors_of_any_shape(store: Store, tmp_path: Path) -> None:
+    tied = torch.randn(70, 300)
+    state = {
+        "scalar": torch.tensor(3.5),
+        "nothing": torch.empty(0, 4),
+        "long rows": torch.randn(3, 40_000),
+        "deep": torch.randn(2, 5, 20_011),
+        "one": torch.randn(1, 1, 90_001),
+        "bits": torch.rand(1000) > 0.5,
+        "half": torch.randn(333, 77).bfloat16(),
+        "tied": tied,
+        "again": tied,
+        "strided": torch.randn(500, 60).t(),
+    }
+    snapshot = store.commit({"model": state}, step=1)
+    export(snapshot, tmp_path / "model.safetensors", select="model")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    files = CommitFiles(contents_of(snapshot), snapshot.id, 0)
+    rng = random.Random(11)
+    assert files.read("model.safetensors", 0, 1 << 40) == whole
+    for _ in range(400):
+        start = rng.randrange(len(whole))
+        stop = start + rng.choice([1, 7, 300, 70_000, 900_000])
+        assert files.read("model.safetensors", start, stop) == whole[start:stop], (start, stop)
+
+
 def test_kept_windows_are_bounded(
     store: Store, adopted: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
