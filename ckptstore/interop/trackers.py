@@ -50,7 +50,7 @@ def commits_of(store: Store, link: str) -> list[Snapshot]:
 
 def _wandb() -> dict[str, str]:
     run = getattr(sys.modules.get("wandb"), "run", None)
-    if run is None:
+    if run is None or run.disabled:
         return {}
     url = None if run.offline else run.url
     return {"wandb": url or f"wandb://{run.path}"}

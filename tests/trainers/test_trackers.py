@@ -118,6 +118,11 @@ def test_a_run_of_wandb_and_its_commits_name_each_other(
         assert torch.equal(opened.read("model/w"), torch.arange(40_000.0))
 
 
+def test_a_run_that_records_nothing_is_no_link(wandb: Any) -> None:
+    with wandb.init(mode="disabled"):
+        assert "wandb" not in trackers.links()
+
+
 def test_an_artifact_without_a_commit_is_refused(
     store: Store, wandb: Any, out: Path, tmp_path: Path
 ) -> None:
