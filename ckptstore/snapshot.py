@@ -12,12 +12,7 @@ from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Ranks
 from ckptstore.core.text import bytes_text, selector
 from ckptstore.distributed.gloo import collective_of
-from ckptstore.distributed.restore import (
-    RankView,
-    own_trees,
-    restore_together,
-    tree_of_rank,
-)
+from ckptstore.distributed.restore import RankView, own_trees, restore_together, tree_of_rank
 from ckptstore.distributed.shared_reads import Broadcast
 from ckptstore.errors import InvalidInput
 from ckptstore.objects.documents import Layout
@@ -92,6 +87,7 @@ class Snapshot:
             f"keys     {', '.join(self.keys())}",
             f"size     {bytes_text(self.logical_bytes)}, {bytes_text(self.new_bytes)} new",
         ]
+        lines += [f"link     {name}: {link}" for name, link in self.links.items()]
         return "\n".join(lines + [f"message  {self.message}"] * bool(self.message))
 
     def close(self) -> None:
@@ -113,6 +109,11 @@ class Snapshot:
     @property
     def metrics(self) -> dict[str, float]:
         return dict(self._document.metrics)
+
+    @property
+    def links(self) -> dict[str, str]:
+        """Texts by name that were committed with it, such as the URL of a tracker's run."""
+        return dict(self._document.links)
 
     @property
     def parents(self) -> tuple[CommitId, ...]:

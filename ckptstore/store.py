@@ -29,12 +29,7 @@ from ckptstore.log.state import Resolved
 from ckptstore.maintenance.forget import remove_tag, set_tag
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance_api import Maintenance
-from ckptstore.repository.resolve_ref import (
-    AnyRef,
-    find_commit,
-    log_resumed,
-    through_pointers,
-)
+from ckptstore.repository.resolve_ref import AnyRef, find_commit, log_resumed, through_pointers
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.diff import Difference, compare
 from ckptstore.restore.reader import Reader
@@ -97,6 +92,7 @@ class Store(Maintenance):
         tag: str | Sequence[str] | None = (),
         message: str = "",
         metrics: Mapping[str, float] | None = None,
+        links: Mapping[str, str] | None = None,
         memory_budget_bytes: int | None = None,
         allow_pickle: bool = False,
         ranks: Ranks | None = None,
@@ -111,6 +107,7 @@ class Store(Maintenance):
             step: The step of the training; a ref, and shown by `log`.
             message: A text that `show` prints.
             metrics: Numbers by name; refs name the best: `best:METRIC`.
+            links: Texts by name, such as the URL of the run in a tracker; `show` prints them.
             tag: Names for the commit. An existing tag moves; retention keeps tagged commits.
             memory_budget_bytes: Limit for buffers on each rank; default: what the host spares.
             allow_pickle: Pickle values that have no safe encoding.
@@ -126,7 +123,7 @@ class Store(Maintenance):
             >>> store.commit({"model": model, "optimizer": optimizer}, step=100)
         """
         refuse_unnamed("commit", unnamed)
-        metadata = partial(label_of, self.run, step, tag, message, metrics)
+        metadata = partial(label_of, self.run, step, tag, message, metrics, links)
         self._internals.check_not_within()
         ranks = ranks or Ranks()
         peers = collective_of(ranks.process_group, ranks.timeout_s)
@@ -144,6 +141,7 @@ class Store(Maintenance):
         tag: str | Sequence[str] | None = (),
         message: str = "",
         metrics: Mapping[str, float] | None = None,
+        links: Mapping[str, str] | None = None,
         allow_pickle: bool = False,
         background: Async | None = None,
         ranks: Ranks | None = None,
@@ -170,7 +168,7 @@ class Store(Maintenance):
         refuse_unnamed("commit_async", unnamed)
         self._internals.check_not_within()
         self._handle.check_writable()
-        metadata = label_of(self.run, step, tag, message, metrics)
+        metadata = label_of(self.run, step, tag, message, metrics, links)
         if background:
             background.check_for_one_commit()
         ranks = ranks or Ranks()
@@ -402,6 +400,7 @@ class Store(Maintenance):
         tag: str | Sequence[str] | None = (),
         message: str = "",
         metrics: Mapping[str, float] | None = None,
+        links: Mapping[str, str] | None = None,
     ) -> Snapshot:
         """Commit a checkpoint directory of any program; `Snapshot.materialize` writes it again.
 
@@ -410,7 +409,7 @@ class Store(Maintenance):
 
         Args:
             directory: The directory. The store must not lie in it.
-            step, tag, message, metrics: As in `commit`.
+            step, tag, message, metrics, links: As in `commit`.
 
         Raises:
             InvalidInput: It has a pipe, a socket, or a name that is not Unicode.
@@ -421,7 +420,7 @@ class Store(Maintenance):
         """
         place = Path(directory).absolute()
         text = message or f"adopted from {unicode_text(place.name)}"
-        metadata = partial(label_of, self.run, step, tag, text, metrics)
+        metadata = partial(label_of, self.run, step, tag, text, metrics, links)
         flats = partial(adopted_state, place, self._internals.threads, self.url)
 
         def make() -> Snapshot:

@@ -27,7 +27,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "maintenance": (),
     "adopt": ("pickle",),
     "api": (),
-    "interop": ("torch", "pickle"),
+    "interop": ("torch", "pickle", "fsspec"),
     "cli": (),
 }
 """Each room, from the ground up, and the guarded packages it may import. A file imports from its

@@ -18,7 +18,7 @@ TRAINING = {
     "worker_pid",
 }
 READING = {
-    *("close", "content_id", "keys", "layout", "leaves", "logical_bytes", "materialize"),
+    *("close", "content_id", "keys", "layout", "leaves", "links", "logical_bytes", "materialize"),
     *("message", "metrics", "new_bytes", "numbered", "of_rank", "only", "open", "parents"),
     *("read", "read_into", "restore", "run", "state_dict", "step", "time", "verify"),
 }
@@ -55,7 +55,8 @@ def test_a_docstring_has_arguments_errors_and_an_example(method: object) -> None
     ids=lambda call: call.__name__,
 )
 def test_a_call_takes_at_most_nine_arguments(call: object) -> None:
-    assert len(set(signature(call).parameters) - {"self"}) <= 9  # type: ignore[arg-type]
+    named = set(signature(call).parameters) - {"self", "unnamed"}  # type: ignore[arg-type]
+    assert len(named) <= 9
 
 
 def test_what_holds_for_a_store_is_refused_for_one_commit(tmp_path: Path) -> None:

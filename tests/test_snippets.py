@@ -15,8 +15,10 @@ NOT_RUN = Counter(
         "docs/migrating.md": 2,  # torchft's Manager
         "docs/mirrors.md": 1,  # a bucket and a database
         "docs/quick-start.md": 1,  # pip install
+        "docs/serving.md": 4,  # transformers, PEFT and vLLM
         "docs/shared-store.md": 2,  # credentials; a database
         "docs/torchft.md": 1,  # its Manager
+        "docs/trackers.md": 5,  # W&B, MLflow and Trackio
     }
 )
 """How many blocks of a page its reader is told of that the tests do not run them."""
@@ -28,7 +30,7 @@ def name_of(page: Path) -> str:
 
 def page_of(page: Path) -> Any:
     """A parameter of its name; `pickles` where a page shows files of `torch.save`."""
-    marks = [pytest.mark.pickles] if page.stem in ("formats", "migrating") else []
+    marks = [pytest.mark.pickles] if page.stem in ("formats", "fsspec", "migrating") else []
     return pytest.param(page, marks=marks, id=name_of(page))
 
 

@@ -148,7 +148,7 @@ def _above(name: str) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """A box of a leaf whose bytes follow each other in a file."""
 
     tree: Tree
@@ -157,8 +157,8 @@ class _Piece:
     nbytes: int
 
 
-def _plan(contents: Contents, name: str, recipe: FileRecipe) -> list[_Piece]:
-    """The pieces of a file, in order. Raises `InvalidInput` unless they add up to it."""
+def parts_of(contents: Contents, name: str, recipe: FileRecipe) -> list[Piece]:
+    """The parts of a file, in order. Raises `InvalidInput` unless they add up to it."""
     try:
         literal, number = contents.find(f"{FILES}/{segment(name)}")
     except NotFound as error:
@@ -166,25 +166,25 @@ def _plan(contents: Contents, name: str, recipe: FileRecipe) -> list[_Piece]:
     if literal.schema.kinds[number] != "bytes":
         raise _unusable(name, "its literal is no bytes")
     literal.check(number)
-    pieces: list[_Piece] = []
+    parts: list[Piece] = []
     position = begin = 0
     for part in recipe.parts:
         if isinstance(part, LeafPart):
             tree, leaf, box = _leaf(contents, name, part)
-            found = _Piece(tree, leaf, box, nbytes_of(part.dtype, box.lengths))
+            found = Piece(tree, leaf, box, nbytes_of(part.dtype, box.lengths))
         else:
-            found = _Piece(literal, number, Box((begin,), (part,)), part)
+            found = Piece(literal, number, Box((begin,), (part,)), part)
             begin += part
-        pieces += _split(found, _window_bytes(literal))
+        parts.append(found)
         position += found.nbytes
     if literal.raw_bytes(number) != begin:
         raise _unusable(name, f"its literal has not the {begin} bytes that its parts take")
     if position != recipe.size:
         raise _unusable(name, f"its parts have {position} bytes; wanted {recipe.size}")
-    return pieces
+    return parts
 
 
-def _split(piece: _Piece, limit_bytes: int) -> Iterator[_Piece]:
+def split(piece: Piece, limit_bytes: int) -> Iterator[Piece]:
     """A piece as pieces of at most `limit_bytes`, cut where the grid is if that is possible."""
     (offsets, lengths), nbytes = piece.box, piece.nbytes
     dim = next((i for i, n in enumerate(lengths) if n > 1), None)
@@ -200,7 +200,7 @@ def _split(piece: _Piece, limit_bytes: int) -> Iterator[_Piece]:
             (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :]),
             (*lengths[:dim], count, *lengths[dim + 1 :]),
         )
-        yield from _split(_Piece(piece.tree, piece.number, box, row * count), limit_bytes)
+        yield from split(Piece(piece.tree, piece.number, box, row * count), limit_bytes)
 
 
 def _window_bytes(tree: Tree) -> int:
@@ -238,7 +238,14 @@ def write_tree(contents: Contents, manifest: Manifest, root: Path, *, compare: b
     Without `compare`, files are not compared with their hashes: the commit may have other tensors
     of the same shapes. Raises as `materialize`.
     """
-    plan = {name: _plan(contents, name, file) for name, file in manifest.files.items()}
+    plan = {
+        name: [
+            piece
+            for part in parts_of(contents, name, file)
+            for piece in split(part, _window_bytes(part.tree))
+        ]
+        for name, file in manifest.files.items()
+    }
     for name in sorted(manifest.folders):
         (root / name).mkdir(mode=0o700)
 
@@ -261,11 +268,11 @@ def _restore_folder(path: Path, folder: Folder) -> None:
     os.utime(path, ns=(folder.mtime_ns, folder.mtime_ns))
 
 
-def _read_window(contents: Contents, pieces: Sequence[_Piece], out: memoryview) -> int:
+def read_pieces(contents: Contents, pieces: Sequence[Piece], out: memoryview) -> int:
     """Read pieces into `out`, one behind the other; returns their bytes. The literal's bytes, which
     follow each other in its leaf, are read at once, since many may lie in one chunk."""
     reads: list[ReadRequest] = []
-    literals: list[tuple[_Piece, memoryview]] = []
+    literals: list[tuple[Piece, memoryview]] = []
     size = 0
     for piece in pieces:
         here = out[size : size + piece.nbytes]
@@ -290,7 +297,7 @@ def _read_window(contents: Contents, pieces: Sequence[_Piece], out: memoryview) 
 
 
 def _write_file(
-    contents: Contents, pieces: Sequence[_Piece], path: Path, recipe: FileRecipe, compare: bool
+    contents: Contents, pieces: Sequence[Piece], path: Path, recipe: FileRecipe, compare: bool
 ) -> None:
     """Write a file whose name is new, window by window, and compare it with its hash. It is durable
     when this returns, and has its mode and time."""
@@ -300,7 +307,7 @@ def _write_file(
     buffer = memoryview(bytearray(min(limit, recipe.size)))
     ends = list(accumulate((piece.nbytes for piece in pieces), initial=0))
     for window in coalesce(ends[:-1], ends[1:], limit_bytes=limit):
-        size = _read_window(contents, pieces[window], buffer)
+        size = read_pieces(contents, pieces[window], buffer)
         hashed.update(buffer[:size])
         transfer(os.pwritev, file.fd, position, [buffer[:size]])
         position += size

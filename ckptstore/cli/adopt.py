@@ -1,8 +1,9 @@
 """`adopt` and `materialize`: checkpoint directories in, and out again."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from ckptstore.cli.call import Answer, Call
+from ckptstore.cli.call import Answer, Call, UsageError
 from ckptstore.cli.commits import short
 from ckptstore.cli.maintain import metrics_of
 from ckptstore.cli.screen import fields_of
@@ -13,6 +14,7 @@ from ckptstore.repository.resolve_ref import find_commit
 def adopt(call: Call) -> Answer:
     args = call.args
     metrics = metrics_of(args.metric, "ckptstore adopt")
+    links = _links_of(args.link)
     handle = call.open()
     from ckptstore.core.settings import Settings
     from ckptstore.store import Store
@@ -20,7 +22,12 @@ def adopt(call: Call) -> Answer:
     store = call.stack.enter_context(Store(handle, Settings.of(run=args.run)))
     with call.screen.progress(f"adopting {args.directory}"):
         made = store.adopt(
-            args.directory, step=args.step, tag=args.tag, message=args.message, metrics=metrics
+            args.directory,
+            step=args.step,
+            tag=args.tag,
+            message=args.message,
+            metrics=metrics,
+            links=links,
         )
     tensors = sum(leaf.kind == "tensor" for leaf in made.leaves())
     document = {
@@ -31,6 +38,21 @@ def adopt(call: Call) -> Answer:
     size = f"{bytes_text(made.logical_bytes)}, {bytes_text(made.new_bytes)} of them new"
     counted = count_text(tensors, "tensor")
     return Answer(document, [f"{short(made.id)} of run {made.run}: {counted} in files, {size}"])
+
+
+def _links_of(texts: Sequence[str]) -> dict[str, str]:
+    """The links that `--link` gives."""
+    links: dict[str, str] = {}
+    for text in texts:
+        name, found, link = text.partition("=")
+        if not (name and found and link):
+            raise UsageError(
+                f"{text!r} is not a link: wanted NAME=TEXT such as wandb=https://…",
+                "ckptstore adopt",
+            )
+        if links.setdefault(name, link) != link:
+            raise UsageError(f"two links are called {name!r}; each needs a name", "ckptstore adopt")
+    return links
 
 
 def materialize(call: Call) -> Answer:

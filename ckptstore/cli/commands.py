@@ -326,7 +326,11 @@ COMMANDS = (
         "adopt",
         "adopt.adopt",
         "commit a checkpoint directory, byte for byte",
-        (Option("directory", "DIR", "the directory, which is not changed"), *_LABEL),
+        (
+            Option("directory", "DIR", "the directory, which is not changed"),
+            *_LABEL,
+            several("--link", "NAME=TEXT", "a link, such as the URL of the run in a tracker"),
+        ),
         "Commit the directory DIR of any program. Tensors in its files share chunks with other "
         "commits; nothing\nis unpickled. `materialize` writes the directory again, byte for byte.",
     ),

@@ -2,17 +2,19 @@
 how they write it."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptstore.cli.call import Call
 from ckptstore.cli.screen import fields_of
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.geometry import nbytes_of
-from ckptstore.core.ids import CommitId, parse_chunk_id
-from ckptstore.core.model import CommitInfo, Schema
+from ckptstore.core.ids import CommitId, document_key, parse_chunk_id
+from ckptstore.core.model import CommitDocument, CommitInfo, Schema
 from ckptstore.core.text import ID_DIGITS, bytes_text, exact_text
+from ckptstore.errors import Corrupt, NotFound
 from ckptstore.index.queries import Queries
+from ckptstore.objects.documents import decode_document
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.resolve_ref import find_id
 from ckptstore.repository.store_handle import StoreHandle
@@ -24,6 +26,8 @@ T = TypeVar("T")
 
 FOLD_ABOVE = 40
 """Terminals fold more lines than this."""
+READERS = 16
+"""Documents that are read from a bucket at once."""
 
 _STEP = re.compile(r"[0-9]{1,18}(?=~|$)")
 _NUMBER = re.compile(r"(?<![^./_])[0-9]+(?![^./_])")
@@ -84,6 +88,27 @@ def commit_document(info: CommitInfo) -> dict[str, Any]:
         **fields_of(info, "time_ns", "parents", "metrics", "tags", "logical_bytes", "new_bytes"),
         **fields_of(info, "leaves", "forgotten"),
     }
+
+
+def document_of(store: StoreHandle, info: CommitInfo) -> CommitDocument:
+    """The document of a commit, verified. Raises `Corrupt`, or `NotFound` if it was deleted."""
+    return decode_document(store.storage.read(document_key(info.session, info.id)), info.id)
+
+
+def links_of(
+    call: Call, store: StoreHandle, commits: Sequence[CommitInfo]
+) -> dict[CommitId, dict[str, str] | None]:
+    """The links of each commit, from its document; None where damage hides them."""
+    links: dict[CommitId, dict[str, str] | None] = {}
+
+    def read(info: CommitInfo) -> None:
+        try:
+            links[info.id] = dict(document_of(store, info).links)
+        except (Corrupt, NotFound):
+            links[info.id] = None
+
+    call.threads(READERS if store.storage.capabilities.slow_requests else 1).spread(read, commits)
+    return links
 
 
 def schemas_of(store: StoreHandle, queries: Queries, info: CommitInfo) -> dict[str, Schema]:

@@ -15,6 +15,7 @@ from ckptstore.cli.commits import (
     commit_text,
     find_info,
     first_line,
+    links_of,
     reader_of,
     short,
 )
@@ -72,7 +73,7 @@ def log(call: Call) -> Answer:
         page.append(Hint("no commit matches" if here else none))
     elif args.forgotten:
         page.append(Hint("`ckptstore undelete REF` restores one, until a gc deletes it"))
-    documents = (_document(info, times) for info in commits)
+    documents = _documents(call, store, commits, times)
     return Answer({"total": total, "commits": documents}, page)
 
 
@@ -95,12 +96,20 @@ def _known(
     return counts, [info for info in found if run in (None, info.run)]
 
 
-def _document(info: CommitInfo, times: Mapping[CommitId, int] | None) -> dict[str, object]:
-    document = commit_document(info)
-    if times is not None:
-        time_ns = times[info.id]
-        document |= {"forgotten_time": exact_text(time_ns), "forgotten_time_ns": time_ns}
-    return document
+def _documents(
+    call: Call,
+    store: StoreHandle,
+    commits: Sequence[CommitInfo],
+    times: Mapping[CommitId, int] | None,
+) -> Iterator[dict[str, object]]:
+    """The commits as `--json` prints them. Their own documents are read for nothing else."""
+    links = links_of(call, store, commits)
+    for info in commits:
+        document = {**commit_document(info), "links": links[info.id]}
+        if times is not None:
+            time_ns = times[info.id]
+            document |= {"forgotten_time": exact_text(time_ns), "forgotten_time_ns": time_ns}
+        yield document
 
 
 def _filter(args: Namespace) -> Callable[[CommitInfo], bool] | None:

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -11,14 +11,15 @@ from ckptstore.cli.commits import (
     commit_document,
     commit_text,
     config_text,
+    document_of,
     find_info,
     schemas_of,
     short,
     tensor_bytes,
 )
 from ckptstore.cli.screen import columns, fields_of
-from ckptstore.core.ids import CommitId, document_key, pack_session
-from ckptstore.core.model import CommitInfo, Schema
+from ckptstore.core.ids import CommitId, pack_session
+from ckptstore.core.model import CommitDocument, CommitInfo, Schema
 from ckptstore.core.text import (
     BOLD,
     Column,
@@ -32,7 +33,7 @@ from ckptstore.core.text import (
 )
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.index.queries import PackInfo, Queries
-from ckptstore.objects.documents import Placed, decode_document, decode_layout
+from ckptstore.objects.documents import Placed, decode_layout
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.state.leaf_sources import pickled_paths
 
@@ -72,16 +73,20 @@ def show(call: Call) -> Answer:
 
     schemas = schemas_of(store, queries, info)
     trees = [_tree(key, info, schema) for key, schema in schemas.items()]
-    layout = used = None
+    said = layout = used = None
     if not info.forgotten:  # else it may be deleted
-        layout = attempt("the layout on ranks", lambda: _layout(store, info))
+        said = attempt("links and the layout on ranks", lambda: document_of(store, info))
+    if said:
+        layout = attempt("the layout on ranks", lambda: _layout(store, said))
+    links = dict(said.links) if said else None
     parents = [_known(queries, parent) for parent in info.parents]
-    call.screen.print(_page(info, parents, children, trees, layout, packs))
+    call.screen.print(_page(info, parents, children, trees, layout, packs, links or {}))
     if not (call.args.fast or info.forgotten):
         used = attempt("exclusive and shared bytes", lambda: _usage(call, store, info))
     exclusive, shared = (used.exclusive_bytes, used.shared_bytes) if used else (None, None)
     commit = {
         **commit_document(info),
+        "links": links,
         "children": [child.id for child in children],
         "exclusive_bytes": exclusive,
         "shared_bytes": shared,
@@ -113,9 +118,8 @@ def _usage(call: Call, store: StoreHandle, info: CommitInfo) -> "CommitUsage | N
     return next((commit for commit in found.commits if commit.commit == info.id), None)
 
 
-def _layout(store: StoreHandle, info: CommitInfo) -> dict[str, Any] | None:
+def _layout(store: StoreHandle, document: CommitDocument) -> dict[str, Any] | None:
     """The number of ranks, and groups of leaves placed alike; None for a commit of one rank."""
-    document = decode_document(store.storage.read(document_key(info.session, info.id)), info.id)
     if document.layout is None:
         return None
     layout = decode_layout(store.objects.read_metadata(document.layout))
@@ -151,6 +155,7 @@ def _page(
     trees: Sequence[dict[str, Any]],
     layout: dict[str, Any] | None,
     packs: Sequence[PackInfo],
+    links: Mapping[str, str],
 ) -> Iterator[str | Table]:
     age = age_text(info.time_ns, time.time_ns())
     when = local_text(info.time_ns) + (f" ({age} ago)" if age[-1].isalpha() else "")
@@ -173,6 +178,8 @@ def _page(
     if info.metrics:
         metrics = (Column("name", style=BOLD), Column("value", "metric"))
         yield Table(metrics, list(info.metrics.items()), "Metrics", header=False)
+    if links:
+        yield fields("Links", list(links.items()))
     named = columns("key", "leaves", "tensor bytes", "types")
     yield Table(named, [_tree_row(tree) for tree in trees], "Trees")
     if paths := [path for tree in trees for path in tree["pickles"]]:

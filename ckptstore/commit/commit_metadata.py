@@ -1,4 +1,5 @@
-"""How does a caller ask for a commit: which state, run, step, message, metrics, tags, parents?"""
+"""How does a caller ask for a commit: which state, run, step, message, metrics, tags, parents,
+links?"""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +11,15 @@ from typing import Any
 
 from ckptstore.commit.pending import UNWATCHED, Pending, Watch
 from ckptstore.commit.plan import Flats
-from ckptstore.core.config import MESSAGE_BYTES_MAX, METRIC_NAME_BYTES_MAX, METRICS_MAX, TAGS_MAX
+from ckptstore.core.config import (
+    LINK_BYTES_MAX,
+    LINK_NAME_BYTES_MAX,
+    LINKS_MAX,
+    MESSAGE_BYTES_MAX,
+    METRIC_NAME_BYTES_MAX,
+    METRICS_MAX,
+    TAGS_MAX,
+)
 from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.core.options import Ranks
 from ckptstore.errors import InvalidInput
@@ -31,6 +40,7 @@ class CommitMetadata:
     metrics: tuple[tuple[str, float], ...] = ()
     tags: tuple[str, ...] = ()
     parents: tuple[CommitId, ...] = ()
+    links: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +63,18 @@ def label_of(
     tag: str | Sequence[str] | None,
     message: object,
     metrics: Mapping[str, float] | None,
+    links: Mapping[str, str] | None = None,
 ) -> CommitMetadata:
     """Checked metadata without parents. Raises `InvalidInput` for wrong values and for those beyond
     a limit of `core.config`."""
-    return CommitMetadata(run, _step(step), _message(message), _metrics(metrics), _tags(tag))
+    return CommitMetadata(
+        run,
+        _step(step),
+        _message(message),
+        _metrics(metrics),
+        _tags(tag),
+        links=_links(links),
+    )
 
 
 def refuse_unnamed(call: str, values: tuple[object, ...]) -> None:
@@ -137,6 +155,27 @@ def _metrics(metrics: object) -> tuple[tuple[str, float], ...]:
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise InvalidInput(f"metric {name!r} is {value!r:.80}; wanted a number") from error
     return tuple(sorted(pairs))
+
+
+def _links(links: object) -> tuple[tuple[str, str], ...]:
+    if links is None:
+        return ()
+    if not isinstance(links, Mapping):
+        raise InvalidInput(
+            f"links are {links!r:.80}; wanted a dict of names to texts, such as "
+            '{"wandb": "https://…"}'
+        )
+    if len(links) > LINKS_MAX:
+        raise InvalidInput(f"{len(links)} links; wanted at most {LINKS_MAX}")
+    for name, link in links.items():
+        _check_text(name, "a link's name", LINK_NAME_BYTES_MAX)
+        _check_text(link, f"the link {name!r:.80}", LINK_BYTES_MAX)
+    return tuple(sorted(links.items()))
+
+
+def _check_text(text: object, noun: str, bytes_max: int) -> None:
+    if not isinstance(text, str) or not 0 < _utf8_bytes(text, noun) <= bytes_max:
+        raise InvalidInput(f"{noun} is {text!r:.80}; wanted a string of 1 to {bytes_max} bytes")
 
 
 def _utf8_bytes(text: str, noun: str) -> int:

@@ -318,6 +318,7 @@ class Transaction:
             logical_bytes=logical_bytes,
             new_bytes=sum(record.stored_bytes for record in records),
             leaves=leaves,
+            links=label.links,
         )
         reused = self.look().reused.union(*(receipt.reused for receipt in receipts))
         commit, stored = encode_document(document)

@@ -29,6 +29,10 @@ METRIC_NAME_BYTES_MAX = 200
 TAGS_MAX = 100
 """What a caller may say about a commit: the log keeps it for good, also when the commit is
 forgotten. Names of tags and runs have at most 200 characters."""
+LINKS_MAX = 64
+LINK_NAME_BYTES_MAX = 200
+LINK_BYTES_MAX = 4 << 10
+"""Links are in the commit's document alone."""
 LOG_FILES = "log/"
 """The log's place where it is in the store itself."""
 IN_POSTGRESQL = "postgresql"

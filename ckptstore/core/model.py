@@ -127,6 +127,7 @@ class CommitDocument:
     logical_bytes: int
     new_bytes: int
     leaves: int
+    links: tuple[tuple[str, str], ...] = ()
 
 
 class PackEntry(NamedTuple):

@@ -91,6 +91,7 @@ def state_from(
         tuple((str(name), float(value)) for name, value in said["metrics"]),
         tuple(said["tags"]),
         tuple(CommitId(commit) for commit in said["parents"]),
+        tuple((str(name), str(link)) for name, link in said["links"]),
     )
     trees = decode_description(message["description"], schemas)
     sources = (_leaf_from(arena, *leaf) for leaf in message["sources"])

@@ -120,10 +120,14 @@ _FIELDS: Mapping[str, Field] = {
     "leaves": COUNT,
 }
 
+_LINKS = pairs_of(as_it_is, parse_text)
+"""Absent from the document of a commit without links."""
+
 
 def _to_json(document: CommitDocument) -> dict[str, Any]:
     fields = {name: field.encode(getattr(document, name)) for name, field in _FIELDS.items()}
-    return {"ckptstore": _VERSION, **fields, "order": [key for key, _ in document.trees]}
+    links = {"links": dict(document.links)} if document.links else {}
+    return {"ckptstore": _VERSION, **fields, "order": [key for key, _ in document.trees], **links}
 
 
 def _from_json(obj: Any) -> CommitDocument:
@@ -134,6 +138,8 @@ def _from_json(obj: Any) -> CommitDocument:
         )
     order = decode_fields({"order": tuple_of(parse_text)}, obj, "a commit document")["order"]
     found = decode_fields(_FIELDS, obj, "a commit document")
+    if "links" in obj:
+        found |= decode_fields({"links": _LINKS}, obj, "a commit document")
     trees = dict(found["trees"])
     if sorted(order) != sorted(trees):
         raise Corrupt(

@@ -32,6 +32,7 @@ COMMIT = {
     "leaves": int,
     "forgotten": bool,
 }
+LINKED = {**COMMIT, "links": {str: str}}
 LEAF = {
     "path": str,
     "kind": str,
@@ -42,10 +43,10 @@ LEAF = {
 }
 SIDE = ({"type": str, "value": (str, None)}, None)
 DOCUMENTS: dict[str, dict[str, Any]] = {
-    "log": {"store": str, "total": int, "commits": [COMMIT]},
+    "log": {"store": str, "total": int, "commits": [LINKED]},
     "show best": {
         "store": str,
-        "commit": {**COMMIT, "children": [str], "exclusive_bytes": int, "shared_bytes": int},
+        "commit": {**LINKED, "children": [str], "exclusive_bytes": int, "shared_bytes": int},
         "trees": [
             {
                 "key": str,

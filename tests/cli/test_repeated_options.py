@@ -19,7 +19,7 @@ ADDED_UP = {
     "forget": {"--keep-best"},
     "repair": {"--from"},
     "import": {"--metric", "--tag"},
-    "adopt": {"--metric", "--tag"},
+    "adopt": {"--link", "--metric", "--tag"},
     "export": {"--select"},
     "parted": {"--select"},
     "average": {"--metric", "--select", "--tag"},

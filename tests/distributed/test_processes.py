@@ -54,6 +54,7 @@ def commit_by_workers(rank: int, path: Path) -> list[str] | None:
     if rank >= n:
         return None
     ranks = ckptstore.Ranks(process_group=group_of(n), private=["own/*"], timeout_s=60)
+    links = {"rank": str(rank)}
     with ckptstore.open(
         path,
         storage=ckptstore.Storage(chunk_bytes=64 * KIB),
@@ -64,7 +65,13 @@ def commit_by_workers(rank: int, path: Path) -> list[str] | None:
             state = a_state(rank, n, step)
             pending.append(
                 store.commit_async(
-                    state, step=step, message="said", metrics={"loss": 0.5}, tag="t", ranks=ranks
+                    state,
+                    step=step,
+                    message="said",
+                    metrics={"loss": 0.5},
+                    tag="t",
+                    links=links,
+                    ranks=ranks,
                 )
             )
             state["model"]["rows"]._local_tensor.fill_(-7)
@@ -90,7 +97,9 @@ def commit_by_workers(rank: int, path: Path) -> list[str] | None:
             and made[-1].message == "said"
             and made[-1].tags == ("t",)
         )
-        assert store.commit(a_state(rank, n, 2), ranks=ranks).content_id == made[-1].content_id
+        again = store.commit(a_state(rank, n, 2), links=links, ranks=ranks)
+        assert again.content_id == made[-1].content_id
+        assert again.links == made[-1].links == {"rank": "0"}  # those of the first rank count
         with ckptstore.open(path) as other:  # by a thread
             threads = other.commit_async(a_state(rank, n, 2), ranks=ranks).wait()
         assert (

@@ -118,6 +118,10 @@ def formats_page(names: Names, stack: ExitStack) -> None:
     names["store"] = stack.enter_context(ckptstore.open("checkpoints"))
 
 
+def fsspec_page(names: Names, stack: ExitStack) -> None:
+    names["store"] = stack.enter_context(commits(names))
+
+
 def gc_page(names: Names, stack: ExitStack) -> None:
     names["store"] = stack.enter_context(commits(names))
     environment(stack, CKPTSTORE="checkpoints")
@@ -216,6 +220,10 @@ def torchft_page(names: Names, stack: ExitStack) -> None:
         "store": stack.enter_context(commits(names)),
         "timedelta": timedelta,
     }
+
+
+def trackers_page(names: Names, stack: ExitStack) -> None:
+    names["store"] = stack.enter_context(commits(names))
 
 
 def prepared(page: Path, stack: ExitStack) -> Names:

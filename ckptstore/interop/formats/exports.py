@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 from urllib.parse import unquote
 
 from ckptstore.adopt.adopting import SUFFIX
+from ckptstore.adopt.commit_files import tensor_name
 from ckptstore.adopt.materializing import is_adopted, manifest_of, write_tree
 from ckptstore.adopt.safetensors_header import Header, encode_header
 from ckptstore.core.paths import check_path, scratch_for, sync_path
@@ -173,11 +174,8 @@ def _write_safetensors(
 
 
 def _name(tree: Tree, i: int, one_key: bool) -> str:
-    segments = tree.schema.paths[i].split("/")
-    return ".".join(
-        unquote(segment)
-        for segment in (segments[1:] if one_key and len(segments) > 1 else segments)
-    )
+    path = tree.schema.paths[i]
+    return tensor_name(path) if one_key else ".".join(map(unquote, path.split("/")))
 
 
 def _selected(snapshot: Snapshot, selects: Selects) -> Iterator[Leaf]:

@@ -1,0 +1,404 @@
+"""Read any commit as files, through fsspec: `ckptstore://STORE@REF/FILE` (docs/fsspec.md).
+
+STORE is a directory or the URL of a bucket; `@` and `%` in it are written `%40` and `%25`. REF is
+what `checkout` takes, with `/` as `%2F`; without a run it is looked for in all runs. FILE is a file
+of an adopted directory, or `KEY.safetensors`. Each call looks the ref up again, an open file stays
+at its commit.
+
+Imports no torch.
+"""
+
+import atexit
+import json
+import os
+import re
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+from urllib.parse import quote, unquote
+
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+from fsspec.utils import stringify_path
+
+from ckptstore.adopt.commit_files import CommitFiles, Found
+from ckptstore.contents import CommitContents
+from ckptstore.core.config import default_threads
+from ckptstore.core.ids import CONFIG_KEY, CommitId, SessionId
+from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, ReadOnly
+from ckptstore.repository.resolve_ref import find_commit
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.restore.reader import Reader
+
+if TYPE_CHECKING:
+    from ckptstore.snapshot import Snapshot
+
+PROTOCOL = "ckptstore"
+
+COMMITS_KEPT = 8
+"""Commits of one store whose lists of files are kept."""
+
+REMOTE_READS = 8
+"""Reads from a bucket at once."""
+
+_START = f"{PROTOCOL}://"
+_BUCKET = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.DOTALL)
+_AS_IT_IS = "/:+~!$&'()*,;="
+
+
+class MissingFile(NotFound, FileNotFoundError):
+    """No such store, commit or file."""
+
+    __str__ = Exception.__str__
+
+
+class IsFolder(InvalidInput, IsADirectoryError):
+    """A directory was read as a file."""
+
+
+class NotWritable(ReadOnly, PermissionError):
+    """Commits are made by `commit` and `adopt`; their files never change."""
+
+
+class Place(NamedTuple):
+    """A parsed URL: the store's path or URL, the ref, and the name of a file, `""` for the root."""
+
+    store: str
+    ref: str
+    name: str
+
+
+def parse_url(url: str) -> Place:
+    """The parts of `ckptstore://STORE@REF/FILE`. Raises `InvalidInput` for anything else."""
+    place = split_url(url)
+    if not place.ref or not place.store:
+        raise InvalidInput(
+            f"{url[:200]!r} names no commit: wanted {_START}STORE@REF/FILE, such as "
+            f"{_START}/data/checkpoints@best:loss/model.safetensors"
+        )
+    return place
+
+
+def split_url(url: str) -> Place:
+    """The parts of `url`, `""` for those that it lacks."""
+    store, _, rest = _normal(url).partition("@")
+    ref, _, name = rest.partition("/")
+    return Place(unquote(store), unquote(ref), name)
+
+
+def url_of(snapshot: "Snapshot", name: str = "") -> str:
+    """The URL of a commit, by its id, or of a file of it: it always means the same bytes.
+
+    Example:
+        >>> url_of(store.checkout("best:loss"), "model.safetensors")
+        'ckptstore:///data/checkpoints@8f3a1c…/model.safetensors'
+    """
+    from ckptstore.snapshot import contents_of
+
+    return _START + _written(contents_of(snapshot).reader.url, snapshot.id, name)
+
+
+def pinned(url: str, **options: Any) -> str:
+    """`url` with the commit's id in the place of its ref. Options are those of the filesystem."""
+    place = parse_url(url)
+    found = CheckpointFileSystem(**options).files_of(place)
+    return _START + _written(place.store, found.commit, place.name)
+
+
+def open_url(url: str, *, target_options: Mapping[str, Any] | None = None) -> "Snapshot":
+    """The commit that a URL names, read-only. Use it as a context manager: it closes the store.
+
+    Args:
+        url: `ckptstore://STORE@REF`; a file behind it is passed over.
+        target_options: As in `CheckpointFileSystem`.
+
+    Raises:
+        InvalidInput: The URL names no commit.
+        NotFound: There is no such store or commit.
+
+    Example:
+        >>> with open_url("ckptstore://s3://bucket/run@best:loss") as snap:
+        ...     weights = snap.state_dict("model")
+    """
+    from ckptstore.core.options import Storage
+    from ckptstore.open_store import open as open_store
+    from ckptstore.snapshot import contents_of
+    from ckptstore.store import internals_of
+
+    place = parse_url(url)
+    options = Storage(options=dict(target_options) if target_options else None)
+    store = open_store(place.store, create=False, read_only=True, storage=options)
+    try:
+        found = find_commit(internals_of(store).handle, place.ref, None)
+        snapshot = store.checkout(found.id)
+    except BaseException:
+        store.close()
+        raise
+    contents_of(snapshot).on_close = store.close
+    return snapshot
+
+
+class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Commits of stores as trees of files, read-only.
+
+    Args:
+        target_options: Options of the bucket's client, as `Storage(options=…)` takes them.
+        threads: Threads that read and verify.
+
+    Example:
+        >>> fs = fsspec.filesystem("ckptstore")
+        >>> fs.ls("ckptstore:///data/checkpoints@latest", detail=False)
+    """
+
+    protocol = PROTOCOL
+    root_marker = ""
+
+    def __init__(
+        self,
+        target_options: Mapping[str, Any] | None = None,
+        threads: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self._target_options = dict(target_options or {})
+        self._threads = threads
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        if isinstance(path, list | tuple):
+            return [cls._strip_protocol(each) for each in path]
+        return _normal(stringify_path(path)).rstrip("/") or cls.root_marker
+
+    def files_of(self, place: Place) -> CommitFiles:
+        """The files of a commit. Raises `MissingFile` if there is none."""
+        try:
+            return _open(place.store, self._target_options, self._threads).files(place.ref)
+        except NotFound as error:
+            raise MissingFile(str(error)) from error
+
+    def pinned(self, path: str) -> str:
+        """`path` with the commit's id in the place of its ref."""
+        place = self._place(path)
+        return _written(place.store, self.files_of(place).commit, place.name)
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        """Size, type and times of a file or a directory; `commit` is the id of its commit."""
+        path = self._strip_protocol(path)
+        place = self._place(path)
+        return self._info(path, self.files_of(place), place.name)
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        """What is in a directory. Raises `MissingFile`."""
+        path = self._strip_protocol(path)
+        place = self._place(path)
+        files = self.files_of(place)
+        found = [self._info(path, files, place.name)]
+        if found[0]["type"] == "directory":
+            prefix = f"{place.name}/" if place.name else ""
+            names = files.names(place.name)
+            found = [self._info(f"{path}/{name}", files, prefix + name) for name in names]
+        return found if detail else [each["name"] for each in found]
+
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
+    ) -> bytes:
+        """The bytes of a file, or a range of them; negative numbers count from its end."""
+        place = self._place(path)
+        files = self.files_of(place)
+        size = self._file(files, place.name).size
+        begin, stop, _ = slice(start, end).indices(size)
+        return files.read(place.name, begin, stop)
+
+    def get(self, rpath: Any, lpath: Any, recursive: bool = False, **kwargs: Any) -> Any:
+        """Copy files to local ones; all of one ref come from one commit."""
+        several = isinstance(rpath, list | tuple)
+        paths = [self._pinned_glob(path) for path in (rpath if several else [rpath])]
+        return super().get(paths if several else paths[0], lpath, recursive=recursive, **kwargs)
+
+    def modified(self, path: str) -> Any:
+        """When an adopted file was written, or else its commit was made, in UTC."""
+        from datetime import UTC, datetime
+
+        return datetime.fromtimestamp(self.info(path)["mtime"], UTC)
+
+    created = modified
+
+    def ukey(self, path: str) -> str:
+        """Equal for equal bytes of a path: its commit's id and its name."""
+        return self.pinned(path)
+
+    def _open(
+        self,
+        path: str,
+        mode: str = "rb",
+        block_size: int | None = None,
+        autocommit: bool = True,
+        cache_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> "CommitFile":
+        if mode != "rb":
+            self._refuse(path)
+        kwargs.pop("size", None)  # given where a pickled file is opened again
+        place = self._place(path)
+        files = self.files_of(place)
+        return CommitFile(
+            self,
+            _written(place.store, files.commit, place.name),
+            files,
+            self._file(files, place.name),
+            block_size=block_size or self.blocksize,
+            cache_options=cache_options,
+            **kwargs,
+        )
+
+    def _place(self, path: str) -> Place:
+        try:
+            return parse_url(self._strip_protocol(path))
+        except InvalidInput as error:
+            raise MissingFile(str(error)) from error
+
+    def _pinned_glob(self, path: Any) -> Any:
+        path = stringify_path(path)
+        bare = path.rstrip("/")
+        return self.pinned(bare) + path[len(bare) :]
+
+    def _file(self, files: CommitFiles, name: str) -> Found:
+        found = self._found(files, name)
+        if found.is_folder:
+            raise IsFolder(f"{name or '/'!r} of commit {files.commit[:12]} is a directory")
+        return found
+
+    def _found(self, files: CommitFiles, name: str) -> Found:
+        try:
+            return files.find(name)
+        except NotFound as error:
+            raise MissingFile(str(error)) from error
+
+    def _info(self, path: str, files: CommitFiles, name: str) -> dict[str, Any]:
+        found = self._found(files, name)
+        link = {} if found.link is None else {"islink": True, "destination": found.link}
+        return {
+            "name": path,
+            "size": found.size,
+            "type": "directory" if found.is_folder else "file",
+            "mode": found.mode,
+            "mtime": found.mtime_ns / 1e9,
+            "commit": files.commit,
+            **link,
+        }
+
+    def _refuse(self, path: Any = "", *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotWritable(
+            f"{str(path)[:200]!r} cannot be written: commits never change; make one with "
+            "`store.commit` or `store.adopt`"
+        )
+
+    mkdir = makedirs = rmdir = rm = rm_file = _rm = _refuse
+    pipe = pipe_file = put = put_file = touch = _refuse
+    write_text = write_bytes = cp_file = copy = mv = _refuse
+    start_transaction = _refuse
+
+
+class CommitFile(AbstractBufferedFile):  # type: ignore[misc]  # fsspec has no types
+    """An open file of a commit. What is read of it is verified."""
+
+    def __init__(
+        self,
+        fs: CheckpointFileSystem,
+        path: str,
+        files: CommitFiles,
+        found: Found,
+        **kwargs: Any,
+    ) -> None:
+        self._files, self._place, self._pid = files, parse_url(path), os.getpid()
+        super().__init__(fs, path, "rb", size=found.size, **kwargs)
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        if self._pid != os.getpid():  # a forked child opens its own store
+            self._files, self._pid = self.fs.files_of(self._place), os.getpid()
+        return self._files.read(self._place.name, start, end)
+
+
+class _OpenStore:
+    """A store that is open for reading, for the rest of the process."""
+
+    def __init__(self, place: str, options: dict[str, Any], threads: int | None) -> None:
+        self.handle = StoreHandle(place, read_only=True, storage_options=options or None)
+        remote = self.handle.storage.capabilities.slow_requests
+        count = threads or default_threads()
+        self._threads = ThreadPool(max(count, REMOTE_READS) if remote else count)
+        self._reader = Reader(self.handle.config, self.handle.objects, self._threads)
+        self._made = lru_cache(COMMITS_KEPT)(self._make)
+
+    def files(self, ref: str) -> CommitFiles:
+        """The files of a commit."""
+        found = find_commit(self.handle, ref, None)
+        return self._made(found.id, found.session)
+
+    def _make(self, commit: CommitId, session: SessionId) -> CommitFiles:
+        document = self._reader.document(session, commit)
+        return CommitFiles(CommitContents(self._reader, commit, document), commit, document.time_ns)
+
+    def close(self) -> None:
+        self._threads.close()
+        self.handle.close()
+
+
+_stores: dict[tuple[object, ...], _OpenStore] = {}
+_lock = threading.Lock()
+
+
+def _open(place: str, options: dict[str, Any], threads: int | None) -> _OpenStore:
+    """The open store at `place`: one for all threads of this process. A store that was made anew in
+    the same place is another one."""
+    key = (place, json.dumps(options, sort_keys=True, default=repr), threads, _made_at(place))
+    if key not in _stores:
+        with _lock:  # taken to open a store alone, which may take long
+            if key not in _stores:
+                _stores[key] = _OpenStore(place, options, threads)
+    return _stores[key]
+
+
+def _made_at(place: str) -> tuple[int, ...]:
+    with suppress(OSError, ValueError):
+        found = os.stat(os.path.join(place, CONFIG_KEY))
+        return found.st_dev, found.st_ino, found.st_mtime_ns
+    return ()
+
+
+def _close_all() -> None:
+    for store in _stores.values():
+        with suppress(CkptStoreError):
+            store.close()
+
+
+def _forget_stores() -> None:
+    """After a fork: a child opens its own."""
+    global _lock
+    _lock = threading.Lock()
+    _stores.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_stores)
+
+
+def _normal(url: str) -> str:
+    """`url` without its protocol, with an absolute path or a bucket's URL as the store. Libraries
+    that take URLs apart make `ckptstore:/a` of `ckptstore:///a`."""
+    path = url.removeprefix(_START).removeprefix(f"{PROTOCOL}:")
+    store, at, rest = path.partition("@")
+    if bucket := _BUCKET.fullmatch(store):
+        scheme, below = cast("tuple[str, str]", bucket.groups())
+        store = f"/{below}" if scheme == "file" else f"{scheme}://{below}"
+    elif store:
+        store = os.path.abspath(os.path.expanduser(store))
+    return store + at + rest
+
+
+def _written(store: str, ref: str, name: str) -> str:
+    """The path of a file, without the protocol."""
+    parts = [quote(store, safe=_AS_IT_IS), "@", quote(ref, safe=_AS_IT_IS.replace("/", ""))]
+    return "".join((*parts, f"/{name}" if name else ""))
