@@ -434,6 +434,17 @@ def test_a_version_that_is_not_supported_is_named(
     assert done.returncode and "ImportError" in done.stderr and said in done.stderr
 
 
+def test_the_contract_of_later_managers_is_kept_too(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.trainers.torchtitan_later", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["step-10", "step-11", "step-4", "step-8"]
+
+
 def packs(folder: Path) -> set[Path]:
     found = (folder / "checkpoint" / "store" / "packs").rglob("*")
     return {path for path in found if path.is_file()}

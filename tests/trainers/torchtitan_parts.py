@@ -98,7 +98,9 @@ class Training:
         )
         self.progress = Progress()
         self.loss = torch.zeros(())
-        config = manager.Config(enable=True, folder="checkpoint", **{"interval": 2} | options)
+        if "enable" in manager.Config.__dataclass_fields__:  # as long as torchtitan has it
+            options["enable"] = True
+        config = manager.Config(folder="checkpoint", **{"interval": 2} | options)
         self.manager = config.build(
             dataloader=self.loader,
             model_parts=[self.model],

@@ -238,7 +238,7 @@ class StoreManager(BaseCheckpointManager):  # type: ignore[misc]
                 self._load_dcp(directory, model_only=step == 0)
                 return
             raise NoCheckpoint(
-                f"checkpoint.load_step={step} is not found, neither in the store nor as "
+                f"--checkpoint.load_step={step} is not found, neither in the store nor as "
                 f"{directory}: {error}"
             ) from error
         self._restore(snapshot, model_only=is_model_only(snapshot))
