@@ -43,6 +43,22 @@ def test_a_training_killed_while_it_saves_ends_as_one_that_was_not(
     assert fate.kills == kills
     assert not fate.lost
     assert fate.result == wanted
+    damage_newest(tmp_path / "whole")
+    assert trained(TRAINING, tmp_path / "whole", ranks=2) == wanted
+    for rank in (0, 1):
+        said = (tmp_path / "whole" / f"output-{rank}").read_text()
+        assert "(step 16): " in said and "skipped commit" in said
+
+
+def test_parts_of_the_model_move_between_ranks(tmp_path: Path) -> None:
+    after: dict[str, str] = {}
+    for ranks in (2, 1, 2):
+        found = trained("tests.trainers.torchtitan_stages", tmp_path, ranks=ranks)
+        assert [each["loaded"] for each in found] == [bool(after)] * ranks
+        before = {name: part for each in found for name, part in each["before"].items()}
+        assert before == after or not after
+        after = {name: part for each in found for name, part in each["after"].items()}
+        assert sorted(after) == ["part0", "part1"] and before != after
 
 
 @pytest.mark.parametrize("damage", ["flip a bit", "cut the file", "delete the file"])
@@ -445,9 +461,29 @@ def test_the_contract_of_later_managers_is_kept_too(tmp_path: Path) -> None:
     assert done.stdout.split() == ["step-10", "step-11", "step-4", "step-8"]
 
 
+def test_the_example_runs_as_it_is() -> None:
+    example = Path(__file__).parents[2] / "examples" / "trainers" / "torchtitan_loop.py"
+    done = subprocess.run(
+        [sys.executable, str(example)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "goes on from step 12" in done.stdout
+
+
 def packs(folder: Path) -> set[Path]:
     found = (folder / "checkpoint" / "store" / "packs").rglob("*")
     return {path for path in found if path.is_file()}
+
+
+def damage_newest(folder: Path) -> None:
+    """Flip a bit in every pack of the newest commit."""
+    with ckptstore.open(folder / "checkpoint" / "store", read_only=True) as store:
+        session = store.log(limit=1)[0].session
+    for pack in packs(folder):
+        if pack.name.startswith(session):
+            data = bytearray(pack.read_bytes())
+            data[len(data) // 3] ^= 16
+            pack.write_bytes(data)
 
 
 def directories(folder: Path) -> list[str]:

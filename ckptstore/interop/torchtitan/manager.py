@@ -60,6 +60,10 @@ BY_NAME = (MODEL, OPTIMIZER, DATALOADER)
 """States whose names differ from rank to rank: pipeline stages have other parameters, and the
 data loader of each data-parallel rank has a name of its own."""
 
+AS_DICTS = (*BY_NAME, LR_SCHEDULER)
+"""States that are committed as the dicts that they give: their objects are iterated over as data
+loaders and stepped as optimizers are, which a commit would take them for."""
+
 
 class NoCheckpoint(NotFound, FileNotFoundError):
     """The step that `load` was asked for is not there. torchtitan raises `FileNotFoundError`."""
@@ -151,7 +155,7 @@ class StoreManager(BaseCheckpointManager):  # type: ignore[misc]
             self._save_model(curr_step)
             return True
         state = {
-            key: StateDict(value.state_dict()) if key in BY_NAME else value
+            key: StateDict(value.state_dict()) if key in AS_DICTS else value
             for key, value in self.states.items()
             if value is not None
         }
@@ -306,7 +310,7 @@ class StoreManager(BaseCheckpointManager):  # type: ignore[misc]
         """Restore what this rank has from what the commit has of it."""
         wanted = self._wanted(model_only)
         state = {
-            key: StateDict(value.state_dict()) if key in BY_NAME else value
+            key: StateDict(value.state_dict()) if key in AS_DICTS else value
             for key, value in wanted.items()
         }
         peers = collective_of()
@@ -327,8 +331,9 @@ class StoreManager(BaseCheckpointManager):  # type: ignore[misc]
             ranks = Ranks(private_from=dict.fromkeys(new, 0))
             snapshot.restore({TRAIN_STATE: state.pop(TRAIN_STATE)}, ranks=ranks)
         snapshot.restore(state, select=is_here)
-        for key in wanted.keys() & set(BY_NAME):
-            wanted[key].load_state_dict(dict(state[key]))
+        for key in AS_DICTS:  # the schedulers last: they look at the optimizers
+            if key in wanted:
+                wanted[key].load_state_dict(dict(state[key]))
 
     def _load_dcp(self, directory: str, *, model_only: bool) -> None:
         wanted = self._wanted(model_only)
