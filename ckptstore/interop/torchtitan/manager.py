@@ -341,9 +341,13 @@ class StoreManager(BaseCheckpointManager):  # type: ignore[misc]
         load_dcp(wanted.pop(MODEL), wanted, directory)
 
     def _listen(self) -> None:
-        """Take the metrics that the trainer logs, from now on."""
-        processor = getattr(self.states.get(TRAIN_STATE), "metrics_processor", None)
-        if processor is not None and not isinstance(processor.logger, _Listener):
+        """Take the metrics that the trainer logs, from now on. Of pipeline stages only the last one
+        knows the loss; others would tell a wrong one."""
+        trainer = self.states.get(TRAIN_STATE)
+        processor = getattr(trainer, "metrics_processor", None)
+        if processor is None or not getattr(trainer, "pp_has_last_stage", True):
+            return
+        if not isinstance(processor.logger, _Listener):
             processor.logger = _Listener(processor.logger, self)
 
     def _maybe_wait_for_staging(self) -> None:
