@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
+import ckptstore
 from ckptstore.interop.torchtitan import StoreCheckpointManager
 from tests.trainers.trainings import digest
 
@@ -150,3 +151,23 @@ class Training:
 
 def local(value: Any) -> Any:
     return value.to_local() if hasattr(value, "to_local") else value
+
+
+def packs(folder: Path) -> set[Path]:
+    found = (folder / "checkpoint" / "store" / "packs").rglob("*")
+    return {path for path in found if path.is_file()}
+
+
+def damage_newest(folder: Path) -> None:
+    """Flip a bit in every pack of the newest commit."""
+    with ckptstore.open(folder / "checkpoint" / "store", read_only=True) as store:
+        session = store.log(limit=1)[0].session
+    for pack in packs(folder):
+        if pack.name.startswith(session):
+            data = bytearray(pack.read_bytes())
+            data[len(data) // 3] ^= 16
+            pack.write_bytes(data)
+
+
+def directories(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoint").glob("step-*"))

@@ -216,7 +216,7 @@ class StoreManager(BaseCheckpointManager):  # type: ignore[misc]
             if is_pointer(directory) and read_pointer(directory).id in gone:
                 rmtree(directory)
         if not self.config.store:
-            self.store.gc()
+            self.store.gc(grace_s=0)  # disks are sized for keep_latest_k checkpoints
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
@@ -252,13 +252,14 @@ class StoreManager(BaseCheckpointManager):  # type: ignore[misc]
         ends with; only a seed is gone on from."""
         internals, peers = internals_of(self.store), collective_of()
         damaged: list[str] = []
+        passed: list[int | None] = []
         for reader, info in internals.candidates(peers):
             look = partial(internals.snapshot, info, reader)
             try:
                 snapshot = on_all(peers, look) if peers else look()
                 model_only = is_model_only(snapshot)
                 if model_only and info.step != 0:
-                    logger.info("step %s has weights alone; looking further back", info.step)
+                    passed.append(info.step)
                     continue
                 self._restore(snapshot, model_only=model_only)
             except (Corrupt, NotFound) as error:
@@ -271,6 +272,14 @@ class StoreManager(BaseCheckpointManager):  # type: ignore[misc]
             raise Corrupt(
                 f"none of the commits of run {self.config.run} in {self.store.url} can be "
                 f"restored; the newest: {damaged[0]}"
+            )
+        if passed:
+            logger.warning(
+                "the commits of run %s have weights alone (step %s): no training can go on from "
+                "them; initial_load_path=%s begins another one with these weights",
+                self.config.run,
+                passed[0],
+                self._directory(passed[0] or 0),
             )
         return False
 
