@@ -7,12 +7,13 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-import torch
+import torch.distributed.checkpoint
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptstore.objects.pointer_files import is_pointer
+
+dcp: Any = torch.distributed.checkpoint
+"""Asked for its functions when they are called: others may have replaced them."""
 
 
 def leads() -> bool:
@@ -39,7 +40,7 @@ def write_hf(adapter: Any, weights: Mapping[str, Any], directory: str) -> None:
         fqn_to_index_mapping=adapter.fqn_to_index_mapping,
         enable_consolidation=True,
     )
-    save(adapter.to_hf(dict(weights)), storage_writer=files)
+    dcp.save(adapter.to_hf(dict(weights)), storage_writer=files)
     if leads():
         rmtree(os.path.join(directory, "sharded"), ignore_errors=True)
 
@@ -48,12 +49,12 @@ def load_hf(adapter: Any, model: Any, directory: str, quantized: bool) -> None:
     if adapter is None:
         raise ValueError("initial_load_in_hf needs a model that has an sd_adapter; it has none")
     state = adapter.to_hf(model.state_dict())
-    load(state, storage_reader=adapter.get_hf_storage_reader(directory, quantized))
+    dcp.load(state, storage_reader=adapter.get_hf_storage_reader(directory, quantized))
     model.load_state_dict(adapter.from_hf(state))
 
 
 def load_dcp(weights: Any, others: Mapping[str, Any], directory: str) -> None:
     """Restore a directory that torchtitan wrote with DCP: the weights are at the top there."""
     flat = {**others, **weights.state_dict()}
-    load(flat, checkpoint_id=directory)
+    dcp.load(flat, checkpoint_id=directory)
     weights.load_state_dict(flat)
