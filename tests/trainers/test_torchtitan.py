@@ -52,6 +52,13 @@ def test_parts_of_the_model_move_between_ranks(tmp_path: Path) -> None:
         assert sorted(after) == ["part0", "part1"] and before != after
 
 
+def test_new_ranks_begin_with_the_first_ranks_count(tmp_path: Path) -> None:
+    counts = "tests.trainers.torchtitan_counts"
+    first, second = trained(counts, tmp_path, ranks=2)
+    assert second["ntokens_seen"] == first["ntokens_seen"] + 1_000
+    assert trained(counts, tmp_path, ranks=3) == [first, second, first]
+
+
 @pytest.mark.parametrize("damage", ["flip a bit", "cut the file", "delete the file"])
 def test_a_damaged_newest_commit_is_passed_over_and_named(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
