@@ -207,7 +207,8 @@ class Snapshot:
             strict: Refuse keys that only `app_state` has, and within keys leaves that only one side
                 has; otherwise report them.
             without: Keys to leave as they are, one or several.
-            select: Restore only leaves that match a glob, or several (docs/partial.md).
+            select: Restore only leaves that match a glob, or several, or whose path a function
+                accepts (docs/partial.md).
             rename: Prefixes of paths, `{"old.": "new."}`, or a function from path to path.
             dtype: Convert floating leaves where the target has a tensor of this dtype.
             memory_budget_bytes: Limit for buffers; default: what the host can spare.

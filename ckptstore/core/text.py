@@ -147,13 +147,16 @@ def _secrets(options: Mapping[str, Any]) -> Iterator[str]:
             yield value
 
 
-def selector(select: str | Sequence[str]) -> Callable[[str], bool]:
-    """A predicate for paths that match the glob, or one of several, in full or below their key.
+def selector(select: str | Sequence[str] | Callable[[str], bool]) -> Callable[[str], bool]:
+    """A predicate for paths that match the glob, or one of several, in full or below their key; a
+    function is the predicate already.
 
     `*`, `?` and `[…]` work as in `fnmatch`, and `*` also matches `/`. A glob that matches a
     container selects its content. The literal text of a path matches even if it has brackets.
     Raises `InvalidInput` for anything else.
     """
+    if callable(select):
+        return select
     globs = (
         (select,) if isinstance(select, str) or not isinstance(select, Sequence) else tuple(select)
     )

@@ -124,19 +124,28 @@ def write_pointer(path: str | os.PathLike[str], pointer: Pointer) -> None:
         )
     try:
         make_directories(place.parent)
-        document = {
-            _MARK: VERSION,
-            "store": _name_of(pointer.store, place),
-            "commit": parse_commit_id(pointer.id),
-        }
+        data = encode_pointer(pointer, place)
         with scratch_for(place) as new:
-            write_file(new, json.dumps(document, ensure_ascii=False, indent=1).encode() + b"\n")
+            write_file(new, data)
             sync_path(new)
             new.replace(place)  # a symbolic link that has appeared is replaced, not followed
         sync_path(place.parent)
     except OSError as error:
         kind = ReadOnly if isinstance(error, PermissionError) else Unavailable
         raise kind(f"cannot write the pointer file {place}: {error.strerror or error}") from error
+
+
+def encode_pointer(pointer: Pointer, place: Path | None = None) -> bytes:
+    """The content of a pointer file at `place`; without a place, one that may lie anywhere.
+
+    Raises `InvalidInput` for a store whose URL has secrets in it or is no bucket's.
+    """
+    document = {
+        _MARK: VERSION,
+        "store": _name_of(pointer.store, place),
+        "commit": parse_commit_id(pointer.id),
+    }
+    return json.dumps(document, ensure_ascii=False, indent=1).encode() + b"\n"
 
 
 def _read(place: Path) -> bytes:
@@ -181,7 +190,7 @@ def _place_of(store: str, pointer: Path) -> str:
     return store
 
 
-def _name_of(store: str, pointer: Path) -> str:
+def _name_of(store: str, pointer: Path | None) -> str:
     """The inverse of `_place_of`."""
     if "://" in store:
         if not _BUCKET.fullmatch(store):
@@ -190,7 +199,10 @@ def _name_of(store: str, pointer: Path) -> str:
                 "without secrets"
             )
         return store
-    root, directory = Path(os.path.realpath(store)), Path(os.path.realpath(pointer.parent))
+    root = Path(os.path.realpath(store))
+    if pointer is None:
+        return str(root)
+    directory = Path(os.path.realpath(pointer.parent))
     together = directory.is_relative_to(root) or (
         root.parent != root.parent.parent and directory.is_relative_to(root.parent)
     )

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 SHOWN = 8
 
-Select = str | Sequence[str]
-"""A glob for paths, in full or below their key, or several (`core.globs`)."""
+Select = str | Sequence[str] | Callable[[str], bool]
+"""A glob for paths, in full or below their key, or several, or a function that says of a path
+whether it is wanted (`core.text.selector`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ def selected(trees: Mapping[str, Tree], select: Select, commit: CommitId) -> dic
     found = {key: View(tree, schema) for key, tree, schema in narrowed if schema is not None}
     if found:
         return found
+    if callable(select):
+        raise NotFound(f"select wants no leaf of commit {commit[:12]}")
     paths = [path for tree in trees.values() for path in tree.schema.paths]
     globs = [select] if isinstance(select, str) else list(select)
     hint = near(globs[0], [*paths, *(path.partition("/")[2] for path in paths)])

@@ -82,6 +82,18 @@ def test_a_state_dict_of_selected_leaves_has_these_only(store: ckptstore.Store) 
     Net().load_state_dict(part, strict=False)
 
 
+def test_a_function_says_which_paths_are_selected(store: ckptstore.Store) -> None:
+    model, other = Net(), Net()
+    snap = store.commit({"model": model, "epoch": 3})
+    kept = other.layers[0].weight.detach().clone()
+    snap.restore({"model": other}, select=lambda path: path.startswith("model/head."))
+    assert_same(dict(other.head.state_dict()), dict(model.head.state_dict()))
+    assert torch.equal(other.layers[0].weight, kept)
+    assert [leaf.path for leaf in snap.leaves(lambda path: path == "epoch")] == ["epoch"]
+    with pytest.raises(NotFound, match="wants no leaf"):
+        snap.state_dict(select=lambda path: False)
+
+
 def test_only_selected_leaves_are_read(store: ckptstore.Store) -> None:
     big = {f"layer{i}": torch.randn(512, 512) for i in range(8)}
     snap = store.commit({"model": big})
