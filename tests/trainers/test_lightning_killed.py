@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import ckptstore
 from tests.trainers.trainings import killed, trained
 
 TRAINING = "tests.trainers.lightning_training"
@@ -44,7 +45,7 @@ def test_a_killed_training_ends_bit_equal(
 @pytest.mark.timeout(1_800)
 @pytest.mark.parametrize(("plugin", "ranks"), KINDS)
 def test_twenty_kills_lose_nothing(tmp_path: Path, seed: int, plugin: str, ranks: int) -> None:
-    check(tmp_path, seed, 20, ranks, plugin=plugin, epochs=80)
+    check(tmp_path, seed, 20, ranks, plugin=plugin, epochs=300)
 
 
 @pytest.mark.skipif(
@@ -56,3 +57,17 @@ def test_the_other_package_trains_as_well(tmp_path: Path) -> None:
         for package in ("lightning.pytorch", "pytorch_lightning")
     ]
     assert results[0] == results[1]
+
+
+@pytest.mark.timeout(240)
+def test_sharded_checkpoints_go_to_the_store_within_redirect(tmp_path: Path) -> None:
+    first, second = trained("tests.trainers.lightning_sharded_training", tmp_path, 2)
+    assert first["store"] == first["files"] and second["store"] == second["files"]
+    assert first["store"] != second["store"], "the ranks have shards of their own"
+    assert {path.name for path in (tmp_path / "out" / "last.ckpt").iterdir()} == {
+        ".metadata",
+        "meta.pt",
+    }
+    with ckptstore.open(tmp_path / "store") as store:
+        state = store.checkout(tmp_path / "out" / "last.ckpt").state_dict("state_dict")
+    assert state["layers.0.weight"].shape == (40, 16)
