@@ -18,8 +18,10 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
     HuggingFaceStorageWriter,
+    load_sharded_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
 
 import ckptstore
@@ -364,3 +366,47 @@ def test_a_failure_of_one_rank_is_raised_on_all_and_leaves_no_pointer(
     assert all("odd" in error for error in pair.run(fail_on_one, tmp_path))
     assert not is_pointer(tmp_path / "failed")
     pair.run(save_and_load, tmp_path)
+
+
+def _fsdp1() -> tuple[FullyShardedDataParallel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    module = FullyShardedDataParallel(torch.nn.Linear(60, 37), **options)
+    return module, torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
+def save_and_load_fsdp1(rank: int, folder: Path) -> None:
+    """As Lightning's FSDPStrategy does with `state_dict_type="sharded"`."""
+    own = FullyShardedDataParallel
+    with redirect(folder / "store"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (saved, steps), (found, others) = _fsdp1(), _fsdp1()
+        saved(torch.ones(2, 60)).sum().backward()
+        steps.step()
+        with own.state_dict_type(saved, StateDictType.SHARDED_STATE_DICT):
+            state = {"model": saved.state_dict(), "optimizer_0": own.optim_state_dict(saved, steps)}
+            dcp.save(state, checkpoint_id=folder / "a")
+        with own.state_dict_type(found, StateDictType.SHARDED_STATE_DICT):
+            model = {"model": found.state_dict()}
+            dcp.load(model, checkpoint_id=folder / "a")
+            found.load_state_dict(model["model"])
+            optimizer = load_sharded_optimizer_state_dict(
+                model_state_dict=model["model"],
+                optimizer_key="optimizer_0",
+                storage_reader=dcp.FileSystemReader(path=folder / "a"),
+            )
+            others.load_state_dict(
+                own.optim_state_dict_to_load(
+                    model=found, optim=others, optim_state_dict=optimizer["optimizer_0"]
+                )
+            )
+        assert all(map(torch.equal, saved.parameters(), found.parameters()))
+        ours, theirs = others.state_dict()["state"], steps.state_dict()["state"]
+        assert theirs and same(ours, theirs)
+
+
+def test_sharded_state_of_an_optimizer_is_read_by_a_reader_of_ones_own(
+    pair: Pool, tmp_path: Path
+) -> None:
+    pair.run(save_and_load_fsdp1, tmp_path)
+    assert is_pointer_directory(tmp_path / "a")

@@ -6,6 +6,8 @@ import copy
 import logging
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +34,7 @@ from ckptstore.store import Store
 pytestmark = pytest.mark.filterwarnings("ignore")
 """Lightning warns of few workers, empty loggers and the like."""
 
+ROOT = Path(__file__).parents[2]
 KINDS = [StoreCheckpointIO, AsyncStoreCheckpointIO]
 
 
@@ -556,3 +559,17 @@ def test_a_store_makes_room_on_a_full_disk_unless_told_otherwise(tmp_path: Path)
     assert StoreCheckpointIO(tmp_path)._options["storage"] == Storage(on_full="gc")
     chosen = Storage(codec="zstd")
     assert StoreCheckpointIO(tmp_path, storage=chosen)._options["storage"] == chosen
+
+
+def test_the_example_runs_as_it_is() -> None:
+    example = ROOT / "examples" / "trainers" / "train_with_lightning.py"
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, str(example)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trained to step 80" in done.stdout

@@ -23,8 +23,8 @@ class AsyncStoreCheckpointIO(StoreCheckpointIO):
     by `teardown`, which waits for all. Fabric calls no `teardown`: call it after the last save.
     """
 
-    def _forget_state(self) -> None:
-        super()._forget_state()
+    def _begin(self) -> None:
+        super()._begin()
         self._threads: ThreadPoolExecutor | None = None
         self._failed: BaseException | None = None
 

@@ -110,9 +110,9 @@ class StoreCheckpointIO:
             "threads": threads,
         }
         self._allow_pickle = allow_pickle
-        self._forget_state()
+        self._begin()
 
-    def _forget_state(self) -> None:
+    def _begin(self) -> None:
         self._opened: tuple[int, Store] | None = None
         self._labels: dict[str, Any] = {}
         self._dropped: dict[CommitId, None] = {}
@@ -122,7 +122,7 @@ class StoreCheckpointIO:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._forget_state()
+        self._begin()
 
     @property
     def store(self) -> Store:
