@@ -108,6 +108,7 @@ def test_top_k_and_last_are_pointers_and_cost_one_copy(
     run = fitted(tmp_path, kind(tmp_path / "store"), callback)
     assert files(tmp_path) == ["epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt"]
     assert all(is_pointer(tmp_path / "ckpt" / name) for name in files(tmp_path))
+    assert run.strategy.checkpoint_io._opened is None, "closed at the end of fit"
     best = opened.checkout("best:val_loss")
     assert best.id == read_pointer(callback.best_model_path).id
     assert best.metrics["val_loss"] == pytest.approx(float(callback.best_model_score))

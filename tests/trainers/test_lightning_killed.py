@@ -38,14 +38,14 @@ def check(tmp_path: Path, seed: int, kills: int, ranks: int, **settings: Any) ->
 def test_a_killed_training_ends_bit_equal(
     tmp_path: Path, seed: int, plugin: str, ranks: int
 ) -> None:
-    check(tmp_path, seed, 3, ranks, plugin=plugin, epochs=15)
+    check(tmp_path, seed, 3, ranks, plugin=plugin, epochs=20)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1_800)
 @pytest.mark.parametrize(("plugin", "ranks"), KINDS)
 def test_twenty_kills_lose_nothing(tmp_path: Path, seed: int, plugin: str, ranks: int) -> None:
-    check(tmp_path, seed, 20, ranks, plugin=plugin, epochs=300)
+    check(tmp_path, seed, 20, ranks, plugin=plugin, epochs=130)
 
 
 @pytest.mark.skipif(
