@@ -469,6 +469,16 @@ def test_a_damaged_commit_that_was_named_is_an_error(tmp_path: Path) -> None:
     plugin.teardown()
 
 
+def test_a_last_checkpoint_in_another_store_is_found_there(tmp_path: Path) -> None:
+    first, second = (StoreCheckpointIO(tmp_path / name) for name in ("one", "two"))
+    first.save_checkpoint({"loops": {}, "global_step": 4}, tmp_path / "last.ckpt")
+    assert second.load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 4
+    second.save_checkpoint({"loops": {}, "global_step": 5}, tmp_path / "last.ckpt")
+    assert second.load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 5
+    first.teardown()
+    second.teardown()
+
+
 def test_checkpoints_of_other_directories_are_never_resumed(tmp_path: Path) -> None:
     plugin = StoreCheckpointIO(tmp_path / "store")
     for step, folder in enumerate("ab"):

@@ -179,7 +179,9 @@ class StoreCheckpointIO:
             )
             return checkpoint
         if path == "latest" or (
-            os.path.isfile(path) and _RESUMES.fullmatch(os.path.basename(path))
+            os.path.isfile(path)
+            and _RESUMES.fullmatch(os.path.basename(path))
+            and self._may_be_ours(_pointer_at(os.path.realpath(path)))
         ):
             return self._resumed(path, read)
         snapshot, is_own = self._found(path)
@@ -293,6 +295,10 @@ class StoreCheckpointIO:
                 "commits, whose ids and steps can be loaded as well"
             )
         return self.store.checkout(path), True
+
+    def _may_be_ours(self, pointer: Pointer | None) -> bool:
+        """Whether a pointer is one to this store, or too damaged to say."""
+        return pointer is None or pointer.store == self.store.url
 
     def _follow(self, snapshot: Snapshot) -> None:
         """Make the commit the parent of the next one."""
