@@ -22,6 +22,7 @@ from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.options import Async, Ranks, Storage
 from ckptstore.core.paths import make_directories, sync_path
+from ckptstore.core.refs import parse_ref
 from ckptstore.distributed.gloo import ALONE, collective_of
 from ckptstore.distributed.restore import agreed, on_all
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound
@@ -289,7 +290,7 @@ class StoreCheckpointIO:
             if pointer.store == self.store.url:
                 return self.store.checkout(pointer.id), True
             return open_pointer(place), False
-        if is_path(path) or str(path).endswith(SUFFIX):
+        if not _may_be_ref(path):
             raise FileNotFoundError(
                 f"Checkpoint file not found: {path}; `ckptstore -s {self._place} log` lists the "
                 "commits, whose ids and steps can be loaded as well"
@@ -377,6 +378,14 @@ def _place_of(path: str | os.PathLike[str]) -> Path:
             "this host, and the plugin the URL of a store"
         )
     return Path(os.path.abspath(text))
+
+
+def _may_be_ref(path: str | os.PathLike[str]) -> bool:
+    if is_path(path) or str(path).endswith(SUFFIX):
+        return False
+    with suppress(InvalidInput):
+        return bool(parse_ref(str(path)))
+    return False
 
 
 def _pointer_at(path: str | os.PathLike[str]) -> Pointer | None:
