@@ -12,6 +12,7 @@ from tests.support.snippets import ROOT, RUNS, Block, blocks, masked, pages, pag
 
 NOT_RUN = Counter(
     {
+        "docs/lightning.md": 6,  # Lightning
         "docs/migrating.md": 2,  # torchft's Manager
         "docs/mirrors.md": 1,  # a bucket and a database
         "docs/quick-start.md": 1,  # pip install

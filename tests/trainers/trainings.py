@@ -133,13 +133,22 @@ def trained(training: str, folder: Path, ranks: int = 1) -> Any:
     return Run(training, folder, ranks).result()
 
 
-def killed(training: str, folder: Path, kills: int, draw: random.Random, ranks: int = 1) -> Fate:
+def killed(
+    training: str,
+    folder: Path,
+    kills: int,
+    draw: random.Random,
+    ranks: int = 1,
+    *,
+    saves: tuple[int, int] = (1, 2),
+) -> Fate:
     """The fate of a training that is killed, all ranks at once, `kills` times soon after a save
-    began. `lost` has a line for each start that began before the last save that was durable."""
+    began, one of the first `saves`. `lost` has a line for each start that began before the last
+    save that was durable."""
     fate, saved = Fate(), -1
     while True:
         run = Run(training, folder, ranks)
-        dies = fate.kills < kills and run.wait_for_saves(draw.randint(1, 2))
+        dies = fate.kills < kills and run.wait_for_saves(draw.randint(*saves))
         if dies:
             time.sleep(draw.uniform(0, AFTER_S))
             run.kill()

@@ -110,7 +110,7 @@ def store_to_dcp(
     planner = _CommitPlanner(CommitItems(snapshot, key, allow_pickle=allow_pickle))
     with errors_of_dcp(root):
         return _save_state_dict(
-            {}, FileSystemWriter(root, overwrite=False), no_dist=True, planner=planner
+            {}, _DirectoryWriter(root, overwrite=False), no_dist=True, planner=planner
         )
 
 
@@ -124,6 +124,10 @@ def errors_of_dcp(root: Path) -> Iterator[None]:
         if isinstance(failure, OSError):
             raise Unavailable(f"cannot write {root}: {failure}") from failure
         raise failure from error
+
+
+class _DirectoryWriter(FileSystemWriter):
+    """DCP's own writer, which `redirect` leaves alone."""
 
 
 class _CommitPlanner(DefaultSavePlanner):

@@ -36,6 +36,8 @@ ALLOWED = (
     "torch_checkpointing",
     "jinja2",
     "moto",
+    "lightning",
+    "pytorch_lightning",
     "torchtitan",
     "ray",
 )

@@ -1,0 +1,85 @@
+"""The plugin whose saves go on behind training."""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ckptstore.internals import PendingCommit
+from ckptstore.interop.lightning.checkpoint_io import ALONE_RANKS, StoreCheckpointIO
+from ckptstore.maintenance.retention import Policy
+
+logger = logging.getLogger("ckptstore")
+
+
+class AsyncStoreCheckpointIO(StoreCheckpointIO):
+    """A `StoreCheckpointIO` whose saves return when the state is copied, as `Store.commit_async`
+    does: to memory of the host, not on the device.
+
+    The pointer appears when the commit is durable. Removals wait for the saves before them, and are
+    left out if one of those failed. A failed save is raised by the next save, removal or load, or
+    by `teardown`, which waits for all. Fabric calls no `teardown`: call it after the last save.
+    """
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._threads: ThreadPoolExecutor | None = None
+        self._failed: BaseException | None = None
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        self._behind(self._remove, path)
+
+    def link(self, path: str | os.PathLike[str], link: str | os.PathLike[str]) -> None:
+        self._behind(super().link, path, link)
+
+    def retain(self, policies: Sequence[Policy], directory: str | os.PathLike[str]) -> None:
+        self._behind(super().retain, policies, directory)
+
+    def teardown(self) -> None:
+        self._drain()
+        super().teardown()
+        self._raise_failed()
+
+    def _save(self, state: dict[str, Any], place: Path, label: dict[str, Any]) -> None:
+        self._raise_failed()
+        pending = self.store.commit_async(
+            state, **label, allow_pickle=self._allow_pickle, ranks=ALONE_RANKS
+        )
+        self._behind(self._publish_when_durable, place, pending)
+        if place.name.startswith("hpc_ckpt"):  # the job is about to be requeued
+            self._settle()
+
+    def _publish_when_durable(self, place: Path, pending: PendingCommit) -> None:
+        self._publish(place, pending.wait())
+
+    def _settle(self) -> None:
+        self._drain()
+        self._raise_failed()
+
+    def _behind(self, act: Callable[..., object], *args: Any) -> None:
+        """Do this after what was handed in before, unless some of that fails."""
+        self._raise_failed()
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="ckptstore-lightning")
+        self._threads.submit(self._do, act, args)
+
+    def _do(self, act: Callable[..., object], args: tuple[Any, ...]) -> None:
+        if self._failed is not None:
+            return
+        try:
+            act(*args)
+        except BaseException as error:
+            logger.error("an asynchronous save or removal failed: %s", error)
+            self._failed = error
+
+    def _drain(self) -> None:
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=True)
+
+    def _raise_failed(self) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed

@@ -1,0 +1,418 @@
+"""The plugins through which Lightning and Fabric save, load and remove checkpoints.
+
+At the path of a checkpoint lies a pointer file, so that Lightning finds it, counts its versions and
+links to it as it does with files. Only rank 0 saves, so a commit is that of one process, whatever
+ranks there are.
+
+A commit whose path was removed or taken by another is forgotten when its step is none of the two
+newest. So `ckpt_path="last"` has an earlier step to fall back to, also with `save_top_k=1`.
+"""
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ckptstore.core.ids import CommitId
+from ckptstore.core.model import CommitInfo
+from ckptstore.core.options import Async, Ranks, Storage
+from ckptstore.core.paths import make_directories, sync_path
+from ckptstore.core.refs import parse_ref
+from ckptstore.distributed.gloo import ALONE, collective_of
+from ckptstore.distributed.restore import agreed, on_all
+from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound
+from ckptstore.interop.lightning.packages import (
+    checkpoint_of,
+    fabrics,
+    is_pointer_file,
+    storable,
+    torch_io,
+)
+from ckptstore.maintenance.retention import Policy
+from ckptstore.objects.pointer_files import (
+    Pointer,
+    is_pointer,
+    pointer_file,
+    read_pointer,
+    write_pointer,
+)
+from ckptstore.open_store import open, open_pointer
+from ckptstore.repository.resolve_ref import is_path
+from ckptstore.snapshot import Snapshot
+from ckptstore.store import Store, internals_of
+
+logger = logging.getLogger("ckptstore")
+
+SUFFIX = ".ckpt"
+
+_SCRATCH = re.compile(r"\.(temp|lr_find_.*|scale_batch_size_.*)\.ckpt")
+"""Files that Lightning writes for itself, and removes."""
+
+_RESUMES = re.compile(r"(last|hpc_ckpt)([-_].*)?\.ckpt")
+"""Names of what Lightning resumes from, whichever commit that is."""
+
+_LABELS = frozenset({"step", "tag", "metrics", "message"})
+ALONE_RANKS = Ranks(process_group=ALONE)
+_RECENT = 32
+"""Newest commits of a run among which those of its last two steps are."""
+
+
+class StoreCheckpointIO:
+    """A `CheckpointIO` that saves to a store: `Trainer(plugins=[StoreCheckpointIO("checkpoints")])`
+    or `Fabric(plugins=[…])`. A save is durable when it returns.
+
+    The step of a commit is `global_step`. Its metric is what `ModelCheckpoint` monitors, if the
+    path is one of its best. `trainer.save_checkpoint(path, storage_options={"tag": …, "metrics":
+    …})` and `labels` say more.
+
+    A path that is given to load is that of a pointer, of a file of `torch.save`, or a ref of the
+    store (`"best:val_loss"`). If what Lightning resumes from (`last.ckpt`) is damaged, the newest
+    earlier checkpoint of its directory that verifies is loaded, on all ranks the same, and a
+    warning says so.
+
+    Args:
+        store: Directory or URL of the store, opened at the first use and closed by `teardown`.
+        run: The run of the commits.
+        allow_pickle: Pickle values that have no safe encoding, and read such.
+        storage: Where and how a store keeps objects; default: `Storage(on_full="gc")`.
+        background: How asynchronous commits run.
+        threads: As for `ckptstore.open`.
+
+    Raises:
+        ImportError: No supported release of Lightning is installed.
+        InvalidInput: `store` is no directory or URL.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        *,
+        run: str | None = None,
+        allow_pickle: bool = False,
+        storage: Storage | None = None,
+        background: Async | None = None,
+        threads: int | None = None,
+    ) -> None:
+        fabrics()
+        if isinstance(store, Store):
+            raise InvalidInput(
+                "a plugin opens its store itself, in each process: pass store.url, and run="
+            )
+        self._place = os.fspath(store)
+        self._options: dict[str, Any] = {
+            "run": run,
+            "storage": storage or Storage(on_full="gc"),
+            "background": background,
+            "threads": threads,
+        }
+        self._allow_pickle = allow_pickle
+        self._begin()
+
+    def _begin(self) -> None:
+        self._opened: tuple[int, Store] | None = None
+        self._labels: dict[str, Any] = {}
+        self._dropped: dict[CommitId, None] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: self.__dict__[key] for key in ("_place", "_options", "_allow_pickle")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    @property
+    def store(self) -> Store:
+        """The store, opened in this process when it is first needed. `teardown` closes it."""
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = os.getpid(), open(self._place, **self._options)
+        return self._opened[1]
+
+    @contextmanager
+    def labels(self, **labels: Any) -> Iterator[None]:
+        """What is saved within the block gets this `step`, `tag`, `message` and these `metrics`,
+        as in `Store.commit`. For Fabric, whose `save` has no place for them."""
+        _check_labels(labels)
+        before, self._labels = self._labels, {**self._labels, **labels}
+        try:
+            yield
+        finally:
+            self._labels = before
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Commit `checkpoint`, and write the pointer at `path`."""
+        if _SCRATCH.fullmatch(os.path.basename(path)):
+            torch_io().save_checkpoint(checkpoint, path, storage_options)
+            return
+        place = _place_of(path)
+        if place.is_dir() and not place.is_symlink():
+            raise Conflict(f"{place} is a directory; a checkpoint cannot be saved there")
+        label = self._label(checkpoint, place, storage_options)
+        make_directories(place.parent)
+        self._save(storable(checkpoint), place, label)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """The checkpoint at `path`, or that of a ref.
+
+        Raises `FileNotFoundError` if nothing is at `path`, `NotFound` for an unknown ref, `Corrupt`
+        for a damaged commit, and for `last.ckpt` if no earlier one verifies.
+        """
+        self._settle()
+        allow_pickle = self._allow_pickle if weights_only is None else not weights_only
+        read = partial(checkpoint_of, map_location=map_location, allow_pickle=allow_pickle)
+        if "://" in str(path) or (os.path.isfile(path) and not is_pointer_file(path)):
+            checkpoint: dict[str, Any] = torch_io().load_checkpoint(
+                path, map_location, weights_only
+            )
+            return checkpoint
+        if path == "latest" or (
+            os.path.isfile(path)
+            and _RESUMES.fullmatch(os.path.basename(path))
+            and self._may_be_ours(_pointer_at(os.path.realpath(path)))
+        ):
+            return self._resumed(path, read)
+        snapshot, is_own = self._found(path)
+        with snapshot:
+            checkpoint = read(snapshot)
+        if is_own:
+            self._follow(snapshot)
+        return checkpoint
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove the pointer at `path`, and forget its commit when its step is none of the two
+        newest. A tagged commit stays. Nothing happens if nothing is there."""
+        self._remove(path)
+
+    def teardown(self) -> None:
+        """Close the store. Lightning calls this at the end of each fit; the next call of the plugin
+        opens it again."""
+        opened, self._opened = self._opened, None
+        if opened is not None and opened[0] == os.getpid():
+            opened[1].close()
+
+    def link(self, path: str | os.PathLike[str], link: str | os.PathLike[str]) -> None:
+        """Make the file at `link` a symbolic link to `path`, at once, whatever it was."""
+        place = Path(os.path.abspath(link))
+        fresh = place.with_name(f".{place.name}.link")
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(os.path.relpath(path, place.parent))
+        fresh.replace(place)
+        sync_path(place.parent)
+
+    def retain(self, policies: Sequence[Policy], directory: str | os.PathLike[str]) -> None:
+        """Forget the commits of this run that no policy keeps, and remove their pointers in
+        `directory`."""
+        plan = self.store.forget(list(policies))
+        gone = {decision.commit for decision in plan.forgotten}
+        for path in Path(directory).glob(f"*{SUFFIX}") if gone else ():
+            pointer = None if path.is_symlink() else _pointer_at(path)
+            if pointer is not None and pointer.id in gone:
+                path.unlink(missing_ok=True)
+
+    def _save(self, state: dict[str, Any], place: Path, label: dict[str, Any]) -> None:
+        snapshot = self.store.commit(
+            state, **label, allow_pickle=self._allow_pickle, ranks=ALONE_RANKS
+        )
+        self._publish(place, snapshot)
+
+    def _settle(self) -> None:
+        """Wait for what is in flight, and raise what failed."""
+
+    def _label(
+        self, checkpoint: Mapping[str, Any], place: Path, storage_options: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        _check_labels(storage_options or {})
+        step = checkpoint.get("global_step", checkpoint.get("step"))
+        label = {
+            "step": step if type(step) is int else None,
+            "metrics": _scores(checkpoint, place),
+        }
+        label |= {**self._labels, **(storage_options or {})}
+        message = label.get("message") or ""
+        return {**label, "message": f"{message}\n{place}" if message else str(place)}
+
+    def _publish(self, place: Path, snapshot: Snapshot) -> None:
+        """Make the file at `place` a pointer to the commit, whatever it was."""
+        before = _pointer_at(place)
+        pointer = Pointer(self.store.url, snapshot.id)
+        if os.path.lexists(place) and not is_pointer(place):
+            fresh = place.with_name(f".{place.name}.pointer")
+            write_pointer(fresh, pointer)
+            fresh.replace(place)
+            sync_path(place.parent)
+        else:
+            write_pointer(place, pointer)
+        self._drop(before)
+
+    def _remove(self, path: str | os.PathLike[str]) -> None:
+        if os.path.islink(path):
+            os.unlink(path)
+        elif (pointer := _pointer_at(path)) is None:
+            torch_io().remove_checkpoint(path)
+        else:
+            if os.path.isdir(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+            self._drop(pointer)
+
+    def _drop(self, pointer: Pointer | None) -> None:
+        """Note that a commit has lost its path, and forget those whose turn it is."""
+        if pointer is not None and pointer.store == self.store.url:
+            self._dropped[pointer.id] = None
+        if not self._dropped:
+            return
+        recent = _of_two_steps(self.store.log(_RECENT, run=self.store.run))
+        for commit in [commit for commit in self._dropped if commit not in recent]:
+            del self._dropped[commit]
+            with suppress(Conflict, NotFound):  # tagged, or forgotten by somebody else
+                self.store.forget(commit)
+
+    def _found(self, path: str | os.PathLike[str]) -> tuple[Snapshot, bool]:
+        """The commit at `path`, or of a ref, and whether it is one of this store."""
+        if os.path.isfile(path) or _pointer_at(path):
+            place = os.path.realpath(path)
+            pointer = read_pointer(place)
+            if pointer.store == self.store.url:
+                return self.store.checkout(pointer.id), True
+            return open_pointer(place), False
+        if not _may_be_ref(path):
+            raise FileNotFoundError(
+                f"Checkpoint file not found: {path}; `ckptstore -s {self._place} log` lists the "
+                "commits, whose ids and steps can be loaded as well"
+            )
+        return self.store.checkout(path), True
+
+    def _may_be_ours(self, pointer: Pointer | None) -> bool:
+        """Whether a pointer is one to this store, or too damaged to say."""
+        return pointer is None or pointer.store == self.store.url
+
+    def _follow(self, snapshot: Snapshot) -> None:
+        """Make the commit the parent of the next one."""
+        internals_of(self.store).parent_tracker.now(snapshot.id)
+
+    def _resumed(
+        self, path: str | os.PathLike[str], read: Callable[[Snapshot], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The checkpoint at `path`, or the newest before it that verifies on every rank."""
+        peers = collective_of()
+        commits = self._candidates(path)
+        if peers:
+            commits = agreed(peers, commits)
+        skipped: list[str] = []
+
+        def attempt(commit: CommitId) -> tuple[Snapshot, dict[str, Any]]:
+            snapshot = self.store.checkout(commit)
+            return snapshot, read(snapshot)
+
+        for commit in commits:
+            act = partial(attempt, commit)
+            try:
+                snapshot, checkpoint = on_all(peers, act) if peers else act()
+            except (Corrupt, NotFound) as error:
+                skipped.append(str(error))
+                logger.warning("%s: skipped commit %s: %s", path, commit[:12], error)
+                continue
+            if commit != commits[0] and "loops" not in checkpoint:
+                continue  # weights alone: nothing to resume from
+            if skipped:
+                logger.warning("%s: resumed step %s instead", path, snapshot.step)
+            self._follow(snapshot)
+            return checkpoint
+        if not skipped:
+            raise NotFound(f"{self.store.url} has no checkpoint for {path}")
+        raise Corrupt(
+            f"none of the {len(skipped)} checkpoints for {path} in {self.store.url} can be "
+            f"loaded; the newest: {skipped[0]}"
+        )
+
+    def _candidates(self, path: str | os.PathLike[str]) -> list[CommitId]:
+        """The commit at `path` and the earlier ones of its run that were saved in its directory,
+        newest first; all of them if the pointer cannot be read. For `latest`, those of the run."""
+        rows = self.store.log()
+        ours = [row for row in rows if row.run == self.store.run]
+        if path == "latest":
+            return [row.id for row in ours]
+        place = Path(os.path.realpath(path))
+        try:
+            first = read_pointer(place).id
+        except CkptStoreError as error:
+            logger.warning("%s cannot be read: %s", place, error)
+            return [row.id for row in ours if _lay_in(row, place)]
+        own = next((row for row in rows if row.id == first), None)
+        earlier = [
+            row.id
+            for row in rows
+            if own and row.run == own.run and row.n < own.n and _lay_in(row, place)
+        ]
+        return [first, *earlier]
+
+
+def _check_labels(labels: Mapping[str, Any]) -> None:
+    if not isinstance(labels, Mapping) or not labels.keys() <= _LABELS:
+        raise InvalidInput(
+            f"storage_options are {labels!r:.80}; wanted a dict with some of "
+            f"{', '.join(sorted(_LABELS))}"
+        )
+
+
+def _place_of(path: str | os.PathLike[str]) -> Path:
+    text = os.fspath(path)
+    if "://" in text:
+        raise InvalidInput(
+            f"{text} is a URL, where no pointer file can lie: give ModelCheckpoint a dirpath on "
+            "this host, and the plugin the URL of a store"
+        )
+    return Path(os.path.abspath(text))
+
+
+def _may_be_ref(path: str | os.PathLike[str]) -> bool:
+    if is_path(path) or str(path).endswith(SUFFIX):
+        return False
+    with suppress(InvalidInput):
+        return bool(parse_ref(str(path)))
+    return False
+
+
+def _pointer_at(path: str | os.PathLike[str]) -> Pointer | None:
+    """The pointer at `path`, or in the directory there; None if there is none that can be read."""
+    with suppress(CkptStoreError, ValueError):
+        return read_pointer(pointer_file(path))
+    return None
+
+
+def _scores(checkpoint: Mapping[str, Any], place: Path) -> dict[str, float]:
+    """What each `ModelCheckpoint` monitors, if it saved this path for its score."""
+    states = checkpoint.get("callbacks")
+    return {
+        state["monitor"]: float(state["best_k_models"][str(place)])
+        for state in (states.values() if isinstance(states, Mapping) else ())
+        if isinstance(state, Mapping)
+        and state.get("monitor")
+        and str(place) in state.get("best_k_models", {})
+    }
+
+
+def _of_two_steps(rows: Sequence[CommitInfo]) -> frozenset[CommitId]:
+    """Of commits, newest first, those of the two newest steps; one without a step is its own."""
+    steps = list(dict.fromkeys(row.id if row.step is None else row.step for row in rows))[:2]
+    return frozenset(row.id for row in rows if (row.id if row.step is None else row.step) in steps)
+
+
+def _lay_in(row: CommitInfo, place: Path) -> bool:
+    """Whether a commit was saved in the directory of `place`: its message ends with its path."""
+    return Path(row.message.rpartition("\n")[2]).parent == place.parent

@@ -1,0 +1,274 @@
+"""Lightning's Trainer and Fabric on a store: what users see of files, and what `ModelCheckpoint`
+does with them."""
+
+import argparse
+import copy
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.demos.boring_classes import BoringDataModule
+
+import ckptstore
+from ckptstore import Conflict, InvalidInput, NotFound
+from ckptstore.interop.lightning import (
+    AsyncStoreCheckpointIO,
+    StoreCheckpointIO,
+)
+from ckptstore.objects.pointer_files import is_pointer, read_pointer
+from ckptstore.store import Store
+from tests.trainers.lightning_cases import (
+    KINDS,
+    Begins,
+    Model,
+    Odd,
+    files,
+    fitted,
+    saver,
+    trainer,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+"""Lightning warns of few workers, empty loggers and the like."""
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Store]:
+    with ckptstore.open(tmp_path / "store") as store:
+        yield store
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_top_k_and_last_are_pointers_and_cost_one_copy(
+    tmp_path: Path, opened: Store, kind: Any
+) -> None:
+    callback = saver(tmp_path, monitor="val_loss", save_top_k=2)
+    run = fitted(tmp_path, kind(tmp_path / "store"), callback)
+    assert files(tmp_path) == ["epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt"]
+    assert all(is_pointer(tmp_path / "ckpt" / name) for name in files(tmp_path))
+    assert run.strategy.checkpoint_io._opened is None, "closed at the end of fit"
+    best = opened.checkout("best:val_loss")
+    assert best.id == read_pointer(callback.best_model_path).id
+    assert best.metrics["val_loss"] == pytest.approx(float(callback.best_model_score))
+    state = opened.checkout("latest").state_dict()
+    assert state["global_step"] == run.global_step == opened.checkout("latest").step == 12
+    for name, tensor in run.lightning_module.state_dict().items():
+        assert torch.equal(state["state_dict"][name], tensor)
+    assert not opened.fsck(read_data="100%").damaged
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_loaded_is_what_lightnings_own_plugin_loads(tmp_path: Path, kind: Any) -> None:
+    run = fitted(tmp_path, kind(tmp_path / "store"), saver(tmp_path))
+    run.save_checkpoint(tmp_path / "ours.ckpt")
+    ours = run.strategy.checkpoint_io.load_checkpoint(tmp_path / "ours.ckpt")
+    run.strategy.checkpoint_io = TorchCheckpointIO()
+    run.save_checkpoint(tmp_path / "theirs.ckpt")
+    theirs = run.strategy.checkpoint_io.load_checkpoint(
+        tmp_path / "theirs.ckpt", weights_only=False
+    )
+    assert ours.keys() == theirs.keys()
+    for key in theirs:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=0) if key in (
+            "state_dict",
+            "optimizer_states",
+        ) else None
+        assert key in ("state_dict", "optimizer_states") or repr(ours[key]) == repr(theirs[key])
+
+
+@pytest.mark.parametrize("name", ["last", "best", "path", "ref", "latest", "step"])
+def test_a_training_goes_on_from_any_name(tmp_path: Path, name: str) -> None:
+    kind = AsyncStoreCheckpointIO if name in ("last", "ref") else StoreCheckpointIO
+    callback = saver(tmp_path, monitor="score", mode="max", save_top_k=-1)
+    fitted(tmp_path, kind(tmp_path / "store"), callback)
+    again = trainer(
+        tmp_path, kind(tmp_path / "store"), callbacks=[callback, Begins()], max_epochs=6
+    )
+    path = {"path": tmp_path / "ckpt" / "last.ckpt", "ref": "best:score:max", "step": "9"}
+    again.fit(Model(), BoringDataModule(), ckpt_path=path.get(name, name))
+    assert Begins.steps == [{"best": 6, "ref": 6, "step": 9}.get(name, 12)]
+    with ckptstore.open(tmp_path / "store") as store:
+        assert store.checkout("latest").step == again.global_step == 18
+
+
+def test_the_parent_of_a_resumed_training_is_the_commit_it_resumed(
+    tmp_path: Path, opened: Store
+) -> None:
+    callback = saver(tmp_path, save_top_k=-1, save_last=False)
+    fitted(tmp_path, StoreCheckpointIO(tmp_path / "store"), callback)
+    second = opened.checkout(6)
+    again = trainer(tmp_path, StoreCheckpointIO(tmp_path / "store"), max_epochs=3, callbacks=[])
+    again.fit(Model(), BoringDataModule(), ckpt_path=str(tmp_path / "ckpt" / "epoch=1.ckpt"))
+    again.save_checkpoint(tmp_path / "again.ckpt")
+    assert opened.checkout(tmp_path / "again.ckpt").step == 9
+    assert second.id == read_pointer(tmp_path / "ckpt" / "epoch=1.ckpt").id
+
+
+def test_a_link_to_the_last_costs_nothing_and_resumes(tmp_path: Path, opened: Store) -> None:
+    fitted(tmp_path, StoreCheckpointIO(tmp_path / "store"), saver(tmp_path, save_last="link"))
+    assert (tmp_path / "ckpt" / "last.ckpt").is_symlink()
+    assert len(opened.log()) + len(opened.forgotten()) == 4
+    again = trainer(tmp_path, StoreCheckpointIO(tmp_path / "store"), max_epochs=5)
+    again.fit(Model(), BoringDataModule(), ckpt_path=tmp_path / "ckpt" / "last.ckpt")
+    assert again.global_step == 15
+
+
+def test_files_of_torch_save_are_read_and_replaced(tmp_path: Path, opened: Store) -> None:
+    fitted(tmp_path, None, saver(tmp_path))
+    assert not is_pointer(tmp_path / "ckpt" / "last.ckpt")
+    callback = saver(tmp_path)
+    again = trainer(
+        tmp_path, StoreCheckpointIO(tmp_path / "store"), callbacks=[callback], max_epochs=6
+    )
+    again.fit(Model(), BoringDataModule(), ckpt_path="last")
+    assert again.global_step == 18 and is_pointer(tmp_path / "ckpt" / "last.ckpt")
+    assert opened.checkout(tmp_path / "ckpt" / "last.ckpt").step == 18
+
+
+@pytest.mark.pickles
+def test_load_from_checkpoint_takes_pointers_and_snapshots(tmp_path: Path, opened: Store) -> None:
+    run = fitted(tmp_path, StoreCheckpointIO(tmp_path / "store"), saver(tmp_path, save_last="link"))
+    for source in (
+        run.checkpoint_callback.best_model_path,
+        tmp_path / "ckpt" / "last.ckpt",
+        opened.checkout("latest"),
+    ):
+        model = Model.load_from_checkpoint(source, map_location="cpu")
+        assert torch.equal(model.layer.weight, run.lightning_module.layer.weight)
+    torch.save(run._checkpoint_connector.dump_checkpoint(), tmp_path / "old.ckpt")
+    assert Model.load_from_checkpoint(tmp_path / "old.ckpt", weights_only=False).hparams.width == 2
+
+
+def test_removed_checkpoints_are_forgotten_a_step_later_unless_tagged(
+    tmp_path: Path, opened: Store
+) -> None:
+    plugin = StoreCheckpointIO(tmp_path / "store")
+    run = trainer(tmp_path, plugin, callbacks=[saver(tmp_path, save_last=False)], max_epochs=6)
+
+    class Tags(pl.Callback):  # type: ignore[misc]
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 2:
+                opened.tag("kept", "latest")
+
+    run.callbacks.insert(0, Tags())
+    run.fit(Model(), BoringDataModule())
+    assert files(tmp_path) == ["epoch=5.ckpt"]
+    assert [info.step for info in opened.log()] == [18, 15, 6]
+    assert opened.checkout("kept").step == 6
+    assert len(opened.forgotten()) == 3
+
+
+def test_removing_a_directory_or_nothing_is_no_error(tmp_path: Path) -> None:
+    plugin = StoreCheckpointIO(tmp_path / "store")
+    (tmp_path / "old.ckpt").write_bytes(b"PK file")
+    plugin.remove_checkpoint(tmp_path / "old.ckpt")
+    plugin.remove_checkpoint(tmp_path / "nothing.ckpt")
+    assert not (tmp_path / "old.ckpt").exists() and not (tmp_path / "store").exists()
+
+
+def test_files_that_lightning_writes_for_itself_are_no_commits(tmp_path: Path) -> None:
+    plugin = StoreCheckpointIO(tmp_path / "store")
+    for name in (".temp.ckpt", ".lr_find_1.ckpt", ".scale_batch_size_2.ckpt"):
+        plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / name)
+        assert torch.equal(plugin.load_checkpoint(tmp_path / name)["a"], torch.ones(2))
+        plugin.remove_checkpoint(tmp_path / name)
+        assert not (tmp_path / name).exists()
+    assert not (tmp_path / "store").exists()
+
+
+def test_names_that_are_nothing_say_so(tmp_path: Path) -> None:
+    plugin = StoreCheckpointIO(tmp_path / "store")
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
+        plugin.load_checkpoint(tmp_path / "nothing.ckpt")
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found: no such"):
+        plugin.load_checkpoint("no such")
+    with pytest.raises(NotFound):
+        plugin.load_checkpoint("best:val_loss")
+    with pytest.raises(InvalidInput, match="URL, where no pointer file can lie"):
+        plugin.save_checkpoint({}, "s3://bucket/a.ckpt")
+    (tmp_path / "folder.ckpt").mkdir()
+    with pytest.raises(Conflict, match="directory"):
+        plugin.save_checkpoint({}, tmp_path / "folder.ckpt")
+    with pytest.raises(InvalidInput, match="storage_options"):
+        plugin.save_checkpoint({}, tmp_path / "a.ckpt", storage_options={"tags": "x"})
+    with (
+        ckptstore.open(tmp_path / "other") as other,
+        pytest.raises(InvalidInput, match=r"store\.url"),
+    ):
+        StoreCheckpointIO(other)  # type: ignore[arg-type]
+
+
+def test_labels_and_storage_options_describe_a_commit(tmp_path: Path, opened: Store) -> None:
+    run = fitted(
+        tmp_path,
+        StoreCheckpointIO(tmp_path / "store"),
+        saver(tmp_path, save_top_k=0, save_last=False),
+    )
+    run.save_checkpoint(
+        tmp_path / "a.ckpt", storage_options={"tag": "good", "metrics": {"f1": 0.5}, "message": "m"}
+    )
+    found = opened.checkout("good")
+    assert (found.metrics, found.step) == ({"f1": 0.5}, 12)
+    assert found.message == f"m\n{tmp_path / 'a.ckpt'}"
+
+
+# -- hyperparameters and other objects --
+
+
+def test_hyperparameters_of_any_usual_class_come_back(tmp_path: Path) -> None:
+    plugin = StoreCheckpointIO(tmp_path / "store")
+    given = {
+        "hyper_parameters": {"args": argparse.Namespace(lr=0.1, widths=[1, 2])},
+        "hparams_type": argparse.Namespace,
+        "state_dict": {},
+    }
+    plugin.save_checkpoint(dict(given), tmp_path / "a.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "a.ckpt") == given
+
+
+def test_hyperparameters_of_omegaconf_come_back(tmp_path: Path) -> None:
+    omegaconf = pytest.importorskip("omegaconf", reason="omegaconf is not installed")
+    model = Model(width=omegaconf.OmegaConf.create({"n": 3, "twice": "${n}"}).n)
+    conf = omegaconf.OmegaConf.create({"n": 3, "twice": "${n}", "list": [1, 2]})
+    model.hparams.clear()
+    plugin = StoreCheckpointIO(tmp_path / "store")
+    given = {"hyper_parameters": conf, "hparams_type": omegaconf.DictConfig, "state_dict": {}}
+    plugin.save_checkpoint(dict(given), tmp_path / "a.ckpt")
+    found = plugin.load_checkpoint(tmp_path / "a.ckpt")
+    assert found == given and found["hyper_parameters"].twice == 3
+
+
+@pytest.mark.pickles
+def test_other_objects_are_refused_by_name_or_pickled(tmp_path: Path) -> None:
+    given = {"state_dict": {"w": torch.ones(2)}, "hyper_parameters": {"odd": Odd()}}
+    with pytest.raises(InvalidInput, match="hyper_parameters/odd"):
+        StoreCheckpointIO(tmp_path / "store").save_checkpoint(given, tmp_path / "a.ckpt")
+    assert not (tmp_path / "a.ckpt").exists()
+    plugin = StoreCheckpointIO(tmp_path / "store", allow_pickle=True)
+    plugin.save_checkpoint(given, tmp_path / "a.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "a.ckpt")["hyper_parameters"]["odd"].value == 3
+    careful = StoreCheckpointIO(tmp_path / "store")
+    with pytest.raises(InvalidInput, match="allow_pickle"):
+        careful.load_checkpoint(tmp_path / "a.ckpt")
+    careful.load_checkpoint(tmp_path / "a.ckpt", weights_only=False)
+    with pytest.raises(InvalidInput, match="allow_pickle"):
+        plugin.load_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+
+
+@pytest.mark.pickles
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plugin_is_pickled_without_its_store(tmp_path: Path, kind: Any) -> None:
+    plugin = kind(tmp_path / "store", run="r")
+    plugin.save_checkpoint({"state_dict": {}, "global_step": 3}, tmp_path / "a.ckpt")
+    sent = pickle.loads(pickle.dumps(plugin))
+    copied = copy.deepcopy(plugin)
+    plugin.teardown()
+    for other in (sent, copied):
+        assert other.load_checkpoint(tmp_path / "a.ckpt")["global_step"] == 3
+        assert other.store.run == "r"
+        other.teardown()
