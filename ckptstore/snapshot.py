@@ -424,10 +424,10 @@ class Snapshot:
     ) -> Materialized:
         """Write the directory that `Store.adopt` committed: every byte, mode, time and link.
 
-        `directory` is new or empty, and appears when it is complete. `select` is a glob of names of
-        files, such as `"adapter*"`. Raises `Conflict` if `directory` has content, `InvalidInput` if
-        the commit was not adopted, `NotFound` if nothing matches `select`, `Corrupt` if a file is
-        not what it was; then nothing was written.
+        `directory` is new or empty, and appears when it is complete, or is a hollow one of this
+        commit, and gets its files back. `select` is a glob of names of files: `"adapter*"`. Raises
+        `Conflict` if `directory` has other content, `InvalidInput` if the commit was not adopted,
+        `NotFound` if nothing matches `select`, `Corrupt` if a file is not what it was.
         """
         return materialize(self._contents, self.id, directory, select)
 

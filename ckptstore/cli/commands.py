@@ -379,7 +379,11 @@ COMMANDS = (
         "adopt",
         "adopt.adopt",
         "commit a checkpoint directory, byte for byte",
-        (Option("directory", "DIR", "the directory, which is not changed"), *_LABEL),
+        (
+            Option("directory", "DIR", "the directory"),
+            flag("--hollow", "remove the files with tensors from DIR when the commit is durable"),
+            *_LABEL,
+        ),
         "Commit the directory DIR of any program. Tensors in its files share chunks with other "
         "commits; nothing\nis unpickled. `materialize` writes the directory again, byte for byte.",
     ),
@@ -388,8 +392,13 @@ COMMANDS = (
         "adopt.materialize",
         "write an adopted directory again",
         (
-            Option("ref", "REF", "the commit"),
-            Option("directory", "DIR", "a new or empty directory"),
+            Option("ref", "REF", "the commit, or a hollow directory"),
+            Option(
+                "directory",
+                "DIR",
+                "a new or empty directory, or a hollow one of this commit; default: REF",
+                nargs="?",
+            ),
             _RUN,
             Option("--select", "GLOB", "files, by their names in DIR (* crosses /)", default="*"),
         ),
