@@ -36,11 +36,17 @@ ALLOWED = (
     "torch_checkpointing",
     "jinja2",
     "moto",
+    "transformers",
+    "accelerate",
+    "peft",
+    "trl",
+    "datasets",
+    "dill",
 )
 """Modules, and those below them, whose pickles are no affair of ckptstore's: worker processes,
 DCP's and FSDP's collectives, the compiler (which takes hashes of them), the peers' wheels, the S3
-server of the tests; and torch's own file, behind `torch.load` and `torch.save`, which are guarded
-themselves."""
+server of the tests, the trainers' libraries; and torch's own file, behind `torch.load` and
+`torch.save`, which are guarded themselves."""
 
 OURS = ("ckptstore.state.inflate", "ckptstore.interop.formats.foreign_files")
 """Where ckptstore may, if the caller asks for it."""
