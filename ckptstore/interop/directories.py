@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from ckptstore.core.model import Skipped
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound
 from ckptstore.maintenance.retention import Policy
 from ckptstore.objects.pointer_files import HOLLOW_POINTER, is_pointer
-from ckptstore.repository.resolve_ref import log_resumed
+from ckptstore.open_store import open_pointer
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.store import Store, internals_of
 
@@ -122,9 +123,12 @@ class CheckpointDirectories:
 
     def held(self, place: Path) -> Snapshot | None:
         """The commit of the directory `place`; None if it has none. A hollow one may have been
-        moved."""
+        moved, or be of another store."""
         if is_pointer(place / HOLLOW_POINTER):
-            return self.store.checkout(place)
+            try:
+                return self.store.checkout(place)
+            except NotFound:
+                return open_pointer(place)
         commit = self.store.tags().get(hold_of(place))
         return self.store.checkout(commit) if commit else None
 
@@ -144,7 +148,8 @@ class CheckpointDirectories:
         else:
             snapshot.materialize(place)
         if self.store.tags().get(hold := hold_of(place)) != snapshot.id:
-            self.store.tag(hold, snapshot)
+            with suppress(NotFound):  # a commit of another store
+                self.store.tag(hold, snapshot)
 
     def newest(self, place_of: Callable[[Snapshot], Path], *, required: str) -> Path | None:
         """Fill the directory of the newest commit of this run that verifies; None if the run has
@@ -176,10 +181,6 @@ class CheckpointDirectories:
                 f"newest: {skipped[0].reason}"
             )
         return None
-
-    def log_nothing(self) -> None:
-        """Log that the run has nothing to resume, and what there is instead."""
-        log_resumed(internals_of(self.store).handle, self.store.run, self.store.url, None)
 
 
 def files_of(snapshot: Snapshot) -> list[str]:

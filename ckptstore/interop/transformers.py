@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Self
 from ckptstore.core.model import Skipped
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.gloo import collective_of
-from ckptstore.errors import CkptStoreError, InvalidInput
+from ckptstore.errors import CkptStoreError, InvalidInput, NotFound
 from ckptstore.interop.directories import CheckpointDirectories, logger
 from ckptstore.maintenance.retention import KeepBest, Policy
-from ckptstore.objects.pointer_files import HOLLOW_POINTER
+from ckptstore.objects.pointer_files import HOLLOW_POINTER, is_pointer
 from ckptstore.open_store import open as open_store
 from ckptstore.snapshot import Snapshot
 from ckptstore.store import Store
@@ -81,8 +81,8 @@ def attach(
         InvalidInput: The trainer has a store already, or cannot have one.
 
     Example:
-        >>> attach(trainer, "checkpoints")
-        >>> trainer.train(resume_from_checkpoint=True)
+        >>> attached = attach(trainer, "checkpoints")
+        >>> trainer.train(resume_from_checkpoint=attached.can_resume)
     """
     _check(trainer, store, run)
     peers = collective_of(timeout_s=float(trainer.args.ddp_timeout))
@@ -154,6 +154,8 @@ class Attached:
         for name, wrapper in zip(_WRAPPED, wrappers, strict=True):
             method = getattr(trainer, name)
             setattr(trainer, name, functools.wraps(method)(functools.partial(wrapper, method)))
+        self.can_resume = bool(self._on_first("look", self._look))
+        """Whether there was a checkpoint to resume from, in the store or in `output_dir`."""
 
     @property
     def store(self) -> Store | None:
@@ -204,6 +206,10 @@ class Attached:
         if self._peers is None:
             return mine()
         return str(self._peers.share(what, mine, lambda found: found[0]))
+
+    def _look(self, directories: CheckpointDirectories) -> str:
+        store = directories.store
+        return "yes" if store.log(1, run=store.run) or _directories(self._folder()) else ""
 
     def _save(self, save: Callable[..., object], model: Any, trial: Any) -> None:
         trainer = self._trainer
@@ -269,11 +275,11 @@ class Attached:
         *args: Any,
         **options: Any,
     ) -> Any:
-        place: str | None = None
-        if resume_from_checkpoint is not None and resume_from_checkpoint is not False:
-            place = self._on_first("resume", lambda own: self._resume(own, resume_from_checkpoint))
+        place = resume_from_checkpoint
+        if place is not None and place is not False:
+            place = self._on_first("resume", lambda own: self._resume(own, place)) or None
         try:
-            return train(place or None, *args, **options)
+            return train(place, *args, **options)
         finally:
             if self._directories:
                 self._directories.drain()
@@ -284,29 +290,48 @@ class Attached:
         newest = next(iter(_directories(self._folder())), None)
         if wanted is True or (newest and _is_directory(wanted) and newest.samefile(wanted)):
             if (found := directories.newest(self._place_of, required=STATE)) is None:
-                return self._without_commits(directories)
+                return self._without_commits()
             if newest and not newest.samefile(found) and directories.held(newest) is None:
                 logger.warning(
                     "%s has no commit, so its save did not finish; going on from %s", newest, found
                 )
         elif _is_directory(wanted):
-            if (snapshot := directories.held(Path(wanted))) is None:
+            found = Path(wanted)
+            snapshot = directories.held(found) if is_pointer(found / HOLLOW_POINTER) else None
+            if snapshot is None:
                 return str(wanted)
-            directories.fill(found := Path(wanted), snapshot)
+            with snapshot:  # which another store may have
+                directories.fill(found, snapshot)
         else:
-            snapshot = directories.store.checkout(wanted)
+            try:
+                snapshot = directories.store.checkout(wanted)
+            except (InvalidInput, NotFound):
+                if isinstance(wanted, int) or os.sep not in str(wanted):
+                    raise
+                return str(wanted)  # a path: the Trainer says what is wrong with it
             directories.fill(found := self._place_of(snapshot), snapshot)
         self._fill_best(directories, found)
         return str(found)
 
-    def _without_commits(self, directories: CheckpointDirectories) -> str:
-        """The newest directory of a training that had no store so far; empty if none is whole."""
-        for place in _directories(self._folder()):
+    def _without_commits(self) -> str:
+        """The newest whole directory of a training that had no store so far; empty if a kill left
+        none of them whole.
+
+        Raises `InvalidInput`, in the Trainer's words, if there are no directories: with a wrong
+        path, a training would begin anew without a word.
+        """
+        places = _directories(self._folder())
+        for place in places:
             if _state_in(place) is not None:
                 logger.warning("%s has no commit: it is taken as it is, unverified", place)
                 return str(place)
             logger.warning("%s is passed over: its save did not finish", place)
-        directories.log_nothing()
+        if not places:
+            raise InvalidInput(
+                f"No valid checkpoint found in output directory ({self._folder()}), and no commit "
+                f"of run {self.store.run if self.store else ''}; to begin anew, leave out "
+                "resume_from_checkpoint, or pass `attached.can_resume`"
+            )
         return ""
 
     def _place_of(self, snapshot: Snapshot) -> Path:

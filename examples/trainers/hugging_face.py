@@ -55,7 +55,7 @@ with tempfile.TemporaryDirectory() as name:
     for steps in (10, 20):  # the second start goes on where the first one ended
         trainer = new_trainer(folder, steps)
         with attach(trainer, folder / "checkpoints") as attached:
-            trainer.train(resume_from_checkpoint=True)
+            trainer.train(resume_from_checkpoint=attached.can_resume)
             assert attached.store is not None
             for info in attached.store.log():
                 print(f"step {info.step}: eval_loss {dict(info.metrics)['eval_loss']:.3f}")

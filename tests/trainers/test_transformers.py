@@ -14,7 +14,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import ckptstore
-from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
+from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.transformers import attach
 from ckptstore.objects.pointer_files import HOLLOW_POINTER
 from tests.trainers.trainings import killed, trained
@@ -33,6 +33,9 @@ STEPS: dict[str, Any] = {"max_steps": 10, "load_best_model_at_end": False}
 
 
 def ended_well(training: str, folder: Path, kills: int, ranks: int) -> None:
+    for name in ("undisturbed", "killed"):
+        (folder / name).mkdir()
+        (folder / name / "steps").write_text(str(4 * kills))
     undisturbed = trained(training, folder / "undisturbed", ranks)
     draw = random.Random(os.environ["CKPTSTORE_TEST_SEED"])
     fate = killed(training, folder / "killed", kills, draw, ranks)
@@ -128,6 +131,15 @@ def test_training_goes_on_from_any_commit(folder: Path, wanted: Any) -> None:
     assert_same_end(folder, resumed(folder, refs.get(wanted, wanted)))
 
 
+def test_training_goes_on_from_a_hollow_directory_of_another_store(
+    folder: Path, tmp_path: Path
+) -> None:
+    trainer = trainer_in(tmp_path / "other", **STEPS, save_total_limit=None)
+    with attach(trainer, tmp_path / "other" / "store"):
+        trainer.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-4"))
+    assert_same_end(folder, trainer)
+
+
 def test_another_machine_needs_the_store_alone(folder: Path) -> None:
     shutil.rmtree(folder / "out")
     assert_same_end(folder, resumed(folder))
@@ -182,8 +194,21 @@ def test_a_save_that_did_not_finish_is_passed_over_and_named(
     assert any("checkpoint-12 has no commit" in record.message for record in caplog.records)
 
 
-def test_a_training_without_commits_begins_anew(tmp_path: Path) -> None:
+def test_a_training_begins_anew_only_if_it_is_told_to_or_was_killed_in_its_first_save(
+    tmp_path: Path,
+) -> None:
+    trainer = trainer_in(tmp_path, **STEPS, save_total_limit=None)
+    with attach(trainer, tmp_path / "store") as attached:
+        assert not attached.can_resume
+        with pytest.raises(ValueError, match=r"No valid checkpoint .*attached\.can_resume"):
+            trainer.train(resume_from_checkpoint=True)
+        with pytest.raises(ValueError, match="Can't find a valid checkpoint"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "bogus"))
+        with pytest.raises(NotFound, match="nowhere"):
+            trainer.train(resume_from_checkpoint="nowhere")
     (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
+    with attach(trainer, tmp_path / "store") as attached:
+        assert attached.can_resume
     assert resumed(tmp_path).state.global_step == 10
 
 

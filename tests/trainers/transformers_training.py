@@ -18,6 +18,7 @@ from ckptstore.interop.transformers import Attached, attach
 from tests.trainers.trainings import Tell, digest
 
 STEPS, EVERY = 12, 2
+"""Steps of a training, unless its folder has a file that says how many, and steps per save."""
 
 
 class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -49,9 +50,10 @@ def llama() -> LlamaForCausalLM:
 
 
 def arguments(folder: Path, **options: Any) -> dict[str, Any]:
+    told = folder / "steps"
     return {
         "output_dir": str(folder / "out"),
-        "max_steps": STEPS,
+        "max_steps": int(told.read_text()) if told.exists() else STEPS,
         "save_steps": EVERY,
         "eval_steps": EVERY,
         "logging_steps": 1,
@@ -115,7 +117,7 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
 def attached_and_trained(trainer: Trainer, folder: Path, tell: Tell) -> Any:
     trainer.add_callback(Telling(tell))
     with attach(trainer, folder / "store") as attached:
-        trainer.train(resume_from_checkpoint=True)
+        trainer.train(resume_from_checkpoint=attached.can_resume)
         return outcome(trainer) | stored(attached)
 
 
