@@ -35,7 +35,7 @@ STEPS: dict[str, Any] = {"max_steps": 10, "load_best_model_at_end": False}
 def ended_well(training: str, folder: Path, kills: int, ranks: int) -> None:
     for name in ("undisturbed", "killed"):
         (folder / name).mkdir()
-        (folder / name / "steps").write_text(str(4 * kills))
+        (folder / name / "steps").write_text(str(3 * kills + 3))
     undisturbed = trained(training, folder / "undisturbed", ranks)
     draw = random.Random(os.environ["CKPTSTORE_TEST_SEED"])
     fate = killed(training, folder / "killed", kills, draw, ranks)
