@@ -3,6 +3,7 @@ followed. The pointer of a hollow directory, and what an interrupted `hollow` or
 there, are none of its content."""
 
 import os
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 from ckptstore.core.text import unicode_text
 from ckptstore.errors import InvalidInput, Unavailable
 from ckptstore.objects.pointer_files import HOLLOW_POINTER
+
+_OURS = re.compile(rf"{re.escape(HOLLOW_POINTER)}|\.{re.escape(HOLLOW_POINTER)}-[0-9a-f]+")
+"""The pointer, and folders of `core.paths.scratch_for` for it."""
 
 _FOLDER_MODES = 0o3777
 """Modes of directories that are set again."""
@@ -67,7 +71,7 @@ def _list(folder: Path, name: str, status: os.stat_result, found: Listing) -> No
     with os.scandir(folder) as entries:
         listed = sorted(entries, key=lambda entry: entry.name)
     for entry in listed:
-        if not name and entry.name.removeprefix(".").startswith(HOLLOW_POINTER):
+        if not name and _OURS.fullmatch(entry.name):
             continue
         below = f"{name}/{entry.name}" if name else entry.name
         path = folder / entry.name

@@ -76,6 +76,21 @@ def test_a_hollow_directory_keeps_small_files_and_gets_the_others_back(
     assert tree_of(root) == before and done.path == root
 
 
+def test_only_the_pointer_and_leftovers_are_no_content(store: Store, tmp_path: Path) -> None:
+    root = checkpoint(tmp_path / "checkpoint-5")
+    (root / f"{HOLLOW_POINTER}.bak").write_text("mine")
+    (root / "adapters" / HOLLOW_POINTER).write_text("mine, too")
+    before = tree_of(root)
+    left = root / f".{HOLLOW_POINTER}-0123456789ab"
+    left.mkdir()
+    (left / "0").write_text("of a process that was killed")
+    made = store.adopt(root)
+    made.materialize(tmp_path / "again")
+    assert {name: each[2] for name, each in tree_of(tmp_path / "again").items()} == {
+        name: each[2] for name, each in before.items()
+    }
+
+
 def test_some_files_come_back_and_the_directory_stays_hollow(store: Store, tmp_path: Path) -> None:
     root = checkpoint(tmp_path / "checkpoint-5")
     before = tree_of(root)
