@@ -17,7 +17,7 @@ from ckptstore.distributed.shared_reads import Broadcast
 from ckptstore.errors import InvalidInput
 from ckptstore.objects.documents import Layout
 from ckptstore.restore.mmap import Unmappable
-from ckptstore.restore.reader import Reader, ReadRequest, Tree
+from ckptstore.restore.reader import ReadRequest, Tree
 from ckptstore.restore.restore import (
     RestoreOperation,
     RestoreOptions,
@@ -236,7 +236,7 @@ class Snapshot:
         )
         begin = partial(self._begin_restore, app_state, view, options)
         if peers:
-            sends = self._reader.remote if ranks.broadcast is None else ranks.broadcast
+            sends = self._contents.reader.remote if ranks.broadcast is None else ranks.broadcast
             operation = restore_together(peers, self.id, begin, self._sharing if sends else None)
         else:
             operation = begin()
@@ -255,7 +255,7 @@ class Snapshot:
         lacking: list[str] = []
         if view.size > 1 or self._document.layout:
             own, lacking = own_trees(own, view, app_state, self._world, options)
-        return RestoreOperation(self._reader, self.id, own, app_state, options, lacking)
+        return RestoreOperation(self._contents.reader, self.id, own, app_state, options, lacking)
 
     def _world(self) -> int:
         """How many ranks made this commit."""
@@ -264,7 +264,7 @@ class Snapshot:
 
     def _sharing(self, operation: RestoreOperation) -> Broadcast:
         ids = b"".join(c.ids for tree in self._trees.values() for c in tree.contents)
-        return Broadcast(self._reader, operation.reading, ids)
+        return Broadcast(self._contents.reader, operation.reading, ids)
 
     def read(
         self,
@@ -359,7 +359,7 @@ class Snapshot:
         if tree.content(i).inline is not None:
             return cast("torch.Tensor", self.read(path))
         try:
-            data = self._reader.map(tree, i, self.id, verify=verify)
+            data = self._contents.reader.map(tree, i, self.id, verify=verify)
         except Unmappable as error:
             raise InvalidInput(f"{path} cannot be mapped: {error}; use read") from error
         return tensors.tensor_from(data, tree.schema.dtypes[i], tree.schema.shapes[i])
@@ -403,7 +403,7 @@ class Snapshot:
         views = whole(trees) if select is None else selected(trees, select, self.id)
         states = {
             name: assemble(
-                self._reader,
+                self._contents.reader,
                 self.id,
                 view,
                 dtype=dtype,
@@ -419,23 +419,19 @@ class Snapshot:
         """Read every chunk and compare it with its id. Raises `Corrupt` or `NotFound` for the first
         that fails."""
         for tree in self._trees.values():
-            self._reader.verify(tree, self.id)
+            self._contents.reader.verify(tree, self.id)
 
     def materialize(
         self, directory: "str | os.PathLike[str]", *, select: str = "*"
     ) -> Materialized:
         """Write the directory that `Store.adopt` committed: every byte, mode, time and link.
 
-        `directory` is new or empty, and appears when it is complete. `select` is a glob of names of
-        files, such as `"adapter*"`. Raises `Conflict` if `directory` has content, `InvalidInput` if
-        the commit was not adopted, `NotFound` if nothing matches `select`, `Corrupt` if a file is
-        not what it was; then nothing was written.
+        `directory` is new or empty, and appears when it is complete, or is a hollow one of this
+        commit, and gets its files back. `select` is a glob of names of files: `"adapter*"`. Raises
+        `Conflict` if `directory` has other content, `InvalidInput` if the commit was not adopted,
+        `NotFound` if nothing matches `select`, `Corrupt` if a file is not what it was.
         """
         return materialize(self._contents, self.id, directory, select)
-
-    @property
-    def _reader(self) -> Reader:
-        return self._contents.reader
 
     @property
     def _trees(self) -> dict[str, Tree]:

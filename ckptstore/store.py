@@ -8,18 +8,16 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Never, Self, get_args
 
-from ckptstore.adopt.adopting import adopted_state, read_twice
+from ckptstore.adoption import adopt
 from ckptstore.commit.commit_metadata import label_of, refuse_unnamed
 from ckptstore.commit.schedule import Schedule, rule_of
 from ckptstore.core.ids import CommitId, check_run, check_tag
 from ckptstore.core.model import CommitInfo, Skipped
 from ckptstore.core.options import Async, Ranks, Verify
 from ckptstore.core.settings import Settings
-from ckptstore.core.text import unicode_text
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import on_all
@@ -396,6 +394,7 @@ class Store(Maintenance):
         self,
         directory: str | os.PathLike[str],
         *,
+        hollow: bool = False,
         step: int | None = None,
         tag: str | Sequence[str] | None = (),
         message: str = "",
@@ -405,29 +404,23 @@ class Store(Maintenance):
         """Commit a checkpoint directory of any program; `Snapshot.materialize` writes it again.
 
         Tensors in its files become leaves, which share chunks with other commits (docs/formats.md).
-        The directory is not changed. One process calls this, also where ranks train together.
+        One process calls this, also where ranks train together.
 
         Args:
             directory: The directory. The store must not lie in it.
+            hollow: Remove its files with tensors when the commit is durable and was read back;
+                else nothing in it is changed.
             step, tag, message, metrics, links: As in `commit`.
 
         Raises:
             InvalidInput: It has a pipe, a socket, or a name that is not Unicode.
-            Unavailable: A file cannot be read, or changed twice while it was read.
+            Unavailable: A file cannot be read or removed, or changed meanwhile.
 
         Example:
             >>> store.adopt("out/checkpoint-500", step=500, metrics={"eval_loss": 0.31})
         """
-        place = Path(directory).absolute()
-        text = message or f"adopted from {unicode_text(place.name)}"
-        metadata = partial(label_of, self.run, step, tag, text, metrics, links)
-        flats = partial(adopted_state, place, self._internals.threads, self.url)
-
-        def make() -> Snapshot:
-            request = self._internals.request(flats, metadata, Ranks())
-            return self._internals.committed(self._internals.commit(request, None))
-
-        return read_twice(make)
+        label = partial(label_of, self.run, step, tag, message, metrics, links)
+        return adopt(self._internals, directory, label, hollow=hollow)
 
     def close(self) -> None:
         """Wait for commits in flight, then close files and threads. Idempotent.

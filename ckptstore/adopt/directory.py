@@ -1,13 +1,22 @@
 """What lies in a directory? Its files, directories and links, by relative name; links are never
-followed."""
+followed. The pointer of a hollow directory, and what an interrupted `hollow` or `materialize` left
+there, are none of its content."""
 
 import os
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptstore.core.text import unicode_text
 from ckptstore.errors import InvalidInput, Unavailable
+from ckptstore.objects.pointer_files import HOLLOW_POINTER
+
+_OURS = re.compile(rf"{re.escape(HOLLOW_POINTER)}|\.{re.escape(HOLLOW_POINTER)}-[0-9a-f]+")
+"""The pointer, and folders of `core.paths.scratch_for` for it."""
+
+_FOLDER_MODES = 0o3777
+"""Modes of directories that are set again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +44,12 @@ class Listing:
     files: dict[str, Path]
 
 
+def restore_folder(path: Path, folder: Folder) -> None:
+    """Set mode and time of a directory."""
+    path.chmod(folder.mode & _FOLDER_MODES)
+    os.utime(path, ns=(folder.mtime_ns, folder.mtime_ns))
+
+
 def list_directory(root: Path) -> Listing:
     """Everything below `root`, in order of the names. Raises `InvalidInput` for a socket, a pipe or
     a device, and for names that are not Unicode; `Unavailable` for what cannot be read."""
@@ -56,6 +71,8 @@ def _list(folder: Path, name: str, status: os.stat_result, found: Listing) -> No
     with os.scandir(folder) as entries:
         listed = sorted(entries, key=lambda entry: entry.name)
     for entry in listed:
+        if not name and _OURS.fullmatch(entry.name):
+            continue
         below = f"{name}/{entry.name}" if name else entry.name
         path = folder / entry.name
         if unicode_text(below) != below:

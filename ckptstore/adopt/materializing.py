@@ -1,11 +1,12 @@
 """How does an adopted commit become a directory again? It is built beside its name, compared with
-its hashes, and renamed.
+its hashes, and renamed. In a hollow directory, the files that it lacks are.
 
 Nothing is written outside: names are checked before, links are made last and never followed.
 """
 
 import fnmatch
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -15,7 +16,8 @@ from typing import Protocol
 
 from blake3 import blake3
 
-from ckptstore.adopt.directory import Folder
+from ckptstore.adopt.directory import Folder, restore_folder
+from ckptstore.adopt.hashed_files import hash_file
 from ckptstore.adopt.manifest import (
     FILES,
     MANIFEST,
@@ -28,6 +30,7 @@ from ckptstore.core.geometry import nbytes_of
 from ckptstore.core.model import Box
 from ckptstore.core.paths import check_path, scratch_for, sync_path
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
+from ckptstore.objects.pointer_files import HOLLOW_POINTER, read_pointer
 from ckptstore.repository.chunk_reader import coalesce
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Memory, ReadRequest, Tree
@@ -41,7 +44,7 @@ WRITERS = 2
 """Files that are written at once."""
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE_MODES, _FOLDER_MODES = 0o777, 0o3777
+_FILE_MODES = 0o777
 """Modes that are set again: no file that was adopted runs as somebody else."""
 
 
@@ -88,16 +91,22 @@ def manifest_of(contents: Contents, commit: str) -> Manifest:
 def materialize(
     contents: Contents, commit: str, directory: str | os.PathLike[str], select: str = "*"
 ) -> Materialized:
-    """Write an adopted directory, or its files whose names `select` matches.
+    """Write an adopted directory, or its files whose names `select` matches; in a hollow directory
+    of this commit, those that are not there.
 
-    Raises `Conflict` if `directory` has content, `NotFound` if nothing matches, `InvalidInput` for
-    a commit that was not adopted, `Corrupt` if a file is not what it was. After an error nothing
-    was written.
+    Raises `Conflict` if `directory` has other content, `NotFound` if nothing matches,
+    `InvalidInput` for a commit that was not adopted, `Corrupt` if a file is not what it was. After
+    an error nothing was written.
     """
     check_path(directory)
     target = Path(os.path.abspath(directory))
-    manifest = _selected(manifest_of(contents, commit), select, commit)
+    whole = manifest_of(contents, commit)
+    manifest = _selected(whole, select, commit)
     target = target.resolve() if target.is_symlink() else target
+    if os.path.lexists(target / HOLLOW_POINTER):
+        _check_hollow(target, commit, manifest)
+        refill(contents, target, manifest, keep_pointer=manifest != whole)
+        return _materialized(target, manifest)
     if target == Path.cwd():
         raise Conflict(f"{target} is the working directory; name one that can be replaced")
     try:
@@ -110,14 +119,103 @@ def materialize(
         with scratch_for(target) as scratch:
             write_tree(contents, manifest, scratch)
             os.rename(scratch, target)
-        _restore_folder(target, manifest.folders[""])
+        restore_folder(target, manifest.folders[""])
         sync_path(target.parent)
     except OSError as error:
         raise Unavailable(f"cannot write {target}: {error}; nothing was written") from error
+    return _materialized(target, manifest)
+
+
+def _materialized(target: Path, manifest: Manifest) -> Materialized:
     size = sum(file.size for file in manifest.files.values())
     return Materialized(
         target, len(manifest.files), len(manifest.folders) - 1, len(manifest.links), size
     )
+
+
+def _check_hollow(target: Path, commit: str, manifest: Manifest) -> None:
+    """Raise `Conflict` unless a hollow directory is of `commit`, and its files are what they
+    were."""
+    pointer = read_pointer(target / HOLLOW_POINTER)
+    if pointer.id != commit:
+        raise Conflict(
+            f"{target} is a hollow directory of commit {pointer.id[:12]}, wanted {commit[:12]}; "
+            "choose another directory"
+        )
+    if changed := [name for name in differing(target, manifest) if os.path.lexists(target / name)]:
+        raise Conflict(
+            f"{', '.join(changed[:5])} in {target} changed after it was adopted; nothing was "
+            "written: move it away, or choose another directory"
+        )
+
+
+def differing(target: Path, manifest: Manifest) -> list[str]:
+    """The files that a directory lacks, or has with other bytes than its commit."""
+    return [
+        name
+        for name, recipe in manifest.files.items()
+        if not (
+            stat.S_ISREG(mode_of(target / name))
+            and (target / name).stat().st_size == recipe.size
+            and hash_file(target / name).blake3 == recipe.blake3
+        )
+    ]
+
+
+def refill(
+    contents: Contents, target: Path, manifest: Manifest, *, keep_pointer: bool = False
+) -> list[str]:
+    """Make the directory `target` what was adopted: write the files that it lacks, and replace
+    those with other bytes, whose names this returns. Files that the commit does not have stay.
+
+    Killed at any moment, this leaves the pointer of a hollow directory, or a whole directory.
+    Raises as `materialize`.
+    """
+    try:
+        found = differing(target, manifest)
+        replaced = [name for name in found if os.path.lexists(target / name)]
+        links = {
+            name: link
+            for name, link in manifest.links.items()
+            if not stat.S_ISLNK(mode_of(target / name)) or os.readlink(target / name) != link.target
+        }
+        for name in sorted(manifest.folders):
+            if stat.S_ISLNK(mode_of(target / name)):
+                raise Conflict(f"{target / name} is a link; wanted a directory: remove the link")
+            (target / name).mkdir(exist_ok=True)
+        lacking = Manifest(
+            dict.fromkeys(manifest.folders, Folder(0o700, 0)),
+            links,
+            {name: manifest.files[name] for name in found},
+        )
+        with scratch_for(target / HOLLOW_POINTER) as scratch:
+            write_tree(contents, lacking, scratch)
+            for name in (*found, *links):
+                os.rename(scratch / name, target / name)
+        for name, recipe in manifest.files.items():
+            (target / name).chmod(recipe.mode & _FILE_MODES)
+            os.utime(target / name, ns=(recipe.mtime_ns, recipe.mtime_ns))
+        for name in manifest.folders:
+            sync_path(target / name)
+        if not keep_pointer:
+            (target / HOLLOW_POINTER).unlink(missing_ok=True)
+        for name, folder in sorted(manifest.folders.items(), reverse=True):
+            restore_folder(target / name, folder)
+        sync_path(target)
+    except OSError as error:
+        raise Unavailable(
+            f"cannot write {error.filename or target}: {error.strerror}; {target} is as it was, "
+            "or has some of the files: repeat this"
+        ) from error
+    return replaced
+
+
+def mode_of(path: Path) -> int:
+    """The mode of what is there, 0 for nothing."""
+    try:
+        return path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 def _selected(manifest: Manifest, select: str, commit: str) -> Manifest:
@@ -260,12 +358,7 @@ def write_tree(contents: Contents, manifest: Manifest, root: Path, *, compare: b
     for name, folder in sorted(manifest.folders.items(), reverse=True):
         sync_path(root / name)
         if name:
-            _restore_folder(root / name, folder)
-
-
-def _restore_folder(path: Path, folder: Folder) -> None:
-    path.chmod(folder.mode & _FOLDER_MODES)
-    os.utime(path, ns=(folder.mtime_ns, folder.mtime_ns))
+            restore_folder(root / name, folder)
 
 
 def read_pieces(contents: Contents, pieces: Sequence[Piece], out: memoryview) -> int:

@@ -8,6 +8,8 @@ from ckptstore.cli.commits import short
 from ckptstore.cli.maintain import metrics_of
 from ckptstore.cli.screen import fields_of
 from ckptstore.core.text import bytes_text, count_text
+from ckptstore.errors import InvalidInput
+from ckptstore.objects.pointer_files import is_pointer
 from ckptstore.repository.resolve_ref import find_commit
 
 
@@ -23,6 +25,7 @@ def adopt(call: Call) -> Answer:
     with call.screen.progress(f"adopting {args.directory}"):
         made = store.adopt(
             args.directory,
+            hollow=args.hollow,
             step=args.step,
             tag=args.tag,
             message=args.message,
@@ -34,10 +37,13 @@ def adopt(call: Call) -> Answer:
         "commit": made.id,
         **fields_of(made, "run", "step", "tags", "logical_bytes", "new_bytes"),
         "tensors": tensors,
+        "hollow": args.hollow,
     }
     size = f"{bytes_text(made.logical_bytes)}, {bytes_text(made.new_bytes)} of them new"
     counted = count_text(tensors, "tensor")
-    return Answer(document, [f"{short(made.id)} of run {made.run}: {counted} in files, {size}"])
+    small = [f"{args.directory} is hollow now"] if args.hollow else []
+    text = f"{short(made.id)} of run {made.run}: {counted} in files, {size}"
+    return Answer(document, [text, *small])
 
 
 def _links_of(texts: Sequence[str]) -> dict[str, str]:
@@ -58,17 +64,22 @@ def _links_of(texts: Sequence[str]) -> dict[str, str]:
 def materialize(call: Call) -> Answer:
     args = call.args
     handle = call.open(args.ref)
+    if not (directory := args.directory or (args.ref if is_pointer(args.ref) else "")):
+        raise InvalidInput(
+            f"{args.ref} is no hollow directory: name the directory to write, "
+            f"`ckptstore materialize {args.ref} DIR`"
+        )
     from ckptstore.core.settings import Settings
     from ckptstore.store import Store
 
     found = find_commit(handle, args.ref, args.run)
     store = call.stack.enter_context(Store(handle, Settings.of()))
     with call.screen.progress(f"writing {short(found.id)}"):
-        done = store.checkout(found.id).materialize(Path(args.directory), select=args.select)
+        done = store.checkout(found.id).materialize(Path(directory), select=args.select)
     counted = [
         count_text(done.files, "file"),
         *([count_text(done.links, "link")] if done.links else []),
         bytes_text(done.bytes),
     ]
     document = {"commit": found.id, **fields_of(done, "path", "files", "folders", "links", "bytes")}
-    return Answer(document, [f"{short(found.id)} to {args.directory}: {', '.join(counted)}"])
+    return Answer(document, [f"{short(found.id)} to {directory}: {', '.join(counted)}"])

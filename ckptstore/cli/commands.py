@@ -327,7 +327,8 @@ COMMANDS = (
         "adopt.adopt",
         "commit a checkpoint directory, byte for byte",
         (
-            Option("directory", "DIR", "the directory, which is not changed"),
+            Option("directory", "DIR", "the directory"),
+            flag("--hollow", "remove the files with tensors from DIR when the commit is durable"),
             *_LABEL,
             several("--link", "NAME=TEXT", "a link, such as the URL of the run in a tracker"),
         ),
@@ -339,8 +340,13 @@ COMMANDS = (
         "adopt.materialize",
         "write an adopted directory again",
         (
-            Option("ref", "REF", "the commit"),
-            Option("directory", "DIR", "a new or empty directory"),
+            Option("ref", "REF", "the commit, or a hollow directory"),
+            Option(
+                "directory",
+                "DIR",
+                "a new or empty directory, or a hollow one of this commit; default: REF",
+                nargs="?",
+            ),
             RUN,
             Option("--select", "GLOB", "files, by their names in DIR (* crosses /)", default="*"),
         ),

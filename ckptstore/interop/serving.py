@@ -18,15 +18,12 @@ from ckptstore.adopt.commit_files import CommitFiles
 from ckptstore.adopt.manifest import MODEL
 from ckptstore.adopt.materializing import is_adopted
 from ckptstore.errors import InvalidInput, NotFound
-from ckptstore.objects.pointer_files import Pointer
+from ckptstore.objects.pointer_files import HOLLOW_POINTER, Pointer
 from ckptstore.objects.pointer_files import write_pointer as write_file
 from ckptstore.snapshot import Snapshot, contents_of
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
-
-POINTER = "ckptstore-pointer.json"
-"""The name of the pointer beside configuration files, for loaders that take a directory."""
 
 _COPY_BYTES = 16 << 20
 
@@ -93,7 +90,7 @@ def write_configuration(
         names = _copy(files, "", target, lambda name: not files.has_tensors(name))
     if pointer:
         url = contents_of(snapshot).reader.url
-        write_file(target / POINTER, Pointer(url, snapshot.id))
+        write_file(target / HOLLOW_POINTER, Pointer(url, snapshot.id))
     return names
 
 

@@ -19,7 +19,7 @@ from ckptstore.adopt.commit_files import tensor_name
 from ckptstore.adopt.manifest import MODEL
 from ckptstore.errors import NotFound
 from ckptstore.interop.fsspec import open_url
-from ckptstore.interop.serving import POINTER
+from ckptstore.objects.pointer_files import HOLLOW_POINTER
 from ckptstore.open_store import open_pointer
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _open(directory: str, options: dict[str, str]) -> "Snapshot":
     if "url" in options:
         return open_url(options["url"])
     try:
-        return open_pointer(f"{directory}/{POINTER}")
+        return open_pointer(f"{directory}/{HOLLOW_POINTER}")
     except NotFound as error:
         raise NotFound(
             f"{directory} names no commit: {error}; write_configuration(snap, directory, "

@@ -4,7 +4,8 @@
 
 A directory may stand for its pointer: scripts expect a checkpoint to be one. The pointer then has
 the name of the metadata of the library whose checkpoint the directory stands for, so that what
-looks for that file finds it.
+looks for that file finds it. A hollow directory (`adopt.hollow`) keeps some files, and a pointer
+under a name of its own.
 
 `store` is a bucket's URL, or a directory: relative to the pointer's own where the pointer lies in
 the store or beside it, so that both can be moved together. Scripts may list, copy and delete
@@ -40,6 +41,8 @@ VERSION = 1
 DIRECTORY_POINTERS = (".metadata", ".snapshot_metadata")
 """The names of a pointer in a directory that stands for it: as DCP's metadata, and as
 TorchSnapshot's."""
+HOLLOW_POINTER = "ckptstore-pointer.json"
+"""The name of the pointer in a directory whose other files are in its commit."""
 POINTER_BYTES_MAX = 16 << 10
 
 _MARK = "ckptstore_pointer"
@@ -66,7 +69,7 @@ class Pointer:
 def pointer_file(path: str | os.PathLike[str]) -> Path:
     """The pointer file for `path`: the one in that directory, else the path itself."""
     place = Path(path)
-    names = DIRECTORY_POINTERS if place.is_dir() else ()
+    names = (HOLLOW_POINTER, *DIRECTORY_POINTERS) if place.is_dir() else ()
     return next((place / name for name in names if os.path.lexists(place / name)), place)
 
 

@@ -110,7 +110,7 @@ def distributed_page(names: Names, stack: ExitStack) -> None:
 
 
 def formats_page(names: Names, stack: ExitStack) -> None:
-    """A directory as Hugging Face has it, a file of `torch.save`, a training run."""
+    """Directories as Hugging Face has them, a file of `torch.save`, a training run."""
     from safetensors.torch import save_file
 
     stack.enter_context(commits(names)).tag("best", "best:loss")
@@ -118,6 +118,9 @@ def formats_page(names: Names, stack: ExitStack) -> None:
     Path("meta-llama").mkdir()
     save_file(weights, "meta-llama/model.safetensors")
     Path("meta-llama/config.json").write_text("{}")
+    Path("out/checkpoint-500").mkdir(parents=True)
+    save_file(weights, "out/checkpoint-500/adapter_model.safetensors")
+    Path("out/checkpoint-500/trainer_state.json").write_text("{}")
     torch.save({"model": weights, "epoch": 3}, "epoch3.pt")
     environment(stack, CKPTSTORE="checkpoints")
     names["store"] = stack.enter_context(ckptstore.open("checkpoints"))

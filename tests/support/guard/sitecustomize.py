@@ -36,10 +36,16 @@ ALLOWED = (
     "torch_checkpointing",
     "jinja2",
     "moto",
+    "accelerate",
+    "datasets",
+    "dill",
     "lightning",
+    "peft",
     "pytorch_lightning",
-    "torchtitan",
     "ray",
+    "torchtitan",
+    "transformers",
+    "trl",
 )
 """Modules, and those below them, whose pickles are no affair of ckptstore's: worker processes,
 DCP's and FSDP's collectives, the compiler (which takes hashes of them), the peers' and the
