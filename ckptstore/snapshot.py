@@ -225,10 +225,8 @@ class Snapshot:
         Example:
             >>> store.checkout("latest").restore({"model": model})
         """
-        left = keys_of(without)
-        options = RestoreOptions(
-            strict, allow_pickle, select, rename, dtype, memory_budget_bytes, left
-        )
+        budget, left = memory_budget_bytes, keys_of(without)
+        options = RestoreOptions(strict, allow_pickle, select, rename, dtype, budget, left)
         ranks = ranks or Ranks()
         peers = collective_of(ranks.process_group, ranks.timeout_s)
         view = RankView(

@@ -20,12 +20,12 @@ import ckptstore
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.interop.fsspec import url_of
 from ckptstore.interop.serving import (
-    POINTER,
     adapters,
     from_pretrained,
     load_adapter,
     write_configuration,
 )
+from ckptstore.objects.pointer_files import HOLLOW_POINTER
 from ckptstore.store import Store
 
 
@@ -283,7 +283,7 @@ def test_the_plugin_of_vllm_streams_the_weights_of_a_commit(
         "config.json",
         "generation_config.json",
     ]
-    assert (tmp_path / "served" / POINTER).exists()
+    assert (tmp_path / "served" / HOLLOW_POINTER).exists()
     assert transformers.AutoConfig.from_pretrained(tmp_path / "served").hidden_size == 64
     url = {"url": url_of(snapshot), "key": "model"}
     by_url = LoadConfig(model_loader_extra_config=url)  # two loaders are made of one, as vLLM may
