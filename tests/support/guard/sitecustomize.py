@@ -34,13 +34,15 @@ ALLOWED = (
     "torch._dynamo",
     "torchsnapshot",
     "torch_checkpointing",
+    "accelerate",
+    "deepspeed",
     "jinja2",
     "moto",
 )
 """Modules, and those below them, whose pickles are no affair of ckptstore's: worker processes,
-DCP's and FSDP's collectives, the compiler (which takes hashes of them), the peers' wheels, the S3
-server of the tests; and torch's own file, behind `torch.load` and `torch.save`, which are guarded
-themselves."""
+DCP's and FSDP's collectives, the compiler (which takes hashes of them), the peers' wheels, trainers
+that write files of their own, the S3 server of the tests; and torch's own file, behind `torch.load`
+and `torch.save`, which are guarded themselves."""
 
 OURS = ("ckptstore.state.inflate", "ckptstore.interop.formats.foreign_files")
 """Where ckptstore may, if the caller asks for it."""
@@ -51,6 +53,7 @@ HARMLESS = {
         "pickle.Unpickler",
     ): "gives records that do nothing, and refuses every other name",
     ("ckptstore.interop.formats.exports", "torch.save"): "writes the file that the user asked for",
+    ("ckptstore.interop.deepspeed", "torch.save"): "writes the files that the user asked for",
     (
         "ckptstore.interop.dcp.names",
         "torch.save",
