@@ -7,7 +7,10 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Net(nn.Module):
@@ -59,13 +62,20 @@ def learn(engine: Any, step: int) -> float:
 
 
 def state(engine: Any) -> list[Any]:
-    """What this rank trains with: weights, its share of the master weights and the moments."""
-    optimizer = engine.optimizer
-    shares = [
-        [value.clone() for value in entry.values() if isinstance(value, torch.Tensor)]
-        for entry in optimizer.optimizer.state.values()
-    ]
-    weights = [
-        getattr(each, "ds_tensor", each).detach().clone() for each in engine.module.parameters()
-    ]
-    return [weights, shares, engine.module.seen.clone(), engine.lr_scheduler.state_dict()]
+    """What a training goes on with: weights, master weights and moments. At stage 3 without the
+    padding of the shards, which is memory that nobody has written."""
+    stage = engine.zero_optimization_stage()
+    found: list[Any] = [engine.module.seen.clone(), engine.lr_scheduler.state_dict()]
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            found.append([name, parameter.detach().clone()])
+        if parameter.requires_grad and stage == 3:
+            found.append(safe_get_full_fp32_param(parameter))
+            found += [safe_get_full_optimizer_state(parameter, each) for each in MOMENTS]
+    if stage in (1, 2):
+        entries = engine.optimizer.optimizer.state.values()
+        found += [[entry[each].clone() for each in MOMENTS] for entry in entries]
+        found += [
+            each.detach().clone() for each in engine.optimizer.single_partition_of_fp32_groups
+        ]
+    return found
