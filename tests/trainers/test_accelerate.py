@@ -3,12 +3,16 @@
 import json
 import logging
 import os
+import pickle
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 
@@ -314,6 +318,43 @@ def test_detach_gives_the_accelerator_its_own_methods_back(
     attached.close()
     training.accelerator.save_state()
     assert "model.safetensors" in os.listdir(tmp_path / "project/checkpoints/checkpoint_0")
+
+
+@pytest.mark.pickles
+def test_a_pickled_accelerator_leaves_its_store_behind(tmp_path: Path, training: Training) -> None:
+    attached = attach(training.accelerator, tmp_path / "store")
+    assert pickle.loads(pickle.dumps(Holder(training.accelerator))).it.__class__ is Accelerator
+    attached.close()
+    assert type(training.accelerator) is Accelerator
+
+
+class Holder:
+    """Something with an accelerator, whose state is not looked at."""
+
+    def __init__(self, it: Any) -> None:
+        self.it = it
+
+
+def test_shards_are_committed_as_the_tensors_that_they_are(tmp_path: Path) -> None:
+    assert trained("tests.trainers.accelerate_sharded_training", tmp_path, ranks=2) == [True, True]
+    with ckptstore.open(tmp_path / "store") as store:
+        assert store.checkout(2).read("model/0.weight").shape == (6, 4)
+
+
+def test_the_place_of_one_rank_is_no_place_of_two(tmp_path: Path) -> None:
+    training = "tests.trainers.accelerate_stateful_training"
+    assert trained(training, tmp_path, ranks=2) == [False, False]
+    with pytest.raises(AssertionError, match=r"dataloader/position is a data loader of 2 ranks"):
+        trained(training, tmp_path, ranks=1)
+
+
+def test_the_example_runs_as_it_is() -> None:
+    example = Path(__file__).parents[2] / "examples/trainers/train_with_accelerate.py"
+    done = subprocess.run(
+        [sys.executable, example], capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "starting in epoch 1, at batch 6" in done.stdout
 
 
 def test_what_is_not_supported_is_refused(

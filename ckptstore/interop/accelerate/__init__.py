@@ -106,13 +106,39 @@ def _check_supported(accelerator: Accelerator) -> None:
         )
     if advice := _ELSEWHERE.get(kind := accelerator.distributed_type.name):
         raise InvalidInput(f"attach does not support trainings of kind {kind}: {advice}")
-    if "save_state" in vars(accelerator):
+    if "_attached" in vars(accelerator):
         raise InvalidInput("a store is attached to this accelerator already; detach it first")
 
 
+def _with_store(cls: type[Accelerator]) -> type[Accelerator]:
+    """`cls` with the methods of what is attached. A pickle or a copy of an accelerator is one of
+    `cls` again, without the store."""
+
+    class WithStore(cls):  # type: ignore[misc]  # of a class known only here
+        def save_state(self, *args: Any, **kwargs: Any) -> Path:
+            return self._attached.save_state(*args, **kwargs)  # type: ignore[no-any-return]
+
+        def load_state(self, *args: Any, **kwargs: Any) -> None:
+            self._attached.load_state(*args, **kwargs)
+
+        def end_training(self) -> None:
+            self._attached.end_training()
+
+        def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+            state = {name: value for name, value in vars(self).items() if name != "_attached"}
+            return _new, (cls,), state
+
+    WithStore.__name__, WithStore.__qualname__ = cls.__name__, cls.__qualname__
+    return WithStore
+
+
+def _new(cls: type[Accelerator]) -> Accelerator:
+    return cls.__new__(cls)
+
+
 class Attached:
-    """A store at an accelerator, whose `save_state` and `load_state` are the methods of this object
-    until `detach`."""
+    """A store at an accelerator, whose `save_state`, `load_state` and `end_training` are the
+    methods of this object until `detach`."""
 
     def __init__(
         self,
@@ -128,16 +154,16 @@ class Attached:
         self._ranks, self._allow_pickle = ranks, allow_pickle
         self._saves = BackgroundSaves(ranks)
         self._leaving: dict[CommitId, None] = {}
-        for name in ("save_state", "load_state", "end_training"):
-            setattr(accelerator, name, getattr(self, name))
+        self._class = type(accelerator)
+        accelerator._attached, accelerator.__class__ = self, _with_store(self._class)
 
     def detach(self) -> None:
         """Wait for the last save, and give the accelerator its own methods back."""
         try:
             self.wait()
         finally:
-            for name in ("save_state", "load_state", "end_training"):
-                vars(self._accelerator).pop(name, None)
+            if vars(self._accelerator).pop("_attached", None):
+                self._accelerator.__class__ = self._class
 
     def close(self) -> None:
         """Detach, and close the store if `attach` opened it."""
@@ -349,7 +375,7 @@ class Attached:
 
     def _load(self, ref: str | int | Path, kwargs: dict[str, Any]) -> None:
         if isinstance(ref, Path) and not os.path.lexists(ref / POINTER):
-            type(self._accelerator).load_state(self._accelerator, str(ref), **kwargs)
+            self._class.load_state(self._accelerator, str(ref), **kwargs)
             return
 
         def find() -> tuple[Snapshot, dict[str, Any]]:
