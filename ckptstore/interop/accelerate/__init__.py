@@ -133,7 +133,8 @@ def _with_store(cls: type[Accelerator]) -> type[Accelerator]:
 
 
 def _new(cls: type[Accelerator]) -> Accelerator:
-    return cls.__new__(cls)
+    made: Accelerator = object.__new__(cls)
+    return made
 
 
 class Attached:
