@@ -7,6 +7,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 import torch
+from deepspeed.moe.layer import MoE
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
@@ -51,6 +52,28 @@ def new_engine(stage: int = 1, *, seed: int = 3, width: int = 64, **config: Any)
         },
     )
     return engine
+
+
+class Experts(nn.Module):
+    """Two experts behind a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoE(8, nn.Linear(8, 8), num_experts=2, k=1)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.moe(x)[0])
+
+
+def new_moe_engine(*, seed: int = 3) -> Any:
+    """An engine without ZeRO whose model has experts."""
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    torch.manual_seed(seed)
+    net = Experts()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True}
+    return deepspeed.initialize(model=net, optimizer=optimizer, config=config)[0]
 
 
 def learn(engine: Any, step: int) -> float:

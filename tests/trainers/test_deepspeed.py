@@ -17,7 +17,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 import ckptstore
 from ckptstore.interop import deepspeed as integration
 from ckptstore.interop.deepspeed import StoreCheckpointEngine, fp32_weights, write_files
-from tests.trainers.deepspeed_parts import learn, new_engine, state
+from tests.trainers.deepspeed_parts import learn, new_engine, new_moe_engine, state
 from tests.trainers.trainings import digest, free_port, killed, trained
 
 # What DeepSpeed calls is deprecated in newer versions of torch.
@@ -119,6 +119,24 @@ def test_what_is_loaded_is_what_was_saved(
     assert client["tokens"] == 7 and client["lists"] == [1, [2.5]]
     assert digest(*state(again)) == wanted
     assert again.global_steps == 1
+
+
+def test_experts_are_part_of_the_commit(tmp_path: Path, store: ckptstore.Store) -> None:
+    engine, out = new_moe_engine(), tmp_path / "out"
+    saves = StoreCheckpointEngine.install(engine, store)
+    learn(engine, 0)
+    engine.save_checkpoint(str(out))
+    wanted = digest(engine.module.state_dict())
+    saves.wait()
+    names = store.checkout().keys()
+    assert sum("_expert_" in name for name in names) == 2
+    assert set(os.listdir(out / "global_step1")) == {".metadata", *names} - {"deepspeed"}
+    again = new_moe_engine(seed=4)
+    StoreCheckpointEngine.install(again, store)
+    again.load_checkpoint(str(out))
+    assert digest(again.module.state_dict()) == wanted
+    with pytest.raises(ckptstore.InvalidInput, match="divided among ranks"):
+        fp32_weights(store.checkout())
 
 
 def test_latest_names_only_what_is_durable(
