@@ -77,7 +77,7 @@ class Run:
                 path.unlink()
         processes = multiprocessing.get_context("forkserver")
         processes.set_forkserver_preload([training])
-        port = _free_port()
+        port = free_port()
         self._processes = [
             processes.Process(target=_live, args=(training, folder, rank, ranks, port))
             for rank in range(ranks)
@@ -190,7 +190,7 @@ def _live(training: str, folder: Path, rank: int, ranks: int, port: int) -> None
         os._exit(1)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -38,6 +38,7 @@ ALLOWED = (
     "moto",
     "accelerate",
     "datasets",
+    "deepspeed",
     "dill",
     "lightning",
     "peft",
@@ -61,6 +62,7 @@ HARMLESS = {
         "pickle.Unpickler",
     ): "gives records that do nothing, and refuses every other name",
     ("ckptstore.interop.formats.exports", "torch.save"): "writes the file that the user asked for",
+    ("ckptstore.interop.deepspeed", "torch.save"): "writes the files that the user asked for",
     (
         "ckptstore.interop.dcp.names",
         "torch.save",

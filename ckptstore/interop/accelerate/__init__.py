@@ -1,0 +1,416 @@
+"""How does a training with Accelerate save into a store? `attach` makes `save_state` commit and
+`load_state` restore (docs/accelerate.md).
+
+The directories that a script names stay. Each has a pointer file instead of the state, written when
+the commit is durable, so that a directory without one is no checkpoint.
+"""
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ckptstore.core.ids import CommitId
+from ckptstore.core.options import Ranks
+from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound
+from ckptstore.interop.background_saves import BackgroundSaves, as_first_rank, together
+from ckptstore.objects.pointer_files import is_pointer, read_pointer
+from ckptstore.open_store import open as open_store
+from ckptstore.open_store import write_pointer
+from ckptstore.snapshot import Snapshot
+from ckptstore.store import Store
+
+try:
+    import accelerate
+    from accelerate import Accelerator
+
+    from ckptstore.interop.accelerate.folders import (
+        POINTER,
+        commit_at,
+        existing,
+        is_checkpoint,
+        number_of,
+        numbered,
+        numbered_folder,
+        step_of,
+    )
+    from ckptstore.interop.accelerate.state import is_sharded, key_of, live_state, state_to_save
+except ImportError as error:
+    raise ImportError(
+        f'attach needs Accelerate: pip install "ckptstore[accelerate]" ({error})'
+    ) from error
+
+__all__ = ["Attached", "attach"]
+
+logger = logging.getLogger("ckptstore")
+
+OLDEST = (1, 15)
+"""The oldest Accelerate that this has been tested with."""
+
+_ELSEWHERE = {
+    "DEEPSPEED": "ckptstore.interop.deepspeed.StoreCheckpointEngine.install(model, store) on the "
+    "prepared model stores what DeepSpeed saves, also in save_state",
+    "MEGATRON_LM": "Megatron-LM writes its own checkpoints; `ckptstore adopt DIRECTORY` commits "
+    "them",
+    "XLA": "tensors of XLA devices cannot be copied in the background",
+}
+
+
+def attach(
+    accelerator: Accelerator,
+    store: Store | str | os.PathLike[str],
+    *,
+    wait: bool = False,
+    ranks: Ranks | None = None,
+    allow_pickle: bool = False,
+) -> "Attached":
+    """Let `accelerator.save_state` commit to `store`, and `accelerator.load_state` restore from it.
+
+    `save_state` copies the state and returns; hashing and writing go on beside the training. The
+    next `save_state`, `load_state` or `end_training` raises what failed meanwhile, on all ranks.
+
+    Args:
+        accelerator: The accelerator of this process; every rank attaches its own.
+        store: An open store, or the place of one, which is closed by `close` or `end_training`.
+        wait: Return from `save_state` only when the commit is durable.
+        ranks: As in `Store.commit`, for commits and restores.
+        allow_pickle: Pickle values of registered objects that have no safe encoding.
+
+    Returns:
+        What is attached: `wait`, `detach`, `close`, and the `store`.
+
+    Raises:
+        InvalidInput: The version or the kind of training is not supported, or the accelerator is
+            attached already.
+
+    Example:
+        >>> attach(accelerator, "checkpoints")
+        >>> accelerator.save_state("out/step_100")
+    """
+    _check_supported(accelerator)
+    if isinstance(store, Store):
+        return Attached(accelerator, store, False, wait, ranks or Ranks(), allow_pickle)
+    return Attached(accelerator, open_store(store), True, wait, ranks or Ranks(), allow_pickle)
+
+
+def _check_supported(accelerator: Accelerator) -> None:
+    version = tuple(map(int, re.findall(r"\d+", accelerate.__version__)[:2]))
+    if version < OLDEST:
+        raise InvalidInput(
+            f"Accelerate {accelerate.__version__} is not supported: wanted "
+            f"{'.'.join(map(str, OLDEST))} or newer; pip install --upgrade accelerate"
+        )
+    if advice := _ELSEWHERE.get(kind := accelerator.distributed_type.name):
+        raise InvalidInput(f"attach does not support trainings of kind {kind}: {advice}")
+    if "_attached" in vars(accelerator):
+        raise InvalidInput("a store is attached to this accelerator already; detach it first")
+
+
+def _with_store(cls: type[Accelerator]) -> type[Accelerator]:
+    """`cls` with the methods of what is attached. A pickle or a copy of an accelerator is one of
+    `cls` again, without the store."""
+
+    class WithStore(cls):  # type: ignore[misc]  # of a class known only here
+        def save_state(self, *args: Any, **kwargs: Any) -> Path:
+            return self._attached.save_state(*args, **kwargs)  # type: ignore[no-any-return]
+
+        def load_state(self, *args: Any, **kwargs: Any) -> None:
+            self._attached.load_state(*args, **kwargs)
+
+        def end_training(self) -> None:
+            self._attached.end_training()
+
+        def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+            state = {name: value for name, value in vars(self).items() if name != "_attached"}
+            return _new, (cls,), state
+
+    WithStore.__name__, WithStore.__qualname__ = cls.__name__, cls.__qualname__
+    return WithStore
+
+
+def _new(cls: type[Accelerator]) -> Accelerator:
+    made: Accelerator = object.__new__(cls)
+    return made
+
+
+class Attached:
+    """A store at an accelerator, whose `save_state`, `load_state` and `end_training` are the
+    methods of this object until `detach`."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        store: Store,
+        owned: bool,
+        wait: bool,
+        ranks: Ranks,
+        allow_pickle: bool,
+    ) -> None:
+        self.store = store
+        self._accelerator, self._owned, self._waits = accelerator, owned, wait
+        self._ranks, self._allow_pickle = ranks, allow_pickle
+        self._saves = BackgroundSaves(ranks)
+        self._leaving: dict[CommitId, None] = {}
+        self._class = type(accelerator)
+        accelerator._attached, accelerator.__class__ = self, _with_store(self._class)
+
+    def detach(self) -> None:
+        """Wait for the last save, and give the accelerator its own methods back."""
+        try:
+            self.wait()
+        finally:
+            if vars(self._accelerator).pop("_attached", None):
+                self._accelerator.__class__ = self._class
+
+    def close(self) -> None:
+        """Detach, and close the store if `attach` opened it."""
+        try:
+            self.detach()
+        finally:
+            if self._owned:
+                self.store.close()
+
+    def wait(self) -> None:
+        """Wait until the last save is durable. Raises what failed, once. All ranks call this."""
+        self._saves.settle()
+
+    def end_training(self) -> None:
+        """As `Accelerator.end_training`, when the last save is durable."""
+        try:
+            self.close()
+        finally:
+            self._accelerator.end_training()
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        tag: str | Sequence[str] | None = (),
+        **save_model_func_kwargs: Any,
+    ) -> Path:
+        """As `Accelerator.save_state`, as a commit. All ranks call this.
+
+        Args:
+            output_dir: The directory that gets the pointer file.
+            safe_serialization: Without meaning here: no file is written.
+            step: The step of the commit; default: the number at the end of the directory's name.
+            metrics: Numbers by name, for `load_state("best:loss")`.
+            tag: Names for the commit.
+            save_model_func_kwargs: Without meaning here.
+
+        Returns:
+            The directory.
+
+        Raises:
+            InvalidInput: A value cannot be stored; the message has its path.
+            CkptStoreError: An earlier save failed, and this one did not begin.
+        """
+        accelerator = self._accelerator
+        self.wait()
+        directory = together(self._ranks, "save: directory", partial(self._directory, output_dir))
+        directory.mkdir(parents=True, exist_ok=True)
+        pending = self.store.commit_async(
+            state_to_save(accelerator, directory),
+            step=step_of(directory) if step is None else step,
+            metrics=metrics,
+            tag=tag,
+            allow_pickle=self._allow_pickle,
+            ranks=self._ranks,
+        )
+        self._saves.follow(pending, partial(self._publish, directory))
+        accelerator.project_configuration.iteration += 1
+        if self._waits:
+            self.wait()
+        return directory
+
+    def _directory(self, asked: str | os.PathLike[str] | None) -> Path:
+        accelerator = self._accelerator
+        if folder := numbered_folder(accelerator):
+            directory = folder / f"checkpoint_{accelerator.save_iteration}"
+            if is_checkpoint(directory):
+                raise InvalidInput(
+                    f"{directory} has a checkpoint already: load_state() goes on behind the "
+                    "newest; or set accelerator.project_configuration.iteration"
+                )
+            return directory
+        if asked is None:
+            raise InvalidInput(
+                "save_state() needs a directory, or "
+                "ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
+        return Path(asked).expanduser().absolute()
+
+    def _publish(self, directory: Path, snapshot: Snapshot) -> None:
+        """The commit is durable: name it by its directory, and remove directories that are too
+        many."""
+        accelerator = self._accelerator
+        on_each_node = accelerator.project_configuration.save_on_each_node
+        if accelerator.is_main_process or (on_each_node and accelerator.is_local_main_process):
+            write_pointer(directory / POINTER, self.store, snapshot.id)
+            self._rotate(directory)
+
+    def _rotate(self, newest: Path) -> None:
+        folder = numbered_folder(self._accelerator)
+        limit = self._accelerator.project_configuration.total_limit
+        if folder is None or limit is None:
+            return
+        older = [each for each in numbered(folder) if each != newest]
+        whole = [each for each in older if is_checkpoint(each)]
+        kept = whole[max(0, len(whole) - (limit - 1)) :]
+        for each in older:
+            if each not in kept:
+                self._remove(each)
+        if self._accelerator.is_main_process:
+            self._forget()
+
+    def _remove(self, directory: Path) -> None:
+        if is_pointer(directory / POINTER):
+            self._leaving[read_pointer(directory / POINTER).id] = None
+        shutil.rmtree(directory)
+
+    def _forget(self) -> None:
+        """Forget the commits of removed directories, and collect what nothing needs any more. A
+        protected commit (a tag, the best, the two newest of the run) is asked for again after the
+        next save."""
+        forgotten = 0
+        for commit in list(self._leaving):
+            try:
+                self.store.forget(commit)
+                forgotten += 1
+            except Conflict as error:
+                logger.debug("commit %s stays for now: %s", commit[:12], error)
+                continue
+            except NotFound:
+                pass  # somebody else has forgotten and collected it
+            del self._leaving[commit]
+        if forgotten:
+            try:
+                self.store.gc()
+            except CkptStoreError as error:
+                logger.warning("removed checkpoints keep their room for now: %s", error)
+
+    def load_state(
+        self,
+        input_dir: str | int | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """As `Accelerator.load_state`, from a commit. All ranks call this.
+
+        Args:
+            input_dir: A directory that `save_state` was given; a ref such as a step, a tag or
+                `"best:loss"`; or None for the newest checkpoint that verifies: damaged ones are
+                passed over with a warning. A directory with files of Accelerate is loaded by it.
+            load_kwargs: For a directory with files of Accelerate.
+            load_model_func_kwargs: `strict=False` as in `Snapshot.restore`. `map_location` is only
+                for files: a restore fills tensors where they are.
+
+        Raises:
+            NotFound: There is no such checkpoint.
+            Corrupt: It is damaged; without `input_dir`, all are.
+            InvalidInput: It does not fit what was prepared and registered; nothing was changed.
+        """
+        self.wait()
+        kwargs = {"load_kwargs": load_kwargs, **load_model_func_kwargs}
+        location = load_model_func_kwargs.get("map_location")
+        if location not in (None, "cpu", "on_device"):
+            raise InvalidInput(f"map_location is {location!r}; wanted None, 'cpu' or 'on_device'")
+        if input_dir is not None:
+            self._load(existing(input_dir), kwargs)
+            self._number_behind()
+        elif not self._load_newest(kwargs):
+            raise NotFound(
+                f"{self.store.url} has no commit of run {self.store.run}, so that there is nothing "
+                "to load; save_state makes one, and resume() loads one if there is one"
+            )
+
+    def resume(self) -> bool:
+        """Load the newest checkpoint that verifies, as `load_state()` does; False if there is none
+        yet. All ranks call this."""
+        self.wait()
+        return self._load_newest({})
+
+    def _load_newest(self, kwargs: dict[str, Any]) -> bool:
+        damaged = []
+        for name, is_directory in as_first_rank(self._ranks, "load: look", self._candidates):
+            try:
+                self._load(Path(name) if is_directory else name, kwargs)
+            except (Corrupt, NotFound) as error:
+                logger.warning("skipped checkpoint %s: %s", name, error)
+                damaged.append(f"{name}: {error}")
+                continue
+            self._number_behind()
+            return True
+        if damaged:
+            raise Corrupt(
+                f"none of the {len(damaged)} checkpoints can be loaded; the newest: {damaged[0]}"
+            )
+        return False
+
+    def _number_behind(self) -> None:
+        """Let automatic naming go on behind the newest number."""
+        if folder := numbered_folder(self._accelerator):
+            configuration = self._accelerator.project_configuration
+            numbers = [number_of(each) + 1 for each in numbered(folder) if is_checkpoint(each)]
+            configuration.iteration = max([configuration.iteration, *numbers])
+
+    def _candidates(self) -> list[tuple[str, bool]]:
+        """Directories of numbered checkpoints, newest first; where there are none, the commits of
+        the run."""
+        folder = numbered_folder(self._accelerator)
+        found = reversed(numbered(folder)) if folder else ()
+        directories = []
+        for each in found:
+            if is_checkpoint(each):
+                directories.append((str(each), True))
+            else:
+                logger.warning("skipped checkpoint %s: its save did not end", each)
+        return directories or [(each.id, False) for each in self.store.log(run=self.store.run)]
+
+    def _load(self, ref: str | int | Path, kwargs: dict[str, Any]) -> None:
+        if isinstance(ref, Path) and not os.path.lexists(ref / POINTER):
+            self._class.load_state(self._accelerator, str(ref), **kwargs)
+            return
+
+        def find() -> tuple[Snapshot, dict[str, Any]]:
+            snapshot = self.store.checkout(commit_at(ref) if isinstance(ref, Path) else ref)
+            if "accelerate" not in (keys := snapshot.keys()):
+                raise InvalidInput(
+                    f"commit {snapshot.id[:12]} was not made by save_state: it has "
+                    f"{', '.join(keys)}; store.checkout(…).restore takes parts of it"
+                )
+            return snapshot, snapshot.state_dict("accelerate")
+
+        snapshot, made = together(self._ranks, "load: open", find)
+        directory = ref if isinstance(ref, Path) else Path(made["directory"])
+        self._restore(snapshot, made, directory, strict=kwargs.get("strict", True))
+
+    def _restore(
+        self, snapshot: Snapshot, made: dict[str, Any], directory: Path, *, strict: bool
+    ) -> None:
+        accelerator = self._accelerator
+        saved, present = made["custom_objects"], len(accelerator._custom_objects)
+        if saved != present:
+            raise InvalidInput(
+                f"commit {snapshot.id[:12]} has {saved} registered objects, and {present} are "
+                "registered now: call register_for_checkpointing for the same ones, in the same "
+                "order"
+            )
+        models = list(accelerator._models)
+        shown = [] if is_sharded(accelerator) else models
+        for hook in accelerator._load_model_state_pre_hook.values():
+            hook(shown, str(directory))
+        edited = [place for place in made["edited"] if place < len(models)]
+        state = live_state(accelerator, models)
+        for place in edited:
+            own = snapshot.of_rank(accelerator.process_index).state_dict(key_of("model", place))
+            state.pop(key_of("model", place)).load_state_dict(own)
+        snapshot.restore(state, strict=strict, allow_pickle=self._allow_pickle, ranks=self._ranks)
+        logger.info("loaded commit %s (step %s)", snapshot.id[:12], snapshot.step)
