@@ -15,6 +15,7 @@ READY := $(VENV)/.ready
 READY_BENCH := $(VENV)/.ready-bench
 TRAINERS := $(VENV)-trainers
 READY_TRAINERS := $(TRAINERS)/.ready
+PIP_TRAINERS := $(TRAINERS)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
 
 .PHONY: help setup test test-real test-trainers test-versions lint dist demo bench soak docs docs-serve clean
 
@@ -61,13 +62,18 @@ test: lint
 test-real: $(READY)
 	@$(BIN)/python -m tests.real
 
-# Gigabytes less than in one environment with everything, and a library that does not install fails here alone.
+# The trainers' libraries are in an environment of their own. DeepSpeed is built without its operators, which it
+# compiles when they are used. torchtitan wants a version of datasets that refuses the newest fsspec, and needs none.
 $(READY_TRAINERS): pyproject.toml constraints.txt
-	@echo "setup 1/2: installing torch into $(TRAINERS)"
+	@echo "setup 1/3: installing torch into $(TRAINERS)"
 	@$(PYTHON) -m venv $(TRAINERS)
-	@$(TRAINERS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt torch setuptools
-	@echo "setup 2/2: installing the trainers' libraries"
-	@$(TRAINERS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt --no-build-isolation -e '.[s3,test,trainers]'
+	@$(PIP_TRAINERS) torch setuptools
+	@echo "setup 2/3: installing the trainers' libraries"
+	@$(PIP_TRAINERS) --no-build-isolation -e '.[s3,test,trainers]'
+	@echo "setup 3/3: installing DeepSpeed and torchtitan"
+	@DS_BUILD_OPS=0 $(PIP_TRAINERS) --no-build-isolation -e '.[deepspeed]'
+	@$(PIP_TRAINERS) einops tensorboard tyro
+	@$(PIP_TRAINERS) --no-deps torchtitan spmd_types torch_checkpointing
 	@touch $@
 
 test-trainers: $(READY_TRAINERS)
