@@ -3,7 +3,6 @@
 import logging
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,6 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**ranks, "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
-    with ckptstore.open(tmp_path / "store") as store:
-        yield store
 
 
 def packs(store: Path) -> set[Path]:

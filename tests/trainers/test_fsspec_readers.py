@@ -1,6 +1,5 @@
 """pandas, pyarrow and Ray read commits through fsspec."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
@@ -9,18 +8,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import ckptstore
 from ckptstore.interop.fsspec import CheckpointFileSystem, url_of
 from ckptstore.store import Store
 from tests.interop.adopt.trees import tree_of
 
 fsspec.register_implementation("ckptstore", CheckpointFileSystem, clobber=True)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with ckptstore.open(tmp_path / "store") as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ does with them."""
 import argparse
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,29 +36,23 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 """Lightning warns of few workers, empty loggers and the like."""
 
 
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Store]:
-    with ckptstore.open(tmp_path / "store") as store:
-        yield store
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_top_k_and_last_are_pointers_and_cost_one_copy(
-    tmp_path: Path, opened: Store, kind: Any
+    tmp_path: Path, store: Store, kind: Any
 ) -> None:
     callback = saver(tmp_path, monitor="val_loss", save_top_k=2)
     run = fitted(tmp_path, kind(tmp_path / "store"), callback)
     assert files(tmp_path) == ["epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt"]
     assert all(is_pointer(tmp_path / "ckpt" / name) for name in files(tmp_path))
     assert run.strategy.checkpoint_io._opened is None, "closed at the end of fit"
-    best = opened.checkout("best:val_loss")
+    best = store.checkout("best:val_loss")
     assert best.id == read_pointer(callback.best_model_path).id
     assert best.metrics["val_loss"] == pytest.approx(float(callback.best_model_score))
-    state = opened.checkout("latest").state_dict()
-    assert state["global_step"] == run.global_step == opened.checkout("latest").step == 12
+    state = store.checkout("latest").state_dict()
+    assert state["global_step"] == run.global_step == store.checkout("latest").step == 12
     for name, tensor in run.lightning_module.state_dict().items():
         assert torch.equal(state["state_dict"][name], tensor)
-    assert not opened.fsck(read_data="100%").damaged
+    assert not store.fsck(read_data="100%").damaged
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,28 +90,28 @@ def test_a_training_goes_on_from_any_name(tmp_path: Path, name: str) -> None:
 
 
 def test_the_parent_of_a_resumed_training_is_the_commit_it_resumed(
-    tmp_path: Path, opened: Store
+    tmp_path: Path, store: Store
 ) -> None:
     callback = saver(tmp_path, save_top_k=-1, save_last=False)
     fitted(tmp_path, StoreCheckpointIO(tmp_path / "store"), callback)
-    second = opened.checkout(6)
+    second = store.checkout(6)
     again = trainer(tmp_path, StoreCheckpointIO(tmp_path / "store"), max_epochs=3, callbacks=[])
     again.fit(Model(), BoringDataModule(), ckpt_path=str(tmp_path / "ckpt" / "epoch=1.ckpt"))
     again.save_checkpoint(tmp_path / "again.ckpt")
-    assert opened.checkout(tmp_path / "again.ckpt").step == 9
+    assert store.checkout(tmp_path / "again.ckpt").step == 9
     assert second.id == read_pointer(tmp_path / "ckpt" / "epoch=1.ckpt").id
 
 
-def test_a_link_to_the_last_costs_nothing_and_resumes(tmp_path: Path, opened: Store) -> None:
+def test_a_link_to_the_last_costs_nothing_and_resumes(tmp_path: Path, store: Store) -> None:
     fitted(tmp_path, StoreCheckpointIO(tmp_path / "store"), saver(tmp_path, save_last="link"))
     assert (tmp_path / "ckpt" / "last.ckpt").is_symlink()
-    assert len(opened.log()) + len(opened.forgotten()) == 4
+    assert len(store.log()) + len(store.forgotten()) == 4
     again = trainer(tmp_path, StoreCheckpointIO(tmp_path / "store"), max_epochs=5)
     again.fit(Model(), BoringDataModule(), ckpt_path=tmp_path / "ckpt" / "last.ckpt")
     assert again.global_step == 15
 
 
-def test_files_of_torch_save_are_read_and_replaced(tmp_path: Path, opened: Store) -> None:
+def test_files_of_torch_save_are_read_and_replaced(tmp_path: Path, store: Store) -> None:
     fitted(tmp_path, None, saver(tmp_path))
     assert not is_pointer(tmp_path / "ckpt" / "last.ckpt")
     callback = saver(tmp_path)
@@ -127,16 +120,16 @@ def test_files_of_torch_save_are_read_and_replaced(tmp_path: Path, opened: Store
     )
     again.fit(Model(), BoringDataModule(), ckpt_path="last")
     assert again.global_step == 18 and is_pointer(tmp_path / "ckpt" / "last.ckpt")
-    assert opened.checkout(tmp_path / "ckpt" / "last.ckpt").step == 18
+    assert store.checkout(tmp_path / "ckpt" / "last.ckpt").step == 18
 
 
 @pytest.mark.pickles
-def test_load_from_checkpoint_takes_pointers_and_snapshots(tmp_path: Path, opened: Store) -> None:
+def test_load_from_checkpoint_takes_pointers_and_snapshots(tmp_path: Path, store: Store) -> None:
     run = fitted(tmp_path, StoreCheckpointIO(tmp_path / "store"), saver(tmp_path, save_last="link"))
     for source in (
         run.checkpoint_callback.best_model_path,
         tmp_path / "ckpt" / "last.ckpt",
-        opened.checkout("latest"),
+        store.checkout("latest"),
     ):
         model = Model.load_from_checkpoint(source, map_location="cpu")
         assert torch.equal(model.layer.weight, run.lightning_module.layer.weight)
@@ -145,7 +138,7 @@ def test_load_from_checkpoint_takes_pointers_and_snapshots(tmp_path: Path, opene
 
 
 def test_removed_checkpoints_are_forgotten_a_step_later_unless_tagged(
-    tmp_path: Path, opened: Store
+    tmp_path: Path, store: Store
 ) -> None:
     plugin = StoreCheckpointIO(tmp_path / "store")
     run = trainer(tmp_path, plugin, callbacks=[saver(tmp_path, save_last=False)], max_epochs=6)
@@ -153,14 +146,14 @@ def test_removed_checkpoints_are_forgotten_a_step_later_unless_tagged(
     class Tags(pl.Callback):  # type: ignore[misc]
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
             if trainer.current_epoch == 2:
-                opened.tag("kept", "latest")
+                store.tag("kept", "latest")
 
     run.callbacks.insert(0, Tags())
     run.fit(Model(), BoringDataModule())
     assert files(tmp_path) == ["epoch=5.ckpt"]
-    assert [info.step for info in opened.log()] == [18, 15, 6]
-    assert opened.checkout("kept").step == 6
-    assert len(opened.forgotten()) == 3
+    assert [info.step for info in store.log()] == [18, 15, 6]
+    assert store.checkout("kept").step == 6
+    assert len(store.forgotten()) == 3
 
 
 def test_removing_a_directory_or_nothing_is_no_error(tmp_path: Path) -> None:
@@ -203,7 +196,7 @@ def test_names_that_are_nothing_say_so(tmp_path: Path) -> None:
         StoreCheckpointIO(other)  # type: ignore[arg-type]
 
 
-def test_labels_and_storage_options_describe_a_commit(tmp_path: Path, opened: Store) -> None:
+def test_labels_and_storage_options_describe_a_commit(tmp_path: Path, store: Store) -> None:
     run = fitted(
         tmp_path,
         StoreCheckpointIO(tmp_path / "store"),
@@ -212,7 +205,7 @@ def test_labels_and_storage_options_describe_a_commit(tmp_path: Path, opened: St
     run.save_checkpoint(
         tmp_path / "a.ckpt", storage_options={"tag": "good", "metrics": {"f1": 0.5}, "message": "m"}
     )
-    found = opened.checkout("good")
+    found = store.checkout("good")
     assert (found.metrics, found.step) == ({"f1": 0.5}, 12)
     assert found.message == f"m\n{tmp_path / 'a.ckpt'}"
 

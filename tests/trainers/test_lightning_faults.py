@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,6 @@ from tests.trainers.lightning_cases import (
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 """Lightning warns of few workers, empty loggers and the like."""
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Store]:
-    with ckptstore.open(tmp_path / "store") as store:
-        yield store
 
 
 # -- asynchronous saves --
@@ -208,7 +201,7 @@ def test_checkpoints_of_other_directories_are_never_resumed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_stores_retention_decides_what_stays(tmp_path: Path, opened: Store, kind: Any) -> None:
+def test_the_stores_retention_decides_what_stays(tmp_path: Path, store: Store, kind: Any) -> None:
     callback = StoreModelCheckpoint(
         dirpath=tmp_path / "ckpt",
         filename="{step}",
@@ -226,9 +219,9 @@ def test_the_stores_retention_decides_what_stays(tmp_path: Path, opened: Store, 
         "step=12.ckpt",
         "step=6.ckpt",
     ]
-    found = opened.checkout("latest")
+    found = store.checkout("latest")
     assert {"loss", "val_loss", "score"} <= found.metrics.keys()
-    assert opened.checkout("best:score:max").id == read_pointer(callback.best_model_path).id
+    assert store.checkout("best:score:max").id == read_pointer(callback.best_model_path).id
     assert run.global_step == 12
 
 
@@ -246,7 +239,7 @@ def test_retention_says_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fabric_saves_and_loads(tmp_path: Path, opened: Store, kind: Any) -> None:
+def test_fabric_saves_and_loads(tmp_path: Path, store: Store, kind: Any) -> None:
     plugin = kind(tmp_path / "store")
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     model = torch.nn.Linear(4, 3)
@@ -262,7 +255,7 @@ def test_fabric_saves_and_loads(tmp_path: Path, opened: Store, kind: Any) -> Non
     state["step"] = 0
     fabric.load(tmp_path / "a.ckpt", state)
     assert torch.equal(model.weight, weights) and state["step"] == 7
-    found = opened.checkout("good")
+    found = store.checkout("good")
     assert (found.step, found.metrics) == (7, {"loss": 0.5})
     plugin.teardown()
 

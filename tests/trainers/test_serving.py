@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 import torch
 import transformers
 
-import ckptstore
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.interop.fsspec import url_of
 from ckptstore.interop.serving import (
@@ -27,12 +25,6 @@ from ckptstore.interop.serving import (
 )
 from ckptstore.objects.pointer_files import HOLLOW_POINTER
 from ckptstore.store import Store
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with ckptstore.open(tmp_path / "store") as opened:
-        yield opened
 
 
 def llama(*, tied: bool = False) -> Any:

@@ -10,17 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import ckptstore
 from ckptstore.errors import InvalidInput, NotFound, ReadOnly
 from ckptstore.interop import trackers
 from ckptstore.interop.fsspec import url_of
 from ckptstore.store import Store
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with ckptstore.open(tmp_path / "store") as opened:
-        yield opened
 
 
 @pytest.fixture

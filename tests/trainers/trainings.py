@@ -104,12 +104,14 @@ class Run:
             time.sleep(0.002)
         return True
 
-    def kill(self) -> None:
-        for process in self._processes:
-            assert process.pid is not None
-            os.kill(process.pid, signal.SIGKILL)
+    def kill(self) -> bool:
+        """Whether some rank was still there to be killed."""
+        there = [process for process in self._processes if process.is_alive()]
+        for process in there:
+            process.kill()
         for process in self._processes:
             process.join()
+        return any(process.exitcode == -signal.SIGKILL for process in there)
 
     def result(self) -> Any:
         """What each rank returned, in order. Raises `AssertionError` if one failed."""
@@ -151,7 +153,8 @@ def killed(
         dies = fate.kills < kills and run.wait_for_saves(draw.randint(*saves))
         if dies:
             time.sleep(draw.uniform(0, AFTER_S))
-            run.kill()
+            dies = run.kill()
+        if dies:
             fate.kills += 1
         else:
             fate.result = run.result()
