@@ -12,14 +12,19 @@ from tests.support.snippets import ROOT, RUNS, Block, blocks, masked, pages, pag
 
 NOT_RUN = Counter(
     {
-        "docs/lightning.md": 6,  # Lightning
-        "docs/migrating.md": 2,  # torchft's Manager
+        "docs/accelerate.md": 2,
+        "docs/deepspeed.md": 3,
+        "docs/lightning.md": 6,
+        "docs/migrating.md": 8,  # torchft's Manager, trainers
         "docs/mirrors.md": 1,  # a bucket and a database
         "docs/quick-start.md": 1,  # pip install
+        "docs/ray.md": 2,
         "docs/serving.md": 4,  # transformers, PEFT and vLLM
         "docs/shared-store.md": 2,  # credentials; a database
         "docs/torchft.md": 1,  # its Manager
+        "docs/torchtitan.md": 3,
         "docs/trackers.md": 5,  # W&B, MLflow and Trackio
+        "docs/transformers.md": 1,
     }
 )
 """How many blocks of a page its reader is told of that the tests do not run them."""

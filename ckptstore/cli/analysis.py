@@ -13,7 +13,7 @@ from ckptstore.cli.commits import commit_document, short
 from ckptstore.cli.maintain import metrics_of
 from ckptstore.cli.screen import Part, columns, fields_of
 from ckptstore.core.ids import CommitId
-from ckptstore.core.paths import write_file
+from ckptstore.core.paths import check_path, write_file
 from ckptstore.core.text import Column, Table, bytes_text, count_text
 from ckptstore.errors import InvalidInput
 from ckptstore.restore.diff import MARKS
@@ -87,6 +87,8 @@ def bisect(call: Call) -> Answer:
     from ckptstore.core.ids import parse_commit_id
 
     kept = Path(args.verdicts) if args.verdicts else None
+    if kept:
+        check_path(kept)
     known: dict[CommitId, bool] = {}
     if kept and kept.exists():
         known = {parse_commit_id(commit): bool(bad) for commit, bad in _read(kept).items()}
