@@ -99,7 +99,7 @@ def combine(
         factors: One for each of them, or a function of the same leaf in all of them: `mean`,
             `moving`, `spherical` make such.
         select: Leaves to add, a glob or several, such as `"model/*"`.
-        step, tag, message, metrics: As in `Store.commit`.
+        step: As in `Store.commit`, and so are `tag`, `message` and `metrics`.
 
     Returns:
         The new commit.

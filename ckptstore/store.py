@@ -410,7 +410,7 @@ class Store(Maintenance):
             directory: The directory. The store must not lie in it.
             hollow: Remove its files with tensors when the commit is durable and was read back;
                 else nothing in it is changed.
-            step, tag, message, metrics, links: As in `commit`.
+            step: As in `commit`, and so are `tag`, `message`, `metrics` and `links`.
 
         Raises:
             InvalidInput: It has a pipe, a socket, or a name that is not Unicode.
