@@ -207,12 +207,15 @@ def section(record: Record) -> str:
 
 
 def headline(records: Sequence[Record]) -> str:
-    """The README's table: GB/s of logical state."""
+    """The README's table: GB/s of logical state, without limits and variants of a contestant."""
     results = {record.result.case: record.result for record in records}
     cases = [case for case in PLOTTED if case in results]
     names = list(
         dict.fromkeys(
-            name for case in cases for name in results[case].series if not name.startswith("limit")
+            name
+            for case in cases
+            for name in results[case].series
+            if not name.startswith("limit") and ", " not in name
         )
     )
     rows = [[name, *(_speed(results[case], name) for case in cases)] for name in names]
