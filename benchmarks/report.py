@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
+from textwrap import fill
 
 from benchmarks.measure import Result, Series, ratio
 from benchmarks.results import Record
@@ -194,7 +195,8 @@ def page(records: Sequence[Record]) -> str:
         *map(section, records),
         "## Machine",
     ]
-    return "\n\n".join([*(part.strip() for part in parts), machine_line(records[0])]) + "\n"
+    machine = fill(machine_line(records[0]), 100, break_on_hyphens=False)
+    return "\n\n".join([*(part.strip() for part in parts), machine]) + "\n"
 
 
 def section(record: Record) -> str:
