@@ -41,6 +41,8 @@ pid file = {home}/$name.pid
 keyring = {home}/keyring
 [mon]
 mon data = {home}/mon
+mon data avail warn = 0
+mon data avail crit = 0
 [osd]
 osd data = {home}/osd
 osd objectstore = memstore
@@ -158,19 +160,31 @@ class RgwServer:
 
     def _run(self, program: str, *arguments: str) -> str:
         environment = {**os.environ, "CEPH_CONF": str(self._home / "ceph.conf")}
-        done = subprocess.run(
-            [program, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=_START_S,
-            env=environment,
-            check=False,
-        )
+        command = " ".join([program, *arguments])
+        try:
+            done = subprocess.run(
+                [program, *arguments],
+                capture_output=True,
+                text=True,
+                timeout=_START_S,
+                env=environment,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(
+                f"{command} did not end within {_START_S:.0f} s; {self._last_words()}"
+            ) from None
         if done.returncode:
             raise RuntimeError(
-                f"{program} {' '.join(arguments)} ended with {done.returncode}: {done.stderr}"
+                f"{command} ended with {done.returncode}: {done.stderr}; {self._last_words()}"
             )
         return done.stdout
+
+    def _last_words(self) -> str:
+        """What became of the servers, and the ends of their logs: `stop` removes these."""
+        ends = [f"{child.args[0]} {child.poll()}" for child in self._children]
+        logs = [f"{log}: {log.read_text()[-1500:]}" for log in sorted(self._home.glob("*.log"))]
+        return "\n".join(["exit codes: " + ", ".join(ends), *logs])
 
     def _child(self, program: str, *arguments: str) -> "subprocess.Popen[bytes]":
         with open(self._home / f"{program}.out", "ab") as out:
