@@ -40,7 +40,7 @@ from ckptstore.errors import (
     ReadOnly,
     Unavailable,
 )
-from ckptstore.log.state import Resolved, newest_first, resolved
+from ckptstore.log.state import Resolved, nearest_first, newest_first, resolved
 from ckptstore.maintenance.disk_space import DiskWatch
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.repository.chunk_store import ObjectStore
@@ -409,8 +409,24 @@ class StoreInternals:
         reader: Reader | None = None,
     ) -> Snapshot:
         """A snapshot whose restores wait for lazy copies and set the parent of later commits."""
-        contents = CommitContents(reader or self.reader, commit, document, self.async_commits.hold)
+        contents = CommitContents(
+            reader or self.reader,
+            commit,
+            document,
+            self.async_commits.hold,
+            nearest=self._nearest,
+        )
         return Snapshot(contents, tags=tags, stats=stats, restored=self.parent_tracker.now)
+
+    def _nearest(self, commit: CommitId, path: str) -> Resolved | None:
+        """The commit of the same run with the nearest step that has the leaf `path`."""
+        state = self.handle.log.replay()
+        for near in nearest_first(state, commit, path):
+            document = self.reader.document(near.session, near.id)
+            for tree in self.reader.trees(document.trees).values():
+                if (i := tree.numbers.get(path)) is not None and not tree.is_gone(i):
+                    return near
+        return None
 
     def _report(self, committed: Committed) -> None:
         """Log one line; `Snapshot.stats` has the same figures."""

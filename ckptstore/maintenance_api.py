@@ -94,9 +94,9 @@ class Maintenance:
                 dry_run=dry_run,
             )
         else:
-            plan = forget_by_policy(
-                self._handle, policies, run=None if all_runs else self._run, dry_run=dry_run
-            )
+            reader = Reader(self._handle.config, self._handle.objects, self._threads)
+            run = None if all_runs else self._run
+            plan = forget_by_policy(self._handle, policies, reader, run=run, dry_run=dry_run)
         if not dry_run:
             self._handle.follow()
         return plan

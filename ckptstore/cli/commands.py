@@ -135,13 +135,18 @@ COMMANDS = (
                 )
                 for adverb, unit in _PERIODS.items()
             ),
+            several(
+                "--thin",
+                "GLOB",
+                "instead of forgetting the others, drop their leaves that match ('optimizer/**')",
+            ),
             Option("--run", "RUN", "this run only (default: all); REFs are resolved in it"),
-            flag("--yes", "on a terminal, forget more than half of a run by --keep options too"),
+            flag("--yes", "on a terminal, do so to more than half of a run by --keep options too"),
             _DRY_RUN,
         ),
         "Forget the commits that no --keep option keeps, in each run, or the commits REF. Tagged "
         "commits, the\ntwo newest of each run and the best by the store's settings stay. "
-        "`undelete` restores forgotten\ncommits until `gc` deletes them.",
+        "`undelete` restores forgotten\ncommits, and what --thin dropped, until `gc` deletes them.",
     ),
     Command(
         "undelete",

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -80,13 +80,14 @@ def show(call: Call) -> Answer:
         layout = attempt("the layout on ranks", lambda: _layout(store, said))
     links = dict(said.links) if said else None
     parents = [_known(queries, parent) for parent in info.parents]
-    call.screen.print(_page(info, parents, children, trees, layout, packs, links or {}))
+    call.screen.print(_page(info, parents, children, trees, layout, packs, said))
     if not (call.args.fast or info.forgotten):
         used = attempt("exclusive and shared bytes", lambda: _usage(call, store, info))
     exclusive, shared = (used.exclusive_bytes, used.shared_bytes) if used else (None, None)
     commit = {
         **commit_document(info),
         "links": links,
+        "thinned_from": said.thinned.source if said and said.thinned else None,
         "children": [child.id for child in children],
         "exclusive_bytes": exclusive,
         "shared_bytes": shared,
@@ -155,8 +156,10 @@ def _page(
     trees: Sequence[dict[str, Any]],
     layout: dict[str, Any] | None,
     packs: Sequence[PackInfo],
-    links: Mapping[str, str],
+    said: CommitDocument | None,
 ) -> Iterator[str | Table]:
+    links = dict(said.links) if said else {}
+    source = said.thinned.source if said and said.thinned else None
     age = age_text(info.time_ns, time.time_ns())
     when = local_text(info.time_ns) + (f" ({age} ago)" if age[-1].isalpha() else "")
     pairs = [
@@ -169,6 +172,7 @@ def _page(
         ("parents", _several(parents)),
         ("children", _several([commit_text(child) for child in children])),
         ("log entry", f"{info.n}, session {info.session}"),
+        ("without", ", ".join(info.thinned) + (f", which {short(source)} had" if source else "")),
     ]
     message = info.message.strip().splitlines()
     pairs += [("" if i else "message", line) for i, line in enumerate(message)]

@@ -8,8 +8,9 @@ does. An earlier crash leaves files that no entry names, and gc removes them.
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
@@ -412,10 +413,21 @@ def entry_of(
     document_bytes: int,
     records: Sequence[PackRecord],
     reused: Iterable[int],
+    *,
+    replaces: CommitId | None = None,
 ) -> entries.Commit:
     """The log entry of a commit that registers the packs `records` and reuses the packs numbered
-    `reused`."""
-    return entries.Commit(
+    `reused`. It may take the place of another commit."""
+    thinned, cast = document.thinned, document.cast
+    kind: Callable[..., entries.Commit] = entries.Commit
+    if thinned or cast or replaces:
+        kind = partial(
+            entries.Reduced,
+            replaces=replaces,
+            thinned=thinned.globs if thinned else (),
+            cast=cast.globs if cast else (),
+        )
+    return kind(
         session=document.session,
         commit=commit,
         content=document.content,

@@ -10,6 +10,7 @@ little more. Rows of packs are updated only where they change: a commit may reus
 of them are condemned.
 """
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -51,6 +52,7 @@ from ckptstore.log.entries import (
     Entry,
     Forget,
     Position,
+    Reduced,
     Register,
     Tag,
     Undelete,
@@ -108,10 +110,27 @@ commits = Table(
     _value("new_bytes"),
     _value("leaves"),
     _value("forgotten", default="0"),
-    Index("commits_by_run", "run", "n"),
-    Index("commits_by_step", "run", "step", "n"),
+    _value("place", default="0"),
+    _value("thinned", Text, default="'[]'"),
+    _value("lossy", Text, default="'[]'"),
+    Index("commits_by_age", "place", "n"),
+    Index("commits_by_run", "run", "place", "n"),
+    Index("commits_by_step", "run", "step", "place"),
 )
-"""Commits that were not purged; `forgotten` is the entry that forgot one, or 0."""
+"""Commits that were not purged; `forgotten` is the entry that forgot one, or 0.
+
+`place` is a commit's age: its `n`, or the place of the commit that it replaced. `thinned` are the
+globs of leaves that are gone and `lossy` those of leaves of lower precision, with dtypes, as JSON.
+"""
+
+replaced = Table(
+    "replaced",
+    metadata,
+    _key("id", String(64)),
+    _value("commit_id", String(64), index=True),
+    sqlite_with_rowid=False,
+)
+"""Commits whose place another has, or had last; purged ones, too."""
 
 parents = Table(
     "parents",
@@ -232,7 +251,7 @@ def migrations() -> Path:
 
 
 _INSERTED = (entries, commits, parents, metrics, packs, commit_trees, tags)
-_INSERT = {table: insert(table) for table in (*_INSERTED, schemas)}
+_INSERT = {table: insert(table) for table in (*_INSERTED, schemas, replaced)}
 _DELETE_TAG = delete(tags).where(tags.c.name == bindparam("key"))
 # Worded as the condition of the index `packs_condemned`; otherwise SQLite would not use it.
 _CONDEMNED = select(packs.c.number).where(text("condemned"))
@@ -243,6 +262,15 @@ _DELETE_PACK = delete(packs).where(packs.c.number == bindparam("key"))
 _FORGET = (
     update(commits).where(commits.c.id == bindparam("key")).values(forgotten=bindparam("value"))
 )
+_PLACE = select(commits.c.place, commits.c.time_ns).where(commits.c.id == bindparam("key"))
+_FORGET_HOLDER = _FORGET.where(commits.c.forgotten == 0)
+_HOLDER = select(replaced.c.commit_id).where(replaced.c.id == bindparam("key"))
+_REPLACE = (
+    update(replaced)
+    .where(replaced.c.commit_id == bindparam("key"))
+    .values(commit_id=bindparam("value"))
+)
+_NOT_REPLACED = delete(replaced).where(replaced.c.id == bindparam("key"))
 _SCHEMA = select(schemas.c.number).where(schemas.c.id == bindparam("key"))
 _SCHEMAS_OF = select(commit_trees.c.schema).where(commit_trees.c.n == bindparam("key"))
 _USES = select(commit_trees.c.n).where(commit_trees.c.schema == bindparam("key")).limit(1)
@@ -287,7 +315,9 @@ class CatalogFold:
             case Forget():
                 self._set_forgotten(body.commits, n)
             case Undelete():
-                self._set_forgotten(body.commits, 0)
+                for commit in body.commits:
+                    self._take_back(commit, n)
+                    self._set_forgotten([commit], 0)
                 self._set_condemned(body.reused, False)
             case Condemn():
                 self._set_condemned(body.packs, True)
@@ -307,6 +337,11 @@ class CatalogFold:
         )
 
     def _commit(self, body: Commit, n: int, time_ns: int) -> None:
+        place, reduced = n, body if isinstance(body, Reduced) else None
+        if reduced and reduced.replaces and (old := self._row(_PLACE, reduced.replaces)):
+            place, time_ns = old
+            self._set_forgotten([reduced.replaces], n)
+            self._replace(reduced.replaces, body.commit)
         self._rows[commits].append(
             {
                 "n": n,
@@ -320,6 +355,9 @@ class CatalogFold:
                 "logical_bytes": body.logical_bytes,
                 "new_bytes": body.new_bytes,
                 "leaves": body.leaves,
+                "place": place,
+                "thinned": json.dumps(reduced.thinned if reduced else ()),
+                "lossy": json.dumps(reduced.cast if reduced else ()),
             }
         )
         self._rows[parents].extend(
@@ -335,6 +373,22 @@ class CatalogFold:
         self._tags.update((name, body.commit) for name in body.tags)
         self._list(body.packs)
         self._set_condemned(body.reused, False)
+
+    def _take_back(self, commit: CommitId, n: int) -> None:
+        """Undo that another commit has the place of `commit`."""
+        if (last := self._row(_HOLDER, commit)) and self._row(_COMMIT, commit):
+            self._each(_FORGET_HOLDER, last, n)
+            self._each(_NOT_REPLACED, [commit])
+            self._replace(last[0], commit)
+
+    def _replace(self, old: CommitId, new: CommitId) -> None:
+        self._flush()
+        self._connection.execute(_REPLACE, {"key": old, "value": new})
+        self._connection.execute(_INSERT[replaced], {"id": old, "commit_id": new})
+
+    def _row(self, statement: Any, key: str) -> Any:
+        self._flush()
+        return self._connection.execute(statement, {"key": key}).first()
 
     def _list(self, records: Iterable[PackRecord]) -> None:
         self._rows[packs].extend(

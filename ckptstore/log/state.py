@@ -23,6 +23,7 @@ from rpds import HashTrieMap, HashTrieSet
 from ckptstore.core.ids import CommitId, PackId, SessionId, StoreId
 from ckptstore.core.model import PackRecord
 from ckptstore.core.refs import Ancestor, Best, Latest, Name, Step, find, parse_ref
+from ckptstore.core.text import selector
 from ckptstore.errors import NotFound
 from ckptstore.log.entries import (
     Body,
@@ -34,6 +35,7 @@ from ckptstore.log.entries import (
     Moved,
     Over,
     Position,
+    Reduced,
     Register,
     Settings,
     Tag,
@@ -64,9 +66,14 @@ class Pack(NamedTuple):
 
 class CommitRow(NamedTuple):
     """A commit that has not been purged. `soft` is the number of the entry that forgot it and
-    `forgotten_ns` the time of that entry, or both are 0."""
+    `forgotten_ns` the time of that entry, or both are 0.
+
+    `place` is its age: its entry's number `n`, or the place of the commit that it replaced. Of the
+    commits of one place at most one is not forgotten. `thinned` are globs of leaves that are gone.
+    """
 
     n: int
+    place: int
     session: SessionId
     content: str
     run: str
@@ -74,8 +81,14 @@ class CommitRow(NamedTuple):
     time_ns: int
     parents: tuple[CommitId, ...]
     metrics: tuple[tuple[str, float], ...]
+    thinned: tuple[str, ...]
     soft: int
     forgotten_ns: int
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sorts commits from old to new, forgotten ones among them."""
+        return self.place, self.n
 
 
 # Quoted: rpds has its type parameters in its stubs only.
@@ -85,6 +98,7 @@ Tags: TypeAlias = "HashTrieMap[str, CommitId]"
 Sessions: TypeAlias = "HashTrieSet[SessionId]"
 SettingValues: TypeAlias = "HashTrieMap[str, Setting]"
 Runs: TypeAlias = "HashTrieMap[str, tuple[CommitId, ...]]"
+Replaced: TypeAlias = "HashTrieMap[CommitId, CommitId]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +108,8 @@ class State:
     `generation` is the one that this log was opened as, `moved` the generation and place that the
     last `moved` entry names. `over` holds sessions declared over, `ended` those whose entry is in
     the log. `fence` is the last entry that condemned packs. `runs` has the newest commits of each
-    run that are not forgotten, oldest first, at most `NEWEST_KEPT`.
+    run that are not forgotten, oldest first, at most `NEWEST_KEPT`. `replaced` has, for a commit
+    whose place another took, that other one; it outlives both.
     """
 
     n: int
@@ -112,6 +127,7 @@ class State:
     fence: int
     settings: SettingValues
     runs: Runs
+    replaced: Replaced
 
     @property
     def position(self) -> Position:
@@ -139,7 +155,14 @@ class State:
 
     def parents_of(self, commit: CommitId) -> tuple[CommitId, ...] | None:
         row = self.commits.get(commit)
-        return None if row is None else row.parents
+        return None if row is None else tuple(map(self.in_place_of, row.parents))
+
+    def in_place_of(self, commit: CommitId) -> CommitId:
+        """The commit that has, or had last, the place of `commit`: itself, unless it was
+        replaced."""
+        while (by := self.replaced.get(commit)) is not None:
+            commit = by
+        return commit
 
 
 def genesis(store: StoreId, generation: int) -> State:
@@ -158,6 +181,7 @@ def genesis(store: StoreId, generation: int) -> State:
         fence=0,
         settings=HashTrieMap(),
         runs=HashTrieMap(),
+        replaced=HashTrieMap(),
     )
 
 
@@ -166,7 +190,7 @@ def best(rows: Iterable[tuple[CommitId, CommitRow]], metric: str, order: str) ->
     equals."""
     sign = -1 if order == "max" else 1
     ranked = (
-        (sign * value, -row.n, commit)
+        (sign * value, -row.place, commit)
         for commit, row in rows
         for name, value in row.metrics
         if name == metric and not math.isnan(value)
@@ -202,6 +226,24 @@ def newest_first(state: State, run: str) -> list[Resolved]:
     return [resolved(state, commit) for commit, _ in _by_age(state, run)]
 
 
+def nearest_first(state: State, commit: CommitId, path: str) -> list[Resolved]:
+    """The commits of the run of `commit` of which no leaf `path` was thinned, those of the nearest
+    steps first."""
+    if (to := state.commits.get(commit)) is None:
+        return []
+
+    def distance(item: tuple[CommitId, CommitRow]) -> tuple[int, int]:
+        row = item[1]
+        return abs((row.step or 0) - (to.step or 0)), abs(row.place - to.place)
+
+    rows = [
+        (commit, row)
+        for commit, row in _by_age(state, to.run)
+        if not (row.thinned and selector(row.thinned)(path))
+    ]
+    return [resolved(state, commit) for commit, _ in sorted(rows, key=distance)]
+
+
 def forgotten_alone(state: State) -> State:
     """`state` with its forgotten commits alone, as if they were not forgotten: for refs that name
     them."""
@@ -227,7 +269,7 @@ def _by_age(state: State, run: str | None) -> list[tuple[CommitId, CommitRow]]:
         for commit, row in state.commits.items()
         if not row.soft and run in (None, row.run)
     ]
-    return sorted(rows, key=lambda item: item[1].n, reverse=True)
+    return sorted(rows, key=lambda item: item[1].age, reverse=True)
 
 
 def _unknown(state: State, ref: Step | Latest | Best | Name, run: str | None) -> str:
@@ -271,7 +313,7 @@ def _unknown(state: State, ref: Step | Latest | Best | Name, run: str | None) ->
 K = TypeVar("K")
 V = TypeVar("V")
 
-FOLD_VERSION = 4
+FOLD_VERSION = 5
 """Incremented whenever the same log would fold to another state, or a checkpoint is written in
 another form. Checkpoints of other versions are ignored."""
 
@@ -305,6 +347,7 @@ class _Changes(TypedDict, total=False):
     fence: int
     settings: SettingValues
     runs: Runs
+    replaced: Replaced
 
 
 def _changes(state: State, entry: Entry) -> _Changes:
@@ -322,10 +365,7 @@ def _changes(state: State, entry: Entry) -> _Changes:
         case Forget():
             return _with_soft(state, body.commits, n, entry.time_ns)
         case Undelete():
-            return {
-                **_with_soft(state, body.commits, 0, 0),
-                "packs": _stamp(state.packs, body.reused, n),
-            }
+            return {**_undeleted(state, body, entry), "packs": _stamp(state.packs, body.reused, n)}
         case Condemn():
             return {
                 "commits": _without(state.commits, body.purge),
@@ -357,6 +397,7 @@ def _changes(state: State, entry: Entry) -> _Changes:
 def _committed(state: State, body: Commit, entry: Entry) -> _Changes:
     row = CommitRow(
         entry.n,
+        entry.n,
         body.session,
         body.content,
         body.run,
@@ -364,12 +405,19 @@ def _committed(state: State, body: Commit, entry: Entry) -> _Changes:
         entry.time_ns,
         body.parents,
         body.metrics,
+        body.thinned if isinstance(body, Reduced) else (),
         soft=0,
         forgotten_ns=0,
     )
     packs, next_pack = _list(state, body.packs, entry.n)
+    if isinstance(body, Reduced) and body.replaces is not None and body.replaces in state.commits:
+        old = state.commits[body.replaces]
+        row = row._replace(place=old.place, time_ns=old.time_ns)
+        state = replace(state, replaced=state.replaced.insert(body.replaces, body.commit))
+        state = replace(state, **_with_soft(state, (body.replaces,), entry.n, entry.time_ns))
     commits = state.commits.insert(body.commit, row)
     return {
+        "replaced": state.replaced,
         "packs": _stamp(packs, body.reused, entry.n),
         "next_pack": next_pack,
         "commits": commits,
@@ -377,6 +425,18 @@ def _committed(state: State, body: Commit, entry: Entry) -> _Changes:
         "ended": state.ended.insert(body.session),
         "runs": _with_newest(state.runs, commits, body.run, body.commit),
     }
+
+
+def _undeleted(state: State, body: Undelete, entry: Entry) -> _Changes:
+    """Each commit takes its place back from the one that has it."""
+    for commit in body.commits:
+        if commit in state.commits and (last := state.in_place_of(commit)) != commit:
+            holds = last in state.commits and not state.commits[last].soft
+            changes = _with_soft(state, (last,) if holds else (), entry.n, entry.time_ns)
+            state = replace(state, **changes)
+            state = replace(state, replaced=state.replaced.discard(commit).insert(last, commit))
+        state = replace(state, **_with_soft(state, (commit,), 0, 0))
+    return {"replaced": state.replaced, "commits": state.commits, "runs": state.runs}
 
 
 def _with_soft(state: State, commits: tuple[CommitId, ...], soft: int, time_ns: int) -> _Changes:
@@ -393,7 +453,7 @@ def _with_soft(state: State, commits: tuple[CommitId, ...], soft: int, time_ns: 
 
 
 def _with_newest(runs: Runs, commits: Commits, run: str, commit: CommitId) -> Runs:
-    newest = sorted({*runs.get(run, ()), commit}, key=lambda c: commits[c].n)
+    newest = sorted({*runs.get(run, ()), commit}, key=lambda c: commits[c].place)
     return runs.insert(run, tuple(newest[-NEWEST_KEPT:]))
 
 

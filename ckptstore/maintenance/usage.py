@@ -76,7 +76,7 @@ def usage(handle: StoreHandle, *, detail: Iterable[CommitId] = ()) -> Usage:
     """Compute the storage use; `shared_bytes` only for the commits of `detail`."""
     state = handle.log.replay()
     handle.objects.sync(state)
-    rows = [(row.n, commit, row) for commit, row in state.commits.items() if not row.soft]
+    rows = [(row.age, commit, row) for commit, row in state.commits.items() if not row.soft]
     documents = {
         commit: read_document(handle.storage, row.session, commit)
         for _, commit, row in sorted(rows, reverse=True)

@@ -22,7 +22,20 @@ from tests.support.checker import view_of
 STORE = "store"
 CHUNK_BYTES = 65536
 NEVER = 1000
-THIRD_REVISION = """
+FOURTH_REVISION = """
+DROP TABLE replaced;
+DROP INDEX commits_by_age;
+DROP INDEX commits_by_run;
+DROP INDEX commits_by_step;
+ALTER TABLE commits DROP COLUMN place;
+ALTER TABLE commits DROP COLUMN thinned;
+ALTER TABLE commits DROP COLUMN lossy;
+CREATE INDEX commits_by_run ON commits (run, n);
+CREATE INDEX commits_by_step ON commits (run, step, n);
+UPDATE alembic_version SET version_num = '0004';
+"""
+THIRD_REVISION = f"""
+{FOURTH_REVISION}
 DROP INDEX schemas_missing;
 ALTER TABLE schemas DROP COLUMN data;
 ALTER TABLE schemas ADD COLUMN leaves BIGINT;
