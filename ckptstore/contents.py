@@ -13,7 +13,7 @@ from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Box, CommitDocument, Shape
 from ckptstore.core.text import near
 from ckptstore.errors import InvalidInput, NotFound, Thinned
-from ckptstore.log.state import Resolved
+from ckptstore.log.resolve import Resolved
 from ckptstore.objects.documents import Layout
 from ckptstore.restore.reader import Destination, Reader, ReadRequest, Tree
 from ckptstore.state.leaf_sources import segment

@@ -40,7 +40,7 @@ from ckptstore.errors import (
     ReadOnly,
     Unavailable,
 )
-from ckptstore.log.state import Resolved, nearest_first, newest_first, resolved
+from ckptstore.log.resolve import Resolved, nearest_first, newest_first, resolved
 from ckptstore.maintenance.disk_space import DiskWatch
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.repository.chunk_store import ObjectStore
@@ -409,12 +409,9 @@ class StoreInternals:
         reader: Reader | None = None,
     ) -> Snapshot:
         """A snapshot whose restores wait for lazy copies and set the parent of later commits."""
+        hold = self.async_commits.hold
         contents = CommitContents(
-            reader or self.reader,
-            commit,
-            document,
-            self.async_commits.hold,
-            nearest=self._nearest,
+            reader or self.reader, commit, document, hold, None, self._nearest
         )
         return Snapshot(contents, tags=tags, stats=stats, restored=self.parent_tracker.now)
 

@@ -23,7 +23,7 @@ from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import on_all
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.internals import PendingCommit, StoreInternals, flats_of
-from ckptstore.log.state import Resolved
+from ckptstore.log.resolve import Resolved
 from ckptstore.maintenance.forget import remove_tag, set_tag
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance_api import Maintenance

@@ -54,7 +54,7 @@ def _store(call: Call, refs: Sequence[str] = (), run: str | None = None) -> Main
 
 def forget(call: Call) -> Answer:
     args = call.args
-    policies = _policies(args)
+    policies = policies_of(args, "ckptstore forget")
     store = _store(call, args.refs, args.run)
     forgets = partial(store.forget, [*policies, *args.refs], all_runs=args.run is None)
     asks = bool(policies and call.screen.terminal and not (args.yes or args.dry_run))
@@ -102,7 +102,8 @@ def _too_much(plan: ForgetPlan) -> str:
     return f"nothing was {done}, because these are {lost}; --yes {does}"
 
 
-def _policies(args: Namespace) -> Sequence[Policy]:
+def policies_of(args: Namespace, command: str) -> Sequence[Policy]:
+    """What the --keep options and --thin of `command` say."""
     policies: list[Keep] = []
     if args.keep_last is not None:
         policies.append(KeepLast(args.keep_last))
@@ -113,7 +114,7 @@ def _policies(args: Namespace) -> Sequence[Policy]:
             given = " ".join([metric, *numbers])
             raise UsageError(
                 f"--keep-best takes METRIC or METRIC:max and a count, not {given!r}",
-                "ckptstore forget",
+                command,
             )
         name, maximize = parse_best(metric)
         policies.append(KeepBest(name, maximize=maximize, n=int(numbers[0]) if numbers else 1))
@@ -126,7 +127,7 @@ def _policies(args: Namespace) -> Sequence[Policy]:
         raise UsageError(
             "--thin takes leaves from the commits that no --keep option keeps; give one, such as "
             "--keep-last 5",
-            "ckptstore forget",
+            command,
         )
     return [policy.thin(*args.thin) for policy in policies] if args.thin else policies
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ckptstore.cli.call import Answer, Call, Exit
+from ckptstore.cli.call import Answer, Call, Exit, UsageError
 from ckptstore.cli.commits import (
     commit_document,
     commit_text,
@@ -17,7 +17,7 @@ from ckptstore.cli.commits import (
     short,
     tensor_bytes,
 )
-from ckptstore.cli.screen import columns, fields_of
+from ckptstore.cli.screen import columns, fields_of, to_json
 from ckptstore.core.ids import CommitId, pack_session
 from ckptstore.core.model import CommitDocument, CommitInfo, Schema
 from ckptstore.core.text import (
@@ -38,6 +38,7 @@ from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.state.leaf_sources import pickled_paths
 
 if TYPE_CHECKING:
+    from ckptstore.maintenance.retention import Policy
     from ckptstore.maintenance.usage import CommitUsage
 
 T = TypeVar("T")
@@ -221,8 +222,12 @@ def _known(queries: Queries, commit: CommitId) -> str:
 
 
 def stats(call: Call) -> Answer:
+    from ckptstore.cli.maintain import policies_of
     from ckptstore.maintenance.usage import usage
 
+    policies = policies_of(call.args, "ckptstore stats")
+    if call.args.what_if or policies:
+        return _what_if(call, policies)
     store = call.open()
     queries, config = store.queries(), store.config
     totals, runs = queries.totals(), queries.runs()
@@ -260,6 +265,21 @@ def stats(call: Call) -> Answer:
     if found.commits and call.args.top:
         page.append(_heaviest(queries, found.commits, call.args.top))
     return Answer(document, page)
+
+
+def _what_if(call: Call, policies: "Sequence[Policy]") -> Answer:
+    """What policies would free."""
+    from ckptstore.maintenance_api import Maintenance
+
+    if not (call.args.what_if and policies):
+        raise UsageError(
+            "--what-if takes --keep options, and these need --what-if: `ckptstore stats --what-if "
+            "--keep-last 5 --thin 'optimizer/**'`",
+            "ckptstore stats",
+        )
+    with call.screen.progress("looking at what commits need"):
+        found = Maintenance(call.open(), call.threads()).forecast(policies, all_runs=True)
+    return Answer(to_json(found), [found.table(), found.summary])
 
 
 def _heaviest(queries: Queries, commits: "Sequence[CommitUsage]", top: int) -> Table:

@@ -85,6 +85,11 @@ class Schema:
         """The leaf that has the bytes of `leaf`: itself, or the one that it is an alias of."""
         return self.aliases[leaf] if self.aliases[leaf] >= 0 else leaf
 
+    def matching(self, is_selected: Callable[[str], bool]) -> frozenset[int]:
+        """The leaves with content that are selected, and so are all that share their memory."""
+        stays = {self.owner(i) for i, path in enumerate(self.paths) if not is_selected(path)}
+        return frozenset(i for i in map(self.owner, range(len(self))) if i not in stays)
+
 
 @dataclass(frozen=True, slots=True)
 class LeafContent:

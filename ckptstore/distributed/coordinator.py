@@ -12,13 +12,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.plan import Extent, plan_chunks
-from ckptstore.commit.transaction import (
-    Committed,
-    Destination,
-    Receipt,
-    Transaction,
-    TreeContent,
-)
+from ckptstore.commit.transaction import Committed, Destination, Receipt, Transaction, TreeContent
 from ckptstore.core.ids import SessionId, pack_rank
 from ckptstore.core.model import INLINE_BYTES, LeafContent, Schema
 from ckptstore.core.options import Ranks

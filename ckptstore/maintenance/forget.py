@@ -15,7 +15,8 @@ from ckptstore.errors import Conflict, NotFound
 from ckptstore.log.admission import Code, check
 from ckptstore.log.entries import Forget, Tag, Undelete
 from ckptstore.log.log import Refused
-from ckptstore.log.state import Resolved, State, forgotten_alone, resolve, resolved
+from ckptstore.log.resolve import Resolved, forgotten_alone, resolve, resolved
+from ckptstore.log.state import State
 from ckptstore.maintenance.retention import (
     ForgetPlan,
     Policy,

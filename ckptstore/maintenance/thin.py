@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
-from ckptstore.commit.transaction import Destination, Transaction, entry_of, new_packs
+from ckptstore.commit.log_entry import entry_of, new_packs
+from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.commit.write import write_metadata
 from ckptstore.core.ids import ChunkId, CommitId, digest, document_key
 from ckptstore.core.model import CommitDocument, CommitInfo, Thinning, TreeRef
@@ -142,14 +143,8 @@ def _replace(
 
 def _matched(trees: Mapping[str, Tree], *globs: str) -> dict[str, frozenset[int]]:
     """By key, the leaves with content that match one of `globs`, and so do all their aliases."""
-    is_selected = selector(globs)
-    found = {}
-    for key, tree in trees.items():
-        stays = {
-            tree.schema.owner(i)
-            for i, path in enumerate(tree.schema.paths)
-            if tree.is_gone(i) or not is_selected(path)
-        }
-        owners = (i for i in range(len(tree.schema)) if tree.schema.aliases[i] < 0)
-        found[key] = frozenset(i for i in owners if i not in stays)
-    return found
+    selected = {key: tree.schema.matching(selector(globs)) for key, tree in trees.items()}
+    return {
+        key: frozenset(i for i in found if not trees[key].is_gone(i))
+        for key, found in selected.items()
+    }

@@ -14,7 +14,7 @@ from ckptstore.core.ids import CommitId
 from ckptstore.core.refs import find, parse_ref
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.index.queries import Queries
-from ckptstore.log.state import Resolved, resolve
+from ckptstore.log.resolve import Resolved, resolve
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
 from ckptstore.repository.init_store import near_stores
 from ckptstore.repository.store_handle import StoreHandle

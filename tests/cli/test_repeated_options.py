@@ -17,6 +17,7 @@ ADDED_UP = {
     "log": {"--metric", "--run", "--tag"},
     "tag": {"--delete"},
     "forget": {"--keep-best", "--thin"},
+    "stats": {"--keep-best", "--thin"},
     "repair": {"--from"},
     "import": {"--metric", "--tag"},
     "adopt": {"--link", "--metric", "--tag"},

@@ -20,7 +20,8 @@ from ckptstore.log.entries import (
     Tag,
     Undelete,
 )
-from ckptstore.log.state import State, apply, genesis, newest_first, number, resolve
+from ckptstore.log.resolve import newest_first, resolve
+from ckptstore.log.state import State, apply, genesis, number
 from tests.log.builders import (
     STORE,
     commit,
