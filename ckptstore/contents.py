@@ -4,6 +4,7 @@
 """
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -13,10 +14,13 @@ from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Box, CommitDocument, Shape
 from ckptstore.core.text import near
 from ckptstore.errors import InvalidInput, NotFound, Thinned
-from ckptstore.log.resolve import Resolved
+from ckptstore.log.resolve import Resolved, nearest_first
 from ckptstore.objects.documents import Layout
+from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.reader import Destination, Reader, ReadRequest, Tree
 from ckptstore.state.leaf_sources import segment
+
+logger = logging.getLogger("ckptstore")
 
 Trees: TypeAlias = dict[str, Tree]
 """Schema and content of each key."""
@@ -66,6 +70,7 @@ class CommitContents:
         self.before_write, self._nearest = before_write, nearest
         self.on_close: Callable[[], None] = lambda: None
         self._trees: Trees = trees or {}
+        self._told = False
 
     @property
     def keys(self) -> list[str]:
@@ -124,6 +129,21 @@ class CommitContents:
             "the other keys"
         )
 
+    def say_lossy(self) -> None:
+        """Warn, once, that what was restored had lost precision when it was committed."""
+        cast = self.document.cast
+        if cast and not self._told:
+            self._told = True
+            worst = max((error.relative for error in cast.errors), default=0.0)
+            logger.warning(
+                "commit %s is lossy: %s; the largest relative error is %.2g, `ckptstore show %s` "
+                "has all",
+                _named(self.commit, self.document.step),
+                ", ".join(f"{glob} as {dtype}" for glob, dtype in cast.globs),
+                worst,
+                self.commit[:12],
+            )
+
     def find(self, path: str) -> tuple[Tree, int]:
         """The tree of a leaf and its number there. Reads no other tree. Raises `NotFound`."""
         if not isinstance(path, str):
@@ -171,6 +191,18 @@ class CommitContents:
         return next(
             (path for tree in self.trees.values() for path in tree.schema.paths), "model/weight"
         )
+
+
+def nearest_with(
+    handle: StoreHandle, reader: Reader, commit: CommitId, path: str
+) -> Resolved | None:
+    """The commit of the run of `commit` with the nearest step that has the leaf `path`."""
+    for other in nearest_first(handle.log.replay(), commit, path):
+        document = reader.document(other.session, other.id)
+        for tree in reader.trees(document.trees).values():
+            if (i := tree.numbers.get(path)) is not None and not tree.is_gone(i):
+                return other
+    return None
 
 
 def _named(commit: CommitId, step: int | None) -> str:

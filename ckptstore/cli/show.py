@@ -88,6 +88,7 @@ def show(call: Call) -> Answer:
     commit = {
         **commit_document(info),
         "links": links,
+        "cast_errors": said.cast.errors if said and said.cast else [],
         "thinned_from": said.thinned.source if said and said.thinned else None,
         "children": [child.id for child in children],
         "exclusive_bytes": exclusive,
@@ -173,6 +174,7 @@ def _page(
         ("parents", _several(parents)),
         ("children", _several([commit_text(child) for child in children])),
         ("log entry", f"{info.n}, session {info.session}"),
+        ("lossy", ", ".join(f"{glob} as {dtype}" for glob, dtype in info.cast.items())),
         ("without", ", ".join(info.thinned) + (f", which {short(source)} had" if source else "")),
     ]
     message = info.message.strip().splitlines()
@@ -183,6 +185,9 @@ def _page(
     if info.metrics:
         metrics = (Column("name", style=BOLD), Column("value", "metric"))
         yield Table(metrics, list(info.metrics.items()), "Metrics", header=False)
+    if said and said.cast:
+        named = columns("path", "was", "largest error", "relative", "NaN", "overflows")
+        yield Table(named, [*said.cast.errors], "Lost precision")
     if links:
         yield fields("Links", list(links.items()))
     named = columns("key", "leaves", "tensor bytes", "types")

@@ -8,7 +8,7 @@ does. An earlier crash leaves files that no entry names, and gc removes them.
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType, TracebackType
@@ -28,7 +28,7 @@ from ckptstore.core.ids import (
     document_key,
     parse_pack_id,
 )
-from ckptstore.core.model import CommitDocument, LeafContent, PackRecord, Schema, TreeRef
+from ckptstore.core.model import Cast, CommitDocument, LeafContent, PackRecord, Schema, TreeRef
 from ckptstore.core.options import Milestone
 from ckptstore.errors import Corrupt, InvalidInput, NoSpace
 from ckptstore.log import entries
@@ -290,11 +290,13 @@ class Transaction:
         layout: bytes | None = None,
         receipts: Sequence[Receipt] = (),
         watch: Watch = UNWATCHED,
+        cast: Callable[[], Cast | None] = lambda: None,
     ) -> Published:
         """Append the commit of what this writer has packed, or all writers by `receipts`, which may
         include this one's.
 
-        Without parents in `label`, the run's newest commit is the parent. Raises what the log
+        Without parents in `label`, the run's newest commit is the parent. `cast` is called when all
+        leaves were read. Raises what the log
         raises; after `Refused` and `NoSpace` the document is deleted.
         """
         refs, layout_id, leaves = self._write_metadata(trees, layout)
@@ -320,6 +322,7 @@ class Transaction:
             new_bytes=sum(record.stored_bytes for record in records),
             leaves=leaves,
             links=label.links,
+            cast=cast(),
         )
         reused = self.look().reused.union(*(receipt.reused for receipt in receipts))
         commit, stored = encode_document(document)

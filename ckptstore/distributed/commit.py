@@ -15,6 +15,7 @@ that it can follow the plan: from then on, others wait for what it sends.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from ckptstore.commit.transaction import (
     contents_of,
 )
 from ckptstore.core.ids import CommitId, SessionId, digest
+from ckptstore.core.model import Cast
 from ckptstore.core.options import Milestone
 from ckptstore.core.process import uncollected
 from ckptstore.distributed.collective import Collective
@@ -103,6 +105,7 @@ class Committer:
             encoding=to.config.codec != "raw",
         )
         label, flats = request.prepare()
+        flats, report = _cast(flats, label)
         plan = self._whole.of(flats, to.config.chunk_bytes, room.run_bytes)
         sources = [leaf for flat in flats.values() for leaf in flat.leaves]
         for _ in range(ATTEMPTS):
@@ -114,7 +117,7 @@ class Committer:
                     watch.reached(Milestone.HASHED)
                     trees = contents_of(flats, plan, ids)
                     published = whole.publish(
-                        label, trees, logical_bytes=plan.logical_bytes, watch=watch
+                        label, trees, logical_bytes=plan.logical_bytes, watch=watch, cast=report
                     )
                     return published.committed(request.started, ids)
             except Refused as error:
@@ -289,6 +292,17 @@ class _Publication:
             CommitId(commit), document, packs, chunks, new_chunks, self._packed_at, durable_at
         )
         return published.committed(self._request.started)
+
+
+def _cast(flats: Flats, label: CommitMetadata) -> tuple[Flats, Callable[[], Cast | None]]:
+    """The state as it is to be committed, and what that cost once it was read."""
+    if not label.cast:
+        return flats, lambda: None
+    # Imported here: worker processes, which have no torch, cast nothing.
+    from ckptstore.state.casting import Casting
+
+    casting = Casting(flats, label.cast)
+    return casting.flats, casting.report
 
 
 def _contended() -> Conflict:

@@ -1,6 +1,7 @@
 """Thinning: what a thinned commit keeps, what it says it lacks, whose place it has."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -268,3 +269,29 @@ def test_damage_to_a_thinned_commit_is_found_as_any_other(tmp_path: Path) -> Non
     document.write_bytes(document.read_bytes()[:-1])
     with open_offline_store(tmp_path) as offline:
         assert fsck(offline).findings
+
+
+@pytest.mark.soak
+def test_two_hundred_commits_with_five_optimizers_are_little_more_than_their_weights(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 600), torch.nn.Linear(600, 300))
+    optimizer = torch.optim.AdamW(model.parameters())
+    raw_bytes = 0
+    with ckptstore.open(tmp_path) as store:
+        for step in range(200):
+            model(torch.randn(8, 300)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            snap = store.commit({"model": model, "optimizer": optimizer}, step=step)
+            raw_bytes += snap.logical_bytes
+        started = time.perf_counter()
+        assert len(store.forget(KeepLast(5).thin(GLOB)).thinned) == 195
+        took_s = time.perf_counter() - started
+        store.gc(grace_s=0, max_unused=0.0)
+        share = stored_bytes(store) / raw_bytes
+        assert not store.fsck().findings
+    print(f"stored {share:.3f} of {raw_bytes / 1e6:.0f} MB; 195 commits thinned in {took_s:.1f} s")
+    # Weights are a third of the state: 1/3 of 195, and all of 5 commits.
+    assert share < 0.36

@@ -114,6 +114,10 @@ def save_by_dcp(step: int) -> Callable[[Store], object]:
     return save
 
 
+def thin(store: Store) -> None:
+    assert store.forget(ckptstore.KeepLast(2).thin("model/own")).thinned
+
+
 def undelete(store: Store) -> None:
     store.undelete(list(view_of(Path(store.url)).forgotten))
 
@@ -138,6 +142,9 @@ WORKS = {
     "a tag that moves": Work(lambda store: store.tag("first", 0)),
     "an untag": Work(lambda store: store.untag("first")),
     "a forget": Work(lambda store: store.forget([0]), commits=4),
+    "a thinning": Work(
+        lambda store: store.forget(ckptstore.KeepLast(2).thin("model/own")), commits=4
+    ),
     "an undelete": Work(undelete, commits=4, forgotten=(0,)),
     "a gc with repack": Work(gc, commits=4, forgotten=(0,)),
     "a checkpoint of the log": Work(lambda store: store.tag("best", 0), checkpoint_every=1),
@@ -157,6 +164,8 @@ def contents_of(*stores: Path) -> Mapping[CommitId, Mapping[str, Any]]:
                 snapshot = store.checkout(id)
                 assert snapshot.step is not None
                 contents[id] = small(snapshot.step)
+                if any(leaf.gone for leaf in snapshot.leaves()):
+                    del contents[id]["model"]["own"]
     return contents
 
 

@@ -1,0 +1,147 @@
+"""Lower precision on request: float tensors are converted while they are read for a commit, and the
+cost is measured."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from ckptstore.core.model import Cast, CastError, Schema
+from ckptstore.core.text import selector
+from ckptstore.errors import InvalidInput
+from ckptstore.state import tensors
+from ckptstore.state.leaf_sources import FlatState, Source, memory_of
+from ckptstore.state.tensors import DTYPE_NAMES, dtype_of
+
+SLICE_ELEMENTS = 1 << 18
+"""Elements that are converted at a time: in double precision, 2 MiB."""
+
+
+def cast_globs(cast: object) -> tuple[tuple[str, str], ...]:
+    """The dtype's name by glob, checked. Raises `InvalidInput`."""
+    if not isinstance(cast, Mapping) or not cast:
+        raise InvalidInput(
+            f"cast is {cast!r:.80}; wanted dtypes by glob: {{'optimizer/**': torch.bfloat16}}"
+        )
+    for glob, dtype in cast.items():
+        selector(glob)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise InvalidInput(f"cast[{glob!r}] is {dtype!r:.80}; wanted a dtype of floats")
+    return tuple((glob, DTYPE_NAMES[dtype]) for glob, dtype in cast.items())
+
+
+class Casting:
+    """The conversions of one commit. `flats` is the state whose sources convert as they are
+    read."""
+
+    def __init__(self, flats: Mapping[str, FlatState], globs: Sequence[tuple[str, str]]) -> None:
+        self._globs = tuple(globs)
+        self._sources: dict[str, CastSource] = {}
+        unused = dict.fromkeys(glob for glob, _ in globs)
+        self.flats = {key: self._cast(flat, unused) for key, flat in flats.items()}
+        if unused:
+            raise InvalidInput(
+                f"cast names {next(iter(unused))!r}, and no float tensor with dimensions matches "
+                "it; nothing was committed"
+            )
+
+    def report(self) -> Cast:
+        """The errors of all leaves, which must have been read."""
+        errors = (source.error(path) for path, source in self._sources.items())
+        return Cast(tuple(sorted(self._globs)), tuple(errors))
+
+    def _cast(self, flat: FlatState, unused: dict[str, None]) -> FlatState:
+        schema, leaves, dtypes = flat.schema, list(flat.leaves), list(flat.schema.dtypes)
+        for i, dtype, glob in _wanted(schema, self._globs):
+            unused.pop(glob, None)
+            if dtype == schema.dtypes[i]:
+                continue
+            dtypes[i] = dtype
+            if schema.aliases[i] < 0:
+                source = CastSource(leaves[i], dtype_of(schema.dtypes[i]), dtype_of(dtype))
+                leaves[i] = self._sources[schema.paths[i]] = source
+        for i, alias in enumerate(schema.aliases):
+            if alias >= 0 and dtypes[i] != dtypes[alias]:
+                raise InvalidInput(
+                    f"{schema.paths[i]} and {schema.paths[alias]} share memory, and cast names one "
+                    "of them; name both or none"
+                )
+        return replace(flat, schema=replace(schema, dtypes=tuple(dtypes)), leaves=leaves)
+
+
+def _wanted(schema: Schema, globs: Sequence[tuple[str, str]]) -> Iterator[tuple[int, str, str]]:
+    """The tensors with dimensions that a glob matches, each with the dtype and the glob; the first
+    glob that matches counts. Raises `InvalidInput` for one that cannot get it."""
+    tests = [(glob, name, selector(glob)) for glob, name in globs]
+    for i, path in enumerate(schema.paths):
+        found = next(((glob, name) for glob, name, test in tests if test(path)), None)
+        if found is None or schema.kinds[i] != "tensor" or not schema.shapes[i]:
+            continue
+        glob, name = found
+        old, new = dtype_of(schema.dtypes[i]), dtype_of(name)
+        if not old.is_floating_point or "float4" in schema.dtypes[i]:
+            raise InvalidInput(
+                f"cast[{glob!r}] matches {path}, whose dtype is {schema.dtypes[i]}; only floats "
+                "can lose precision: give a glob that leaves it out; nothing was committed"
+            )
+        if new.itemsize > old.itemsize:
+            raise InvalidInput(
+                f"cast[{glob!r}] is {name}, and {path} is {schema.dtypes[i]}, which is smaller; "
+                "cast is for lower precision; nothing was committed"
+            )
+        yield i, name, glob
+
+
+class CastSource:
+    """The bytes of a leaf in another dtype. Threads may stage side by side; a range that is staged
+    again is measured once."""
+
+    known_ids: bytes | None = None
+    still = False
+
+    def __init__(self, source: Source, old: torch.dtype, new: torch.dtype) -> None:
+        self._source, self._old, self._new = source, old, new
+        self.width: int = new.itemsize
+        self.nbytes: int = source.nbytes // old.itemsize * new.itemsize
+        self._errors: dict[tuple[int, int], tuple[float, float, int, int]] = {}
+        self._lock = threading.Lock()
+
+    def view(self, start: int, stop: int) -> memoryview | None:
+        """None: the bytes do not exist before they are staged."""
+        return None
+
+    def stage(self, start: int, stop: int, out: memoryview) -> None:
+        """Convert the elements in the bytes `start:stop` to `out`."""
+        step = SLICE_ELEMENTS * self.width
+        for at in range(start, stop, step):
+            end = min(at + step, stop)
+            self._convert(at, end, out[at - start : end - start])
+
+    def _convert(self, start: int, stop: int, out: memoryview) -> None:
+        size = self._old.itemsize
+        first, last = start // self.width, stop // self.width
+        memory = memory_of(self._source, first * size, last * size)
+        before = torch.frombuffer(memory, dtype=self._old).double()
+        after = before.to(self._new)
+        out[:] = tensors.memory_of(after)
+        error = _measured(before, after.double())
+        with self._lock:
+            self._errors[start, stop] = error
+
+    def error(self, path: str) -> CastError:
+        """What the conversion cost, over all that was staged."""
+        errors = list(self._errors.values()) or [(0.0, 0.0, 0, 0)]
+        absolute, relative, nans, overflows = zip(*errors, strict=True)
+        dtype = DTYPE_NAMES[self._old]
+        return CastError(path, dtype, max(absolute), max(relative), sum(nans), sum(overflows))
+
+
+def _measured(before: torch.Tensor, after: torch.Tensor) -> tuple[float, float, int, int]:
+    """The largest absolute and relative error, NaN, and finite elements that are none any more."""
+    finite = before.isfinite()
+    kept = finite & after.isfinite()
+    gap = (after - before).abs().where(kept, 0.0)
+    relative = (gap / before.abs()).where(kept & (before != 0), 0.0)
+    nans, overflows = int(before.isnan().sum()), int((finite & ~kept).sum())
+    return float(gap.max()), float(relative.max()), nans, overflows
