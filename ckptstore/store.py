@@ -128,7 +128,7 @@ class Store(Maintenance):
         self._internals.check_not_within()
         ranks = ranks or Ranks()
         peers = collective_of(ranks.process_group, ranks.timeout_s)
-        metadata = partial(label_with_cast, label, cast, "of ranks" if peers else "")
+        metadata = partial(label_with_cast, label, cast, "")
         flats = partial(flats_of, app_state, ranks, peers, allow_pickle=allow_pickle)
         request = self._internals.request(flats, metadata, ranks, memory_budget_bytes)
         snapshot = self._internals.committed(self._internals.commit(request, peers))
@@ -177,8 +177,7 @@ class Store(Maintenance):
         peers = collective_of(ranks.process_group, ranks.timeout_s)
         label = partial(label_of, self.run, step, tag, message, metrics, links)
         process = self._internals.settings.executor == "process"
-        elsewhere = "of ranks" if peers else "of a worker process" if process else ""
-        metadata = label_with_cast(label, cast, elsewhere)
+        metadata = label_with_cast(label, cast, "of a worker process" if process else "")
         pending = self._internals.commit_async(
             app_state,
             metadata,

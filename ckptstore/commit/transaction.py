@@ -178,6 +178,11 @@ class Published(NamedTuple):
         return Committed(self.commit, self.document, stats, ids)
 
 
+def no_cast() -> Cast | None:
+    """What a commit says that was not cast."""
+    return None
+
+
 class Transaction:
     """One writer's part of a commit, and its publication if this writer is the publisher.
 
@@ -290,7 +295,7 @@ class Transaction:
         layout: bytes | None = None,
         receipts: Sequence[Receipt] = (),
         watch: Watch = UNWATCHED,
-        cast: Callable[[], Cast | None] = lambda: None,
+        cast: Callable[[], Cast | None] = no_cast,
     ) -> Published:
         """Append the commit of what this writer has packed, or all writers by `receipts`, which may
         include this one's.
