@@ -133,11 +133,11 @@ def find_forgotten(handle: StoreHandle, ref: AnyRef, run: str | None) -> CommitI
 
 
 def all_forgotten(handle: StoreHandle, run: str | None) -> list[CommitId]:
-    """The forgotten commits, oldest first; of those that had one place in the history, the first,
+    """The forgotten commits, newest first; of those that had one place in the history, the first,
     which has the most leaves."""
     rows = handle.log.replay().commits.items()
     soft = [(row.age, commit) for commit, row in rows if row.soft and run in (None, row.run)]
-    return list({place: commit for (place, _), commit in sorted(soft, reverse=True)}.values())[::-1]
+    return list({place: commit for (place, _), commit in sorted(soft, reverse=True)}.values())
 
 
 def undelete(handle: StoreHandle, reader: Reader, commits: Sequence[CommitId]) -> None:

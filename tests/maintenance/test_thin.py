@@ -196,7 +196,7 @@ def test_undelete_all_brings_back_the_fullest_of_each_place(tmp_path: Path) -> N
         store.forget(KeepLast(2).thin(GLOB))
         store.forget(store.checkout(0).id)
     done = call("-s", str(tmp_path), "undelete", "--all", "--json")
-    assert json.loads(done.out)["undeleted"] == commits[:4]
+    assert json.loads(done.out)["undeleted"] == commits[3::-1]
     with ckptstore.open(tmp_path) as store:
         assert [info.id for info in store.log()] == commits[::-1]
 
