@@ -20,6 +20,7 @@ from ckptstore.errors import (
     NoSpace,
     NotFound,
     ReadOnly,
+    Thinned,
     Unavailable,
 )
 
@@ -66,6 +67,7 @@ __all__ = [
     "StateDict",
     "Storage",
     "Store",
+    "Thinned",
     "Unavailable",
     "__version__",
     "clone",

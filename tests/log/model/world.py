@@ -23,6 +23,7 @@ LETTERS = {
 }
 STORE = StoreId("0" * 32)
 KEPT = CommitId("k0")
+THIN = CommitId("t0")
 
 Placed: TypeAlias = tuple[str, PackId]
 """A chunk and a pack that holds it."""
@@ -48,6 +49,7 @@ class Scope:
     stubborn_reader: bool = False
     hasty_writer: bool = False
     sparing: bool = False
+    thinning: bool = False
 
 
 class Writer(NamedTuple):
@@ -76,12 +78,13 @@ class World(NamedTuple):
     objects: frozenset[tuple[PackId, int]]
     writers: tuple[Writer, ...]
     gcs: tuple[Collector, ...]
-    undelete: frozenset[PackId] | None
+    undelete: tuple[CommitId, frozenset[PackId]] | None
     views: frozenset[frozenset[Placed]]
     kept: frozenset[CommitId]
     planned: frozenset[str] = frozenset()
     reader: frozenset[Placed] | None = None
     misled: str = ""
+    thin: tuple[str, frozenset[PackId]] | None = None
 
 
 Label: TypeAlias = tuple[object, ...]
