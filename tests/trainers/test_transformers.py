@@ -17,7 +17,7 @@ import ckptstore
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.transformers import attach
 from ckptstore.objects.pointer_files import HOLLOW_POINTER
-from tests.trainers.trainings import killed, trained
+from tests.trainers.trainings import ended_bit_equal
 from tests.trainers.transformers_training import (
     Numbers,
     arguments,
@@ -35,15 +35,9 @@ STEPS: dict[str, Any] = {"max_steps": 10, "load_best_model_at_end": False}
 def ended_well(training: str, folder: Path, kills: int, ranks: int) -> None:
     """Steps are so many that no kill comes after the last save: resumed at its end, the Trainer
     takes one step more."""
-    for name in ("undisturbed", "killed"):
-        (folder / name).mkdir()
-        (folder / name / "steps").write_text(str(12 * kills + 12))
-    undisturbed = trained(training, folder / "undisturbed", ranks)
     draw = random.Random(os.environ["CKPTSTORE_TEST_SEED"])
-    fate = killed(training, folder / "killed", kills, draw, ranks, saves=(1, 1))
-    assert fate.kills == kills
-    assert fate.lost == [] and fate.result == undisturbed
-    print(f"{training}: {kills} kills, resumed at {fate.resumed}")
+    steps = str(12 * kills + 12)
+    ended_bit_equal(training, folder, kills, draw, ranks, saves=(1, 1), steps=steps)
 
 
 @pytest.mark.parametrize(
