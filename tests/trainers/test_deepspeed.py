@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is built from source: not installed here")
 
+from deepspeed.checkpoint.ds_to_universal import main as convert_to_universal
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import ckptstore
@@ -254,6 +256,39 @@ def test_fp32_weights_are_those_of_deepspeeds_own_tool(
     assert digest(*[found[name] for name in wanted]) == digest(*wanted.values())
     with pytest.raises(ckptstore.Conflict, match="exists"):
         write_files(snapshot, tmp_path / "files" / "here")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_makes_a_universal_checkpoint_of_the_files(
+    tmp_path: Path, store: ckptstore.Store, stage: int
+) -> None:
+    engine, files = new_engine(stage), tmp_path / "files" / "here"
+    saves = StoreCheckpointEngine.install(engine, store)
+    learn(engine, 0)
+    engine.save_checkpoint(
+        str(tmp_path / "out"), tag="here", client_state={"universal_checkpoint_info": {}}
+    )
+    saves.wait()
+    write_files(store.checkout(), files)
+    convert_to_universal(
+        SimpleNamespace(
+            input_folder=str(files),
+            output_folder=str(tmp_path / "universal" / "there"),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=False,
+        )
+    )
+    (tmp_path / "universal" / "latest").write_text("there")
+    (tmp_path / "universal" / "latest_universal").write_text("there")
+    again = new_engine(stage, checkpoint={"load_universal": True})  # it lacks frozen weights
+    assert digest(*weights(again)) != digest(*weights(engine))
+    StoreCheckpointEngine.install(again, store)
+    again.load_checkpoint(str(tmp_path / "universal"))
+    assert digest(*weights(again)) == digest(*weights(engine))
+    assert again.global_steps == 1
 
 
 def learn_bf16(engine: Any) -> None:
