@@ -48,8 +48,10 @@ def another(tmp_path: Path, **options: Any) -> Training:
 def test_a_training_killed_while_it_saves_ends_as_one_that_was_not(
     tmp_path: Path, kills: int
 ) -> None:
-    epochs = "4" if kills < 10 else "14"
-    fate = ended_bit_equal(TRAINING, tmp_path, kills, random.Random(kills), ranks=2, epochs=epochs)
+    epochs = str(2 * kills)
+    draw = random.Random(kills)
+    fate = ended_bit_equal(TRAINING, tmp_path, kills, draw, ranks=2, saves=(2, 3), epochs=epochs)
+    assert fate.resumed
     assert fate.result[0][1] == 2
 
 

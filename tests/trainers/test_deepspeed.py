@@ -57,9 +57,11 @@ def test_a_training_killed_while_it_saves_ends_as_one_that_was_not(
         kills,
         random.Random(kills),
         ranks=2,
+        saves=(2, 3),
         stage=str(stage),
-        steps=str(8 * kills),
+        steps=str(12 * kills),
     )
+    assert fate.resumed
     assert fate.result[0][1] == 2
 
 
