@@ -9,8 +9,8 @@ import ckptstore
 from ckptstore import Async, InvalidInput, Snapshot, Storage, Store
 
 MAINTENANCE = {
-    *("chunk_bytes", "doctor", "forget", "forgotten", "fsck", "gc", "mirror", "pull", "push"),
-    *("reindex", "repair", "sessions", "undelete", "usage"),
+    *("chunk_bytes", "doctor", "forget", "forgotten", "fsck", "gc", "history", "mirror", "pull"),
+    *("push", "reindex", "repair", "sessions", "undelete", "usage"),
 }
 TRAINING = {
     *("adopt", "checkout", "close", "commit", "commit_async", "committing", "diff", "every"),

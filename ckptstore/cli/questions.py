@@ -97,6 +97,21 @@ QUESTIONS = (
         "difference by that of\nthe tensor. Reads tensors of these leaves only.",
     ),
     Command(
+        "history",
+        "history.history",
+        "show how tensors moved over the commits of a run",
+        (
+            Option("globs", "GLOB", "tensors by their paths (default: all)", nargs="*"),
+            Option("--run", "RUN", "commits of this run (default: that of the newest commit)"),
+            several("--ref", "REF", "this commit, instead of all of a run", dest="refs"),
+            Option("-n", "N", "show the last N commits", type=count, dest="limit"),
+            flag("--nan", "for each tensor, show the first commit with a NaN or an infinity"),
+        ),
+        "Norm, mean, standard deviation, minimum, maximum, zeros and NaN of tensors in each "
+        "commit, and how far\nthey moved since the one before (drift) and since the first. What is "
+        "measured is kept in the catalog:\na second look reads no tensor.",
+    ),
+    Command(
         "bisect",
         "analysis.bisect",
         "find the first bad commit between two",

@@ -1,9 +1,9 @@
 """The catalog: the log folded into SQL tables for queries; opening, updating and replacing it.
 
-Everything in it can be folded again from the log. A catalog that is damaged, of another store or of
-a newer ckptstore is replaced by an empty one; its position says so, and the caller folds from
-there. Appending an entry takes no lock here. Threads and processes may share a catalog. Folding
-holds the write lock for a limited time, and is skipped if the lock is busy.
+Everything in it can be folded again from the log, or measured again. A catalog that is damaged, of
+another store or of a newer ckptstore is replaced by an empty one; its position says so, and the
+caller folds from there. Appending an entry takes no lock here. Threads and processes may share a
+catalog. Folding holds the write lock for a limited time, and is skipped if the lock is busy.
 """
 
 import os
@@ -34,7 +34,13 @@ from ckptstore.index.catalog_sqlite import (
     survive_forks,
 )
 from ckptstore.index.queries import Queries, Rows
-from ckptstore.index.tables import add_schema, fold_entries, make_tables, migrate
+from ckptstore.index.tables import (
+    add_schema,
+    add_statistics,
+    fold_entries,
+    make_tables,
+    migrate,
+)
 from ckptstore.log.entries import Entry, Position
 
 P = ParamSpec("P")
@@ -105,6 +111,11 @@ class Catalog:
         """Add an encoded schema that commits name. Idempotent. False if the tables could not be
         written."""
         return self._write(add_schema, schema_id, data)
+
+    def add_statistics(self, found: Mapping[bytes, bytes]) -> bool:
+        """Add what was measured of chunks, by key. Idempotent. False if the tables could not be
+        written."""
+        return self._write(add_statistics, found)
 
     def reset(self) -> None:
         """Start again with empty tables: for `reindex`, and for a catalog ahead of its log."""

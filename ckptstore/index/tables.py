@@ -12,7 +12,7 @@ of them are condemned.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -191,6 +191,15 @@ entries = Table(
 """The bytes of the log's entries. `repair` restores a lost entry from them if its successor attests
 them."""
 
+statistics = Table(
+    "statistics",
+    metadata,
+    _key("key", LargeBinary),
+    _value("data", LargeBinary),
+    sqlite_with_rowid=False,
+)
+"""What was measured of chunks (`core.statistics`)."""
+
 revision = Table(
     "alembic_version",
     metadata,
@@ -255,6 +264,7 @@ _DROP_SCHEMA = delete(schemas).where(schemas.c.number == bindparam("key"))
 _ADD_SCHEMA = (
     update(schemas).where(schemas.c.id == bindparam("key")).values(data=bindparam("value"))
 )
+_ADD_STATISTICS = text("INSERT INTO statistics VALUES (:key, :data) ON CONFLICT DO NOTHING")
 _SET_POSITION = update(position).values(
     n=bindparam("new_n"), hash=bindparam("new_hash"), bytes=bindparam("new_bytes")
 )
@@ -430,4 +440,11 @@ def fold_entries(
 def add_schema(connection: Connection, schema_id: str, data: bytes) -> bool:
     """Add an encoded schema that commits name within a transaction."""
     connection.execute(_ADD_SCHEMA, {"key": schema_id, "value": data})
+    return True
+
+
+def add_statistics(connection: Connection, found: Mapping[bytes, bytes]) -> bool:
+    """Add what was measured, by key, within a transaction; what is known stays."""
+    rows = [{"key": key, "data": data} for key, data in found.items()]
+    connection.execute(_ADD_STATISTICS, rows)
     return True

@@ -21,6 +21,7 @@ ADDED_UP = {
     "import": {"--metric", "--tag"},
     "adopt": {"--link", "--metric", "--tag"},
     "export": {"--select"},
+    "history": {"--ref"},
     "parted": {"--select"},
     "average": {"--metric", "--select", "--tag"},
 }

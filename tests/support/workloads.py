@@ -22,7 +22,12 @@ from tests.support.checker import view_of
 STORE = "store"
 CHUNK_BYTES = 65536
 NEVER = 1000
-THIRD_REVISION = """
+FOURTH_REVISION = """
+DROP TABLE statistics;
+UPDATE alembic_version SET version_num = '0004';
+"""
+THIRD_REVISION = f"""
+{FOURTH_REVISION}
 DROP INDEX schemas_missing;
 ALTER TABLE schemas DROP COLUMN data;
 ALTER TABLE schemas ADD COLUMN leaves BIGINT;
