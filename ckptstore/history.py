@@ -16,7 +16,7 @@ from ckptstore.core.process import uncollected
 from ckptstore.core.statistics import is_measured, key_of
 from ckptstore.core.text import selector
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
-from ckptstore.measurements import Measurements, Tensor, keep
+from ckptstore.measurements import Measurements, Tensor
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
@@ -140,7 +140,7 @@ def history(
                 table.add(commits[i], selection.of(commits[i]), moves)
                 if keys:
                     found[keys[i]] = _encoded(moves)
-            keep(handle, found)
+            handle.keep_statistics(found)
     if not table.rows:
         raise NotFound(
             f"none of {len(commits)} commits has a tensor of numbers that matches {select!r:.80}; "

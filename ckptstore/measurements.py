@@ -6,10 +6,11 @@ Statistics are kept in the catalog by the chunk's id, distances by the ids of tw
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
+from ckptstore.commit.transaction import Committed
 from ckptstore.core.geometry import grid
 from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId, digest
 from ckptstore.core.model import Box, LeafContent
@@ -19,8 +20,10 @@ from ckptstore.core.statistics import (
     decode_distance,
     decode_statistics,
     encode_distance,
+    is_measured,
     key_of,
 )
+from ckptstore.distributed.collective import Collective
 from ckptstore.errors import CkptStoreError
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
@@ -98,9 +101,11 @@ class _Measure(NamedTuple):
 class Measurements:
     """Statistics of chunks, from the catalog or measured now, by the threads of a store."""
 
-    def __init__(self, handle: StoreHandle, threads: ThreadPool) -> None:
+    def __init__(
+        self, handle: StoreHandle, threads: ThreadPool, known: Mapping[bytes, bytes] | None = None
+    ) -> None:
         self._handle, self._threads = handle, threads
-        self._known: dict[bytes, bytes] = {}
+        self._known = dict(known or {})
 
     def statistics(self, tensor: Tensor) -> Statistics:
         """What is known of a tensor that was among those to `look_up`."""
@@ -128,13 +133,38 @@ class Measurements:
             reader = Reader(self._handle.config, self._handle.objects, alone)
             self._threads.spread(partial(_measure, reader, found), list(_batches(missing)))
         self._known |= found
-        keep(self._handle, found)
+        self._handle.keep_statistics(found)
 
 
-def keep(handle: StoreHandle, found: Mapping[bytes, bytes]) -> None:
-    """Keep what was measured, by key, in the catalog, as far as that can be written."""
-    if found and not handle.read_only:
-        handle.catalog.add_statistics(found)
+def with_tensors(
+    handle: StoreHandle,
+    threads: ThreadPool,
+    reader: Reader,
+    committed: Committed,
+    measured: Mapping[bytes, bytes],
+    peers: Collective | None,
+) -> Committed:
+    """A new commit with the statistics of its tensors by path. `measured` are those of the chunks
+    that this rank hashed; others are looked up, or read."""
+    if peers:
+        found = peers.share("commit: measure", lambda: list(measured.items()), _joined)
+        measured = dict(found)
+    handle.keep_statistics(measured)
+    tensors = {
+        path: Tensor.of(committed.id, tree, i)
+        for tree in reader.trees(committed.document.trees).values()
+        for i, path in enumerate(tree.schema.paths)
+        if tree.schema.kinds[i] == "tensor" and is_measured(tree.schema.dtypes[i])
+    }
+    known = Measurements(handle, threads, measured)
+    known.look_up(tensors.values())
+    by_path = {path: known.statistics(tensor) for path, tensor in tensors.items()}
+    return replace(committed, stats=replace(committed.stats, tensors=by_path))
+
+
+def _joined(found: list[list[tuple[bytes, bytes]]]) -> list[tuple[bytes, bytes]]:
+    """What all ranks measured."""
+    return [pair for each in found for pair in each]
 
 
 def _of_one(tensor: Tensor) -> Iterator[_Measure]:

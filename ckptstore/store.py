@@ -94,6 +94,7 @@ class Store(Maintenance):
         memory_budget_bytes: int | None = None,
         allow_pickle: bool = False,
         ranks: Ranks | None = None,
+        stats: bool = False,
     ) -> Snapshot:
         """Store `app_state` as a new commit of this run; durable when the call returns.
 
@@ -110,6 +111,7 @@ class Store(Maintenance):
             memory_budget_bytes: Limit for buffers on each rank; default: what the host spares.
             allow_pickle: Pickle values that have no safe encoding.
             ranks: Which ranks commit together, and what they share.
+            stats: Measure each tensor on the way: `snapshot.stats.tensors`.
 
         Raises:
             InvalidInput: A value cannot be stored; the message has its path.
@@ -126,7 +128,7 @@ class Store(Maintenance):
         ranks = ranks or Ranks()
         peers = collective_of(ranks.process_group, ranks.timeout_s)
         flats = partial(flats_of, app_state, ranks, peers, allow_pickle=allow_pickle)
-        request = self._internals.request(flats, metadata, ranks, memory_budget_bytes)
+        request = self._internals.request(flats, metadata, ranks, memory_budget_bytes, stats=stats)
         snapshot = self._internals.committed(self._internals.commit(request, peers))
         self._hint(snapshot.step, snapshot.tags, peers)
         return snapshot
@@ -143,6 +145,7 @@ class Store(Maintenance):
         allow_pickle: bool = False,
         background: Async | None = None,
         ranks: Ranks | None = None,
+        stats: bool = False,
     ) -> PendingCommit:
         """Copy `app_state`, return, and commit the copy in the background (docs/async.md).
 
@@ -178,6 +181,7 @@ class Store(Maintenance):
             ranks,
             peers,
             allow_pickle=allow_pickle,
+            stats=stats,
         )
         self._hint(metadata.step, metadata.tags, peers)
         return pending

@@ -47,7 +47,8 @@ class CommitMetadata:
 class CommitRequest:
     """What to commit. `prepare` runs where its failure reaches every rank; times count from
     `started`, a value of `time.perf_counter`; `watch` follows the progress and may stop it. A
-    worker process reads the state from `buffer`."""
+    worker process reads the state from `buffer`. Statistics of the chunks go to `measured`, if it
+    is there."""
 
     prepare: Callable[[], tuple[CommitMetadata, Flats]]
     started: float
@@ -55,6 +56,7 @@ class CommitRequest:
     memory_budget_bytes: int | None = None
     ranks: Ranks = field(default_factory=Ranks)
     buffer: Buffer | None = None
+    measured: dict[bytes, bytes] | None = None
 
 
 def label_of(

@@ -5,6 +5,7 @@ and the rows in 64 bits. numpy computes on the calling thread alone, where torch
 trainer's threads. Numbers for which the fast way is not exact enough are added in 64 bits.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,12 @@ from ckptstore.state.tensors import dtype_of
 
 ROW = 8192
 """A sum of so many numbers in 32 bits has 6 digits, and BLAS starts no threads for it."""
+
+BLOCK = 8 * ROW
+"""So many numbers are widened at a time, and stay in the cache."""
+
+PIECE = 2 * ROW
+"""Torch starts no threads for so few."""
 
 SAFE = 1e-15, 1e15
 """Squares of 32-bit floats whose largest is of this size neither overflow nor vanish."""
@@ -31,31 +38,52 @@ _ONES: dict[np.dtype[Any], NDArray[Any]] = {
 
 def statistics_of(data: memoryview, dtype: str) -> Statistics:
     """The statistics of the numbers in `data`, a chunk of a tensor of `dtype`."""
-    return _statistics(_numbers(data, dtype)) if len(data) else EMPTY
+    parts = [_statistics(block) for block in _blocks(data, dtype)]
+    return parts[0] if len(parts) == 1 else added(parts)
 
 
 def squared_distance(a: memoryview, b: memoryview, dtype: str) -> float:
     """The sum of squares of the differences of two chunks of `dtype`; NaN if one has a NaN."""
-    difference, other = (_numbers(data, dtype).astype(np.float64) for data in (a, b))
-    with np.errstate(all="ignore"):
-        difference -= other
-        return float(np.square(difference, out=difference).sum())
+    total = 0.0
+    for x, y in zip(_blocks(a, dtype), _blocks(b, dtype), strict=True):
+        with np.errstate(all="ignore"):
+            difference = x.astype(np.float64)
+            difference -= y
+            total += float(np.square(difference, out=difference).sum())
+    return total
 
 
-def _numbers(data: memoryview, dtype: str) -> NDArray[Any]:
-    """The numbers in `data` as numpy has them: floats of fewer than 32 bits as 32."""
+def _blocks(data: memoryview, dtype: str) -> Iterator[NDArray[Any]]:
+    """The numbers in `data`. Floats of fewer than 32 bits become 32-bit floats, some at a time, in
+    memory that the next block overwrites."""
     if dtype == "bfloat16":
-        wide = np.frombuffer(data, np.uint16).astype(np.uint32)
-        wide <<= 16
-        return wide.view(np.float32)
-    if dtype.startswith("float") and dtype not in ("float32", "float64"):
+        yield from _widened(np.frombuffer(data, np.uint16))
+    elif dtype.startswith("float") and dtype not in ("float32", "float64"):
         own = memoryview(bytearray(data)) if data.readonly else data  # torch warns of such memory
-        found: NDArray[Any] = flat_tensor(own, dtype_of(dtype)).to(torch.float32).numpy()
-        return found
-    return np.frombuffer(data, np.dtype(dtype))
+        narrow = flat_tensor(own, dtype_of(dtype))
+        wide = torch.empty(min(len(narrow), BLOCK), dtype=torch.float32)
+        for block in narrow.split(BLOCK):
+            for source, target in zip(block.split(PIECE), wide.split(PIECE), strict=False):
+                target[: len(source)].copy_(source)
+            yield wide[: len(block)].numpy()
+    else:
+        yield np.frombuffer(data, np.dtype(dtype))
+
+
+def _widened(halves: NDArray[np.uint16]) -> Iterator[NDArray[Any]]:
+    """Numbers of which `halves` are the upper halves of 32-bit floats."""
+    scratch = np.empty(min(len(halves), BLOCK), np.uint32)
+    for start in range(0, len(halves), BLOCK):
+        block = halves[start : start + BLOCK]
+        wide = scratch[: len(block)]
+        np.copyto(wide, block)
+        wide <<= 16
+        yield wide.view(np.float32)
 
 
 def _statistics(x: NDArray[Any]) -> Statistics:
+    if not len(x):
+        return EMPTY
     if x.dtype not in _ONES or len(x) < ROW:
         return _exactly(x)
     whole = len(x) // ROW * ROW
