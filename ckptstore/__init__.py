@@ -21,6 +21,7 @@ from ckptstore.errors import (
     NotFound,
     ReadOnly,
     Unavailable,
+    Untrusted,
 )
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ __all__ = [
     "Storage",
     "Store",
     "Unavailable",
+    "Untrusted",
     "__version__",
     "clone",
     "open",

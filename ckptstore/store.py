@@ -19,12 +19,14 @@ from ckptstore.core.model import CommitInfo, Skipped
 from ckptstore.core.options import Async, Ranks, Verify
 from ckptstore.core.settings import Settings
 from ckptstore.distributed.collective import Collective
-from ckptstore.distributed.gloo import collective_of
+from ckptstore.distributed.gloo import agreed_schedule, collective_of
 from ckptstore.distributed.restore import on_all
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.internals import PendingCommit, StoreInternals, flats_of
 from ckptstore.log.state import Resolved
 from ckptstore.maintenance.forget import remove_tag, set_tag
+from ckptstore.maintenance.signatures import Files
+from ckptstore.maintenance.signatures import verify as check_signed
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, log_resumed, through_pointers
@@ -205,8 +207,7 @@ class Store(Maintenance):
         mtbf_s: float | None = None,
         on_signal: signal.Signals | None = None,
     ) -> Schedule[Snapshot]:
-        """A schedule to call after each step, `every(app_state, step=step, …)`; it calls
-        `commit_async` when a commit is due.
+        """A schedule to call after each step, `every(app_state, step=step, …)`; commits when due.
 
         Args:
             auto: `"auto"` balances the cost of the last commit against `mtbf_s`.
@@ -221,7 +222,7 @@ class Store(Maintenance):
         rule is given.
         """
         return Schedule(
-            self.commit_async, rule_of(auto, steps, seconds, mtbf_s), on_signal, _agreed_schedule
+            self.commit_async, rule_of(auto, steps, seconds, mtbf_s), on_signal, agreed_schedule
         )
 
     @property
@@ -246,7 +247,13 @@ class Store(Maintenance):
         if failed:
             raise failed
 
-    def checkout(self, ref: AnyRef = "latest", *, verify: Verify = "checksum") -> Snapshot:
+    def checkout(
+        self,
+        ref: AnyRef = "latest",
+        *,
+        verify: Verify = "checksum",
+        require_signature: Files | None = None,
+    ) -> Snapshot:
         """Find a commit and return a read handle on it. Nothing is restored yet.
 
         Args:
@@ -254,6 +261,7 @@ class Store(Maintenance):
                 `"run@100"`, `"latest~2"`, `"best:val_loss"`, a pointer file's path, a snapshot.
             verify: What each chunk that is read is compared with: its checksum (XXH3), or also its
                 id (BLAKE3), which takes longer and does not rely on the store's footers.
+            require_signature: Files of public keys, one of which signed it; verifies ids, too.
 
         Returns:
             A snapshot, from which `restore` and `read` take bytes.
@@ -261,7 +269,7 @@ class Store(Maintenance):
         Raises:
             NotFound: No such commit; the message has similar refs.
             InvalidInput: The ref is ambiguous.
-            Corrupt: The commit document is damaged.
+            Corrupt, Untrusted: The commit document is damaged; none of the keys signed it.
 
         Example:
             >>> store.checkout("best:val_loss").restore({"model": model})
@@ -269,6 +277,9 @@ class Store(Maintenance):
         if verify not in get_args(Verify):
             raise InvalidInput(f"verify is {verify!r}; wanted 'checksum' or 'id'")
         reader, info = through_pointers(ref, self._internals.find)
+        if require_signature is not None:
+            check_signed((reader or self._internals.reader).storage, info.id, require_signature)
+            verify = "id"
         if verify == "id":
             reader = (reader or self._internals.reader).verifying_ids()
         return self._internals.snapshot(info, reader)
@@ -432,13 +443,6 @@ class Store(Maintenance):
         Raises the unseen failure of an asynchronous commit, after everything was closed.
         """
         self._internals.close()
-
-
-def _agreed_schedule(options: Mapping[str, Any], due: bool, came: bool) -> tuple[bool, bool]:
-    """Whether a commit is due and a signal came, as the ranks that commit together agree."""
-    ranks = options.get("ranks") or Ranks()
-    peers = collective_of(ranks.process_group, ranks.timeout_s)
-    return peers.is_due(due, came) if peers else (due, came)
 
 
 def internals_of(store: Store) -> StoreInternals:

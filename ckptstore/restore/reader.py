@@ -197,7 +197,7 @@ class Reader:
         self._objects, self.threads, self.verify_ids = objects, threads, verify_ids
         self.chunk_bytes = config.chunk_bytes
         self.remote = objects.storage.capabilities.slow_requests
-        self.url = objects.storage.url
+        self.url, self.storage = objects.storage.url, objects.storage
         # They never change, so what was read lately is at hand for the next look at the same
         # commit, or at another with the same schema.
         self.document = lru_cache(RECENT)(self._document)

@@ -57,6 +57,8 @@ OTHERS = {
     "parted": "main main",
     "bisect": "--good 1 --nan",
     "average": "1 1",
+    "verify": "1 --keys STORE/key.pub",
+    "sign": "1 --key STORE/key",
 }
 """What a command needs besides its store."""
 
@@ -100,6 +102,12 @@ WORDS = [
     "average -s STORE 1 PATH",
     "average -s STORE 1 1 --tag PATH",
     "bisect -s STORE --good PATH --nan",
+    "history -s STORE PATH",
+    "history -s STORE --ref PATH",
+    "sign -s STORE 1 --key PATH",
+    "sign --new-key PATH",
+    "verify -s STORE 1 --keys PATH",
+    "verify -s STORE PATH --keys STORE/key.pub",
     "bisect -s STORE --good 1 --nan --verdicts PATH",
     "fsck -s STORE --read-data PATH",
     "forget -n -s STORE --keep-within PATH",

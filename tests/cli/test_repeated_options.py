@@ -23,6 +23,7 @@ ADDED_UP = {
     "export": {"--select"},
     "history": {"--ref"},
     "parted": {"--select"},
+    "verify": {"--keys"},
     "average": {"--metric", "--select", "--tag"},
 }
 """Options of which each further value adds something; all other options with a value are refused
