@@ -9,6 +9,8 @@ _FOLD = (
     flag("--fold", "fold leaves, also in a pipe and if they are few", default=None),
 )
 
+_NUMBERS = ("norm", "mean", "std", "min", "max", "zeros", "nan", "drift", "drift_first")
+
 QUESTIONS = (
     Command(
         "log",
@@ -110,6 +112,33 @@ QUESTIONS = (
         "Norm, mean, standard deviation, minimum, maximum, zeros and NaN of tensors in each "
         "commit, and how far\nthey moved since the one before (drift) and since the first. What is "
         "measured is kept in the catalog:\na second look reads no tensor.",
+    ),
+    Command(
+        "plot",
+        "plot.plot",
+        "draw metrics, sizes, tensors or a difference",
+        (
+            Option(
+                "kind",
+                "KIND",
+                "metrics, size, tensor or diff",
+                choices=("metrics", "size", "tensor", "diff"),
+            ),
+            Option("words", "WORD", "metrics, GLOBs of tensors, or two REFs", nargs="*"),
+            Option("-o", "FILE", "an .svg, .png or .pdf file (default: here)", dest="output"),
+            several("--run", "RUN", "this run (default: all; for tensors the newest)", dest="runs"),
+            Option(
+                "--of",
+                "NUMBER",
+                f"of tensors: {', '.join(_NUMBERS)}",
+                choices=_NUMBERS,
+                default="norm",
+            ),
+            flag("--log", "a logarithmic axis"),
+        ),
+        "Draw a chart into FILE, or on the terminal: metrics over steps, the size of all commits, "
+        "a number of\ntensors over steps, or which tensors changed most from one commit to "
+        "another.",
     ),
     Command(
         "bisect",

@@ -1,5 +1,5 @@
-"""Who stands behind a commit? Signatures of commit ids by Ed25519 keys, as objects beside the store's
-others.
+"""Who stands behind a commit? Signatures of commit ids by Ed25519 keys, as objects beside the
+store's others.
 
 A commit's id is the hash of its document, which names everything below by its hash. So a signature
 of the id is one of every byte. Keys are files of OpenSSH's format: `ssh-keygen -t ed25519` makes

@@ -57,6 +57,7 @@ OTHERS = {
     "parted": "main main",
     "bisect": "--good 1 --nan",
     "average": "1 1",
+    "plot": "size -o NEW.svg",
     "verify": "1 --keys STORE/key.pub",
     "sign": "1 --key STORE/key",
 }
@@ -103,6 +104,9 @@ WORDS = [
     "average -s STORE 1 1 --tag PATH",
     "bisect -s STORE --good PATH --nan",
     "history -s STORE PATH",
+    "plot -s STORE size -o PATH",
+    "plot -s STORE diff 1 PATH -o NEW.svg",
+    "plot -s STORE metrics PATH -o NEW.svg",
     "history -s STORE --ref PATH",
     "sign -s STORE 1 --key PATH",
     "sign --new-key PATH",
@@ -165,6 +169,7 @@ def words_of(text: str, root: Path, odd: str, new: Path) -> list[str]:
         "PATH": odd,
         "NEW": f"{new}/made",
         "NEW.pt": f"{new}/made.pt",
+        "NEW.svg": f"{new}/made.svg",
         "FILES": f"{root}/FILES",
     }
     return [meant.get(word, word.replace("STORE", f"{root}/{STORE}", 1)) for word in text.split()]

@@ -22,6 +22,7 @@ ADDED_UP = {
     "adopt": {"--link", "--metric", "--tag"},
     "export": {"--select"},
     "history": {"--ref"},
+    "plot": {"--run"},
     "parted": {"--select"},
     "verify": {"--keys"},
     "average": {"--metric", "--select", "--tag"},
