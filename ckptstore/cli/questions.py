@@ -1,6 +1,6 @@
 """The commands that look at commits, with their options, as data (see `commands`)."""
 
-from ckptstore.cli.parser import Command, Option, count, flag, several
+from ckptstore.cli.parser import Command, Option, count, flag, several, span
 
 RUN = Option("--run", "RUN", "resolve steps, 'latest' and 'best:' in this run")
 REF = Option("ref", "REF", "the commit (default: latest)", nargs="?", default="latest")
@@ -139,6 +139,18 @@ QUESTIONS = (
         "Draw a chart into FILE, or on the terminal: metrics over steps, the size of all commits, "
         "a number of\ntensors over steps, or which tensors changed most from one commit to "
         "another.",
+    ),
+    Command(
+        "watch",
+        "watch.watch",
+        "show new commits, writers and the disk as they change",
+        (
+            Option("--every", "SPAN", "look every SPAN (default: 2s)", type=span, default=2),
+            Option("-n", "N", "end after N new commits", type=count, dest="count"),
+            Option("--mirror", "STORE", "also count the commits that this mirror lacks"),
+        ),
+        "Show the last commits, their rate, when the disk will be full, and which processes write, "
+        "until Ctrl-C.\nIn a pipe, print a line for each new commit.",
     ),
     Command(
         "bisect",

@@ -58,6 +58,7 @@ OTHERS = {
     "bisect": "--good 1 --nan",
     "average": "1 1",
     "plot": "size -o NEW.svg",
+    "watch": "-n 0",
     "verify": "1 --keys STORE/key.pub",
     "sign": "1 --key STORE/key",
 }
@@ -105,6 +106,7 @@ WORDS = [
     "bisect -s STORE --good PATH --nan",
     "history -s STORE PATH",
     "plot -s STORE size -o PATH",
+    "watch -s STORE -n 0 --mirror PATH",
     "plot -s STORE diff 1 PATH -o NEW.svg",
     "plot -s STORE metrics PATH -o NEW.svg",
     "history -s STORE --ref PATH",
