@@ -19,6 +19,11 @@ FLOATS = [name for name in DTYPES if name.startswith(("float", "bfloat")) and is
 INTEGERS = ["bool", "uint8", "int8", "int16", "int32", "int64"]
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 def wanted(x: torch.Tensor) -> dict[str, float]:
     """Statistics by torch, in 64 bits."""
     wide = x.double().flatten()
@@ -38,8 +43,11 @@ def wanted(x: torch.Tensor) -> dict[str, float]:
 
 def check(x: torch.Tensor) -> None:
     found = statistics_of(memory_of(x), str(x.dtype).removeprefix("torch."))
-    for name, value in wanted(x).items():
-        assert getattr(found, name) == pytest.approx(value, rel=2e-5, abs=1e-12), name
+    by_torch = wanted(x)
+    # Rows are added in 32 bits, so a sum that nearly cancels is exact to the size of its parts.
+    rounding = 1e-6 * by_torch["std"]
+    for name, value in by_torch.items():
+        assert getattr(found, name) == pytest.approx(value, rel=2e-5, abs=rounding), name
 
 
 def test_no_dtype_is_forgotten() -> None:
@@ -134,7 +142,7 @@ def test_a_history_has_every_tensor_of_every_commit(store: ckptstore.Store) -> N
         for name, tensor in state.items():
             row = rows[step, f"model/{name}"]
             for field, value in wanted(tensor).items():
-                assert getattr(row, field) == pytest.approx(value, rel=1e-5), field
+                assert getattr(row, field) == pytest.approx(value, rel=1e-5, abs=1e-6), field
             for drift, other in ((row.drift, step - 1), (row.drift_first, 0)):
                 if other < 0:
                     assert drift is None
