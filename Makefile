@@ -44,7 +44,7 @@ $(READY): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "setup 2/4: installing torch (the long one)"
 	@$(PIP) install -c constraints.txt torch setuptools
 	@echo "setup 3/4: installing the other requirements"
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[s3,obstore,test,dev,docs]'
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[s3,obstore,plot,sign,watch,test,dev,docs]'
 	@echo "setup 4/4: checking"
 	@$(BIN)/python -m pip check --disable-pip-version-check
 	@touch $@

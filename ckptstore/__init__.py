@@ -22,6 +22,7 @@ from ckptstore.errors import (
     ReadOnly,
     Thinned,
     Unavailable,
+    Untrusted,
 )
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ __all__ = [
     "Store",
     "Thinned",
     "Unavailable",
+    "Untrusted",
     "__version__",
     "clone",
     "open",

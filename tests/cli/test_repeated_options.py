@@ -22,7 +22,10 @@ ADDED_UP = {
     "import": {"--metric", "--tag"},
     "adopt": {"--link", "--metric", "--tag"},
     "export": {"--select"},
+    "history": {"--ref"},
+    "plot": {"--run"},
     "parted": {"--select"},
+    "verify": {"--keys"},
     "average": {"--metric", "--select", "--tag"},
 }
 """Options of which each further value adds something; all other options with a value are refused
