@@ -28,6 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "adopt": ("pickle",),
     "api": (),
     "interop": ("torch", "pickle", "fsspec"),
+    "ui": ("starlette", "uvicorn"),
     "cli": (),
 }
 """Each room, from the ground up, and the guarded packages it may import. A file imports from its

@@ -1,6 +1,17 @@
 """Every command with its options, as data; the modules that run them are imported when needed."""
 
-from ckptstore.cli.parser import Command, Option, Options, count, flag, several, share, size, span
+from ckptstore.cli.parser import (
+    Command,
+    Option,
+    Options,
+    count,
+    flag,
+    port,
+    several,
+    share,
+    size,
+    span,
+)
 from ckptstore.cli.questions import QUESTIONS, RUN
 from ckptstore.core.config import CHUNK_BYTES, CODECS
 
@@ -320,6 +331,28 @@ COMMANDS = (
         "Write a commit to PATH. Imported files become the same files again. Otherwise the name "
         "of PATH or\n--format selects safetensors (tensors only), torch (a .pt file) or dcp (a "
         "directory for\ntorch.distributed.checkpoint).",
+    ),
+    Command(
+        "ui",
+        "ui.ui",
+        "show a web page of the store",
+        (
+            Option("--host", "HOST", "the address to serve it at (default: 127.0.0.1)"),
+            Option("--port", "PORT", "its port (default: the first free one from 8765)", type=port),
+            flag("--open", "open it in the browser"),
+            flag("--allow-changes", "let the page tag, untag, forget and undelete"),
+            Option("--export", "DIR", "write the page as static files to DIR, and serve nothing"),
+            Option(
+                "--commits",
+                "N",
+                "the newest commits that --export writes pages of (default: 200)",
+                type=count,
+                default=200,
+            ),
+        ),
+        "Serve a web page of the store, or of several: -s may be repeated. It changes nothing "
+        "without\n--allow-changes. Needs `pip install 'ckptstore[ui]'`.",
+        several_stores=True,
     ),
     Command("which", "setup.which", "print which store is used, and where it was found"),
     Command(
