@@ -22,8 +22,7 @@ EXPOSED = (
 def ui(call: Call) -> Answer:
     args = call.args
     try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
+        from ckptstore.ui.server import Page, listen
     except ModuleNotFoundError as error:
         raise InvalidInput(
             f"the page needs {error.name}, which is not installed: pip install 'ckptstore[ui]'"
@@ -31,7 +30,6 @@ def ui(call: Call) -> Answer:
     from ckptstore.ui.guard import is_loopback
     from ckptstore.ui.jobs import Jobs
     from ckptstore.ui.opened import OpenStore
-    from ckptstore.ui.server import Page, listen
 
     stores = [
         call.stack.enter_context(closing(OpenStore(number, handle)))
@@ -48,6 +46,8 @@ def ui(call: Call) -> Answer:
             )
         written = f"{args.export}: {count_text(files, 'file')}; any static host serves them"
         return Answer({**places, "directory": args.export, "files": files}, [written])
+    for store in stores:
+        store.history()  # so that the first page need not wait for it
     host = args.host or LOOPBACK
     listening = listen(stores, host=host, port=args.port, allow_changes=args.allow_changes)
     call.stack.callback(listening.close)

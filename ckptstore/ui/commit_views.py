@@ -81,16 +81,24 @@ def _placement(leaf: Placed) -> tuple[str, str, int]:
 def _lines(store: OpenStore, info: CommitInfo) -> list[Json]:
     """How to load the commit, as lines to copy."""
     place, ref = store.name, info.id[:12]
-    keys = ", ".join(f"{key!r}: {key}" if key.isidentifier() else f"{key!r}: …" for key in info.schemas)
-    first = next(iter(info.schemas), "model")
+    named = {key: key if key.isidentifier() else "…" for key in info.schemas}
+    keys = ", ".join(f"{key!r}: {name}" for key, name in named.items())
+    first = "model" if "model" in named else next(iter(named), "model")
     opened = f"import ckptstore\n\nwith ckptstore.open({place!r}) as store:\n"
     return [
-        {"what": "Restore in place", "text": clip(
-            f"{opened}    store.checkout({ref!r}).restore({{{keys}}})", TEXT_CHARACTERS
-        )},
-        {"what": "Load the weights", "text": clip(
-            f"{opened}    weights = store.checkout({ref!r}).state_dict({first!r})", TEXT_CHARACTERS
-        )},
+        {
+            "what": "Restore in place",
+            "text": clip(
+                f"{opened}    store.checkout({ref!r}).restore({{{keys}}})", TEXT_CHARACTERS
+            ),
+        },
+        {
+            "what": "Load the weights",
+            "text": clip(
+                f"{opened}    weights = store.checkout({ref!r}).state_dict({first!r})",
+                TEXT_CHARACTERS,
+            ),
+        },
         {"what": "Export", "text": f"ckptstore export {ref} weights.safetensors"},
     ]
 
@@ -105,7 +113,9 @@ def leaf_at(store: OpenStore, info: CommitInfo, number: str) -> Found:
     """The leaf with this number. Raises `NotFound`."""
     leaves = leaves_of(store, info)
     if not number.isdecimal() or int(number) >= len(leaves):
-        raise NotFound(f"commit {info.id[:12]} has no leaf {clip(number, 20)}; it has {len(leaves)}")
+        raise NotFound(
+            f"commit {info.id[:12]} has no leaf {clip(number, 20)}; it has {len(leaves)}"
+        )
     return leaves[int(number)]
 
 

@@ -19,7 +19,7 @@ from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.restore.reader import Memory, ReadRequest, Tree
 from ckptstore.ui.commit_views import Found, leaf_at, leaves_of
 from ckptstore.ui.opened import OpenStore
-from ckptstore.ui.tensor_views import regions
+from ckptstore.ui.tensor_views import numpy_dtype, regions
 from ckptstore.ui.values import clip
 
 SLICE_BYTES = 8 << 20
@@ -35,23 +35,21 @@ class Download:
 
 
 def one_tensor(store: OpenStore, id_: str, number: str, format: str) -> Download:
-    """One leaf as `npy` or `safetensors`. Raises `InvalidInput` for a leaf that has no such form."""
+    """One leaf as `npy` or `safetensors`. Raises `InvalidInput` for a leaf without that
+    form."""
     info = store.commit(id_)
     found = leaf_at(store, info, number)
     if format == "safetensors":
         return _safetensors(store, info, [found], f"{info.id[:12]}-leaf-{number}.safetensors")
     tree, i = found
     dtype, shape = tree.schema.dtypes[i], tree.schema.shapes[i]
-    try:
-        described = np.dtype(dtype or "object")
-    except TypeError:
-        described = np.dtype(object)
-    if tree.schema.kinds[i] != "tensor" or described.hasobject:
+    described = numpy_dtype(dtype) if tree.schema.kinds[i] == "tensor" else None
+    if described is None:
         raise InvalidInput(f"NumPy has no {dtype or tree.schema.kinds[i]}; take .safetensors")
     head = io.BytesIO()
     np.lib.format.write_array_header_1_0(
         head,
-        {"descr": described.newbyteorder("<").str, "fortran_order": False, "shape": shape},
+        {"descr": described.str, "fortran_order": False, "shape": shape},
     )
     nbytes = len(head.getvalue()) + tree.raw_bytes(i)
     name = f"{info.id[:12]}-leaf-{number}.npy"
@@ -86,9 +84,7 @@ def _safetensors(store: OpenStore, info: CommitInfo, found: list[Found], name: s
     return Download(name, nbytes, _pieces(store, info, head, found))
 
 
-def _pieces(
-    store: OpenStore, info: CommitInfo, head: bytes, found: list[Found]
-) -> Iterator[bytes]:
+def _pieces(store: OpenStore, info: CommitInfo, head: bytes, found: list[Found]) -> Iterator[bytes]:
     yield head
     for tree, i in found:
         yield from _tensor(store, info, tree, i)

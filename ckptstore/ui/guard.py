@@ -52,9 +52,7 @@ class Guard:
         given = _query_token(scope)
         why, extra = self._refusal(scope, headers, given), dict(HEADERS)
         if not why and given:
-            extra["set-cookie"] = (
-                f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
-            )
+            extra["set-cookie"] = f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
 
         async def guarded(message: "Message") -> None:
             if message["type"] == "http.response.start":

@@ -132,7 +132,9 @@ def lineage(store: OpenStore) -> Json:
         **_columns(infos),
         "run": [runs[info.run] for info in infos],
         "message": [clip(info.message, 80) for info in infos],
-        "parents": [[place_of.get(parent, parent[:12]) for parent in info.parents] for info in infos],
+        "parents": [
+            [place_of.get(parent, parent[:12]) for parent in info.parents] for info in infos
+        ],
     }
 
 
@@ -149,9 +151,13 @@ def _columns(infos: Sequence[CommitInfo]) -> dict[str, Json]:
 
 def forgotten(store: OpenStore) -> Json:
     """The forgotten commits that can be brought back, newest first."""
+    rows = [
+        (row.n, commit) for commit, row in store.handle.log.replay().commits.items() if row.soft
+    ]
+    newest_first = [commit for _, commit in sorted(rows, reverse=True)]
     with closing(store.handle.queries()) as queries:
-        infos = [info for info in queries.log(forgotten=True) if info.forgotten]
-    return {"commits": [brief(info) for info in infos[:FORGOTTEN_SHOWN]], "total": len(infos)}
+        infos = queries.commits(newest_first[:FORGOTTEN_SHOWN])
+    return {"commits": [brief(info) for info in infos], "total": len(rows)}
 
 
 def children_of(history: History, commit: CommitId) -> list[CommitInfo]:

@@ -98,9 +98,7 @@ class OpenStore:
 
     def contents(self, info: CommitInfo) -> CommitContents:
         """Document, schemas and leaves of a commit."""
-        return CommitContents(
-            self.reader, info.id, self.reader.document(info.session, info.id)
-        )
+        return CommitContents(self.reader, info.id, self.reader.document(info.session, info.id))
 
     def close(self) -> None:
         self._threads.close()

@@ -5,12 +5,13 @@ apart. They read tensors a slice at a time, as jobs with progress, and torch is 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptstore.core.geometry import width_of
+from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import CommitInfo, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.restore.diff import LeafAt, compare
@@ -86,9 +87,7 @@ class Histogram:
         while least < self.low or most >= self.low + self.width * FINE_BINS:
             self._widen(down=least < self.low)
         places = ((numbers - self.low) / self.width).astype(np.int64)
-        self.counts += np.bincount(
-            np.clip(places, 0, FINE_BINS - 1), minlength=FINE_BINS
-        )
+        self.counts += np.bincount(np.clip(places, 0, FINE_BINS - 1), minlength=FINE_BINS)
 
     def _widen(self, *, down: bool) -> None:
         halves, empty = self.counts.reshape(-1, 2).sum(1), np.zeros(FINE_BINS // 2, np.int64)
@@ -108,6 +107,14 @@ class Histogram:
         counts = np.add.reduceat(self.counts[first:last], np.arange(0, last - first, step))
         low = self.low + first * self.width
         return {"low": low, "width": step * self.width, "counts": counts.tolist()}
+
+
+def numpy_dtype(dtype: str) -> "np.dtype[Any] | None":
+    """NumPy's dtype of that name; None for those that NumPy lacks, such as bfloat16."""
+    try:
+        return np.dtype(dtype).newbyteorder("<")
+    except TypeError:
+        return None
 
 
 class HeatMap:
@@ -154,10 +161,10 @@ def leaf(store: OpenStore, id_: str, number: str) -> Json:
         "bytes": tree.raw_bytes(i),
         "value": at.text.value,
         "alias": clip(schema.paths[alias]) if alias >= 0 else None,
-        "chunks": len(tree.content(i).ids) // 32,
+        "chunks": len(content.ids) // CHUNK_ID_BYTES,
         "boxes": len(content.boxes) if content.boxes else 1,
         "numbers": is_number(tree, i),
-        "npy": schema.kinds[i] == "tensor" and hasattr(np, schema.dtypes[i].replace("bool", "bool_")),
+        "npy": schema.kinds[i] == "tensor" and numpy_dtype(schema.dtypes[i]) is not None,
     }
 
 
@@ -200,8 +207,12 @@ def tensor(store: OpenStore, id_: str, number: str, job: Job) -> Json:
         "min": least if seen else None,
         "max": most if seen else None,
         "histogram": histogram.bins(least, most) if seen else None,
-        "heat": {"rows": heat.height, "columns": heat.width, "cells": heat.cells(),
-                 "of": [heat.rows, heat.columns]},
+        "heat": {
+            "rows": heat.height,
+            "columns": heat.width,
+            "cells": heat.cells(),
+            "of": [heat.rows, heat.columns],
+        },
     }
 
 

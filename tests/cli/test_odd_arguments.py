@@ -57,6 +57,7 @@ OTHERS = {
     "parted": "main main",
     "bisect": "--good 1 --nan",
     "average": "1 1",
+    "ui": "--export NEW",
 }
 """What a command needs besides its store."""
 
@@ -97,6 +98,7 @@ WORDS = [
         f"log -s STORE {option} PATH"
         for option in ("--run", "--tag", "--metric", "--sort", "--since", "--until", "--index")
     ),
+    "ui -s STORE --commits 0 --export PATH",
     "average -s STORE 1 PATH",
     "average -s STORE 1 1 --tag PATH",
     "bisect -s STORE --good PATH --nan",

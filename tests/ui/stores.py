@@ -5,6 +5,7 @@ import math
 import os
 import random
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from ckptstore.core.ids import CommitId, new_session_id
 from ckptstore.log.entries import Commit
 from ckptstore.log.log import Log
 from ckptstore.repository.init_store import init_store
+from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage import open_storage
 
 WIDTH, LAYERS, WORDS = 32, 4, 200
@@ -63,19 +65,25 @@ def small_store(place: Path) -> None:
 
 
 def hostile_store(place: Path) -> None:
-    """Every text says something to a browser, and some are ten megabytes long."""
-    state = {f"{EVIL}": {f"{EVIL}/{EVIL}": torch.tensor([1.0, math.nan, math.inf])}, "note": EVIL}
-    with ckptstore.open(place, run=EVIL.replace("\x1b", "")[:60]) as store:
+    """Every text says something to a browser, and some are long: a message and a value have ten
+    megabytes, names of leaves and metrics half a megabyte. Names of runs and tags cannot say
+    anything: the log refuses them."""
+    huge = EVIL * (HUGE // len(EVIL))
+    long = huge[: HUGE // 20]
+    ckptstore.open(place).close()
+    with closing(StoreHandle(place)) as handle:
+        entry = _entry(CommitId(os.urandom(32).hex()), "", "made-up", 3, math.nan, 0)
+        handle.log.append(replace(entry, message=huge, metrics=((EVIL, 1.0), (long, math.inf))))
+    state = {EVIL: {f"{EVIL}/{EVIL}": torch.tensor([1.0, math.nan, math.inf]), long: 1}}
+    with ckptstore.open(place) as store:
         for step in (1, 2):
-            state["step"] = step
             store.commit(
-                state,
+                {**state, "note": huge, "step": step},
                 step=step,
-                message=EVIL * (HUGE // len(EVIL)) if step == 1 else EVIL,
-                metrics={EVIL: math.nan, "x" * 1000: math.inf},
-                links={EVIL: f"javascript:window.evil=1//{EVIL}"},
+                message=long[:10_000],
+                metrics={EVIL: math.nan, "x" * 200: math.inf},
+                links={EVIL[:40]: f"javascript:window.evil=1//{EVIL}"},
             )
-        store.tag("evil<script>window.evil=1</script>", 2)
 
 
 def long_history(place: Path, commits: int, runs: int) -> None:

@@ -18,7 +18,10 @@ let shown = null;
 let position = null;
 
 function route() {
-  const [store = "0", name = "store", ...parts] = location.hash.replace(/^#\/?/, "").split("/").filter(Boolean);
+  const [store = "0", name = "store", ...parts] = location.hash
+    .replace(/^#\/?/, "")
+    .split("/")
+    .filter(Boolean);
   return { store: Number(store), name, parts };
 }
 
@@ -40,27 +43,77 @@ async function show({ fresh = false } = {}) {
     main.replaceChildren(...[content].flat(Infinity).filter(Boolean));
     document.title = `${title(at)} · ckptstore`;
     if (fresh) window.scrollTo(0, top);
-    else { window.scrollTo(0, 0); main.focus({ preventScroll: true }); }
+    else {
+      window.scrollTo(0, 0);
+      main.focus({ preventScroll: true });
+    }
   } catch (error) {
     if (error.name === "AbortError") return;
     if (!(error instanceof Failed)) console.error(error);
-    main.replaceChildren(h("h1", {}, "This cannot be shown"), h("p", { class: "error" }, error.message));
+    main.replaceChildren(
+      h("h1", {}, "This cannot be shown"),
+      h("p", { class: "error" }, error.message),
+    );
   }
   shown = { stop, at };
   disposeGone();
 }
 
 function bar(at) {
-  const tab = (name, text) => h("a", { href: `#/${at.store}/${name}`, "aria-current": at.name === name ? "page" : null }, text);
-  const stores = site.stores.length > 1 && h("select", { "aria-label": "Store", onchange: (event) => { location.hash = `#/${event.target.value}/store`; } },
-    site.stores.map((store) => h("option", { value: store.number, selected: store.number === at.store }, store.name)));
-  const input = h("input", { type: "search", placeholder: "Tag, run@step or id   ( / )", "aria-label": "Go to a commit", autocomplete: "off" });
-  const form = h("form", { role: "search", onsubmit: (event) => { event.preventDefault(); goTo(at.store, input.value); } }, input);
-  document.getElementById("bar").replaceChildren(h("div", {},
-    h("a", { class: "brand", href: `#/${at.store}/store` }, "ckptstore"),
-    stores || h("span", { class: "quiet" }),
-    h("nav", { "aria-label": "Pages" }, tab("store", "Store"), tab("lineage", "Lineage")),
-    h("span", { class: site.static ? "live static" : "live", id: "live" }, site.static ? "export" : "live"), form));
+  const tab = (name, text) =>
+    h(
+      "a",
+      { href: `#/${at.store}/${name}`, "aria-current": at.name === name ? "page" : null },
+      text,
+    );
+  const stores =
+    site.stores.length > 1 &&
+    h(
+      "select",
+      {
+        "aria-label": "Store",
+        onchange: (event) => {
+          location.hash = `#/${event.target.value}/store`;
+        },
+      },
+      site.stores.map((store) =>
+        h("option", { value: store.number, selected: store.number === at.store }, store.name),
+      ),
+    );
+  const input = h("input", {
+    type: "search",
+    placeholder: "Tag, run@step or id   ( / )",
+    "aria-label": "Go to a commit",
+    autocomplete: "off",
+  });
+  const form = h(
+    "form",
+    {
+      role: "search",
+      onsubmit: (event) => {
+        event.preventDefault();
+        goTo(at.store, input.value);
+      },
+    },
+    input,
+  );
+  document
+    .getElementById("bar")
+    .replaceChildren(
+      h(
+        "div",
+        {},
+        h("a", { class: "brand", href: `#/${at.store}/store` }, "ckptstore"),
+        stores || h("span", { class: "quiet" }),
+        h("nav", { "aria-label": "Pages" }, tab("store", "Store"), tab("lineage", "Lineage")),
+        h(
+          "span",
+          { class: site.static ? "live static" : "live", id: "live" },
+          site.static ? "export" : "live",
+        ),
+        form,
+      ),
+    );
 }
 
 async function goTo(store, text) {
@@ -87,7 +140,8 @@ async function follow() {
       const { n } = await view(store.number, "position.json");
       live?.classList.remove("off");
       const key = `${store.number}:${n}`;
-      if (position?.startsWith(`${store.number}:`) && position !== key && !busy()) await show({ fresh: true });
+      if (position?.startsWith(`${store.number}:`) && position !== key && !busy())
+        await show({ fresh: true });
       position = key;
     } catch (error) {
       live?.classList.add("off");
@@ -97,13 +151,17 @@ async function follow() {
 }
 
 // Somebody types, or reads a dialog: the view must not change under their hands.
-const busy = () => document.querySelector("dialog[open]") || main.querySelector("input:focus:not([type=checkbox]), textarea:focus, select:focus");
+const busy = () =>
+  document.querySelector("dialog[open]") ||
+  main.querySelector("input:focus:not([type=checkbox]), textarea:focus, select:focus");
 
 document.addEventListener("keydown", (event) => {
   const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
   if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.key === "/") { event.preventDefault(); document.querySelector("#bar input")?.focus(); }
-  else if (event.key === "s") location.hash = `#/${route().store}/store`;
+  if (event.key === "/") {
+    event.preventDefault();
+    document.querySelector("#bar input")?.focus();
+  } else if (event.key === "s") location.hash = `#/${route().store}/store`;
   else if (event.key === "l") location.hash = `#/${route().store}/lineage`;
 });
 
@@ -116,6 +174,8 @@ try {
   await show();
   if (!site.static) follow();
 } catch (error) {
-  main.replaceChildren(h("h1", {}, "This cannot be shown"), h("p", { class: "error" }, error.message));
+  main.replaceChildren(
+    h("h1", {}, "This cannot be shown"),
+    h("p", { class: "error" }, error.message),
+  );
 }
-

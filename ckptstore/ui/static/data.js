@@ -16,9 +16,11 @@ async function json(address, options = {}) {
   }
   const type = answer.headers.get("content-type") || "";
   if (!type.includes("json")) {
-    throw new Failed(answer.status === 404 && site && site.static
-      ? "This is not part of the export. `ckptstore ui` shows it."
-      : (await answer.text()).slice(0, 300));
+    throw new Failed(
+      answer.status === 404 && site && site.static
+        ? "This is not part of the export. `ckptstore ui` shows it."
+        : (await answer.text()).slice(0, 300),
+    );
   }
   const value = await answer.json();
   if (value && value.error) throw new Failed(value.error);
@@ -40,19 +42,24 @@ export async function job(store, address, signal, tell = () => {}) {
     tell(found.progress, found.partial);
     await new Promise((resolve, reject) => {
       const timer = setTimeout(resolve, ASK_MS);
-      signal.addEventListener("abort", () => {
-        clearTimeout(timer);
-        reject(new DOMException("stopped", "AbortError"));
-      }, { once: true });
+      signal.addEventListener(
+        "abort",
+        () => {
+          clearTimeout(timer);
+          reject(new DOMException("stopped", "AbortError"));
+        },
+        { once: true },
+      );
     });
   }
 }
 
-export const change = (store, name, body) => json(`change/${store}/${name}`, {
-  method: "POST",
-  headers: { "content-type": "application/json", "x-ckptstore-token": site.token },
-  body: JSON.stringify(body),
-});
+export const change = (store, name, body) =>
+  json(`change/${store}/${name}`, {
+    method: "POST",
+    headers: { "content-type": "application/json", "x-ckptstore-token": site.token },
+    body: JSON.stringify(body),
+  });
 
 const lineages = new Map();
 
@@ -72,10 +79,14 @@ export function resolve(found, text) {
   const [, run, step] = /^(?:(.*)@)?(\d+)$/.exec(wanted) || [];
   const places = [];
   for (let i = found.id.length - 1; i >= 0; i -= 1) {
-    if (found.tags[i].includes(wanted)
-      || (step !== undefined && found.step[i] === Number(step)
-        && (!run || found.runs[found.run[i]].run === run))
-      || (/^[0-9a-f]{6,64}$/.test(wanted) && found.id[i].startsWith(wanted))) places.push(i);
+    if (
+      found.tags[i].includes(wanted) ||
+      (step !== undefined &&
+        found.step[i] === Number(step) &&
+        (!run || found.runs[found.run[i]].run === run)) ||
+      (/^[0-9a-f]{6,64}$/.test(wanted) && found.id[i].startsWith(wanted))
+    )
+      places.push(i);
   }
   return places;
 }

@@ -9,9 +9,18 @@ export function progressOf(outer) {
   const words = h("span", { class: "quiet" }, "beginning …");
   return {
     signal: stop.signal,
-    element: h("div", { class: "actions" }, meter, words, h("button", { onclick: () => stop.abort() }, "Stop")),
+    element: h(
+      "div",
+      { class: "actions" },
+      meter,
+      words,
+      h("button", { onclick: () => stop.abort() }, "Stop"),
+    ),
     tell([phase, done, total]) {
-      if (total) { meter.max = total; meter.value = done; } else meter.removeAttribute("value");
+      if (total) {
+        meter.max = total;
+        meter.value = done;
+      } else meter.removeAttribute("value");
       words.textContent = total > 1 ? `${phase}: ${number(done)} of ${number(total)}` : phase;
     },
   };

@@ -11,16 +11,42 @@ export function virtualTable(columns, count, { open, label, height = 420 } = {})
   let shown = order;
   let sorted = null;
   let at = -1;
-  const template = columns.map((column) => column.width || (column.wide ? "minmax(12rem, 3fr)" : "minmax(5rem, 1fr)")).join(" ");
+  const template = columns
+    .map((column) => column.width || (column.wide ? "minmax(12rem, 3fr)" : "minmax(5rem, 1fr)"))
+    .join(" ");
   const body = h("div", { class: "rows", role: "rowgroup" });
   const head = h("div", { class: "row head", role: "row" });
-  const box = h("div", { class: "vtable", tabindex: 0, role: "grid", "aria-label": label, "aria-rowcount": count }, head, body);
+  const box = h(
+    "div",
+    { class: "vtable", tabindex: 0, role: "grid", "aria-label": label, "aria-rowcount": count },
+    head,
+    body,
+  );
   box.style.setProperty("--columns", template);
   box.style.maxHeight = `${height}px`;
 
   function heads() {
-    head.replaceChildren(...columns.map((column) => h("div", { role: "columnheader", class: column.right ? "right" : "", "aria-sort": sorted?.column === column ? (sorted.down ? "descending" : "ascending") : null },
-      column.sort ? h("button", { class: "plain", onclick: () => sortBy(column) }, column.name, sorted?.column === column ? (sorted.down ? " ↓" : " ↑") : "") : column.name)));
+    head.replaceChildren(
+      ...columns.map((column) =>
+        h(
+          "div",
+          {
+            role: "columnheader",
+            class: column.right ? "right" : "",
+            "aria-sort":
+              sorted?.column === column ? (sorted.down ? "descending" : "ascending") : null,
+          },
+          column.sort
+            ? h(
+                "button",
+                { class: "plain", onclick: () => sortBy(column) },
+                column.name,
+                sorted?.column === column ? (sorted.down ? " ↓" : " ↑") : "",
+              )
+            : column.name,
+        ),
+      ),
+    );
   }
 
   function sortBy(column) {
@@ -40,12 +66,28 @@ export function virtualTable(columns, count, { open, label, height = 420 } = {})
   function draw() {
     body.style.height = `${shown.length * ROW}px`;
     const first = Math.max(0, Math.floor(box.scrollTop / ROW) - MORE);
-    const last = Math.min(shown.length, first + Math.ceil((box.clientHeight || height) / ROW) + 2 * MORE);
+    const last = Math.min(
+      shown.length,
+      first + Math.ceil((box.clientHeight || height) / ROW) + 2 * MORE,
+    );
     const rows = [];
     for (let place = first; place < last; place += 1) {
       const i = shown[place];
-      const row = h("div", { class: place === at ? "row at" : "row", role: "row", "aria-rowindex": place + 1, onclick: () => { at = place; mark(); } },
-        columns.map((column) => h("div", { role: "gridcell", class: column.right ? "right" : "" }, column.cell(i))));
+      const row = h(
+        "div",
+        {
+          class: place === at ? "row at" : "row",
+          role: "row",
+          "aria-rowindex": place + 1,
+          onclick: () => {
+            at = place;
+            mark();
+          },
+        },
+        columns.map((column) =>
+          h("div", { role: "gridcell", class: column.right ? "right" : "" }, column.cell(i)),
+        ),
+      );
       row.style.top = `${place * ROW}px`;
       row.dataset.place = place;
       rows.push(row);
@@ -66,12 +108,23 @@ export function virtualTable(columns, count, { open, label, height = 420 } = {})
     draw();
   }
 
-  const keys = { ArrowDown: 1, ArrowUp: -1, PageDown: 12, PageUp: -12, Home: -Infinity, End: Infinity };
+  const keys = {
+    ArrowDown: 1,
+    ArrowUp: -1,
+    PageDown: 12,
+    PageUp: -12,
+    Home: -Infinity,
+    End: Infinity,
+  };
   box.addEventListener("keydown", (event) => {
     if (event.target !== box) return;
     if (event.key in keys) {
       event.preventDefault();
-      move(Number.isFinite(keys[event.key]) ? keys[event.key] : Math.sign(keys[event.key]) * shown.length);
+      move(
+        Number.isFinite(keys[event.key])
+          ? keys[event.key]
+          : Math.sign(keys[event.key]) * shown.length,
+      );
     } else if (event.key === "Enter" && at >= 0 && open) open(shown[at]);
   });
   box.addEventListener("scroll", draw, { passive: true });
@@ -85,7 +138,10 @@ export function virtualTable(columns, count, { open, label, height = 420 } = {})
       shown = accepts ? order.filter(accepts) : order;
       at = -1;
       box.scrollTop = 0;
-      if (sorted) { sorted.down = !sorted.down; sortBy(sorted.column); } else draw();
+      if (sorted) {
+        sorted.down = !sorted.down;
+        sortBy(sorted.column);
+      } else draw();
       return shown.length;
     },
     grow(more) {

@@ -12,41 +12,121 @@ const READ_AT_ONCE = 256 * 1024 * 1024;
 export async function render(context) {
   const [id, place] = context.parts;
   const found = await view(context.store, `leaf/${id}/${place}.json`, context.signal);
-  const file = (ending) => h("a", { href: `download/${context.store}/${found.id}/${place}.${ending}` }, `.${ending}`);
+  const file = (ending) =>
+    h("a", { href: `download/${context.store}/${found.id}/${place}.${ending}` }, `.${ending}`);
   const box = h("div", {});
   const look = async () => {
     const shown = progressOf(context.signal);
     box.replaceChildren(card(null, shown.element));
     try {
-      box.replaceChildren(...await numbers(await job(context.store, `tensor/${found.id}/${place}.json`, shown.signal, shown.tell)));
+      box.replaceChildren(
+        ...numbers(
+          await job(context.store, `tensor/${found.id}/${place}.json`, shown.signal, shown.tell),
+        ),
+      );
     } catch (error) {
-      box.replaceChildren(card(null, h("p", { class: error.name === "AbortError" ? "quiet" : "error" }, error.name === "AbortError" ? "Stopped." : error.message), h("button", { onclick: look }, "Read it again")));
+      box.replaceChildren(
+        card(
+          null,
+          h(
+            "p",
+            { class: error.name === "AbortError" ? "quiet" : "error" },
+            error.name === "AbortError" ? "Stopped." : error.message,
+          ),
+          h("button", { onclick: look }, "Read it again"),
+        ),
+      );
     }
   };
   const readable = found.numbers && found.bytes && !context.site.static;
   if (readable && found.bytes <= READ_AT_ONCE) look();
-  else if (readable) box.append(card(null, h("p", {}, `Reading this tensor takes ${bytes(found.bytes)}.`), h("button", { class: "main", onclick: look }, "Read it")));
-  else if (context.site.static && found.numbers) box.append(h("p", { class: "quiet" }, "An export has no numbers of tensors; `ckptstore ui` shows them."));
+  else if (readable)
+    box.append(
+      card(
+        null,
+        h("p", {}, `Reading this tensor takes ${bytes(found.bytes)}.`),
+        h("button", { class: "main", onclick: look }, "Read it"),
+      ),
+    );
+  else if (context.site.static && found.numbers)
+    box.append(
+      h("p", { class: "quiet" }, "An export has no numbers of tensors; `ckptstore ui` shows them."),
+    );
   return [
-    h("div", { class: "title" }, h("div", {}, h("h1", { class: "mono" }, found.path), h("a", { href: `#/${context.store}/commit/${found.id}` }, `${found.run}, ${stepOf(found)}`)),
-      context.site.static || found.kind !== "tensor" ? null : h("span", { class: "actions" }, "Download", found.npy ? file("npy") : null, file("safetensors"))),
-    card(null, facts([
-      ["Kind", found.dtype || found.kind], ["Shape", found.kind === "tensor" ? `[${found.shape.join(", ")}]` : null], ["Value", found.value],
-      ["Bytes", bytes(found.bytes)], ["Chunks", found.chunks ? number(found.chunks) : "none; it lies in a page", found.boxes > 1 ? `in ${found.boxes} boxes` : ""],
-      ["Memory", found.alias ? `shared with ${found.alias}` : null], ["Commit", h("span", { class: "mono" }, short(found.id))],
-    ])), box];
+    h(
+      "div",
+      { class: "title" },
+      h(
+        "div",
+        {},
+        h("h1", { class: "mono" }, found.path),
+        h("a", { href: `#/${context.store}/commit/${found.id}` }, `${found.run}, ${stepOf(found)}`),
+      ),
+      context.site.static || found.kind !== "tensor"
+        ? null
+        : h(
+            "span",
+            { class: "actions" },
+            "Download",
+            found.npy ? file("npy") : null,
+            file("safetensors"),
+          ),
+    ),
+    card(
+      null,
+      facts([
+        ["Kind", found.dtype || found.kind],
+        ["Shape", found.kind === "tensor" ? `[${found.shape.join(", ")}]` : null],
+        ["Value", found.value],
+        ["Bytes", bytes(found.bytes)],
+        [
+          "Chunks",
+          found.chunks ? number(found.chunks) : "none; it lies in a page",
+          found.boxes > 1 ? `in ${found.boxes} boxes` : "",
+        ],
+        ["Memory", found.alias ? `shared with ${found.alias}` : null],
+        ["Commit", h("span", { class: "mono" }, short(found.id))],
+      ]),
+    ),
+    box,
+  ];
 }
 
-async function numbers(found) {
-  const share = (count) => (count ? `${number(count)} (${(100 * count / found.elements).toPrecision(3)} %)` : "none");
+function numbers(found) {
+  const share = (count) =>
+    count ? `${number(count)} (${((100 * count) / found.elements).toPrecision(3)} %)` : "none";
   const bad = found.nan || found.inf;
   return [
-    bad ? h("p", { class: "note" }, `This tensor has ${number(found.nan)} NaN and ${number(found.inf)} infinities.`) : null,
-    card("Numbers", h("div", { class: "stats" },
-      stat("Norm", number(found.norm)), stat("Mean", number(found.mean)), stat("Std", number(found.std)), stat("Min", number(found.min)), stat("Max", number(found.max)),
-      stat("Zeros", share(found.zeros)), stat("NaN", share(found.nan)), stat("Inf", share(found.inf)))),
-    h("div", { class: "cards" },
-      found.histogram ? card("Histogram", (await histogram(found.histogram)).element) : null,
-      card(`Means of blocks, ${found.heat.of.map(number).join(" × ")} elements`, (await heatMap(found.heat)).element)),
+    bad
+      ? h(
+          "p",
+          { class: "note" },
+          `This tensor has ${number(found.nan)} NaN and ${number(found.inf)} infinities.`,
+        )
+      : null,
+    card(
+      "Numbers",
+      h(
+        "div",
+        { class: "stats" },
+        stat("Norm", number(found.norm)),
+        stat("Mean", number(found.mean)),
+        stat("Std", number(found.std)),
+        stat("Min", number(found.min)),
+        stat("Max", number(found.max)),
+        stat("Zeros", share(found.zeros)),
+        stat("NaN", share(found.nan)),
+        stat("Inf", share(found.inf)),
+      ),
+    ),
+    h(
+      "div",
+      { class: "cards" },
+      found.histogram ? card("Histogram", histogram(found.histogram).element) : null,
+      card(
+        `Means of blocks, ${found.heat.of.map(number).join(" × ")} elements`,
+        heatMap(found.heat).element,
+      ),
+    ),
   ].filter(Boolean);
 }
