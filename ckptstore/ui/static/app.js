@@ -41,6 +41,7 @@ async function show({ fresh = false } = {}) {
     shown?.stop.abort();
     const top = window.scrollY;
     main.replaceChildren(...[content].flat(Infinity).filter(Boolean));
+    main.dataset.view = location.hash;
     document.title = `${title(at)} · ckptstore`;
     if (fresh) window.scrollTo(0, top);
     else {
