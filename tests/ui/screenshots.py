@@ -35,7 +35,10 @@ def main() -> int:
                     tab.open(address_of(tab, view))
                     if view == "run":
                         tab.page.get_by_label("baseline").check()
+                        tab.page.locator("[aria-label='loss of 2 runs']").wait_for()
+                        tab.page.get_by_label("Keep last").fill("3")
                         tab.page.get_by_role("button", name="Preview").click()
+                        tab.page.get_by_text("a gc would then free").wait_for()
                     if view == "diff":
                         tab.page.get_by_role("button", name="Measure relative change").click()
                     tab.settle()

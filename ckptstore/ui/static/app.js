@@ -13,6 +13,9 @@ const VIEWS = {
   diff: () => import("./diff.js"),
 };
 
+// Views that change with the store. Others would lose what was measured in them.
+const FOLLOWING = ["store", "run", "lineage"];
+
 const main = document.getElementById("main");
 let shown = null;
 let position = null;
@@ -141,9 +144,9 @@ async function follow() {
       const { n } = await view(store.number, "position.json");
       live?.classList.remove("off");
       const key = `${store.number}:${n}`;
-      if (position?.startsWith(`${store.number}:`) && position !== key && !busy())
-        await show({ fresh: true });
-      position = key;
+      const moved = position?.startsWith(`${store.number}:`) && position !== key;
+      if (moved && !busy() && FOLLOWING.includes(at.name)) await show({ fresh: true });
+      if (!moved || !busy()) position = key;
     } catch (error) {
       live?.classList.add("off");
     }

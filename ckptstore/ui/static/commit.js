@@ -157,21 +157,19 @@ function compareForm(context, found) {
   );
 }
 
-// All parts of the leaves, one behind the other, as columns.
-async function allLeaves(context, id) {
-  const first = await view(context.store, `leaves/${id}/0.json`, context.signal);
-  for (let part = 1; part * first.part < first.total; part += 1) {
+// Add the other parts of the leaves to the columns of the first.
+async function addParts(context, id, leaves) {
+  for (let part = 1; part * leaves.part < leaves.total; part += 1) {
     const more = await view(context.store, `leaves/${id}/${part}.json`, context.signal);
     for (const name of ["path", "type", "shape", "bytes", "value", "alias"])
-      first[name] = first[name].concat(more[name]);
+      leaves[name] = leaves[name].concat(more[name]);
   }
-  return first;
 }
 
 function leavesCard(context, found) {
   const box = h("div", {}, h("p", { class: "quiet" }, "Reading the leaves …"));
   const fill = async () => {
-    const leaves = await allLeaves(context, found.id);
+    const leaves = await view(context.store, `leaves/${found.id}/0.json`, context.signal);
     const shared = { value: null };
     const listed = leafTable(context, found, leaves, shared);
     const filter = h("input", {
@@ -179,7 +177,7 @@ function leavesCard(context, found) {
       placeholder: "Part of a path, or a glob: layers.*.weight",
       "aria-label": "Filter leaves",
     });
-    const count = h("span", { class: "quiet" }, plural(leaves.total, "leaf", "leaves"));
+    const count = h("span", { class: "quiet" }, "");
     const save = h("a", {}, "Download as safetensors");
     const refilter = () => {
       const accepts = matcher(filter.value.trim());
@@ -189,21 +187,28 @@ function leavesCard(context, found) {
         "leaves",
       );
       const glob = filter.value.trim();
-      const select = !glob ? "*" : /[*?[]/.test(glob) ? glob : `*${glob}*`;
+      const plain = glob.replaceAll("[", "[[]");
+      const select = /[*?]/.test(glob) ? plain : `*${plain}*`;
       const asked = new URLSearchParams({ select });
       save.href = `download/${context.store}/${found.id}.safetensors?${asked}`;
     };
     filter.addEventListener("input", refilter);
     refilter();
-    const map = treemap(leaves, (prefix) => {
-      filter.value = prefix ? `${prefix}*` : "";
-      refilter();
-    });
+    const map = h("div", {});
     const share = sharing(context, found, shared, listed);
     box.replaceChildren(
       map,
       h("div", { class: "controls" }, filter, count, context.site.static ? "" : save, share),
       listed.element,
+    );
+    await addParts(context, found.id, leaves);
+    listed.grow(leaves.total);
+    refilter();
+    map.replaceChildren(
+      treemap(leaves, (prefix) => {
+        filter.value = prefix ? `${prefix}*` : "";
+        refilter();
+      }),
     );
   };
   fill().catch((error) => {
@@ -214,7 +219,7 @@ function leavesCard(context, found) {
 
 function matcher(text) {
   if (!text) return null;
-  if (!/[*?]/.test(text)) return (path) => path.toLowerCase().includes(text.toLowerCase());
+  if (!/[*?]/.test(text)) return (path) => path.includes(text);
   const pattern = text
     .replace(/[.+^${}()|[\]\\]/g, "\\$&")
     .replace(/\*/g, ".*")
@@ -225,10 +230,7 @@ function matcher(text) {
 
 function leafTable(context, found, leaves, shared) {
   const to = (i) => `#/${context.store}/tensor/${found.id}/${i}`;
-  const most = Math.max(
-    1,
-    leaves.bytes.reduce((a, b) => Math.max(a, b), 0),
-  );
+  const most = leaves.bytes.reduce((a, b) => Math.max(a, b), 1);
   const shape = (i) =>
     leaves.shape[i]
       ? leaves.shape[i].length
@@ -293,7 +295,7 @@ function leafTable(context, found, leaves, shared) {
             : "",
       },
     ],
-    leaves.total,
+    leaves.path.length,
     {
       label: "Leaves",
       open: (i) => {

@@ -18,6 +18,7 @@ const chosen = {
   by: "step",
   order: {},
   policy: { last: "5" },
+  previewed: null,
 };
 const LARGE_IS_GOOD = /acc|score|f1|auc|bleu|rouge|reward|recall|precision|success/i;
 
@@ -362,6 +363,7 @@ function retention(context, found, plan, redraw) {
     h("button", { class: "main" }, "Preview"),
   );
   async function preview() {
+    chosen.previewed = found.key;
     chosen.policy = Object.fromEntries([...new FormData(form)].filter(([, value]) => value));
     const asked = { ...chosen.policy };
     if (asked.metric) asked.order = LARGE_IS_GOOD.test(asked.metric) ? "max" : "min";
@@ -411,5 +413,6 @@ function retention(context, found, plan, redraw) {
       );
     }
   }
+  if (context.fresh && chosen.previewed === found.key) preview();
   return card("What a policy would keep", form, answer);
 }

@@ -138,10 +138,13 @@ function runs(context, found) {
   );
 }
 
+const asked = new Set(); // jobs that somebody began, which go on when the store has changed
+
 // A card whose content is a job. With `ask`, it begins when somebody presses the button.
 function later(context, address, name, content, ask) {
   const box = h("div", {});
   const start = async () => {
+    asked.add(address);
     const shown = progressOf(context.signal);
     box.replaceChildren(shown.element);
     try {
@@ -153,7 +156,7 @@ function later(context, address, name, content, ask) {
       );
     }
   };
-  if (ask && !context.site.static)
+  if (ask && !context.site.static && !(context.fresh && asked.has(address)))
     box.append(
       h("p", { class: "quiet" }, "Reads the metadata of every commit."),
       h("button", { onclick: start }, ask),

@@ -147,6 +147,7 @@ export function virtualTable(columns, count, { open, label, height = 420 } = {})
     grow(more) {
       order = Array.from({ length: more }, (_, i) => i);
       shown = order;
+      box.setAttribute("aria-rowcount", more);
       draw();
     },
     redraw: draw,
