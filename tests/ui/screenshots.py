@@ -15,7 +15,9 @@ from tests.ui.stores import small_store
 
 DOCS = Path(__file__).parents[2] / "docs" / "ui"
 COLORS = 64
-HEIGHT = 900
+SETTLED_MS = 800
+WIDTH, HEIGHT = 1160, 900
+TALL = {"commit": 1200}
 DARK = ("lineage", "tensor")
 
 
@@ -30,8 +32,9 @@ def main() -> int:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*FLAGS])
         with serving(place) as url:
             for view in VIEWS:
-                with tab_of(browser, url, width=1000, dark=view in DARK) as tab:
-                    tab.page.set_viewport_size({"width": 1000, "height": HEIGHT})
+                with tab_of(browser, url, width=WIDTH, dark=view in DARK) as tab:
+                    height = TALL.get(view, HEIGHT)
+                    tab.page.set_viewport_size({"width": WIDTH, "height": height})
                     tab.open(address_of(tab, view))
                     if view == "run":
                         tab.page.get_by_label("baseline").check()
@@ -42,7 +45,7 @@ def main() -> int:
                     if view == "diff":
                         tab.page.get_by_role("button", name="Measure relative change").click()
                     tab.settle()
-                    tab.page.wait_for_timeout(500)
+                    tab.page.wait_for_timeout(SETTLED_MS)
                     tab.page.evaluate("document.activeElement.blur(); window.scrollTo(0, 0)")
                     write(DOCS / f"{view}.png", tab.page.screenshot())
         browser.close()
