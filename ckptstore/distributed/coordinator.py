@@ -231,8 +231,8 @@ class PartsCommitter:
 
     def __init__(self, to: Destination) -> None:
         self._to = to
-        self._extents: list[Extent] = []
-        self._hints = DedupHints()
+        # One attribute, replaced as a whole: saves that overlap each take hints of their own parts.
+        self._last: tuple[list[Extent], DedupHints] = [], DedupHints()
         # Weak, so that saves that fail, or that another rank publishes, leave with their session.
         self._opened: WeakValueDictionary[SessionId, Session] = WeakValueDictionary()
         self._own: WeakKeyDictionary[Session, Transaction] = WeakKeyDictionary()
@@ -248,13 +248,15 @@ class PartsCommitter:
         keeps the pack names of several writers apart.
         """
         extents = [part.extent for part in parts]
-        if extents != self._extents:
-            self._extents, self._hints = extents, DedupHints()
+        known, hints = self._last
+        if extents != known:
+            hints = DedupHints()
+            self._last = extents, hints
         chunked = [i for i, part in enumerate(parts) if part.leaf_bytes > INLINE_BYTES]
         plan = plan_chunks([extents[i] for i in chunked], self._to.config.chunk_bytes)
         with Transaction(self._to, session, rank=rank) as transaction:
             sources = [parts[i].source for i in chunked]
-            found = transaction.write(plan, sources, hints=self._hints)
+            found = transaction.write(plan, sources, hints=hints)
             receipt = transaction.receipt()
             ids = {i: found[number] for number, i in enumerate(chunked)}
             contents = [

@@ -285,6 +285,7 @@ function leafTable(context, found, leaves, shared) {
       },
       {
         name: "Unchanged since",
+        width: "8rem",
         cell: (i) =>
           shared.value && shared.value.place[i]
             ? h(
