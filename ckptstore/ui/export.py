@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ckptstore.core.paths import check_path
 from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.maintenance import Progress, silent
 from ckptstore.ui.commit_views import PART
@@ -32,6 +33,7 @@ def export(
     first parents. Tensors are not read, so theirs have no statistics. Raises `InvalidInput` if
     `directory` has other content.
     """
+    check_path(directory)
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InvalidInput(f"{target} is not empty; name a new directory")
