@@ -60,7 +60,10 @@ QUICK = (
     "ckptstore.index.queries",
     "ckptstore.cli.main",
 )
-SLOW = ("numpy", "torch", "sqlalchemy", "alembic", "fsspec", "s3fs", "pydantic", "lmdb")
+SLOW = (
+    *("numpy", "torch", "sqlalchemy", "alembic", "fsspec", "s3fs", "pydantic", "lmdb"),
+    *("starlette", "uvicorn"),
+)
 
 
 @cache

@@ -16,7 +16,7 @@ from ckptstore.ui.values import Json
 LEASE_S = 3.0
 WAIT_S = 0.25
 """An answer waits this long for the value before it tells the progress."""
-KEPT = 64
+KEPT = 16
 THREADS = 2
 
 

@@ -172,8 +172,14 @@ class Listening:
     def serve(self) -> None:
         """Answer until the process is interrupted."""
         app = make_app(self.page, host=self.host, port=self.port)
-        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
-        config.timeout_graceful_shutdown = 2
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_graceful_shutdown=2,
+        )
         uvicorn.Server(config).run(sockets=[self.listener])
 
     def close(self) -> None:

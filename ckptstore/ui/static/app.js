@@ -18,6 +18,7 @@ const FOLLOWING = ["store", "run", "lineage"];
 
 const main = document.getElementById("main");
 let shown = null;
+let begun = null; // the view that is not there yet
 let position = null;
 
 function route() {
@@ -33,7 +34,8 @@ function route() {
 async function show({ fresh = false } = {}) {
   const at = route();
   if (!fresh) shown?.stop.abort();
-  const stop = new AbortController();
+  begun?.abort();
+  const stop = (begun = new AbortController());
   const context = { ...at, signal: stop.signal, site, fresh, refresh: () => show({ fresh: true }) };
   bar(at);
   try {
