@@ -158,8 +158,9 @@ async function follow() {
 
 // Somebody types, or reads a dialog: the view must not change under their hands.
 const busy = () =>
-  document.querySelector("dialog[open]") ||
-  main.querySelector("input:focus:not([type=checkbox]), textarea:focus, select:focus");
+  document.querySelector(
+    "dialog[open], input:focus:not([type=checkbox]), textarea:focus, select:focus",
+  );
 
 document.addEventListener("keydown", (event) => {
   const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
