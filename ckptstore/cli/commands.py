@@ -1,7 +1,7 @@
 """Every command with its options, as data; the modules that run them are imported when needed."""
 
 from ckptstore.cli.parser import Command, Option, Options, count, flag, several, share, size, span
-from ckptstore.cli.questions import QUESTIONS, REF, RUN
+from ckptstore.cli.questions import QUESTIONS, RUN
 from ckptstore.core.config import CHUNK_BYTES, CODECS
 
 _PLACE = "a directory or a URL"
@@ -344,18 +344,6 @@ COMMANDS = (
             Option("--new-key", "FILE", "make a key: FILE, and FILE.pub for those who verify"),
         ),
         "Sign the id of a commit, and so every byte of it. Mirrors copy signatures.",
-    ),
-    Command(
-        "verify",
-        "signing.verify",
-        "check that a commit is signed by a key that you trust",
-        (
-            REF,
-            RUN,
-            several("--keys", "FILE", "public keys that you trust", action="extend", nargs="+"),
-        ),
-        "Check that one of the keys signed the commit. To compare its bytes with its id too, run\n"
-        "`ckptstore fsck --read-data`, or restore with `checkout(…, require_signature=FILE)`.",
     ),
     Command("which", "setup.which", "print which store is used, and where it was found"),
     Command(

@@ -1,6 +1,6 @@
 """The commands that look at commits, with their options, as data (see `commands`)."""
 
-from ckptstore.cli.parser import Command, Option, count, flag, several, span
+from ckptstore.cli.parser import Command, Option, count, flag, port, several, span
 
 RUN = Option("--run", "RUN", "resolve steps, 'latest' and 'best:' in this run")
 REF = Option("ref", "REF", "the commit (default: latest)", nargs="?", default="latest")
@@ -172,5 +172,39 @@ QUESTIONS = (
         ),
         "Look at about log2 of the commits between, along first parents, and name the first bad "
         "one.",
+    ),
+    Command(
+        "verify",
+        "signing.verify",
+        "check that a commit is signed by a key that you trust",
+        (
+            REF,
+            RUN,
+            several("--keys", "FILE", "public keys that you trust", action="extend", nargs="+"),
+        ),
+        "Check that one of the keys signed the commit. To compare its bytes with its id too, run\n"
+        "`ckptstore fsck --read-data`, or restore with `checkout(…, require_signature=FILE)`.",
+    ),
+    Command(
+        "ui",
+        "ui.ui",
+        "show a web page of the store",
+        (
+            Option("--host", "HOST", "the address to serve it at (default: 127.0.0.1)"),
+            Option("--port", "PORT", "its port (default: the first free one from 8765)", type=port),
+            flag("--open", "open it in the browser"),
+            flag("--allow-changes", "let the page tag, untag, forget and undelete"),
+            Option("--export", "DIR", "write the page as static files to DIR, and serve nothing"),
+            Option(
+                "--commits",
+                "N",
+                "the newest commits that --export writes pages of (default: 200)",
+                type=count,
+                default=200,
+            ),
+        ),
+        "Serve a web page of the store, or of several: -s may be repeated. It changes nothing "
+        "without\n--allow-changes. Needs `pip install 'ckptstore[ui]'`.",
+        several_stores=True,
     ),
 )

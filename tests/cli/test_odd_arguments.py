@@ -61,6 +61,7 @@ OTHERS = {
     "watch": "-n 0",
     "verify": "1 --keys STORE/key.pub",
     "sign": "1 --key STORE/key",
+    "ui": "--export NEW",
 }
 """What a command needs besides its store."""
 
@@ -101,6 +102,7 @@ WORDS = [
         f"log -s STORE {option} PATH"
         for option in ("--run", "--tag", "--metric", "--sort", "--since", "--until", "--index")
     ),
+    "ui -s STORE --commits 0 --export PATH",
     "average -s STORE 1 PATH",
     "average -s STORE 1 1 --tag PATH",
     "bisect -s STORE --good PATH --nan",

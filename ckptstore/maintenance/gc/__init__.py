@@ -162,7 +162,12 @@ def collect(
         threads.close()
 
 
-def plans_at(handle: StoreHandle, states: Iterable[State], options: GcOptions) -> list[GcPlan]:
+def plans_at(
+    handle: StoreHandle,
+    states: Iterable[State],
+    options: GcOptions,
+    progress: Progress = silent,
+) -> list[GcPlan]:
     """The plan of a gc on a full disk for a hypothetical state of the log. Changes nothing.
 
     Raises `Corrupt` if a commit's document or pages cannot be read, `NotFound` for objects that
@@ -170,7 +175,7 @@ def plans_at(handle: StoreHandle, states: Iterable[State], options: GcOptions) -
     """
     threads = ThreadPool(default_threads())
     try:
-        gc = _Gc(handle, options, threads, time.monotonic, silent)
+        gc = _Gc(handle, options, threads, time.monotonic, progress)
         return [gc.plan_at(state, full=True) for state in states]
     finally:
         threads.close()
