@@ -4,6 +4,7 @@ What changed from one commit to the next is kept in the catalog by the commits t
 second look reads nothing of the store, and one at a longer run only what is new.
 """
 
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -39,8 +40,9 @@ class HistoryRow(NamedTuple):
     """One tensor in one commit.
 
     `nan`, `inf` and `zeros` count elements; `norm`, `mean`, `std`, `min` and `max` are of the
-    finite ones. `drift` is the Euclidean norm of the difference to the commit before, `drift_first`
-    of that to the first commit with the tensor; None without one of this shape and dtype there.
+    finite ones, NaN without any. `drift` is the Euclidean norm of the difference to the commit
+    before, `drift_first` of that to the first commit with the tensor; None without one of this
+    shape and dtype there.
     """
 
     step: int | None
@@ -260,8 +262,8 @@ class _Seen(NamedTuple):
     def numbers(self, known: Measurements) -> Numbers:
         x = known.statistics(self.tensor)
         drift, first = (known.distance(end, self.tensor) if end else None for end in self[1:])
-        norm = x.norm, x.mean, x.std
-        return x.elements, *norm, x.min, x.max, x.zeros, x.nan, x.inf, drift, first
+        sizes = (x.norm, x.mean, x.std, x.min, x.max) if x.finite else (math.nan,) * 5
+        return x.elements, *sizes, x.zeros, x.nan, x.inf, drift, first
 
 
 class _Walk:

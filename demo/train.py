@@ -49,7 +49,22 @@ def deterministic() -> None:
     torch.manual_seed(SEED)
 
 
-def train(place: str, run: str, say: Callable[[str], object]) -> None:
+Change = Callable[[int, CharacterModel, torch.optim.Optimizer], object]
+
+
+def no_change(step: int, model: CharacterModel, optimizer: torch.optim.Optimizer) -> None:
+    """Nothing happens before a step."""
+
+
+def train(
+    place: str,
+    run: str,
+    say: Callable[[str], object],
+    *,
+    steps: int = STEPS,
+    commit_every: int = COMMIT_EVERY,
+    before_step: Change = no_change,
+) -> None:
     deterministic()
     text = library()
     model = CharacterModel()
@@ -62,20 +77,21 @@ def train(place: str, run: str, say: Callable[[str], object]) -> None:
             if resumed is None
             else f"resumed from step {resumed.step}, commit {resumed.id[:12]}"
         )
-        for step in range(state["progress"]["step"] + 1, STEPS + 1):
+        for step in range(state["progress"]["step"] + 1, steps + 1):
+            before_step(step, model, optimizer)
             optimizer.zero_grad()
             loss = loss_of(model, *batch(text, BATCH))
             loss.backward()
             optimizer.step()
-            if step % COMMIT_EVERY == 0:
+            if step % commit_every == 0:
                 state["progress"]["step"] = step
                 metrics = {"val_loss": validation_loss(model, text)}
-                say(f"step {step}/{STEPS}: loss {metrics['val_loss']:.3f}, committing")
+                say(f"step {step}/{steps}: loss {metrics['val_loss']:.3f}, committing")
                 snapshot = store.commit(
-                    state, step=step, metrics=metrics, tag=f"{run}-done" if step == STEPS else ()
+                    state, step=step, metrics=metrics, tag=f"{run}-done" if step == steps else ()
                 )
                 say(
-                    f"step {step}/{STEPS}: committed {snapshot.id[:12]}, {snapshot.new_bytes:,} "
+                    f"step {step}/{steps}: committed {snapshot.id[:12]}, {snapshot.new_bytes:,} "
                     f"new bytes of {snapshot.logical_bytes:,}"
                 )
 

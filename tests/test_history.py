@@ -162,6 +162,14 @@ def test_the_first_nan_is_named_leaf_by_leaf(store: ckptstore.Store) -> None:
     assert not store.history("model/b*g").first_bad()
 
 
+def test_a_tensor_without_a_finite_number_has_no_extremes(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "broken") as store:
+        store.commit({"model": {"w": torch.full((4,), math.nan)}}, step=1)
+        (row,) = store.history("model/w")
+        assert all(map(math.isnan, (row.norm, row.mean, row.std, row.min, row.max)))
+        assert (row.nan, row.zeros) == (4, 0)
+
+
 def test_a_second_look_and_one_at_a_longer_run_read_no_known_chunk(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

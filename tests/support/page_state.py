@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 
 import ckptstore
+from demo import bugs
 from tests.support.servers.s3 import moto_server
 
 Names = dict[str, Any]
@@ -96,6 +97,12 @@ def cli_page(names: Names, stack: ExitStack) -> None:
 def signing_page(names: Names, stack: ExitStack) -> None:
     """Some commits."""
     commits(names).close()
+
+
+def stories_page(names: Names, stack: ExitStack) -> None:
+    """The trainings of `python -m demo.bugs`."""
+    bugs.main("checkpoints", lambda line: None)
+    environment(stack, CKPTSTORE="checkpoints")
 
 
 def data_loaders_page(names: Names, stack: ExitStack) -> None:

@@ -1,4 +1,4 @@
-"""Write the pictures of docs/ui.md: `python -m tests.ui.screenshots`, in the environment of
+"""Write the pictures of docs/ui.md and docs/stories.md: `python -m tests.ui.screenshots`, in the environment of
 `make test-ui`."""
 
 import io
@@ -7,8 +7,10 @@ import tempfile
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser, sync_playwright
 
+import ckptstore
+from demo import bugs
 from tests.ui.chromium.conftest import CHROMIUM, FLAGS, serving, tab_of
 from tests.ui.chromium.test_pages import VIEWS, address_of
 from tests.ui.stores import small_store
@@ -48,8 +50,29 @@ def main() -> int:
                     tab.page.wait_for_timeout(SETTLED_MS)
                     tab.page.evaluate("document.activeElement.blur(); window.scrollTo(0, 0)")
                     write(DOCS / f"{view}.png", tab.page.screenshot())
+        stories(browser, Path(directory) / "stories")
         browser.close()
     return 0
+
+
+def stories(browser: Browser, place: Path) -> None:
+    """Where two runs part, and a run whose loss ends."""
+    bugs.main(str(place), lambda line: None)
+    with ckptstore.open(place) as store:
+        before, after = (store.checkout(ref).id for ref in ("baseline@40", "upgrade@40"))
+    with serving(place) as url, tab_of(browser, url, width=WIDTH) as tab:
+        tab.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
+        tab.open(f"0/diff/{before}/{after}")
+        tab.page.get_by_role("button", name="Measure relative change").click()
+        tab.settle()
+        tab.page.wait_for_timeout(SETTLED_MS)
+        write(DOCS / "story-parted.png", tab.page.screenshot())
+        keys = {run["run"]: run["key"] for run in tab.view("store.json")["runs"]}  # type: ignore[index]
+        tab.open(f"0/run/{keys['broken']}")
+        tab.page.get_by_label("baseline").check()
+        tab.settle()
+        tab.page.wait_for_timeout(SETTLED_MS)
+        write(DOCS / "story-nan.png", tab.page.screenshot())
 
 
 def write(path: Path, png: bytes) -> None:
