@@ -13,6 +13,8 @@ from ckptstore.maintenance.check import Level, Report, parse_level, parse_share
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.indexes import Reindexed, reindex
 from ckptstore.maintenance.check.offline_store import offline_store_of
+from ckptstore.maintenance.compact import DEFAULT, CompactReport, compact
+from ckptstore.maintenance.compact.plan import CompactPolicy
 from ckptstore.maintenance.doctor import Check, doctor
 from ckptstore.maintenance.forget import (
     find_forgotten,
@@ -155,6 +157,39 @@ class Maintenance:
         """
         options = GcOptions(max_unused, max_repack_bytes, force, grace_s)
         report = collect(self._handle, options, dry_run=dry_run, progress=progress)
+        if not dry_run:
+            self._handle.follow()
+        return report
+
+    def compact(
+        self,
+        policy: CompactPolicy = DEFAULT,
+        *,
+        threads: int = 1,
+        dry_run: bool = False,
+        progress: Progress = silent,
+    ) -> CompactReport:
+        """Store the chunks of old commits smaller, without loss: as byte planes, and as differences
+        from those of a neighboring commit. Other processes may commit, read and collect meanwhile.
+
+        Args:
+            policy: Which commits stay as they are, and how many share a base.
+            threads: How many chunks are coded side by side.
+            dry_run: Estimate by a sample, without changing anything.
+            progress: Called with phase, done and total.
+
+        Returns:
+            The chunks that were coded, their size before and after, and the bytes freed.
+
+        Raises:
+            InvalidInput: `threads` is less than 1.
+            ReadOnly: The store is read-only, and `dry_run` is not given.
+            Corrupt: The metadata of a commit cannot be read.
+
+        Example:
+            >>> store.compact(ckptstore.CompactPolicy(newest=2, every=8))
+        """
+        report = compact(self._handle, policy, threads=threads, dry_run=dry_run, progress=progress)
         if not dry_run:
             self._handle.follow()
         return report

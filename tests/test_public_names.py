@@ -10,7 +10,7 @@ from ckptstore import Async, InvalidInput, Snapshot, Storage, Store
 
 MAINTENANCE = {
     *("chunk_bytes", "doctor", "forget", "forgotten", "fsck", "gc", "mirror", "pull", "push"),
-    *("reindex", "repair", "sessions", "undelete", "usage"),
+    *("compact", "reindex", "repair", "sessions", "undelete", "usage"),
 }
 TRAINING = {
     *("adopt", "checkout", "close", "commit", "commit_async", "committing", "diff", "every"),

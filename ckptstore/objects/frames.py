@@ -16,16 +16,33 @@ _LEVEL = 1
 """Of normally distributed bfloat16 and float32, level 3 takes up to twice as long and makes 0 to 4
 % more of it."""
 
+_LITERALS: dict[str, int] = {
+    "strategy": zstandard.STRATEGY_FAST,
+    "window_log": 18,
+    "hash_log": 6,
+    "chain_log": 6,
+    "min_match": 7,
+}
+"""A search that finds next to no matches, so that Huffman codes do all the work. Of the exponents
+of floats it makes 5 to 10 % less than level 1 does, in half of the time."""
+
 _local = threading.local()
 
 
-def compress(data: Stored) -> bytes:
-    """One zstd frame that states its content size and ends with a checksum of the content."""
+def compress(data: Stored, *, literals: bool = False) -> bytes:
+    """One zstd frame that states its content size and ends with a checksum of the content. With
+    `literals`, by entropy alone: for bytes that hardly repeat in sequences."""
     try:
-        compressor = _local.compressor
+        compressors = _local.compressors
     except AttributeError:
-        compressor = _local.compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
-    return bytes(compressor.compress(data))
+        entropy = zstandard.ZstdCompressionParameters(
+            write_content_size=True, write_checksum=True, **_LITERALS
+        )
+        compressors = _local.compressors = (
+            zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True),
+            zstandard.ZstdCompressor(compression_params=entropy),
+        )
+    return bytes(compressors[literals].compress(data))
 
 
 def decompress(stored: Stored, max_bytes: int, *, min_bytes: int = 0) -> bytes:
