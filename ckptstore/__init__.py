@@ -26,6 +26,7 @@ from ckptstore.errors import (
 if TYPE_CHECKING:
     from ckptstore.core.options import Async, CommitProgress, Ranks, Storage
     from ckptstore.internals import PendingCommit
+    from ckptstore.maintenance.compact.plan import CompactPolicy
     from ckptstore.maintenance.retention import (
         KeepBest,
         KeepEverySteps,
@@ -47,6 +48,7 @@ __all__ = [
     "Cancelled",
     "CkptStoreError",
     "CommitProgress",
+    "CompactPolicy",
     "Conflict",
     "Corrupt",
     "InvalidInput",
@@ -97,6 +99,7 @@ _LATER = {
     "KeepEverySteps": "ckptstore.maintenance.retention",
     "KeepBest": "ckptstore.maintenance.retention",
     "KeepWithin": "ckptstore.maintenance.retention",
+    "CompactPolicy": "ckptstore.maintenance.compact.plan",
     "KeepPeriods": "ckptstore.maintenance.retention",
 }
 

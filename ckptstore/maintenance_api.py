@@ -13,8 +13,8 @@ from ckptstore.maintenance.check import Level, Report, parse_level, parse_share
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.indexes import Reindexed, reindex
 from ckptstore.maintenance.check.offline_store import offline_store_of
-from ckptstore.maintenance.compact import DEFAULT, CompactReport, compact
-from ckptstore.maintenance.compact.plan import CompactPolicy
+from ckptstore.maintenance.compact import DEFAULT, CompactReport, compact, remember
+from ckptstore.maintenance.compact.plan import CompactPolicy, policy_of
 from ckptstore.maintenance.doctor import Check, doctor
 from ckptstore.maintenance.forget import (
     find_forgotten,
@@ -133,8 +133,8 @@ class Maintenance:
         force: bool = False,
         progress: Progress = silent,
     ) -> GcReport:
-        """Free the space of forgotten and unfinished commits. Other processes may commit, read and
-        collect meanwhile.
+        """Free the space of forgotten and unfinished commits, and compact where the store's
+        settings say so. Other processes may commit, read and collect meanwhile.
 
         Args:
             dry_run: Report without changing anything.
@@ -158,6 +158,8 @@ class Maintenance:
         options = GcOptions(max_unused, max_repack_bytes, force, grace_s)
         report = collect(self._handle, options, dry_run=dry_run, progress=progress)
         if not dry_run:
+            if policy := policy_of(self._handle.log.state):
+                report.add(compact(self._handle, policy, progress=progress).collected)
             self._handle.follow()
         return report
 
@@ -166,6 +168,7 @@ class Maintenance:
         policy: CompactPolicy = DEFAULT,
         *,
         threads: int = 1,
+        with_gc: bool | None = None,
         dry_run: bool = False,
         progress: Progress = silent,
     ) -> CompactReport:
@@ -175,6 +178,8 @@ class Maintenance:
         Args:
             policy: Which commits stay as they are, and how many share a base.
             threads: How many chunks are coded side by side.
+            with_gc: True keeps the policy in the store's settings, and every later `gc` compacts by
+                it; False removes it from there. A dry run changes neither.
             dry_run: Estimate by a sample, without changing anything.
             progress: Called with phase, done and total.
 
@@ -191,6 +196,8 @@ class Maintenance:
         """
         report = compact(self._handle, policy, threads=threads, dry_run=dry_run, progress=progress)
         if not dry_run:
+            if with_gc is not None:
+                remember(self._handle, policy if with_gc else None)
             self._handle.follow()
         return report
 

@@ -1,5 +1,6 @@
 """Compacted commits are the same commits in fewer bytes, whatever happens meanwhile."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,10 @@ import pytest
 import torch
 
 from ckptstore.errors import InvalidInput
-from ckptstore.maintenance.compact.plan import CompactPolicy, plan_groups
+from ckptstore.log.entries import Settings
+from ckptstore.maintenance.compact.plan import SETTING, CompactPolicy, plan_groups, policy_of
 from ckptstore.store import Store
-from tests.maintenance.collecting import opened
+from tests.maintenance.collecting import at, opened
 from tests.shared.sites import Site
 from tests.support.fixtures import scratch
 
@@ -37,14 +39,14 @@ def trained(step: int) -> dict[str, Any]:
     }
 
 
-def make(place: Path, *, steps: int = STEPS, codec: str = "raw") -> None:
-    with Site(str(place)).open(codec=codec) as store:
+def make(place: Path | Site, *, steps: int = STEPS, codec: str = "raw") -> None:
+    with at(place).open(codec=codec) as store:
         for step in range(steps):
             store.commit(trained(step), step=step)
 
 
-def verify(place: Path, steps: range = range(STEPS)) -> None:
-    with Site(str(place)).open() as store:
+def verify(place: Path | Site, steps: Iterable[int] = range(STEPS)) -> None:
+    with at(place).open() as store:
         for step in steps:
             got, wanted = store.checkout(step).state_dict()["model"], trained(step)["model"]
             for name, tensor in wanted.items():
@@ -64,8 +66,8 @@ def place(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def store(place: Path) -> Any:
     make(place)
-    with Site(str(place)).open() as opened:
-        yield opened
+    with at(place).open() as found:
+        yield found
 
 
 def test_a_compacted_store_is_smaller_and_holds_the_same(store: Store, place: Path) -> None:
@@ -112,12 +114,40 @@ def test_a_base_stays_as_long_as_a_difference_needs_it(
     store.forget(gone)
     store.gc(grace_s=0, max_unused=0)
     kept = [step for step in range(STEPS) if step not in gone]
-    verify(place, kept)  # type: ignore[arg-type]
+    verify(place, kept)
     report = store.fsck("data")
     assert not report.findings
     with opened(place) as handle:
         packs = handle.log.replay().packs.values()
         assert all(pack.live for pack in packs)
+
+
+def test_a_gc_compacts_where_the_settings_say_so(store: Store, place: Path) -> None:
+    store.compact(CompactPolicy(newest=1, every=STEPS), with_gc=True)
+    store.gc()
+    before = packs_bytes(place)
+    store.compact(POLICY, with_gc=True, dry_run=True)
+    store.commit(trained(STEPS), step=STEPS)
+    with opened(place) as handle:
+        assert policy_of(handle.log.replay()) == CompactPolicy(newest=1, every=STEPS)
+    assert store.gc().freed_bytes > 0
+    assert packs_bytes(place) < 0.8 * before
+    verify(place, range(STEPS + 1))
+    store.compact(POLICY, with_gc=False)
+    with opened(place) as handle:
+        assert policy_of(handle.log.replay()) is None
+
+
+@pytest.mark.parametrize("setting", ["x", ("newest",), ("newest=x",), ("other=1",), ("every=0",)])
+def test_a_setting_that_nobody_understands_is_none(store: Store, setting: Any) -> None:
+    with opened(Path(store.url)) as handle:
+        handle.log.append(Settings(((SETTING, setting),)))
+        assert policy_of(handle.log.replay()) is None
+
+
+def test_a_wrong_number_of_threads_is_refused(store: Store) -> None:
+    with pytest.raises(InvalidInput, match="threads is 0"):
+        store.compact(threads=0)
 
 
 def test_groups_end_before_the_newest_commits_and_have_their_key_in_the_middle(

@@ -20,7 +20,7 @@ from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitDocument
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import InvalidInput, NotFound
-from ckptstore.log.entries import Register
+from ckptstore.log.entries import Register, Settings
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.compact.coding import (
     Candidates,
@@ -30,6 +30,7 @@ from ckptstore.maintenance.compact.coding import (
     kept_keys,
 )
 from ckptstore.maintenance.compact.plan import (
+    SETTING,
     CompactPolicy,
     Group,
     Place,
@@ -77,7 +78,7 @@ class CompactReport:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes of the packs that were deleted."""
+        """Bytes of what the gcs deleted."""
         return sum(report.freed_bytes for report in self.collected)
 
     def __repr__(self) -> str:
@@ -119,6 +120,12 @@ def compact(
         return compaction.estimate() if dry_run else compaction.execute()
     finally:
         pool.close()
+
+
+def remember(handle: StoreHandle, policy: CompactPolicy | None) -> None:
+    """Let every gc of the store compact by `policy`, or with None by none."""
+    handle.check_writable()
+    handle.log.append(Settings(((SETTING, policy.setting if policy else None),)))
 
 
 class _Compaction:

@@ -33,6 +33,27 @@ class CompactPolicy:
         if self.every < 1:
             raise InvalidInput(f"every is {self.every}; wanted a number of commits, 1 or more")
 
+    @property
+    def setting(self) -> tuple[str, ...]:
+        """The policy as a setting of the store."""
+        return f"newest={self.newest}", f"every={self.every}"
+
+
+SETTING = "compact"
+"""The setting with the policy by which every gc compacts."""
+
+
+def policy_of(state: State) -> CompactPolicy | None:
+    """The policy that the store's settings name; None without one that this version knows."""
+    found = state.settings.get(SETTING)
+    if not isinstance(found, tuple):
+        return None
+    numbers = dict(part.partition("=")[::2] for part in found)
+    try:
+        return CompactPolicy(**{name: int(number) for name, number in numbers.items()})
+    except (TypeError, ValueError):
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

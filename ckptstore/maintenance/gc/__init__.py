@@ -102,6 +102,18 @@ class GcReport:
     stopped: str = ""
     dry_run: bool = False
 
+    def add(self, later: Iterable["GcReport"]) -> None:
+        """Count in what gcs after this one did."""
+        for report in later:
+            self.freed_bytes += report.freed_bytes
+            self.copied_bytes += report.copied_bytes
+            self.condemned_packs += report.condemned_packs
+            self.deleted += report.deleted
+            self.deleted_orphans += report.deleted_orphans
+            self.over += report.over
+            self.damaged += report.damaged
+            self.stopped = self.stopped or report.stopped
+
     def __repr__(self) -> str:
         return f"<gc: {self._result}>"
 
