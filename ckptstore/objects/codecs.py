@@ -20,6 +20,7 @@ _NAMES = {"raw": RAW, "zstd": ZSTD, "split-zstd": SPLIT_ZSTD}
 
 _PROBE_BYTES = 16 << 10
 """Part of a plane, or of each of its elements' bytes, that is compressed to choose how."""
+_SHARE_BYTES = 8 << 10
 _WORTH_A_TRY = 0.97
 _BASE = struct.Struct("<QIB3x")
 _OFFSET_MAX = 1 << 62
@@ -61,7 +62,7 @@ def encode_delta(raw: memoryview, base: memoryview, at: Base, width: int) -> byt
 def shares(raw: memoryview, base: memoryview | None, width: int) -> tuple[float, float]:
     """What planes would store of each byte of `raw`, and what a delta would, by a sample from its
     middle."""
-    nbytes = min(_PROBE_BYTES * width, raw.nbytes)
+    nbytes = min(_SHARE_BYTES * width, raw.nbytes)
     start = (raw.nbytes - nbytes) // 2 // width * width
     middle = slice(start, start + nbytes)
     if not nbytes:

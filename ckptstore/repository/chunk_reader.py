@@ -189,14 +189,38 @@ def keys_of(name: PackId, *, metadata: bool) -> tuple[str, ...]:
     return (pack_key(name), twin_key(name)) if metadata else (pack_key(name),)
 
 
+class DecodedBases:
+    """The raw bytes of bases that one thread decoded last, for the deltas that it reads next."""
+
+    def __init__(self) -> None:
+        self._raws: dict[tuple[str, codecs.Base], memoryview] = {}
+        self._nbytes = 0
+
+    def get(self, key: str, base: codecs.Base) -> memoryview | None:
+        return self._raws.get((key, base))
+
+    def put(self, key: str, base: codecs.Base, raw: memoryview) -> None:
+        """Keep `raw`, and of those before as many as fit into two runs."""
+        self._raws[key, base] = raw
+        self._nbytes += raw.nbytes
+        while self._nbytes > 2 * RUN_BYTES and len(self._raws) > 1:
+            self._nbytes -= self._raws.pop(next(iter(self._raws))).nbytes
+
+
 def read_run(
-    storage: Storage, keys: Sequence[str], run: Run, *, verify_ids: bool = True
+    storage: Storage,
+    keys: Sequence[str],
+    run: Run,
+    *,
+    verify_ids: bool = True,
+    bases: DecodedBases | None = None,
 ) -> list[StoredChunk | Problem]:
     """Read, decode and verify the chunks of a run: each chunk, or why it cannot be read.
 
     `keys` are objects with the same bytes; the later ones supply what the first lacks. A damaged
-    range is read again chunk by chunk.
+    range is read again chunk by chunk. `bases`, if given, is for further runs as well.
     """
+    decoded = DecodedBases() if bases is None else bases
 
     def one(keys: Sequence[str], i: int) -> StoredChunk | Problem:
         return read_run(storage, keys, run.alone(i), verify_ids=verify_ids)[0]
@@ -208,7 +232,13 @@ def read_run(
     found: list[StoredChunk | Problem]
     try:
         storage.read_into(first, run.offset, run.buffers() if whole is None else [whole])
-        found = _verified(storage, first, run, whole, verify_ids)
+        chunks = _decoded(storage, first, run, whole, decoded)
+        found = [
+            _mismatch(first, chunk, verify_ids) or chunk
+            if isinstance(chunk, StoredChunk)
+            else chunk
+            for chunk in chunks
+        ]
     except (NotFound, Unavailable) as error:
         found = [error for _ in each]
     except Corrupt as error:
@@ -221,15 +251,6 @@ def read_run(
             if isinstance(copy, StoredChunk | Unavailable):
                 found[i] = copy
     return found
-
-
-def _verified(
-    storage: Storage, key: str, run: Run, whole: memoryview | None, verify_ids: bool
-) -> list[StoredChunk | Problem]:
-    return [
-        _mismatch(key, chunk, verify_ids) or chunk if isinstance(chunk, StoredChunk) else chunk
-        for chunk in _decoded(storage, key, run, whole)
-    ]
 
 
 def _mismatch(key: str, chunk: StoredChunk, verify_ids: bool) -> Corrupt | None:
@@ -245,7 +266,7 @@ def _mismatch(key: str, chunk: StoredChunk, verify_ids: bool) -> Corrupt | None:
 
 
 def _decoded(
-    storage: Storage, key: str, run: Run, whole: memoryview | None
+    storage: Storage, key: str, run: Run, whole: memoryview | None, decoded: DecodedBases
 ) -> Iterator[StoredChunk | Problem]:
     """The chunks of a run that was read into `whole`, or else straight into its memory."""
     if whole is None:
@@ -256,7 +277,7 @@ def _decoded(
             whole[entry.offset - run.offset :][: entry.stored_bytes] for entry in run.entries[some]
         ]
         out = run.out[some] if run.out else [None] * len(parts)
-        bases = _Bases(storage, key, run.entries[some], parts)
+        bases = _Bases(storage, key, run.entries[some], parts, decoded)
         for entry, stored, memory in zip(run.entries[some], parts, out, strict=True):
             try:
                 yield StoredChunk(entry, stored, _raw(entry, stored, memory, bases))
@@ -294,14 +315,20 @@ class _Bases:
         key: str,
         entries: Sequence[PackEntry],
         parts: Sequence[memoryview],
+        decoded: DecodedBases,
     ) -> None:
+        self._key, self._decoded = key, decoded
+        # Held here, because others may take their places in `decoded`.
+        self._known: dict[codecs.Base, memoryview] = {}
         self._stored: dict[codecs.Base, memoryview] = {}
         bases = set[codecs.Base]()
         for entry, stored in zip(entries, parts, strict=True):
             if entry.codec == codecs.DELTA:
                 with suppress(Corrupt):
                     base = codecs.base_of(stored)
-                    if base.stored_bytes <= entry.raw_bytes:
+                    if (known := decoded.get(key, base)) is not None:
+                        self._known[base] = known
+                    elif base.stored_bytes <= entry.raw_bytes:
                         bases.add(base)
         ordered = sorted(bases)
         starts = [base.offset for base in ordered]
@@ -319,14 +346,16 @@ class _Bases:
     def raw(self, entry: PackEntry, stored: memoryview) -> memoryview:
         """The raw bytes of the base of a delta, which are as many as its own; raises `Corrupt`."""
         base = codecs.base_of(stored)
+        if base in self._known and self._known[base].nbytes == entry.raw_bytes:
+            return self._known[base]
         if base not in self._stored:
             raise Corrupt(
                 f"the base of chunk {entry.chunk.hex()[:12]} cannot be read at offset {base.offset}"
             )
-        if base.codec == codecs.RAW and base.stored_bytes == entry.raw_bytes:
-            return self._stored[base]
         raw = memoryview(bytearray(entry.raw_bytes))
         codecs.decode_into(base.codec, self._stored[base], raw, entry.width)
+        self._decoded.put(self._key, base, raw)
+        self._known[base] = raw
         return raw
 
 
@@ -357,8 +386,9 @@ def read_chunks(
     """The chunks of `rows` of a pack's footer, in order, compared with their ids. A pack with
     `metadata` has a twin. Raises `Corrupt` for a chunk that does not match, `NotFound` for an
     absent pack."""
+    keys, bases = keys_of(pack, metadata=metadata), DecodedBases()
     for run in runs_of(rows):
-        for chunk in read_run(storage, keys_of(pack, metadata=metadata), run):
+        for chunk in read_run(storage, keys, run, bases=bases):
             if isinstance(chunk, Corrupt):
                 raise Corrupt(
                     f"{chunk}, in {storage.url}; run `ckptstore fsck --read-data`, or heal it with "

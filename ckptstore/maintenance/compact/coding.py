@@ -196,15 +196,16 @@ class StripCoder:
         return len(self._pack.entries) - 1
 
     def _read(self, chunks: Sequence[Chunk]) -> list[memoryview | None]:
-        """The chunks' raw bytes, compared with their ids; None for those that cannot be read."""
+        """The chunks' raw bytes; None for those that cannot be read."""
         return read_raws(self._objects, chunks, self._coded.problems.append)
 
 
 def read_raws(
     objects: ObjectStore, chunks: Sequence[Chunk], problem: Callable[[str], None]
 ) -> list[memoryview | None]:
-    """Raw bytes of chunks, compared with their ids. Those that are damaged, or that a gc has taken
-    away with their commits, are None, and told to `problem`."""
+    """Raw bytes of chunks, compared with their checksums: the gc that follows compares what was
+    coded with the ids. Those that are damaged, or that a gc has taken away with their commits, are
+    None, and told to `problem`."""
     out = [memoryview(bytearray(chunk.raw_bytes)) for chunk in chunks]
 
     def read(some: slice) -> None:
@@ -212,7 +213,6 @@ def read_raws(
             b"".join(chunk.id for chunk in chunks[some]),
             out[some],
             describe=lambda i: "being compacted",
-            verify_ids=True,
         )
 
     try:

@@ -363,8 +363,9 @@ class _Marking:
         if table is None:
             return rows
         keys, found = chunk_reader.keys_of(pack.id, metadata=pack.metadata), list[int]()
+        bases = chunk_reader.DecodedBases()
         for run in chunk_reader.runs_of(table[rows]):
-            read = chunk_reader.read_run(self._storage, keys, run)
+            read = chunk_reader.read_run(self._storage, keys, run, bases=bases)
             for position, chunk in zip(run.positions, read, strict=True):
                 if isinstance(chunk, Unavailable):
                     raise chunk

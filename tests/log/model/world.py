@@ -48,6 +48,7 @@ class Scope:
     stubborn_reader: bool = False
     hasty_writer: bool = False
     sparing: bool = False
+    compacting: bool = False
 
 
 class Writer(NamedTuple):
@@ -82,6 +83,7 @@ class World(NamedTuple):
     planned: frozenset[str] = frozenset()
     reader: frozenset[Placed] | None = None
     misled: str = ""
+    compactor: str = "idle"
 
 
 Label: TypeAlias = tuple[object, ...]
