@@ -17,7 +17,7 @@ TRAINERS := $(VENV)-trainers
 READY_TRAINERS := $(TRAINERS)/.ready
 PIP_TRAINERS := $(TRAINERS)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
 
-.PHONY: help setup test test-real test-trainers test-versions lint dist demo bench soak docs docs-serve clean
+.PHONY: help setup test test-real test-trainers test-versions lint dist demo bench soak soak-trainers docs docs-serve clean
 
 help:
 	@echo "make setup   prepare $(VENV)"
@@ -32,6 +32,7 @@ help:
 	@echo "make docs-serve  build it and show it on http://127.0.0.1:8000"
 	@echo "make bench   measure against the peers and the machine's limits (BENCH='--case first --rounds 3')"
 	@echo "make soak    the long tests, hours of them (SOAK='tests/crash -k sigkill' for some; docs/testing.md says how long each takes)"
+	@echo "make soak-trainers  the same for the integrations"
 
 $(BIN)/python:
 	@echo "setup 1/4: creating $(VENV)"
@@ -99,6 +100,9 @@ bench: $(READY_BENCH)
 # What a long test prints is shown when it has passed, so the output is a report of what was tried.
 soak: $(READY)
 	@CKPTSTORE_TEST_PROFILE=soak $(BIN)/python -m pytest -m soak -v --timeout 3600 $(SOAK)
+
+soak-trainers: $(READY_TRAINERS)
+	@CKPTSTORE_TEST_TRAINERS=1 CKPTSTORE_TEST_PROFILE=soak $(TRAINERS)/bin/python -m pytest tests/trainers -m soak -v --timeout 3600 $(SOAK)
 
 # `python -m tests.support.snippets` writes what the snippets print now into the pages.
 docs: $(READY)

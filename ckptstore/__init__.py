@@ -20,6 +20,7 @@ from ckptstore.errors import (
     NoSpace,
     NotFound,
     ReadOnly,
+    Thinned,
     Unavailable,
 )
 
@@ -68,6 +69,7 @@ __all__ = [
     "StateDict",
     "Storage",
     "Store",
+    "Thinned",
     "Unavailable",
     "__version__",
     "clone",

@@ -4,7 +4,7 @@ Metadata decides where it can; tensors are read only of the commits that remain.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from ckptstore.repository.resolve_ref import AnyRef
 from ckptstore.restore.diff import Difference
 from ckptstore.restore.restore import Select
 from ckptstore.snapshot import Snapshot
-from ckptstore.store import Store
+from ckptstore.store import Store, internals_of
 
 if TYPE_CHECKING:
     import torch
@@ -190,8 +190,8 @@ def bisect(
 ) -> Bisection:
     """Find the first bad commit among the descendants of `good` that lead to `bad`.
 
-    Looks at as few commits as possible: about log2 of those between. They follow first parents.
-    Assumes that every commit behind a bad one is bad.
+    Looks at as few commits as possible: about log2 of those between. They follow first parents,
+    without forgotten and purged ones. Assumes that every commit behind a bad one is bad.
 
     Args:
         store: The store.
@@ -207,8 +207,7 @@ def bisect(
         >>> bisect(store, 100, "latest", lambda snap: bad_number(snap) is not None).first_bad
         '3f0c…'
     """
-    first, last = (store.checkout(ref) for ref in (good, bad))
-    line = _line(store, first, last)
+    line = _line(store, *(store.checkout(ref).id for ref in (good, bad)))
     known = {} if known is None else known
     low, high, looked_at = 0, len(line) - 1, 0
     while high - low > 1:
@@ -221,18 +220,35 @@ def bisect(
     return Bisection(line[high], line[low], looked_at)
 
 
-def _line(store: Store, first: Snapshot, last: Snapshot) -> list[CommitId]:
-    """The commits from `first` to `last`, both included, by first parents."""
-    line = [last.id]
-    snapshot = last
-    while snapshot.id != first.id:
-        if not snapshot.parents:
+def _line(store: Store, first: CommitId, last: CommitId) -> list[CommitId]:
+    """The commits from `first` to `last`, both included, by first parents.
+
+    Forgotten commits between them are left out. A commit whose parent was purged follows the one
+    before it in its run.
+    """
+    history = internals_of(store).handle.queries().log(forgotten=True)
+    numbers = {info.id: number for number, info in enumerate(history)}
+    at, line = numbers[last], [last]
+    while history[at].id != first:
+        before = _before(history, numbers, at)
+        if before is None:
             raise InvalidInput(
-                f"commit {first.id[:12]} is no ancestor of {last.id[:12]}, whose line begins with "
-                f"{snapshot.id[:12]}; give a good commit of that line (`ckptstore log --graph`)"
+                f"commit {first[:12]} is no ancestor of {last[:12]}, whose line begins with "
+                f"{history[at].id[:12]}; give a good commit of that line (`ckptstore log --graph`)"
             )
-        line.append(snapshot.parents[0])
-        snapshot = store.checkout(snapshot.parents[0])
+        at = before
+        if not history[at].forgotten or history[at].id == first:
+            line.append(history[at].id)
     if len(line) < 2:
-        raise InvalidInput(f"{first.id[:12]} was named as good and as bad; name two commits")
+        raise InvalidInput(f"{first[:12]} was named as good and as bad; name two commits")
     return line[::-1]
+
+
+def _before(history: Sequence[CommitInfo], numbers: Mapping[CommitId, int], at: int) -> int | None:
+    """Where the commit is that `history[at]` follows; `history` begins with the newest."""
+    info = history[at]
+    if not info.parents:
+        return None
+    if (parent := numbers.get(info.parents[0])) is not None:
+        return parent
+    return next((i for i in range(at + 1, len(history)) if history[i].run == info.run), None)

@@ -219,23 +219,29 @@ def _flats(
             ]
             added = schema.kinds[i] == "tensor" and is_floating(schema.dtypes[i])
             if added and is_selected(path) and schema.aliases[i] < 0 and last.raw_bytes(i):
-                sources.append(_Sum(leaves, factors_of(leaves)))
+                sources.append(_sum(leaves, factors_of(leaves)))
             elif (inline := last.content(i).inline) is not None:
                 sources.append(BytesSource(inline))
             else:
-                sources.append(_Same(leaves[-1]))
+                sources.append(_same(leaves[-1]))
         flats[key] = FlatState(schema, sources)
     return flats
 
 
 class _Made:
-    """A source whose bytes are made when they are asked for, chunk by chunk."""
+    """A source whose bytes `make` makes when they are asked for, a cell of the grid of `leaf` at a
+    time."""
 
-    known_ids: bytes | None = None
     still = False
 
-    def __init__(self, leaf: CommittedLeaf) -> None:
-        self._leaf = leaf
+    def __init__(
+        self,
+        leaf: CommittedLeaf,
+        make: Callable[[int, int], memoryview],
+        known_ids: bytes | None = None,
+    ) -> None:
+        self._leaf, self._make = leaf, make
+        self.known_ids = known_ids
         self.nbytes = leaf.tree.raw_bytes(leaf.i)
         self.width = leaf.tree.extent(leaf.i)[1]
 
@@ -245,35 +251,29 @@ class _Made:
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         for first, last in self._leaf.cells(start, stop):
             low, high = max(first, start), min(last, stop)
-            out[low - start : high - start] = self._cell(first, last)[low - first : high - first]
-
-    def _cell(self, start: int, stop: int) -> memoryview:
-        raise NotImplementedError
+            out[low - start : high - start] = self._make(first, last)[low - first : high - first]
 
 
-class _Same(_Made):
+def _same(leaf: CommittedLeaf) -> _Made:
     """A leaf as a commit has it. If its ids name the chunks that a commit of one process has, they
     are not read."""
+    content = leaf.tree.content(leaf.i)
+    known_ids = content.ids if content.boxes is None else None
 
-    def __init__(self, leaf: CommittedLeaf) -> None:
-        super().__init__(leaf)
-        content = leaf.tree.content(leaf.i)
-        self.known_ids = content.ids if content.boxes is None else None
-
-    def _cell(self, start: int, stop: int) -> memoryview:
-        if self.known_ids is not None:
+    def read(start: int, stop: int) -> memoryview:
+        if known_ids is not None:
             raise NotCopied
-        request, memory = self._leaf.request(start, stop)
-        self._leaf.reader.read([request], self._leaf.commit)
+        request, memory = leaf.request(start, stop)
+        leaf.reader.read([request], leaf.commit)
         return memory
 
+    return _Made(leaf, read, known_ids)
 
-class _Sum(_Made):
+
+def _sum(leaves: Sequence[CommittedLeaf], factors: Sequence[float]) -> _Made:
     """The sum of a leaf in several commits, each times a factor."""
 
-    def __init__(self, leaves: Sequence[CommittedLeaf], factors: Sequence[float]) -> None:
-        super().__init__(leaves[-1])
-        self._leaves, self._factors = leaves, factors
+    def add(start: int, stop: int) -> memoryview:
+        return memory_of(weighted_sum(_elements(leaves, start, stop), factors))
 
-    def _cell(self, start: int, stop: int) -> memoryview:
-        return memory_of(weighted_sum(_elements(self._leaves, start, stop), self._factors))
+    return _Made(leaves[-1], add)

@@ -3,6 +3,8 @@
 `ckptstore.snapshot.contents_of` returns them to other rooms of this package.
 """
 
+import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -11,14 +13,21 @@ from ckptstore.core.geometry import box_of_region
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Box, CommitDocument, Shape
 from ckptstore.core.text import near
-from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.errors import InvalidInput, NotFound, Thinned
+from ckptstore.log.resolve import Resolved, nearest_first
 from ckptstore.objects.documents import Layout
+from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.reader import Destination, Reader, ReadRequest, Tree
 from ckptstore.state.leaf_sources import segment
+
+logger = logging.getLogger("ckptstore")
 
 Trees: TypeAlias = dict[str, Tree]
 """Schema and content of each key."""
 
+
+Nearest: TypeAlias = Callable[[CommitId, str], Resolved | None]
+"""Of a commit's run, the commit with the nearest step that has a leaf which it lacks."""
 
 Region = tuple[slice | int, ...] | slice | int
 """Part of a tensor: slices of step 1 and integers, as in an index."""
@@ -29,7 +38,8 @@ class Leaf:
     """One leaf of a commit.
 
     `kind` is `tensor`, `value` or `bytes`. Only tensors have `dtype` and `shape`. `nbytes` counts
-    raw bytes, and is 0 for an alias: a leaf that shares the memory of `alias_of`.
+    raw bytes, and is 0 for an alias: a leaf that shares the memory of `alias_of`. The content of a
+    leaf that is `gone` was thinned away.
     """
 
     path: str
@@ -38,6 +48,7 @@ class Leaf:
     shape: Shape
     nbytes: int
     alias_of: str | None
+    gone: bool = False
 
 
 class CommitContents:
@@ -53,11 +64,13 @@ class CommitContents:
         document: CommitDocument,
         before_write: Callable[[], None] = lambda: None,
         trees: Trees | None = None,
+        nearest: "Nearest | None" = None,
     ) -> None:
         self.reader, self.commit, self.document = reader, commit, document
-        self.before_write = before_write
+        self.before_write, self._nearest = before_write, nearest
         self.on_close: Callable[[], None] = lambda: None
         self._trees: Trees = trees or {}
+        self._told = False
 
     @property
     def keys(self) -> list[str]:
@@ -67,7 +80,8 @@ class CommitContents:
     def trees(self) -> Trees:
         """Schema and content of each key, without the bytes of leaves."""
         if len(self._trees) < len(self.document.trees):
-            self._trees.update(self.reader.trees(self.document.trees))
+            read = self.reader.trees(self.document.trees)
+            self._trees.update({key: self._own(tree) for key, tree in read.items()})
         return {key: self._trees[key] for key in self.keys}
 
     def tree(self, key: str) -> Tree:
@@ -78,7 +92,7 @@ class CommitContents:
                 raise NotFound(
                     f"commit {self.commit[:12]} has no key {key!r}; it has {', '.join(self.keys)}"
                 )
-            self._trees[key] = self.reader.tree(key, ref)
+            self._trees[key] = self._own(self.reader.tree(key, ref))
         return self._trees[key]
 
     @property
@@ -95,7 +109,40 @@ class CommitContents:
             replace(self.document, trees=kept),
             self.before_write,
             {key: tree for key, tree in known.items() if key in keys},
+            self._nearest,
         )
+
+    def _own(self, tree: Tree) -> Tree:
+        """`tree` as one of this commit, if it is not whole."""
+        return replace(tree, lacks=self._lacks) if self.document.thinned else tree
+
+    def _lacks(self, path: str) -> Thinned:
+        """The error for a leaf that is gone."""
+        found = self._nearest(self.commit, path) if self._nearest else None
+        there = "no other commit of its run has it"
+        if found:
+            there = f"the nearest commit of its run that has it is {_named(found.id, found.step)}"
+        globs = ", ".join(self.document.thinned.globs) if self.document.thinned else ""
+        return Thinned(
+            f"commit {_named(self.commit, self.document.step)} no longer has {path}: it was "
+            f"thinned by {globs}; {there}; without=[{json.dumps(path.partition('/')[0])}] restores "
+            "the other keys"
+        )
+
+    def say_lossy(self) -> None:
+        """Warn, once, that what was restored had lost precision when it was committed."""
+        cast = self.document.cast
+        if cast and not self._told:
+            self._told = True
+            worst = max((error.relative for error in cast.errors), default=0.0)
+            logger.warning(
+                "commit %s is lossy: %s; the largest relative error is %.2g, `ckptstore show %s` "
+                "has all",
+                _named(self.commit, self.document.step),
+                ", ".join(f"{glob} as {dtype}" for glob, dtype in cast.globs),
+                worst,
+                self.commit[:12],
+            )
 
     def find(self, path: str) -> tuple[Tree, int]:
         """The tree of a leaf and its number there. Reads no other tree. Raises `NotFound`."""
@@ -146,6 +193,22 @@ class CommitContents:
         )
 
 
+def nearest_with(
+    handle: StoreHandle, reader: Reader, commit: CommitId, path: str
+) -> Resolved | None:
+    """The commit of the run of `commit` with the nearest step that has the leaf `path`."""
+    for other in nearest_first(handle.log.replay(), commit, path):
+        document = reader.document(other.session, other.id)
+        for tree in reader.trees(document.trees).values():
+            if (i := tree.numbers.get(path)) is not None and not tree.is_gone(i):
+                return other
+    return None
+
+
+def _named(commit: CommitId, step: int | None) -> str:
+    return commit[:12] if step is None else f"{commit[:12]} (step {step})"
+
+
 def box_of(tree: Tree, i: int, region: Region | None) -> tuple[Box | None, Shape]:
     """The box of `region`, None for the whole leaf, and the shape of the result."""
     shape, path = tree.schema.shapes[i], tree.schema.paths[i]
@@ -171,4 +234,5 @@ def leaf_of(tree: Tree, i: int) -> Leaf:
         schema.shapes[i],
         nbytes,
         schema.paths[alias] if alias >= 0 else None,
+        tree.is_gone(i),
     )

@@ -24,6 +24,10 @@ class NotFound(CkptStoreError, KeyError):
     __str__ = Exception.__str__
 
 
+class Thinned(NotFound):
+    """The commit no longer has this leaf: take it from a commit that has it, or leave it out."""
+
+
 class InvalidInput(CkptStoreError, ValueError):
     """What the caller passed in cannot be used: change the call."""
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, TypeAlias
 
 from ckptstore.commit.async_commit import AsyncCommits, CommitRoute
@@ -18,7 +18,7 @@ from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest, Pare
 from ckptstore.commit.pending import UNWATCHED, Pending
 from ckptstore.commit.plan import Flats
 from ckptstore.commit.transaction import CommitStats, Committed, Destination
-from ckptstore.contents import CommitContents
+from ckptstore.contents import CommitContents, nearest_with
 from ckptstore.core.ids import ChunkId, CommitId, SessionId
 from ckptstore.core.model import CommitDocument
 from ckptstore.core.options import Async, Ranks
@@ -40,7 +40,7 @@ from ckptstore.errors import (
     ReadOnly,
     Unavailable,
 )
-from ckptstore.log.state import Resolved, newest_first, resolved
+from ckptstore.log.resolve import Resolved, newest_first, resolved
 from ckptstore.maintenance.disk_space import DiskWatch
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.repository.chunk_store import ObjectStore
@@ -409,7 +409,8 @@ class StoreInternals:
         reader: Reader | None = None,
     ) -> Snapshot:
         """A snapshot whose restores wait for lazy copies and set the parent of later commits."""
-        contents = CommitContents(reader or self.reader, commit, document, self.async_commits.hold)
+        hold, near = self.async_commits.hold, partial(nearest_with, self.handle, self.reader)
+        contents = CommitContents(reader or self.reader, commit, document, hold, None, near)
         return Snapshot(contents, tags=tags, stats=stats, restored=self.parent_tracker.now)
 
     def _report(self, committed: Committed) -> None:

@@ -16,6 +16,7 @@ from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.compact import DEFAULT, CompactReport, compact, remember
 from ckptstore.maintenance.compact.plan import CompactPolicy, policy_of
 from ckptstore.maintenance.doctor import Check, doctor
+from ckptstore.maintenance.forecast import Forecast, forecast
 from ckptstore.maintenance.forget import (
     find_forgotten,
     forget_by_policy,
@@ -96,12 +97,35 @@ class Maintenance:
                 dry_run=dry_run,
             )
         else:
-            plan = forget_by_policy(
-                self._handle, policies, run=None if all_runs else self._run, dry_run=dry_run
-            )
+            reader = Reader(self._handle.config, self._handle.objects, self._threads)
+            run = None if all_runs else self._run
+            plan = forget_by_policy(self._handle, policies, reader, run=run, dry_run=dry_run)
         if not dry_run:
             self._handle.follow()
         return plan
+
+    def forecast(self, policies: Policy | Sequence[Policy], *, all_runs: bool = False) -> Forecast:
+        """What `forget` with these policies, and a gc afterwards, would free. Changes nothing, and
+        reads no tensor.
+
+        Args:
+            policies: As for `forget`; those that thin, too.
+            all_runs: Apply them to every run, not only to this one.
+
+        Returns:
+            Commits and bytes by run, and the total. Bytes are exact, but for the new pages of
+            thinned commits.
+
+        Raises:
+            InvalidInput: No policy is given, or a glob matches no leaf.
+
+        Example:
+            >>> store.forecast(ckptstore.KeepLast(5).thin("optimizer/**")).freed_bytes
+            1073741824
+        """
+        wanted = [policies] if isinstance(policies, Policy) else list(policies)
+        reader = Reader(self._handle.config, self._handle.objects, self._threads)
+        return forecast(self._handle, reader, wanted, None if all_runs else self._run)
 
     def forgotten(self, *, all_runs: bool = False) -> list[CommitInfo]:
         """Forgotten commits of this run, or of `all_runs`, that no gc has deleted, newest first."""

@@ -241,6 +241,7 @@ class Snapshot:
             operation.read()
             operation.finish()
         self._restored(self.id)
+        self._contents.say_lossy()
         return operation.report
 
     def _begin_restore(

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, Never, Self, get_args
 
 from ckptstore.adoption import adopt
-from ckptstore.commit.commit_metadata import label_of, refuse_unnamed
+from ckptstore.commit.commit_metadata import label_of, label_with_cast, refuse_unnamed
 from ckptstore.commit.schedule import Schedule, rule_of
 from ckptstore.core.ids import CommitId, check_run, check_tag
 from ckptstore.core.model import CommitInfo, Skipped
@@ -23,7 +23,7 @@ from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import on_all
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.internals import PendingCommit, StoreInternals, flats_of
-from ckptstore.log.state import Resolved
+from ckptstore.log.resolve import Resolved
 from ckptstore.maintenance.forget import remove_tag, set_tag
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance_api import Maintenance
@@ -94,6 +94,7 @@ class Store(Maintenance):
         memory_budget_bytes: int | None = None,
         allow_pickle: bool = False,
         ranks: Ranks | None = None,
+        cast: Mapping[str, Any] | None = None,
     ) -> Snapshot:
         """Store `app_state` as a new commit of this run; durable when the call returns.
 
@@ -107,6 +108,8 @@ class Store(Maintenance):
             metrics: Numbers by name; refs name the best: `best:METRIC`.
             links: Texts by name, such as the URL of the run in a tracker; `show` prints them.
             tag: Names for the commit. An existing tag moves; retention keeps tagged commits.
+            cast: Dtypes by glob, such as `{"optimizer/**": torch.bfloat16}`: float tensors that
+                match are committed so, and the commit says that it is lossy (docs/values.md).
             memory_budget_bytes: Limit for buffers on each rank; default: what the host spares.
             allow_pickle: Pickle values that have no safe encoding.
             ranks: Which ranks commit together, and what they share.
@@ -121,10 +124,11 @@ class Store(Maintenance):
             >>> store.commit({"model": model, "optimizer": optimizer}, step=100)
         """
         refuse_unnamed("commit", unnamed)
-        metadata = partial(label_of, self.run, step, tag, message, metrics, links)
+        label = partial(label_of, self.run, step, tag, message, metrics, links)
         self._internals.check_not_within()
         ranks = ranks or Ranks()
         peers = collective_of(ranks.process_group, ranks.timeout_s)
+        metadata = partial(label_with_cast, label, cast, "")
         flats = partial(flats_of, app_state, ranks, peers, allow_pickle=allow_pickle)
         request = self._internals.request(flats, metadata, ranks, memory_budget_bytes)
         snapshot = self._internals.committed(self._internals.commit(request, peers))
@@ -143,6 +147,7 @@ class Store(Maintenance):
         allow_pickle: bool = False,
         background: Async | None = None,
         ranks: Ranks | None = None,
+        cast: Mapping[str, Any] | None = None,
     ) -> PendingCommit:
         """Copy `app_state`, return, and commit the copy in the background (docs/async.md).
 
@@ -166,11 +171,13 @@ class Store(Maintenance):
         refuse_unnamed("commit_async", unnamed)
         self._internals.check_not_within()
         self._handle.check_writable()
-        metadata = label_of(self.run, step, tag, message, metrics, links)
         if background:
             background.check_for_one_commit()
         ranks = ranks or Ranks()
         peers = collective_of(ranks.process_group, ranks.timeout_s)
+        label = partial(label_of, self.run, step, tag, message, metrics, links)
+        process = self._internals.settings.executor == "process"
+        metadata = label_with_cast(label, cast, "of a worker process" if process else "")
         pending = self._internals.commit_async(
             app_state,
             metadata,

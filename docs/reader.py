@@ -4,8 +4,7 @@
     python docs/reader.py STORE REF                 list the leaves of a commit
     python docs/reader.py STORE REF PATH > FILE     write the bytes of a leaf
 
-REF is `latest`, a step, a tag or a commit id; § are the sections of docs/format.md. What is read is
-verified. The store must be a directory, and have its log in itself.
+REF is `latest`, a step, a tag or a commit id; § is docs/format.md. The store has its log in itself.
 """
 
 import json
@@ -13,11 +12,9 @@ import re
 import struct
 import sys
 from base64 import b64decode
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
 from math import prod
-from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +23,10 @@ from blake3 import blake3
 from xxhash import xxh3_128_digest
 
 COLUMNS = ("paths", "kinds", "dtypes", "shapes", "aliases")
-NOTHING: dict[str, Any] = {"inline": None, "ids": b"", "boxes": ()}
+NOTHING: dict[str, Any] = {"inline": None, "ids": (), "boxes": ()}
 
 
-def expect(condition: bool, what: str) -> None:
+def expect(condition: Any, what: str) -> None:
     if not condition:
         raise ValueError(what)
 
@@ -82,8 +79,9 @@ class Store:
         self.chunks: dict[bytes, list[tuple[Path, Any, Any]]] = {}
         for entry in self._log():
             self._apply(entry)
+        self.commits = dict(sorted(self.commits.items(), key=lambda item: item[1]["age"]))
 
-    def _log(self) -> Iterator[dict[str, Any]]:
+    def _log(self) -> Any:
         """The entries in order, each checked against the one before (§8)."""
         n, prev = 1, [blake3(self.id.encode()).hexdigest(), 0]
         while (file := self.place / f"log/{n:012d}").exists():
@@ -91,9 +89,8 @@ class Store:
             head, body = data[:65].decode(), data[65:]
             expect(head == blake3(body).hexdigest() + "\n", f"entry {n} is damaged")
             entry = json.loads(body)
-            expect(
-                (entry["n"], entry["store"], entry["prev"]) == (n, self.id, prev), f"no entry {n}"
-            )
+            named = entry["n"], entry["store"], entry["prev"]
+            expect(named == (n, self.id, prev), f"no entry {n}")
             yield entry
             n, prev = n + 1, [head[:64], len(data)]
         later = [file.name for file in (self.place / "log").glob("[0-9]*") if int(file.name) > n]
@@ -102,13 +99,17 @@ class Store:
     def _apply(self, entry: dict[str, Any]) -> None:
         """What an entry changes, as far as a reader needs it (§8.1)."""
         kind = entry["kind"]
-        if kind == "commit":
-            self.commits[entry["commit"]] = entry | {"forgotten": False}
+        if kind in ("commit", "reduced"):
+            old = self.commits.get(entry.get("replaces", ""), {"age": entry["n"]})
+            old["forgotten"] = True
+            self.commits[entry["commit"]] = entry | {"forgotten": False, "age": old["age"]}
             self.tags |= dict.fromkeys(entry["tags"], entry["commit"])
         elif kind == "tag":
             self.tags[entry["name"]] = entry["commit"]
         elif kind in ("forget", "undelete"):
             for id in self.commits.keys() & entry["commits"]:
+                for other in self.commits.values():
+                    other["forgotten"] |= other["age"] == self.commits[id]["age"]
                 self.commits[id]["forgotten"] = kind == "forget"
         elif kind == "condemn":
             self.commits = {id: e for id, e in self.commits.items() if id not in entry["purge"]}
@@ -116,7 +117,7 @@ class Store:
             expect(entry["next_generation"] <= self.generation, f"the log is at {entry['place']}")
         else:
             expect(kind in ("register", "delete", "over", "settings"), f"unknown entry: {kind}")
-        for _, pack, size, *_ in entry["packs"] if kind in ("commit", "register") else ():
+        for _, pack, size, *_ in entry["packs"] if "session" in entry else ():
             for name in (pack, pack + ".2"):
                 self._index(self.place / "packs" / pack[:2] / name, size)
 
@@ -171,15 +172,15 @@ class Store:
         for (id,) in struct.iter_unpack("32s", b64decode(tree["pages"], validate=True)):
             page = self.chunk(id)
             start, number, count, first = struct.unpack_from("<8sIIQ", page)
-            follows = (start, 32 * first) == (b"CKPG\1\0\0\0", len(leaves[number]["ids"]))
-            expect(follows, "a page does not follow the one before")
+            follows = b"CKPG\1\0\0\0", len(leaves[number]["ids"])
+            expect((start, first) == follows, "a page does not follow the one before")
             at = 24 + count + -count % 4
             sizes, at = struct.unpack_from(f"<{count}I", page, at), at + 4 * count
             for kind, size in zip(page[24 : 24 + count], sizes, strict=True):
                 leaf, payload = leaves[number], page[at : at + size * (32 if kind == 1 else 1)]
-                number, at = number + (kind < 2), at + len(payload)
+                number, at = number + (kind != 2), at + len(payload)
                 leaf["inline"] = None if kind else payload
-                leaf["ids"] += payload if kind == 1 else b""
+                leaf["ids"] += tuple(i for (i,) in struct.iter_unpack("32s", payload * (kind == 1)))
                 if kind == 2 and size > 8:
                     leaf["boxes"] = list(struct.iter_unpack(f"<{payload[0]}Q", payload[8:]))
         contents = [*({name: leaf[name] for name in NOTHING} for leaf in leaves), {}]
@@ -187,18 +188,17 @@ class Store:
 
     def read(self, leaf: dict[str, Any]) -> bytes:
         """The bytes of a leaf; of a tensor its elements in row-major order, little-endian."""
-        data, ids = leaf["inline"], struct.iter_unpack("32s", leaf["ids"])
-        data = b"".join(self.chunk(id) for (id,) in ids) if data is None else data
+        expect(leaf["ids"] or leaf["inline"] is not None, f"{leaf['paths']} was thinned away")
+        data = leaf["inline"] or b"".join(map(self.chunk, leaf["ids"]))
         width = max(int(re.findall(r"\d+|$", leaf["dtypes"])[0] or 8) // 8, 1)  # from bits
         wanted = width * prod(leaf["shapes"]) if leaf["kinds"] == "tensor" else len(data)
         expect(len(data) == wanted, f"{leaf['paths']} has {len(data)} bytes; wanted {wanted}")
         strides = [width * prod(leaf["shapes"][i:]) for i in range(1, 65)]
         out, at = bytearray(data), 0
         for offsets, lengths in zip(leaf["boxes"][::2], leaf["boxes"][1::2], strict=True):
-            outer = (range(o, o + n) for o, n in zip(offsets, lengths, strict=True))
-            run = lengths[-1] * width
-            for index in product(*list(outer)[:-1]):
-                start = sum(map(mul, (*index, offsets[-1]), strides))
+            run, ends = lengths[-1] * width, map(sum, zip(offsets, lengths, strict=True))
+            for index in product(*list(map(range, offsets, ends))[:-1]):
+                start = sum(i * n for i, n in zip((*index, offsets[-1]), strides, strict=False))
                 out[start : start + run], at = data[at : at + run], at + run
         return bytes(out)
 

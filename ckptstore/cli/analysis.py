@@ -13,7 +13,7 @@ from ckptstore.cli.commits import commit_document, short
 from ckptstore.cli.maintain import metrics_of
 from ckptstore.cli.screen import Part, columns, fields_of
 from ckptstore.core.ids import CommitId
-from ckptstore.core.paths import check_path, write_file
+from ckptstore.core.paths import check_path, replace_file
 from ckptstore.core.text import Column, Table, bytes_text, count_text
 from ckptstore.errors import InvalidInput
 from ckptstore.restore.diff import MARKS
@@ -68,7 +68,6 @@ def parted(call: Call) -> Answer:
         "step": found.a.step,
         "a": commit_document(found.a),
         "b": commit_document(found.b),
-        "unchanged": found.difference.unchanged,
         "changes": changes,
     }
     return Answer(document, page)
@@ -98,7 +97,7 @@ def bisect(call: Call) -> Answer:
         bad = is_bad(snapshot)
         said.append(f"{_named(snapshot)} is {'bad' if bad else 'good'}")
         if kept:
-            write_file(kept, json.dumps({**known, snapshot.id: bad}).encode())
+            _keep(kept, {**known, snapshot.id: bad})
         return bad
 
     found = search(store, args.good, args.bad, ask, known=known)
@@ -176,6 +175,15 @@ def _read(path: Path) -> dict[str, bool]:
     except (OSError, TypeError, ValueError) as error:
         raise InvalidInput(
             f"{path} has no verdicts of an earlier bisection ({error}); name another file"
+        ) from error
+
+
+def _keep(path: Path, verdicts: dict[CommitId, bool]) -> None:
+    try:
+        replace_file(path, json.dumps(verdicts).encode())
+    except OSError as error:
+        raise InvalidInput(
+            f"{path} cannot take the verdicts ({error.strerror}); name another file"
         ) from error
 
 

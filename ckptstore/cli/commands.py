@@ -38,6 +38,38 @@ _LABEL: Options = (
 _PERIODS = {"hourly": "hour", "daily": "day", "weekly": "week", "monthly": "month"}
 _FORMATS = ("files", "safetensors", "torch", "dcp")
 
+_KEEP = (
+    Option("--keep-last", "N", "keep the newest N", type=count),
+    Option("--keep-every-steps", "N", "keep steps that are multiples of N", type=count),
+    several(
+        "--keep-best",
+        ("METRIC[:max]", "N"),
+        "keep the best N (default: 1) by a metric",
+        nargs="+",
+    ),
+    Option(
+        "--keep-within",
+        "SPAN",
+        "keep commits at most SPAN (90min, 12h, 7d) older than the run's newest",
+        type=span,
+    ),
+    *(
+        Option(
+            f"--keep-{adverb}",
+            "N",
+            f"keep the newest commit of each of N {unit}s",
+            type=count,
+        )
+        for adverb, unit in _PERIODS.items()
+    ),
+    several(
+        "--thin",
+        "GLOB",
+        "instead of forgetting the others, drop their leaves that match ('optimizer/**')",
+    ),
+)
+"""What stays, and stays whole, for `forget` and `stats --what-if`."""
+
 COMMANDS = (
     Command(
         "init",
@@ -104,6 +136,8 @@ COMMANDS = (
                 default=10,
                 dest="top",
             ),
+            flag("--what-if", "what the --keep options, with --thin, would free, run by run"),
+            *_KEEP,
         ),
     ),
     Command(
@@ -112,36 +146,14 @@ COMMANDS = (
         "forget commits by policy or by name",
         (
             Option("refs", "REF", "commits to forget, instead of --keep options", nargs="*"),
-            Option("--keep-last", "N", "keep the newest N", type=count),
-            Option("--keep-every-steps", "N", "keep steps that are multiples of N", type=count),
-            several(
-                "--keep-best",
-                ("METRIC[:max]", "N"),
-                "keep the best N (default: 1) by a metric",
-                nargs="+",
-            ),
-            Option(
-                "--keep-within",
-                "SPAN",
-                "keep commits at most SPAN (90min, 12h, 7d) older than the run's newest",
-                type=span,
-            ),
-            *(
-                Option(
-                    f"--keep-{adverb}",
-                    "N",
-                    f"keep the newest commit of each of N {unit}s",
-                    type=count,
-                )
-                for adverb, unit in _PERIODS.items()
-            ),
+            *_KEEP,
             Option("--run", "RUN", "this run only (default: all); REFs are resolved in it"),
-            flag("--yes", "on a terminal, forget more than half of a run by --keep options too"),
+            flag("--yes", "on a terminal, do so to more than half of a run by --keep options too"),
             _DRY_RUN,
         ),
         "Forget the commits that no --keep option keeps, in each run, or the commits REF. Tagged "
         "commits, the\ntwo newest of each run and the best by the store's settings stay. "
-        "`undelete` restores forgotten\ncommits until `gc` deletes them.",
+        "`undelete` restores forgotten\ncommits, and what --thin dropped, until `gc` deletes them.",
     ),
     Command(
         "undelete",

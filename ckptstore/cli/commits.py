@@ -86,7 +86,7 @@ def commit_document(info: CommitInfo) -> dict[str, Any]:
         **fields_of(info, "session", "run", "step", "message"),
         "time": exact_text(info.time_ns),
         **fields_of(info, "time_ns", "parents", "metrics", "tags", "logical_bytes", "new_bytes"),
-        **fields_of(info, "leaves", "forgotten"),
+        **fields_of(info, "leaves", "forgotten", "thinned", "cast"),
     }
 
 

@@ -146,7 +146,18 @@ def _table(
     metrics = call.args.metric or _frequent_metrics(commits)
     chosen = (
         Column("", style=BLUE),
-        *columns("commit", "step", "run", "tags", "time", "forgotten", "logical", "new"),
+        *columns(
+            "commit",
+            "step",
+            "run",
+            "tags",
+            "time",
+            "forgotten",
+            "logical",
+            "new",
+            "without",
+            "lossy",
+        ),
         *(
             Column(name, "metric", spare=i > 0 and not call.args.metric)
             for i, name in enumerate(metrics)
@@ -164,12 +175,16 @@ def _table(
             times.get(info.id),
             info.logical_bytes,
             info.new_bytes,
+            info.thinned,
+            [f"{glob}: {dtype}" for glob, dtype in info.cast.items()],
             *map(info.metrics.get, metrics),
             first_line(info.message),
         )
         for line, info in zip(_graph(call, commits, known), commits, strict=True)
     ]
-    return Table(chosen, rows).without_empty("", "step", "run", "tags", "forgotten", "message")
+    return Table(chosen, rows).without_empty(
+        "", "step", "run", "tags", "forgotten", "without", "lossy", "message"
+    )
 
 
 def _graph(

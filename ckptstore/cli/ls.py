@@ -39,6 +39,7 @@ class Row:
     alias_of: str | None
     chunks: int | None = None
     value: str | None = None
+    gone: bool = False
 
 
 def ls(call: Call) -> Answer:
@@ -52,7 +53,7 @@ def ls(call: Call) -> Answer:
         keys = {*(row.path for row in everything), *info.schemas}
         wanted = " or ".join(map(repr, args.globs))
         raise NotFound(f"no leaf of {short(info.id)} matches {wanted}{near(args.globs[0], keys)}")
-    if args.long:
+    if args.long or info.thinned:
         rows = _with_content(call, store, info, rows)
     step = "" if info.step is None else f", step {info.step}"
     total = bytes_text(sum(row.nbytes or 0 for row in rows))
@@ -113,6 +114,9 @@ def _with_content(
     for row in rows:
         tree, i = where[row.path]
         nbytes = row.nbytes if row.kind == "tensor" else tree.raw_bytes(i)
+        if tree.is_gone(i):
+            found.append(replace(row, nbytes=0, chunks=0, gone=True))
+            continue
         chunks = 0 if row.alias_of else len(tree.content(i).ids) // CHUNK_ID_BYTES
         found.append(replace(row, nbytes=nbytes, chunks=chunks, value=LeafAt(tree, i).text.value))
     return found
@@ -123,7 +127,7 @@ def _table(rows: Sequence[Row], *, folded: bool, long: bool) -> Table:
     names = ("leaves", "path", "dtype", "shape", "bytes", "chunks", "value", "same memory as")
     groups = [(row.path, [row]) for row in rows]
     if folded:
-        groups = fold(rows, lambda row: (row.path, (row.kind, row.dtype, row.alias_of is None)))
+        groups = fold(rows, lambda r: (r.path, (r.kind, r.dtype, r.alias_of is None, r.gone)))
     cells = [(len(group), path, *_cells(group)) for path, group in groups]
     hidden = [*([] if folded else ["leaves"]), *([] if long and not folded else _LONG)]
     return Table(columns(*names), cells).without(*hidden).without_empty("same memory as")
@@ -134,7 +138,7 @@ def _cells(rows: Sequence[Row]) -> tuple[object, ...]:
     shape = f"[{', '.join(map(str, first.shape))}]" if first.kind == "tensor" else None
     sizes = [row.nbytes for row in rows if row.nbytes is not None]
     return (
-        first.dtype or first.kind,
+        f"{first.dtype or first.kind}{' (gone)' if first.gone else ''}",
         shape if len(shapes) == 1 else count_text(len(shapes), "shape"),
         sum(sizes) if sizes else None,
         first.chunks or None,

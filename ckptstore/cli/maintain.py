@@ -26,12 +26,14 @@ from ckptstore.maintenance.check import (
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.compact.plan import CompactPolicy
 from ckptstore.maintenance.doctor import Verdict
+from ckptstore.maintenance.forget import all_forgotten
 from ckptstore.maintenance.gc.plan import GcPlan
 from ckptstore.maintenance.mirror import MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose, other_end
 from ckptstore.maintenance.repair import repair
 from ckptstore.maintenance.retention import (
     ForgetPlan,
+    Keep,
     KeepBest,
     KeepEverySteps,
     KeepLast,
@@ -54,7 +56,7 @@ def _store(call: Call, refs: Sequence[str] = (), run: str | None = None) -> Main
 
 def forget(call: Call) -> Answer:
     args = call.args
-    policies = _policies(args)
+    policies = policies_of(args, "ckptstore forget")
     store = _store(call, args.refs, args.run)
     forgets = partial(store.forget, [*policies, *args.refs], all_runs=args.run is None)
     asks = bool(policies and call.screen.terminal and not (args.yes or args.dry_run))
@@ -65,12 +67,13 @@ def forget(call: Call) -> Answer:
     dry_run = args.dry_run or bool(problems)
     page: list[Part] = [plan.table(), plan.summary] if plan.decisions else [plan.summary]
     if not dry_run:
-        page.append(f"forgot {count_text(len(plan.forgotten), 'commit')}")
-        if plan.forgotten:
+        thinned = f", thinned {len(plan.thinned):,}" if plan.thinned else ""
+        page.append(f"forgot {count_text(len(plan.forgotten), 'commit')}{thinned}")
+        if plan.forgotten or plan.thinned:
             page.append(
                 Hint(
-                    "`ckptstore gc` deletes them after an hour; until then `ckptstore log "
-                    "--forgotten` lists them, and `ckptstore undelete` restores them"
+                    "`ckptstore gc` deletes what is gone after an hour; until then `ckptstore log "
+                    "--forgotten` lists it, and `ckptstore undelete` restores it"
                 )
             )
     commits = [
@@ -79,8 +82,9 @@ def forget(call: Call) -> Answer:
             **fields_of(row, "run", "step"),
             "kept": bool(reasons),
             "reasons": reasons,
+            "thin": thin,
         }
-        for commit, row, reasons in plan.decisions
+        for commit, row, reasons, thin in plan.decisions
     ]
     document = {
         "dry_run": dry_run,
@@ -95,11 +99,14 @@ def forget(call: Call) -> Answer:
 def _too_much(plan: ForgetPlan) -> str:
     halved = plan.halved.items()
     lost = ", ".join(f"{n:,} of the {total:,} commits of run {run}" for run, (n, total) in halved)
-    return f"nothing was forgotten, because these are {lost}; --yes forgets them"
+    done = "forgotten or thinned" if plan.thinned else "forgotten"
+    does = "does it" if plan.thinned else "forgets them"
+    return f"nothing was {done}, because these are {lost}; --yes {does}"
 
 
-def _policies(args: Namespace) -> list[Policy]:
-    policies: list[Policy] = []
+def policies_of(args: Namespace, command: str) -> Sequence[Policy]:
+    """What the --keep options and --thin of `command` say."""
+    policies: list[Keep] = []
     if args.keep_last is not None:
         policies.append(KeepLast(args.keep_last))
     if args.keep_every_steps is not None:
@@ -109,7 +116,7 @@ def _policies(args: Namespace) -> list[Policy]:
             given = " ".join([metric, *numbers])
             raise UsageError(
                 f"--keep-best takes METRIC or METRIC:max and a count, not {given!r}",
-                "ckptstore forget",
+                command,
             )
         name, maximize = parse_best(metric)
         policies.append(KeepBest(name, maximize=maximize, n=int(numbers[0]) if numbers else 1))
@@ -118,7 +125,13 @@ def _policies(args: Namespace) -> list[Policy]:
     for period in PERIODS:
         if (n := getattr(args, f"keep_{period}")) is not None:
             policies.append(KeepPeriods(period, n))
-    return policies
+    if args.thin and not policies:
+        raise UsageError(
+            "--thin takes leaves from the commits that no --keep option keeps; give one, such as "
+            "--keep-last 5",
+            command,
+        )
+    return [policy.thin(*args.thin) for policy in policies] if args.thin else policies
 
 
 def undelete(call: Call) -> Answer:
@@ -127,7 +140,7 @@ def undelete(call: Call) -> Answer:
         raise UsageError("undelete takes commits, or --all", "ckptstore undelete")
     handle = call.open(*args.refs)
     store = Maintenance(handle, call.threads(), args.run)
-    restored = store.undelete(args.refs or [info.id for info in store.forgotten()])
+    restored = store.undelete(args.refs or all_forgotten(handle, args.run))
     infos = handle.queries().commits(restored)
     lines = [f"{commit_text(info)} of run {info.run} is restored" for info in infos]
     return Answer({"undeleted": restored}, lines or [Hint("no commit is forgotten")])

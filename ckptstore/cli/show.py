@@ -2,11 +2,11 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ckptstore.cli.call import Answer, Call, Exit
+from ckptstore.cli.call import Answer, Call, Exit, UsageError
 from ckptstore.cli.commits import (
     commit_document,
     commit_text,
@@ -17,7 +17,7 @@ from ckptstore.cli.commits import (
     short,
     tensor_bytes,
 )
-from ckptstore.cli.screen import columns, fields_of
+from ckptstore.cli.screen import columns, fields_of, to_json
 from ckptstore.core.ids import CommitId, pack_session
 from ckptstore.core.model import CommitDocument, CommitInfo, Schema
 from ckptstore.core.text import (
@@ -38,6 +38,7 @@ from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.state.leaf_sources import pickled_paths
 
 if TYPE_CHECKING:
+    from ckptstore.maintenance.retention import Policy
     from ckptstore.maintenance.usage import CommitUsage
 
 T = TypeVar("T")
@@ -80,13 +81,15 @@ def show(call: Call) -> Answer:
         layout = attempt("the layout on ranks", lambda: _layout(store, said))
     links = dict(said.links) if said else None
     parents = [_known(queries, parent) for parent in info.parents]
-    call.screen.print(_page(info, parents, children, trees, layout, packs, links or {}))
+    call.screen.print(_page(info, parents, children, trees, layout, packs, said))
     if not (call.args.fast or info.forgotten):
         used = attempt("exclusive and shared bytes", lambda: _usage(call, store, info))
     exclusive, shared = (used.exclusive_bytes, used.shared_bytes) if used else (None, None)
     commit = {
         **commit_document(info),
         "links": links,
+        "cast_errors": said.cast.errors if said and said.cast else [],
+        "thinned_from": said.thinned.source if said and said.thinned else None,
         "children": [child.id for child in children],
         "exclusive_bytes": exclusive,
         "shared_bytes": shared,
@@ -155,8 +158,10 @@ def _page(
     trees: Sequence[dict[str, Any]],
     layout: dict[str, Any] | None,
     packs: Sequence[PackInfo],
-    links: Mapping[str, str],
+    said: CommitDocument | None,
 ) -> Iterator[str | Table]:
+    links = dict(said.links) if said else {}
+    source = said.thinned.source if said and said.thinned else None
     age = age_text(info.time_ns, time.time_ns())
     when = local_text(info.time_ns) + (f" ({age} ago)" if age[-1].isalpha() else "")
     pairs = [
@@ -169,6 +174,8 @@ def _page(
         ("parents", _several(parents)),
         ("children", _several([commit_text(child) for child in children])),
         ("log entry", f"{info.n}, session {info.session}"),
+        ("lossy", ", ".join(f"{glob} as {dtype}" for glob, dtype in info.cast.items())),
+        ("without", ", ".join(info.thinned) + (f", which {short(source)} had" if source else "")),
     ]
     message = info.message.strip().splitlines()
     pairs += [("" if i else "message", line) for i, line in enumerate(message)]
@@ -178,6 +185,9 @@ def _page(
     if info.metrics:
         metrics = (Column("name", style=BOLD), Column("value", "metric"))
         yield Table(metrics, list(info.metrics.items()), "Metrics", header=False)
+    if said and said.cast:
+        named = columns("path", "was", "largest error", "relative", "NaN", "overflows")
+        yield Table(named, [*said.cast.errors], "Lost precision")
     if links:
         yield fields("Links", list(links.items()))
     named = columns("key", "leaves", "tensor bytes", "types")
@@ -217,8 +227,12 @@ def _known(queries: Queries, commit: CommitId) -> str:
 
 
 def stats(call: Call) -> Answer:
+    from ckptstore.cli.maintain import policies_of
     from ckptstore.maintenance.usage import usage
 
+    policies = policies_of(call.args, "ckptstore stats")
+    if call.args.what_if or policies:
+        return _what_if(call, policies)
     store = call.open()
     queries, config = store.queries(), store.config
     totals, runs = queries.totals(), queries.runs()
@@ -256,6 +270,21 @@ def stats(call: Call) -> Answer:
     if found.commits and call.args.top:
         page.append(_heaviest(queries, found.commits, call.args.top))
     return Answer(document, page)
+
+
+def _what_if(call: Call, policies: "Sequence[Policy]") -> Answer:
+    """What policies would free."""
+    from ckptstore.maintenance_api import Maintenance
+
+    if not (call.args.what_if and policies):
+        raise UsageError(
+            "--what-if takes --keep options, and these need --what-if: `ckptstore stats --what-if "
+            "--keep-last 5 --thin 'optimizer/**'`",
+            "ckptstore stats",
+        )
+    with call.screen.progress("looking at what commits need"):
+        found = Maintenance(call.open(), call.threads()).forecast(policies, all_runs=True)
+    return Answer(to_json(found), [found.table(), found.summary])
 
 
 def _heaviest(queries: Queries, commits: "Sequence[CommitUsage]", top: int) -> Table:

@@ -4,7 +4,7 @@ links?"""
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import index
 from typing import Any
@@ -32,7 +32,7 @@ _STEPS = 2**53 + 1
 @dataclass(frozen=True, slots=True)
 class CommitMetadata:
     """A commit's run, step and description. Without `parents`, its parent is the run's newest
-    commit."""
+    commit. `cast` has dtypes by glob of leaves that are committed in lower precision."""
 
     run: str
     step: int | None = None
@@ -41,6 +41,7 @@ class CommitMetadata:
     tags: tuple[str, ...] = ()
     parents: tuple[CommitId, ...] = ()
     links: tuple[tuple[str, str], ...] = ()
+    cast: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,24 @@ def label_of(
         _tags(tag),
         links=_links(links),
     )
+
+
+def label_with_cast(
+    label: Callable[[], CommitMetadata], cast: object, elsewhere: str
+) -> CommitMetadata:
+    """The checked metadata of a commit that may `cast` leaves. Raises `InvalidInput` for a wrong
+    cast, and if the leaves are read `elsewhere`."""
+    if cast is None:
+        return label()
+    if elsewhere:
+        raise InvalidInput(
+            f"cast is not for commits {elsewhere}; convert the tensors before the commit, or "
+            "commit from one process"
+        )
+    # Imported here, because only a cast needs torch.
+    from ckptstore.state.casting import cast_globs
+
+    return replace(label(), cast=cast_globs(cast))
 
 
 def refuse_unnamed(call: str, values: tuple[object, ...]) -> None:

@@ -8,13 +8,14 @@ does. An earlier crash leaves files that no entry names, and gc removes them.
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
 
 from ckptstore.commit.commit_metadata import CommitMetadata
+from ckptstore.commit.log_entry import entry_of, new_packs
 from ckptstore.commit.pending import UNWATCHED, Watch
 from ckptstore.commit.plan import CommitPlan, Flats
 from ckptstore.commit.write import PARALLEL_BYTES, ChunkWriter, write_metadata
@@ -27,7 +28,7 @@ from ckptstore.core.ids import (
     document_key,
     parse_pack_id,
 )
-from ckptstore.core.model import CommitDocument, LeafContent, PackRecord, Schema, TreeRef
+from ckptstore.core.model import Cast, CommitDocument, LeafContent, PackRecord, Schema, TreeRef
 from ckptstore.core.options import Milestone
 from ckptstore.errors import Corrupt, InvalidInput, NoSpace
 from ckptstore.log import entries
@@ -177,6 +178,11 @@ class Published(NamedTuple):
         return Committed(self.commit, self.document, stats, ids)
 
 
+def no_cast() -> Cast | None:
+    """What a commit says that was not cast."""
+    return None
+
+
 class Transaction:
     """One writer's part of a commit, and its publication if this writer is the publisher.
 
@@ -289,11 +295,13 @@ class Transaction:
         layout: bytes | None = None,
         receipts: Sequence[Receipt] = (),
         watch: Watch = UNWATCHED,
+        cast: Callable[[], Cast | None] = no_cast,
     ) -> Published:
         """Append the commit of what this writer has packed, or all writers by `receipts`, which may
         include this one's.
 
-        Without parents in `label`, the run's newest commit is the parent. Raises what the log
+        Without parents in `label`, the run's newest commit is the parent. `cast` is called when all
+        leaves were read. Raises what the log
         raises; after `Refused` and `NoSpace` the document is deleted.
         """
         refs, layout_id, leaves = self._write_metadata(trees, layout)
@@ -319,6 +327,7 @@ class Transaction:
             new_bytes=sum(record.stored_bytes for record in records),
             leaves=leaves,
             links=label.links,
+            cast=cast(),
         )
         reused = self.look().reused.union(*(receipt.reused for receipt in receipts))
         commit, stored = encode_document(document)
@@ -398,41 +407,6 @@ class Transaction:
                     "own; repeat the save"
                 )
         return records
-
-
-def new_packs(entry: entries.Entry) -> list[tuple[int, PackId]]:
-    """The numbers and names of the packs that an entry registers."""
-    assert isinstance(entry.body, entries.Commit | entries.Register)
-    return [(record.number, record.id) for record in entry.body.packs]
-
-
-def entry_of(
-    document: CommitDocument,
-    commit: CommitId,
-    document_bytes: int,
-    records: Sequence[PackRecord],
-    reused: Iterable[int],
-) -> entries.Commit:
-    """The log entry of a commit that registers the packs `records` and reuses the packs numbered
-    `reused`."""
-    return entries.Commit(
-        session=document.session,
-        commit=commit,
-        content=document.content,
-        run=document.run,
-        step=document.step,
-        parents=document.parents,
-        message=document.message,
-        metrics=document.metrics,
-        tags=document.tags,
-        packs=tuple(records),
-        reused=frozenset(reused),
-        schemas=tuple((key, ref.schema.hex()) for key, ref in document.trees),
-        logical_bytes=document.logical_bytes,
-        new_bytes=document.new_bytes,
-        leaves=document.leaves,
-        document_bytes=document_bytes,
-    )
 
 
 def contents_of(flats: Flats, plan: CommitPlan, ids: Mapping[int, bytes]) -> Iterator[TreeContent]:

@@ -85,19 +85,25 @@ class Schema:
         """The leaf that has the bytes of `leaf`: itself, or the one that it is an alias of."""
         return self.aliases[leaf] if self.aliases[leaf] >= 0 else leaf
 
+    def matching(self, is_selected: Callable[[str], bool]) -> frozenset[int]:
+        """The leaves with content that are selected, and so are all that share their memory."""
+        stays = {self.owner(i) for i, path in enumerate(self.paths) if not is_selected(path)}
+        return frozenset(i for i in map(self.owner, range(len(self))) if i not in stays)
+
 
 @dataclass(frozen=True, slots=True)
 class LeafContent:
     """The content of one leaf: its bytes, or the chunks that hold them.
 
     `ids` are 32 bytes per chunk in grid order, one behind the other; `raw_bytes` is the leaf's
-    length; `boxes` is None for a leaf held whole.
+    length; `boxes` is None for a leaf held whole. Of a leaf that is `gone` nothing is left.
     """
 
     inline: bytes | None = None
     ids: bytes = b""
     raw_bytes: int = 0
     boxes: tuple[Box, ...] | None = None
+    gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +115,39 @@ class TreeRef:
 
 
 @dataclass(frozen=True, slots=True)
+class Thinning:
+    """What a commit no longer has: leaves that match `globs`, of which the commit `source` had
+    more."""
+
+    source: CommitId
+    globs: tuple[str, ...]
+
+
+class CastError(NamedTuple):
+    """What the conversion of a leaf from `dtype` cost: the largest absolute and relative error of
+    its finite elements, how many are NaN, and how many finite ones became infinite."""
+
+    path: str
+    dtype: str
+    absolute: float
+    relative: float
+    nans: int
+    overflows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Leaves that were converted to a dtype of lower precision: the dtype by glob, and the error of
+    each leaf."""
+
+    globs: tuple[tuple[str, str], ...]
+    errors: tuple[CastError, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CommitDocument:
-    """One version, immutable. `trees` are in the order of the application state's keys."""
+    """One version, immutable. `trees` are in the order of the application state's keys. `thinned`
+    and `cast` say what it has less of than the state that was committed."""
 
     store: StoreId
     session: SessionId
@@ -128,6 +165,8 @@ class CommitDocument:
     new_bytes: int
     leaves: int
     links: tuple[tuple[str, str], ...] = ()
+    thinned: Thinning | None = None
+    cast: Cast | None = None
 
 
 NO_BASE = 0xFFFFFFFF
@@ -171,6 +210,8 @@ class CommitInfo:
     """One commit as queries see it: what the log says of it and the tags that point at it now.
 
     `logical_bytes` is the size of the state; `new_bytes` what this commit added to the store.
+    `thinned` are globs of leaves that are gone, `cast` the dtypes of leaves of lower precision by
+    glob.
     """
 
     id: CommitId
@@ -189,6 +230,8 @@ class CommitInfo:
     leaves: int
     forgotten: bool = False
     schemas: dict[str, str] = field(default_factory=dict)
+    thinned: tuple[str, ...] = ()
+    cast: dict[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         step = "" if self.step is None else f", step={self.step}"

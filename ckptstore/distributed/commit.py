@@ -16,7 +16,7 @@ that it can follow the plan: from then on, others wait for what it sends.
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
 from ckptstore.commit.plan import Flats, WholePlan
@@ -27,6 +27,7 @@ from ckptstore.commit.transaction import (
     Published,
     Transaction,
     contents_of,
+    no_cast,
 )
 from ckptstore.core.ids import CommitId, SessionId, digest
 from ckptstore.core.options import Milestone
@@ -56,6 +57,9 @@ from ckptstore.objects.documents import decode_document
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.repository.memory_budget import RankRoom, rank_room, write_room
 
+if TYPE_CHECKING:
+    from ckptstore.state.casting import Casting
+
 
 @dataclass(frozen=True, slots=True)
 class _Described:
@@ -65,6 +69,7 @@ class _Described:
     flats: Flats
     description: bytes
     room: RankRoom
+    casting: "Casting | None"
 
 
 class Committer:
@@ -103,6 +108,8 @@ class Committer:
             encoding=to.config.codec != "raw",
         )
         label, flats = request.prepare()
+        casting = _casting(flats, label)
+        flats = casting.flats if casting else flats
         plan = self._whole.of(flats, to.config.chunk_bytes, room.run_bytes)
         sources = [leaf for flat in flats.values() for leaf in flat.leaves]
         for _ in range(ATTEMPTS):
@@ -113,8 +120,9 @@ class Committer:
                     ids = whole.write(plan, sources, watch, hints=hints, max_workers=room.threads)
                     watch.reached(Milestone.HASHED)
                     trees = contents_of(flats, plan, ids)
+                    cast = casting.report if casting else no_cast
                     published = whole.publish(
-                        label, trees, logical_bytes=plan.logical_bytes, watch=watch
+                        label, trees, logical_bytes=plan.logical_bytes, watch=watch, cast=cast
                     )
                     return published.committed(request.started, ids)
             except Refused as error:
@@ -174,8 +182,11 @@ class Committer:
             encoding=config.codec != "raw",
         )
         label, flats = request.prepare()
+        casting = _casting(flats, label)
+        flats = casting.flats if casting else flats
         with uncollected():
-            return _Described(label, flats, encode_description(flats, self._schemas), room)
+            description = encode_description(flats, self._schemas)
+            return _Described(label, flats, description, room, casting)
 
     def _follow(self, task: bytes, rank: int) -> None:
         with uncollected():
@@ -196,7 +207,9 @@ class Committer:
         )
         boxes = Boxes(list(described.flats.values()), self._to.config.chunk_bytes)
         worker = RankWorker(transaction, boxes, self._task, self._plans, self._to.threads, room)
-        publication = _Publication(peers, transaction, worker, request, self._coordinator)
+        publication = _Publication(
+            peers, transaction, worker, request, self._coordinator, described.casting
+        )
         with transaction:
             decided = peers.round(
                 "commit: decide", lambda: worker.report(peers), self._coordinator.decide
@@ -223,7 +236,9 @@ class _Publication:
         worker: RankWorker,
         request: CommitRequest,
         coordinator: Coordinator,
+        casting: "Casting | None",
     ) -> None:
+        self._casting = casting
         self._peers, self._transaction, self._worker = peers, transaction, worker
         self._request, self._coordinator = request, coordinator
         self._packed_at = 0.0
@@ -267,7 +282,8 @@ class _Publication:
         watch = self._request.watch
         self._worker.write_decided(decided)
         watch.reached(Milestone.HASHED)
-        receipt = self._worker.receipt()
+        errors = self._casting.errors(self._peers.rank) if self._casting else []
+        receipt = (*self._worker.receipt(), errors)
         self._packed_at = time.perf_counter()
         watch.reached(Milestone.WRITTEN)
         watch.publishing()
@@ -289,6 +305,16 @@ class _Publication:
             CommitId(commit), document, packs, chunks, new_chunks, self._packed_at, durable_at
         )
         return published.committed(self._request.started)
+
+
+def _casting(flats: Flats, label: CommitMetadata) -> "Casting | None":
+    """The conversions that the label asks for."""
+    if not label.cast:
+        return None
+    # Imported here: worker processes, which have no torch, cast nothing.
+    from ckptstore.state.casting import Casting
+
+    return Casting(flats, label.cast)
 
 
 def _contended() -> Conflict:

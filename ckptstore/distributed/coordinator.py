@@ -7,20 +7,15 @@ document and log entry. A failure before the entry leaves only files that no ent
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.plan import Extent, plan_chunks
-from ckptstore.commit.transaction import (
-    Committed,
-    Destination,
-    Receipt,
-    Transaction,
-    TreeContent,
-)
+from ckptstore.commit.transaction import Committed, Destination, Receipt, Transaction, TreeContent
 from ckptstore.core.ids import SessionId, pack_rank
-from ckptstore.core.model import INLINE_BYTES, LeafContent, Schema
+from ckptstore.core.model import INLINE_BYTES, Cast, LeafContent, Schema
 from ckptstore.core.options import Ranks
 from ckptstore.core.process import uncollected
 from ckptstore.distributed.assemble import (
@@ -158,7 +153,7 @@ class Coordinator:
         An error is raised only before the append, or if its outcome is unknown; in the second case
         nothing may be deleted.
         """
-        said, written, decided = zip(*handed_in, strict=True)
+        said, written, decided, errors = zip(*handed_in, strict=True)
         receipts = list(map(Receipt.decode, said))
         with uncollected():
             trees = self._assembler.assemble(self._decided, written, decided, self._observations)
@@ -169,6 +164,7 @@ class Coordinator:
                 logical_bytes=logical_bytes(trees),
                 layout=self._layout,
                 receipts=receipts,
+                cast=partial(_merged, label, errors),
             )
         except Refused as error:
             self.close(ended=False)
@@ -194,13 +190,26 @@ class Coordinator:
 
 def head_of(label: CommitMetadata) -> list[Any]:
     """The metadata that all ranks must agree on."""
-    return [label.run, label.step]
+    return [label.run, label.step, [list(each) for each in label.cast]]
+
+
+def _merged(label: CommitMetadata, errors: Sequence[Any]) -> Cast | None:
+    if not label.cast:
+        return None
+    # Imported here: worker processes, which have no torch, cast nothing.
+    from ckptstore.state.casting import merged
+
+    return merged(label.cast, errors)
 
 
 def _check_labels(heads: Sequence[list[Any]], label: CommitMetadata) -> None:
     for rank, head in enumerate(heads):
         if head != head_of(label):
-            run, step = head
+            run, step, cast = head
+            if [run, step] == head_of(label)[:2]:
+                raise Conflict(
+                    f"rank {rank} casts {dict(cast)}, rank 0 {dict(label.cast)}; they must agree"
+                )
             raise Conflict(
                 f"rank {rank} commits step {step} of run {run}, rank 0 step {label.step} of run "
                 f"{label.run}; they must agree"
@@ -231,8 +240,8 @@ class PartsCommitter:
 
     def __init__(self, to: Destination) -> None:
         self._to = to
-        self._extents: list[Extent] = []
-        self._hints = DedupHints()
+        # One attribute, replaced as a whole: saves that overlap each take hints of their own parts.
+        self._last: tuple[list[Extent], DedupHints] = [], DedupHints()
         # Weak, so that saves that fail, or that another rank publishes, leave with their session.
         self._opened: WeakValueDictionary[SessionId, Session] = WeakValueDictionary()
         self._own: WeakKeyDictionary[Session, Transaction] = WeakKeyDictionary()
@@ -248,13 +257,15 @@ class PartsCommitter:
         keeps the pack names of several writers apart.
         """
         extents = [part.extent for part in parts]
-        if extents != self._extents:
-            self._extents, self._hints = extents, DedupHints()
+        known, hints = self._last
+        if extents != known:
+            hints = DedupHints()
+            self._last = extents, hints
         chunked = [i for i, part in enumerate(parts) if part.leaf_bytes > INLINE_BYTES]
         plan = plan_chunks([extents[i] for i in chunked], self._to.config.chunk_bytes)
         with Transaction(self._to, session, rank=rank) as transaction:
             sources = [parts[i].source for i in chunked]
-            found = transaction.write(plan, sources, hints=self._hints)
+            found = transaction.write(plan, sources, hints=hints)
             receipt = transaction.receipt()
             ids = {i: found[number] for number, i in enumerate(chunked)}
             contents = [

@@ -23,6 +23,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from ckptstore.core.ids import StoreId
 from ckptstore.errors import Corrupt
+from ckptstore.index.catalog_fold import add_schema, fold_entries
 from ckptstore.index.catalog_sqlite import (
     LOCK_TIMEOUT_S,
     catalog_error,
@@ -34,7 +35,7 @@ from ckptstore.index.catalog_sqlite import (
     survive_forks,
 )
 from ckptstore.index.queries import Queries, Rows
-from ckptstore.index.tables import add_schema, fold_entries, make_tables, migrate
+from ckptstore.index.tables import make_tables, migrate
 from ckptstore.log.entries import Entry, Position
 
 P = ParamSpec("P")

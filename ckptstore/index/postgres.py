@@ -25,8 +25,8 @@ from ckptstore.core.process import pauses, start
 from ckptstore.core.text import redact, without
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.index.catalog import cause
+from ckptstore.index.catalog_fold import add_schema
 from ckptstore.index.queries import Queries, Rows
-from ckptstore.index.tables import add_schema
 from ckptstore.log.entries import Entry, Position
 
 DEADLINE_S = 30.0

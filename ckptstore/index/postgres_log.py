@@ -18,9 +18,10 @@ from sqlalchemy import Connection, text
 
 from ckptstore.core.ids import StoreId, log_key
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
+from ckptstore.index.catalog_fold import fold_entries
 from ckptstore.index.catalog_sqlite import REVISION
 from ckptstore.index.postgres import Database, Lost, at_once, quoted
-from ckptstore.index.tables import fold_entries, make_tables, migrate
+from ckptstore.index.tables import make_tables, migrate
 from ckptstore.log.entries import Entry, Position, decode_entry
 from ckptstore.storage.contract import Storage
 

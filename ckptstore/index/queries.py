@@ -4,6 +4,7 @@
 SQLAlchemy. Answers are as of the last folded log entry.
 """
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -93,10 +94,14 @@ _MAYBE_STR = (str, NoneType)
 _MAYBE_FLOAT = (int, float, NoneType)
 _ANY_BYTES = (bytes, memoryview)
 _NO_VALUES: Mapping[str, Any] = {}
-_COMMIT_TYPES: Types = (int, str, str, str, str, _MAYBE_INT, str, int, int, int, int, int)
+_COMMIT_TYPES: Types = (
+    *(int, str, str, str, str, _MAYBE_INT, str, int, int, int, int, int),
+    json.loads,
+    json.loads,
+)
 _COMMIT = (
     "n, id, content, session, run, step, message, time_ns, logical_bytes, new_bytes, "
-    "leaves, forgotten"
+    "leaves, forgotten, thinned, lossy"
 )
 _BATCH = 500
 
@@ -141,7 +146,7 @@ class Queries:
         """Commits, newest first: of one run or all, at most `limit`; forgotten ones on request."""
         where = ("1 = 1" if forgotten else "forgotten = 0") + _in(run)
         stop = " LIMIT :limit" if limit is not None else ""
-        sql = f"SELECT {_COMMIT} FROM commits WHERE {where} ORDER BY n DESC{stop}"
+        sql = f"SELECT {_COMMIT} FROM commits WHERE {where} ORDER BY place DESC, n DESC{stop}"
         rows = self._rows(_COMMIT_TYPES, sql, {"run": run, "limit": limit})
         return [
             info
@@ -177,9 +182,9 @@ class Queries:
         rows = self._rows(
             (str, int, str, _MAYBE_INT, int),
             "SELECT c.run, g.commits, c.id, c.step, c.time_ns"
-            " FROM (SELECT MAX(n) AS n, COUNT(*) AS commits FROM commits WHERE forgotten = 0 GROUP "
-            "BY run) g"
-            " JOIN commits c ON c.n = g.n ORDER BY c.n DESC",
+            " FROM (SELECT MAX(place) AS place, COUNT(*) AS commits FROM commits"
+            " WHERE forgotten = 0 GROUP BY run) g"
+            " JOIN commits c ON c.place = g.place AND c.forgotten = 0 ORDER BY c.place DESC",
         )
         return [RunInfo(*row) for row in rows]
 
@@ -234,14 +239,15 @@ class Queries:
 
     def newest(self, run: str | None, step: int | None = None) -> CommitId | None:
         test = "" if step is None else " AND step = :step"
-        sql = f"SELECT id FROM commits WHERE forgotten = 0{test}{_in(run)} ORDER BY n DESC LIMIT 1"
+        where = f"forgotten = 0{test}{_in(run)}"
+        sql = f"SELECT id FROM commits WHERE {where} ORDER BY place DESC LIMIT 1"
         return self._first(sql, {"step": step, "run": run})
 
     def best(self, ref: Best, run: str | None) -> CommitId | None:
         return self._first(
             "SELECT c.id FROM metrics m JOIN commits c ON c.n = m.n WHERE m.name = :metric AND "
             f"m.value IS NOT NULL AND c.forgotten = 0{_in(run)} ORDER BY m.value "
-            f"{'DESC' if ref.order == 'max' else 'ASC'}, m.n DESC LIMIT 1",
+            f"{'DESC' if ref.order == 'max' else 'ASC'}, c.place DESC LIMIT 1",
             {"metric": ref.metric, "run": run},
         )
 
@@ -255,7 +261,8 @@ class Queries:
     def parents_of(self, commit: CommitId) -> list[CommitId] | None:
         found = self._column(
             _MAYBE_STR,
-            "SELECT p.parent FROM commits c LEFT JOIN parents p ON p.n = c.n AND p.position = 0 "
+            "SELECT COALESCE(r.commit_id, p.parent) FROM commits c LEFT JOIN parents p "
+            "ON p.n = c.n AND p.position = 0 LEFT JOIN replaced r ON r.id = p.parent "
             "WHERE c.id = :id",
             {"id": commit},
         )
@@ -287,6 +294,8 @@ class Queries:
                 new_bytes=new_bytes,
                 leaves=leaves,
                 forgotten=forgotten != 0,
+                thinned=tuple(thinned),
+                cast=dict(lossy),
                 schemas=dict(schemas[n]),
             )
             for (
@@ -302,6 +311,8 @@ class Queries:
                 new_bytes,
                 leaves,
                 forgotten,
+                thinned,
+                lossy,
             ) in rows
         ]
 
@@ -312,7 +323,8 @@ class Queries:
         for types, sql, of in (
             (
                 (int, str),
-                "SELECT n, parent FROM parents WHERE n IN ({}) ORDER BY n, position",
+                "SELECT p.n, COALESCE(r.commit_id, p.parent) FROM parents p LEFT JOIN replaced r "
+                "ON r.id = p.parent WHERE p.n IN ({}) ORDER BY p.n, p.position",
                 numbers,
             ),
             (

@@ -5,6 +5,7 @@ commit that is not forgotten lies in a pack that the state lists as live. It is 
 an entry is appended.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +20,7 @@ from ckptstore.log.entries import (
     Forget,
     Moved,
     Over,
+    Reduced,
     Register,
     Settings,
     Tag,
@@ -50,6 +52,7 @@ class Code(StrEnum):
     TAGGED = "tagged"
     NEWEST = "newest"
     BEST = "best"
+    SAME_PLACE = "same-place"
 
 
 _AGAIN = frozenset(
@@ -98,6 +101,7 @@ def check(state: State, body: Body) -> Refusal | None:
                 or _packs_refused(state, body.session, body.packs)
                 or _reused_gone(state, body.reused)
                 or _commit_known(state, body.commit)
+                or (_irreplaceable(state, body.replaces) if isinstance(body, Reduced) else None)
             )
         case Tag():
             if body.commit is None:
@@ -109,15 +113,12 @@ def check(state: State, body: Body) -> Refusal | None:
                 or _reused_gone(state, body.reused)
             )
         case Forget():
-            return (
-                _commits_unknown(state, body.commits)
-                or _forgotten(state, body.commits)
-                or _pinned(state, body.commits)
-            )
+            return _unforgettable(state, body.commits)
         case Undelete():
             return (
                 _commits_unknown(state, body.commits)
                 or _not_forgotten(state, body.commits, state.n)
+                or _places_taken(state, body.commits)
                 or _reused_gone(state, body.reused)
             )
         case Condemn():
@@ -249,6 +250,27 @@ def _fenced(state: State, mark: int, fence: int) -> Refusal | None:
 def _commit_known(state: State, commit: CommitId) -> Refusal | None:
     known = (commit,) if commit in state.commits else ()
     return _commits(Code.COMMIT_KNOWN, known, "is in the log already")
+
+
+def _irreplaceable(state: State, commit: CommitId | None) -> Refusal | None:
+    return None if commit is None else _unforgettable(state, (commit,))
+
+
+def _unforgettable(state: State, commits: tuple[CommitId, ...]) -> Refusal | None:
+    return _commits_unknown(state, commits) or _forgotten(state, commits) or _pinned(state, commits)
+
+
+def _places_taken(state: State, commits: tuple[CommitId, ...]) -> Refusal | None:
+    """The commit that has a place now is forgotten when another takes it back."""
+    places = Counter(state.commits[c].place for c in commits)
+    doubled = (c for c in commits if places[state.commits[c].place] > 1)
+    tagged = set(state.tags.values())
+    taken = (by for c in commits if (by := state.in_place_of(c)) in tagged)
+    return _commits(
+        Code.SAME_PLACE, doubled, "would have one place in the history; name one of them"
+    ) or _commits(
+        Code.TAGGED, taken, "has this place and a tag; remove the tag before the undelete"
+    )
 
 
 def _commits_unknown(state: State, commits: Iterable[CommitId]) -> Refusal | None:

@@ -39,6 +39,7 @@ from ckptstore.objects.fields import (
     parse_integer,
     parse_link,
     parse_setting,
+    parse_text,
     parse_time,
     setting_to_json,
     tuple_of,
@@ -77,6 +78,19 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class Reduced(Commit):
+    """A commit that says what it has less of than the state that was committed.
+
+    It takes the place of `replaces`, which is forgotten. `thinned` are globs of the leaves that
+    are gone, `cast` globs of those of lower precision, each with its dtype.
+    """
+
+    replaces: CommitId | None
+    thinned: tuple[str, ...]
+    cast: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Tag:
     """`name` points at `commit` from now on, or is removed if that is None; `reused` are the packs
     of the commit."""
@@ -97,7 +111,8 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Undelete:
-    """`commits` are roots again; `reused` are the packs that hold their chunks."""
+    """`commits` are roots again; `reused` are the packs that hold their chunks. A commit that took
+    the place of one of them is forgotten."""
 
     commits: tuple[CommitId, ...]
     reused: frozenset[int]
@@ -302,28 +317,33 @@ _HEADER: dict[str, Field] = {
     "kind": TEXT,
 }
 
+_COMMIT: dict[str, Field] = {
+    "session": SESSION,
+    "commit": Field(as_it_is, parse_commit_id),
+    "content": Field(as_it_is, parse_hash),
+    "run": Field(as_it_is, check_run),
+    "step": optional(parse_integer),
+    "parents": COMMITS,
+    "message": TEXT,
+    "metrics": pairs_of(float_bits, bits_float),
+    "tags": tuple_of(check_tag),
+    "packs": PACKS,
+    "reused": NUMBERS,
+    "schemas": pairs_of(as_it_is, parse_hash),
+    "logical_bytes": COUNT,
+    "new_bytes": COUNT,
+    "leaves": COUNT,
+    "document_bytes": COUNT,
+}
+_REDUCED: dict[str, Field] = {
+    "replaces": optional(parse_commit_id),
+    "thinned": tuple_of(parse_text),
+    "cast": pairs_of(as_it_is, parse_text),
+}
+
 _KINDS: dict[type[Body], tuple[str, dict[str, Field]]] = {
-    Commit: (
-        "commit",
-        {
-            "session": SESSION,
-            "commit": Field(as_it_is, parse_commit_id),
-            "content": Field(as_it_is, parse_hash),
-            "run": Field(as_it_is, check_run),
-            "step": optional(parse_integer),
-            "parents": COMMITS,
-            "message": TEXT,
-            "metrics": pairs_of(float_bits, bits_float),
-            "tags": tuple_of(check_tag),
-            "packs": PACKS,
-            "reused": NUMBERS,
-            "schemas": pairs_of(as_it_is, parse_hash),
-            "logical_bytes": COUNT,
-            "new_bytes": COUNT,
-            "leaves": COUNT,
-            "document_bytes": COUNT,
-        },
-    ),
+    Commit: ("commit", _COMMIT),
+    Reduced: ("reduced", _COMMIT | _REDUCED),
     Tag: (
         "tag",
         {

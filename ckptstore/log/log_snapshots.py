@@ -60,6 +60,7 @@ def encode_state(state: State) -> bytes:
             "fence": state.fence,
             "settings": dict(state.settings),
             "runs": dict(state.runs),
+            "replaced": dict(state.replaced),
         },
     }
     return seal(compress(encode(document)))
@@ -88,7 +89,7 @@ def _state(document: dict[str, Any], store: StoreId, generation: int) -> State:
     fields, (entry_hash, entry_bytes) = document["state"], document["entry"]
     columns = fields["commits"]
     columns |= {name: map(int, columns[name]) for name in _TIMES}
-    columns["parents"] = map(tuple, columns["parents"])
+    columns |= {name: map(tuple, columns[name]) for name in ("parents", "thinned")}
     columns["metrics"] = (
         tuple((name, float(text)) for name, text in metrics) for metrics in columns["metrics"]
     )
@@ -110,6 +111,7 @@ def _state(document: dict[str, Any], store: StoreId, generation: int) -> State:
             (name, tuple(v) if isinstance(v, list) else v) for name, v in fields["settings"].items()
         ),
         runs=HashTrieMap((run, tuple(newest)) for run, newest in fields["runs"].items()),
+        replaced=HashTrieMap(fields["replaced"]),
     )
 
 

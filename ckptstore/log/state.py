@@ -22,8 +22,7 @@ from rpds import HashTrieMap, HashTrieSet
 
 from ckptstore.core.ids import CommitId, PackId, SessionId, StoreId
 from ckptstore.core.model import PackRecord
-from ckptstore.core.refs import Ancestor, Best, Latest, Name, Step, find, parse_ref
-from ckptstore.errors import NotFound
+from ckptstore.core.refs import Best
 from ckptstore.log.entries import (
     Body,
     Commit,
@@ -34,6 +33,7 @@ from ckptstore.log.entries import (
     Moved,
     Over,
     Position,
+    Reduced,
     Register,
     Settings,
     Tag,
@@ -64,9 +64,14 @@ class Pack(NamedTuple):
 
 class CommitRow(NamedTuple):
     """A commit that has not been purged. `soft` is the number of the entry that forgot it and
-    `forgotten_ns` the time of that entry, or both are 0."""
+    `forgotten_ns` the time of that entry, or both are 0.
+
+    `place` is its age: its entry's number `n`, or the place of the commit that it replaced. Of the
+    commits of one place at most one is not forgotten. `thinned` are globs of leaves that are gone.
+    """
 
     n: int
+    place: int
     session: SessionId
     content: str
     run: str
@@ -74,8 +79,14 @@ class CommitRow(NamedTuple):
     time_ns: int
     parents: tuple[CommitId, ...]
     metrics: tuple[tuple[str, float], ...]
+    thinned: tuple[str, ...]
     soft: int
     forgotten_ns: int
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sorts commits from old to new, forgotten ones among them."""
+        return self.place, self.n
 
 
 # Quoted: rpds has its type parameters in its stubs only.
@@ -85,6 +96,7 @@ Tags: TypeAlias = "HashTrieMap[str, CommitId]"
 Sessions: TypeAlias = "HashTrieSet[SessionId]"
 SettingValues: TypeAlias = "HashTrieMap[str, Setting]"
 Runs: TypeAlias = "HashTrieMap[str, tuple[CommitId, ...]]"
+Replaced: TypeAlias = "HashTrieMap[CommitId, CommitId]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +106,8 @@ class State:
     `generation` is the one that this log was opened as, `moved` the generation and place that the
     last `moved` entry names. `over` holds sessions declared over, `ended` those whose entry is in
     the log. `fence` is the last entry that condemned packs. `runs` has the newest commits of each
-    run that are not forgotten, oldest first, at most `NEWEST_KEPT`.
+    run that are not forgotten, oldest first, at most `NEWEST_KEPT`. `replaced` has, for a commit
+    whose place another took, that other one; it outlives both.
     """
 
     n: int
@@ -112,6 +125,7 @@ class State:
     fence: int
     settings: SettingValues
     runs: Runs
+    replaced: Replaced
 
     @property
     def position(self) -> Position:
@@ -125,11 +139,11 @@ class State:
     # -- as `core.refs` asks --
 
     def newest(self, run: str | None, step: int | None = None) -> CommitId | None:
-        rows = _by_age(self, run)
+        rows = by_age(self, run)
         return next((commit for commit, row in rows if step is None or row.step == step), None)
 
     def best(self, ref: Best, run: str | None) -> CommitId | None:
-        return best(_by_age(self, run), ref.metric, ref.order)
+        return best(by_age(self, run), ref.metric, ref.order)
 
     def tagged(self, name: str) -> CommitId | None:
         return self.tags.get(name)
@@ -139,7 +153,14 @@ class State:
 
     def parents_of(self, commit: CommitId) -> tuple[CommitId, ...] | None:
         row = self.commits.get(commit)
-        return None if row is None else row.parents
+        return None if row is None else tuple(map(self.in_place_of, row.parents))
+
+    def in_place_of(self, commit: CommitId) -> CommitId:
+        """The commit that has, or had last, the place of `commit`: itself, unless it was
+        replaced."""
+        while (by := self.replaced.get(commit)) is not None:
+            commit = by
+        return commit
 
 
 def genesis(store: StoreId, generation: int) -> State:
@@ -158,6 +179,7 @@ def genesis(store: StoreId, generation: int) -> State:
         fence=0,
         settings=HashTrieMap(),
         runs=HashTrieMap(),
+        replaced=HashTrieMap(),
     )
 
 
@@ -166,7 +188,7 @@ def best(rows: Iterable[tuple[CommitId, CommitRow]], metric: str, order: str) ->
     equals."""
     sign = -1 if order == "max" else 1
     ranked = (
-        (sign * value, -row.n, commit)
+        (sign * value, -row.place, commit)
         for commit, row in rows
         for name, value in row.metrics
         if name == metric and not math.isnan(value)
@@ -175,103 +197,20 @@ def best(rows: Iterable[tuple[CommitId, CommitRow]], metric: str, order: str) ->
     return found and found[2]
 
 
-class Resolved(NamedTuple):
-    """A commit of the log, with the tags that name it."""
-
-    id: CommitId
-    session: SessionId
-    step: int | None
-    tags: tuple[str, ...]
-
-
-def resolve(state: State, text: str | int, run: str | None) -> Resolved:
-    """The commit that a ref names, in `run` if it names none.
-
-    Raises `NotFound` with the nearest names, and as `core.refs.parse_ref` and `find`.
-    """
-    ref = parse_ref(text)
-    commit = find(state, ref, run)
-    if commit is None or commit not in state.commits:
-        named = ref.base if isinstance(ref, Ancestor) else ref
-        raise NotFound(_unknown(state, named, getattr(named, "run", None) or run))
-    return resolved(state, commit)
-
-
-def newest_first(state: State, run: str) -> list[Resolved]:
-    """The commits of `run` that are not forgotten, newest first."""
-    return [resolved(state, commit) for commit, _ in _by_age(state, run)]
-
-
-def forgotten_alone(state: State) -> State:
-    """`state` with its forgotten commits alone, as if they were not forgotten: for refs that name
-    them."""
-    rows = [(commit, row._replace(soft=0)) for commit, row in state.commits.items() if row.soft]
-    return replace(state, commits=HashTrieMap(rows), tags=HashTrieMap())
-
-
-def resolved(state: State, commit: CommitId) -> Resolved:
-    """The log's record of a commit."""
-    row = state.commits[commit]
-    return Resolved(
-        commit,
-        row.session,
-        row.step,
-        tuple(sorted(tag for tag, named in state.tags.items() if named == commit)),
-    )
-
-
-def _by_age(state: State, run: str | None) -> list[tuple[CommitId, CommitRow]]:
-    """Newest first."""
+def by_age(state: State, run: str | None) -> list[tuple[CommitId, CommitRow]]:
+    """The commits of `run`, or of all runs, that are not forgotten, newest first."""
     rows = [
         (commit, row)
         for commit, row in state.commits.items()
         if not row.soft and run in (None, row.run)
     ]
-    return sorted(rows, key=lambda item: item[1].n, reverse=True)
-
-
-def _unknown(state: State, ref: Step | Latest | Best | Name, run: str | None) -> str:
-    """What is missing, and what there is instead."""
-    rows, where = _by_age(state, None), "" if run is None else f" in run {run!r}"
-    runs = ", ".join(list(dict.fromkeys(row.run for _, row in rows))[:10])
-    there = f"runs with commits: {runs}" if runs else "the store has no commits"
-    match ref:
-        case Step():
-            steps = {row.step for _, row in _by_age(state, run) if row.step is not None}
-            nearest = sorted(steps, key=lambda step: abs(step - ref.step))[:6]
-            if nearest:
-                there = f"the nearest steps are {', '.join(map(str, sorted(nearest)))}"
-            return f"no commit of step {ref.step}{where}; {there}"
-        case Best():
-            runs_with = {name: row.run for _, row in reversed(rows) for name, _ in row.metrics}
-            metrics = {name for _, row in _by_age(state, run) for name, _ in row.metrics}
-            if ref.metric in metrics:
-                return f"every commit{where} that has the metric {ref.metric!r} has NaN for it"
-            if other := runs_with.get(ref.metric):
-                there = f"run {other!r} has it: '{other}@best:{ref.metric}'"
-            else:
-                names = sorted(metrics or runs_with)[:20]
-                are = "are" if len(names) > 1 else "is"
-                there = f"there {are} {', '.join(names)}" if names else "none has metrics"
-            return f"no commit{where} has a metric {ref.metric!r}; {there}"
-        case Name():
-            # Imported here, because refs that are found need not wait for it.
-            from difflib import get_close_matches
-
-            tags = sorted(state.tags)
-            near = get_close_matches(ref.name, tags, n=5, cutoff=0.5) or tags[:5]
-            tagged = f"there are the tags {', '.join(near)}" if near else "there are no tags"
-            there = tagged if near else f"{tagged}; {there}"
-            if get_close_matches(ref.name, ["latest"], cutoff=0.7):
-                there = f"did you mean 'latest'?; {there}"
-            return f"no tag {'or commit ' if ref.prefix else ''}{ref.name!r}; {there}"
-    return f"no commit{where} yet; {there}"
+    return sorted(rows, key=lambda item: item[1].age, reverse=True)
 
 
 K = TypeVar("K")
 V = TypeVar("V")
 
-FOLD_VERSION = 4
+FOLD_VERSION = 5
 """Incremented whenever the same log would fold to another state, or a checkpoint is written in
 another form. Checkpoints of other versions are ignored."""
 
@@ -305,6 +244,7 @@ class _Changes(TypedDict, total=False):
     fence: int
     settings: SettingValues
     runs: Runs
+    replaced: Replaced
 
 
 def _changes(state: State, entry: Entry) -> _Changes:
@@ -322,10 +262,7 @@ def _changes(state: State, entry: Entry) -> _Changes:
         case Forget():
             return _with_soft(state, body.commits, n, entry.time_ns)
         case Undelete():
-            return {
-                **_with_soft(state, body.commits, 0, 0),
-                "packs": _stamp(state.packs, body.reused, n),
-            }
+            return {**_undeleted(state, body, entry), "packs": _stamp(state.packs, body.reused, n)}
         case Condemn():
             return {
                 "commits": _without(state.commits, body.purge),
@@ -357,6 +294,7 @@ def _changes(state: State, entry: Entry) -> _Changes:
 def _committed(state: State, body: Commit, entry: Entry) -> _Changes:
     row = CommitRow(
         entry.n,
+        entry.n,
         body.session,
         body.content,
         body.run,
@@ -364,12 +302,19 @@ def _committed(state: State, body: Commit, entry: Entry) -> _Changes:
         entry.time_ns,
         body.parents,
         body.metrics,
+        body.thinned if isinstance(body, Reduced) else (),
         soft=0,
         forgotten_ns=0,
     )
     packs, next_pack = _list(state, body.packs, entry.n)
+    if isinstance(body, Reduced) and body.replaces is not None and body.replaces in state.commits:
+        old = state.commits[body.replaces]
+        row = row._replace(place=old.place, time_ns=old.time_ns)
+        state = replace(state, replaced=state.replaced.insert(body.replaces, body.commit))
+        state = replace(state, **_with_soft(state, (body.replaces,), entry.n, entry.time_ns))
     commits = state.commits.insert(body.commit, row)
     return {
+        "replaced": state.replaced,
         "packs": _stamp(packs, body.reused, entry.n),
         "next_pack": next_pack,
         "commits": commits,
@@ -377,6 +322,18 @@ def _committed(state: State, body: Commit, entry: Entry) -> _Changes:
         "ended": state.ended.insert(body.session),
         "runs": _with_newest(state.runs, commits, body.run, body.commit),
     }
+
+
+def _undeleted(state: State, body: Undelete, entry: Entry) -> _Changes:
+    """Each commit takes its place back from the one that has it."""
+    for commit in body.commits:
+        if commit in state.commits and (last := state.in_place_of(commit)) != commit:
+            holds = last in state.commits and not state.commits[last].soft
+            changes = _with_soft(state, (last,) if holds else (), entry.n, entry.time_ns)
+            state = replace(state, **changes)
+            state = replace(state, replaced=state.replaced.discard(commit).insert(last, commit))
+        state = replace(state, **_with_soft(state, (commit,), 0, 0))
+    return {"replaced": state.replaced, "commits": state.commits, "runs": state.runs}
 
 
 def _with_soft(state: State, commits: tuple[CommitId, ...], soft: int, time_ns: int) -> _Changes:
@@ -393,7 +350,7 @@ def _with_soft(state: State, commits: tuple[CommitId, ...], soft: int, time_ns: 
 
 
 def _with_newest(runs: Runs, commits: Commits, run: str, commit: CommitId) -> Runs:
-    newest = sorted({*runs.get(run, ()), commit}, key=lambda c: commits[c].n)
+    newest = sorted({*runs.get(run, ()), commit}, key=lambda c: commits[c].place)
     return runs.insert(run, tuple(newest[-NEWEST_KEPT:]))
 
 

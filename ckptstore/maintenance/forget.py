@@ -15,14 +15,17 @@ from ckptstore.errors import Conflict, NotFound
 from ckptstore.log.admission import Code, check
 from ckptstore.log.entries import Forget, Tag, Undelete
 from ckptstore.log.log import Refused
-from ckptstore.log.state import Resolved, forgotten_alone, resolve, resolved
+from ckptstore.log.resolve import Resolved, forgotten_alone, resolve, resolved
+from ckptstore.log.state import State
 from ckptstore.maintenance.retention import (
     ForgetPlan,
     Policy,
+    Thin,
     check_metrics,
     plan_commits,
     plan_policies,
 )
+from ckptstore.maintenance.thin import Leaves, thin_commit
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, through_pointers
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.reader import Reader
@@ -39,25 +42,30 @@ _CHANGED_MEANWHILE = frozenset(
 def forget_by_policy(
     handle: StoreHandle,
     policies: Sequence[Policy],
+    reader: Reader,
     *,
     run: str | None = None,
     dry_run: bool = False,
 ) -> ForgetPlan:
-    """Forget what no policy keeps, in `run` or in all runs. Returns the executed plan, or with
-    `dry_run` the plan alone.
+    """Forget what no policy keeps, and thin what they thin, in `run` or in all runs. Returns the
+    executed plan, or with `dry_run` the plan alone.
 
-    Raises `InvalidInput` without any policy, and for a metric that no commit of the store has,
-    unless there is nothing to forget. Logs the notes of an executed plan.
+    Raises `InvalidInput` without any policy, for a metric that no commit of the store has, unless
+    there is nothing to forget, and for a glob that matches no leaf. Logs the notes of an executed
+    plan.
     """
     for _ in range(ATTEMPTS):
         state = handle.log.replay()
-        plan = plan_policies(state, policies, run)
-        if plan.forgotten:
+        plan = plan_retention(handle, state, policies, reader, run)
+        if plan.forgotten or plan.thinned:
             check_metrics(state, policies)
-        if dry_run or not plan.forgotten:
+        if dry_run or not (plan.forgotten or plan.thinned):
             return plan
         try:
-            _append(handle, plan)
+            if plan.forgotten:
+                _append(handle, plan)
+            for decision in plan.thinned:
+                thin_commit(handle, reader, decision.commit, decision.thin)
         except Refused as error:
             if error.refusal.code not in _CHANGED_MEANWHILE:
                 raise
@@ -69,6 +77,23 @@ def forget_by_policy(
     raise Conflict(
         f"others changed the store {ATTEMPTS} times while forget looked; repeat it"
     ) from last
+
+
+def plan_retention(
+    handle: StoreHandle,
+    state: State,
+    policies: Sequence[Policy],
+    reader: Reader,
+    run: str | None = None,
+) -> ForgetPlan:
+    """`plan_policies`, with what the commits have to be thinned. Raises `InvalidInput` for a glob
+    that matches no leaf."""
+    globs = [glob for policy in policies if isinstance(policy, Thin) for glob in policy.globs]
+    if not globs:
+        return plan_policies(state, policies, run)
+    leaves = Leaves(handle, reader)
+    leaves.check(globs)
+    return plan_policies(state, policies, run, leaves.matching)
 
 
 def forget_commits(
@@ -105,6 +130,14 @@ def find_forgotten(handle: StoreHandle, ref: AnyRef, run: str | None) -> CommitI
         raise NotFound(
             f"of the forgotten commits: {error}; `ckptstore log --forgotten` lists them"
         ) from error
+
+
+def all_forgotten(handle: StoreHandle, run: str | None) -> list[CommitId]:
+    """The forgotten commits, newest first; of those that had one place in the history, the first,
+    which has the most leaves."""
+    rows = handle.log.replay().commits.items()
+    soft = [(row.age, commit) for commit, row in rows if row.soft and run in (None, row.run)]
+    return list({place: commit for (place, _), commit in sorted(soft, reverse=True)}.values())
 
 
 def undelete(handle: StoreHandle, reader: Reader, commits: Sequence[CommitId]) -> None:

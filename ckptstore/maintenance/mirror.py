@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, compress, islice
 
-from ckptstore.commit.transaction import ATTEMPTS, Destination, Transaction, entry_of, new_packs
+from ckptstore.commit.log_entry import entry_of, new_packs
+from ckptstore.commit.transaction import ATTEMPTS, Destination, Transaction
 from ckptstore.commit.write import write_metadata
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, checksum, document_key
@@ -24,7 +25,7 @@ from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.log import entries
 from ckptstore.log.admission import Code
 from ckptstore.log.log import Refused
-from ckptstore.log.state import resolved
+from ckptstore.log.resolve import resolved
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of
 from ckptstore.maintenance.forget import set_tag
@@ -284,13 +285,18 @@ class _Mirror:
         new_bytes += sum(record.stored_bytes for record in records)
         key = document_key(transaction.session, transfer.commit)
         own = (key,) if put_finished(self._target.storage, key, stored) else ()
+        replaces = transfer.replaces
         body = replace(
-            entry_of(document, transfer.commit, len(stored), records, dedup.reused),
+            entry_of(
+                document, transfer.commit, len(stored), records, dedup.reused, replaces=replaces
+            ),
             session=transaction.session,
             tags=transfer.tags,
             new_bytes=new_bytes,
         )
-        transaction.index(new_packs(transaction.append(body, own, time_ns=document.time_ns)))
+        # A commit that takes another's place has its time, and the entry says when that one went.
+        time_ns = None if replaces else document.time_ns
+        transaction.index(new_packs(transaction.append(body, own, time_ns=time_ns)))
         stored_bytes = self._done.stored_bytes + new_bytes + len(stored)
         self._done = replace(self._done, stored_bytes=stored_bytes)
 

@@ -6,6 +6,7 @@ stay. Retention is separate for each store: commits forgotten in the target are 
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from typing import Any
 
 from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.errors import Conflict, InvalidInput, NotFound
-from ckptstore.log.state import State
+from ckptstore.log.admission import check
+from ckptstore.log.entries import Forget
+from ckptstore.log.state import CommitRow, State
 from ckptstore.repository.init_store import init_store
 from ckptstore.repository.resolve_ref import AnyRef, find_commit
 from ckptstore.repository.store_handle import StoreHandle
@@ -21,13 +24,15 @@ from ckptstore.repository.store_handle import StoreHandle
 
 @dataclass(frozen=True, slots=True)
 class CommitTransfer:
-    """A commit to send; `session` names its document in the source, `tags` appear with it."""
+    """A commit to send; `session` names its document in the source, `tags` appear with it. In the
+    target it takes the place of `replaces`, which was thinned more."""
 
     commit: CommitId
     session: SessionId
     run: str
     step: int | None
     tags: tuple[str, ...]
+    replaces: CommitId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +81,16 @@ def plan_mirror(
     """Plan to send those of `wanted` that the target lacks, with the tags that name them; with
     `force`, tags move."""
     rows = sorted(
-        (row.n, commit, row) for commit, row in source.commits.items() if commit in wanted
+        (row.age, commit, row) for commit, row in source.commits.items() if commit in wanted
     )
-    missing = [(commit, row) for _, commit, row in rows if commit not in target.commits]
+    there = counterparts(source, target, [commit for _, commit, _ in rows])
+    missing = [
+        (commit, row)
+        for _, commit, row in rows
+        if (other := there.get(commit)) is None or _is_fuller(commit, row, other, target)
+    ]
     forgotten = tuple(
-        commit for _, commit, _ in rows if commit in target.commits and target.commits[commit].soft
+        commit for _, commit, _ in rows if commit in there and target.commits[there[commit]].soft
     )
     moves = _tag_moves(source, target, set(wanted).difference(forgotten)) if tags else []
     rejected = tuple(move for move in moves if move.previous is not None and not force)
@@ -90,13 +100,50 @@ def plan_mirror(
         by_commit.setdefault(move.commit, []).append(move.tag)
     return MirrorPlan(
         tuple(
-            CommitTransfer(commit, row.session, row.run, row.step, tuple(by_commit.get(commit, ())))
+            CommitTransfer(
+                commit,
+                row.session,
+                row.run,
+                row.step,
+                tuple(by_commit.get(commit, ())),
+                there.get(commit),
+            )
             for commit, row in missing
         ),
         tuple(move for move in allowed if move.commit in target.commits),
         rejected,
         forgotten,
         len(rows) - len(missing) - len(forgotten),
+    )
+
+
+def counterparts(
+    source: State, target: State, commits: Sequence[CommitId]
+) -> dict[CommitId, CommitId]:
+    """For each of `commits` the one that the target has in its place: itself, or what a thinning
+    made of it, or made it of."""
+    places = defaultdict(set)
+    for commit in source.replaced:
+        places[source.in_place_of(commit)].add(commit)
+    found = {}
+    for commit in commits:
+        last = source.in_place_of(commit)
+        kin = {target.in_place_of(each) for each in (commit, last, *places.get(last, ()))}
+        there = sorted(kin & set(target.commits), key=lambda c: target.commits[c].soft > 0)
+        if commit in target.commits or there:
+            found[commit] = commit if commit in target.commits else there[0]
+    return found
+
+
+def _is_fuller(commit: CommitId, row: CommitRow, other: CommitId, target: State) -> bool:
+    """Whether `commit` has leaves that `other`, which has its place in the target, lost elsewhere,
+    and may take that place."""
+    lost = target.commits[other].thinned
+    return (
+        commit not in target.commits
+        and commit not in target.replaced
+        and not set(lost) <= set(row.thinned)
+        and check(target, Forget((other,), "")) is None
     )
 
 

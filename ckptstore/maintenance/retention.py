@@ -10,14 +10,13 @@ and a paused run loses nothing.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import chain
 from typing import Literal, NamedTuple, TypeAlias
 
 from ckptstore.core.ids import CommitId
-from ckptstore.core.text import BOLD, Column, Table, count_text, near
+from ckptstore.core.text import BOLD, Column, Table, count_text, near, selector
 from ckptstore.errors import InvalidInput
 from ckptstore.log.admission import best_commits
 from ckptstore.log.state import NEWEST_KEPT, CommitRow, State
@@ -40,8 +39,18 @@ class Candidate(NamedTuple):
     row: CommitRow
 
 
+class _Keeps:
+    """What all policies can do."""
+
+    __slots__ = ()
+
+    def thin(self, *globs: str) -> "Thin":
+        """Of the commits that this policy does not keep, drop the leaves that match `globs`."""
+        return Thin(self, globs)  # type: ignore[arg-type]  # every subclass is one
+
+
 @dataclass(frozen=True, slots=True)
-class KeepLast:
+class KeepLast(_Keeps):
     """The newest `n` commits of each run."""
 
     n: int
@@ -58,7 +67,7 @@ class KeepLast:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepEverySteps:
+class KeepEverySteps(_Keeps):
     """The newest commit of each step that is a multiple of `steps`."""
 
     steps: int
@@ -78,7 +87,7 @@ class KeepEverySteps:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepBest:
+class KeepBest(_Keeps):
     """The `n` commits of each run with the smallest value of `metric`, or the largest; the
     newest among equals."""
 
@@ -99,7 +108,7 @@ class KeepBest:
     def keeps(self, newest_first: Sequence[Candidate]) -> Iterator[tuple[CommitId, str]]:
         sign = -1 if self.maximize else 1
         values = [
-            (sign * value, -row.n, commit)
+            (sign * value, -row.place, commit)
             for commit, row in newest_first
             for name, value in row.metrics
             if name == self.metric and not math.isnan(value)
@@ -109,7 +118,7 @@ class KeepBest:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepWithin:
+class KeepWithin(_Keeps):
     """The commits of at most `seconds` before the newest of their run, by the committers' clocks.
 
     The newest is the last one committed, whatever its clock said: one fast clock would age all
@@ -131,7 +140,7 @@ class KeepWithin:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepPeriods:
+class KeepPeriods(_Keeps):
     """The newest commit of each of the last `n` hours, days, weeks or months that have commits."""
 
     period: Period
@@ -146,7 +155,7 @@ class KeepPeriods:
     def keeps(self, newest_first: Sequence[Candidate]) -> Iterator[tuple[CommitId, str]]:
         newest: dict[str, CommitId] = {}
         for commit, row in sorted(
-            newest_first, key=lambda c: (c.row.time_ns, c.row.n), reverse=True
+            newest_first, key=lambda c: (c.row.time_ns, c.row.place), reverse=True
         ):
             newest.setdefault(
                 datetime.fromtimestamp(row.time_ns // _NS, UTC).strftime(_FORMATS[self.period]),
@@ -156,15 +165,48 @@ class KeepPeriods:
             yield commit, f"{self.period} {when}"
 
 
-Policy: TypeAlias = KeepLast | KeepEverySteps | KeepBest | KeepWithin | KeepPeriods
+Keep: TypeAlias = KeepLast | KeepEverySteps | KeepBest | KeepWithin | KeepPeriods
+
+
+@dataclass(frozen=True, slots=True)
+class Thin:
+    """Commits that `whole` does not keep lose the leaves that match `globs`. It forgets nothing.
+
+    Where several policies thin by one glob, a commit that one of them keeps stays whole.
+    """
+
+    whole: Keep
+    globs: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        selector(self.globs)
+
+    def __str__(self) -> str:
+        return f"{self.whole} with {', '.join(self.globs)}"
+
+    def keeps(self, newest_first: Sequence[Candidate]) -> Iterator[tuple[CommitId, str]]:
+        return self.whole.keeps(newest_first)
+
+
+Policy: TypeAlias = Keep | Thin
+
+Matching: TypeAlias = Callable[[CommitId, Sequence[str]], tuple[str, ...]]
+"""Those of some globs that match a leaf which a commit still has."""
 
 
 class Decision(NamedTuple):
-    """The decision about one commit: kept for these reasons, or forgotten if there are none."""
+    """The decision about one commit: kept for these reasons, or forgotten if there are none. One
+    that is kept loses the leaves that match `thin`."""
 
     commit: CommitId
     row: CommitRow
     reasons: tuple[str, ...]
+    thin: tuple[str, ...] = ()
+
+    @property
+    def word(self) -> str:
+        """Keep, thin or forget."""
+        return ("thin" if self.thin else "keep") if self.reasons else "forget"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -186,11 +228,16 @@ class ForgetPlan:
         return tuple(decision for decision in self.decisions if not decision.reasons)
 
     @property
+    def thinned(self) -> tuple[Decision, ...]:
+        """The commits that lose leaves, and stay."""
+        return tuple(decision for decision in self.decisions if decision.thin)
+
+    @property
     def halved(self) -> dict[str, tuple[int, int]]:
-        """The runs that lose more than half of the commits that were decided about: how many of
-        how many."""
+        """The runs of which more than half of the commits that were decided about are forgotten or
+        thinned: how many of how many."""
         total = Counter(decision.row.run for decision in self.decisions)
-        lost = Counter(decision.row.run for decision in self.forgotten)
+        lost = Counter(decision.row.run for decision in (*self.forgotten, *self.thinned))
         return {run: (n, total[run]) for run, n in sorted(lost.items()) if 2 * n > total[run]}
 
     def __repr__(self) -> str:
@@ -210,20 +257,27 @@ class ForgetPlan:
             Column("because", fit="wrap", least=16),
         )
         rows = [
-            ("keep" if why else "forget", commit, row.step, row.run, row.time_ns, why)
-            for commit, row, why in self.decisions
+            (each.word, each.commit, each.row.step, each.row.run, each.row.time_ns, each.reasons)
+            for each in self.decisions
         ]
         return Table(columns, rows)
 
     @property
     def summary(self) -> str:
         """The numbers of commits."""
-        return f"{count_text(len(self.forgotten), 'commit')} to forget, {len(self.kept):,} to keep"
+        thin = f", {len(self.thinned):,} to thin" if self.thinned else ""
+        whole = len(self.kept) - len(self.thinned)
+        return f"{count_text(len(self.forgotten), 'commit')} to forget{thin}, {whole:,} to keep"
 
 
-def plan_policies(state: State, policies: Sequence[Policy], run: str | None = None) -> ForgetPlan:
-    """Decide about all commits of `run`, or of every run. Raises `InvalidInput` without a
-    policy: that would forget nearly everything."""
+def plan_policies(
+    state: State,
+    policies: Sequence[Policy],
+    run: str | None = None,
+    matching: Matching = lambda commit, globs: tuple(globs),
+) -> ForgetPlan:
+    """Decide about all commits of `run`, or of every run; `matching` says what can be thinned.
+    Raises `InvalidInput` without a policy: that would forget nearly everything."""
     if not policies:
         raise InvalidInput(
             "forget was given no policy and no commit; say what to keep, such as --keep-last 5, or "
@@ -237,25 +291,46 @@ def plan_policies(state: State, policies: Sequence[Policy], run: str | None = No
     notes: list[str] = []
     for commit, why in _pins(state):
         reasons[commit].append(why)
+    pinned = frozenset(reasons)
+    globs = dict.fromkeys(glob for policy in policies for glob in _globs(policy))
+    whole: dict[str, set[CommitId]] = {glob: set(pinned) for glob in globs}
+    forgets = any(not isinstance(policy, Thin) for policy in policies)
     for name, candidates in sorted(runs.items()):
-        candidates.sort(key=lambda c: c.row.n, reverse=True)
+        candidates.sort(key=lambda c: c.row.place, reverse=True)
         kept = [tuple(policy.keeps(candidates)) for policy in policies]
-        for commit, why in chain.from_iterable(kept):
-            reasons[commit].append(why)
+        for policy, found in zip(policies, kept, strict=True):
+            for commit, why in found:
+                reasons[commit].append(why)
+            for glob in _globs(policy):
+                whole[glob].update(commit for commit, _ in found)
         if any(c.commit not in reasons for c in candidates):
             notes += _shortfalls(name, policies, map(len, kept))
     rows = sorted(
-        (c for candidates in runs.values() for c in candidates), key=lambda c: c.row.n, reverse=True
+        (c for candidates in runs.values() for c in candidates),
+        key=lambda c: c.row.place,
+        reverse=True,
     )
-    decisions = tuple(Decision(commit, row, tuple(reasons.get(commit, ()))) for commit, row in rows)
+    decisions = []
+    for commit, row in rows:
+        lost = tuple(glob for glob in globs if commit not in whole[glob])
+        if lost and (commit in reasons or not forgets):
+            reasons[commit].append(f"without {', '.join(lost)}")
+            decisions.append(Decision(commit, row, tuple(reasons[commit]), matching(commit, lost)))
+        else:
+            decisions.append(Decision(commit, row, tuple(reasons.get(commit, ()))))
     reason = "keep " + ", ".join(map(str, policies))
-    return ForgetPlan(state.n, decisions, reason, tuple(notes))
+    return ForgetPlan(state.n, tuple(decisions), reason, tuple(notes))
+
+
+def _globs(policy: Policy) -> tuple[str, ...]:
+    return policy.globs if isinstance(policy, Thin) else ()
 
 
 def _shortfalls(run: str, policies: Sequence[Policy], kept: Iterable[int]) -> Iterator[str]:
     """The policies that keep fewer commits of `run` than they say."""
     for policy, count in zip(policies, kept, strict=True):
-        if count < (policy.n if isinstance(policy, KeepBest) else 1):
+        keep = policy.whole if isinstance(policy, Thin) else policy
+        if count < (keep.n if isinstance(keep, KeepBest) else 1):
             few = count_text(count, "commit") if count else "no commit"
             yield (
                 f"the policy '{policy}' keeps {few} of run {run!r}, which has no more such commits"
@@ -265,7 +340,7 @@ def _shortfalls(run: str, policies: Sequence[Policy], kept: Iterable[int]) -> It
 def check_metrics(state: State, policies: Sequence[Policy]) -> None:
     """Raise `InvalidInput` for a policy about a metric that no commit of the store has."""
     names = {name for row in state.commits.values() for name, _ in row.metrics}
-    for policy in policies:
+    for policy in (each.whole if isinstance(each, Thin) else each for each in policies):
         if isinstance(policy, KeepBest) and policy.metric not in names:
             there = f"there are {', '.join(sorted(names)[:10])}" if names else "none has metrics"
             raise InvalidInput(
@@ -276,7 +351,7 @@ def check_metrics(state: State, policies: Sequence[Policy]) -> None:
 
 def plan_commits(state: State, commits: Iterable[CommitId], reason: str) -> ForgetPlan:
     """Forget exactly these commits; `log.admission.check` decides whether that is allowed."""
-    rows = sorted({(state.commits[c].n, c) for c in commits}, reverse=True)
+    rows = sorted({(state.commits[c].age, c) for c in commits}, reverse=True)
     return ForgetPlan(state.n, tuple(Decision(c, state.commits[c], ()) for _, c in rows), reason)
 
 

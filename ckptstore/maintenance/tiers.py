@@ -14,15 +14,17 @@ from typing import Any, TypeVar
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
 from ckptstore.core.process import start
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, Unavailable
-from ckptstore.log.state import Resolved, State, newest_first
+from ckptstore.log.resolve import Resolved, newest_first
+from ckptstore.log.state import State
 from ckptstore.maintenance.check import Share
 from ckptstore.maintenance.check.offline_store import offline_store_of
-from ckptstore.maintenance.forget import forget_commits
+from ckptstore.maintenance.forget import forget_commits, plan_retention
 from ckptstore.maintenance.gc import GcOptions, collect
 from ckptstore.maintenance.mirror import MirrorOptions, mirror
-from ckptstore.maintenance.mirror_plan import all_commits, other_end
+from ckptstore.maintenance.mirror_plan import all_commits, counterparts, other_end
 from ckptstore.maintenance.repair import repair
-from ckptstore.maintenance.retention import Policy, plan_policies
+from ckptstore.maintenance.retention import Policy
+from ckptstore.maintenance.thin import thin_commit
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
@@ -266,13 +268,18 @@ class Tier:
             raise
 
     def _trim(self, arrived: State) -> None:
-        """Forget commits here that no policy keeps and the mirror has."""
-        plan = plan_policies(self._own.log.replay(), self._keep, None)
-        gone = [
-            decision.commit for decision in plan.forgotten if decision.commit in arrived.commits
-        ]
+        """Forget or thin commits here that no policy keeps whole and the mirror has."""
+        reader = Reader(self._own.config, self._own.objects, self._threads)
+        state = self._own.log.replay()
+        plan = plan_retention(self._own, state, self._keep, reader)
+        there = counterparts(state, arrived, [each.commit for each in plan.decisions])
+        gone = [each.commit for each in plan.forgotten if each.commit in there]
+        thinned = [each for each in plan.thinned if each.commit in there]
         if gone:
             forget_commits(self._own, gone, reason=f"in {self.place}")
+        for each in thinned:
+            thin_commit(self._own, reader, each.commit, each.thin)
+        if gone or thinned:
             collect(self._own, GcOptions(grace_s=0))
             self._own.follow()
 

@@ -76,14 +76,14 @@ def usage(handle: StoreHandle, *, detail: Iterable[CommitId] = ()) -> Usage:
     """Compute the storage use; `shared_bytes` only for the commits of `detail`."""
     state = handle.log.replay()
     handle.objects.sync(state)
-    rows = [(row.n, commit, row) for commit, row in state.commits.items() if not row.soft]
+    rows = [(row.age, commit, row) for commit, row in state.commits.items() if not row.soft]
     documents = {
         commit: read_document(handle.storage, row.session, commit)
         for _, commit, row in sorted(rows, reverse=True)
     }
     named = {commit: metadata_of(document) for commit, document in documents.items()}
     keys, owner = _owned_keys(handle, list(named.values()))
-    size_of = _sizes(handle, keys)
+    size_of = sizes_of(handle, keys)
     owned = owner != SHARED
     exclusive = np.bincount(owner[owned], size_of[owned], len(documents)).astype(np.int64)
     wanted = frozenset(detail)
@@ -140,7 +140,7 @@ def _named_keys(handle: StoreHandle, metadata: Mapping[ChunkId, int]) -> "Keys":
     return short_keys(b"".join((*ids, *named)))
 
 
-def _sizes(handle: StoreHandle, keys: "Keys") -> "Counts":
+def sizes_of(handle: StoreHandle, keys: "Keys") -> "Counts":
     """The stored bytes of the chunk of each of `keys`, which are sorted, in all listed packs,
     twins included."""
     sizes, padded = np.zeros(len(keys) + 1, np.int64), np.append(keys, np.uint64(0))

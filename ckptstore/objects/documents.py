@@ -23,9 +23,18 @@ from ckptstore.core.ids import (
     CommitId,
     digest,
     parse_chunk_id,
+    parse_commit_id,
     parse_store_id,
 )
-from ckptstore.core.model import Box, CommitDocument, Shape, TreeRef
+from ckptstore.core.model import (
+    Box,
+    Cast,
+    CastError,
+    CommitDocument,
+    Shape,
+    Thinning,
+    TreeRef,
+)
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.objects import canonical
 from ckptstore.objects.canonical import bits_float, field, float_bits
@@ -120,14 +129,51 @@ _FIELDS: Mapping[str, Field] = {
     "leaves": COUNT,
 }
 
-_LINKS = pairs_of(as_it_is, parse_text)
-"""Absent from the document of a commit without links."""
+
+def _parse_thinning(value: Any) -> Thinning:
+    globs = tuple(map(parse_text, value["globs"]))
+    return Thinning(parse_commit_id(value["source"]), globs)
+
+
+def _parse_cast(value: Any) -> Cast:
+    errors = (
+        CastError(
+            parse_text(path),
+            parse_text(dtype),
+            bits_float(absolute),
+            bits_float(relative),
+            parse_integer(nans),
+            parse_integer(overflows),
+        )
+        for path, dtype, absolute, relative, nans, overflows in value["errors"]
+    )
+    return Cast(pairs_of(as_it_is, parse_text).decode(value["globs"]), tuple(errors))
+
+
+def _cast_to_json(cast: Cast) -> dict[str, Any]:
+    errors = [
+        [e.path, e.dtype, float_bits(e.absolute), float_bits(e.relative), e.nans, e.overflows]
+        for e in cast.errors
+    ]
+    return {"globs": dict(cast.globs), "errors": errors}
+
+
+_OPTIONAL: Mapping[str, Field] = {
+    "links": pairs_of(as_it_is, parse_text),
+    "thinned": Field(
+        lambda thinned: {"source": thinned.source, "globs": list(thinned.globs)}, _parse_thinning
+    ),
+    "cast": Field(_cast_to_json, _parse_cast),
+}
+"""Absent from the document of a commit without them."""
 
 
 def _to_json(document: CommitDocument) -> dict[str, Any]:
     fields = {name: field.encode(getattr(document, name)) for name, field in _FIELDS.items()}
-    links = {"links": dict(document.links)} if document.links else {}
-    return {"ckptstore": _VERSION, **fields, "order": [key for key, _ in document.trees], **links}
+    order = {"order": [key for key, _ in document.trees]}
+    present = {name: each for name in _OPTIONAL if (each := getattr(document, name))}
+    more = {name: _OPTIONAL[name].encode(each) for name, each in present.items()}
+    return {"ckptstore": _VERSION, **fields, **order, **more}
 
 
 def _from_json(obj: Any) -> CommitDocument:
@@ -138,8 +184,8 @@ def _from_json(obj: Any) -> CommitDocument:
         )
     order = decode_fields({"order": tuple_of(parse_text)}, obj, "a commit document")["order"]
     found = decode_fields(_FIELDS, obj, "a commit document")
-    if "links" in obj:
-        found |= decode_fields({"links": _LINKS}, obj, "a commit document")
+    present = {name: field for name, field in _OPTIONAL.items() if name in obj}
+    found |= decode_fields(present, obj, "a commit document")
     trees = dict(found["trees"])
     if sorted(order) != sorted(trees):
         raise Corrupt(

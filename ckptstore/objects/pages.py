@@ -21,7 +21,7 @@ MAX_IDS = 2048
 _MAGIC = b"CKPG"
 _VERSION = 1
 _HEAD = struct.Struct("<4sIIIQ")
-_INLINE, _IDS, _EXTENT = range(3)
+_INLINE, _IDS, _EXTENT, _GONE = range(4)
 _LENGTH = struct.Struct("<Q")
 _COUNTS = struct.Struct("<II")
 
@@ -51,7 +51,8 @@ def split_pages(kinds: Sequence[LeafKind], contents: Sequence[LeafContent]) -> l
     first_id = 0
     for number, (kind, content) in enumerate(zip(kinds, contents, strict=True)):
         _check(number, content)
-        extent = b"" if content.inline is not None else _encode_extent(kind, content)
+        chunked = content.inline is None and not content.gone
+        extent = _encode_extent(kind, content) if chunked else b""
         done = 0
         while True:
             if leaves == MAX_LEAVES or ids == MAX_IDS:
@@ -60,8 +61,8 @@ def split_pages(kinds: Sequence[LeafKind], contents: Sequence[LeafContent]) -> l
             if extent:
                 entries.append((_EXTENT, extent))
             leaves += 1
-            if content.inline is not None:
-                entries.append((_INLINE, content.inline))
+            if not chunked:
+                entries.append((_GONE, b"") if content.gone else (_INLINE, content.inline or b""))
                 break
             part = content.ids[done : done + (MAX_IDS - ids) * CHUNK_ID_BYTES]
             entries.append((_IDS, part))
@@ -97,10 +98,10 @@ def decode_page(data: bytes | memoryview) -> Page:
         raise _corrupt(f"{count} entries in {len(data)} bytes")
     kinds = bytes(data[_HEAD.size : _HEAD.size + count])
     sizes = struct.unpack_from(f"<{count}I", data, _payload_offset(count) - 4 * count)
-    if max(kinds) > _EXTENT or any(data[_HEAD.size + count : _payload_offset(count) - 4 * count]):
+    if max(kinds) > _GONE or any(data[_HEAD.size + count : _payload_offset(count) - 4 * count]):
         raise _corrupt("unknown kinds of entry")
     leaves = _decode_leaves(data, kinds, sizes)
-    if first_id and leaves[0].inline is not None:
+    if first_id and not leaves[0].ids:
         raise _corrupt("it goes on with a leaf that has no ids")
     if len(leaves) > MAX_LEAVES or (
         kinds.count(_IDS) and sum(len(leaf.ids) for leaf in leaves) > MAX_IDS * CHUNK_ID_BYTES
@@ -156,7 +157,11 @@ def _decode_leaves(
     leaves = []
     extent = _NO_EXTENT
     for kind, start, size in zip(kinds, stops, lengths, strict=False):
-        if kind == _INLINE:
+        if kind == _GONE:
+            if size or extent is not _NO_EXTENT:
+                raise _corrupt(f"a leaf that is gone has {size} bytes, or an extent")
+            leaves.append(GONE)
+        elif kind == _INLINE:
             if size > INLINE_BYTES or extent is not _NO_EXTENT:
                 raise _corrupt(f"an inline leaf of {size} bytes, or with an extent")
             leaves.append(LeafContent(bytes(data[start : start + size]), b"", size))
@@ -183,7 +188,10 @@ def _finish_last(leaves: list[LeafContent], ids: list[bytes]) -> None:
 
 
 def _check(number: int, content: LeafContent) -> None:
-    if content.inline is not None:
+    if content.gone:
+        if content != GONE:
+            raise InvalidInput(f"leaf {number} is gone and has content; wanted none")
+    elif content.inline is not None:
         if len(content.inline) > INLINE_BYTES or content.ids or content.boxes is not None:
             raise InvalidInput(
                 f"leaf {number} cannot be inline: wanted at most {INLINE_BYTES} bytes and neither "
@@ -239,3 +247,5 @@ def _corrupt(what: str) -> Corrupt:
 
 
 _NO_EXTENT = LeafContent()
+GONE = LeafContent(gone=True)
+"""The content of a leaf that a thinning took away."""

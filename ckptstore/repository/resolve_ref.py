@@ -14,7 +14,7 @@ from ckptstore.core.ids import CommitId
 from ckptstore.core.refs import find, parse_ref
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.index.queries import Queries
-from ckptstore.log.state import Resolved, resolve
+from ckptstore.log.resolve import Resolved, resolve
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
 from ckptstore.repository.init_store import near_stores
 from ckptstore.repository.store_handle import StoreHandle
@@ -70,7 +70,7 @@ def log_resumed(
 def _nothing_to_resume(handle: StoreHandle, run: str) -> tuple[str, bool]:
     """What there is in place of commits of `run`, and whether that may be a mistake: commits in
     another run, or in a store whose path is nearly this one's."""
-    newest = sorted(handle.log.state.commits.values(), key=lambda row: row.n, reverse=True)
+    newest = sorted(handle.log.state.commits.values(), key=lambda row: row.age, reverse=True)
     if runs := list(dict.fromkeys(row.run for row in newest if not row.soft)):
         alike = get_close_matches(run, runs)
         advice = f"open(…, run={(alike or runs)[0]!r}) continues one"

@@ -137,6 +137,8 @@ class LeafAt(NamedTuple):
         kind, dtype, shape = self.kind
         if kind == "tensor":
             return LeafText(f"{dtype}[{', '.join(map(str, shape))}]", None)
+        if self.tree.is_gone(self.i):
+            return LeafText(kind, None)
         inline = self.tree.content(self.i).inline
         return LeafText(
             kind, value_text(inline) if kind == "value" and inline is not None else None
@@ -168,6 +170,9 @@ def _change(path: str, old: LeafAt | None, new: LeafAt) -> LeafChange | None:
     size = new.own_bytes
     if old is None:
         return LeafChange(path, "added", None, new.text, size, size)
+    gone = old.tree.is_gone(old.i), new.tree.is_gone(new.i)
+    if any(gone):
+        return None if all(gone) else _thinned(path, old, new, was_gone=gone[0])
     was, now = old.tree.content(old.i), new.tree.content(new.i)
     same_kind = old.kind == new.kind
     if same_kind and (was.inline, was.ids, was.boxes) == (now.inline, now.ids, now.boxes):
@@ -175,6 +180,13 @@ def _change(path: str, old: LeafAt | None, new: LeafAt) -> LeafChange | None:
     if same_kind and size and now.inline is None and now.boxes is None:
         size = _new_bytes(was.ids, now.ids, new.tree.grid(new.i))
     return LeafChange(path, "changed", old.text, new.text, new.own_bytes, size)
+
+
+def _thinned(path: str, old: LeafAt, new: LeafAt, *, was_gone: bool) -> LeafChange:
+    """One of the two commits was thinned and does not have the leaf any more."""
+    if was_gone:
+        return LeafChange(path, "added", None, new.text, new.own_bytes, new.own_bytes)
+    return LeafChange(path, "removed", old.text, None, old.own_bytes, old.own_bytes)
 
 
 def _new_bytes(old: bytes, new: bytes, cells: Grid) -> int:

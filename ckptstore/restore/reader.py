@@ -4,7 +4,7 @@ Every chunk is compared with its checksum, or with its id on request. A reader l
 store; it locates chunks again if gc moved them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -17,7 +17,7 @@ from ckptstore.core.geometry import Grid, grid
 from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId, SessionId, document_key
 from ckptstore.core.model import Box, CommitDocument, LeafContent, Schema, Shape, TreeRef
 from ckptstore.core.process import uncollected
-from ckptstore.errors import Corrupt
+from ckptstore.errors import Corrupt, Thinned
 from ckptstore.objects.documents import Layout, decode_document, decode_layout
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 
 RECENT = 16
 """Number of decoded documents and trees to cache."""
+
+
+def lacks(path: str) -> Thinned:
+    """The error for a leaf that is gone, as far as it is known without the commit."""
+    return Thinned(f"the commit no longer has the leaf {path}: it was thinned; read another commit")
 
 
 class Destination(Protocol):
@@ -72,20 +77,31 @@ class Tree:
     chunk_bytes: int
     streams: "NewStreams | None" = None
     """Of a tree as one rank sees it, states of generators of which it has none."""
+    lacks: Callable[[str], Thinned] = lacks
+    """The error for a leaf that is gone, by its path."""
 
     @cached_property
     def numbers(self) -> dict[str, int]:
         """Leaf numbers by path."""
         return {path: i for i, path in enumerate(self.schema.paths)}
 
+    def is_gone(self, i: int) -> bool:
+        """Whether a thinning took the content of leaf `i`."""
+        return self.contents[self.schema.owner(i)].gone
+
     def content(self, i: int) -> LeafContent:
-        """The content of leaf `i`; for an alias, that of the leaf it shares memory with."""
-        alias = self.schema.aliases[i]
-        return self.contents[i if alias < 0 else alias]
+        """The content of leaf `i`; for an alias, that of the leaf it shares memory with. Raises
+        `Thinned` if it is gone."""
+        content = self.contents[self.schema.owner(i)]
+        if content.gone:
+            raise self.lacks(self.schema.paths[i])
+        return content
 
     def content_key(self, i: int) -> object:
         """A comparable stand-in for the content of leaf `i`; None for shards, whose equal content
-        may be cut differently."""
+        may be cut differently, and for leaves that are gone."""
+        if self.is_gone(i):
+            return None
         content = self.content(i)
         if content.inline is not None:
             return content.inline
@@ -106,6 +122,9 @@ class Tree:
         return grid(*self.extent(i), self.chunk_bytes)
 
     def raw_bytes(self, i: int) -> int:
+        """The size of leaf `i`; 0 if it is gone."""
+        if self.is_gone(i):
+            return 0
         if self.schema.kinds[i] == "tensor":
             return geometry.nbytes_of(self.schema.dtypes[i], self.schema.shapes[i])
         content = self.content(i)
@@ -366,7 +385,7 @@ class Reader:
             (
                 ReadRequest(tree, i, nowhere)
                 for i in range(len(tree.schema))
-                if tree.schema.aliases[i] < 0
+                if tree.schema.aliases[i] < 0 and not tree.is_gone(i)
             ),
             commit,
         )

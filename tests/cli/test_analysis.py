@@ -121,6 +121,27 @@ def test_the_first_bad_commit_is_found_in_few_looks(place: Path) -> None:
             bisect(store, 100, 100, is_bad)
 
 
+def test_a_line_with_forgotten_and_purged_commits_is_bisected_over_what_is_left(
+    tmp_path: Path,
+) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(12):
+            store.commit({"x": torch.full((4,), float(step))}, step=step)
+        store.forget([3, 4])
+        store.gc(grace_s=0)
+        store.forget([6, 7])
+        seen: list[int | None] = []
+
+        def is_bad(snapshot: ckptstore.Snapshot) -> bool:
+            seen.append(snapshot.step)
+            return snapshot.step is not None and snapshot.step >= 5
+
+        found = bisect(store, 0, "latest", is_bad)
+        ends = [store.checkout(each).step for each in (found.last_good, found.first_bad)]
+        assert ends == [2, 5]
+        assert not {3, 4, 6, 7} & set(seen)
+
+
 def test_parted_lists_and_measures_the_leaves(place: Path) -> None:
     words = ("parted", "right", "slip", "-s", str(place))
     page = call(*words, "--select", "model/*", "-n", "2")
@@ -160,6 +181,8 @@ def test_bisect_refuses_what_is_no_question(place: Path, tmp_path: Path) -> None
     assert "--good REF is missing" in call("bisect", "--nan", "-s", str(place)).err
     for command in ("exit 125", "no-such-command", "kill -9 $$"):
         assert "which is no verdict" in call(*words, "--command", command).err
+    nowhere = str(tmp_path / "nowhere" / "verdicts")
+    assert "cannot take the verdicts" in call(*words, "--nan", "--verdicts", nowhere).err
     (tmp_path / "other").write_text("[1]")
     assert "has no verdicts" in call(*words, "--nan", "--verdicts", str(tmp_path / "other")).err
 

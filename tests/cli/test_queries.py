@@ -31,6 +31,8 @@ COMMIT = {
     "new_bytes": int,
     "leaves": int,
     "forgotten": bool,
+    "thinned": [str],
+    "cast": {str: str},
 }
 LINKED = {**COMMIT, "links": {str: str}}
 LEAF = {
@@ -40,13 +42,21 @@ LEAF = {
     "shape": [int],
     "nbytes": (int, None),
     "alias_of": (str, None),
+    "gone": bool,
 }
 SIDE = ({"type": str, "value": (str, None)}, None)
 DOCUMENTS: dict[str, dict[str, Any]] = {
     "log": {"store": str, "total": int, "commits": [LINKED]},
     "show best": {
         "store": str,
-        "commit": {**LINKED, "children": [str], "exclusive_bytes": int, "shared_bytes": int},
+        "commit": {
+            **LINKED,
+            "children": [str],
+            "exclusive_bytes": int,
+            "shared_bytes": int,
+            "thinned_from": (str, None),
+            "cast_errors": [dict],
+        },
         "trees": [
             {
                 "key": str,

@@ -16,7 +16,8 @@ from tests.cli.running import call
 ADDED_UP = {
     "log": {"--metric", "--run", "--tag"},
     "tag": {"--delete"},
-    "forget": {"--keep-best"},
+    "forget": {"--keep-best", "--thin"},
+    "stats": {"--keep-best", "--thin"},
     "repair": {"--from"},
     "import": {"--metric", "--tag"},
     "adopt": {"--link", "--metric", "--tag"},

@@ -1,6 +1,7 @@
 """Commits of parts: receipts must fit together before the log is asked."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,33 @@ def test_commits_whose_parts_are_written_before_either_is_published_are_both_who
                 torch.full((300_000,), float(value)),
             )
         assert not store.fsck("data").findings
+
+
+class Interrupting(Part):
+    """A part while whose write is prepared another is written."""
+
+    interrupt: Callable[[], object]
+
+    @property
+    def leaf_bytes(self) -> int:  # type: ignore[override]
+        self.interrupt()
+        return self[2]
+
+
+def test_what_one_write_leaves_for_the_next_is_not_used_by_one_of_other_parts(
+    tmp_path: Path,
+) -> None:
+    elements, small = 600_000, ckptstore.Storage(chunk_bytes=1 << 16)
+    with ckptstore.open(tmp_path / "store", storage=small) as store:
+        committer = internals_of(store).parts_committer
+        sessions = [committer.open() for _ in range(2)]
+        flat = flatten({"model": {"weight": torch.full((elements,), 1.0)}})["model"]
+        part = Interrupting(extent_of(flat, 0), flat.leaves[0], flat.leaves[0].nbytes)
+        part.interrupt = lambda: _write(store, sessions[1].id, 1, 2.0)
+        written = committer.write(sessions[0].id, 0, [part])
+        commit = _publish(store, sessions[0], flat, written)
+        stored = store.checkout(commit).state_dict()["model"]["weight"]
+        assert torch.equal(stored, torch.ones(elements))
 
 
 def test_who_publishes_without_having_written_takes_no_writer_s_name(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def page_rows(page: bytes, number: int) -> Iterator[str]:
 
 
 def chunks(store: Any, commit: dict[str, Any], leaf: dict[str, Any]) -> Iterator[str]:
-    (chunk,) = (id for (id,) in struct.iter_unpack("32s", leaf["ids"]))
+    (chunk,) = leaf["ids"]
     file, record, _ = store.chunks[chunk][0]
     offset, stored, width = record[2], record[3], record[7]
     data = file.read_bytes()[offset : offset + stored]

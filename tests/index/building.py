@@ -2,13 +2,14 @@
 
 import random
 from collections.abc import Iterable
+from dataclasses import fields
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptstore.core.ids import CommitId, PackId, SessionId, StoreId
 from ckptstore.core.model import Node, PackRecord, Schema
-from ckptstore.log.entries import Body, Commit, Entry, origin
+from ckptstore.log.entries import Body, Commit, Entry, Reduced, origin
 from ckptstore.objects.pack import FOOTER_DTYPE
 
 STORE = StoreId("5" * 32)
@@ -76,6 +77,19 @@ class LogBuilder:
             document_bytes=500,
         )
         self.append(body)
+        return commit
+
+    def thin(self, replaces: CommitId) -> CommitId:
+        """Append a commit that takes the place of another."""
+        old = next(
+            entry.body
+            for entry in self.entries
+            if isinstance(entry.body, Commit) and entry.body.commit == replaces
+        )
+        columns = {field.name: getattr(old, field.name) for field in fields(Commit)}
+        commit, session = CommitId(self.digits(64)), SessionId(self.digits(24))
+        columns |= {"commit": commit, "session": session, "packs": (), "tags": ()}
+        self.append(Reduced(**columns, replaces=replaces, thinned=("a/*",), cast=()))
         return commit
 
     def digits(self, count: int) -> str:

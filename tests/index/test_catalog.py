@@ -58,6 +58,7 @@ def dump(catalog: Catalog) -> dict[str, list[tuple[object, ...]]]:
         "packs",
         "schemas",
         "commit_trees",
+        "replaced",
     )
     return {name: sorted(map(tuple, ask(f"SELECT * FROM {name}", {})), key=repr) for name in names}
 
@@ -88,6 +89,7 @@ def eventful(seed: int, length: int) -> list[Entry]:
                 "commit",
                 "commit",
                 "commit",
+                "thin",
                 "tag",
                 "forget",
                 "undelete",
@@ -118,6 +120,10 @@ def eventful(seed: int, length: int) -> list[Entry]:
             next_pack += len(new)
             packs |= set(new)
             condemned -= some
+        elif kind == "thin":
+            old = rng.choice(live)
+            live[live.index(old)] = log.thin(old)
+            soft.append(old)
         elif kind == "tag":
             log.append(Tag(f"t{rng.randrange(4)}", rng.choice((*live, None)), some))
             condemned -= some
@@ -127,8 +133,12 @@ def eventful(seed: int, length: int) -> list[Entry]:
             soft += gone
             log.append(Forget(tuple(gone), "test"))
         elif kind == "undelete" and soft:
-            live.append(soft.pop())
-            log.append(Undelete((live[-1],), some))
+            back = soft.pop(rng.randrange(len(soft)))
+            log.append(Undelete((back,), some))
+            rows = folded(log.entries).commits
+            by_age = sorted(rows, key=lambda commit: rows[commit].age)
+            live = [commit for commit in by_age if not rows[commit].soft]
+            soft = [commit for commit in by_age if rows[commit].soft]
             condemned -= some
         elif kind == "condemn":
             purge, soft = soft[:1], soft[1:]
@@ -173,10 +183,18 @@ def test_the_catalog_says_what_the_fold_of_the_state_says(seed: int, cuts: list[
     queries = catalog.queries()
     commits = {info.id: info for info in queries.log(forgotten=True)}
     assert catalog.position() == state.position
-    assert {(c, i.n, i.run, i.step, i.parents, i.forgotten) for c, i in commits.items()} == {
-        (c, row.n, row.run, row.step, row.parents, row.soft != 0)
-        for c, row in state.commits.items()
+    assert {
+        (c, i.n, i.run, i.step, i.parents, i.forgotten, i.time_ns, i.thinned)
+        for c, i in commits.items()
+    } == {
+        (c, r.n, r.run, r.step, state.parents_of(c), r.soft != 0, r.time_ns, r.thinned)
+        for c, r in state.commits.items()
     }
+    assert list(commits) == sorted(commits, key=lambda c: state.commits[c].age, reverse=True)
+    for run in ("a", "b", None):
+        assert queries.newest(run) == state.newest(run, None)
+        found = queries.best(Best("loss", "min", None), run)
+        assert found == state.best(Best("loss", "min", None), run)
     assert {
         (p.number, p.id, p.bytes, p.chunks, p.metadata, not p.condemned) for p in queries.packs()
     } == {(number, *pack[:5]) for number, pack in state.packs.items()}

@@ -24,7 +24,7 @@ from ckptstore.index.catalog import Catalog
 from ckptstore.index.catalog_sqlite import REVISION, open_catalog
 from ckptstore.objects.schema import encode_schema
 from tests.index.building import MODEL, STORE, LogBuilder, flat_schema
-from tests.support.workloads import FIRST_REVISION, THIRD_REVISION
+from tests.support.workloads import FIRST_REVISION, FOURTH_REVISION, THIRD_REVISION
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,6 +86,7 @@ EARLIER = {
     "0001": FIRST_REVISION,
     "0002": f"{THIRD_REVISION} DROP TABLE entries; UPDATE alembic_version SET version_num = '0002'",
     "0003": THIRD_REVISION,
+    "0004": FOURTH_REVISION,
 }
 """What makes a catalog of today one of each earlier revision."""
 
@@ -109,6 +110,7 @@ def test_an_older_catalog_is_migrated_with_its_rows(tmp_path: Path, revision: st
     with closing(Catalog.open(path, STORE)) as catalog:
         assert catalog.position() == log.entries[-1].position
         assert catalog.queries().tagged("newest") == log.entries[-1].body.commit
+        assert catalog.queries().newest(None) == log.entries[-1].body.commit
         assert catalog.missing_schemas() == [MODEL]
         assert catalog.add_schema(MODEL, encode_schema(flat_schema(3)))
         assert catalog.queries().schema(MODEL) == flat_schema(3)

@@ -17,7 +17,8 @@ from ckptstore.index.catalog import Catalog
 from ckptstore.index.catalog_sqlite import open_catalog
 from ckptstore.index.queries import Queries, RunInfo, TagInfo, Totals
 from ckptstore.log.entries import Condemn, Forget, Tag
-from ckptstore.log.state import State, apply, genesis, resolve
+from ckptstore.log.resolve import resolve
+from ckptstore.log.state import State, apply, genesis
 from tests.index.building import STORE, LogBuilder
 
 ALIKE = "abcdef0" + "1" * 57, "abcdef0" + "2" * 57

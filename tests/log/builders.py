@@ -2,13 +2,14 @@
 
 import secrets
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ckptstore.core.ids import CommitId, SessionId, StoreId, new_session_id, pack_id
 from ckptstore.core.model import PackRecord
 from ckptstore.log.admission import check
-from ckptstore.log.entries import Body, Commit, Entry, encode_entry
+from ckptstore.log.entries import Body, Commit, Entry, Reduced, encode_entry
 from ckptstore.log.log import Log
 from ckptstore.log.state import State, apply, genesis, number
 from ckptstore.storage import open_storage
@@ -52,6 +53,20 @@ def commit(i: int, **changes: Any) -> Commit:
         "document_bytes": 300,
     }
     return Commit(**{**fields, **changes})
+
+
+def reduced(
+    i: int,
+    *,
+    replaces: CommitId | None = None,
+    thinned: tuple[str, ...] = (),
+    cast: tuple[tuple[str, str], ...] = (),
+    **changes: Any,
+) -> Reduced:
+    """Commit `i`, thinned or of lower precision."""
+    plain = commit(i, **changes)
+    columns = {field.name: getattr(plain, field.name) for field in fields(Commit)}
+    return Reduced(**columns, replaces=replaces, thinned=thinned, cast=cast)
 
 
 def fresh_commit(**changes: Any) -> Commit:

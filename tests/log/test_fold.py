@@ -14,13 +14,25 @@ from ckptstore.log.entries import (
     Forget,
     Moved,
     Over,
+    Reduced,
     Register,
     Settings,
     Tag,
     Undelete,
 )
+from ckptstore.log.resolve import newest_first, resolve
 from ckptstore.log.state import State, apply, genesis, number
-from tests.log.builders import STORE, commit, commit_id, entry, folded, packs, session, step
+from tests.log.builders import (
+    STORE,
+    commit,
+    commit_id,
+    entry,
+    folded,
+    packs,
+    reduced,
+    session,
+    step,
+)
 
 
 def just(*numbers: int) -> frozenset[int]:
@@ -44,6 +56,15 @@ def register(i: int = 9, **changes: Any) -> Register:
         "condemn": just(1),
     }
     return Register(**{**fields, **changes})
+
+
+def thin(i: int, of: int, **changes: Any) -> Reduced:
+    """Commit `i`, which takes the place of commit `of`."""
+    return reduced(i, replaces=commit_id(of), thinned=("optimizer/**",), step=of, **changes)
+
+
+THINNED = (*THREE, thin(4, 1))
+TWICE = (*THINNED, Forget((commit_id(4),), ""))
 
 
 REFUSED: list[tuple[str, tuple[Body, ...], Body, Code]] = [
@@ -196,6 +217,28 @@ REFUSED: list[tuple[str, tuple[Body, ...], Body, Code]] = [
     ("deleting twice", (*CONDEMNED, Delete(just(1))), Delete(just(1)), Code.PACKS_GONE),
     ("declaring over twice", (Over((session(1),)),), Over((session(1),)), Code.SESSION_OVER),
     ("declaring over what has ended", (commit(1),), Over((session(1),)), Code.SESSION_ENDED),
+    (
+        "thinning a tagged commit",
+        (*THREE, Tag("t", commit_id(1), just(1))),
+        thin(4, 1),
+        Code.TAGGED,
+    ),
+    ("thinning one of the newest", THREE, thin(4, 2), Code.NEWEST),
+    ("thinning what is forgotten", FORGOTTEN, thin(4, 1), Code.FORGOTTEN),
+    ("thinning what is not there", THREE, thin(4, 9), Code.NO_SUCH_COMMIT),
+    ("thinning twice", THINNED, thin(5, 1), Code.FORGOTTEN),
+    (
+        "taking a place back from a tagged commit",
+        (*THINNED, Tag("t", commit_id(4), just(4))),
+        Undelete((commit_id(1),), just(1)),
+        Code.TAGGED,
+    ),
+    (
+        "undeleting two commits of one place",
+        TWICE,
+        Undelete((commit_id(1), commit_id(4)), just(1)),
+        Code.SAME_PLACE,
+    ),
     ("anything after the log has moved", (commit(1), Moved("db", 2)), Settings(()), Code.MOVED),
 ]
 
@@ -265,6 +308,7 @@ def test_a_commit_lists_its_packs_ends_its_session_and_moves_its_tags() -> None:
     }
     assert state.commits[commit_id(2)]._asdict() == {
         "n": 2,
+        "place": 2,
         "session": session(2),
         "content": commit(2).content,
         "run": "main",
@@ -272,6 +316,7 @@ def test_a_commit_lists_its_packs_ends_its_session_and_moves_its_tags() -> None:
         "time_ns": 0,
         "parents": (),
         "metrics": (("loss", 0.5),),
+        "thinned": (),
         "soft": 0,
         "forgotten_ns": 0,
     }
@@ -397,3 +442,56 @@ def test_a_commit_may_list_no_pack_at_all() -> None:
     assert isinstance(number(state, commit(3)), Commit)
     # a Commit
     assert number(state, commit(3)).packs == (PackRecord(packs(3)[0].id, 1000, 10, False, 2),)  # type: ignore[union-attr]
+
+
+def held(state: State) -> list[int]:
+    """The commits that are not forgotten, newest first, by their numbers."""
+    found = newest_first(state, "main")
+    return [int(each.id, 16) for each in found]
+
+
+def test_a_thinned_commit_has_the_place_the_time_and_the_children_of_the_original() -> None:
+    before = folded(commit(1), commit(2, parents=(commit_id(1),)), commit(3))
+    state = apply(before, entry(before, number(before, thin(4, 1)), time_ns=77))
+    row, old = state.commits[commit_id(4)], state.commits[commit_id(1)]
+    assert held(state) == [3, 2, 4]
+    assert (row.place, row.n, row.time_ns, row.thinned) == (1, 4, 0, ("optimizer/**",))
+    assert (old.soft, old.forgotten_ns) == (4, 77)
+    assert state.parents_of(commit_id(2)) == (commit_id(4),)
+    assert state.newest("main", 1) == commit_id(4)
+    assert resolve(state, "latest~0", None).id == commit_id(3)
+    assert resolve(state, "2~1", None).id == commit_id(4)
+
+
+def test_an_undelete_gives_the_original_its_place_back_and_forgets_the_thinned_commit() -> None:
+    state = step(folded(*THINNED), Undelete((commit_id(1),), just(1)))
+    assert held(state) == [3, 2, 1]
+    assert state.commits[commit_id(4)].soft == 5
+    state = step(state, Undelete((commit_id(4),), just(4)))
+    assert held(state) == [3, 2, 4]
+    assert state.in_place_of(commit_id(1)) == commit_id(4)
+
+
+def test_a_commit_thinned_twice_is_one_place_whichever_of_the_three_is_there() -> None:
+    state = step(folded(*THINNED), thin(5, 4))
+    assert held(state) == [3, 2, 5]
+    for wanted in (1, 4, 5, 4, 1):
+        if held(state)[-1] != wanted:
+            state = step(state, Undelete((commit_id(wanted),), just(wanted)))
+        assert held(state) == [3, 2, wanted]
+        assert {state.in_place_of(commit_id(i)) for i in (1, 4, 5)} == {commit_id(wanted)}
+
+
+def test_the_place_outlives_the_purge_of_the_original() -> None:
+    state = step(
+        folded(commit(1), commit(2, parents=(commit_id(1),)), commit(3), thin(4, 1)),
+        Condemn(4, 0, just(1), (commit_id(1),)),
+    )
+    assert held(state) == [3, 2, 4]
+    assert state.parents_of(commit_id(2)) == (commit_id(4),)
+
+
+def test_a_reduced_commit_that_replaces_nothing_known_is_a_commit_of_its_own_age() -> None:
+    state = folded(*THREE)
+    state = apply(state, entry(state, number(state, thin(4, 9))))
+    assert held(state) == [4, 3, 2, 1]

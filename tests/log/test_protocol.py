@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 
 from ckptstore.log import admission
+from ckptstore.log import state as fold
+from ckptstore.log.entries import Entry, Undelete
+from ckptstore.log.state import _with_soft
 from tests.log.model.explore import explore
-from tests.log.model.world import Scope
+from tests.log.model.world import THIN, Scope
 
 NO_LIMIT = 10_000_000
 
@@ -26,6 +29,9 @@ HOLDING = [
     Scope(wants=("a",), compacting=True),
     Scope(wants=(), gcs=2, undeleting=False, compacting=True),
     Scope(wants=(), gcs=2, duplicate=True, undeleting=False, sparing=True),
+    Scope(wants=(), thinning=True),
+    Scope(wants=(), thinning=True, tagging=True),
+    Scope(wants=("b",), thinning=True, undeleting=False),
 ]
 HOLDING_LONG = [
     Scope(),
@@ -42,6 +48,10 @@ HOLDING_LONG = [
     Scope(wants=("a", "b"), lossy=True, undeleting=False),
     Scope(wants=("a", "bc"), reindexing=True, undeleting=False),
     Scope(wants=("abc",), tagging=True, reading=True, lossy=True, reindexing=True),
+    Scope(wants=("b",), thinning=True),
+    Scope(wants=(), thinning=True, duplicate=True, sparing=True),
+    Scope(wants=(), thinning=True, gcs=2, undeleting=False),
+    Scope(wants=(), thinning=True, tagging=True, reading=True, copies=2),
 ]
 
 
@@ -56,6 +66,7 @@ def allow_for(who: str) -> Callable[[Any], Callable[..., Any]]:
     )
 
 
+THINNING = Scope(wants=(), thinning=True, tagging=True)
 GC_PAIR = Scope(wants=(), gcs=2, duplicate=True, undeleting=False)
 BROKEN: dict[str, tuple[Scope, str, Callable[[Any], Callable[..., Any]]]] = {
     "gc condemns what is referred to since the mark": (Scope(), "_stamped", lambda _: allow),
@@ -89,6 +100,21 @@ BROKEN: dict[str, tuple[Scope, str, Callable[[Any], Callable[..., Any]]]] = {
         "_forgotten",
         lambda _: allow,
     ),
+    "a thinning replaces a commit that was tagged or forgotten meanwhile": (
+        THINNING,
+        "_irreplaceable",
+        lambda _: allow,
+    ),
+    "an undelete takes its place from a tagged commit": (
+        THINNING,
+        "_places_taken",
+        lambda _: allow,
+    ),
+    "a thinning commits although its session is over": (
+        THINNING,
+        "_session_closed",
+        allow_for(THIN),
+    ),
 }
 
 
@@ -117,6 +143,17 @@ def test_each_check_that_is_taken_away_loses_a_chunk(
     result = explore(scope, NO_LIMIT)
     assert result.lost
     assert result.path
+
+
+def keep_the_other(state: Any, body: Undelete, entry: Entry) -> Any:
+    return _with_soft(state, body.commits, 0, 0)
+
+
+def test_an_undelete_that_leaves_the_thinned_commit_in_its_place_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fold, "_undeleted", keep_the_other)
+    assert explore(Scope(wants=(), thinning=True), NO_LIMIT).lost
 
 
 RULES = {

@@ -10,6 +10,7 @@ import torch
 from ckptstore.errors import InvalidInput
 from ckptstore.log.entries import Settings
 from ckptstore.maintenance.compact.plan import SETTING, CompactPolicy, plan_groups, policy_of
+from ckptstore.maintenance.retention import KeepLast
 from ckptstore.store import Store
 from tests.maintenance.collecting import at, opened
 from tests.shared.sites import Site
@@ -165,3 +166,18 @@ def test_groups_end_before_the_newest_commits_and_have_their_key_in_the_middle(
 def test_a_policy_without_sense_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(InvalidInput, match="wanted"):
         CompactPolicy(**wrong)
+
+
+def test_a_thinned_commit_keeps_its_place_among_the_compacted(store: Store, place: Path) -> None:
+    store.forget([KeepLast(2).thin("model/noise")])
+    store.compact(POLICY)
+    with opened(place) as handle:
+        state = handle.log.replay()
+        groups = plan_groups(state, POLICY)
+        steps = [state.commits[commit].step for group in groups for commit in group.commits]
+    assert steps == list(range(STEPS - 1))
+    for step in range(STEPS - 2):
+        weight = store.checkout(step).read("model/weight")
+        assert torch.equal(weight, trained(step)["model"]["weight"])
+    verify(place, [STEPS - 2, STEPS - 1])
+    assert not store.fsck("data").findings

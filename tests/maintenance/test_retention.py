@@ -36,7 +36,7 @@ def state_of(*rows: CommitRow) -> State:
     state = genesis(StoreId("0" * 32), 1)
     commits, runs = state.commits, state.runs
     for n, row in enumerate(rows, 1):
-        commits = commits.insert(commit_id(n), row._replace(n=n))
+        commits = commits.insert(commit_id(n), row._replace(n=n, place=n))
         if not row.soft:
             runs = runs.insert(row.run, (*runs.get(row.run, ()), commit_id(n))[-2:])
     return replace(state, n=len(rows), commits=commits, runs=runs)
@@ -51,9 +51,9 @@ def row(
     soft: int = 0,
 ) -> CommitRow:
     time_ns = MIDNIGHT_NS + int(hours * HOUR_NS)
-    return CommitRow(
-        0, SessionId("0" * 24), "", run, step, time_ns, (), tuple((metrics or {}).items()), soft, 0
-    )
+    named = tuple((metrics or {}).items())
+    session = SessionId("0" * 24)
+    return CommitRow(0, 0, session, "", run, step, time_ns, (), named, (), soft, 0)
 
 
 def kept_beyond_pins(state: State, policies: Sequence[Policy], run: str | None = None) -> set[int]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckptstore.core.ids import digest
 from ckptstore.core.model import Box, LeafContent, LeafKind
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.objects.pages import MAX_IDS, MAX_LEAVES, decode_page, join_pages, split_pages
+from ckptstore.objects.pages import GONE, MAX_IDS, MAX_LEAVES, decode_page, join_pages, split_pages
 from tests.support.mutations import damaged
 
 SIZES = st.integers(1, 5) | st.sampled_from(
@@ -38,6 +38,7 @@ LEAVES: st.SearchStrategy[tuple[LeafKind, LeafContent]] = st.one_of(
         st.sampled_from(["tensor", "value", "bytes"]),
         st.binary(max_size=512).map(lambda b: LeafContent(b, raw_bytes=len(b))),
     ),
+    st.tuples(st.sampled_from(["tensor", "value", "bytes"]), st.just(GONE)),
     st.tuples(st.just("tensor"), st.builds(LeafContent, ids=IDS)),
     st.tuples(
         st.just("tensor"), st.builds(LeafContent, ids=IDS, boxes=st.integers(1, 4).flatmap(boxes))
@@ -204,7 +205,9 @@ def page(kinds: list[int], sizes: list[int], payload: bytes, first_id: int = 0) 
     [
         b"",
         page([], [], b""),
-        page([3], [0], b""),
+        page([4], [0], b""),
+        page([3], [1], bytes(1)),
+        page([2, 3], [8, 0], bytes(8)),
         page([0], [513], bytes(513)),
         page([0], [1], bytes(2)),
         page([0], [2], bytes(1)),

@@ -135,6 +135,10 @@ def gc_page(names: Names, stack: ExitStack) -> None:
     environment(stack, CKPTSTORE="checkpoints")
 
 
+def values_page(names: Names, stack: ExitStack) -> None:
+    names["store"] = stack.enter_context(commits(names, range(100, 101)))
+
+
 def migrating_page(names: Names, stack: ExitStack) -> None:
     """Folders and state dicts as the scripts before had them."""
     import torch.distributed.checkpoint as dcp

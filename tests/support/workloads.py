@@ -22,7 +22,20 @@ from tests.support.checker import view_of
 STORE = "store"
 CHUNK_BYTES = 65536
 NEVER = 1000
-THIRD_REVISION = """
+FOURTH_REVISION = """
+DROP TABLE replaced;
+DROP INDEX commits_by_age;
+DROP INDEX commits_by_run;
+DROP INDEX commits_by_step;
+ALTER TABLE commits DROP COLUMN place;
+ALTER TABLE commits DROP COLUMN thinned;
+ALTER TABLE commits DROP COLUMN lossy;
+CREATE INDEX commits_by_run ON commits (run, n);
+CREATE INDEX commits_by_step ON commits (run, step, n);
+UPDATE alembic_version SET version_num = '0004';
+"""
+THIRD_REVISION = f"""
+{FOURTH_REVISION}
 DROP INDEX schemas_missing;
 ALTER TABLE schemas DROP COLUMN data;
 ALTER TABLE schemas ADD COLUMN leaves BIGINT;
@@ -101,6 +114,10 @@ def save_by_dcp(step: int) -> Callable[[Store], object]:
     return save
 
 
+def thin(store: Store) -> None:
+    assert store.forget(ckptstore.KeepLast(2).thin("model/own")).thinned
+
+
 def undelete(store: Store) -> None:
     store.undelete(list(view_of(Path(store.url)).forgotten))
 
@@ -125,6 +142,9 @@ WORKS = {
     "a tag that moves": Work(lambda store: store.tag("first", 0)),
     "an untag": Work(lambda store: store.untag("first")),
     "a forget": Work(lambda store: store.forget([0]), commits=4),
+    "a thinning": Work(
+        lambda store: store.forget(ckptstore.KeepLast(2).thin("model/own")), commits=4
+    ),
     "an undelete": Work(undelete, commits=4, forgotten=(0,)),
     "a gc with repack": Work(gc, commits=4, forgotten=(0,)),
     "a checkpoint of the log": Work(lambda store: store.tag("best", 0), checkpoint_every=1),
@@ -144,6 +164,8 @@ def contents_of(*stores: Path) -> Mapping[CommitId, Mapping[str, Any]]:
                 snapshot = store.checkout(id)
                 assert snapshot.step is not None
                 contents[id] = small(snapshot.step)
+                if any(leaf.gone for leaf in snapshot.leaves()):
+                    del contents[id]["model"]["own"]
     return contents
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,39 @@ def test_a_failed_save_keeps_the_one_before_and_reaches_the_loop(tmp_path: Path)
     plugin.save_checkpoint({"state_dict": {}}, tmp_path / "later.ckpt")
     plugin.teardown()
     assert is_pointer(tmp_path / "later.ckpt")
+
+
+class Slow(Stuck):
+    """Begins each removal when it is told to."""
+
+    begins: threading.Event
+
+    def _do(self, act: Any, args: tuple[Any, ...]) -> None:
+        if act == self._remove:
+            assert self.begins.wait(60)
+        super()._do(act, args)
+
+
+def test_a_removal_that_has_not_begun_is_left_out_when_the_failure_is_raised(
+    tmp_path: Path,
+) -> None:
+    plugin = Slow(tmp_path / "store")
+    plugin.begins = threading.Event()
+    plugin.told.set()
+    plugin.save_checkpoint({"state_dict": {}}, tmp_path / "a.ckpt")
+    plugin._settle()
+    plugin.error = ckptstore.NoSpace("the disk is full")
+    plugin.told.clear()
+    plugin.save_checkpoint({"state_dict": {}}, tmp_path / "b.ckpt")
+    plugin.remove_checkpoint(tmp_path / "a.ckpt")
+    plugin.told.set()
+    while plugin._failed is None:
+        time.sleep(0.01)
+    threading.Timer(0.3, plugin.begins.set).start()
+    with pytest.raises(ckptstore.NoSpace):
+        plugin.save_checkpoint({"state_dict": {}}, tmp_path / "c.ckpt")
+    plugin.teardown()
+    assert is_pointer(tmp_path / "a.ckpt")
 
 
 def test_a_value_that_cannot_be_stored_fails_in_the_call(tmp_path: Path) -> None:

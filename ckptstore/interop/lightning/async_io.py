@@ -80,6 +80,8 @@ class AsyncStoreCheckpointIO(StoreCheckpointIO):
             threads.shutdown(wait=True)
 
     def _raise_failed(self) -> None:
+        if self._failed is not None:
+            self._drain()  # what waits behind the failure is left out before it is forgotten
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed

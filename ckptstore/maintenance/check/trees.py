@@ -88,7 +88,7 @@ class Contents:
 
     def commits(self) -> list[tuple[CommitId, CommitRow]]:
         """The commits, oldest first."""
-        return sorted(self.state.commits.items(), key=lambda item: item[1].n)
+        return sorted(self.state.commits.items(), key=lambda item: item[1].age)
 
     def document(self, commit: CommitId) -> CommitDocument:
         """The document of a commit; raises `Corrupt`, `NotFound` or `Unavailable`."""
@@ -247,7 +247,7 @@ def misfits(tree: Tree) -> Iterator[str]:
     """Leaves whose content does not match their shape: path and problem. Pure."""
     for i, path in enumerate(tree.schema.paths):
         try:
-            if tree.schema.aliases[i] < 0:
+            if tree.schema.aliases[i] < 0 and not tree.is_gone(i):
                 tree.check(i)
         except (Corrupt, KeyError, ValueError) as error:
             yield f"{path}: {error}"

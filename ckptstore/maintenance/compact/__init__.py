@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from ckptstore.commit.transaction import Destination, Transaction, new_packs
+from ckptstore.commit.log_entry import new_packs
+from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitDocument

@@ -92,7 +92,7 @@ def newest_commits(state: State, policy: CompactPolicy) -> list[CommitId]:
 def _runs(state: State) -> dict[str, list[CommitId]]:
     """The commits of each run that are not forgotten, oldest first."""
     runs: dict[str, list[CommitId]] = {}
-    for commit, row in sorted(state.commits.items(), key=lambda item: item[1].n):
+    for commit, row in sorted(state.commits.items(), key=lambda item: item[1].place):
         if not row.soft:
             runs.setdefault(row.run, []).append(commit)
     return runs

@@ -14,7 +14,7 @@ from ckptstore.core.ids import CommitId, PackId, SessionId
 from ckptstore.log.state import State
 from tests.log.model.collectors import gc_moves
 from tests.log.model.others import other_moves
-from tests.log.model.world import KEPT, LETTERS, Label, Move, Scope, World, start
+from tests.log.model.world import KEPT, LETTERS, THIN, Label, Move, Scope, World, start
 from tests.log.model.writers import writer_moves
 
 
@@ -51,6 +51,9 @@ def lost(world: World) -> list[tuple[CommitId, list[str]]]:
         if commit not in rows
     ]
     purged += [(KEPT, [world.misled])] if world.misled else []
+    one = {KEPT, THIN} & rows.keys()
+    purged += [(c, ["it is there again"]) for c in one - world.kept]
+    purged += [(c, ["its place"]) for c in one if rows[c].place != 1 or len(one) > 1]
     return purged + [
         (commit, sorted(set(row.content) - have))
         for commit, row in rows.items()
@@ -86,7 +89,8 @@ def key(world: World, scope: Scope) -> object:
     closed = frozenset(o for o, _ in world.objects if state.closed(SessionId(o[:24])))
     over = frozenset(state.over)
     writers = tuple(w._replace(sent=int(w.sent == state.n + 1)) for w in world.writers)
-    others = world.planned, world.reader, world.misled, frozenset(state.tags)
+    places = world.thin, frozenset(state.replaced.items())
+    others = world.planned, world.reader, world.misled, frozenset(state.tags.items()), places
     return (
         packs,
         commits,

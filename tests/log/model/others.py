@@ -2,16 +2,20 @@
 first commit."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 
-from ckptstore.log.entries import Body, Forget, Over, Register, Tag, Undelete
+from ckptstore.core.ids import PackId
+from ckptstore.log.entries import Body, Commit, Forget, Over, Reduced, Register, Tag, Undelete
 from tests.log.model.world import (
     KEPT,
     LETTERS,
+    THIN,
     Move,
     Placed,
     Scope,
     World,
     append,
+    commit_body,
     mask_of,
     pack_of,
     record,
@@ -28,6 +32,8 @@ def other_moves(world: World, scope: Scope) -> Iterator[Move]:
         sessions += [f"gc{i}{gc.copies}" for i, gc in enumerate(world.gcs) if gc.step == "swap"]
     if world.compactor == "written":
         sessions.append(COMPACTOR)
+    if world.thin is not None:
+        sessions.append(THIN)
     for name in sessions:
         over = Over((session_of(name),))
         if session_of(name) not in world.state.over and refusal(world, over) is None:
@@ -38,34 +44,71 @@ def other_moves(world: World, scope: Scope) -> Iterator[Move]:
         yield from tag_moves(world)
     if scope.compacting:
         yield from compactor_moves(world)
+    if scope.thinning:
+        yield from thin_moves(world, scope)
     if not scope.forgetting:
         return
     if world.undelete is not None:
-        reused = (
-            frozenset()
-            if scope.blind_undelete
-            else frozenset(world.numbers[p] for p in world.undelete)
-        )
-        undelete = Undelete((KEPT,), reused)
+        commit, packs = world.undelete
+        reused = frozenset(world.numbers[p] for p in packs if not scope.blind_undelete)
+        undelete = Undelete((commit,), reused)
         if refusal(world, undelete) is None:
-            yield (
-                ("k0 is undeleted",),
-                append(world, undelete)._replace(undelete=None, kept=world.kept | {KEPT}),
-            )
+            kept = world.kept - {KEPT, THIN} | {commit}
+            done = append(world, undelete)._replace(undelete=None, kept=kept)
+            yield (f"{commit} is undeleted",), done
         else:
             yield ("the undelete is refused",), world._replace(undelete=None)
         return
-    row = world.state.commits.get(KEPT)
-    forget = Forget((KEPT,), "")
-    if row is not None and not row.soft and refusal(world, forget) is None:
-        yield ("k0 is forgotten",), append(world, forget)._replace(kept=world.kept - {KEPT})
-    if row is not None and row.soft and scope.undeleting:
-        holders = [p for p in world.state.packs.values() if p.bytes & mask_of(row.content)]
-        if {c for p in holders for c in LETTERS[p.bytes]} >= set(row.content):
-            yield (
-                ("undelete looks up the packs of k0",),
-                world._replace(undelete=frozenset(p.id for p in holders)),
-            )
+    for commit in (KEPT, THIN):
+        row = world.state.commits.get(commit)
+        forget = Forget((commit,), "")
+        if row is not None and not row.soft and refusal(world, forget) is None:
+            kept = world.kept - {commit}
+            yield (f"{commit} is forgotten",), append(world, forget)._replace(kept=kept)
+        if row is not None and row.soft and scope.undeleting:
+            packs = _holders(world, row.content)
+            if packs is not None:
+                yield (
+                    (f"undelete looks up the packs of {commit}",),
+                    world._replace(undelete=(commit, packs)),
+                )
+
+
+def _holders(world: World, chunks: str) -> frozenset[PackId] | None:
+    """The listed packs that hold some of `chunks`; None if one of these is in no pack."""
+    packs = [p for p in world.state.packs.values() if p.bytes & mask_of(chunks)]
+    found = {c for p in packs for c in LETTERS[p.bytes]}
+    return frozenset(p.id for p in packs) if found >= set(chunks) else None
+
+
+def thin_moves(world: World, scope: Scope) -> Iterator[Move]:
+    """A thinning of k0 keeps the chunk a, looks it up, writes a page c, and appends a commit that
+    takes the place of k0. A session that is over, or an entry that is refused, ends it."""
+    thin = world.state.commits.get(THIN)
+    if scope.tagging and thin is not None and not thin.soft and "tag" not in world.state.tags:
+        yield ("t0 is tagged",), append(world, Tag("tag", THIN, frozenset()))
+    row, pack = world.state.commits.get(KEPT), record(pack_of(THIN), mask_of("c"))
+    if world.thin is None:
+        there = any(name == pack.id for name, _ in world.objects)
+        if row is None or row.soft or there or world.state.closed(session_of(THIN)):
+            return
+        if (found := _holders(world, "a")) is not None:
+            yield ("thin looks up what k0 keeps",), world._replace(thin=("write", found))
+        return
+    step, holders = world.thin
+    if step == "write":
+        written = world.objects | {(pack.id, pack.bytes)}
+        yield ("thin writes c",), world._replace(thin=("commit", holders), objects=written)
+        return
+    reused = frozenset(world.numbers[p] for p in holders)
+    plain = commit_body(THIN, "ac", (pack,), reused)
+    columns = {field.name: getattr(plain, field.name) for field in fields(Commit)}
+    body = Reduced(**columns | {"run": "main"}, replaces=KEPT, thinned=("b",), cast=())
+    if refusal(world, body) is None:
+        kept = world.kept - {KEPT} | {THIN}
+        yield ("t0 takes the place of k0",), append(world, body)._replace(thin=None, kept=kept)
+    else:
+        yield ("the thinning is refused",), world._replace(thin=None)
 
 
 def compactor_moves(world: World) -> Iterator[Move]:

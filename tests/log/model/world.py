@@ -23,6 +23,7 @@ LETTERS = {
 }
 STORE = StoreId("0" * 32)
 KEPT = CommitId("k0")
+THIN = CommitId("t0")
 
 Placed: TypeAlias = tuple[str, PackId]
 """A chunk and a pack that holds it."""
@@ -49,6 +50,7 @@ class Scope:
     hasty_writer: bool = False
     sparing: bool = False
     compacting: bool = False
+    thinning: bool = False
 
 
 class Writer(NamedTuple):
@@ -77,13 +79,14 @@ class World(NamedTuple):
     objects: frozenset[tuple[PackId, int]]
     writers: tuple[Writer, ...]
     gcs: tuple[Collector, ...]
-    undelete: frozenset[PackId] | None
+    undelete: tuple[CommitId, frozenset[PackId]] | None
     views: frozenset[frozenset[Placed]]
     kept: frozenset[CommitId]
     planned: frozenset[str] = frozenset()
     reader: frozenset[Placed] | None = None
     misled: str = ""
     compactor: str = "idle"
+    thin: tuple[str, frozenset[PackId]] | None = None
 
 
 Label: TypeAlias = tuple[object, ...]

@@ -1,0 +1,279 @@
+"""`log.state.apply` in SQL: log entries as changes of the catalog's tables.
+
+Statements are built once, and rows are gathered over many entries. A commit costs a dozen short
+statements, whatever the history, and a thousand commits little more. Rows of packs are updated only
+where they change: a commit may reuse all packs, but few of them are condemned.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+from sqlalchemy import Connection, Table, bindparam, delete, insert, select, text, update
+
+from ckptstore.core.ids import CommitId
+from ckptstore.core.model import PackRecord
+from ckptstore.index.tables import (
+    commit_trees,
+    commits,
+    entries,
+    metrics,
+    packs,
+    parents,
+    position,
+    replaced,
+    schemas,
+    tags,
+)
+from ckptstore.log.entries import (
+    Commit,
+    Condemn,
+    Delete,
+    Entry,
+    Forget,
+    Position,
+    Reduced,
+    Register,
+    Tag,
+    Undelete,
+    encode_entry,
+)
+
+_INSERTED = (entries, commits, parents, metrics, packs, commit_trees, tags)
+_INSERT = {table: insert(table) for table in (*_INSERTED, schemas, replaced)}
+_DELETE_TAG = delete(tags).where(tags.c.name == bindparam("key"))
+# Worded as the condition of the index `packs_condemned`; otherwise SQLite would not use it.
+_CONDEMNED = select(packs.c.number).where(text("condemned"))
+_CONDEMN = (
+    update(packs).where(packs.c.number == bindparam("key")).values(condemned=bindparam("value"))
+)
+_DELETE_PACK = delete(packs).where(packs.c.number == bindparam("key"))
+_FORGET = (
+    update(commits).where(commits.c.id == bindparam("key")).values(forgotten=bindparam("value"))
+)
+_PLACE = select(commits.c.place, commits.c.time_ns).where(commits.c.id == bindparam("key"))
+_FORGET_HOLDER = _FORGET.where(commits.c.forgotten == 0)
+_HOLDER = select(replaced.c.commit_id).where(replaced.c.id == bindparam("key"))
+_REPLACE = (
+    update(replaced)
+    .where(replaced.c.commit_id == bindparam("key"))
+    .values(commit_id=bindparam("value"))
+)
+_NOT_REPLACED = delete(replaced).where(replaced.c.id == bindparam("key"))
+_SCHEMA = select(schemas.c.number).where(schemas.c.id == bindparam("key"))
+_SCHEMAS_OF = select(commit_trees.c.schema).where(commit_trees.c.n == bindparam("key"))
+_USES = select(commit_trees.c.n).where(commit_trees.c.schema == bindparam("key")).limit(1)
+_COMMIT = select(commits.c.n).where(commits.c.id == bindparam("key"))
+_PURGE = tuple(
+    delete(table).where(table.c.n == bindparam("key"))
+    for table in (commits, parents, metrics, commit_trees)
+)
+_DROP_SCHEMA = delete(schemas).where(schemas.c.number == bindparam("key"))
+_ADD_SCHEMA = (
+    update(schemas).where(schemas.c.id == bindparam("key")).values(data=bindparam("value"))
+)
+_SET_POSITION = update(position).values(
+    n=bindparam("new_n"), hash=bindparam("new_hash"), bytes=bindparam("new_bytes")
+)
+
+_POSITION = select(position.c.n, position.c.hash, position.c.bytes)
+
+Within: TypeAlias = AbstractContextManager[object]
+
+
+class CatalogFold:
+    """A batch of entries in one transaction. `finish` writes the gathered rows."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._rows: dict[Table, list[dict[str, Any]]] = defaultdict(list)
+        self._tags: dict[str, CommitId | None] = {}
+        self._schemas: dict[str, int] = {}
+        self._condemned = {number for (number,) in connection.execute(_CONDEMNED)}
+
+    def add(self, entry: Entry) -> None:
+        """Fold the next entry."""
+        body, n = entry.body, entry.n
+        self._rows[entries].append({"n": n, "data": encode_entry(entry)})
+        match body:
+            case Commit():
+                self._commit(body, n, entry.time_ns)
+            case Tag():
+                self._tags[body.name] = body.commit
+                self._set_condemned(body.reused, False)
+            case Forget():
+                self._set_forgotten(body.commits, n)
+            case Undelete():
+                for commit in body.commits:
+                    self._take_back(commit, n)
+                    self._set_forgotten([commit], 0)
+                self._set_condemned(body.reused, False)
+            case Condemn():
+                self._set_condemned(body.packs, True)
+                self._purge(body.purge)
+            case Register():
+                self._list(body.packs)
+                self._set_condemned(body.condemn, True)
+            case Delete():
+                self._each(_DELETE_PACK, body.packs)
+                self._condemned -= body.packs
+
+    def finish(self, last: Entry) -> None:
+        """Write the gathered rows; the catalog's position is `last` afterwards."""
+        self._flush()
+        self._connection.execute(
+            _SET_POSITION, {"new_n": last.n, "new_hash": last.hash, "new_bytes": last.bytes}
+        )
+
+    def _commit(self, body: Commit, n: int, time_ns: int) -> None:
+        place, reduced = n, body if isinstance(body, Reduced) else None
+        if reduced and reduced.replaces and (old := self._row(_PLACE, reduced.replaces)):
+            place, time_ns = old
+            self._set_forgotten([reduced.replaces], n)
+            self._replace(reduced.replaces, body.commit)
+        self._rows[commits].append(
+            {
+                "n": n,
+                "id": body.commit,
+                "content": body.content,
+                "session": body.session,
+                "run": body.run,
+                "step": body.step,
+                "message": body.message,
+                "time_ns": time_ns,
+                "logical_bytes": body.logical_bytes,
+                "new_bytes": body.new_bytes,
+                "leaves": body.leaves,
+                "place": place,
+                "thinned": json.dumps(reduced.thinned if reduced else ()),
+                "lossy": json.dumps(reduced.cast if reduced else ()),
+            }
+        )
+        self._rows[parents].extend(
+            {"n": n, "position": i, "parent": parent} for i, parent in enumerate(body.parents)
+        )
+        self._rows[metrics].extend(
+            {"n": n, "name": name, "value": None if math.isnan(x) else x}
+            for name, x in body.metrics
+        )
+        self._rows[commit_trees].extend(
+            {"n": n, "key": key, "schema": self._schema(schema)} for key, schema in body.schemas
+        )
+        self._tags.update((name, body.commit) for name in body.tags)
+        self._list(body.packs)
+        self._set_condemned(body.reused, False)
+
+    def _take_back(self, commit: CommitId, n: int) -> None:
+        """Undo that another commit has the place of `commit`."""
+        if (last := self._row(_HOLDER, commit)) and self._row(_COMMIT, commit):
+            self._each(_FORGET_HOLDER, last, n)
+            self._each(_NOT_REPLACED, [commit])
+            self._replace(last[0], commit)
+
+    def _replace(self, old: CommitId, new: CommitId) -> None:
+        self._flush()
+        self._connection.execute(_REPLACE, {"key": old, "value": new})
+        self._connection.execute(_INSERT[replaced], {"id": old, "commit_id": new})
+
+    def _row(self, statement: Any, key: str) -> Any:
+        self._flush()
+        return self._connection.execute(statement, {"key": key}).first()
+
+    def _list(self, records: Iterable[PackRecord]) -> None:
+        self._rows[packs].extend(
+            {
+                "number": p.number,
+                "id": p.id,
+                "bytes": p.bytes,
+                "chunks": p.chunks,
+                "metadata": p.metadata,
+            }
+            for p in records
+        )
+
+    def _schema(self, schema: str) -> int:
+        number = self._schemas.get(schema)
+        if number is None:
+            number = self._connection.execute(_SCHEMA, {"key": schema}).scalar()
+            if number is None:
+                self._connection.execute(_INSERT[schemas], {"id": schema})
+                number = int(self._connection.execute(_SCHEMA, {"key": schema}).scalar_one())
+            self._schemas[schema] = number
+        return number
+
+    def _set_condemned(self, numbers: frozenset[int], condemned: bool) -> None:
+        changed = numbers - self._condemned if condemned else numbers & self._condemned
+        self._each(_CONDEMN, changed, condemned)
+        self._condemned = self._condemned | changed if condemned else self._condemned - changed
+
+    def _set_forgotten(self, ids: Iterable[CommitId], n: int) -> None:
+        self._each(_FORGET, ids, n)
+
+    def _purge(self, ids: Iterable[CommitId]) -> None:
+        self._flush()
+        numbers = [
+            n for commit in ids for (n,) in self._connection.execute(_COMMIT, {"key": commit})
+        ]
+        used = {
+            schema
+            for n in numbers
+            for (schema,) in self._connection.execute(_SCHEMAS_OF, {"key": n})
+        }
+        for statement in _PURGE:
+            self._each(statement, numbers)
+        unused = (n for n in used if not self._connection.execute(_USES, {"key": n}).first())
+        self._each(_DROP_SCHEMA, unused)
+        self._schemas.clear()
+
+    def _each(self, statement: Any, keys: Iterable[int | str], value: int | None = None) -> None:
+        """Execute `statement` for each of `keys`, after the rows gathered so far."""
+        rows = [{"key": key} if value is None else {"key": key, "value": value} for key in keys]
+        if rows:
+            self._flush()
+            self._connection.execute(statement, rows)
+
+    def _flush(self) -> None:
+        if self._tags:
+            self._connection.execute(_DELETE_TAG, [{"key": name} for name in self._tags])
+            self._rows[tags].extend(
+                {"name": name, "commit_id": commit} for name, commit in self._tags.items() if commit
+            )
+            self._tags.clear()
+        for table in _INSERTED:
+            if rows := self._rows.pop(table, None):
+                self._connection.execute(_INSERT[table], rows)
+
+
+def fold_entries(
+    connection: Connection,
+    entries: Sequence[Entry],
+    *,
+    at: Position | None = None,
+    at_once: Callable[[Connection], Within] = nullcontext,
+) -> bool:
+    """Fold `entries` within a transaction; False if they do not follow the position, which is `at`
+    if the caller knows it.
+
+    `at_once` wraps statements whose results nobody needs.
+    """
+    at = at or Position(*connection.execute(_POSITION).one())
+    new = [entry for entry in entries if entry.n > at.n]
+    if not new:
+        return True
+    if (new[0].n - 1, new[0].prev_hash, new[0].prev_bytes) != at:
+        return False
+    folding = CatalogFold(connection)
+    for entry in new:
+        folding.add(entry)
+    with at_once(connection):
+        folding.finish(new[-1])
+    return True
+
+
+def add_schema(connection: Connection, schema_id: str, data: bytes) -> bool:
+    """Add an encoded schema that commits name within a transaction."""
+    connection.execute(_ADD_SCHEMA, {"key": schema_id, "value": data})
+    return True

@@ -1,0 +1,114 @@
+"""Which commit does a ref name in the state of a log, and what is there instead of one that it does
+not have? Pure."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from rpds import HashTrieMap
+
+from ckptstore.core.ids import CommitId, SessionId
+from ckptstore.core.refs import Ancestor, Best, Latest, Name, Step, find, parse_ref
+from ckptstore.core.text import selector
+from ckptstore.errors import NotFound
+from ckptstore.log.state import CommitRow, State, by_age
+
+
+class Resolved(NamedTuple):
+    """A commit of the log, with the tags that name it."""
+
+    id: CommitId
+    session: SessionId
+    step: int | None
+    tags: tuple[str, ...]
+
+
+def resolve(state: State, text: str | int, run: str | None) -> Resolved:
+    """The commit that a ref names, in `run` if it names none.
+
+    Raises `NotFound` with the nearest names, and as `core.refs.parse_ref` and `find`.
+    """
+    ref = parse_ref(text)
+    commit = find(state, ref, run)
+    if commit is None or commit not in state.commits:
+        named = ref.base if isinstance(ref, Ancestor) else ref
+        raise NotFound(_unknown(state, named, getattr(named, "run", None) or run))
+    return resolved(state, commit)
+
+
+def newest_first(state: State, run: str) -> list[Resolved]:
+    """The commits of `run` that are not forgotten, newest first."""
+    return [resolved(state, commit) for commit, _ in by_age(state, run)]
+
+
+def nearest_first(state: State, commit: CommitId, path: str) -> list[Resolved]:
+    """The commits of the run of `commit` of which no leaf `path` was thinned, those of the nearest
+    steps first."""
+    if (to := state.commits.get(commit)) is None:
+        return []
+
+    def distance(item: tuple[CommitId, CommitRow]) -> tuple[int, int]:
+        row = item[1]
+        return abs((row.step or 0) - (to.step or 0)), abs(row.place - to.place)
+
+    rows = [
+        (commit, row)
+        for commit, row in by_age(state, to.run)
+        if not (row.thinned and selector(row.thinned)(path))
+    ]
+    return [resolved(state, commit) for commit, _ in sorted(rows, key=distance)]
+
+
+def forgotten_alone(state: State) -> State:
+    """`state` with its forgotten commits alone, as if they were not forgotten: for refs that name
+    them."""
+    rows = [(commit, row._replace(soft=0)) for commit, row in state.commits.items() if row.soft]
+    return replace(state, commits=HashTrieMap(rows), tags=HashTrieMap())
+
+
+def resolved(state: State, commit: CommitId) -> Resolved:
+    """The log's record of a commit."""
+    row = state.commits[commit]
+    return Resolved(
+        commit,
+        row.session,
+        row.step,
+        tuple(sorted(tag for tag, named in state.tags.items() if named == commit)),
+    )
+
+
+def _unknown(state: State, ref: Step | Latest | Best | Name, run: str | None) -> str:
+    """What is missing, and what there is instead."""
+    rows, where = by_age(state, None), "" if run is None else f" in run {run!r}"
+    runs = ", ".join(list(dict.fromkeys(row.run for _, row in rows))[:10])
+    there = f"runs with commits: {runs}" if runs else "the store has no commits"
+    match ref:
+        case Step():
+            steps = {row.step for _, row in by_age(state, run) if row.step is not None}
+            nearest = sorted(steps, key=lambda step: abs(step - ref.step))[:6]
+            if nearest:
+                there = f"the nearest steps are {', '.join(map(str, sorted(nearest)))}"
+            return f"no commit of step {ref.step}{where}; {there}"
+        case Best():
+            runs_with = {name: row.run for _, row in reversed(rows) for name, _ in row.metrics}
+            metrics = {name for _, row in by_age(state, run) for name, _ in row.metrics}
+            if ref.metric in metrics:
+                return f"every commit{where} that has the metric {ref.metric!r} has NaN for it"
+            if other := runs_with.get(ref.metric):
+                there = f"run {other!r} has it: '{other}@best:{ref.metric}'"
+            else:
+                names = sorted(metrics or runs_with)[:20]
+                are = "are" if len(names) > 1 else "is"
+                there = f"there {are} {', '.join(names)}" if names else "none has metrics"
+            return f"no commit{where} has a metric {ref.metric!r}; {there}"
+        case Name():
+            # Imported here, because refs that are found need not wait for it.
+            from difflib import get_close_matches
+
+            tags = sorted(state.tags)
+            near = get_close_matches(ref.name, tags, n=5, cutoff=0.5) or tags[:5]
+            tagged = f"there are the tags {', '.join(near)}" if near else "there are no tags"
+            there = tagged if near else f"{tagged}; {there}"
+            if get_close_matches(ref.name, ["latest"], cutoff=0.7):
+                there = f"did you mean 'latest'?; {there}"
+            return f"no tag {'or commit ' if ref.prefix else ''}{ref.name!r}; {there}"
+    return f"no commit{where} yet; {there}"

@@ -1,0 +1,150 @@
+"""Thinning: an old commit loses leaves and keeps the others, without a tensor being read or
+written.
+
+A thinned commit is a commit of its own, with the same schemas, in whose pages some leaves are gone.
+One log entry puts it in the place of the original, which is forgotten by the same entry.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+from ckptstore.commit.log_entry import entry_of, new_packs
+from ckptstore.commit.transaction import Destination, Transaction
+from ckptstore.commit.write import write_metadata
+from ckptstore.core.ids import ChunkId, CommitId, digest, document_key
+from ckptstore.core.model import CommitDocument, CommitInfo, Thinning, TreeRef
+from ckptstore.core.text import selector
+from ckptstore.errors import InvalidInput
+from ckptstore.log.log import Refused
+from ckptstore.objects.documents import content_id, encode_document
+from ckptstore.objects.pack import PAGE
+from ckptstore.objects.pages import GONE, split_pages
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.restore.reader import Reader, Tree
+from ckptstore.storage.contract import put_finished
+from ckptstore.storage.reserve import room
+
+ATTEMPTS = 5
+
+
+class Leaves:
+    """Which commits have leaves that match a glob. Schemas come from the catalog; only of thinned
+    commits are documents and pages read."""
+
+    def __init__(self, handle: StoreHandle, reader: Reader) -> None:
+        self._queries, self._reader = handle.queries(), reader
+        self._infos = {info.id: info for info in self._queries.log()}
+        self._matches = cache(self._match)
+
+    def matching(self, commit: CommitId, globs: Sequence[str]) -> tuple[str, ...]:
+        """Those of `globs` that match a leaf which the commit still has."""
+        info = self._infos.get(commit)
+        found = () if info is None else self._ever(info, globs)
+        if info is None or not info.thinned or not found:
+            return found
+        document = self._reader.document(info.session, commit)
+        trees = self._reader.trees(document.trees)
+        return tuple(glob for glob in found if any(map(len, _matched(trees, glob).values())))
+
+    def check(self, globs: Sequence[str]) -> None:
+        """Raise `InvalidInput` for a glob that matches no leaf of any commit."""
+        for glob in globs:
+            if self._infos and not any(self._ever(info, [glob]) for info in self._infos.values()):
+                newest = next(iter(self._infos))
+                raise InvalidInput(
+                    f"no commit has a leaf that matches {glob!r}; nothing was thinned or "
+                    f"forgotten: `ckptstore ls {newest[:12]}` lists leaves"
+                )
+
+    def _ever(self, info: CommitInfo, globs: Sequence[str]) -> tuple[str, ...]:
+        schemas = info.schemas.values()
+        return tuple(glob for glob in globs if any(self._matches(s, glob) for s in schemas))
+
+    def _match(self, schema: str, glob: str) -> bool:
+        found = self._queries.schema(schema)
+        return found is not None and any(map(selector(glob), found.paths))
+
+
+def thin_commit(
+    handle: StoreHandle, reader: Reader, commit: CommitId, globs: Sequence[str]
+) -> CommitId | None:
+    """Replace a commit by one without the leaves that match `globs`; None if it has none of them.
+
+    A leaf that shares memory with one that stays, stays. Raises `Refused` if the commit may not be
+    forgotten.
+    """
+    destination = Destination(handle, reader.threads)
+    for attempt in range(ATTEMPTS):
+        document = reader.document(handle.log.replay().commits[commit].session, commit)
+        trees = reader.trees(document.trees)
+        matched = _matched(trees, *globs)
+        if not any(matched.values()):
+            return None
+        try:
+            with Transaction.begin(destination, what="thin") as transaction:
+                return _replace(handle, transaction, commit, document, trees, matched, globs)
+        except Refused as error:
+            if not error.refusal.again or attempt == ATTEMPTS - 1:
+                raise
+            handle.objects.sync(handle.log.replay(), thorough=True)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _replace(
+    handle: StoreHandle,
+    transaction: Transaction,
+    commit: CommitId,
+    original: CommitDocument,
+    trees: Mapping[str, Tree],
+    matched: Mapping[str, frozenset[int]],
+    globs: Sequence[str],
+) -> CommitId:
+    """Write the pages and the document of the thinned commit, and append its entry."""
+    new, refs, ids, lost_bytes = dict[ChunkId, tuple[bytes, int]](), [], list[bytes](), 0
+    for key, ref in original.trees:
+        tree, gone = trees[key], matched[key]
+        lost_bytes += sum(tree.raw_bytes(i) for i in gone)
+        contents = [GONE if i in gone else each for i, each in enumerate(tree.contents)]
+        ids += [ref.schema, *(content.ids for content in contents)]
+        if gone:
+            pages = split_pages(tree.schema.kinds, contents)
+            ref = TreeRef(ref.schema, tuple(ChunkId(digest(page)) for page in pages))
+            new |= {chunk: (page, PAGE) for chunk, page in zip(ref.pages, pages, strict=True)}
+        else:
+            ids += ref.pages
+        refs.append((key, ref))
+    ids += [original.layout] if original.layout else []
+    reused = handle.objects.packs_of(b"".join(ids))
+    write_metadata(new, transaction.look(), transaction.packs)
+    transaction.packs.wait()
+    records = [pack.record for pack in transaction.packs.closed]
+    before = original.thinned.globs if original.thinned else ()
+    document = replace(
+        original,
+        session=transaction.session,
+        tags=(),
+        trees=tuple(refs),
+        content=content_id(refs),
+        logical_bytes=original.logical_bytes - lost_bytes,
+        new_bytes=sum(record.stored_bytes for record in records),
+        thinned=Thinning(commit, (*before, *(glob for glob in globs if glob not in before))),
+    )
+    thinned, stored = encode_document(document)
+    key = document_key(transaction.session, thinned)
+    own = (key,) if put_finished(handle.storage, key, stored) else ()
+    reused |= transaction.look().reused
+    body = entry_of(document, thinned, len(stored), records, reused, replaces=commit)
+    with room(handle.storage):
+        entry = transaction.append(body, own)
+    transaction.index(new_packs(entry))
+    return thinned
+
+
+def _matched(trees: Mapping[str, Tree], *globs: str) -> dict[str, frozenset[int]]:
+    """By key, the leaves with content that match one of `globs`, and so do all their aliases."""
+    selected = {key: tree.schema.matching(selector(globs)) for key, tree in trees.items()}
+    return {
+        key: frozenset(i for i in found if not trees[key].is_gone(i))
+        for key, found in selected.items()
+    }

@@ -1,0 +1,175 @@
+"""Lower precision on request: what is converted, what it cost, and who says so."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore.errors import InvalidInput
+from ckptstore.snapshot import Snapshot, contents_of
+from tests.cli.running import call
+
+GLOB = "optimizer/**"
+
+
+def state(scale: float = 1.0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(7)
+    return {
+        "model": {"weight": torch.randn(600, 300, generator=generator)},
+        "optimizer": {
+            "exp_avg": torch.randn(600, 300, generator=generator) * scale,
+            "small": torch.randn(9, generator=generator),
+            "column": torch.randn(300, 600, generator=generator).T,
+            "step": torch.tensor(10_001.0),
+            "lr": 0.1,
+        },
+    }
+
+
+def errors(snap: Snapshot) -> dict[str, Any]:
+    cast = contents_of(snap).document.cast
+    return {} if cast is None else {error.path: error for error in cast.errors}
+
+
+def commit(place: Path, app_state: dict[str, Any], cast: Any, **options: Any) -> Snapshot:
+    with ckptstore.open(place, **options) as store:
+        store.commit(app_state, step=1, cast=cast)
+        return store.checkout(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_matching_floats_are_committed_as_torch_converts_them(
+    tmp_path: Path, dtype: torch.dtype, codec: str
+) -> None:
+    given = state()
+    storage = ckptstore.Storage(chunk_bytes=1 << 16, codec=codec)
+    with ckptstore.open(tmp_path, storage=storage) as store:
+        snap = store.commit(given, step=1, cast={GLOB: dtype})
+        for name in ("exp_avg", "small", "column"):
+            before, after = given["optimizer"][name], snap.read(f"optimizer/{name}")
+            assert after.dtype == dtype
+            assert torch.equal(
+                after.view(torch.uint8), before.to(dtype).contiguous().view(torch.uint8)
+            )
+            error = errors(snap)[f"optimizer/{name}"]
+            gap = (before.to(dtype).double() - before.double()).abs()
+            assert error.absolute == gap.max()
+            assert error.relative == (gap / before.double().abs()).max()
+            assert (error.dtype, error.nans, error.overflows) == ("float32", 0, 0)
+        assert torch.equal(snap.read("model/weight"), given["model"]["weight"])
+        assert snap.read("optimizer/step").dtype == torch.float32
+        assert snap.read("optimizer/lr") == 0.1
+        assert not store.fsck(read_data="100%").findings
+
+
+def test_nan_and_overflow_are_counted_and_do_not_count_as_errors(tmp_path: Path) -> None:
+    given = state()
+    flat = given["optimizer"]["exp_avg"].view(-1)
+    flat[:3], flat[3], flat[4] = float("nan"), 1e30, float("inf")
+    with ckptstore.open(tmp_path) as store:
+        error = errors(store.commit(given, cast={GLOB: torch.float16}))["optimizer/exp_avg"]
+    assert (error.nans, error.overflows) == (3, 1)
+    assert 0 < error.absolute < 1
+    assert 0 < error.relative <= 1
+
+
+def test_a_restore_to_the_original_dtype_converts_back_and_says_once_that_it_is_lossy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given, target = state(), state(scale=3.0)
+    with ckptstore.open(tmp_path) as store:
+        store.commit(given, step=1, cast={GLOB: torch.bfloat16})
+        snap = store.checkout(1)
+        with pytest.raises(InvalidInput, match="bfloat16"):
+            snap.restore(target)
+        with caplog.at_level(logging.WARNING, "ckptstore"):
+            snap.restore(target, dtype=torch.float32)
+            snap.restore(target, dtype=torch.float32)
+    said = [record.getMessage() for record in caplog.records if "lossy" in record.getMessage()]
+    assert len(said) == 1
+    assert "optimizer/** as bfloat16" in said[0]
+    wanted = given["optimizer"]["exp_avg"].to(torch.bfloat16).float()
+    assert torch.equal(target["optimizer"]["exp_avg"], wanted)
+
+
+def test_a_commit_in_the_background_is_cast_too(tmp_path: Path) -> None:
+    given = state()
+    with ckptstore.open(tmp_path) as store:
+        pending = store.commit_async(given, step=1, cast={GLOB: torch.bfloat16})
+        wanted = given["optimizer"]["exp_avg"].to(torch.bfloat16)
+        given["optimizer"]["exp_avg"].zero_()
+        snap = pending.wait()
+        assert snap is not None
+        assert torch.equal(snap.read("optimizer/exp_avg"), wanted)
+        assert errors(snap).keys() == {f"optimizer/{n}" for n in ("exp_avg", "small", "column")}
+
+
+def test_an_unchanged_state_is_cast_to_the_same_chunks(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path) as store:
+        first = store.commit(state(), step=1, cast={GLOB: torch.bfloat16})
+        again = store.commit(state(), step=2, cast={GLOB: torch.bfloat16})
+        whole = store.commit(state(), step=3)
+    assert again.content_id == first.content_id != whole.content_id
+    assert again.new_bytes < 1000
+    assert errors(again) == errors(first)
+    assert errors(whole) == {}
+
+
+def test_the_first_glob_that_matches_counts(tmp_path: Path) -> None:
+    cast = {"optimizer/small": torch.float16, GLOB: torch.bfloat16}
+    with ckptstore.open(tmp_path) as store:
+        snap = store.commit(state(), cast=cast)
+        assert snap.read("optimizer/small").dtype == torch.float16
+        assert snap.read("optimizer/exp_avg").dtype == torch.bfloat16
+
+
+TIED = torch.ones(5, 5)
+REFUSED: list[tuple[dict[str, Any], Any, str]] = [
+    (state(), {"optimiser/**": torch.bfloat16}, "no float tensor with dimensions matches"),
+    ({"model": {"ids": torch.arange(600)}}, {"model/**": torch.bfloat16}, "only floats"),
+    ({"model": {"m": torch.ones(9) > 0}}, {"model/**": torch.bfloat16}, "only floats"),
+    ({"model": {"w": torch.ones(9).half()}}, {"model/**": torch.float32}, "lower precision"),
+    (state(), {GLOB: torch.int8}, "wanted a dtype of floats"),
+    (state(), {GLOB: "bfloat16"}, "wanted a dtype of floats"),
+    (state(), {}, "wanted dtypes by glob"),
+    (state(), "bfloat16", "wanted dtypes by glob"),
+    ({"m": {"a": TIED, "b": TIED}}, {"m/b": torch.bfloat16}, "name both or none"),
+]
+
+
+@pytest.mark.parametrize(("given", "cast", "why"), REFUSED, ids=[case[2] for case in REFUSED])
+def test_a_cast_that_cannot_be_is_refused_and_nothing_is_committed(
+    tmp_path: Path, given: dict[str, Any], cast: Any, why: str
+) -> None:
+    with ckptstore.open(tmp_path) as store:
+        with pytest.raises(InvalidInput, match=why):
+            store.commit(given, cast=cast)
+        assert store.log() == []
+
+
+def test_a_worker_process_does_not_cast(tmp_path: Path) -> None:
+    background = ckptstore.Async(executor="process")
+    with (
+        ckptstore.open(tmp_path, background=background) as store,
+        pytest.raises(InvalidInput, match="worker process"),
+    ):
+        store.commit_async(state(), cast={GLOB: torch.bfloat16})
+
+
+def test_the_commands_and_mirrors_say_that_a_commit_is_lossy(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "a") as store:
+        store.commit(state(), step=1, cast={GLOB: torch.bfloat16})
+        store.push(tmp_path / "b", create=True)
+    for place in ("a", "b"):
+        where = ("-s", str(tmp_path / place))
+        logged = json.loads(call(*where, "log", "--json").out)["commits"]
+        assert logged[0]["cast"] == {GLOB: "bfloat16"}
+        shown = json.loads(call(*where, "show", "1", "--json").out)["commit"]["cast_errors"]
+        assert {each["path"] for each in shown} >= {"optimizer/exp_avg"}
+        assert "optimizer/** as bfloat16" in call(*where, "show", "1").out
+        assert "bfloat16" in call(*where, "log").out
