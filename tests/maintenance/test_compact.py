@@ -13,6 +13,7 @@ from ckptstore.maintenance.compact.plan import SETTING, CompactPolicy, plan_grou
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.store import Store
 from tests.maintenance.collecting import at, opened
+from tests.maintenance.stores import heal
 from tests.shared.sites import Site
 from tests.support.fixtures import scratch
 
@@ -181,3 +182,14 @@ def test_a_thinned_commit_keeps_its_place_among_the_compacted(store: Store, plac
         assert torch.equal(weight, trained(step)["model"]["weight"])
     verify(place, [STEPS - 2, STEPS - 1])
     assert not store.fsck("data").findings
+
+
+def test_a_lost_configuration_is_not_taken_for_that_of_a_store_with_zstd(
+    store: Store, place: Path
+) -> None:
+    store.compact(POLICY)
+    (place / "ckptstore.json").write_bytes(b"{}")
+    heal(place)
+    with opened(place) as handle:
+        assert handle.config.codec == "raw"
+    verify(place)
