@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.options import Storage
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import InvalidInput, NoSpace
 from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check import Level, Report, parse_level, parse_share
 from ckptstore.maintenance.check.fsck import fsck
@@ -183,7 +183,10 @@ class Maintenance:
         report = collect(self._handle, options, dry_run=dry_run, progress=progress)
         if not dry_run:
             if policy := policy_of(self._handle.log.state):
-                report.add(compact(self._handle, policy, progress=progress).collected)
+                try:
+                    report.add(compact(self._handle, policy, progress=progress).collected)
+                except NoSpace as error:
+                    report.stopped = str(error)
             self._handle.follow()
         return report
 
@@ -214,6 +217,7 @@ class Maintenance:
             InvalidInput: `threads` is less than 1.
             ReadOnly: The store is read-only, and `dry_run` is not given.
             Corrupt: The metadata of a commit cannot be read.
+            NoSpace: The disk is full; what was coded before is kept.
 
         Example:
             >>> store.compact(ckptstore.CompactPolicy(newest=2, every=8))
