@@ -13,17 +13,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WORKERS ?= 3
 READY := $(VENV)/.ready
 READY_BENCH := $(VENV)/.ready-bench
+READY_UI := $(VENV)/.ready-ui
 TRAINERS := $(VENV)-trainers
 READY_TRAINERS := $(TRAINERS)/.ready
 PIP_TRAINERS := $(TRAINERS)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
 
-.PHONY: help setup test test-real test-trainers test-versions lint dist demo bench soak soak-trainers docs docs-serve clean
+.PHONY: help setup test test-real test-trainers test-ui test-versions lint dist demo bench soak soak-trainers docs docs-serve clean
 
 help:
 	@echo "make setup   prepare $(VENV)"
 	@echo "make test    ruff, mypy and the whole suite"
 	@echo "make test-real  the tests of shared stores on Ceph's S3 server and Debian's PostgreSQL, installed by apt-get if need be"
 	@echo "make test-trainers  the integrations on the real libraries of the trainers, in an environment of their own"
+	@echo "make test-ui  the web page in Debian's Chromium"
 	@echo "make test-versions  the core of the suite on the oldest and on the newest versions of all dependencies (VERSIONS=oldest)"
 	@echo "make lint    ruff and mypy"
 	@echo "make dist    build wheel and sdist, and try the wheel in a fresh environment"
@@ -44,14 +46,14 @@ $(READY): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "setup 2/4: installing torch (the long one)"
 	@$(PIP) install -c constraints.txt torch setuptools
 	@echo "setup 3/4: installing the other requirements"
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[s3,obstore,test,dev,docs]'
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[s3,obstore,plot,sign,watch,ui,test,dev,docs]'
 	@echo "setup 4/4: checking"
 	@$(BIN)/python -m pip check --disable-pip-version-check
 	@touch $@
 
 $(READY_BENCH): $(READY)
 	@echo "setup: installing the peers that the benchmarks measure"
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[s3,obstore,test,dev,docs,bench]'
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[s3,obstore,ui,test,dev,docs,bench]'
 	@touch $@
 
 setup: $(READY)
@@ -79,6 +81,15 @@ $(READY_TRAINERS): pyproject.toml constraints.txt
 
 test-trainers: $(READY_TRAINERS)
 	@CKPTSTORE_TEST_TRAINERS=1 $(TRAINERS)/bin/python -m pytest tests/trainers -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# Playwright drives Debian's Chromium, so it downloads none.
+$(READY_UI): $(READY)
+	@echo "setup: installing what drives a browser"
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[s3,obstore,ui,test,dev,docs,test-ui]'
+	@touch $@
+
+test-ui: $(READY_UI)
+	@CKPTSTORE_TEST_UI=1 $(BIN)/python -m pytest tests/ui/chromium
 
 test-versions: $(READY)
 	@WORKERS=$(WORKERS) $(BIN)/python -m tests.versions $(VERSIONS)

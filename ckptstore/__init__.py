@@ -22,6 +22,7 @@ from ckptstore.errors import (
     ReadOnly,
     Thinned,
     Unavailable,
+    Untrusted,
 )
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ __all__ = [
     "Store",
     "Thinned",
     "Unavailable",
+    "Untrusted",
     "__version__",
     "clone",
     "open",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptstore.commit.plan import is_floating
-from ckptstore.contents import Leaf
+from ckptstore.contents import Leaf, leaf_of
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.text import selector
@@ -17,7 +17,7 @@ from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.repository.resolve_ref import AnyRef
 from ckptstore.restore.diff import Difference
 from ckptstore.restore.restore import Select
-from ckptstore.snapshot import Snapshot
+from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.store import Store, internals_of
 
 if TYPE_CHECKING:
@@ -154,10 +154,7 @@ def norm(snapshot: Snapshot, select: Select) -> float:
 
 
 def _leaf(snapshot: Snapshot, path: str) -> Leaf:
-    found = next((leaf for leaf in snapshot.leaves() if leaf.path == path), None)
-    if found is None:
-        raise NotFound(f"commit {snapshot.id[:12]} has no leaf {path}; `ckptstore ls` lists them")
-    return found
+    return leaf_of(*contents_of(snapshot).find(path))
 
 
 def _is_floating(leaf: Leaf) -> bool:

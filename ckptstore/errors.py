@@ -40,6 +40,10 @@ class Corrupt(CkptStoreError):
     """Stored bytes are not what was written: restore from elsewhere, run `ckptstore fsck`."""
 
 
+class Untrusted(CkptStoreError):
+    """A commit lacks a signature that the caller requires: get it from a place that you trust."""
+
+
 class Unavailable(CkptStoreError):
     """Storage did not answer or has no room: make it available, then repeat the call."""
 

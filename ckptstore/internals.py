@@ -43,6 +43,7 @@ from ckptstore.errors import (
 from ckptstore.log.resolve import Resolved, newest_first, resolved
 from ckptstore.maintenance.disk_space import DiskWatch
 from ckptstore.maintenance.tiers import Tier
+from ckptstore.measurements import with_tensors
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import GcPin
 from ckptstore.repository.resolve_ref import find_commit
@@ -63,6 +64,7 @@ REMOTE_READS = 8
 
 RATE_BYTES = 64 << 20
 """Smaller writes do not measure the speed of the disk."""
+
 
 CommitKeys: TypeAlias = tuple[tuple[CommitId, SessionId], ...]
 """Commits and the sessions that made them, which name their documents."""
@@ -197,9 +199,11 @@ class StoreInternals:
         metadata: MakeMetadata,
         ranks: Ranks,
         memory_budget_bytes: int | None = None,
+        *,
+        stats: bool = False,
     ) -> CommitRequest:
-        """A request to commit, now, the flattened state that `flats` returns. The bytes of its
-        leaves may come from anywhere, as in an import."""
+        """A request to commit, now, the flattened state that `flats` returns, whose bytes may come
+        from anywhere, as in an import. With `stats`, tensors are measured."""
         self.check_not_within()
         failed = self.async_commits.drain()
         started = time.perf_counter()
@@ -215,7 +219,10 @@ class StoreInternals:
             with self._within():
                 return label, flats()
 
-        return CommitRequest(prepare, started, UNWATCHED, memory_budget_bytes, ranks)
+        measured: dict[bytes, bytes] | None = {} if stats else None
+        return CommitRequest(
+            prepare, started, UNWATCHED, memory_budget_bytes, ranks, None, measured
+        )
 
     def commit(
         self,
@@ -253,6 +260,9 @@ class StoreInternals:
                 self.handle.follow()
             if follow and not behind:
                 self.parent_tracker.now(committed.id)
+            if request.measured is not None:
+                at = self.handle, self._low_priority if behind else self.threads, self.reader
+                committed = with_tensors(*at, committed, request.measured, peers)
         return committed
 
     def commit_external(
@@ -287,6 +297,7 @@ class StoreInternals:
         peers: Collective | None,
         *,
         allow_pickle: bool,
+        stats: bool,
     ) -> PendingCommit:
         """Stage `app_state` and commit it in the background, alone or with `peers`."""
         behind = collective_of(ranks.process_group, ranks.timeout_s, channel=BACKGROUND)
@@ -294,18 +305,21 @@ class StoreInternals:
             raise InvalidInput(
                 "ranks that commit together copy all that they hold: leave out trust_version"
             )
+        elsewhere = self.settings.executor == "process"
+        if elsewhere and (stats or metadata.cast):
+            raise InvalidInput("stats, cast need executor='thread': a worker process has no torch")
 
         def flats() -> Flats:
             with self._within():
                 return flats_of(app_state, ranks, peers, allow_pickle=allow_pickle)
 
         def commit(request: CommitRequest, pending: PendingCommit) -> tuple[Committed, Snapshot]:
-            committed = self.commit(replace(request, ranks=ranks), behind, behind=True)
+            asked = replace(request, ranks=ranks, measured={} if stats else None)
+            committed = self.commit(asked, behind, behind=True)
             held_s = pending.timings.held_s or pending.age_s
-            stats = replace(committed.stats, held_s=held_s)
-            return committed, self.committed(replace(committed, stats=stats))
+            cost = replace(committed.stats, held_s=held_s)
+            return committed, self.committed(replace(committed, stats=cost))
 
-        elsewhere = self.settings.executor == "process"
         return self.async_commits.start(
             app_state,
             metadata,

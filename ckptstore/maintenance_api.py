@@ -1,13 +1,16 @@
-"""Maintain a store: forget, collect garbage, check, repair, copy to other stores."""
+"""Maintain a store: forget, collect garbage, check, repair, copy to other stores; and ask for the
+history of its tensors."""
 
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING
 
-from ckptstore.core.ids import CommitId
+from ckptstore.core.ids import CommitId, check_run
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.options import Storage
 from ckptstore.errors import InvalidInput, NoSpace
+from ckptstore.history import History, history
 from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check import Level, Report, parse_level, parse_share
 from ckptstore.maintenance.check.fsck import fsck
@@ -30,11 +33,14 @@ from ckptstore.maintenance.mirror_plan import choose, other_end
 from ckptstore.maintenance.repair import Repaired, repair
 from ckptstore.maintenance.retention import ForgetPlan, Policy
 from ckptstore.maintenance.usage import Usage, usage
-from ckptstore.repository.resolve_ref import AnyRef, find_commit
+from ckptstore.repository.resolve_ref import AnyRef, find_commit, find_id
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader
 from ckptstore.storage import open_storage
+
+if TYPE_CHECKING:
+    from ckptstore.restore.restore import Select
 
 
 class Maintenance:
@@ -51,6 +57,42 @@ class Maintenance:
     def chunk_bytes(self) -> int:
         """Largest size of a chunk, fixed when the store was made."""
         return self._handle.config.chunk_bytes
+
+    def history(
+        self,
+        select: "Select" = "*",
+        refs: Sequence[AnyRef] | None = None,
+        *,
+        run: str | None = None,
+    ) -> History:
+        """How tensors moved: norm, mean, standard deviation, minimum, maximum, zeros, NaN and drift
+        of each, in each commit.
+
+        What is measured is kept in the catalog by chunk: a second look reads no tensor, and an
+        unchanged tensor costs nothing.
+
+        Args:
+            select: The tensors, a glob or several, such as `"model/*.weight"`.
+            refs: The commits, in this order; default: all of the run, from the first to the last.
+            run: Another run than this one; on the command line, that of the newest commit.
+
+        Returns:
+            A sequence of `HistoryRow`, with `to_pandas()` and `first_bad()`.
+
+        Raises:
+            NotFound: No commit, or none with a selected tensor.
+
+        Example:
+            >>> store.history("model/*").first_bad()[0].step
+            60
+        """
+        if refs is not None:
+            queries = self._handle.queries()
+            found = [find_id(self._handle, queries, ref, run or self._run) for ref in refs]
+            return history(self._handle, self._threads, queries.commits(found), select)
+        run = run or self._run or next((info.run for info in self._handle.queries().runs()), None)
+        commits = self._handle.queries().log(None if run is None else check_run(run))[::-1]
+        return history(self._handle, self._threads, commits, select)
 
     def forget(
         self,

@@ -1,6 +1,4 @@
-"""Use a store in training: commit, restore, resume, tag and look.
-
-Maintenance is in `maintenance_api`, opening in `open_store`."""
+"""Use a store in training; maintenance is in `maintenance_api`, opening in `open_store`."""
 
 import logging
 import os
@@ -12,18 +10,19 @@ from types import TracebackType
 from typing import Any, Literal, Never, Self, get_args
 
 from ckptstore.adoption import adopt
-from ckptstore.commit.commit_metadata import label_of, label_with_cast, refuse_unnamed
+from ckptstore.commit.commit_metadata import label_of, refuse_unnamed
 from ckptstore.commit.schedule import Schedule, rule_of
 from ckptstore.core.ids import CommitId, check_run, check_tag
 from ckptstore.core.model import CommitInfo, Skipped
 from ckptstore.core.options import Async, Ranks, Verify
 from ckptstore.core.settings import Settings
 from ckptstore.distributed.collective import Collective
-from ckptstore.distributed.gloo import collective_of
+from ckptstore.distributed.gloo import agreed_schedule, collective_of
 from ckptstore.distributed.restore import on_all
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.internals import PendingCommit, StoreInternals, flats_of
 from ckptstore.log.resolve import Resolved
+from ckptstore.maintenance import signatures
 from ckptstore.maintenance.forget import remove_tag, set_tag
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance_api import Maintenance
@@ -95,6 +94,7 @@ class Store(Maintenance):
         allow_pickle: bool = False,
         ranks: Ranks | None = None,
         cast: Mapping[str, Any] | None = None,
+        stats: bool = False,
     ) -> Snapshot:
         """Store `app_state` as a new commit of this run; durable when the call returns.
 
@@ -108,11 +108,11 @@ class Store(Maintenance):
             metrics: Numbers by name; refs name the best: `best:METRIC`.
             links: Texts by name, such as the URL of the run in a tracker; `show` prints them.
             tag: Names for the commit. An existing tag moves; retention keeps tagged commits.
-            cast: Dtypes by glob, such as `{"optimizer/**": torch.bfloat16}`: float tensors that
-                match are committed so, and the commit says that it is lossy (docs/values.md).
+            cast: Dtypes of floats by glob, `{"optimizer/**": torch.bfloat16}` (docs/values.md).
             memory_budget_bytes: Limit for buffers on each rank; default: what the host spares.
             allow_pickle: Pickle values that have no safe encoding.
             ranks: Which ranks commit together, and what they share.
+            stats: Measure each tensor on the way: `snapshot.stats.tensors`.
 
         Raises:
             InvalidInput: A value cannot be stored; the message has its path.
@@ -124,13 +124,12 @@ class Store(Maintenance):
             >>> store.commit({"model": model, "optimizer": optimizer}, step=100)
         """
         refuse_unnamed("commit", unnamed)
-        label = partial(label_of, self.run, step, tag, message, metrics, links)
+        metadata = partial(label_of, self.run, step, tag, message, metrics, links, cast)
         self._internals.check_not_within()
         ranks = ranks or Ranks()
         peers = collective_of(ranks.process_group, ranks.timeout_s)
-        metadata = partial(label_with_cast, label, cast, "")
         flats = partial(flats_of, app_state, ranks, peers, allow_pickle=allow_pickle)
-        request = self._internals.request(flats, metadata, ranks, memory_budget_bytes)
+        request = self._internals.request(flats, metadata, ranks, memory_budget_bytes, stats=stats)
         snapshot = self._internals.committed(self._internals.commit(request, peers))
         self._hint(snapshot.step, snapshot.tags, peers)
         return snapshot
@@ -148,6 +147,7 @@ class Store(Maintenance):
         background: Async | None = None,
         ranks: Ranks | None = None,
         cast: Mapping[str, Any] | None = None,
+        stats: bool = False,
     ) -> PendingCommit:
         """Copy `app_state`, return, and commit the copy in the background (docs/async.md).
 
@@ -156,7 +156,6 @@ class Store(Maintenance):
 
         Args:
             background: How this commit runs; default: as `open` was told.
-            ranks: As in `commit`.
 
         Returns:
             A pending commit; its `wait` returns the snapshot.
@@ -175,9 +174,7 @@ class Store(Maintenance):
             background.check_for_one_commit()
         ranks = ranks or Ranks()
         peers = collective_of(ranks.process_group, ranks.timeout_s)
-        label = partial(label_of, self.run, step, tag, message, metrics, links)
-        process = self._internals.settings.executor == "process"
-        metadata = label_with_cast(label, cast, "of a worker process" if process else "")
+        metadata = label_of(self.run, step, tag, message, metrics, links, cast)
         pending = self._internals.commit_async(
             app_state,
             metadata,
@@ -185,6 +182,7 @@ class Store(Maintenance):
             ranks,
             peers,
             allow_pickle=allow_pickle,
+            stats=stats,
         )
         self._hint(metadata.step, metadata.tags, peers)
         return pending
@@ -208,8 +206,7 @@ class Store(Maintenance):
         mtbf_s: float | None = None,
         on_signal: signal.Signals | None = None,
     ) -> Schedule[Snapshot]:
-        """A schedule to call after each step, `every(app_state, step=step, …)`; it calls
-        `commit_async` when a commit is due.
+        """A schedule to call after each step, `every(app_state, step=step, …)`; commits when due.
 
         Args:
             auto: `"auto"` balances the cost of the last commit against `mtbf_s`.
@@ -224,7 +221,7 @@ class Store(Maintenance):
         rule is given.
         """
         return Schedule(
-            self.commit_async, rule_of(auto, steps, seconds, mtbf_s), on_signal, _agreed_schedule
+            self.commit_async, rule_of(auto, steps, seconds, mtbf_s), on_signal, agreed_schedule
         )
 
     @property
@@ -249,7 +246,13 @@ class Store(Maintenance):
         if failed:
             raise failed
 
-    def checkout(self, ref: AnyRef = "latest", *, verify: Verify = "checksum") -> Snapshot:
+    def checkout(
+        self,
+        ref: AnyRef = "latest",
+        *,
+        verify: Verify = "checksum",
+        require_signature: signatures.Files | None = None,
+    ) -> Snapshot:
         """Find a commit and return a read handle on it. Nothing is restored yet.
 
         Args:
@@ -257,6 +260,7 @@ class Store(Maintenance):
                 `"run@100"`, `"latest~2"`, `"best:val_loss"`, a pointer file's path, a snapshot.
             verify: What each chunk that is read is compared with: its checksum (XXH3), or also its
                 id (BLAKE3), which takes longer and does not rely on the store's footers.
+            require_signature: Files of public keys, one of which signed it; verifies ids, too.
 
         Returns:
             A snapshot, from which `restore` and `read` take bytes.
@@ -264,7 +268,7 @@ class Store(Maintenance):
         Raises:
             NotFound: No such commit; the message has similar refs.
             InvalidInput: The ref is ambiguous.
-            Corrupt: The commit document is damaged.
+            Corrupt, Untrusted: The commit document is damaged; none of the keys signed it.
 
         Example:
             >>> store.checkout("best:val_loss").restore({"model": model})
@@ -272,8 +276,12 @@ class Store(Maintenance):
         if verify not in get_args(Verify):
             raise InvalidInput(f"verify is {verify!r}; wanted 'checksum' or 'id'")
         reader, info = through_pointers(ref, self._internals.find)
+        reader = reader or self._internals.reader
+        if require_signature is not None:
+            signatures.verify(reader.storage, info.id, require_signature)
+            verify = "id"
         if verify == "id":
-            reader = (reader or self._internals.reader).verifying_ids()
+            reader = reader.verifying_ids()
         return self._internals.snapshot(info, reader)
 
     def resume(
@@ -435,13 +443,6 @@ class Store(Maintenance):
         Raises the unseen failure of an asynchronous commit, after everything was closed.
         """
         self._internals.close()
-
-
-def _agreed_schedule(options: Mapping[str, Any], due: bool, came: bool) -> tuple[bool, bool]:
-    """Whether a commit is due and a signal came, as the ranks that commit together agree."""
-    ranks = options.get("ranks") or Ranks()
-    peers = collective_of(ranks.process_group, ranks.timeout_s)
-    return peers.is_due(due, came) if peers else (due, came)
 
 
 def internals_of(store: Store) -> StoreInternals:

@@ -89,10 +89,16 @@ def pytest_configure(config: pytest.Config) -> None:
     )  # what a shell starts in the background ignores it, and so would all children
 
 
+OF_THEIR_OWN = {"trainers": "CKPTSTORE_TEST_TRAINERS", "ui/chromium": "CKPTSTORE_TEST_UI"}
+"""Folders whose libraries or programs only `make test-trainers` and `make test-ui` prepare, with
+what they set."""
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """The trainers' libraries are in an environment of their own: `make test-trainers`."""
-    trainers = collection_path == Path(__file__).parent / "trainers"
-    return True if trainers and "CKPTSTORE_TEST_TRAINERS" not in os.environ else None
+    for folder, variable in OF_THEIR_OWN.items():
+        if collection_path == Path(__file__).parent / folder and variable not in os.environ:
+            return True
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

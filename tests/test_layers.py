@@ -28,6 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "adopt": ("pickle",),
     "api": (),
     "interop": ("torch", "pickle", "fsspec"),
+    "ui": ("starlette", "uvicorn"),
     "cli": (),
 }
 """Each room, from the ground up, and the guarded packages it may import. A file imports from its
@@ -59,7 +60,10 @@ QUICK = (
     "ckptstore.index.queries",
     "ckptstore.cli.main",
 )
-SLOW = ("numpy", "torch", "sqlalchemy", "alembic", "fsspec", "s3fs", "pydantic", "lmdb")
+SLOW = (
+    *("numpy", "torch", "sqlalchemy", "alembic", "fsspec", "s3fs", "pydantic", "lmdb"),
+    *("starlette", "uvicorn"),
+)
 
 
 @cache

@@ -3,7 +3,7 @@
 import os
 import sqlite3
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -55,12 +55,14 @@ class UnusableStore(CkptStoreError):
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The result of a command: the document that `--json` prints, and the page that is printed
-    otherwise. `problems` go to standard error."""
+    otherwise. `problems` go to standard error. `then` is what the command does after it has
+    answered."""
 
     document: Mapping[str, object]
     page: Iterable[Part] = ()
     problems: Iterable[str] = ()
     code: Exit = Exit.OK
+    then: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)
@@ -84,6 +86,14 @@ class Call:
             place = read_pointer(path).store
         else:
             place = self._place_or_pointer(refs)
+        return self._open(place)
+
+    def open_all(self) -> list[StoreHandle]:
+        """Open each store that the command line names, of a command that takes several. Raises as
+        `open` does."""
+        return [self._open(place) for place in (self.place(), *self.args.more_stores)]
+
+    def _open(self, place: str) -> StoreHandle:
         with _opening():
             handle = self.stack.enter_context(closing(StoreHandle(place, index=self.args.index)))
         self.url = handle.url

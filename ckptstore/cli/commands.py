@@ -368,6 +368,18 @@ COMMANDS = (
         "of PATH or\n--format selects safetensors (tensors only), torch (a .pt file) or dcp (a "
         "directory for\ntorch.distributed.checkpoint).",
     ),
+    Command(
+        "sign",
+        "signing.sign",
+        "sign a commit, or make a key to sign with",
+        (
+            Option("ref", "REF", "the commit", nargs="?"),
+            RUN,
+            Option("--key", "FILE", "the private key (OpenSSH, Ed25519, without a passphrase)"),
+            Option("--new-key", "FILE", "make a key: FILE, and FILE.pub for those who verify"),
+        ),
+        "Sign the id of a commit, and so every byte of it. Mirrors copy signatures.",
+    ),
     Command("which", "setup.which", "print which store is used, and where it was found"),
     Command(
         "adopt",

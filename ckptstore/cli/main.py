@@ -60,6 +60,7 @@ def _run(words: Sequence[str]) -> int:
         call.screen.print(answer.page)
         for problem in answer.problems:
             call.screen.complain(problem)
+        answer.then()
     return answer.code
 
 

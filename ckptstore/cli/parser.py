@@ -27,11 +27,11 @@ _BY_MEANING = {
     "add commit save": "import, or store.commit(…) in Python",
     "backup copy cp mirror sync upload": "push",
     "cat describe get info inspect": "show",
-    "check validate verify": "fsck",
+    "check validate": "fsck",
     "checkout load restore resume": "export, or store.checkout(…).restore(…) in Python",
     "clean compact prune purge vacuum": "gc",
     "cmp compare": "diff",
-    "commits history list": "log",
+    "commits list": "log",
     "convert": "import or export",
     "create make new": "init",
     "del delete drop expire remove rm": "forget",
@@ -86,13 +86,15 @@ Options: TypeAlias = tuple[Option | tuple[Option, ...], ...]
 @dataclass(frozen=True, slots=True)
 class Command:
     """`run` is the function of this room that runs the command: `module.function`. `summary` is
-    for the list of commands, `description` for the command's own help."""
+    for the list of commands, `description` for the command's own help. With `several_stores`, `-s`
+    may be repeated behind the command; the further ones are in `more_stores`."""
 
     name: str
     run: str
     summary: str
     options: Options = ()
     description: str = ""
+    several_stores: bool = False
 
 
 def flag(
@@ -145,6 +147,12 @@ def count(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not a count: wanted a whole number, 0 or more")
 
 
+def port(text: str) -> int:
+    if text.isascii() and text.isdigit() and int(text[:6]) < 65_536:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a port: wanted a number from 0 to 65535")
+
+
 def parse_moment(text: str, now_ns: int, *, end: bool = False) -> int:
     """The time that `text` says, in ns: a span before now (`90min`, `2h`, `3d`), or a date or time
     in ISO 8601, local unless it has a zone.
@@ -181,6 +189,7 @@ class Parser(ArgumentParser):
         for name in (None, "store"):
             self.register("action", name, Once)
         self.commands: dict[str, Parser] = {}
+        self.several_stores = False
 
     def error(self, message: str) -> NoReturn:
         if mistyped := _INVALID_CHOICE.search(message):
@@ -206,6 +215,9 @@ class Once(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         if self.option_strings:
+            if self._given is not None and self.dest == "store" and several_stores(parser):
+                namespace.more_stores = [*namespace.more_stores, values]
+                return
             if self._given is not None:
                 raise UsageError(
                     f"{option_string} is given twice, with {self._given!r} and {values!r}; it "
@@ -214,6 +226,11 @@ class Once(argparse.Action):
                 )
             self._given = values
         setattr(namespace, self.dest, values)
+
+
+def several_stores(parser: ArgumentParser) -> bool:
+    """Whether the command of `parser` takes several stores."""
+    return isinstance(parser, Parser) and parser.several_stores
 
 
 def build(commands: Iterable[Command], words: Sequence[str] | None = None) -> Parser:
@@ -281,7 +298,8 @@ def _add(command: Command, commands: Any, common: ArgumentParser) -> None:
         description=command.description or f"{command.summary.capitalize()}.",
         parents=[common],
     )
-    parser.set_defaults(run_command=command.run)
+    parser.set_defaults(run_command=command.run, more_stores=[])
+    parser.several_stores = command.several_stores
     for item in command.options:
         if isinstance(item, Option):
             item.add_to(parser)

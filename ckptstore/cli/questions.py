@@ -1,6 +1,6 @@
 """The commands that look at commits, with their options, as data (see `commands`)."""
 
-from ckptstore.cli.parser import Command, Option, count, flag, several
+from ckptstore.cli.parser import Command, Option, count, flag, port, several, span
 
 RUN = Option("--run", "RUN", "resolve steps, 'latest' and 'best:' in this run")
 REF = Option("ref", "REF", "the commit (default: latest)", nargs="?", default="latest")
@@ -8,6 +8,8 @@ _FOLD = (
     flag("-a --all", "print one line per leaf", dest="fold", means=False, default=None),
     flag("--fold", "fold leaves, also in a pipe and if they are few", default=None),
 )
+
+_NUMBERS = ("norm", "mean", "std", "min", "max", "zeros", "nan", "drift", "drift_first")
 
 QUESTIONS = (
     Command(
@@ -97,6 +99,60 @@ QUESTIONS = (
         "difference by that of\nthe tensor. Reads tensors of these leaves only.",
     ),
     Command(
+        "history",
+        "history.history",
+        "show how tensors moved over the commits of a run",
+        (
+            Option("globs", "GLOB", "tensors by their paths (default: all)", nargs="*"),
+            Option("--run", "RUN", "commits of this run (default: that of the newest commit)"),
+            several("--ref", "REF", "this commit, instead of all of a run", dest="refs"),
+            Option("-n", "N", "show the last N commits", type=count, dest="limit"),
+            flag("--nan", "for each tensor, show the first commit with a NaN or an infinity"),
+        ),
+        "Norm, mean, standard deviation, minimum, maximum, zeros and NaN of tensors in each "
+        "commit, and how far\nthey moved since the one before (drift) and since the first. What is "
+        "measured is kept in the catalog:\na second look reads no tensor.",
+    ),
+    Command(
+        "plot",
+        "plot.plot",
+        "draw metrics, sizes, tensors or a difference",
+        (
+            Option(
+                "kind",
+                "KIND",
+                "metrics, size, tensor or diff",
+                choices=("metrics", "size", "tensor", "diff"),
+            ),
+            Option("words", "WORD", "metrics, GLOBs of tensors, or two REFs", nargs="*"),
+            Option("-o", "FILE", "an .svg, .png or .pdf file (default: here)", dest="output"),
+            several("--run", "RUN", "this run (default: all; for tensors the newest)", dest="runs"),
+            Option(
+                "--of",
+                "NUMBER",
+                f"of tensors: {', '.join(_NUMBERS)}",
+                choices=_NUMBERS,
+                default="norm",
+            ),
+            flag("--log", "a logarithmic axis"),
+        ),
+        "Draw a chart into FILE, or on the terminal: metrics over steps, the size of all commits, "
+        "a number of\ntensors over steps, or which tensors changed most from one commit to "
+        "another.",
+    ),
+    Command(
+        "watch",
+        "watch.watch",
+        "show new commits, writers and the disk as they change",
+        (
+            Option("--every", "SPAN", "look every SPAN (default: 2s)", type=span, default=2),
+            Option("-n", "N", "end after N new commits", type=count, dest="count"),
+            Option("--mirror", "STORE", "also count the commits that this mirror lacks"),
+        ),
+        "Show the last commits, their rate, when the disk will be full, and which processes write, "
+        "until Ctrl-C.\nIn a pipe, print a line for each new commit.",
+    ),
+    Command(
         "bisect",
         "analysis.bisect",
         "find the first bad commit between two",
@@ -116,5 +172,39 @@ QUESTIONS = (
         ),
         "Look at about log2 of the commits between, along first parents, and name the first bad "
         "one.",
+    ),
+    Command(
+        "verify",
+        "signing.verify",
+        "check that a commit is signed by a key that you trust",
+        (
+            REF,
+            RUN,
+            several("--keys", "FILE", "public keys that you trust", action="extend", nargs="+"),
+        ),
+        "Check that one of the keys signed the commit. To compare its bytes with its id too, run\n"
+        "`ckptstore fsck --read-data`, or restore with `checkout(…, require_signature=FILE)`.",
+    ),
+    Command(
+        "ui",
+        "ui.ui",
+        "show a web page of the store",
+        (
+            Option("--host", "HOST", "the address to serve it at (default: 127.0.0.1)"),
+            Option("--port", "PORT", "its port (default: the first free one from 8765)", type=port),
+            flag("--open", "open it in the browser"),
+            flag("--allow-changes", "let the page tag, untag, forget and undelete"),
+            Option("--export", "DIR", "write the page as static files to DIR, and serve nothing"),
+            Option(
+                "--commits",
+                "N",
+                "the newest commits that --export writes pages of (default: 200)",
+                type=count,
+                default=200,
+            ),
+        ),
+        "Serve a web page of the store, or of several: -s may be repeated. It changes nothing "
+        "without\n--allow-changes. Needs `pip install 'ckptstore[ui]'`.",
+        several_stores=True,
     ),
 )

@@ -83,7 +83,7 @@ class Screen:
         """Print a page. Nothing with `--json`."""
         if not self.json:
             for part in parts:
-                for line in self._lines(part):
+                for line in self.lines(part):
                     print(line if self._unicode else line.translate(_ASCII), file=self._out)
             self._out.flush()
 
@@ -120,7 +120,8 @@ class Screen:
         finally:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
-    def _lines(self, part: Part) -> Iterable[str]:
+    def lines(self, part: Part) -> Iterable[str]:
+        """A part of a page as lines."""
         if isinstance(part, Table):
             return part.lines(self.terminal)
         if isinstance(part, Hint):

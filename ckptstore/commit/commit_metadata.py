@@ -4,7 +4,7 @@ links?"""
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from operator import index
 from typing import Any
@@ -48,7 +48,8 @@ class CommitMetadata:
 class CommitRequest:
     """What to commit. `prepare` runs where its failure reaches every rank; times count from
     `started`, a value of `time.perf_counter`; `watch` follows the progress and may stop it. A
-    worker process reads the state from `buffer`."""
+    worker process reads the state from `buffer`. Statistics of the chunks go to `measured`, if it
+    is there."""
 
     prepare: Callable[[], tuple[CommitMetadata, Flats]]
     started: float
@@ -56,6 +57,7 @@ class CommitRequest:
     memory_budget_bytes: int | None = None
     ranks: Ranks = field(default_factory=Ranks)
     buffer: Buffer | None = None
+    measured: dict[bytes, bytes] | None = None
 
 
 def label_of(
@@ -65,6 +67,7 @@ def label_of(
     message: object,
     metrics: Mapping[str, float] | None,
     links: Mapping[str, str] | None = None,
+    cast: object = None,
 ) -> CommitMetadata:
     """Checked metadata without parents. Raises `InvalidInput` for wrong values and for those beyond
     a limit of `core.config`."""
@@ -75,25 +78,15 @@ def label_of(
         _metrics(metrics),
         _tags(tag),
         links=_links(links),
+        cast=() if cast is None else _cast(cast),
     )
 
 
-def label_with_cast(
-    label: Callable[[], CommitMetadata], cast: object, elsewhere: str
-) -> CommitMetadata:
-    """The checked metadata of a commit that may `cast` leaves. Raises `InvalidInput` for a wrong
-    cast, and if the leaves are read `elsewhere`."""
-    if cast is None:
-        return label()
-    if elsewhere:
-        raise InvalidInput(
-            f"cast is not for commits {elsewhere}; convert the tensors before the commit, or "
-            "commit from one process"
-        )
+def _cast(cast: object) -> tuple[tuple[str, str], ...]:
     # Imported here, because only a cast needs torch.
     from ckptstore.state.casting import cast_globs
 
-    return replace(label(), cast=cast_globs(cast))
+    return cast_globs(cast)
 
 
 def refuse_unnamed(call: str, values: tuple[object, ...]) -> None:

@@ -29,15 +29,15 @@ WINDOW_BYTES = 2 * MIB
 class Part:
     """A leaf, or a part of one, stored as chunks `first:stop` of its grid.
 
-    `leaf` is its number in the plan, `width` the bytes per element, `floating` whether elements are
-    floats.
+    `leaf` is its number in the plan, `width` the bytes per element, `dtype` the type of the
+    elements, empty for bytes.
     """
 
     leaf: int
     grid: Grid
     width: int
     raw_bytes: int
-    floating: bool
+    dtype: str
     first: int
     stop: int
 
@@ -55,7 +55,7 @@ class Extent(NamedTuple):
     shape: Shape
     width: int
     raw_bytes: int
-    floating: bool
+    dtype: str
     box: Box | None = None
     cells: tuple[int, int] | None = None
 
@@ -131,7 +131,7 @@ def plan_chunks(
 def _part(number: int, extent: Extent, chunk_bytes: int) -> Part:
     cells = grid(extent.shape, extent.width, chunk_bytes, extent.box)
     first, stop = extent.cells or (0, len(cells))
-    return Part(number, cells, extent.width, extent.raw_bytes, extent.floating, first, stop)
+    return Part(number, cells, extent.width, extent.raw_bytes, extent.dtype, first, stop)
 
 
 def _batches_of(parts: Sequence[Part], run_bytes: int) -> tuple[tuple[Run, ...], ...]:
@@ -204,6 +204,6 @@ def extent_of(flat: FlatState, i: int) -> Extent:
     """The planner's view of leaf `i`, stored whole."""
     source = flat.leaves[i]
     if flat.schema.kinds[i] == "tensor" and source.nbytes:
-        floating = is_floating(flat.schema.dtypes[i])
-        return Extent(flat.schema.shapes[i], source.width, source.nbytes, floating)
-    return Extent((source.nbytes,), 1, source.nbytes, False)
+        dtype = flat.schema.dtypes[i]
+        return Extent(flat.schema.shapes[i], source.width, source.nbytes, dtype)
+    return Extent((source.nbytes,), 1, source.nbytes, "")

@@ -18,7 +18,7 @@ from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.log_entry import entry_of, new_packs
 from ckptstore.commit.pending import UNWATCHED, Watch
 from ckptstore.commit.plan import CommitPlan, Flats
-from ckptstore.commit.write import PARALLEL_BYTES, ChunkWriter, write_metadata
+from ckptstore.commit.write import PARALLEL_BYTES, ChunkWriter, Measured, write_metadata
 from ckptstore.core.ids import (
     ChunkId,
     CommitId,
@@ -30,6 +30,7 @@ from ckptstore.core.ids import (
 )
 from ckptstore.core.model import Cast, CommitDocument, LeafContent, PackRecord, Schema, TreeRef
 from ckptstore.core.options import Milestone
+from ckptstore.core.statistics import Statistics
 from ckptstore.errors import Corrupt, InvalidInput, NoSpace
 from ckptstore.log import entries
 from ckptstore.log.log import Refused
@@ -54,7 +55,7 @@ ATTEMPTS = 5
 @dataclass(frozen=True, slots=True)
 class CommitStats:
     """The cost of a commit. `new_bytes` is the growth of the store's packs; times are seconds from
-    the call."""
+    the call. With `commit(…, stats=True)`, `tensors` has each tensor's statistics by path."""
 
     logical_bytes: int
     new_bytes: int
@@ -64,10 +65,10 @@ class CommitStats:
     packed_s: float
     durable_s: float
     held_s: float
+    tensors: Mapping[str, Statistics] | None = None
 
     @property
     def written_bytes_per_s(self) -> float:
-        """Durable write rate of this commit."""
         return self.new_bytes / self.durable_s
 
 
@@ -187,7 +188,7 @@ class Transaction:
     """One writer's part of a commit, and its publication if this writer is the publisher.
 
     As a context manager it deletes what this writer wrote if the block raises, unless the log may
-    name it (`asked`), and closes the session that it `owns`.
+    name it (`asked`), and closes the session that it `owns`. Statistics go to `measured`, if set.
     """
 
     def __init__(
@@ -200,6 +201,7 @@ class Transaction:
         owns: Session | None = None,
     ) -> None:
         self.session, self.owns = session, owns
+        self.measured: Measured | None = None
         self.asked = False
         """Whether an append was sent to the log and its outcome is unknown."""
         codec = codec_id(to.config.codec)
@@ -243,8 +245,7 @@ class Transaction:
 
     def look(self) -> Dedup:
         """What the store had at the first call, which comes after the session was opened."""
-        if self._dedup is None:
-            self._dedup = self._to.look()
+        self._dedup = self._dedup or self._to.look()
         return self._dedup
 
     def write(
@@ -258,7 +259,6 @@ class Transaction:
     ) -> dict[int, bytes]:
         """Hash the chunks of `plan` on at most `max_workers` threads and pack those that the store
         lacks; returns the chunk ids by leaf, in grid order. Raises the failure of any thread.
-
         `hints` know the last commit of the same plan, and then this one. Afterwards the packs are
         closing; `receipt` and `publish` wait for them.
         """
@@ -267,7 +267,8 @@ class Transaction:
         small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
         count = min(max_workers or threads.count, threads.count, len(plan.batches))
         hints, dedup = hints or DedupHints(), self.look()
-        work = batches, sources, made, hints.last, dedup, self.packs, watch, threads.scratch
+        store = dedup, self.packs, watch, threads.scratch, self.measured
+        work = batches, sources, made, hints.last, *store
         writers = [ChunkWriter(*work) for _ in range(min(count, 1) if small else count)]
         if writers:
             threads.together([writer.work for writer in writers], batches.stop)

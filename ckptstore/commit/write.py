@@ -6,16 +6,17 @@ meanwhile. A worker copies memory that others may change, then hashes and writes
 same place, keeps its id: it is neither copied nor hashed by BLAKE3.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import compress, pairwise, takewhile
 from operator import eq
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from ckptstore.commit.pending import Watch
-from ckptstore.commit.plan import CommitPlan, Part, Run, windows
+from ckptstore.commit.plan import CommitPlan, Part, Run, is_floating, windows
 from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId, checksum, digest
+from ckptstore.core.statistics import is_measured, key_of
 from ckptstore.errors import Conflict
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR, align
@@ -31,6 +32,10 @@ the copy."""
 
 PARALLEL_BYTES = 4 << 20
 """The calling thread writes a commit up to this size alone: into one pack, without hand-overs."""
+
+
+Measured: TypeAlias = MutableMapping[bytes, bytes]
+"""Statistics of chunks by the catalog's key (`core.statistics`)."""
 
 
 class _Hashed(NamedTuple):
@@ -123,8 +128,10 @@ class ChunkWriter:
         packs: PackSet,
         watch: Watch,
         scratch: Scratch,
+        measured: Measured | None,
     ) -> None:
         self.new_chunks = 0
+        self._measured = measured
         self._batches, self._sources, self._made, self._last = batches, sources, made, last
         self._dedup, self._packs, self._watch = dedup, packs, watch
         self._pack_writer = packs.pack_writer()
@@ -258,10 +265,18 @@ class ChunkWriter:
                 if there is not None:
                     _copy(here, there)
                 chunk, summed = ChunkId(digest(raw)), checksum(raw)
+                self._measure(run.part.dtype, chunk, raw)
             found.ids.append(chunk)
             found.checksums.append(summed)
             found.raws.append(raw)
         return found
+
+    def _measure(self, dtype: str, chunk: ChunkId, raw: memoryview) -> None:
+        """Keep the statistics of a chunk whose bytes are in the CPU's cache, if they are wanted."""
+        if self._measured is not None and is_measured(dtype):
+            from ckptstore.state.measure import statistics_of  # without torch unless it is wanted
+
+            self._measured[key_of(dtype, chunk)] = statistics_of(raw, dtype).encode()
 
     def _before(self, run: Run) -> list[tuple[ChunkId, bytes]]:
         """Id and checksum of each chunk of a run in the last commit; nothing if there was none."""
@@ -322,7 +337,7 @@ class ChunkWriter:
 
     def _codec_of(self, part: Part) -> int:
         """Floats compress better split into byte planes."""
-        split = self._packs.codec == codecs.ZSTD and part.floating and part.width > 1
+        split = self._packs.codec == codecs.ZSTD and is_floating(part.dtype) and part.width > 1
         return codecs.SPLIT_ZSTD if split else self._packs.codec
 
 

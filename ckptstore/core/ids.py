@@ -18,6 +18,7 @@ StoreId = NewType("StoreId", str)
 SessionId = NewType("SessionId", str)
 PackId = NewType("PackId", str)
 CommitId = NewType("CommitId", str)
+KeyId = NewType("KeyId", str)
 
 CHUNK_ID_BYTES = 32
 CHECKSUM_BYTES = 16
@@ -28,6 +29,7 @@ _STORE = re.compile(r"[0-9a-f]{32}")
 _SESSION = re.compile(r"[0-9a-f]{24}")
 _PACK = re.compile(r"([0-9a-f]{24})-(0|[1-9][0-9]{0,6})-(0|[1-9][0-9]{0,6})")
 _COMMIT = re.compile(r"[0-9a-f]{64}")
+_SIGNATURE = re.compile(r"signatures/([0-9a-f]{64})-([0-9a-f]{32})")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,199}")
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,199}")
 
@@ -105,6 +107,20 @@ def twin_key(pack: PackId) -> str:
 
 def document_key(session: SessionId, commit: CommitId) -> str:
     return f"commits/{session}-{commit}"
+
+
+def signatures_prefix(commit: CommitId) -> str:
+    return f"signatures/{commit}-"
+
+
+def signature_key(commit: CommitId, key: KeyId) -> str:
+    return f"{signatures_prefix(commit)}{key}"
+
+
+def parse_signature_key(key: str) -> tuple[CommitId, KeyId] | None:
+    """The commit and the key of a signature's object; None for another name."""
+    found = _SIGNATURE.fullmatch(key)
+    return (CommitId(found[1]), KeyId(found[2])) if found else None
 
 
 def log_key(n: int) -> str:

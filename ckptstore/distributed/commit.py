@@ -116,6 +116,7 @@ class Committer:
             watch.starting()
             try:
                 with Transaction.begin(to, unbuffered=room.unbuffered) as whole:
+                    whole.measured = request.measured
                     hints = self._whole.hints
                     ids = whole.write(plan, sources, watch, hints=hints, max_workers=room.threads)
                     watch.reached(Milestone.HASHED)
@@ -205,6 +206,7 @@ class Committer:
         transaction = Transaction(
             self._to, session, rank=peers.rank, unbuffered=room.write.unbuffered
         )
+        transaction.measured = request.measured
         boxes = Boxes(list(described.flats.values()), self._to.config.chunk_bytes)
         worker = RankWorker(transaction, boxes, self._task, self._plans, self._to.threads, room)
         publication = _Publication(

@@ -5,13 +5,14 @@ They are separate from the caller's process group, which training may use at the
 backend. The caller's `torch.distributed` store introduces the ranks to each other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ckptstore.core.options import Ranks
 from ckptstore.distributed.collective import TIMEOUT_S, Collective, Transfer
 from ckptstore.distributed.waiting import EVERY_RANK, named, warning_when_slow
 from ckptstore.errors import InvalidInput, Unavailable
@@ -162,3 +163,10 @@ def _quietly(act: Callable[[], Any]) -> Any:
         return act()
     except RuntimeError:
         return None
+
+
+def agreed_schedule(options: Mapping[str, Any], due: bool, came: bool) -> tuple[bool, bool]:
+    """Whether a commit is due and a signal came, as the ranks that commit together agree."""
+    ranks = options.get("ranks") or Ranks()
+    peers = collective_of(ranks.process_group, ranks.timeout_s)
+    return peers.is_due(due, came) if peers else (due, came)

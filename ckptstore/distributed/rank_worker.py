@@ -12,7 +12,7 @@ from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
-from ckptstore.commit.plan import CommitPlan, Extent, is_floating, plan_chunks
+from ckptstore.commit.plan import CommitPlan, Extent, plan_chunks
 from ckptstore.commit.transaction import Transaction
 from ckptstore.commit.write import hash_chunks
 from ckptstore.core import geometry
@@ -94,8 +94,8 @@ def encode_tasks(
     for target, assembly, window in plan.cells:
         leaf = plan.leaf(target)
         if id(assembly) not in roles:
-            width, floating = geometry.width_of(leaf.dtype), is_floating(leaf.dtype)
-            said = assembly.owner.rank, width, floating, assembly.pieces
+            width = geometry.width_of(leaf.dtype)
+            said = assembly.owner.rank, width, leaf.dtype, assembly.pieces
             places = (assembly.owner, *(piece.place for piece in assembly.pieces))
             holders = {place.rank: place.holder for place in places}
             roles[id(assembly)] = [
@@ -146,10 +146,10 @@ def _windows(task: Mapping[str, Any], me: int) -> tuple[Window, ...]:
     return tuple(windows[number] for number in sorted(windows))
 
 
-def _assembly(owner: int, width: int, floating: bool, found: Sequence[Any]) -> Assembly:
+def _assembly(owner: int, width: int, dtype: str, found: Sequence[Any]) -> Assembly:
     pieces = tuple(Piece(Place(*place), *where) for place, *where in found)
     nbytes = sum(piece.stop - piece.start for piece in pieces)
-    return Assembly(owner, Extent((nbytes // width,), width, nbytes, floating), pieces)
+    return Assembly(owner, Extent((nbytes // width,), width, nbytes, dtype), pieces)
 
 
 class Boxes:
@@ -167,11 +167,11 @@ class Boxes:
         flat, leaf = self._resolved(ref)
         source = self.source(ref)
         if flat.schema.kinds[leaf] != "tensor":
-            return Extent((source.nbytes,), 1, source.nbytes, False)
+            return Extent((source.nbytes,), 1, source.nbytes, "")
         dtype = flat.schema.dtypes[leaf]
         box = flat.held[leaf].parts[ref.part][0] if leaf in flat.held else None
         width = geometry.width_of(dtype)
-        return Extent(flat.schema.shapes[leaf], width, source.nbytes, is_floating(dtype), box)
+        return Extent(flat.schema.shapes[leaf], width, source.nbytes, dtype, box)
 
     def cells(self, ref: LeafRef, first: int, stop: int) -> Extent:
         """Cells `first:stop` of a box."""

@@ -1,9 +1,9 @@
 """The catalog: the log folded into SQL tables for queries; opening, updating and replacing it.
 
-Everything in it can be folded again from the log. A catalog that is damaged, of another store or of
-a newer ckptstore is replaced by an empty one; its position says so, and the caller folds from
-there. Appending an entry takes no lock here. Threads and processes may share a catalog. Folding
-holds the write lock for a limited time, and is skipped if the lock is busy.
+Everything in it can be folded again from the log, or measured again. A catalog that is damaged, of
+another store or of a newer ckptstore is replaced by an empty one; its position says so, and the
+caller folds from there. Appending an entry takes no lock here. Threads and processes may share a
+catalog. Folding holds the write lock for a limited time, and is skipped if the lock is busy.
 """
 
 import os
@@ -23,7 +23,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from ckptstore.core.ids import StoreId
 from ckptstore.errors import Corrupt
-from ckptstore.index.catalog_fold import add_schema, fold_entries
+from ckptstore.index.catalog_fold import add_schema, add_statistics, fold_entries
 from ckptstore.index.catalog_sqlite import (
     LOCK_TIMEOUT_S,
     catalog_error,
@@ -106,6 +106,11 @@ class Catalog:
         """Add an encoded schema that commits name. Idempotent. False if the tables could not be
         written."""
         return self._write(add_schema, schema_id, data)
+
+    def add_statistics(self, found: Mapping[bytes, bytes]) -> bool:
+        """Add what was measured of chunks, by key. Idempotent. False if the tables could not be
+        written."""
+        return self._write(add_statistics, found)
 
     def reset(self) -> None:
         """Start again with empty tables: for `reindex`, and for a catalog ahead of its log."""

@@ -8,7 +8,7 @@ where they change: a commit may reuse all packs, but few of them are condemned.
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -75,6 +75,7 @@ _DROP_SCHEMA = delete(schemas).where(schemas.c.number == bindparam("key"))
 _ADD_SCHEMA = (
     update(schemas).where(schemas.c.id == bindparam("key")).values(data=bindparam("value"))
 )
+_ADD_STATISTICS = text("INSERT INTO statistics VALUES (:key, :data) ON CONFLICT DO NOTHING")
 _SET_POSITION = update(position).values(
     n=bindparam("new_n"), hash=bindparam("new_hash"), bytes=bindparam("new_bytes")
 )
@@ -276,4 +277,11 @@ def fold_entries(
 def add_schema(connection: Connection, schema_id: str, data: bytes) -> bool:
     """Add an encoded schema that commits name within a transaction."""
     connection.execute(_ADD_SCHEMA, {"key": schema_id, "value": data})
+    return True
+
+
+def add_statistics(connection: Connection, found: Mapping[bytes, bytes]) -> bool:
+    """Add what was measured, by key, within a transaction; what is known stays."""
+    rows = [{"key": key, "data": data} for key, data in found.items()]
+    connection.execute(_ADD_STATISTICS, rows)
     return True

@@ -20,7 +20,7 @@ from ckptstore.core.process import file_lock
 from ckptstore.errors import Corrupt, Unavailable
 from ckptstore.index.queries import Ask, Queries, Rows
 
-REVISION = "0005"
+REVISION = "0006"
 """The revision of `migrations/` that these queries and `tables` require."""
 
 _BUSY = {

@@ -199,6 +199,16 @@ class Queries:
         sql = "SELECT id FROM schemas WHERE data IS NULL ORDER BY number"
         return [row[0] for row in self._rows((str,), sql)]
 
+    def statistics(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        """What was measured of chunks, by key; without those that nobody measured."""
+        found: dict[bytes, bytes] = {}
+        for start in range(0, len(keys), _BATCH):
+            values = {f"v{i}": key for i, key in enumerate(keys[start : start + _BATCH])}
+            names = ", ".join(f":{name}" for name in values)
+            sql = f"SELECT key, data FROM statistics WHERE key IN ({names})"
+            found.update(self._rows((bytes, bytes), sql, values))
+        return found
+
     def entry(self, n: int) -> bytes | None:
         """The copy of log entry `n`, if it was folded here. Unverified."""
         rows = self._rows((_ANY_BYTES,), "SELECT data FROM entries WHERE n = :n", {"n": n})

@@ -183,6 +183,15 @@ entries = Table(
 """The bytes of the log's entries. `repair` restores a lost entry from them if its successor attests
 them."""
 
+statistics = Table(
+    "statistics",
+    metadata,
+    _key("key", LargeBinary),
+    _value("data", LargeBinary),
+    sqlite_with_rowid=False,
+)
+"""What was measured of chunks (`core.statistics`)."""
+
 revision = Table(
     "alembic_version",
     metadata,

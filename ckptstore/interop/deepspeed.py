@@ -10,7 +10,8 @@ what is durable.
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from ckptstore.store import Store
 
 try:
     import deepspeed
+    from deepspeed.runtime import engine as runtime
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
         CheckpointCommitInfo,
         CheckpointEngine,
@@ -213,7 +215,8 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 logger.warning("skipped checkpoint %s: %s", folder / name, error)
                 damaged.append(f"{name}: {error}")
                 continue
-            return original(load_dir, name, *args, **kwargs)
+            with _fp32_weights_of(self._snapshot_at(folder / name)):
+                return original(load_dir, name, *args, **kwargs)
         if damaged:
             raise Corrupt(
                 f"none of the {len(damaged)} checkpoints in {folder} can be loaded; the newest: "
@@ -324,6 +327,18 @@ def _commit_at(directory: Path) -> CommitId | None:
         if is_pointer(place):
             return read_pointer(place).id
     return None
+
+
+@contextmanager
+def _fp32_weights_of(snapshot: Snapshot) -> Iterator[None]:
+    """Within it DeepSpeed, which opens files for the weights of ZeRO 3 without its optimizer states
+    and takes those of `latest` whatever the tag, gets the weights of `snapshot`."""
+    theirs = runtime.get_fp32_state_dict_from_zero_checkpoint
+    runtime.get_fp32_state_dict_from_zero_checkpoint = lambda _: fp32_weights(snapshot)
+    try:
+        yield
+    finally:
+        runtime.get_fp32_state_dict_from_zero_checkpoint = theirs
 
 
 def _moved(state: Any, map_location: Any) -> Any:

@@ -227,10 +227,8 @@ class Attached:
                 directories.settle()
 
         self._on_first("before save", before)
-        if self._peers is None:
-            save(model, trial)
-        else:
-            self._peers.share("save", lambda: save(model, trial) and None)
+        save(model, trial)  # where a rank fails, others may wait in a barrier of the Trainer's
+        self._on_first("saved", lambda _: None)
         self._on_first("after save", after)
 
     def _folder(self, trial: Any = None) -> Path:

@@ -30,6 +30,7 @@ from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of
 from ckptstore.maintenance.forget import set_tag
 from ckptstore.maintenance.mirror_plan import CommitTransfer, MirrorPlan, plan_mirror
+from ckptstore.maintenance.signatures import copy_signatures
 from ckptstore.objects import codecs
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import TENSOR
@@ -235,12 +236,18 @@ class _Mirror:
                 except DamagedMirrorSource as error:
                     self._skip(transfer, error)
                 counter.add()
+            self._sign()
             for move in plan.tags:
                 commit = resolved(self._target.log.replay(), move.commit)
                 set_tag(self._target, self._to, move.tag, commit)
         finally:
             self._target.follow()
         return self._done
+
+    def _sign(self) -> None:
+        """Copy the signatures of commits that both stores have now, also those made since."""
+        there = self._target.log.replay().commits
+        copy_signatures(self._source.storage, self._target.storage, there)
 
     def _skip(self, transfer: CommitTransfer, error: DamagedMirrorSource) -> None:
         logger.warning(

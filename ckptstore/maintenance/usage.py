@@ -16,6 +16,7 @@ import numpy as np
 
 from ckptstore.core.ids import ChunkId, CommitId
 from ckptstore.core.text import bytes_text
+from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of, read_document
 from ckptstore.maintenance.gc.mark import short_keys
 from ckptstore.objects.pack import PAGE
@@ -72,15 +73,17 @@ class Usage:
         return "\n".join((*map(str, self.commits), total))
 
 
-def usage(handle: StoreHandle, *, detail: Iterable[CommitId] = ()) -> Usage:
+def usage(
+    handle: StoreHandle, *, detail: Iterable[CommitId] = (), progress: Progress = silent
+) -> Usage:
     """Compute the storage use; `shared_bytes` only for the commits of `detail`."""
     state = handle.log.replay()
     handle.objects.sync(state)
     rows = [(row.age, commit, row) for commit, row in state.commits.items() if not row.soft]
-    documents = {
-        commit: read_document(handle.storage, row.session, commit)
-        for _, commit, row in sorted(rows, reverse=True)
-    }
+    documents = {}
+    for done, (_, commit, row) in enumerate(sorted(rows, reverse=True)):
+        progress("reading commits", done, len(rows))
+        documents[commit] = read_document(handle.storage, row.session, commit)
     named = {commit: metadata_of(document) for commit, document in documents.items()}
     keys, owner = _owned_keys(handle, list(named.values()))
     size_of = sizes_of(handle, keys)

@@ -213,7 +213,17 @@ def _refuse_foreign(storage: Storage) -> None:
         raise InvalidInput(f"{root} is a file; wanted a directory, or a path where one can be made")
     # A configuration that is there by now is another process's, and the exclusive create will say
     # so.
-    ours = {CONFIG_KEY, "packs", "commits", "log", "sessions", "index", "tmp", "reserve"}
+    ours = {
+        CONFIG_KEY,
+        "packs",
+        "commits",
+        "log",
+        "sessions",
+        "signatures",
+        "index",
+        "tmp",
+        "reserve",
+    }
     foreign = sorted(entry.name for entry in root.iterdir() if entry.name not in ours)
     if foreign:
         raise InvalidInput(

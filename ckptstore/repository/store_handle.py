@@ -5,6 +5,7 @@ Imports no torch, so that queries start fast.
 
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -290,6 +291,11 @@ class StoreHandle:
             self.log.check_no_gap(position.n)
             return False
         return not self.log.head_after(position.n) and self.log.has(position)
+
+    def keep_statistics(self, found: Mapping[bytes, bytes]) -> None:
+        """Keep what was measured, by key, in the catalog, as far as that can be written."""
+        if found and not self.read_only:
+            self.catalog.add_statistics(found)
 
     def close(self) -> None:
         """Close everything that was opened; idempotent. Open snapshots can still be read, but

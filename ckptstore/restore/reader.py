@@ -216,11 +216,12 @@ class Reader:
         self._objects, self.threads, self.verify_ids = objects, threads, verify_ids
         self.chunk_bytes = config.chunk_bytes
         self.remote = objects.storage.capabilities.slow_requests
-        self.url = objects.storage.url
-        # Both never change, so what was read lately is at hand for the next look at the same
-        # commit.
+        self.url, self.storage = objects.storage.url, objects.storage
+        # They never change, so what was read lately is at hand for the next look at the same
+        # commit, or at another with the same schema.
         self.document = lru_cache(RECENT)(self._document)
         self.trees = lru_cache(RECENT)(self.read_trees)
+        self._schema = lru_cache(RECENT)(decode_schema)
 
     def verifying_ids(self) -> "Reader":
         """This reader, but one that compares chunks with their ids too."""
@@ -238,7 +239,7 @@ class Reader:
         data = dict(zip(chunks, self._objects.read_metadata_many(chunks), strict=True))
         found: dict[str, Tree] = {}
         for key, ref in refs:
-            schema = decode_schema(data[ref.schema])
+            schema = self._schema(data[ref.schema])
             contents = join_pages([data[page] for page in ref.pages], len(schema))
             found[key] = Tree(key, ref, schema, contents, self.chunk_bytes)
         return found

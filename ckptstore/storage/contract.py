@@ -186,6 +186,7 @@ def check_key(key: str) -> str:
 # before it is read.
 CONFIG_BYTES_MAX = 1 * MIB
 SESSION_BYTES_MAX = 1 * MIB
+SIGNATURE_BYTES_MAX = 1 << 12
 ENTRY_BYTES_MAX = 64 * MIB
 DOCUMENT_BYTES_MAX = 256 * MIB
 CHECKPOINT_BYTES_MAX = 1 << 30
@@ -201,6 +202,7 @@ _BY_PREFIX = (
     ("log/", ENTRY_BYTES_MAX),
     ("commits/", DOCUMENT_BYTES_MAX),
     ("sessions/", SESSION_BYTES_MAX),
+    ("signatures/", SIGNATURE_BYTES_MAX),
     ("footers/", FOOTERS_BYTES_MAX),
     (CONFIG_KEY, CONFIG_BYTES_MAX),
 )

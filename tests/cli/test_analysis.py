@@ -121,6 +121,33 @@ def test_the_first_bad_commit_is_found_in_few_looks(place: Path) -> None:
             bisect(store, 100, 100, is_bad)
 
 
+def test_history_names_the_first_commit_with_a_nan(place: Path) -> None:
+    words = ("history", "--run", "nan", "-s", str(place))
+    result = call(*words, "--nan", "--json")
+    assert result.code == 0
+    found = {row["leaf"]: row["step"] for row in result.document["rows"]}
+    assert found == dict.fromkeys(
+        ["model/0.weight", "model/0.bias", "model/2.weight", "model/2.bias"], 60
+    )
+    assert call("history", "--run", "right", "-s", str(place), "--nan").out == (
+        "no NaN and no infinity in 10 commits of run right\n"
+    )
+
+
+def test_history_lists_tensors_of_chosen_commits(place: Path) -> None:
+    words = ("history", "0.weight", "--run", "slip", "-s", str(place))
+    lines = call(*words, "-n", "2").out.splitlines()
+    assert [line.split()[0] for line in lines] == ["STEP", "90", "100"]
+    assert lines[0].split()[-3:] == ["DRIFT", "FROM", "FIRST"]
+    rows = call(*words, "--ref", "100", "--ref", "10", "--json").document["rows"]
+    assert [row["step"] for row in rows] == [100, 10]
+    assert rows[0]["drift"] is None
+    assert rows[1]["drift"] == rows[1]["drift_first"] > 0
+    refused = call("history", "nothing", "-s", str(place))
+    assert refused.code == 1
+    assert "has a tensor of numbers that matches" in refused.err
+
+
 def test_a_line_with_forgotten_and_purged_commits_is_bisected_over_what_is_left(
     tmp_path: Path,
 ) -> None:

@@ -57,6 +57,11 @@ OTHERS = {
     "parted": "main main",
     "bisect": "--good 1 --nan",
     "average": "1 1",
+    "plot": "size -o NEW.svg",
+    "watch": "-n 0",
+    "verify": "1 --keys STORE/key.pub",
+    "sign": "1 --key STORE/key",
+    "ui": "--export NEW",
 }
 """What a command needs besides its store."""
 
@@ -97,9 +102,20 @@ WORDS = [
         f"log -s STORE {option} PATH"
         for option in ("--run", "--tag", "--metric", "--sort", "--since", "--until", "--index")
     ),
+    "ui -s STORE --commits 0 --export PATH",
     "average -s STORE 1 PATH",
     "average -s STORE 1 1 --tag PATH",
     "bisect -s STORE --good PATH --nan",
+    "history -s STORE PATH",
+    "plot -s STORE size -o PATH",
+    "watch -s STORE -n 0 --mirror PATH",
+    "plot -s STORE diff 1 PATH -o NEW.svg",
+    "plot -s STORE metrics PATH -o NEW.svg",
+    "history -s STORE --ref PATH",
+    "sign -s STORE 1 --key PATH",
+    "sign --new-key PATH",
+    "verify -s STORE 1 --keys PATH",
+    "verify -s STORE PATH --keys STORE/key.pub",
     "bisect -s STORE --good 1 --nan --verdicts PATH",
     "fsck -s STORE --read-data PATH",
     "forget -n -s STORE --keep-within PATH",
@@ -157,6 +173,7 @@ def words_of(text: str, root: Path, odd: str, new: Path) -> list[str]:
         "PATH": odd,
         "NEW": f"{new}/made",
         "NEW.pt": f"{new}/made.pt",
+        "NEW.svg": f"{new}/made.svg",
         "FILES": f"{root}/FILES",
     }
     return [meant.get(word, word.replace("STORE", f"{root}/{STORE}", 1)) for word in text.split()]

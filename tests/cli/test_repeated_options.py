@@ -22,9 +22,14 @@ ADDED_UP = {
     "import": {"--metric", "--tag"},
     "adopt": {"--link", "--metric", "--tag"},
     "export": {"--select"},
+    "history": {"--ref"},
+    "plot": {"--run"},
     "parted": {"--select"},
+    "verify": {"--keys"},
     "average": {"--metric", "--select", "--tag"},
 }
+SEVERAL_STORES = "ui"
+"""The command whose further `--store` is another store; they are kept beside the first."""
 """Options of which each further value adds something; all other options with a value are refused
 when given twice."""
 
@@ -104,6 +109,10 @@ def test_a_second_value_is_added_or_refused(command: str, name: str) -> None:
     option = next(action for action in parser._actions if name in action.option_strings)
     first, second = _values(parser, option)
     words = [command, *_operands(parser), name, first, name, second]
+    if (command, name) == (SEVERAL_STORES, "--store"):
+        args = parse(COMMANDS, words)
+        assert (args.store, args.more_stores) == (first, [second])
+        return
     if name in ADDED_UP.get(command, ()):
         found = getattr(parse(COMMANDS, words), option.dest)
         flat = [value for each in found for value in (each if isinstance(each, list) else [each])]
@@ -126,6 +135,11 @@ def test_a_common_option_before_and_behind_the_command_is_given_twice(
 ) -> None:
     with pytest.raises(UsageError, match="is given twice"):
         parse(COMMANDS, words)
+
+
+def test_stores_before_and_behind_a_command_of_several_are_added_up() -> None:
+    args = parse(COMMANDS, ["-s", "a", "ui", "-s", "b", "-s", "c"])
+    assert (args.store, args.more_stores) == ("a", ["b", "c"])
 
 
 def test_the_refusal_says_which_option_and_both_values(made_store: Path) -> None:

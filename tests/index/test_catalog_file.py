@@ -24,7 +24,7 @@ from ckptstore.index.catalog import Catalog
 from ckptstore.index.catalog_sqlite import REVISION, open_catalog
 from ckptstore.objects.schema import encode_schema
 from tests.index.building import MODEL, STORE, LogBuilder, flat_schema
-from tests.support.workloads import FIRST_REVISION, FOURTH_REVISION, THIRD_REVISION
+from tests.support.workloads import FIFTH_REVISION, FIRST_REVISION, FOURTH_REVISION, THIRD_REVISION
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,6 +87,7 @@ EARLIER = {
     "0002": f"{THIRD_REVISION} DROP TABLE entries; UPDATE alembic_version SET version_num = '0002'",
     "0003": THIRD_REVISION,
     "0004": FOURTH_REVISION,
+    "0005": FIFTH_REVISION,
 }
 """What makes a catalog of today one of each earlier revision."""
 

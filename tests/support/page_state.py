@@ -93,6 +93,11 @@ def cli_page(names: Names, stack: ExitStack) -> None:
             store.commit(names["app_state"], step=step, metrics={"val_loss": loss})
 
 
+def signing_page(names: Names, stack: ExitStack) -> None:
+    """Some commits."""
+    commits(names).close()
+
+
 def data_loaders_page(names: Names, stack: ExitStack) -> None:
     stack.enter_context(warnings.catch_warnings())
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by torchdata

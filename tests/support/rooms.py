@@ -30,6 +30,7 @@ SAYS = {
     "adopt": "directories of foreign files, byte for byte",
     "api": "Store and Snapshot: what a trainer sees",
     "interop": "DCP, TorchSnapshot, torchft, safetensors, .pt",
+    "ui": "a web page: views, server, static files",
     "cli": "the ckptstore command",
 }
 

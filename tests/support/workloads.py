@@ -22,7 +22,12 @@ from tests.support.checker import view_of
 STORE = "store"
 CHUNK_BYTES = 65536
 NEVER = 1000
-FOURTH_REVISION = """
+FIFTH_REVISION = """
+DROP TABLE statistics;
+UPDATE alembic_version SET version_num = '0005';
+"""
+FOURTH_REVISION = f"""
+{FIFTH_REVISION}
 DROP TABLE replaced;
 DROP INDEX commits_by_age;
 DROP INDEX commits_by_run;

@@ -86,6 +86,15 @@ def learn(engine: Any, step: int) -> float:
     return loss.item()
 
 
+def weights(engine: Any) -> list[Any]:
+    """The parameters by name, whole."""
+    found = []
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            found.append((name, parameter.detach().clone()))
+    return found
+
+
 def state(engine: Any) -> list[Any]:
     """What a training goes on with: weights, master weights and moments. At stage 3 without the
     padding of the shards, which is memory that nobody has written."""

@@ -20,7 +20,7 @@ import ckptstore
 from ckptstore.interop import accelerate as integration
 from ckptstore.interop.accelerate import attach
 from tests.trainers.accelerate_parts import Training, new_accelerator
-from tests.trainers.trainings import digest, killed, trained
+from tests.trainers.trainings import digest, ended_bit_equal, trained
 
 TRAINING = "tests.trainers.accelerate_training"
 
@@ -48,15 +48,11 @@ def another(tmp_path: Path, **options: Any) -> Training:
 def test_a_training_killed_while_it_saves_ends_as_one_that_was_not(
     tmp_path: Path, kills: int
 ) -> None:
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "epochs").write_text("4" if kills < 10 else "14")
-    wanted = trained(TRAINING, tmp_path / "whole", ranks=2)
-    fate = killed(TRAINING, tmp_path / "killed", kills, random.Random(kills), ranks=2)
-    assert fate.kills == kills
-    assert not fate.lost
-    assert fate.result == wanted
-    assert wanted[0][1] == 2
+    epochs = str(2 * kills)
+    draw = random.Random(kills)
+    fate = ended_bit_equal(TRAINING, tmp_path, kills, draw, ranks=2, saves=(2, 3), epochs=epochs)
+    assert fate.resumed
+    assert fate.result[0][1] == 2
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 import logging
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +14,14 @@ import torch
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is built from source: not installed here")
 
+from deepspeed.checkpoint.ds_to_universal import main as convert_to_universal
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import ckptstore
 from ckptstore.interop import deepspeed as integration
 from ckptstore.interop.deepspeed import StoreCheckpointEngine, fp32_weights, write_files
-from tests.trainers.deepspeed_parts import learn, new_engine, new_moe_engine, state
-from tests.trainers.trainings import digest, free_port, killed, trained
+from tests.trainers.deepspeed_parts import learn, new_engine, new_moe_engine, state, weights
+from tests.trainers.trainings import Run, digest, ended_bit_equal, free_port, trained
 
 # What DeepSpeed calls is deprecated in newer versions of torch.
 pytestmark = [
@@ -47,16 +51,18 @@ def packs(store: Path) -> set[Path]:
 def test_a_training_killed_while_it_saves_ends_as_one_that_was_not(
     tmp_path: Path, kills: int, stage: int
 ) -> None:
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "stage").write_text(str(stage))
-        (tmp_path / name / "steps").write_text(str(8 * kills))
-    wanted = trained(TRAINING, tmp_path / "whole", ranks=2)
-    fate = killed(TRAINING, tmp_path / "killed", kills, random.Random(kills), ranks=2)
-    assert fate.kills == kills
-    assert not fate.lost
-    assert fate.result == wanted
-    assert wanted[0][1] == 2
+    fate = ended_bit_equal(
+        TRAINING,
+        tmp_path,
+        kills,
+        random.Random(kills),
+        ranks=2,
+        saves=(2, 3),
+        stage=str(stage),
+        steps=str(12 * kills),
+    )
+    assert fate.resumed
+    assert fate.result[0][1] == 2
 
 
 @pytest.mark.parametrize(
@@ -114,6 +120,26 @@ def test_what_is_loaded_is_what_was_saved(
     assert again.global_steps == 1
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_are_loaded_without_the_optimizers_state(
+    tmp_path: Path, store: ckptstore.Store, stage: int
+) -> None:
+    engine, out = new_engine(stage), tmp_path / "out"
+    saves = StoreCheckpointEngine.install(engine, store)
+    learn(engine, 0)
+    engine.save_checkpoint(str(out))
+    wanted = digest(*weights(engine))
+    learn(engine, 1)
+    engine.save_checkpoint(str(out))
+    saves.wait()
+    again = new_engine(stage, seed=4)
+    StoreCheckpointEngine.install(again, store)
+    again.load_checkpoint(str(out), tag="global_step1", load_optimizer_states=False)
+    assert digest(*weights(again)) == wanted
+    again.load_checkpoint(str(out), load_module_only=True, load_optimizer_states=False)
+    assert digest(*weights(again)) == digest(*weights(engine))
+
+
 def test_experts_are_part_of_the_commit(tmp_path: Path, store: ckptstore.Store) -> None:
     engine, out = new_moe_engine(), tmp_path / "out"
     saves = StoreCheckpointEngine.install(engine, store)
@@ -130,6 +156,46 @@ def test_experts_are_part_of_the_commit(tmp_path: Path, store: ckptstore.Store) 
     assert digest(again.module.state_dict()) == wanted
     with pytest.raises(ckptstore.InvalidInput, match="divided among ranks"):
         fp32_weights(store.checkout())
+
+
+def test_the_stages_of_a_pipeline_are_one_commit(tmp_path: Path) -> None:
+    first, second = trained("tests.trainers.deepspeed_pipeline_training", tmp_path, ranks=2)
+    for stage in (first, second):
+        assert stage["loaded"] == stage["saved"]
+        assert stage["losses"][1] == stage["losses"][0]
+    assert first["saved"] != second["saved"], "the ranks have layers of their own"
+    assert sum(name.startswith("layer_") for name in first["files"]) == 4
+    assert first["files"] == second["files"]
+
+
+def test_a_checkpoint_that_lacks_the_shard_of_a_rank_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "steps").write_text("4")
+    wanted = trained(TRAINING, tmp_path, ranks=2)
+    with ckptstore.open(tmp_path / "store") as store:
+        last = store.checkout()
+    shards = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
+    assert set(shards) < set(last.keys())
+    for pack in packs(tmp_path / "store"):
+        away = pack.rename(tmp_path / "away")
+        with ckptstore.open(tmp_path / "store") as store:
+            snapshot = store.checkout(last.id)
+            if whole(snapshot.only(shards[:1])) and not whole(snapshot.only(shards[1:])):
+                break
+        away.rename(pack)
+    else:
+        raise AssertionError("no pack has only the shard of rank 1")
+    again = Run(TRAINING, tmp_path, ranks=2)
+    assert again.result() == wanted
+    assert again.told("resumed") == [2]
+    assert f"skipped checkpoint {tmp_path / 'out' / 'global_step4'}" in again.output()
+
+
+def whole(snapshot: ckptstore.Snapshot) -> bool:
+    try:
+        snapshot.verify()
+    except (ckptstore.Corrupt, ckptstore.NotFound):
+        return False
+    return True
 
 
 def test_latest_names_only_what_is_durable(
@@ -194,6 +260,39 @@ def test_fp32_weights_are_those_of_deepspeeds_own_tool(
         write_files(snapshot, tmp_path / "files" / "here")
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_makes_a_universal_checkpoint_of_the_files(
+    tmp_path: Path, store: ckptstore.Store, stage: int
+) -> None:
+    engine, files = new_engine(stage), tmp_path / "files" / "here"
+    saves = StoreCheckpointEngine.install(engine, store)
+    learn(engine, 0)
+    engine.save_checkpoint(
+        str(tmp_path / "out"), tag="here", client_state={"universal_checkpoint_info": {}}
+    )
+    saves.wait()
+    write_files(store.checkout(), files)
+    convert_to_universal(
+        SimpleNamespace(
+            input_folder=str(files),
+            output_folder=str(tmp_path / "universal" / "there"),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=False,
+        )
+    )
+    (tmp_path / "universal" / "latest").write_text("there")
+    (tmp_path / "universal" / "latest_universal").write_text("there")
+    again = new_engine(stage, checkpoint={"load_universal": True})  # it lacks frozen weights
+    assert digest(*weights(again)) != digest(*weights(engine))
+    StoreCheckpointEngine.install(again, store)
+    again.load_checkpoint(str(tmp_path / "universal"))
+    assert digest(*weights(again)) == digest(*weights(engine))
+    assert again.global_steps == 1
+
+
 def learn_bf16(engine: Any) -> None:
     loss = engine(torch.ones(4, 8, dtype=torch.bfloat16)).float().square().mean()
     engine.backward(loss)
@@ -229,6 +328,15 @@ def test_a_value_that_cannot_be_stored_is_named_by_its_path(
     with pytest.raises(ckptstore.InvalidInput, match=r"model_states\.pt/odd"):
         engine.save_checkpoint(str(tmp_path / "out"), client_state={"odd": object()})
     engine.save_checkpoint(str(tmp_path / "out"), client_state={"odd": 1})
+
+
+def test_the_example_runs_as_it_is() -> None:
+    example = Path(__file__).parents[2] / "examples/trainers/train_with_deepspeed.py"
+    done = subprocess.run(
+        [sys.executable, example], capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "starting at step 6" in done.stdout
 
 
 def test_what_is_not_supported_is_refused(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ckptstore
-from tests.trainers.trainings import killed, trained
+from tests.trainers.trainings import ended_bit_equal, trained
 
 TRAINING = "tests.trainers.lightning_training"
 KINDS = [("sync", 1), ("async", 1), ("async", 2)]
@@ -24,12 +24,9 @@ def folder(tmp_path: Path, name: str, **settings: Any) -> Path:
 
 
 def check(tmp_path: Path, seed: int, kills: int, ranks: int, **settings: Any) -> None:
-    whole = trained(TRAINING, folder(tmp_path, "whole", **settings), ranks)
-    place = folder(tmp_path, "killed", **settings)
-    fate = killed(TRAINING, place, kills, random.Random(seed), ranks, saves=(2, 6))
-    print(f"{settings}, {ranks} ranks: {fate.kills} kills, resumed at {fate.resumed}")
-    assert (fate.kills, fate.lost) == (kills, [])
-    assert fate.result == whole
+    files = {"settings.json": json.dumps(settings)}
+    draw = random.Random(seed)
+    fate = ended_bit_equal(TRAINING, tmp_path, kills, draw, ranks, saves=(2, 6), **files)
     assert fate.resumed
 
 

@@ -11,7 +11,7 @@ import torch
 
 import ckptstore
 from tests.trainers.torchtitan_parts import Training, Transformer, damage_newest, directories, packs
-from tests.trainers.trainings import killed, trained
+from tests.trainers.trainings import ended_bit_equal, trained
 
 TRAINING = "tests.trainers.torchtitan_training"
 
@@ -29,16 +29,13 @@ pytestmark = [
 def test_a_training_killed_while_it_saves_ends_as_one_that_was_not(
     tmp_path: Path, kills: int
 ) -> None:
-    wanted = trained(TRAINING, tmp_path / "whole", ranks=2)
-    fate = killed(TRAINING, tmp_path / "killed", kills, random.Random(kills), ranks=2)
-    assert fate.kills == kills
-    assert not fate.lost
-    assert fate.result == wanted
+    steps = str(8 * kills)
+    fate = ended_bit_equal(TRAINING, tmp_path, kills, random.Random(kills), ranks=2, steps=steps)
     damage_newest(tmp_path / "whole")
-    assert trained(TRAINING, tmp_path / "whole", ranks=2) == wanted
+    assert trained(TRAINING, tmp_path / "whole", ranks=2) == fate.result
     for rank in (0, 1):
         said = (tmp_path / "whole" / f"output-{rank}").read_text()
-        assert "(step 16): " in said and "skipped commit" in said
+        assert f"(step {steps}): " in said and "skipped commit" in said
 
 
 def test_parts_of_the_model_move_between_ranks(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """Hugging Face's Trainer with `attach`: killed trainings end as if nobody had killed them, damaged
 checkpoints are passed over, directories stay small."""
 
+import json
 import logging
 import os
 import random
 import runpy
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import ckptstore
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.transformers import attach
 from ckptstore.objects.pointer_files import HOLLOW_POINTER
-from tests.trainers.trainings import killed, trained
+from tests.trainers.trainings import Run, ended_bit_equal, trained
 from tests.trainers.transformers_training import (
     Numbers,
     arguments,
@@ -28,6 +30,7 @@ from tests.trainers.transformers_training import (
 PLAIN = "tests.trainers.transformers_training"
 PEFT = "tests.trainers.transformers_peft_training"
 TRL = "tests.trainers.transformers_trl_training"
+SHARDED = "tests.trainers.transformers_sharded_training"
 
 STEPS: dict[str, Any] = {"max_steps": 10, "load_best_model_at_end": False}
 
@@ -35,15 +38,9 @@ STEPS: dict[str, Any] = {"max_steps": 10, "load_best_model_at_end": False}
 def ended_well(training: str, folder: Path, kills: int, ranks: int) -> None:
     """Steps are so many that no kill comes after the last save: resumed at its end, the Trainer
     takes one step more."""
-    for name in ("undisturbed", "killed"):
-        (folder / name).mkdir()
-        (folder / name / "steps").write_text(str(12 * kills + 12))
-    undisturbed = trained(training, folder / "undisturbed", ranks)
     draw = random.Random(os.environ["CKPTSTORE_TEST_SEED"])
-    fate = killed(training, folder / "killed", kills, draw, ranks, saves=(1, 1))
-    assert fate.kills == kills
-    assert fate.lost == [] and fate.result == undisturbed
-    print(f"{training}: {kills} kills, resumed at {fate.resumed}")
+    steps = str(12 * kills + 12)
+    ended_bit_equal(training, folder, kills, draw, ranks, saves=(1, 1), steps=steps)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +56,30 @@ def test_a_killed_training_ends_bit_equal(training: str, ranks: int, tmp_path: P
 )
 def test_twenty_kills(training: str, ranks: int, tmp_path: Path) -> None:
     ended_well(training, tmp_path, 20, ranks)
+
+
+ZERO = {f"zero{stage}": {"deepspeed": {"zero_optimization": {"stage": stage}}} for stage in (1, 3)}
+FSDP = {"fsdp": {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}}
+
+
+@pytest.mark.parametrize("under", [*ZERO, *FSDP])
+def test_what_shards_the_model_is_saved_and_resumed(under: str, tmp_path: Path) -> None:
+    if under in ZERO and find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is built from source: not installed here")
+    (tmp_path / "steps").write_text("4")
+    (tmp_path / "options").write_text(json.dumps(ZERO.get(under) or FSDP[under]))
+    wanted = trained(SHARDED, tmp_path, ranks=2)
+    assert (wanted[0]["weights"] != wanted[1]["weights"]) == (under in FSDP)
+    assert (tmp_path / "out" / "checkpoint-2" / HOLLOW_POINTER).exists()
+    (tmp_path / "resume from").write_text("2")
+    again = Run(SHARDED, tmp_path, ranks=2)
+    assert again.result() == wanted
+    assert again.told("resumed") == [2]
+
+
+def test_a_rank_that_cannot_save_ends_the_others(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="OSError: the disk is full"):
+        trained("tests.trainers.transformers_failing_training", tmp_path, ranks=2)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""A transformer, sharded over two ranks, with asynchronous saves (`trainings`)."""
+"""A transformer, sharded over two ranks, with asynchronous saves (`trainings`). The folder may have
+a file that says how many steps it trains."""
 
 import os
 from pathlib import Path
@@ -17,6 +18,8 @@ STEPS = 16
 
 def train(folder: Path, tell: Tell) -> Any:
     torch.set_num_threads(1)
+    told = folder / "steps"
+    steps = int(told.read_text()) if told.exists() else STEPS
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
     torch.manual_seed(7)
@@ -30,11 +33,11 @@ def train(folder: Path, tell: Tell) -> Any:
     )
     if training.manager.load():
         tell("resumed", training.progress.step)
-    for step in range(training.progress.step + 1, STEPS + 1):
+    for step in range(training.progress.step + 1, steps + 1):
         training.train(step, save=False)
         if step % 2 == 0:
             tell("saving", step)
-        training.manager.save(step, last_step=step == STEPS)
+        training.manager.save(step, last_step=step == steps)
         if (saving := training.manager.save_future) is not None and step % 2 == 0:
             saving.add_done_callback(lambda saved, at=step: saved.result() or tell("saved", at))
     training.close()

@@ -167,6 +167,34 @@ def killed(
             return fate
 
 
+def ended_bit_equal(
+    training: str,
+    folder: Path,
+    kills: int,
+    draw: random.Random,
+    ranks: int = 1,
+    *,
+    saves: tuple[int, int] = (1, 2),
+    **settings: str,
+) -> Fate:
+    """The fate of a training that is killed `kills` times, having asserted that it lost nothing and
+    ended bit-equal to one that nobody kills. Both find `settings` as files in their folders."""
+    places = [folder / name for name in ("whole", "killed")]
+    for place in places:
+        place.mkdir()
+        for name, text in settings.items():
+            (place / name).write_text(text)
+    wanted = trained(training, places[0], ranks)
+    fate = killed(training, places[1], kills, draw, ranks, saves=saves)
+    wrong = [rank for rank in range(ranks) if fate.result[rank] != wanted[rank]]
+    print(
+        f"{training} {settings}, {ranks} ranks: {fate.kills} kills, {len(fate.lost)} saves lost, "
+        f"{len(wrong)} wrong results, resumed at {fate.resumed}"
+    )
+    assert (fate.kills, fate.lost, wrong) == (kills, [], []), f"{fate}, wanted {wanted}"
+    return fate
+
+
 def _live(training: str, folder: Path, rank: int, ranks: int, port: int) -> None:
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)

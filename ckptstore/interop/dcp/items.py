@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.adopt.sources import Joined
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.plan import Extent, is_floating
+from ckptstore.commit.plan import Extent
 from ckptstore.commit.transaction import TreeContent
 from ckptstore.core import geometry
 from ckptstore.core.ids import CHUNK_ID_BYTES, SessionId, parse_session_id
@@ -136,12 +136,12 @@ def _parts(item: Item, sources: Sequence[Source], alone: bool) -> Iterator[Part]
         if source is NOTHING:
             continue
         if schema.kinds[i] != "tensor" or not source.nbytes:
-            yield Part(Extent((source.nbytes,), 1, source.nbytes, False), source, source.nbytes)
+            yield Part(Extent((source.nbytes,), 1, source.nbytes, ""), source, source.nbytes)
             continue
         dtype, shape, box = schema.dtypes[i], schema.shapes[i], None
         if item.box and not alone and shape != item.shape:
             shape, box = item.shape, item.box
-        extent = Extent(shape, geometry.width_of(dtype), source.nbytes, is_floating(dtype), box)
+        extent = Extent(shape, geometry.width_of(dtype), source.nbytes, dtype, box)
         yield Part(extent, source, geometry.nbytes_of(dtype, shape))
 
 

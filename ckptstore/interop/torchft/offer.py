@@ -192,10 +192,10 @@ def _parts(flat: FlatState) -> Iterator[Part]:
             continue
         if leaf in flat.held:
             for box, part in flat.held[leaf].parts:
-                yield Part(leaf, part, Extent(shape, part.width, part.nbytes, False, box))
+                yield Part(leaf, part, Extent(shape, part.width, part.nbytes, "", box))
         elif source.nbytes > INLINE_BYTES:
             whole = shape if flat.schema.kinds[leaf] == "tensor" else (source.nbytes,)
-            yield Part(leaf, source, Extent(whole, source.width, source.nbytes, False))
+            yield Part(leaf, source, Extent(whole, source.width, source.nbytes, ""))
 
 
 def flatten_state(state: Any) -> FlatState:

@@ -44,7 +44,18 @@ logger = logging.getLogger("ckptstore")
 
 _LOCAL = ("fs", "file", "")
 _OURS = frozenset(
-    {CONFIG_KEY, "packs", "commits", "log", "sessions", "index", "tmp", "reserve", "quarantine"}
+    {
+        CONFIG_KEY,
+        "packs",
+        "commits",
+        "log",
+        "sessions",
+        "signatures",
+        "index",
+        "tmp",
+        "reserve",
+        "quarantine",
+    }
 )
 _UNSAFE = re.compile(r"[^A-Za-z0-9_./-]|(?<=\.)\.|(?<=/)/")
 _TAG_CHARACTERS = 200

@@ -37,6 +37,7 @@ class Kind(StrEnum):
     CHECKPOINT = "checkpoint"
     REF = "ref"
     DOCUMENT = "document"
+    SIGNATURE = "signature"
     TREE = "tree"
     CHUNK = "chunk"
     PACK = "pack"

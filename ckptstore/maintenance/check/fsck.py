@@ -42,6 +42,7 @@ from ckptstore.maintenance.check.offline_store import (
 )
 from ckptstore.maintenance.check.trees import Contents, Referrer, Walk, taken
 from ckptstore.maintenance.gc.plan import list_objects, owner, unlisted
+from ckptstore.maintenance.signatures import damaged
 from ckptstore.objects.pack import FooterTable
 from ckptstore.repository.chunk_reader import keys_of
 from ckptstore.repository.footers import read_table_at
@@ -144,6 +145,7 @@ class _Fsck:
             *unreadable(contents),
             *catalog,
             *seen.trees,
+            *self._signatures(state),
             *seen.packs,
             *orphans,
             *seen.index,
@@ -213,6 +215,12 @@ class _Fsck:
             listed = {pack.id for pack in now.packs.values()}
             bad = [chunk for chunk in bad if chunk.pack in listed]
         return contents, seen, bad
+
+    def _signatures(self, state: State) -> Iterator[Finding]:
+        if self.level >= Level.CONNECTIVITY:
+            for key, why in damaged(self.offline_store.storage, state.commits):
+                step = "delete it, and sign the commit again if you trust it"
+                yield Finding(Kind.SIGNATURE, f"{key}: {why}", step, Severity.NOTE, key)
 
     def _present(self, chain: Chain) -> State:
         return chain.state if chain.bad else self.offline_store.open_log().replay(refresh=True)

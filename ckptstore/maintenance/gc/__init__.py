@@ -104,14 +104,10 @@ class GcReport:
 
     def add(self, later: Iterable["GcReport"]) -> None:
         """Count in what gcs after this one did."""
+        sums = "freed_bytes", "copied_bytes", "condemned_packs", "deleted", "deleted_orphans"
         for report in later:
-            self.freed_bytes += report.freed_bytes
-            self.copied_bytes += report.copied_bytes
-            self.condemned_packs += report.condemned_packs
-            self.deleted += report.deleted
-            self.deleted_orphans += report.deleted_orphans
-            self.over += report.over
-            self.damaged += report.damaged
+            for name in (*sums, "over", "damaged"):
+                setattr(self, name, getattr(self, name) + getattr(report, name))
             self.stopped = self.stopped or report.stopped
 
     def __repr__(self) -> str:
@@ -179,7 +175,12 @@ def collect(
         threads.close()
 
 
-def plans_at(handle: StoreHandle, states: Iterable[State], options: GcOptions) -> list[GcPlan]:
+def plans_at(
+    handle: StoreHandle,
+    states: Iterable[State],
+    options: GcOptions,
+    progress: Progress = silent,
+) -> list[GcPlan]:
     """The plan of a gc on a full disk for a hypothetical state of the log. Changes nothing.
 
     Raises `Corrupt` if a commit's document or pages cannot be read, `NotFound` for objects that
@@ -187,7 +188,7 @@ def plans_at(handle: StoreHandle, states: Iterable[State], options: GcOptions) -
     """
     threads = ThreadPool(default_threads())
     try:
-        gc = _Gc(handle, options, threads, time.monotonic, silent)
+        gc = _Gc(handle, options, threads, time.monotonic, progress)
         return [gc.plan_at(state, full=True) for state in states]
     finally:
         threads.close()

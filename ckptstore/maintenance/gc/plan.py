@@ -20,7 +20,15 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.core.ids import CommitId, PackId, SessionId, document_key, pack_key, twin_key
+from ckptstore.core.ids import (
+    CommitId,
+    PackId,
+    SessionId,
+    document_key,
+    pack_key,
+    parse_signature_key,
+    twin_key,
+)
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import Corrupt
 from ckptstore.log.log_snapshots import CHECKPOINTS_KEPT
@@ -34,6 +42,7 @@ from ckptstore.storage.contract import Storage
 _WHY = {
     "packs": "no log entry lists it",
     "commits": "its commit was purged, or never came to be",
+    "signatures": "its commit was purged",
     "tmp": "left behind while it was written",
     "sessions": "its session is over",
 }
@@ -126,6 +135,12 @@ def orphans(
         Orphan(key, size, "it was made to be deleted")
         for key, size in listing.items()
         if _SCRATCH.fullmatch(key)
+    )
+    found += (
+        Orphan(key, size, _WHY["signatures"])
+        for key, size in listing.items()
+        if (signed := parse_signature_key(key))
+        and (signed[0] not in state.commits or signed[0] in purged)
     )
     return tuple(sorted(found))
 

@@ -41,6 +41,7 @@ ALLOWED = (
     "deepspeed",
     "dill",
     "lightning",
+    "megatron",
     "peft",
     "pytorch_lightning",
     "ray",

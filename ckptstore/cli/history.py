@@ -1,0 +1,53 @@
+"""`ckptstore history`: how tensors moved over the commits of a run."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ckptstore.cli.call import Answer, Call
+from ckptstore.cli.screen import Part, columns
+from ckptstore.core.text import Column, Table, count_text
+from ckptstore.maintenance_api import Maintenance
+
+if TYPE_CHECKING:
+    from ckptstore.history import HistoryRow
+
+THREADS = 2
+
+_NUMBERS = ("norm", "mean", "std", "min", "max")
+_COUNTS = ("zeros", "nan", "inf")
+
+
+def history(call: Call) -> Answer:
+    args = call.args
+    store = Maintenance(call.open(*args.refs), call.threads(THREADS))
+    with call.screen.progress("measuring tensors"):
+        found = store.history(args.globs or "*", args.refs or None, run=args.run)
+    commits = list(dict.fromkeys(row.commit for row in found))
+    if args.nan:
+        bad = found.first_bad()
+        text = f"{count_text(len(commits), 'commit')} of run {found[0].run}"
+        page: list[Part] = [_table(bad)] if bad else [f"no NaN and no infinity in {text}"]
+        return Answer({"commits": len(commits), "rows": bad}, page)
+    last = set(commits[-args.limit :] if args.limit else commits)
+    rows = [row for row in found if row.commit in last]
+    return Answer({"commits": len(last), "rows": rows}, [_table(rows)])
+
+
+def _table(rows: Iterable["HistoryRow"]) -> Table:
+    drifts = (Column("drift"), Column("from first"))
+    counts = (Column(name, "count") for name in _COUNTS)
+    head = columns("step", "commit", "path")
+    return Table(
+        (*head, *map(Column, _NUMBERS), *counts, *drifts),
+        [
+            (
+                row.step,
+                row.commit,
+                row.leaf,
+                *(f"{getattr(row, name):.4g}" for name in _NUMBERS),
+                *(getattr(row, name) for name in _COUNTS),
+                *("" if x is None else f"{x:.3g}" for x in (row.drift, row.drift_first)),
+            )
+            for row in rows
+        ],
+    )

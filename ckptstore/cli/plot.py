@@ -1,0 +1,134 @@
+"""`ckptstore plot`: metrics, sizes, tensors and differences as charts."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+
+from ckptstore.cli.call import Answer, Call, UsageError
+from ckptstore.cli.charts import BARS, LINES, Chart, Series, check_file, draw, text_of
+from ckptstore.cli.history import THREADS
+from ckptstore.cli.screen import Part
+from ckptstore.core.model import CommitInfo
+from ckptstore.errors import NotFound
+from ckptstore.maintenance_api import Maintenance
+from ckptstore.repository.store_handle import StoreHandle
+
+UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+def plot(call: Call) -> Answer:
+    args = call.args
+    if args.output is not None:
+        check_file(args.output)
+    elif call.screen.terminal is None and not call.screen.json:
+        raise UsageError("-o FILE is missing: standard output is no terminal", "ckptstore plot")
+    chart = _KINDS[args.kind](call, call.open())
+    document = {
+        "title": chart.title,
+        "x": chart.x,
+        "y": chart.y,
+        "lines": chart.lines,
+        "bars": [{"name": name, "value": value} for name, value in chart.bars],
+    }
+    page: list[Part] = []
+    if args.output is not None:
+        draw(chart, args.output)
+        page.append(f"{chart.title}: {args.output}")
+    elif call.screen.terminal is not None:
+        page.append(text_of(chart, call.screen.terminal.width))
+    return Answer(document, page)
+
+
+def _metrics(call: Call, store: StoreHandle) -> Chart:
+    names = call.args.words
+    found: dict[str, list[tuple[float, float]]] = {}
+    commits = _commits(call, store)
+    several = len({info.run for info in commits}) > 1
+    for info in commits:
+        for name, value in info.metrics.items():
+            if info.step is not None and math.isfinite(value) and (not names or name in names):
+                label = f"{info.run}: {name}" if several else name
+                found.setdefault(label, []).append((info.step, value))
+    return Chart("metrics", "step", "", _lines(found, call), log=call.args.log)
+
+
+def _size(call: Call, store: StoreHandle) -> Chart:
+    commits = _commits(call, store)
+    columns = {
+        "logical": list(accumulate(info.logical_bytes for info in commits)),
+        "written": list(accumulate(info.new_bytes for info in commits)),
+    }
+    most = max((column[-1] for column in columns.values() if column), default=0)
+    unit, nbytes = next((each for each in UNITS if most >= each[1]), UNITS[-1])
+    found = {
+        name: [(number, size / nbytes) for number, size in enumerate(column, 1)]
+        for name, column in columns.items()
+    }
+    return Chart("size of all commits", "commit", unit, _lines(found, call), log=call.args.log)
+
+
+def _tensor(call: Call, store: StoreHandle) -> Chart:
+    args = call.args
+    measured = Maintenance(store, call.threads(THREADS))
+    run = args.runs[0] if args.runs else None
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in measured.history(args.words or "*", run=run):
+        value = getattr(row, args.of)
+        if row.step is not None and value is not None and math.isfinite(value):
+            found.setdefault(row.leaf, []).append((row.step, value))
+    return Chart(f"{args.of} of tensors", "step", args.of, _lines(found, call), log=args.log)
+
+
+def _diff(call: Call, store: StoreHandle) -> Chart:
+    args = call.args
+    if len(args.words) != 2:
+        raise UsageError("plot diff takes two commits: plot diff A B", "ckptstore plot")
+    run = args.runs[0] if args.runs else None
+    rows = Maintenance(store, call.threads(THREADS)).history("*", args.words, run=run)
+    ends = list(dict.fromkeys(row.commit for row in rows))
+    norms = {row.leaf: row.norm for row in rows if row.commit == ends[0]}
+    moved = [
+        (row.leaf, row.drift / norms[row.leaf])
+        for row in rows
+        if row.commit == ends[-1] and row.drift and norms.get(row.leaf)
+    ]
+    bars = sorted((bar for bar in moved if math.isfinite(bar[1])), key=lambda bar: -bar[1])
+    if not bars:
+        raise NotFound("no tensor differs in its numbers between the two commits")
+    title = f"largest changes from {args.words[0]} to {args.words[1]}"
+    return Chart(title, "norm of the change / norm", "", bars=bars[:BARS], log=args.log)
+
+
+_KINDS: dict[str, Callable[[Call, StoreHandle], Chart]] = {
+    "metrics": _metrics,
+    "size": _size,
+    "tensor": _tensor,
+    "diff": _diff,
+}
+
+
+def _commits(call: Call, store: StoreHandle) -> list[CommitInfo]:
+    """The commits of the chosen runs, oldest first."""
+    infos = store.queries().log()[::-1]
+    return [info for info in infos if not call.args.runs or info.run in call.args.runs]
+
+
+def _lines(found: Mapping[str, Sequence[tuple[float, float]]], call: Call) -> list[Series]:
+    """Lines without what the axis does not have, at most as many as people can tell apart."""
+    lines = [
+        Series(name, *_columns(sorted(points)))
+        for name, all_points in found.items()
+        if (points := [point for point in all_points if point[1] > 0 or not call.args.log])
+    ]
+    if not lines:
+        raise NotFound(
+            f"there is nothing to plot: no {call.args.kind} of these names in this store"
+        )
+    if len(lines) > LINES:
+        call.screen.complain(f"the first {LINES} of {len(lines)} lines are drawn; name fewer")
+    return lines[:LINES]
+
+
+def _columns(points: Iterable[tuple[float, float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    x, y = zip(*points, strict=True)
+    return x, y
