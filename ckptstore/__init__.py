@@ -28,6 +28,7 @@ from ckptstore.errors import (
 if TYPE_CHECKING:
     from ckptstore.core.options import Async, CommitProgress, Ranks, Storage
     from ckptstore.internals import PendingCommit
+    from ckptstore.maintenance.compact.plan import CompactPolicy
     from ckptstore.maintenance.retention import (
         KeepBest,
         KeepEverySteps,
@@ -49,6 +50,7 @@ __all__ = [
     "Cancelled",
     "CkptStoreError",
     "CommitProgress",
+    "CompactPolicy",
     "Conflict",
     "Corrupt",
     "InvalidInput",
@@ -101,6 +103,7 @@ _LATER = {
     "KeepEverySteps": "ckptstore.maintenance.retention",
     "KeepBest": "ckptstore.maintenance.retention",
     "KeepWithin": "ckptstore.maintenance.retention",
+    "CompactPolicy": "ckptstore.maintenance.compact.plan",
     "KeepPeriods": "ckptstore.maintenance.retention",
 }
 

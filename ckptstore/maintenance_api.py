@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 from ckptstore.core.ids import CommitId, check_run
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.options import Storage
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import InvalidInput, NoSpace
 from ckptstore.history import History, history
 from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check import Level, Report, parse_level, parse_share
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.indexes import Reindexed, reindex
 from ckptstore.maintenance.check.offline_store import offline_store_of
+from ckptstore.maintenance.compact import DEFAULT, CompactReport, compact, remember
+from ckptstore.maintenance.compact.plan import CompactPolicy, policy_of
 from ckptstore.maintenance.doctor import Check, doctor
 from ckptstore.maintenance.forecast import Forecast, forecast
 from ckptstore.maintenance.forget import (
@@ -197,8 +199,8 @@ class Maintenance:
         force: bool = False,
         progress: Progress = silent,
     ) -> GcReport:
-        """Free the space of forgotten and unfinished commits. Other processes may commit, read and
-        collect meanwhile.
+        """Free the space of forgotten and unfinished commits, and compact where the store's
+        settings say so. Other processes may commit, read and collect meanwhile.
 
         Args:
             dry_run: Report without changing anything.
@@ -222,6 +224,50 @@ class Maintenance:
         options = GcOptions(max_unused, max_repack_bytes, force, grace_s)
         report = collect(self._handle, options, dry_run=dry_run, progress=progress)
         if not dry_run:
+            if policy := policy_of(self._handle.log.state):
+                try:
+                    report.add(compact(self._handle, policy, progress=progress).collected)
+                except NoSpace as error:
+                    report.stopped = str(error)
+            self._handle.follow()
+        return report
+
+    def compact(
+        self,
+        policy: CompactPolicy = DEFAULT,
+        *,
+        threads: int = 1,
+        with_gc: bool | None = None,
+        dry_run: bool = False,
+        progress: Progress = silent,
+    ) -> CompactReport:
+        """Store the chunks of old commits smaller, without loss: as byte planes, and as differences
+        from those of a neighboring commit. Other processes may commit, read and collect meanwhile.
+
+        Args:
+            policy: Which commits stay as they are, and how many share a base.
+            threads: How many chunks are coded side by side.
+            with_gc: True keeps the policy in the store's settings, and every later `gc` compacts by
+                it; False removes it from there. A dry run changes neither.
+            dry_run: Estimate by a sample, without changing anything.
+            progress: Called with phase, done and total.
+
+        Returns:
+            The chunks that were coded, their size before and after, and the bytes freed.
+
+        Raises:
+            InvalidInput: `threads` is less than 1.
+            ReadOnly: The store is read-only, and `dry_run` is not given.
+            Corrupt: The metadata of a commit cannot be read.
+            NoSpace: The disk is full; what was coded before is kept.
+
+        Example:
+            >>> store.compact(ckptstore.CompactPolicy(newest=2, every=8))
+        """
+        report = compact(self._handle, policy, threads=threads, dry_run=dry_run, progress=progress)
+        if not dry_run:
+            if with_gc is not None:
+                remember(self._handle, policy if with_gc else None)
             self._handle.follow()
         return report
 

@@ -39,7 +39,8 @@ def inflate(frame: bytes, least: int, most: int) -> bytes:
 
 
 def decode(codec: int, stored: bytes, width: int, size: int) -> bytes:
-    """The `size` raw bytes of a chunk (§4)."""
+    """The `size` raw bytes of a chunk, or its difference from its base (§4)."""
+    stored = stored[16:] if codec == 3 else stored
     if codec < 2:
         return inflate(stored, size, size) if codec else stored
     out, at, whole = bytearray(size), 5 * width, size // width
@@ -49,6 +50,17 @@ def decode(codec: int, stored: bytes, width: int, size: int) -> bytes:
         out[i : whole * width : width] = plane[:whole]
         out[whole * width :] = plane[whole:]
     return bytes(out)
+
+
+def undo(difference: bytes, base: bytes, width: int) -> bytes:
+    """The chunk that differs so from its base (§4)."""
+    word = {1: 1, 2: 2, 4: 4, 8: 8, 16: 8}.get(width, 1)
+    size, form = len(base) // word, "<%d" + "?BH?I???Q"[word]
+    words = zip(
+        *(struct.unpack_from(form % size, data) for data in (base, difference)), strict=True
+    )
+    raw = struct.pack(form % size, *((b + (d >> 1 ^ -(d & 1))) % (1 << 8 * word) for b, d in words))
+    return raw + difference[len(raw) :]
 
 
 class Store:
@@ -64,7 +76,7 @@ class Store:
         self.id, self.generation = config["store"], config["log"]["generation"]
         self.commits: dict[str, dict[str, Any]] = {}
         self.tags: dict[str, str | None] = {}
-        self.chunks: dict[bytes, list[tuple[Path, Any]]] = {}
+        self.chunks: dict[bytes, list[tuple[Path, Any, Any]]] = {}
         for entry in self._log():
             self._apply(entry)
         self.commits = dict(sorted(self.commits.items(), key=lambda item: item[1]["age"]))
@@ -119,15 +131,22 @@ class Store:
             pack.seek(offset)
             tail = pack.read(length + 32)
         if (start, end, blake3(tail).digest()) == (b"CKPTPACK\2\0\0\0", b"KCAPTPKC", digest):
-            for record in struct.iter_unpack("<32s16sQIIIBBB9s", tail[:length]):
-                self.chunks.setdefault(record[0], []).append((file, record))
+            records = list(struct.iter_unpack("<32s16sQIIIBBB9s", tail[:length]))
+            for record in records:
+                base = None if record[5] == 0xFFFFFFFF else records[record[5]]
+                self.chunks.setdefault(record[0], []).append((file, record, base))
 
     def chunk(self, wanted: bytes) -> bytes:
         """The raw bytes of a chunk, from the first pack that has them as they were."""
-        for file, (_, digest, offset, stored, size, _, codec, width, *_) in self.chunks[wanted]:
+        for file, (_, digest, offset, stored, size, _, codec, width, *_), base in self.chunks[
+            wanted
+        ]:
             with file.open("rb") as pack, suppress(ValueError, struct.error, zstandard.ZstdError):
                 pack.seek(offset)
                 raw = decode(codec, pack.read(stored), width, size)
+                if base:
+                    pack.seek(base[2])
+                    raw = undo(raw, decode(base[6], pack.read(base[3]), width, size), width)
                 if xxh3_128_digest(raw) == digest and blake3(raw).digest() == wanted:
                     return raw
         raise ValueError(f"no pack has chunk {wanted.hex()} as it was")

@@ -11,6 +11,7 @@ from ckptstore import Async, InvalidInput, Snapshot, Storage, Store
 MAINTENANCE = {
     *(
         "chunk_bytes",
+        "compact",
         "doctor",
         "forecast",
         "forget",

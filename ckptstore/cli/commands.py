@@ -168,6 +168,41 @@ COMMANDS = (
         "step the\nnewest of them, 'latest' the newest of all. `log --forgotten` lists them.",
     ),
     Command(
+        "compact",
+        "maintain.compact_store",
+        "store old commits smaller, without loss",
+        (
+            _DRY_RUN,
+            Option(
+                "--newest",
+                "N",
+                "the newest N commits of each run stay as they are (default: 2)",
+                type=count,
+                default=2,
+            ),
+            Option(
+                "--every",
+                "N",
+                "N consecutive commits share a base (default: 8)",
+                type=count,
+                default=8,
+            ),
+            Option("--threads", "N", "code on N threads (default: 1)", type=count, default=1),
+            (
+                flag("--with-gc", "let every later gc compact like this", default=None),
+                flag(
+                    "--without-gc",
+                    "let gc compact no more",
+                    dest="with_gc",
+                    means=False,
+                    default=None,
+                ),
+            ),
+        ),
+        "Store the chunks of old commits as byte planes, and as differences from those of a "
+        "neighboring commit. Nothing of them is lost; they take longer to read.",
+    ),
+    Command(
         "gc",
         "maintain.gc",
         "delete what no commit needs",

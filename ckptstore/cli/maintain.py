@@ -1,5 +1,6 @@
-"""`ckptstore forget`, `undelete`, `gc`, `sessions`, `fsck`, `repair`, `reindex`, `doctor`: maintain
-a store; `push`, `pull`, `clone`, `import`, `export`: commits to and from other stores and formats.
+"""`ckptstore forget`, `undelete`, `gc`, `compact`, `sessions`, `fsck`, `repair`, `reindex`,
+`doctor`: maintain a store; `push`, `pull`, `clone`, `import`, `export`: commits to and from other
+stores and formats.
 """
 
 from argparse import Namespace
@@ -23,6 +24,7 @@ from ckptstore.maintenance.check import (
     parse_share,
 )
 from ckptstore.maintenance.check.fsck import fsck
+from ckptstore.maintenance.compact.plan import CompactPolicy
 from ckptstore.maintenance.doctor import Verdict
 from ckptstore.maintenance.forget import all_forgotten
 from ckptstore.maintenance.gc.plan import GcPlan
@@ -162,6 +164,24 @@ def gc(call: Call) -> Answer:
         document["done"] = fields_of(report, *names) | {"stopped": report.stopped or None}
     damaged = report.plan.missing or report.plan.unreadable or report.damaged
     code = Exit.DAMAGED if damaged else Exit.OK
+    return Answer(document, [report], report.problems, code)
+
+
+def compact_store(call: Call) -> Answer:
+    args = call.args
+    store = _store(call)
+    with call.screen.progress() as shown:
+        report = store.compact(
+            CompactPolicy(args.newest, args.every),
+            threads=args.threads,
+            with_gc=args.with_gc,
+            dry_run=args.dry_run,
+            progress=shown,
+        )
+    names = "chunks", "deltas", "raw_bytes", "stored_bytes", "coded_bytes", "freed_bytes"
+    groups = [{"run": group.run, "commits": group.commits} for group in report.groups]
+    document = {"groups": groups, **fields_of(report, "dry_run", *names, "problems")}
+    code = Exit.DAMAGED if report.problems else Exit.OK
     return Answer(document, [report], report.problems, code)
 
 

@@ -169,10 +169,14 @@ class CommitDocument:
     cast: Cast | None = None
 
 
+NO_BASE = 0xFFFFFFFF
+"""The base of a chunk that is no delta."""
+
+
 class PackEntry(NamedTuple):
     """One record of a pack's footer (docs/format.md §4): the chunk's id, the checksum of its raw
-    bytes, and where they are stored. The chunk index does not know `kind`, and no reader needs
-    it."""
+    bytes, and where they are stored. The chunk index does not know `kind` and `base`, and no reader
+    needs them: a delta says where its base lies."""
 
     chunk: ChunkId
     checksum: bytes
@@ -182,6 +186,7 @@ class PackEntry(NamedTuple):
     codec: int
     width: int
     kind: int = 0
+    base: int = NO_BASE
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from ckptstore.objects import codecs
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import TENSOR
 from ckptstore.repository import footers
-from ckptstore.repository.chunk_reader import coalesce, read_chunks
+from ckptstore.repository.chunk_reader import cut, read_chunks
 from ckptstore.repository.dedup import Dedup
 from ckptstore.repository.pack_writer import PackSet, PackWriter
 from ckptstore.repository.store_handle import StoreHandle
@@ -424,12 +424,6 @@ def copy_chunks(
     except BaseException:
         pack_writer.discard()
         raise
-
-
-def cut(sizes: Sequence[int], limit_bytes: int) -> Iterator[slice]:
-    """Ranges of items of at most `limit_bytes` together, or of one item."""
-    ends = list(accumulate(sizes, initial=0))
-    return coalesce(ends[:-1], ends[1:], limit_bytes=limit_bytes)
 
 
 def grouped(batch: Sequence[ChunkBatch], limit_bytes: int) -> list[Sequence[ChunkBatch]]:

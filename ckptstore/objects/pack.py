@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.core.ids import ChunkId, digest
-from ckptstore.core.model import PackEntry
+from ckptstore.core.model import NO_BASE, PackEntry
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.objects.codecs import KNOWN_CODECS, RAW
+from ckptstore.objects.codecs import DELTA, KNOWN_CODECS, RAW
 from ckptstore.storage.contract import CHUNK_BYTES_MAX, FOOTERS_BYTES_MAX
 
 TENSOR, SCHEMA, PAGE, LAYOUT = range(4)
@@ -42,13 +42,12 @@ FOOTER_DTYPE = np.dtype(
 FooterTable: TypeAlias = npt.NDArray[np.void]
 """Records of `FOOTER_DTYPE`, in order of offset."""
 
-_COLUMNS = ("chunk", "checksum", "offset", "stored", "raw", "codec", "width", "kind")
+_COLUMNS = ("chunk", "checksum", "offset", "stored", "raw", "codec", "width", "kind", "base")
 """The fields of a `PackEntry`, in its order."""
 
 _MAGIC, _MAGIC_AT_END = b"CKPTPACK", b"KCAPTPKC"
 _VERSION = 2
 _HEAD = struct.Struct("<8sIIQQ")
-_NO_BASE = 0xFFFFFFFF
 _LARGEST = (1 << 32) - 1
 
 
@@ -138,7 +137,6 @@ def _table(entries: Sequence[PackEntry]) -> FooterTable:
             table[name] = column
     except (ValueError, OverflowError) as error:
         raise InvalidInput(f"these entries make no pack: {error}") from error
-    table["base"] = _NO_BASE
     return table
 
 
@@ -164,13 +162,28 @@ def _check_columns(table: FooterTable, metadata: bool) -> None:
         ),
         (table["stored"] <= CHUNK_BYTES_MAX, f"at most {CHUNK_BYTES_MAX} stored bytes"),
         (table["width"] > 0, "an element width"),
-        (table["base"] == _NO_BASE, "no base"),
+        (
+            _sound_bases(table),
+            "a base if it is a delta: an earlier record as long and wide, and no delta",
+        ),
         (table["zero"] == np.void(bytes(9)), "zeros at the end"),
         (~raw | (table["stored"] == table["raw"]), "as many stored as raw bytes for a raw chunk"),
     ):
         if not ok.all():
             i = int(np.argmin(ok))
             raise _corrupt(f"record {i}", what, table[i].tobytes().hex())
+
+
+def _sound_bases(table: FooterTable) -> npt.NDArray[np.bool_]:
+    based = table["base"] != NO_BASE
+    ok: npt.NDArray[np.bool_] = based == (table["codec"] == DELTA)
+    ok &= ~based | (table["base"] < np.arange(len(table)))
+    rows = np.flatnonzero(ok & based)
+    bases = table[table["base"][rows]]
+    ok[rows] = bases["codec"] != DELTA
+    for field in ("raw", "width", "kind"):
+        ok[rows] &= bases[field] == table[field][rows]
+    return ok
 
 
 def _corrupt(part: str, wanted: Any, got: Any) -> Corrupt:

@@ -9,7 +9,9 @@ know chunks by their ids.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
@@ -143,6 +145,12 @@ def coalesce(
             first = i
 
 
+def cut(sizes: Sequence[int], limit_bytes: int) -> Iterator[slice]:
+    """Ranges of items of at most `limit_bytes` together, or of one item."""
+    ends = list(accumulate(sizes, initial=0))
+    return coalesce(ends[:-1], ends[1:], limit_bytes=limit_bytes)
+
+
 def plan_runs(
     request: Request,
     where: "NDArray[np.void]",
@@ -181,14 +189,38 @@ def keys_of(name: PackId, *, metadata: bool) -> tuple[str, ...]:
     return (pack_key(name), twin_key(name)) if metadata else (pack_key(name),)
 
 
+class DecodedBases:
+    """The raw bytes of bases that one thread decoded last, for the deltas that it reads next."""
+
+    def __init__(self) -> None:
+        self._raws: dict[tuple[str, codecs.Base], memoryview] = {}
+        self._nbytes = 0
+
+    def get(self, key: str, base: codecs.Base) -> memoryview | None:
+        return self._raws.get((key, base))
+
+    def put(self, key: str, base: codecs.Base, raw: memoryview) -> None:
+        """Keep `raw`, and of those before as many as fit into two runs."""
+        self._raws[key, base] = raw
+        self._nbytes += raw.nbytes
+        while self._nbytes > 2 * RUN_BYTES and len(self._raws) > 1:
+            self._nbytes -= self._raws.pop(next(iter(self._raws))).nbytes
+
+
 def read_run(
-    storage: Storage, keys: Sequence[str], run: Run, *, verify_ids: bool = True
+    storage: Storage,
+    keys: Sequence[str],
+    run: Run,
+    *,
+    verify_ids: bool = True,
+    bases: DecodedBases | None = None,
 ) -> list[StoredChunk | Problem]:
     """Read, decode and verify the chunks of a run: each chunk, or why it cannot be read.
 
     `keys` are objects with the same bytes; the later ones supply what the first lacks. A damaged
-    range is read again chunk by chunk.
+    range is read again chunk by chunk. `bases`, if given, is for further runs as well.
     """
+    decoded = DecodedBases() if bases is None else bases
 
     def one(keys: Sequence[str], i: int) -> StoredChunk | Problem:
         return read_run(storage, keys, run.alone(i), verify_ids=verify_ids)[0]
@@ -200,7 +232,13 @@ def read_run(
     found: list[StoredChunk | Problem]
     try:
         storage.read_into(first, run.offset, run.buffers() if whole is None else [whole])
-        found = _verified(first, run, whole, verify_ids)
+        chunks = _decoded(storage, first, run, whole, decoded)
+        found = [
+            _mismatch(first, chunk, verify_ids) or chunk
+            if isinstance(chunk, StoredChunk)
+            else chunk
+            for chunk in chunks
+        ]
     except (NotFound, Unavailable) as error:
         found = [error for _ in each]
     except Corrupt as error:
@@ -215,15 +253,6 @@ def read_run(
     return found
 
 
-def _verified(
-    key: str, run: Run, whole: memoryview | None, verify_ids: bool
-) -> list[StoredChunk | Problem]:
-    return [
-        _mismatch(key, chunk, verify_ids) or chunk if isinstance(chunk, StoredChunk) else chunk
-        for chunk in _decoded(run, whole)
-    ]
-
-
 def _mismatch(key: str, chunk: StoredChunk, verify_ids: bool) -> Corrupt | None:
     """What is wrong with the bytes of a chunk of the object `key`, if anything."""
     entry = chunk.entry
@@ -236,25 +265,29 @@ def _mismatch(key: str, chunk: StoredChunk, verify_ids: bool) -> Corrupt | None:
     return Corrupt(f"chunk {entry.chunk.hex()[:12]} in {key} does not match its {what}")
 
 
-def _decoded(run: Run, whole: memoryview | None) -> list[StoredChunk | Problem]:
+def _decoded(
+    storage: Storage, key: str, run: Run, whole: memoryview | None, decoded: DecodedBases
+) -> Iterator[StoredChunk | Problem]:
     """The chunks of a run that was read into `whole`, or else straight into its memory."""
-    if whole is None and run.out is not None:
-        return list(map(StoredChunk, run.entries, run.out, run.out))
-    assert whole is not None
-    found: list[StoredChunk | Problem] = []
-    for i, entry in enumerate(run.entries):
-        start = entry.offset - run.offset
-        stored = whole[start : start + entry.stored_bytes]
-        try:
-            found.append(
-                StoredChunk(entry, stored, _raw(entry, stored, run.out[i] if run.out else None))
-            )
-        except Corrupt as error:
-            found.append(error)
-    return found
+    if whole is None:
+        yield from map(StoredChunk, run.entries, run.out or (), run.out or ())
+        return
+    for some in cut([entry.raw_bytes for entry in run.entries], RUN_BYTES):
+        parts = [
+            whole[entry.offset - run.offset :][: entry.stored_bytes] for entry in run.entries[some]
+        ]
+        out = run.out[some] if run.out else [None] * len(parts)
+        bases = _Bases(storage, key, run.entries[some], parts, decoded)
+        for entry, stored, memory in zip(run.entries[some], parts, out, strict=True):
+            try:
+                yield StoredChunk(entry, stored, _raw(entry, stored, memory, bases))
+            except Corrupt as error:
+                yield error
 
 
-def _raw(entry: PackEntry, stored: memoryview, out: memoryview | None) -> memoryview:
+def _raw(
+    entry: PackEntry, stored: memoryview, out: memoryview | None, bases: "_Bases"
+) -> memoryview:
     """The raw bytes, in `out` if given; those of a chunk that was stored raw are `stored`."""
     if out is None:
         if entry.codec == codecs.RAW and len(stored) == entry.raw_bytes:
@@ -265,22 +298,86 @@ def _raw(entry: PackEntry, stored: memoryview, out: memoryview | None) -> memory
                 f"{METADATA_BYTES_MAX}"
             )
         out = memoryview(bytearray(entry.raw_bytes))
-    codecs.decode_into(entry.codec, stored, out, entry.width)
+    if entry.codec == codecs.DELTA:
+        codecs.decode_delta(stored, bases.raw(entry, stored), out, entry.width)
+    else:
+        codecs.decode_into(entry.codec, stored, out, entry.width)
     return out
+
+
+class _Bases:
+    """The bases of the deltas among some chunks of the object `key`, whose stored bytes are
+    `parts`. They are read together, and each is decoded when it is needed."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        key: str,
+        entries: Sequence[PackEntry],
+        parts: Sequence[memoryview],
+        decoded: DecodedBases,
+    ) -> None:
+        self._key, self._decoded = key, decoded
+        # Held here, because others may take their places in `decoded`.
+        self._known: dict[codecs.Base, memoryview] = {}
+        self._stored: dict[codecs.Base, memoryview] = {}
+        bases = set[codecs.Base]()
+        for entry, stored in zip(entries, parts, strict=True):
+            if entry.codec == codecs.DELTA:
+                with suppress(Corrupt):
+                    base = codecs.base_of(stored)
+                    if (known := decoded.get(key, base)) is not None:
+                        self._known[base] = known
+                    elif base.stored_bytes <= entry.raw_bytes:
+                        bases.add(base)
+        ordered = sorted(bases)
+        starts = [base.offset for base in ordered]
+        stops = [base.offset + base.stored_bytes for base in ordered]
+        for some in coalesce(starts, stops, limit_bytes=RUN_BYTES, gap_bytes=GAP_BYTES):
+            first = starts[some.start]
+            memory = memoryview(bytearray(stops[some.stop - 1] - first))
+            with suppress(Corrupt):  # beyond the end: these bases are missing
+                storage.read_into(key, first, [memory])
+                self._stored.update(
+                    (base, memory[base.offset - first :][: base.stored_bytes])
+                    for base in ordered[some]
+                )
+
+    def raw(self, entry: PackEntry, stored: memoryview) -> memoryview:
+        """The raw bytes of the base of a delta, which are as many as its own; raises `Corrupt`."""
+        base = codecs.base_of(stored)
+        if base in self._known and self._known[base].nbytes == entry.raw_bytes:
+            return self._known[base]
+        if base not in self._stored:
+            raise Corrupt(
+                f"the base of chunk {entry.chunk.hex()[:12]} cannot be read at offset {base.offset}"
+            )
+        raw = memoryview(bytearray(entry.raw_bytes))
+        codecs.decode_into(base.codec, self._stored[base], raw, entry.width)
+        self._decoded.put(self._key, base, raw)
+        self._known[base] = raw
+        return raw
 
 
 def runs_of(table: FooterTable) -> list[Run]:
     """The runs that fetch the chunks of a footer, or some of its rows, into new memory."""
-    found = entries(table)
+    found, raw_bytes = entries(table), table["raw"].tolist()
     return [
-        Run(found[some], range(some.start, some.stop))
+        Run(found[part], range(part.start, part.stop))
         for some in coalesce(
             table["offset"].tolist(),
             (table["offset"] + table["stored"]).tolist(),
             limit_bytes=RUN_BYTES,
             gap_bytes=GAP_BYTES,
         )
+        for part in _within(some, raw_bytes)
     ]
+
+
+def _within(some: slice, raw_bytes: Sequence[int]) -> Iterator[slice]:
+    """A slice in parts that need at most `RUN_BYTES` of memory each."""
+    for part in cut(raw_bytes[some], RUN_BYTES):
+        yield slice(some.start + part.start, some.start + part.stop)
 
 
 def read_chunks(
@@ -289,8 +386,9 @@ def read_chunks(
     """The chunks of `rows` of a pack's footer, in order, compared with their ids. A pack with
     `metadata` has a twin. Raises `Corrupt` for a chunk that does not match, `NotFound` for an
     absent pack."""
+    keys, bases = keys_of(pack, metadata=metadata), DecodedBases()
     for run in runs_of(rows):
-        for chunk in read_run(storage, keys_of(pack, metadata=metadata), run):
+        for chunk in read_run(storage, keys, run, bases=bases):
             if isinstance(chunk, Corrupt):
                 raise Corrupt(
                     f"{chunk}, in {storage.url}; run `ckptstore fsck --read-data`, or heal it with "

@@ -153,11 +153,7 @@ class PackWriter:
         there is one: unencoded chunks then go to storage in one piece, even if they end within a
         disk block. The memory of `raws` must not change before `flush`.
         """
-        target = self._pack
-        if target is None or (target.offset and target.offset + run_bytes > self._packs.pack_bytes):
-            self.flush()
-            self._packs.close_aside(self)
-            target = self._pack = self._packs.open_pack(metadata=self._metadata)
+        target = self.pack_with_room(run_bytes)
         if run_bytes:
             target.pad_to(pack.align(target.offset, run_bytes))
         if whole is not None and codec == codecs.RAW:
@@ -179,6 +175,15 @@ class PackWriter:
             if target.is_full:
                 target.flush()
 
+    def pack_with_room(self, nbytes: int) -> OpenPack:
+        """The pack to write `nbytes` to, if it has room for them, else a new one."""
+        target = self._pack
+        if target is None or (target.offset and target.offset + nbytes > self._packs.pack_bytes):
+            self.flush()
+            self._packs.close_aside(self)
+            target = self._pack = self._packs.open_pack(metadata=self._metadata)
+        return target
+
     def flush(self) -> None:
         """Write the queued chunks; afterwards the caller may reuse their memory."""
         if self._pack:
@@ -188,6 +193,11 @@ class PackWriter:
         """The open pack, which is then the caller's to close."""
         last, self._pack = self._pack, None
         return last
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the open pack has no chunks."""
+        return self._pack is None or not self._pack.entries
 
     def discard(self) -> None:
         """Delete the open pack; nothing refers to it."""

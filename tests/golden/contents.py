@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import ckptstore
+from ckptstore.maintenance.compact.plan import CompactPolicy
 
 TAGS = {"best": 2, "prod": 1}
 METRICS = {1: {"loss": 1.5}, 2: {"loss": 0.1 + 0.2, "acc": 1.0}, 3: {}}
@@ -45,6 +46,33 @@ def state(step: int) -> dict[str, Any]:
     }
 
 
+MOVED_STEPS = (1, 2, 3, 4)
+
+
+def moved_state(step: int) -> dict[str, Any]:
+    """A state whose tensors, of each width, move a little from step to step."""
+    start = torch.arange(20_000, dtype=torch.float64)
+    moved = start / 7 * (1 + step * 2**-18)
+    return {
+        "model": {
+            "bytes": (start % 251 + step).to(torch.uint8),
+            "half": moved.to(torch.bfloat16),
+            "single": moved.to(torch.float32),
+            "double": moved,
+            "complex": torch.complex(moved, -moved),
+        }
+    }
+
+
+def write_compacted(place: Path) -> None:
+    """Four commits, the first three of them compacted."""
+    storage = ckptstore.Storage(chunk_bytes=64 << 10)
+    with ckptstore.open(place / "compacted", storage=storage) as store:
+        for step in MOVED_STEPS:
+            store.commit(moved_state(step), step=step)
+        store.compact(CompactPolicy(newest=1, every=3))
+
+
 def write(place: Path) -> None:
     """Three commits in two runs with tags and metrics, one of them forgotten and brought back."""
     for codec in ("raw", "zstd"):
@@ -66,3 +94,4 @@ def write(place: Path) -> None:
 
 if __name__ == "__main__":
     write(Path(sys.argv[1]))
+    write_compacted(Path(sys.argv[1]))

@@ -67,7 +67,7 @@ def document(store: Any, commit: dict[str, Any]) -> Iterator[str]:
     yield from block([json.dumps(tree, separators=(",", ":"))])
     schema = json.loads(store.chunk(bytes.fromhex(tree["schema"])))
     number = schema["paths"].index(LEAF)
-    file, record = store.chunks[bytes.fromhex(tree["schema"])][0]
+    file, record, _ = store.chunks[bytes.fromhex(tree["schema"])][0]
     yield from (
         "",
         f"3. The schema is a chunk of the pack `{file.name}`. Its record in the footer:",
@@ -110,7 +110,7 @@ def page_rows(page: bytes, number: int) -> Iterator[str]:
 
 def chunks(store: Any, commit: dict[str, Any], leaf: dict[str, Any]) -> Iterator[str]:
     (chunk,) = leaf["ids"]
-    file, record = store.chunks[chunk][0]
+    file, record, _ = store.chunks[chunk][0]
     offset, stored, width = record[2], record[3], record[7]
     data = file.read_bytes()[offset : offset + stored]
     raw = store.chunk(chunk)

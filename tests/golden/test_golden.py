@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import ckptstore
-from tests.golden.contents import METRICS, TAGS, state
+from tests.golden.contents import METRICS, MOVED_STEPS, TAGS, moved_state, state
 
 HERE = Path(__file__).parent
 STORES = sorted(path.parent.relative_to(HERE) for path in HERE.glob("*/*/ckptstore.json"))
+COMPACTED = Path("v2/compacted")
 
 
 def same(a: object, b: object) -> bool:
@@ -28,10 +29,10 @@ def same(a: object, b: object) -> bool:
 
 
 def test_there_is_a_store_of_each_format_version() -> None:
-    assert {str(path) for path in STORES} >= {"v2/raw", "v2/zstd"}
+    assert {str(path) for path in STORES} >= {"v2/raw", "v2/zstd", "v2/compacted"}
 
 
-@pytest.mark.parametrize("name", STORES, ids=str)
+@pytest.mark.parametrize("name", [name for name in STORES if name != COMPACTED], ids=str)
 def test_a_store_of_an_earlier_version_is_read_and_continued(name: Path, tmp_path: Path) -> None:
     place = tmp_path / "store"
     shutil.copytree(HERE / name, place)
@@ -45,6 +46,17 @@ def test_a_store_of_an_earlier_version_is_read_and_continued(name: Path, tmp_pat
         }
         assert not store.fsck(read_data="100%").findings
         assert store.commit(state(2), step=4).content_id == store.checkout("main@2").content_id
+
+
+def test_a_compacted_golden_store_is_read_checked_and_collected(tmp_path: Path) -> None:
+    place = tmp_path / "compacted"
+    shutil.copytree(HERE / COMPACTED, place)
+    with ckptstore.open(place) as store:
+        store.forget([2])
+        store.gc(grace_s=0, max_unused=0)
+        for step in set(MOVED_STEPS) - {2}:
+            assert same(store.checkout(step).state_dict(), moved_state(step))
+        assert not store.fsck("data").findings
 
 
 def test_a_golden_store_can_be_read_where_it_is_not_writable(

@@ -26,6 +26,8 @@ HOLDING = [
     Scope(wants=("bc",), lossy=True, undeleting=False),
     Scope(wants=("abc",), reindexing=True, undeleting=False),
     Scope(wants=("a",), sparing=True),
+    Scope(wants=("a",), compacting=True),
+    Scope(wants=(), gcs=2, undeleting=False, compacting=True),
     Scope(wants=(), gcs=2, duplicate=True, undeleting=False, sparing=True),
     Scope(wants=(), thinning=True),
     Scope(wants=(), thinning=True, tagging=True),
@@ -34,6 +36,8 @@ HOLDING = [
 HOLDING_LONG = [
     Scope(),
     Scope(sparing=True),
+    Scope(compacting=True, reading=True),
+    Scope(wants=("a",), gcs=2, undeleting=False, compacting=True),
     Scope(wants=("a", "b"), undeleting=False),
     Scope(copies=2),
     Scope(duplicate=True),
@@ -73,6 +77,11 @@ BROKEN: dict[str, tuple[Scope, str, Callable[[Any], Callable[..., Any]]]] = {
     ),
     "gc deletes what is live again": (Scope(), "_still_live", lambda _: allow),
     "a session that is over commits": (Scope(), "_session_closed", allow_for("w")),
+    "a compaction that is over registers": (
+        Scope(wants=(), undeleting=False, compacting=True),
+        "_session_closed",
+        allow_for("cp"),
+    ),
     "a retry lists its old session's pack": (Scope(), "_foreign", lambda _: allow),
     "gc purges what was undeleted": (Scope(), "_not_forgotten", lambda _: allow),
     "gc registers a copy although it was declared over": (

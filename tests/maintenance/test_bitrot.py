@@ -25,6 +25,7 @@ from ckptstore.index.chunks import ChunkIndex
 from ckptstore.index.suspect_packs import SuspectPacks
 from ckptstore.log.log_snapshots import encode_state
 from ckptstore.maintenance.check import Level
+from ckptstore.maintenance.compact.plan import CompactPolicy
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import TRAILER_BYTES, entries, parse_footer, parse_trailer
 from ckptstore.repository.chunk_store import ObjectStore
@@ -159,6 +160,31 @@ def test_a_bit_turned_in_any_byte_of_the_store_is_noticed_or_means_nothing(
     tiny_store: Path, tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _turn_bits_of_the_store(tiny_store, tmp_path, folder, monkeypatch, 1.0)
+
+
+@pytest.fixture
+def compacted_store(tmp_path: Path) -> Path:
+    """Three commits, of which two share a pack: a base, and the difference from it."""
+    place = tmp_path / "compacted"
+    with ckptstore.open(place) as store:
+        for step in (1, 2, 3):
+            moved = torch.arange(160, dtype=torch.float64) * (1 + step * 2**-40)
+            store.commit({"m": {"w": moved}}, step=step)
+        assert store.compact(CompactPolicy(newest=1, every=2)).deltas == 1
+    return place
+
+
+def test_a_bit_turned_in_a_compacted_pack_is_noticed_or_means_nothing(
+    compacted_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _turn_bits_of_the_store(compacted_store, tmp_path, "packs", monkeypatch, SAMPLED_SHARE)
+
+
+@pytest.mark.soak
+def test_a_bit_turned_in_any_byte_of_a_compacted_pack_is_noticed_or_means_nothing(
+    compacted_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _turn_bits_of_the_store(compacted_store, tmp_path, "packs", monkeypatch, 1.0)
 
 
 def _turn_bits_of_the_store(

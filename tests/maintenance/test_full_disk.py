@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 from ckptstore.core.options import Storage
-from ckptstore.errors import Unavailable
+from ckptstore.errors import NoSpace, Unavailable
+from ckptstore.maintenance.compact.plan import CompactPolicy
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.open_store import open
 from ckptstore.storage import open_storage
 from ckptstore.storage.reserve import RESERVE_BYTES, RESERVE_KEY, is_full
 from tests.maintenance.collecting import garbage, state_of, verify
+from tests.maintenance.test_compact import STEPS, make, trained
+from tests.maintenance.test_compact import verify as verify_trained
 
 
 @pytest.fixture
@@ -87,3 +90,26 @@ def test_a_copy_that_does_not_fit_is_given_up_and_said_so(small_disk: Path) -> N
     with open(place) as store:
         for step in (4, 5):
             store.checkout(step).verify()
+
+
+def test_a_compaction_on_a_full_disk_says_so_and_changes_nothing(small_disk: Path) -> None:
+    place = small_disk / "store"
+    make(place)
+    policy = CompactPolicy(newest=1, every=4)
+    with open(place) as store:
+        store.compact(CompactPolicy(newest=100), with_gc=True)
+    fill(small_disk)
+    with open(place) as store:
+        with pytest.raises(NoSpace):
+            store.compact(policy)
+        assert not store.fsck("data").findings
+    (small_disk / "filler").unlink()
+    with open(place) as store:
+        store.compact(policy, with_gc=True)
+        store.commit(trained(STEPS), step=STEPS)
+        for step in range(STEPS + 1, STEPS + 5):
+            store.commit(trained(step), step=step)
+    fill(small_disk)
+    with open(place) as store:
+        assert "space" in store.gc().stopped
+    verify_trained(place, range(STEPS + 5))

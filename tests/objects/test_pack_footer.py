@@ -203,3 +203,27 @@ def test_the_twin_answers_for_a_damaged_metadata_pack(storage: Storage, damage: 
     assert entries(read_table(storage, PACK, metadata=True)) == found
     with pytest.raises(NotFound if damage == "gone" else Corrupt):
         read_table(storage, PACK, metadata=False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"base": 1},
+        {"base": 2},
+        {"base": 9},
+        {"codec": 0},
+        {"codec": 2},
+        {"raw": 41},
+        {"width": 4},
+        {"base": 0xFFFFFFFF},
+    ],
+    ids=str,
+)
+def test_a_base_is_an_earlier_record_like_the_delta_and_no_delta(wrong: dict[str, int]) -> None:
+    fields = {"raw": "raw_bytes"}
+    good = [entry(0, 40), entry(64, 20, codec=3, raw_bytes=40, base=0)]
+    good.append(entry(128, 20, codec=3, raw_bytes=40, base=0))
+    assert len(encode_tail(good, 200, metadata=False)[1]) == 3
+    changed = {fields.get(name, name): value for name, value in wrong.items()}
+    with pytest.raises(InvalidInput, match="base"):
+        encode_tail([*good[:2], good[2]._replace(**changed)], 200, metadata=False)

@@ -24,6 +24,7 @@ import ckptstore
 from ckptstore.core.ids import CommitId
 from ckptstore.errors import Conflict, NotFound
 from ckptstore.log.state import NEWEST_KEPT
+from ckptstore.maintenance.compact.plan import CompactPolicy
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.store import Store
 from tests.maintenance.collecting import state_of
@@ -44,6 +45,8 @@ WRITERS = st.integers(0, 1)
 CONTENTS = st.integers(0, 5)
 """Few, so that most commits find chunks of others."""
 
+POLICIES = st.builds(CompactPolicy, newest=st.integers(0, 2), every=st.integers(1, 4))
+
 ANY = st.integers(0, 2**16)
 MEMORY = Path("/dev/shm")
 MACHINES = int(os.environ.get("CKPTSTORE_TEST_MACHINES", "600"))
@@ -52,7 +55,10 @@ COUNTS = Counter[str]()
 
 
 def content(seed: int) -> dict[str, Any]:
-    return state_of(seed, own=18_000, shared=17_000)
+    """Contents that are near each other, so that a compaction finds differences."""
+    state = state_of(0, own=18_000, shared=17_000)
+    state["model"]["own"] *= 1 + seed * 2**-16
+    return state | {"step": seed}
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -203,6 +209,12 @@ class StoreMachine(RuleBasedStateMachine):
         if not grace_s:
             self.purged()
 
+    @rule(who=WRITERS, policy=POLICIES)
+    def compact(self, who: int, policy: CompactPolicy) -> None:
+        report = self.stores[who].compact(policy)
+        assert not report.problems
+        COUNTS["differences"] += report.deltas
+
     @rule(who=WRITERS)
     def reopen(self, who: int) -> None:
         self.stores[who].close()
@@ -235,6 +247,10 @@ class StoreMachine(RuleBasedStateMachine):
         self._crash(who, lambda store: store.gc(max_unused=0.0, grace_s=0), any, power)
         if not view_of(self.place).forgotten:
             self.purged()
+
+    @rule(who=WRITERS, policy=POLICIES, any=ANY, power=st.booleans())
+    def crash_in_a_compaction(self, who: int, policy: CompactPolicy, any: int, power: bool) -> None:
+        self._crash(who, lambda store: store.compact(policy), any, power)
 
     def _crash(self, who: int, work: Callable[[Store], Any], any: int, power: bool) -> Any:
         """Do `work`, but let the machine stop after any of its changes: both writers are gone, the

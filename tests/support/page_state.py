@@ -147,6 +147,10 @@ def gc_page(names: Names, stack: ExitStack) -> None:
     environment(stack, CKPTSTORE="checkpoints")
 
 
+def compact_page(names: Names, stack: ExitStack) -> None:
+    gc_page(names, stack)
+
+
 def values_page(names: Names, stack: ExitStack) -> None:
     names["store"] = stack.enter_context(commits(names, range(100, 101)))
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptstore.core.config import CHUNK_BYTES, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, MIB, StoreConfig
 from ckptstore.core.ids import CONFIG_KEY, StoreId, checkpoint_key, log_key, segment_key
+from ckptstore.core.model import NO_BASE
 from ckptstore.core.process import Pool
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.index import open_log_place
@@ -167,6 +168,7 @@ def recover_config(storage: Storage, damaged: bytes) -> StoreConfig | None:
     compressed = any(
         ((table["kind"] == TENSOR) & (table["codec"] != RAW)).any()
         for table in contents.tables.values()
+        if (table["base"] == NO_BASE).all()  # else `compact` has written the pack
     )
     said = re.search(rb'"chunk_bytes": ([0-9]{1,9})', damaged)
     fitting = _chunk_sizes(contents)

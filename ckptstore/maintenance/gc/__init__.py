@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.core.config import default_threads
 from ckptstore.core.ids import CommitId, PackId, SessionId
+from ckptstore.core.model import NO_BASE
 from ckptstore.core.text import SECOND_NS, bytes_text, count_text
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NoSpace, NotFound
 from ckptstore.log.admission import Code, Refusal
@@ -37,6 +40,8 @@ from ckptstore.maintenance.gc.plan import (
     plan_copies,
 )
 from ckptstore.maintenance.gc.session_monitor import SessionMonitor
+from ckptstore.objects.codecs import Base, moved
+from ckptstore.objects.frames import Stored
 from ckptstore.repository.chunk_reader import keys_of, read_chunks
 from ckptstore.repository.pack_writer import OpenPack, PackSet
 from ckptstore.repository.store_handle import StoreHandle
@@ -96,6 +101,14 @@ class GcReport:
     damaged: tuple[PackId, ...] = ()
     stopped: str = ""
     dry_run: bool = False
+
+    def add(self, later: Iterable["GcReport"]) -> None:
+        """Count in what gcs after this one did."""
+        sums = "freed_bytes", "copied_bytes", "condemned_packs", "deleted", "deleted_orphans"
+        for report in later:
+            for name in (*sums, "over", "damaged"):
+                setattr(self, name, getattr(self, name) + getattr(report, name))
+            self.stopped = self.stopped or report.stopped
 
     def __repr__(self) -> str:
         return f"<gc: {self._result}>"
@@ -409,13 +422,22 @@ class _Gc:
         """Append the live chunks of a pack as they are stored, each verified; False, with the pack
         in the report, if some cannot be read."""
         try:
-            rows = live_rows(self._storage, use)
+            rows, first = live_rows(self._storage, use), len(target.entries)
             offsets, _ = place(rows, target.offset)
+            # Where each record comes to be that a record of the source may name as its base.
+            numbers = first - 1 + np.cumsum(use.live)
             chunks = read_chunks(self._storage, use.pack.id, rows, metadata=use.pack.metadata)
             for offset, chunk in zip(offsets.tolist(), chunks, strict=True):
                 target.pad_to(offset)
-                target.entries.append(chunk.entry._replace(offset=target.append(chunk.stored)))
-                counter.add(len(chunk.stored))
+                entry = chunk.entry
+                stored: Stored = chunk.stored
+                if entry.base != NO_BASE:
+                    number = int(numbers[entry.base])
+                    at = number - first
+                    base = Base(int(offsets[at]), int(rows["stored"][at]), int(rows["codec"][at]))
+                    entry, stored = entry._replace(base=number), moved(stored, base)
+                target.entries.append(entry._replace(offset=target.append(stored)))
+                counter.add(len(stored))
             target.flush()
         except (Corrupt, NotFound) as error:
             if self._log.replay().fence != self._fence:

@@ -3,7 +3,8 @@
 A chunk is *live* if a commit needs it. Needed chunks are identified by the first 8 bytes of their
 ids, so a collision keeps a chunk too many and never one too few. A live chunk in several packs is
 *assigned* to one of them, so that the duplicates can be deleted; here whole ids are compared,
-because a collision would lose a chunk.
+because a collision would lose a chunk. A chunk that is the base of a live delta is live in that
+delta's pack, whoever else needs it; a pack never needs a base of another pack.
 
 It reads the footers of live packs, the documents of commits that are not forgotten, and each of
 their pages once; every hash is verified. An unreadable page ends the mark, because the chunks it
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId
+from ckptstore.core.model import NO_BASE
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.log.state import Pack, State
 from ckptstore.maintenance import Counter, Progress, silent
@@ -60,6 +62,7 @@ class Holdings:
         self._contested: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._told: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._rejected = np.zeros(len(self._ids), np.bool_)
+        self._bases: dict[int, npt.NDArray[np.uint32]] = {}
 
     def put(self, pack: int, table: FooterTable) -> None:
         """Add the footer of the pack at position `pack`. Chunks of a pack that is never put
@@ -67,6 +70,8 @@ class Holdings:
         rows = slice(int(self._starts[pack]), int(self._starts[pack + 1]))
         self._ids[rows] = np.frombuffer(table, "<u8").reshape(-1, _RECORD_WORDS)[:, :_ID_WORDS]
         self._stored[rows] = table["stored"]
+        if (table["base"] != NO_BASE).any():
+            self._bases[pack] = table["base"].copy()
         self._put[pack] = True
 
     def sort(self) -> None:
@@ -95,8 +100,9 @@ class Holdings:
     def assign(self) -> npt.NDArray[np.bool_]:
         """For each chunk of each pack, whether it is live and assigned to that pack.
 
-        A chunk in several packs is assigned to the one with the most bytes of other live chunks, so
-        that the others empty, unless rejected there; if all copies were rejected, it stays in each.
+        A chunk in several packs is assigned to its smallest copy, of equal ones to that in the pack
+        with the most bytes of other live chunks, so that the others empty, unless rejected there;
+        if all copies were rejected, it stays in each.
         """
         assigned = np.zeros(len(self._ids), np.bool_)
         first = _first_of_each(self._keys)
@@ -107,13 +113,18 @@ class Holdings:
         if len(several):
             rank = self._preference(assigned)[self._pack_of(several)]
             words, rejected = self._ids[several], self._rejected[several]
-            order = np.lexsort((rank, rejected, *(words[:, i] for i in range(_ID_WORDS))))
+            keys = (rank, self._stored[several], rejected)
+            order = np.lexsort((*keys, *(words[:, i] for i in range(_ID_WORDS))))
             several, words, rejected = several[order], words[order], rejected[order]
             first = np.concatenate(([True], (words[1:] != words[:-1]).any(axis=1)))
             all_rejected = rejected[first][np.cumsum(first) - 1]
             assigned[several[first | all_rejected]] = True
             alone = np.append(first[1:], True)
             self._contested = several[first & ~alone & ~rejected]
+        for pack, bases in self._bases.items():
+            own = self.of_pack(pack, assigned)
+            needed = bases[own]
+            own[needed[needed != NO_BASE]] = True
         return assigned
 
     def contested(self) -> dict[int, npt.NDArray[np.int64]]:
@@ -142,7 +153,7 @@ class Holdings:
         )
 
     def of_pack(self, pack: int, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """The part of `assigned` for the pack at position `pack`, in order of offset."""
+        """The part of `assigned` for the pack at position `pack`, in order of offset; a view."""
         return assigned[self._starts[pack] : self._starts[pack + 1]]
 
     def _pack_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -352,8 +363,9 @@ class _Marking:
         if table is None:
             return rows
         keys, found = chunk_reader.keys_of(pack.id, metadata=pack.metadata), list[int]()
+        bases = chunk_reader.DecodedBases()
         for run in chunk_reader.runs_of(table[rows]):
-            read = chunk_reader.read_run(self._storage, keys, run)
+            read = chunk_reader.read_run(self._storage, keys, run, bases=bases)
             for position, chunk in zip(run.positions, read, strict=True):
                 if isinstance(chunk, Unavailable):
                     raise chunk

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from ckptstore.core.ids import PackId
-from ckptstore.log.entries import Body, Commit, Forget, Over, Reduced, Tag, Undelete
+from ckptstore.log.entries import Body, Commit, Forget, Over, Reduced, Register, Tag, Undelete
 from tests.log.model.world import (
     KEPT,
     LETTERS,
@@ -23,11 +23,15 @@ from tests.log.model.world import (
     session_of,
 )
 
+COMPACTOR = "cp"
+
 
 def other_moves(world: World, scope: Scope) -> Iterator[Move]:
     sessions = [w.name for w in world.writers if w.step != "end" and not w.name.endswith("'")]
     if len(world.gcs) > 1:
         sessions += [f"gc{i}{gc.copies}" for i, gc in enumerate(world.gcs) if gc.step == "swap"]
+    if world.compactor == "written":
+        sessions.append(COMPACTOR)
     if world.thin is not None:
         sessions.append(THIN)
     for name in sessions:
@@ -38,6 +42,8 @@ def other_moves(world: World, scope: Scope) -> Iterator[Move]:
         yield from reader_moves(world, scope)
     if scope.tagging:
         yield from tag_moves(world)
+    if scope.compacting:
+        yield from compactor_moves(world)
     if scope.thinning:
         yield from thin_moves(world, scope)
     if not scope.forgetting:
@@ -103,6 +109,33 @@ def thin_moves(world: World, scope: Scope) -> Iterator[Move]:
         yield ("t0 takes the place of k0",), append(world, body)._replace(thin=None, kept=kept)
     else:
         yield ("the thinning is refused",), world._replace(thin=None)
+
+
+def compactor_moves(world: World) -> Iterator[Move]:
+    """A compactor writes what it can read of k0's chunks to a pack of its own, and registers that.
+    It condemns nothing: a gc finds two copies, and keeps one."""
+    pack, row = pack_of(COMPACTOR), world.state.commits.get(KEPT)
+    match world.compactor:
+        case "idle" if row is not None and not row.soft:
+            listed = {p.id for p in world.state.packs.values()}
+            there = {c for p, mask in world.objects if p in listed for c in LETTERS[mask]}
+            mask = mask_of(there & set(row.content))
+            if mask:
+                written = world.objects | {(pack, mask)}
+                yield (
+                    ("the compactor writes", LETTERS[mask]),
+                    world._replace(compactor="written", objects=written),
+                )
+        case "written":
+            mask = dict(world.objects).get(pack, 0)
+            state = world.state
+            register = Register(
+                session_of(COMPACTOR), state.n, state.fence, (record(pack, mask),), frozenset()
+            )
+            done = world._replace(compactor="end")
+            yield ("the compactor is killed",), done
+            if mask and refusal(world, register) is None:
+                yield ("the compactor registers its pack",), append(done, register)
 
 
 def tag_moves(world: World) -> Iterator[Move]:

@@ -49,6 +49,7 @@ class Scope:
     stubborn_reader: bool = False
     hasty_writer: bool = False
     sparing: bool = False
+    compacting: bool = False
     thinning: bool = False
 
 
@@ -84,6 +85,7 @@ class World(NamedTuple):
     planned: frozenset[str] = frozenset()
     reader: frozenset[Placed] | None = None
     misled: str = ""
+    compactor: str = "idle"
     thin: tuple[str, frozenset[PackId]] | None = None
 
 

@@ -1,0 +1,246 @@
+"""Compaction: code the chunks of old commits smaller, beside everything else (docs/compact.md).
+
+Coded copies are written to packs of their own, durable before a `register` entry lists them; no
+pack is condemned by that. Then a gc that purges nothing finds two copies of each of those chunks.
+It keeps the smaller one, which it has read and compared with its id, and deletes the packs of the
+other, or copies what is left in them. So compaction changes nothing that a gc does not change, and
+may be killed at any moment: what is registered is finished work.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+from ckptstore.commit.log_entry import new_packs
+from ckptstore.commit.transaction import Destination, Transaction
+from ckptstore.core.config import RUN_BYTES
+from ckptstore.core.ids import CommitId
+from ckptstore.core.model import CommitDocument
+from ckptstore.core.text import bytes_text, count_text
+from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.log.entries import Register, Settings
+from ckptstore.maintenance import Counter, Progress, silent
+from ckptstore.maintenance.compact.coding import (
+    Candidates,
+    Coded,
+    StripCoder,
+    estimate,
+    kept_keys,
+)
+from ckptstore.maintenance.compact.plan import (
+    SETTING,
+    CompactPolicy,
+    Group,
+    Place,
+    newest_commits,
+    places,
+    plan_groups,
+    strips,
+)
+from ckptstore.maintenance.gc import GcOptions, GcReport, collect
+from ckptstore.repository.pack_writer import PackSet
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool, shared
+from ckptstore.restore.reader import Reader, Tree
+
+__all__ = ["CompactPolicy", "CompactReport", "compact"]
+
+ROUND_BYTES = 4 << 30
+"""After so many bytes of new packs the old ones are deleted, so that a disk needs room for no more
+of both."""
+
+DEFAULT = CompactPolicy()
+KEEP_ALL = GcOptions(grace_s=math.inf)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CompactReport:
+    """The result of `compact`, or with `dry_run` an estimate: `chunks` took `stored_bytes` and take
+    `coded_bytes`; `deltas` of them are differences. `collected` are the reports of the gcs that
+    deleted the old packs."""
+
+    groups: tuple[Group, ...]
+    chunks: int = 0
+    deltas: int = 0
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+    coded_bytes: int = 0
+    problems: tuple[str, ...] = ()
+    collected: tuple[GcReport, ...] = ()
+    dry_run: bool = False
+
+    @property
+    def commits(self) -> int:
+        """Commits that are old enough."""
+        return sum(len(group.commits) for group in self.groups)
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes of what the gcs deleted."""
+        return sum(report.freed_bytes for report in self.collected)
+
+    def __repr__(self) -> str:
+        return f"<compact: {str(self).splitlines()[-1]}>"
+
+    def __str__(self) -> str:
+        would = "would be" if self.dry_run else "were"
+        lines = [
+            f"{count_text(self.commits, 'commit')} in {count_text(len(self.groups), 'group')}",
+            f"{count_text(self.chunks, 'chunk')} {would} coded, {self.deltas:,} of them as "
+            f"differences: {bytes_text(self.stored_bytes)} in {bytes_text(self.coded_bytes)}",
+        ]
+        if self.collected:
+            lines.append(f"freed {bytes_text(self.freed_bytes)}")
+        return "\n".join(lines)
+
+
+def compact(
+    handle: StoreHandle,
+    policy: CompactPolicy = DEFAULT,
+    *,
+    threads: int = 1,
+    dry_run: bool = False,
+    progress: Progress = silent,
+) -> CompactReport:
+    """Code what `policy` says on `threads` threads, then delete the old packs; with `dry_run`,
+    estimate only.
+
+    Raises `InvalidInput` for less than one thread, `Corrupt` if a document or page cannot be read,
+    and what `collect` raises.
+    """
+    if threads < 1:
+        raise InvalidInput(f"threads is {threads}; wanted 1 or more")
+    if not dry_run:
+        handle.check_writable()
+    pool = ThreadPool(threads, aside=True)
+    try:
+        compaction = _Compaction(handle, policy, pool, progress)
+        return compaction.estimate() if dry_run else compaction.execute()
+    finally:
+        pool.close()
+
+
+def remember(handle: StoreHandle, policy: CompactPolicy | None) -> None:
+    """Let every gc of the store compact by `policy`, or with None by none."""
+    handle.check_writable()
+    handle.log.append(Settings(((SETTING, policy.setting if policy else None),)))
+
+
+class _Compaction:
+    """One run of `compact`."""
+
+    def __init__(
+        self, handle: StoreHandle, policy: CompactPolicy, threads: ThreadPool, progress: Progress
+    ) -> None:
+        self._handle, self._threads, self._progress = handle, threads, progress
+        self._state = handle.log.replay()
+        handle.objects.sync(self._state)
+        self._reader = Reader(handle.config, handle.objects, threads)
+        self._groups = plan_groups(self._state, policy)
+        kept = {
+            content.ids
+            for commit in newest_commits(self._state, policy)
+            for tree in self._trees(commit).values()
+            for content in tree.contents
+        }
+        self._candidates = Candidates(handle.objects, handle.log, kept_keys(kept))
+        self._coded = Coded()
+        commits = [commit for group in self._groups for commit in group.commits]
+        total = sum(self._document(commit).logical_bytes for commit in commits)
+        self._counter = Counter(progress, "compact", total)
+
+    def estimate(self) -> CompactReport:
+        """What `execute` would do, by a sample."""
+        for group, strip in self._strips():
+            chunks = self._candidates.of(strip)
+            estimate(self._handle.objects, chunks, group.key, self._coded)
+            self._candidates.done.update(each.id for place in chunks for each in place)
+        return self._report((), dry_run=True)
+
+    def execute(self) -> CompactReport:
+        """Code all strips, in rounds that each end with a gc."""
+        collected: list[GcReport] = []
+        strips = self._strips()
+        for strip in strips:
+            if self._round(chain((strip,), strips)):
+                collected.append(collect(self._handle, KEEP_ALL, progress=self._progress))
+        return self._report(collected)
+
+    def _report(self, collected: Sequence[GcReport], *, dry_run: bool = False) -> CompactReport:
+        coded = self._coded
+        return CompactReport(
+            self._groups,
+            round(coded.chunks),
+            round(coded.deltas),
+            round(coded.raw_bytes),
+            round(coded.stored_bytes),
+            round(coded.coded_bytes),
+            tuple(coded.problems),
+            tuple(collected),
+            dry_run,
+        )
+
+    def _round(self, strips: Iterable[tuple[Group, Sequence[Place]]]) -> bool:
+        """Code strips until they make a round, and list the new packs; False if there are none."""
+        with Transaction.begin(Destination(self._handle, self._threads), what="compact") as write:
+            work = shared(strips)
+            stop_at = self._coded.coded_bytes + ROUND_BYTES
+            works = [partial(self._code, work, write.packs, stop_at)] * self._threads.count
+            self._threads.together(works, work.stop)
+            write.packs.wait()
+            records = tuple(pack.record for pack in write.packs.closed)
+            if records:
+                state = self._handle.log.replay()
+                body = Register(write.session, state.n, state.fence, records, frozenset())
+                write.index(new_packs(write.append(body)))
+        return bool(records)
+
+    def _code(
+        self, work: Iterable[tuple[Group, Sequence[Place]]], packs: PackSet, stop_at: float
+    ) -> None:
+        """Code strips on this thread while fewer than `stop_at` bytes were made in all."""
+        writer = packs.pack_writer()
+        coder = StripCoder(self._handle.objects, writer, self._coded)
+        try:
+            for group, strip in work:
+                with self._unless_purged(group):
+                    chunks = self._candidates.of(strip)
+                    if chunks:
+                        coder.code(chunks, group.key, self._candidates.done)
+                if self._coded.coded_bytes >= stop_at:
+                    break
+            if writer.is_empty:
+                writer.discard()
+            packs.close_aside(writer)
+        except BaseException:
+            writer.discard()
+            raise
+
+    def _strips(self) -> Iterator[tuple[Group, Sequence[Place]]]:
+        """The strips of all groups, oldest first."""
+        chunk_bytes = self._reader.chunk_bytes
+        for group in self._groups:
+            with self._unless_purged(group):
+                trees = [self._trees(commit) for commit in group.commits]
+                for strip in strips(places(trees), chunk_bytes, RUN_BYTES):
+                    yield group, strip
+            for commit in group.commits:
+                self._counter.add(self._document(commit).logical_bytes)
+
+    @contextmanager
+    def _unless_purged(self, group: Group) -> Iterator[None]:
+        """What others have purged since the plan need not be there."""
+        try:
+            yield
+        except NotFound:
+            if all(commit in self._handle.log.replay().commits for commit in group.commits):
+                raise
+
+    def _document(self, commit: CommitId) -> CommitDocument:
+        return self._reader.document(self._state.commits[commit].session, commit)
+
+    def _trees(self, commit: CommitId) -> Mapping[str, Tree]:
+        return self._reader.trees(self._document(commit).trees)

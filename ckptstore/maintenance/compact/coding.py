@@ -1,0 +1,264 @@
+"""How are the chunks of a group coded into packs?
+
+A strip of places at a time: the bases first, then what each commit has in their places, so that a
+reader of one commit finds runs. Bases and the differences from them lie in one pack, which needs no
+other. A chunk that does not shrink by 5 % stays where it is.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ckptstore.core.ids import ChunkId, checksum
+from ckptstore.core.model import NO_BASE, PackEntry
+from ckptstore.errors import Corrupt, NotFound
+from ckptstore.log.log import Log
+from ckptstore.maintenance.compact.plan import Place, choose_base
+from ckptstore.maintenance.gc.mark import Keys, short_keys
+from ckptstore.objects import codecs
+from ckptstore.objects.pack import TENSOR, align
+from ckptstore.repository import footers
+from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.pack_writer import OpenPack, PackWriter
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+WORTH = 0.95
+"""A chunk is stored anew if that takes at most this share of what it takes now, and as a difference
+if that takes at most this share of what its planes take."""
+
+SAMPLED_BYTES = 256 << 20
+SAMPLED_PLACES = 8
+"""After so many bytes, an estimate reads one place of so many."""
+
+
+class Chunk(NamedTuple):
+    """A chunk to code: its commit's number in the group, and how it is stored now."""
+
+    member: int
+    id: ChunkId
+    stored_bytes: int
+    raw_bytes: int
+    width: int
+
+
+@dataclass(slots=True)
+class Coded:
+    """What was done, or would be: of `raw_bytes` of chunks that took `stored_bytes`, what they
+    take after coding. `deltas` are those of the `chunks` that became differences."""
+
+    chunks: float = 0
+    deltas: float = 0
+    raw_bytes: float = 0
+    stored_bytes: float = 0
+    coded_bytes: float = 0
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, chunk: Chunk, coded_bytes: float, *, delta: bool, times: float = 1) -> None:
+        self.chunks += times
+        self.deltas += times * delta
+        self.raw_bytes += chunk.raw_bytes * times
+        self.stored_bytes += chunk.stored_bytes * times
+        self.coded_bytes += coded_bytes * times
+
+
+class Candidates:
+    """Which chunks may be coded: neither `kept`, which newest commits need, nor in a pack that
+    `compact` wrote, nor coded before by this run."""
+
+    def __init__(self, objects: ObjectStore, log: Log, kept: Keys) -> None:
+        self._objects, self._log, self._kept = objects, log, kept
+        self._coded: dict[int, bool] = {}
+        self.done: set[ChunkId] = set()
+
+    def of(self, strip: Sequence[Place]) -> list[list[Chunk]]:
+        """The different chunks to code of each place, by commit; as long and wide as the first."""
+        ids = list(dict.fromkeys(chunk for place in strip for _, chunk in place.chunks))
+        joined = b"".join(ids)
+        where = self._objects.located(joined)
+        fixed = np.isin(short_keys(joined), self._kept) | self._is_coded(where)
+        free = {
+            chunk: row
+            for chunk, row, stays in zip(
+                ids, where[["stored", "raw", "width"]].tolist(), fixed.tolist(), strict=True
+            )
+            if not stays and chunk not in self.done
+        }
+        found = []
+        for place in strip:
+            first = {chunk: n for n, chunk in reversed(place.chunks) if chunk in free}
+            chunks = sorted(Chunk(n, chunk, *free[chunk]) for chunk, n in first.items())
+            found.append([each for each in chunks if each[3:] == chunks[0][3:]])
+            for chunk in first:
+                free.pop(chunk)
+        return [chunks for chunks in found if chunks]
+
+    def _is_coded(self, where: "NDArray[np.void]") -> "NDArray[np.bool_]":
+        packs = self._log.state.packs
+        for number in np.unique(where["pack"]).tolist():
+            if number not in self._coded and number in packs:
+                name = packs[number].id
+                table = footers.read_table(self._objects.storage, name, metadata=False)
+                self._coded[number] = bool((table["base"] != NO_BASE).any())
+        coded = [number for number, is_coded in self._coded.items() if is_coded]
+        return np.isin(where["pack"], coded)
+
+
+class StripCoder:
+    """Codes strips on one thread, into packs of its own."""
+
+    def __init__(self, objects: ObjectStore, writer: PackWriter, coded: Coded) -> None:
+        self._objects, self._writer, self._coded = objects, writer, coded
+        self._pack: OpenPack | None = None
+
+    def code(self, places: Sequence[Sequence[Chunk]], key: int, done: set[ChunkId]) -> None:
+        """Code the candidates of each place; those that were are added to `done`."""
+        total = sum(chunk.raw_bytes for chunks in places for chunk in chunks)
+        self._pack = self._writer.pack_with_room(total)
+        bases = [_base(chunks, key) for chunks in places]
+        raws = self._read(bases)
+        self._begin(bases)
+        records: list[int | None] = [
+            None if raw is None else self._planes(base, raw)
+            for base, raw in zip(bases, raws, strict=True)
+        ]
+        self._pack.flush()
+        for member in sorted({chunk.member for chunks in places for chunk in chunks}):
+            at = [
+                (i, chunk)
+                for i, chunks in enumerate(places)
+                for chunk in chunks
+                if chunk.member == member and chunk.id != bases[i].id and raws[i] is not None
+            ]
+            self._begin([chunk for _, chunk in at])
+            for (i, chunk), raw in zip(at, self._read([chunk for _, chunk in at]), strict=True):
+                if raw is not None:
+                    records[i] = self._difference(chunk, raw, bases[i], raws[i], records[i])
+            self._pack.flush()
+        done.update(chunk.id for chunks in places for chunk in chunks)
+
+    def _begin(self, chunks: Iterable[Chunk]) -> None:
+        assert self._pack is not None
+        self._pack.pad_to(align(self._pack.offset, sum(chunk.raw_bytes for chunk in chunks)))
+
+    def _planes(self, chunk: Chunk, raw: memoryview) -> int | None:
+        """Store a chunk's planes, if that is worth it; the number of its record."""
+        if codecs.shares(raw, None, chunk.width)[0] * len(raw) > WORTH * chunk.stored_bytes:
+            return None
+        codec, stored = codecs.encode(codecs.SPLIT_ZSTD, raw, chunk.width)
+        if len(stored) > WORTH * chunk.stored_bytes:
+            return None
+        return self._append(chunk, raw, codec, stored)
+
+    def _difference(
+        self,
+        chunk: Chunk,
+        raw: memoryview,
+        base: Chunk,
+        base_raw: memoryview | None,
+        record: int | None,
+    ) -> int | None:
+        """Store a chunk, as the difference from its base if that is worth it; the number of the
+        base's record, which is written unchanged if it was not before."""
+        assert self._pack is not None and base_raw is not None
+        planes, delta = codecs.shares(raw, base_raw, chunk.width)
+        if delta > WORTH * planes or delta * len(raw) > WORTH * chunk.stored_bytes:
+            self._planes(chunk, raw)
+            return record
+        number = self._append(base, base_raw, codecs.RAW, base_raw) if record is None else record
+        entry = self._pack.entries[number]
+        at = codecs.Base(entry.offset, entry.stored_bytes, entry.codec)
+        self._append(
+            chunk, raw, codecs.DELTA, codecs.encode_delta(raw, base_raw, at, chunk.width), number
+        )
+        return number
+
+    def _append(
+        self,
+        chunk: Chunk,
+        raw: memoryview,
+        codec: int,
+        stored: memoryview | bytes,
+        base: int = NO_BASE,
+    ) -> int:
+        assert self._pack is not None
+        offset, nbytes = self._pack.append(stored), len(stored)
+        self._pack.entries.append(
+            PackEntry(
+                chunk.id, checksum(raw), offset, nbytes, len(raw), codec, chunk.width, TENSOR, base
+            )
+        )
+        self._coded.add(chunk, nbytes, delta=base != NO_BASE)
+        return len(self._pack.entries) - 1
+
+    def _read(self, chunks: Sequence[Chunk]) -> list[memoryview | None]:
+        """The chunks' raw bytes; None for those that cannot be read."""
+        return read_raws(self._objects, chunks, self._coded.problems.append)
+
+
+def read_raws(
+    objects: ObjectStore, chunks: Sequence[Chunk], problem: Callable[[str], None]
+) -> list[memoryview | None]:
+    """Raw bytes of chunks, compared with their checksums: the gc that follows compares what was
+    coded with the ids. Those that are damaged, or that a gc has taken away with their commits, are
+    None, and told to `problem`."""
+    out = [memoryview(bytearray(chunk.raw_bytes)) for chunk in chunks]
+
+    def read(some: slice) -> None:
+        objects.read_into(
+            b"".join(chunk.id for chunk in chunks[some]),
+            out[some],
+            describe=lambda i: "being compacted",
+        )
+
+    try:
+        read(slice(None))
+        return list(out)
+    except (Corrupt, NotFound):
+        found: list[memoryview | None] = list(out)
+    for i in range(len(chunks)):
+        try:
+            read(slice(i, i + 1))
+        except (Corrupt, NotFound) as error:
+            problem(str(error))
+            found[i] = None
+    return found
+
+
+def estimate(
+    objects: ObjectStore, places: Sequence[Sequence[Chunk]], key: int, coded: Coded
+) -> None:
+    """Add to `coded` what coding the candidates would do, by a sample of them."""
+    sampled = places[:: 1 if coded.raw_bytes < SAMPLED_BYTES else SAMPLED_PLACES]
+    total = sum(chunk.stored_bytes for chunks in places for chunk in chunks)
+    known = sum(chunk.stored_bytes for chunks in sampled for chunk in chunks)
+    for chunks in sampled:
+        base = _base(chunks, key)
+        others = [chunk for chunk in chunks if chunk.id != base.id]
+        base_raw, *raws = read_raws(objects, [base, *others], coded.problems.append)
+        written = base_raw is None
+        for chunk, raw in zip((base, *others), (base_raw, *raws), strict=True):
+            if raw is None or base_raw is None:
+                continue
+            planes, delta = codecs.shares(raw, base_raw if chunk is not base else None, chunk.width)
+            is_delta = chunk is not base and delta <= WORTH * planes
+            share = delta if is_delta else planes
+            if share * len(raw) <= WORTH * chunk.stored_bytes:
+                coded.add(chunk, share * len(raw), delta=is_delta, times=total / known)
+                if is_delta and not written:
+                    coded.add(base, base.raw_bytes, delta=False, times=total / known)
+                written = True
+
+
+def _base(chunks: Sequence[Chunk], key: int) -> Chunk:
+    chosen = choose_base([(chunk.member, chunk.id) for chunk in chunks], key)
+    return next(chunk for chunk in chunks if chunk.id == chosen)
+
+
+def kept_keys(ids: AbstractSet[bytes]) -> Keys:
+    """The keys of the chunks of leaves whose ids are joined in each of `ids`."""
+    return np.unique(short_keys(b"".join(ids)))

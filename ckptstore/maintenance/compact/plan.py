@@ -1,0 +1,141 @@
+"""Which commits are compacted, and which chunks of them share a base? Pure.
+
+A *group* is some consecutive commits of one run, all older than the newest few, which stay as they
+are. Chunks at one place of one leaf in the commits of a group are a *place*: one of them is the
+base, the others are stored as differences from it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId
+from ckptstore.errors import InvalidInput
+from ckptstore.log.admission import best_commits
+from ckptstore.log.state import State
+from ckptstore.restore.reader import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class CompactPolicy:
+    """What `compact` codes: all but the `newest` commits of each run, `every` so many with one base
+    in their middle, or at a commit that has a tag or is the best.
+
+    With `newest=0` the last group may be smaller; otherwise it waits for more commits.
+    """
+
+    newest: int = 2
+    every: int = 8
+
+    def __post_init__(self) -> None:
+        if self.newest < 0:
+            raise InvalidInput(f"newest is {self.newest}; wanted a number of commits, 0 or more")
+        if self.every < 1:
+            raise InvalidInput(f"every is {self.every}; wanted a number of commits, 1 or more")
+
+    @property
+    def setting(self) -> tuple[str, ...]:
+        """The policy as a setting of the store."""
+        return f"newest={self.newest}", f"every={self.every}"
+
+
+SETTING = "compact"
+"""The setting with the policy by which every gc compacts."""
+
+
+def policy_of(state: State) -> CompactPolicy | None:
+    """The policy that the store's settings name; None without one that this version knows."""
+    found = state.settings.get(SETTING)
+    if not isinstance(found, tuple):
+        return None
+    numbers = dict(part.partition("=")[::2] for part in found)
+    try:
+        return CompactPolicy(**{name: int(number) for name, number in numbers.items()})
+    except (TypeError, ValueError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Commits of a run, oldest first; the chunks of number `key` are bases if they can be."""
+
+    run: str
+    commits: tuple[CommitId, ...]
+    key: int
+
+
+class Place(NamedTuple):
+    """One place of a leaf: the chunks that the commits of a group have there, by number."""
+
+    chunks: tuple[tuple[int, ChunkId], ...]
+
+
+def plan_groups(state: State, policy: CompactPolicy) -> tuple[Group, ...]:
+    """The groups of every run, oldest first."""
+    pinned = frozenset(state.tags.values()) | best_commits(state)
+    groups: list[Group] = []
+    for run, commits in _runs(state).items():
+        old = commits[: len(commits) - policy.newest]
+        for start in range(0, len(old), policy.every):
+            some = tuple(old[start : start + policy.every])
+            if len(some) == policy.every or not policy.newest:
+                groups.append(Group(run, some, _key(some, pinned)))
+    return tuple(groups)
+
+
+def newest_commits(state: State, policy: CompactPolicy) -> list[CommitId]:
+    """The commits that stay as they are."""
+    runs = _runs(state).values()
+    return [commit for commits in runs for commit in commits[len(commits) - policy.newest :]]
+
+
+def _runs(state: State) -> dict[str, list[CommitId]]:
+    """The commits of each run that are not forgotten, oldest first."""
+    runs: dict[str, list[CommitId]] = {}
+    for commit, row in sorted(state.commits.items(), key=lambda item: item[1].place):
+        if not row.soft:
+            runs.setdefault(row.run, []).append(commit)
+    return runs
+
+
+def _key(commits: Sequence[CommitId], pinned: frozenset[CommitId]) -> int:
+    """The commit with a tag that is nearest to the middle, or else the middle: differences grow
+    with the distance."""
+    middle = len(commits) // 2
+    named = [i for i, commit in enumerate(commits) if commit in pinned] or [middle]
+    return min(named, key=lambda i: (abs(i - middle), i))
+
+
+def places(trees: Sequence[Mapping[str, Tree]]) -> Iterator[Place]:
+    """The places of a group whose commits have `trees`, leaf by leaf. Leaves correspond if they
+    have one path, type, shape and division."""
+    leaves: dict[object, list[tuple[int, bytes]]] = {}
+    for number, of in enumerate(trees):
+        for tree in of.values():
+            for i, content in enumerate(tree.contents):
+                if content.ids:
+                    path, dtype = tree.schema.paths[i], tree.schema.dtypes[i]
+                    like = path, dtype, tree.schema.shapes[i], content.boxes, len(content.ids)
+                    leaves.setdefault(like, []).append((number, content.ids))
+    for held in leaves.values():
+        for at in range(0, len(held[0][1]), CHUNK_ID_BYTES):
+            yield Place(tuple((n, ChunkId(ids[at : at + CHUNK_ID_BYTES])) for n, ids in held))
+
+
+def strips(found: Iterable[Place], chunk_bytes: int, limit_bytes: int) -> Iterator[list[Place]]:
+    """Consecutive places whose chunks are at most `limit_bytes` in one commit, if none is larger
+    than `chunk_bytes`."""
+    some: list[Place] = []
+    for place in found:
+        some.append(place)
+        if len(some) * chunk_bytes >= limit_bytes:
+            yield some
+            some = []
+    if some:
+        yield some
+
+
+def choose_base(candidates: Sequence[tuple[int, ChunkId]], key: int) -> ChunkId:
+    """The base of a place's different chunks that are to be coded: that of the key commit, or else
+    the nearest."""
+    return min(candidates, key=lambda each: (abs(each[0] - key), each[0]))[1]

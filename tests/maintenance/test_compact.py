@@ -1,0 +1,195 @@
+"""Compacted commits are the same commits in fewer bytes, whatever happens meanwhile."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptstore.errors import InvalidInput
+from ckptstore.log.entries import Settings
+from ckptstore.maintenance.compact.plan import SETTING, CompactPolicy, plan_groups, policy_of
+from ckptstore.maintenance.retention import KeepLast
+from ckptstore.store import Store
+from tests.maintenance.collecting import at, opened
+from tests.maintenance.stores import heal
+from tests.shared.sites import Site
+from tests.support.fixtures import scratch
+
+__all__ = ["scratch"]
+
+STEPS = 9
+POLICY = CompactPolicy(newest=1, every=4)
+
+
+def trained(step: int) -> dict[str, Any]:
+    """A state whose weights move a little at each step, with a frozen part and incompressible
+    bytes."""
+    random = torch.Generator().manual_seed(0)
+    start = torch.randn(60_000, generator=random)
+    moves = torch.randn(60_000, generator=torch.Generator().manual_seed(step)) * 1e-4
+    return {
+        "model": {
+            "weight": start * (1 + moves),
+            "half": (start[:40_000] * (1 + moves[:40_000] * 10)).to(torch.bfloat16),
+            "frozen": torch.arange(30_000, dtype=torch.float32),
+            "noise": torch.randint(0, 256, (70_000,), generator=random, dtype=torch.uint8) ^ step,
+            "small": torch.full((300,), float(step)),
+        },
+        "step": step,
+    }
+
+
+def make(place: Path | Site, *, steps: int = STEPS, codec: str = "raw") -> None:
+    with at(place).open(codec=codec) as store:
+        for step in range(steps):
+            store.commit(trained(step), step=step)
+
+
+def verify(place: Path | Site, steps: Iterable[int] = range(STEPS)) -> None:
+    with at(place).open() as store:
+        for step in steps:
+            got, wanted = store.checkout(step).state_dict()["model"], trained(step)["model"]
+            for name, tensor in wanted.items():
+                assert torch.equal(got[name], tensor), (step, name)
+
+
+def packs_bytes(place: Path) -> int:
+    return sum(path.stat().st_size for path in (place / "packs").rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def place(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CKPTSTORE_CACHE", str(scratch / "host"))
+    return scratch / "store"
+
+
+@pytest.fixture
+def store(place: Path) -> Any:
+    make(place)
+    with at(place).open() as found:
+        yield found
+
+
+def test_a_compacted_store_is_smaller_and_holds_the_same(store: Store, place: Path) -> None:
+    before, ids = packs_bytes(place), [info.id for info in store.log()]
+    report = store.compact(POLICY)
+    assert report.deltas > 0
+    assert not report.problems
+    assert packs_bytes(place) < 0.8 * before
+    assert [info.id for info in store.log()] == ids
+    verify(place)
+    assert not store.fsck("data").findings
+
+
+def test_a_second_run_finds_nothing_to_do(store: Store, place: Path) -> None:
+    store.compact(POLICY)
+    before = packs_bytes(place)
+    report = store.compact(POLICY)
+    assert (report.chunks, report.collected) == (0, ())
+    assert packs_bytes(place) == before
+
+
+def test_the_newest_commits_stay_as_they_are(store: Store, place: Path) -> None:
+    store.compact(POLICY)
+    newest = store.checkout(STEPS - 1)
+    assert torch.equal(newest.open("model/weight"), trained(STEPS - 1)["model"]["weight"])
+    with pytest.raises(InvalidInput, match="stored compressed"):
+        store.checkout(0).open("model/weight")
+
+
+def test_an_estimate_changes_nothing_and_is_near(store: Store, place: Path) -> None:
+    before = packs_bytes(place)
+    estimate = store.compact(POLICY, dry_run=True)
+    assert packs_bytes(place) == before
+    report = store.compact(POLICY)
+    assert estimate.coded_bytes == pytest.approx(report.coded_bytes, rel=0.1)
+    assert estimate.stored_bytes == pytest.approx(report.stored_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("gone", [[0, 1, 3], [2], [0, 1, 2, 3, 5, 6]])
+def test_a_base_stays_as_long_as_a_difference_needs_it(
+    store: Store, place: Path, gone: list[int]
+) -> None:
+    store.compact(POLICY)
+    store.forget(gone)
+    store.gc(grace_s=0, max_unused=0)
+    kept = [step for step in range(STEPS) if step not in gone]
+    verify(place, kept)
+    report = store.fsck("data")
+    assert not report.findings
+    with opened(place) as handle:
+        packs = handle.log.replay().packs.values()
+        assert all(pack.live for pack in packs)
+
+
+def test_a_gc_compacts_where_the_settings_say_so(store: Store, place: Path) -> None:
+    store.compact(CompactPolicy(newest=1, every=STEPS), with_gc=True)
+    store.gc()
+    before = packs_bytes(place)
+    store.compact(POLICY, with_gc=True, dry_run=True)
+    store.commit(trained(STEPS), step=STEPS)
+    with opened(place) as handle:
+        assert policy_of(handle.log.replay()) == CompactPolicy(newest=1, every=STEPS)
+    assert store.gc().freed_bytes > 0
+    assert packs_bytes(place) < 0.8 * before
+    verify(place, range(STEPS + 1))
+    store.compact(POLICY, with_gc=False)
+    with opened(place) as handle:
+        assert policy_of(handle.log.replay()) is None
+
+
+@pytest.mark.parametrize("setting", ["x", ("newest",), ("newest=x",), ("other=1",), ("every=0",)])
+def test_a_setting_that_nobody_understands_is_none(store: Store, setting: Any) -> None:
+    with opened(Path(store.url)) as handle:
+        handle.log.append(Settings(((SETTING, setting),)))
+        assert policy_of(handle.log.replay()) is None
+
+
+def test_a_wrong_number_of_threads_is_refused(store: Store) -> None:
+    with pytest.raises(InvalidInput, match="threads is 0"):
+        store.compact(threads=0)
+
+
+def test_groups_end_before_the_newest_commits_and_have_their_key_in_the_middle(
+    store: Store, place: Path
+) -> None:
+    store.tag("keep", 1)
+    with opened(place) as handle:
+        groups = plan_groups(handle.log.replay(), POLICY)
+        last = plan_groups(handle.log.replay(), CompactPolicy(newest=0, every=8))
+    assert [(len(group.commits), group.key) for group in groups] == [(4, 1), (4, 2)]
+    assert [len(group.commits) for group in last] == [8, 1]
+
+
+@pytest.mark.parametrize("wrong", [{"newest": -1}, {"every": 0}])
+def test_a_policy_without_sense_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(InvalidInput, match="wanted"):
+        CompactPolicy(**wrong)
+
+
+def test_a_thinned_commit_keeps_its_place_among_the_compacted(store: Store, place: Path) -> None:
+    store.forget([KeepLast(2).thin("model/noise")])
+    store.compact(POLICY)
+    with opened(place) as handle:
+        state = handle.log.replay()
+        groups = plan_groups(state, POLICY)
+        steps = [state.commits[commit].step for group in groups for commit in group.commits]
+    assert steps == list(range(STEPS - 1))
+    for step in range(STEPS - 2):
+        weight = store.checkout(step).read("model/weight")
+        assert torch.equal(weight, trained(step)["model"]["weight"])
+    verify(place, [STEPS - 2, STEPS - 1])
+    assert not store.fsck("data").findings
+
+
+def test_a_lost_configuration_is_not_taken_for_that_of_a_store_with_zstd(
+    store: Store, place: Path
+) -> None:
+    store.compact(POLICY)
+    (place / "ckptstore.json").write_bytes(b"{}")
+    heal(place)
+    with opened(place) as handle:
+        assert handle.config.codec == "raw"
+    verify(place)

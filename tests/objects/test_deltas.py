@@ -1,0 +1,107 @@
+"""Differences between chunks: every bit comes back, and no bytes claim more than they hold."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptstore.errors import Corrupt
+from ckptstore.objects.codecs import (
+    DELTA,
+    RAW,
+    SPLIT_ZSTD,
+    Base,
+    base_of,
+    decode_delta,
+    encode,
+    encode_delta,
+    moved,
+    shares,
+)
+from tests.support.mutations import damaged
+
+BASE = Base(4096, 77, SPLIT_ZSTD)
+WIDTHS = st.sampled_from([1, 2, 3, 4, 8, 16])
+
+ODD = {
+    "<f2": (0x0000, 0x8000, 0x0001, 0x7C00, 0xFC00, 0x7C01, 0x7E00, 0xFE00, 0xFFFF),
+    "<f4": (0x0, 0x80000000, 0x1, 0x7F800000, 0xFF800000, 0x7F800001, 0x7FC00000, 0xFFFFFFFF),
+    "<f8": (0x0, 1 << 63, 1, 0x7FF << 52, 0xFFF << 52, 0x7FF0000000000001, 0xFFFFFFFFFFFFFFFF),
+}
+"""Both zeros, the smallest denormal, infinities, signaling and quiet NaNs and their payloads."""
+
+
+def restored(stored: bytes, base: bytes, width: int) -> bytes:
+    out = bytearray(len(base))
+    decode_delta(stored, memoryview(base), memoryview(out), width)
+    return bytes(out)
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[bytes, bytes]:
+    """Two chunks of one length, often alike."""
+    base = draw(st.binary(max_size=300)) * draw(st.integers(1, 20))
+    if draw(st.booleans()):
+        raw = bytearray(base)
+        for at, byte in draw(st.lists(st.tuples(st.integers(0, 5999), st.integers(0, 255)))):
+            if at < len(raw):
+                raw[at] = byte
+        return bytes(raw), base
+    return draw(st.binary(min_size=len(base), max_size=len(base))), base
+
+
+@given(pairs(), WIDTHS)
+def test_a_difference_gives_back_every_bit(pair: tuple[bytes, bytes], width: int) -> None:
+    raw, base = pair
+    stored = encode_delta(memoryview(raw), memoryview(base), BASE, width)
+    assert base_of(stored) == BASE
+    assert restored(stored, base, width) == raw
+    assert restored(moved(stored, Base(1, 2, RAW)), base, width) == raw
+
+
+@pytest.mark.parametrize("dtype", ODD)
+def test_every_pair_of_odd_floats_is_kept(dtype: str) -> None:
+    bits = np.array(ODD[dtype], dtype.replace("f", "u"))
+    raw, base = (part.ravel().tobytes() for part in np.meshgrid(bits, bits))
+    stored = encode_delta(memoryview(raw), memoryview(base), BASE, bits.itemsize)
+    assert restored(stored, base, bits.itemsize) == raw
+
+
+def test_weights_that_moved_a_little_shrink_to_less_than_their_planes() -> None:
+    random = np.random.default_rng(0)
+    base = random.standard_normal(1 << 16).astype("<f4")
+    raw = memoryview((base * (1 + 1e-4 * random.standard_normal(1 << 16))).astype("<f4").tobytes())
+    planes, delta = shares(raw, memoryview(base.tobytes()), 4)
+    stored = encode_delta(raw, memoryview(base.tobytes()), BASE, 4)
+    assert delta < 0.6 < planes < 0.9
+    assert len(stored) / len(raw) == pytest.approx(delta, abs=0.02)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7])
+def test_a_share_of_next_to_nothing_is_known(nbytes: int) -> None:
+    assert all(share >= 0.5 for share in shares(memoryview(bytes(nbytes)), None, 8))
+
+
+def test_a_chunk_that_has_lost_its_base_is_stored_as_planes() -> None:
+    raw = memoryview(np.arange(10_000, dtype="<f4").tobytes())
+    assert encode(DELTA, raw, 4)[0] == SPLIT_ZSTD
+
+
+@given(st.data())
+def test_damaged_differences_are_corrupt_or_as_many_as_wanted(data: st.DataObject) -> None:
+    raw, base, width = b"abcdefgh" * 100 + b"tail", bytes(804), data.draw(WIDTHS)
+    stored = encode_delta(memoryview(raw), memoryview(base), BASE, width)
+    bad = data.draw(damaged(stored))
+    try:
+        base_of(bad)
+        assert len(restored(bad, base, width)) == len(raw)
+    except Corrupt:
+        return
+
+
+@pytest.mark.parametrize(
+    "base", [Base(0, 1, DELTA), Base(0, 1, 200), Base((1 << 62) + 1, 1, RAW)], ids=str
+)
+def test_a_base_that_no_reader_could_have_is_refused(base: Base) -> None:
+    with pytest.raises(Corrupt, match="base"):
+        base_of(encode_delta(memoryview(b"1234"), memoryview(b"1235"), base, 4))
