@@ -26,7 +26,7 @@ def slip(step: int, model: CharacterModel, optimizer: torch.optim.Optimizer) -> 
 def plant_nan(step: int, model: CharacterModel, optimizer: torch.optim.Optimizer) -> None:
     """As a division by zero in one kernel would."""
     if step == BREAKS_AT:
-        model.blocks[2].down.weight.data[17, 100] = math.nan
+        model.get_parameter("blocks.2.down.weight").data[17, 100] = math.nan
 
 
 def main(place: str, say: Callable[[str], object]) -> None:

@@ -1,5 +1,5 @@
-"""Write the pictures of docs/ui.md and docs/stories.md: `python -m tests.ui.screenshots`, in the environment of
-`make test-ui`."""
+"""Write the pictures of docs/ui.md and docs/stories.md: `python -m tests.ui.screenshots`, in the
+environment of `make test-ui`."""
 
 import io
 import sys
