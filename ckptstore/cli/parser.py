@@ -29,7 +29,7 @@ _BY_MEANING = {
     "cat describe get info inspect": "show",
     "check validate": "fsck",
     "checkout load restore resume": "export, or store.checkout(…).restore(…) in Python",
-    "clean compact prune purge vacuum": "gc",
+    "clean prune purge vacuum": "gc",
     "cmp compare": "diff",
     "commits list": "log",
     "convert": "import or export",

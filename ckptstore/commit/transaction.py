@@ -69,6 +69,7 @@ class CommitStats:
 
     @property
     def written_bytes_per_s(self) -> float:
+        """Durable write rate of this commit."""
         return self.new_bytes / self.durable_s
 
 
@@ -259,6 +260,7 @@ class Transaction:
     ) -> dict[int, bytes]:
         """Hash the chunks of `plan` on at most `max_workers` threads and pack those that the store
         lacks; returns the chunk ids by leaf, in grid order. Raises the failure of any thread.
+
         `hints` know the last commit of the same plan, and then this one. Afterwards the packs are
         closing; `receipt` and `publish` wait for them.
         """
@@ -302,8 +304,8 @@ class Transaction:
         include this one's.
 
         Without parents in `label`, the run's newest commit is the parent. `cast` is called when all
-        leaves were read. Raises what the log
-        raises; after `Refused` and `NoSpace` the document is deleted.
+        leaves were read. Raises what the log raises; after `Refused` and `NoSpace` the document is
+        deleted.
         """
         refs, layout_id, leaves = self._write_metadata(trees, layout)
         self.packs.wait()

@@ -87,6 +87,29 @@ def _cell(type_: Column, value: Any) -> Any:
     return value
 
 
+def _texts(text: Any) -> tuple[str, ...]:
+    """A column with a JSON list of texts."""
+    found = json.loads(text)
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise TypeError(f"{text!r:.60} is no list of texts")
+    return tuple(found)
+
+
+def _texts_by_name(text: Any) -> dict[str, str]:
+    """A column with a JSON list of pairs of texts."""
+    pairs = json.loads(text)
+    if not isinstance(pairs, list) or not all(isinstance(each, list) for each in pairs):
+        raise TypeError(f"{text!r:.60} is no list of pairs")
+    return dict(map(_pair, pairs))
+
+
+def _pair(texts: list[Any]) -> tuple[str, str]:
+    name, value = texts
+    if not (isinstance(name, str) and isinstance(value, str)):
+        raise TypeError(f"{texts!r:.60} is no pair of texts")
+    return name, value
+
+
 Ask: TypeAlias = Callable[[str, Mapping[str, Any]], Rows]
 
 _MAYBE_INT = (int, NoneType)
@@ -96,8 +119,8 @@ _ANY_BYTES = (bytes, memoryview)
 _NO_VALUES: Mapping[str, Any] = {}
 _COMMIT_TYPES: Types = (
     *(int, str, str, str, str, _MAYBE_INT, str, int, int, int, int, int),
-    json.loads,
-    json.loads,
+    _texts,
+    _texts_by_name,
 )
 _COMMIT = (
     "n, id, content, session, run, step, message, time_ns, logical_bytes, new_bytes, "
@@ -304,8 +327,8 @@ class Queries:
                 new_bytes=new_bytes,
                 leaves=leaves,
                 forgotten=forgotten != 0,
-                thinned=tuple(thinned),
-                cast=dict(lossy),
+                thinned=thinned,
+                cast=lossy,
                 schemas=dict(schemas[n]),
             )
             for (

@@ -39,12 +39,21 @@ def commit_until_told(store: ckptstore.Store, process: "subprocess.Popen[str]") 
     raise AssertionError(process.communicate())
 
 
+def rest_of(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """What it prints until it ends, behind the lines that were read. `communicate` would pass over
+    what was read ahead."""
+    assert process.stdout and process.stderr
+    out, err = process.stdout.read(), process.stderr.read()
+    process.wait(timeout=60)
+    return out, err
+
+
 def test_a_pipe_has_a_line_for_each_commit_until_control_c(store: ckptstore.Store) -> None:
     with watching(store) as process:
         line = commit_until_told(store, process)
         assert " of run main: " in line and ", loss " in line
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = rest_of(process)
     assert (process.returncode, err) == (0, "")
     assert out.splitlines()[-1].endswith(("new commits", "1 new commit"))
 
@@ -54,7 +63,7 @@ def test_json_has_a_document_for_each_commit_and_ends_after_so_many(
 ) -> None:
     with watching(store, "--json", "-n", "1") as process:
         first = json.loads(commit_until_told(store, process))
-        out, err = process.communicate(timeout=60)
+        out, err = rest_of(process)
     assert (process.returncode, err) == (0, "")
     assert first["run"] == "main"
     assert json.loads(out.splitlines()[-1])["commits"] == len(out.splitlines())

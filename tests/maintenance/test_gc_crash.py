@@ -9,6 +9,8 @@ from ckptstore.maintenance.forget import forget_by_policy
 from ckptstore.maintenance.gc import collect
 from ckptstore.maintenance.gc.session_monitor import STALE_S
 from ckptstore.maintenance.retention import KeepLast
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.restore.reader import Reader
 from tests.maintenance.collecting import ALL, collected, garbage, make, verify
 from tests.maintenance.stopping import Stopped, opened_stopping
 from tests.shared.sites import Site, Sites, kinds, sites_of
@@ -80,11 +82,13 @@ def test_a_forget_that_ends_at_any_change_has_happened_or_not(sites: Sites, chan
     place = sites.new()
     make(place, 5)
     handle, _ = opened_stopping(place, changes)
+    threads = ThreadPool(1)
     try:
-        forget_by_policy(handle, [KeepLast(2)])
+        forget_by_policy(handle, [KeepLast(2)], Reader(handle.config, handle.objects, threads))
     except Stopped:
         pass
     finally:
+        threads.close()
         handle.close()
     with place.open() as store:
         assert len(store.log()) in (2, 5)
