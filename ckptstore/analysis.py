@@ -135,7 +135,7 @@ def distance(a: Snapshot, b: Snapshot, path: str) -> Distance | None:
 
 def bad_number(snapshot: Snapshot, select: Select = "*") -> str | None:
     """The path of the first selected tensor with a NaN or an infinity; None without any."""
-    for leaf in filter(_is_floating, snapshot.leaves(select)):
+    for leaf in _floats(snapshot, select):
         for start, stop in _slices(leaf):
             if not _read(snapshot, leaf, start, stop).isfinite().all():
                 return leaf.path
@@ -147,7 +147,7 @@ def norm(snapshot: Snapshot, select: Select) -> float:
     return math.sqrt(
         sum(
             float(_read(snapshot, leaf, start, stop).square().sum())
-            for leaf in filter(_is_floating, snapshot.leaves(select))
+            for leaf in _floats(snapshot, select)
             for start, stop in _slices(leaf)
         )
     )
@@ -155,6 +155,11 @@ def norm(snapshot: Snapshot, select: Select) -> float:
 
 def _leaf(snapshot: Snapshot, path: str) -> Leaf:
     return leaf_of(*contents_of(snapshot).find(path))
+
+
+def _floats(snapshot: Snapshot, select: Select) -> Iterator[Leaf]:
+    """The selected tensors of floats that no thinning has taken."""
+    return (leaf for leaf in snapshot.leaves(select) if _is_floating(leaf) and not leaf.gone)
 
 
 def _is_floating(leaf: Leaf) -> bool:

@@ -118,10 +118,12 @@ class CommitContents:
 
     def _lacks(self, path: str) -> Thinned:
         """The error for a leaf that is gone."""
-        found = self._nearest(self.commit, path) if self._nearest else None
-        there = "no other commit of its run has it"
-        if found:
-            there = f"the nearest commit of its run that has it is {_named(found.id, found.step)}"
+        there = "another commit of its run may have it"
+        if self._nearest:
+            there = "no other commit of its run has it"
+            if found := self._nearest(self.commit, path):
+                where = _named(found.id, found.step)
+                there = f"the nearest commit of its run that has it is {where}"
         globs = ", ".join(self.document.thinned.globs) if self.document.thinned else ""
         return Thinned(
             f"commit {_named(self.commit, self.document.step)} no longer has {path}: it was "

@@ -7,7 +7,7 @@ second look reads nothing of the store, and one at a longer run only what is new
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -189,20 +189,23 @@ class Leaf(NamedTuple):
 
 
 class _Selection:
-    """The selected tensors of numbers in a commit, which its schemas alone decide."""
+    """The selected tensors of numbers in a commit, which its schemas alone decide, and the globs by
+    which it was thinned."""
 
     def __init__(self, handle: StoreHandle, select: "Select") -> None:
         self._handle, self._is_selected = handle, selector(select)
         self._found: dict[tuple[str, ...], list[Leaf]] = {}
+        self._is_gone = cache(selector)
 
     def of(self, commit: CommitInfo) -> list[Leaf]:
-        schemas = tuple(commit.schemas.values())
+        schemas = (*commit.schemas.values(), *commit.thinned)
         if schemas not in self._found:
             self._found[schemas] = [
                 Leaf(key, i, path)
                 for key, name in commit.schemas.items()
                 for i, path in self._tensors(self._schema(name))
                 if self._is_selected(path)
+                and not (commit.thinned and self._is_gone(commit.thinned)(path))
             ]
         return self._found[schemas]
 

@@ -150,7 +150,7 @@ class CommitFiles:
     def _tensor_files(self) -> Iterator[str]:
         """The names of the files of keys that have tensors, but for those that cannot be made."""
         for key, tree in self._contents.trees.items():
-            if "tensor" in tree.schema.kinds:
+            if _tensors(tree):
                 with suppress(InvalidInput):
                     _tensor_plan(tree)
                     yield segment(key) + SUFFIX
@@ -188,7 +188,7 @@ class CommitFiles:
         if real in self._listed:
             raise InvalidInput(f"{real or '/'!r} of commit {self.commit[:12]} is a directory")
         for key, tree in self._contents.trees.items():
-            if real == segment(key) + SUFFIX and "tensor" in tree.schema.kinds:
+            if real == segment(key) + SUFFIX and _tensors(tree):
                 return _tensor_plan(tree)
         listed = ", ".join(self._listed[""][:8])
         raise self._missing(real, f"; its root has {listed or 'none'}")
@@ -258,11 +258,17 @@ def _planned(head: bytes, parts: Sequence[Piece]) -> _Plan:
     return _Plan(head, filled, starts, size)
 
 
+def _tensors(tree: Tree) -> list[int]:
+    """The tensors of a key that no thinning has taken."""
+    kinds = enumerate(tree.schema.kinds)
+    return [i for i, kind in kinds if kind == "tensor" and not tree.is_gone(i)]
+
+
 def _tensor_plan(tree: Tree) -> _Plan:
     """A new safetensors file of all tensors of a key. Raises `InvalidInput` if two would have one
     name, or for a dtype that such files do not have."""
     schema = tree.schema
-    tensors = [i for i, kind in enumerate(schema.kinds) if kind == "tensor"]
+    tensors = _tensors(tree)
     names = {tensor_name(schema.paths[i]): i for i in tensors}
     if len(names) != len(tensors):
         raise InvalidInput(f"two tensors of {tree.key!r} would have one name in a safetensors file")

@@ -49,6 +49,8 @@ def commit(store: OpenStore, id_: str) -> Json:
         "session": info.session,
         "message": clip(info.message, TEXT_CHARACTERS),
         "forgotten": info.forgotten,
+        "thinned": [clip(glob) for glob in info.thinned],
+        "cast": [[clip(glob), clip(dtype)] for glob, dtype in info.cast.items()],
         "leaves": info.leaves,
         "metrics": [[clip(name), value] for name, value in [*info.metrics.items()][:1_000]],
         "parents": [_relative(store, parent) for parent in info.parents[:RELATIVES_SHOWN]],
@@ -199,7 +201,10 @@ def _content_keys(store: OpenStore, info: CommitInfo) -> set[object]:
 
 def _stored(store: OpenStore, found: list[Found]) -> list[int | None]:
     """The bytes that the chunks of each leaf take in packs; None where one cannot be located."""
-    ids = [b"" if tree.schema.aliases[i] >= 0 else tree.content(i).ids for tree, i in found]
+    ids = [
+        b"" if tree.schema.aliases[i] >= 0 or tree.is_gone(i) else tree.content(i).ids
+        for tree, i in found
+    ]
     where = store.reader.located(b"".join(ids))
     sizes, known = where["stored"].astype(np.int64), where["found"].astype(bool)
     ends = np.cumsum([0, *(len(each) // CHUNK_ID_BYTES for each in ids)])

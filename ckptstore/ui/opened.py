@@ -58,13 +58,13 @@ class OpenStore:
     def __init__(self, number: int, handle: StoreHandle) -> None:
         self.number, self.handle = number, handle
         self.name = redact(handle.url)
-        self._threads = ThreadPool(THREADS)
+        self.threads = ThreadPool(THREADS)
         self._lock = threading.Lock()
         self._known: History | None = None
 
     @cached_property
     def reader(self) -> Reader:
-        return Reader(self.handle.config, self.handle.objects, self._threads)
+        return Reader(self.handle.config, self.handle.objects, self.threads)
 
     def position(self) -> int:
         """The number of the log's last entry: one cheap look-up while nothing has changed."""
@@ -101,5 +101,5 @@ class OpenStore:
         return CommitContents(self.reader, info.id, self.reader.document(info.session, info.id))
 
     def close(self) -> None:
-        self._threads.close()
+        self.threads.close()
         self.handle.close()

@@ -2,6 +2,7 @@
 apart. They read tensors a slice at a time, as jobs with progress, and torch is imported for them.
 """
 
+import glob
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ HEAT_ROWS = 64
 HEAT_COLUMNS = 96
 MEASURED = 2_000
 """Tensors whose distance is measured; the first in the order of the state."""
+MOVES, MOVES_AT_ONCE = 500, 20
+"""Commits of a tensor's history, and those that are read between two looks at who asks."""
 _PACKED = "float4"
 
 Numbers = npt.NDArray[np.float64]
@@ -149,7 +152,7 @@ def leaf(store: OpenStore, id_: str, number: str) -> Json:
     info = store.commit(id_)
     tree, i = leaf_at(store, info, number)
     at, schema = LeafAt(tree, i), tree.schema
-    content = tree.content(i)
+    content = None if tree.is_gone(i) else tree.content(i)
     alias = schema.aliases[i]
     return {
         **brief(info),
@@ -161,9 +164,10 @@ def leaf(store: OpenStore, id_: str, number: str) -> Json:
         "bytes": tree.raw_bytes(i),
         "value": at.text.value,
         "alias": clip(schema.paths[alias]) if alias >= 0 else None,
-        "chunks": len(content.ids) // CHUNK_ID_BYTES,
-        "boxes": len(content.boxes) if content.boxes else 1,
-        "numbers": is_number(tree, i),
+        "gone": content is None,
+        "chunks": len(content.ids) // CHUNK_ID_BYTES if content else None,
+        "boxes": len(content.boxes) if content and content.boxes else 1,
+        "numbers": content is not None and is_number(tree, i),
         "npy": schema.kinds[i] == "tensor" and numpy_dtype(schema.dtypes[i]) is not None,
     }
 
@@ -228,6 +232,28 @@ def _doubles(tensor: "torch.Tensor") -> Numbers:
         tensor = tensor.abs()
     numbers: Numbers = tensor.double().reshape(-1).numpy()
     return numbers
+
+
+def moves(store: OpenStore, id_: str, number: str, job: Job) -> Json:
+    """Norm, drift and zeros of a tensor in the newest commits of its run, from old to new. What is
+    known so far is the partial value."""
+    from ckptstore.history import history
+
+    info = store.commit(id_)
+    tree, i = leaf_at(store, info, number)
+    path = tree.schema.paths[i]
+    run = [other for other in store.history().commits if other.run == info.run]
+    commits = run[:MOVES][::-1]
+    found: Json = None
+    for stop in range(MOVES_AT_ONCE, len(commits) + MOVES_AT_ONCE, MOVES_AT_ONCE):
+        job.progress("reading commits", stop - MOVES_AT_ONCE, len(commits))
+        rows = [
+            [row.commit, row.step, row.norm, row.drift, row.drift_first, row.zeros, row.nan]
+            for row in history(store.handle, store.threads, commits[:stop], glob.escape(path))
+            if row.leaf == path
+        ]
+        found = job.partial = {"rows": rows, "total": len(run)}
+    return found
 
 
 def distances(store: OpenStore, a: str, b: str, job: Job) -> Json:

@@ -37,6 +37,7 @@ JOBS: Mapping[str, View] = {
     "diff": (2, commit_views.diff),
     "tensor": (2, tensor_views.tensor),
     "distances": (2, tensor_views.distances),
+    "moves": (2, tensor_views.moves),
 }
 """Views that take longer: `{"value": …}`, or `{"progress": …}` until then. Their functions take the
 job, too."""

@@ -1,14 +1,17 @@
 """Thinning: what a thinned commit keeps, what it says it lacks, whose place it has."""
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
 import ckptstore
+from ckptstore.analysis import bad_number, norm
 from ckptstore.errors import Conflict, InvalidInput, Thinned
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.offline_store import open_offline_store
@@ -295,3 +298,19 @@ def test_two_hundred_commits_with_five_optimizers_are_little_more_than_their_wei
     print(f"stored {share:.3f} of {raw_bytes / 1e6:.0f} MB; 195 commits thinned in {took_s:.1f} s")
     # Weights are a third of the state: 1/3 of 195, and all of 5 commits.
     assert share < 0.36
+
+
+def test_questions_pass_over_what_is_gone(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "s") as store:
+        for step in range(4):
+            moments = {"m": torch.full((30_000,), math.nan)} if not step else {"m": torch.ones(3)}
+            store.commit({"model": {"w": torch.randn(30_000)}, "optimizer": moments}, step=step)
+        store.forget(KeepLast(2).thin(GLOB))
+        rows = [(row.step, row.leaf) for row in store.history("*")]
+        assert (0, "model/w") in rows and (3, "optimizer/m") in rows
+        assert (0, "optimizer/m") not in rows
+        thinned = store.checkout(0)
+        assert bad_number(thinned) is None
+        assert norm(thinned, "*") == pytest.approx(float(thinned.read("model/w").norm()))
+    files = fsspec.filesystem("ckptstore").ls(f"ckptstore://{tmp_path}/s@0", detail=False)
+    assert [Path(file).name for file in files] == ["model.safetensors"]

@@ -165,3 +165,38 @@ def test_a_damaged_commit_is_told_and_the_page_goes_on(tmp_path: Path) -> None:
         assert "cannot be read" in browser.view(f"commit/{id_}.json")["problems"][0]
         answer = browser.ask(f"/data/0/leaves/{id_}/0.json")
         assert answer.status_code == 500 and answer.json()["kind"] == "Corrupt"
+
+
+def test_a_thinned_commit_says_what_it_lacks(tmp_path: Path) -> None:
+    place = tmp_path / "s"
+    with ckptstore.open(place) as store:
+        for step in range(4):
+            weight = torch.full((30_000,), float(step))
+            store.commit({"model": {"w": weight}, "optimizer": {"m": weight + 1}}, step=step)
+        store.forget(KeepLast(2).thin("optimizer/**"))
+        id_ = store.checkout(0).id
+    with browsing(place) as browser:
+        assert browser.view(f"commit/{id_}.json")["thinned"] == ["optimizer/**"]
+        stored = browser.view(f"sharing/{id_}.json")["stored"]
+        assert stored[0] > 0 and stored[1] == 0
+        gone = browser.view(f"leaf/{id_}/1.json")
+        assert (gone["path"], gone["gone"], gone["numbers"]) == ("optimizer/m", True, False)
+        moved = browser.view(f"moves/{id_}/0.json")
+        assert [row[1] for row in moved["rows"]] == [0, 1, 2, 3]
+
+
+def test_a_tensor_has_its_history_over_the_run(tmp_path: Path) -> None:
+    place = tmp_path / "s"
+    with ckptstore.open(place) as store:
+        for step in range(45):
+            state = {"a*[1]": torch.full((4,), float(step // 2)), "other": torch.ones(2)}
+            store.commit({"model": state}, step=step)
+        rows = [row for row in store.history() if row.leaf == "model/a*[1]"]
+        id_ = store.checkout(7).id
+    with browsing(place) as browser:
+        moved = browser.view(f"moves/{id_}/0.json")
+    assert [row[:2] for row in moved["rows"]] == [[row.commit, row.step] for row in rows]
+    assert [row[2] for row in moved["rows"]] == [row.norm for row in rows]
+    assert [row[3] for row in moved["rows"]] == [row.drift for row in rows]
+    assert moved["rows"][44][4] == rows[44].drift_first == 44
+    assert moved["total"] == 45

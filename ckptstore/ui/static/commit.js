@@ -85,6 +85,11 @@ export async function render(context) {
           ["Logical", bytes(found.logical_bytes), "the size of the state"],
           ["New", bytes(found.new_bytes), "what the store grew by"],
           ["Leaves", number(found.leaves), `in ${found.keys.join(", ")}`],
+          ["Without", found.thinned.length ? found.thinned.join(", ") : null, "thinned away"],
+          [
+            "Lossy",
+            found.cast.length ? found.cast.map(([glob, dtype]) => `${glob} as ${dtype}`).join(", ") : null,
+          ],
           ["Content", h("span", { class: "mono" }, short(found.content)), "equal for equal states"],
           ["Log entry", number(found.entry), `session ${found.session}`],
           ...found.links.map(([name, text]) => [name, link(text)]),

@@ -1,6 +1,6 @@
 // A leaf: what it is from metadata, and, for a tensor, what its numbers are like.
 
-import { heatMap, histogram } from "./charts.js";
+import { axis, chart, grid, heatMap, histogram, legend } from "./charts.js";
 import { job, view } from "./data.js";
 import { bytes, card, facts, h, number, short, stat, stepOf } from "./dom.js";
 import { progressOf } from "./progress.js";
@@ -89,7 +89,7 @@ export async function render(context) {
         h("h1", { class: "mono" }, found.path),
         h("a", { href: `#/${context.store}/commit/${found.id}` }, `${found.run}, ${stepOf(found)}`),
       ),
-      context.site.static || found.kind !== "tensor"
+      context.site.static || found.gone || found.kind !== "tensor"
         ? null
         : h(
             "span",
@@ -104,7 +104,7 @@ export async function render(context) {
       facts([
         ["Kind", found.dtype || found.kind],
         ["Shape", found.kind === "tensor" ? `[${found.shape.join(", ")}]` : null],
-        ["Value", found.value],
+        ["Value", found.gone ? "thinned away" : found.value],
         ["Bytes", bytes(found.bytes)],
         [
           "Chunks",
@@ -116,7 +116,81 @@ export async function render(context) {
       ]),
     ),
     box,
+    readable ? moves(context, found, place) : null,
   ];
+}
+
+// How the tensor moved over the commits of its run; read when it is asked for.
+function moves(context, found, place) {
+  const box = h("div", {});
+  const look = async () => {
+    const shown = progressOf(context.signal);
+    box.replaceChildren(shown.element);
+    try {
+      const told = await job(
+        context.store,
+        `moves/${found.id}/${place}.json`,
+        shown.signal,
+        shown.tell,
+      );
+      box.replaceChildren(
+        h("p", { class: "quiet" }, `${number(told.rows.length)} of ${number(told.total)} commits`),
+        movesChart(context, told.rows),
+      );
+    } catch (error) {
+      const stopped = error.name === "AbortError";
+      box.replaceChildren(
+        h("p", { class: stopped ? "quiet" : "error" }, stopped ? "Stopped." : error.message),
+        button,
+      );
+    }
+  };
+  const button = h("button", { onclick: look }, "Read its history");
+  box.append(
+    h("p", { class: "quiet" }, "Reads this tensor in every commit of the run, once."),
+    button,
+  );
+  return card("Over the run", box);
+}
+
+function movesChart(context, rows) {
+  const line = (name, column, yAxisIndex) => ({
+    name,
+    type: "line",
+    symbolSize: 5,
+    yAxisIndex,
+    data: rows.map((row, i) => ({ value: [row[1] ?? i, row[column]], id: row[0] })),
+  });
+  return chart(
+    "Norm and drift over the commits of the run",
+    {
+      grid: grid({ top: 56 }),
+      legend: legend(),
+      tooltip: {
+        trigger: "axis",
+        formatter: (points) =>
+          [
+            `step ${points[0].value[0]}`,
+            ...points.map((point) => `${point.seriesName}: ${number(point.value[1])}`),
+          ].join("\n"),
+      },
+      xAxis: axis("value", { min: "dataMin", splitLine: { show: false } }),
+      yAxis: [
+        axis("value", { scale: true, name: "norm" }),
+        axis("value", { name: "drift", splitLine: { show: false } }),
+      ],
+      series: [
+        line("norm", 2, 0),
+        line("drift from the commit before", 3, 1),
+        line("from the first", 4, 1),
+      ],
+    },
+    {
+      onclick: (event) => {
+        if (event.data?.id) location.hash = `#/${context.store}/commit/${event.data.id}`;
+      },
+    },
+  ).element;
 }
 
 function numbers(found) {

@@ -58,6 +58,14 @@ def test_a_page_loads(chromium: Browser, small_url: str, view: str, width: int, 
         assert "token" not in tab.page.url
 
 
+def test_a_tensor_shows_how_it_moved_over_the_run(chromium: Browser, small_url: str) -> None:
+    with tab_of(chromium, small_url) as tab:
+        tab.open(address_of(tab, "tensor"))
+        tab.page.get_by_role("button", name="Read its history").click()
+        tab.page.locator("[aria-label='Norm and drift over the commits of the run']").wait_for()
+        tab.page.get_by_text("5 of 5 commits").wait_for()
+
+
 def test_everything_is_reached_by_keyboard(chromium: Browser, small_url: str) -> None:
     with tab_of(chromium, small_url) as tab:
         keyboard = tab.page.keyboard
