@@ -114,7 +114,12 @@ class CommitContents:
 
     def _own(self, tree: Tree) -> Tree:
         """`tree` as one of this commit, if it is not whole."""
-        return replace(tree, lacks=self._lacks) if self.document.thinned else tree
+        if not (self.document.thinned or self.document.cast):
+            return tree
+        errors = self.document.cast.errors if self.document.cast else ()
+        return replace(
+            tree, lacks=self._lacks, uncast={error.path: error.dtype for error in errors}
+        )
 
     def _lacks(self, path: str) -> Thinned:
         """The error for a leaf that is gone."""

@@ -6,7 +6,7 @@ store; it locates chunks again if gc moved them.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
@@ -79,6 +79,8 @@ class Tree:
     """Of a tree as one rank sees it, states of generators of which it has none."""
     lacks: Callable[[str], Thinned] = lacks
     """The error for a leaf that is gone, by its path."""
+    uncast: Mapping[str, str] = field(default_factory=dict)
+    """By path, the dtypes of leaves that were committed in lower precision."""
 
     @cached_property
     def numbers(self) -> dict[str, int]:

@@ -4,7 +4,7 @@ A leaf is read directly into the tensor of the same path, dtype and shape. Two l
 only if their contents are equal, across all trees. A leaf without a match gets a new tensor.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -101,18 +101,27 @@ class TensorMatch:
     to the target's object for it. A leaf of `models` that has no match is placed as that tensor is.
     """
 
-    def __init__(self, schema: Schema, matching: Matching, content_of: ContentOf) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        matching: Matching,
+        content_of: ContentOf,
+        uncast: Mapping[str, str],
+    ) -> None:
         self.schema, self.content_of = schema, content_of
-        self._dtype, self._claims = matching.dtype, matching.claims
-        dtype, count = matching.dtype, len(schema)
-        self._convertible = frozenset() if dtype is None else convertible(schema, dtype)
+        self._claims, count = matching.claims, len(schema)
+        back = {i: uncast[path] for i, path in enumerate(schema.paths) if path in uncast}
+        self._converted = {i: tensors.dtype_of(name) for i, name in back.items()}
+        if matching.dtype is not None:
+            leaves = convertible(schema, matching.dtype)
+            self._converted |= dict.fromkeys(leaves, matching.dtype)
         self.objects: list[Any] = [None] * count
         self.destinations: list[Landing] = [()] * count
         self.direct = [False] * count
         self.kept: dict[int, Any] = {}
         self.models: dict[int, torch.Tensor] = {}
         self.mismatched: list[Mismatch] = []
-        self._new_dtypes: dict[int, str] = {}
+        self._new_dtypes = back
 
     def pair(self, node: Node | int, target: torch.Tensor, path: str, *, report: bool) -> None:
         """Match the leaves of `node` with the memory of `target`. With `report`, record what does
@@ -203,13 +212,12 @@ class TensorMatch:
 
     def _pair_strided(self, leaf: int, strided: torch.Tensor, target: torch.Tensor) -> None:
         """Match `leaf` with `strided`, which is `target` or its strided equivalent."""
-        if (
-            leaf in self._convertible
-            and strided.dtype == self._dtype
-            and strided.shape == self.schema.shapes[leaf]
-        ):
-            self._new_dtypes[leaf] = tensors.DTYPE_NAMES[strided.dtype]
-        elif not self._is_like(leaf, strided.shape, strided.dtype):
+        dtype, shape = self._converted.get(leaf), self.schema.shapes[leaf]
+        if strided.dtype == dtype and strided.shape == shape:
+            self._new_dtypes[leaf] = tensors.DTYPE_NAMES[dtype]
+        elif self._is_like(leaf, strided.shape, strided.dtype):
+            self._new_dtypes.pop(leaf, None)
+        else:
             raise _Differs
         if not tensors.is_writable_by_range(strided):
             return

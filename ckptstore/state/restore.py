@@ -6,6 +6,7 @@ filled. In plain containers, tensors are filled in place and other values replac
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,18 +45,20 @@ def bind(
     content_of: ContentOf = lambda leaf: leaf,
     check: Callable[[int], None] = lambda leaf: None,
     streams: NewStreams | None = None,
+    uncast: Mapping[str, str] = MappingProxyType({}),
 ) -> "Binding":
     """Find the place of every leaf of `schema` in `target`, the object under `key` of an
     application state. Changes nothing. Bindings of one restore share `matching`.
 
     `check` raises for a leaf of implausible shape before memory is allocated for it. `streams` are
-    the states of generators that this rank begins anew.
+    the states of generators that this rank begins anew. `uncast` has, by path, the dtypes of leaves
+    that were committed in lower precision: they come back in these.
     """
     containers.check(schema.skeleton)
     matching = matching or Matching(ParameterNames({key: target}))
     if not matching.allow_pickle:
         refuse_pickles(schema)
-    tensor_match = TensorMatch(schema, matching, content_of)
+    tensor_match = TensorMatch(schema, matching, content_of, uncast)
     binding = Binding(target, schema, matching, tensor_match, streams)
     binding.pair(segment(key), check)
     return binding
