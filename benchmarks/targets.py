@@ -238,6 +238,23 @@ TARGETS = (
         ours="after 10,000 commits",
     ),
     *(
+        Target(
+            case,
+            f"CPU of a first commit of {what} with statistics, of one without",
+            "without",
+            at_most=1.1,
+            ours="with statistics",
+        )
+        for case, what in (("statistics", "fp32"), ("statistics-bf16", "bf16"))
+    ),
+    Target(
+        "average",
+        "average of ten commits, of the rate of their restore",
+        "restore",
+        at_least=0.5,
+        ours="average",
+    ),
+    *(
         Target(case, f"{what}, {text}", other, at_least=least)
         for case, what in (
             ("s3-commit", "commit to a bucket"),

@@ -4,12 +4,13 @@ Metadata decides where it can; tensors are read only of the commits that remain.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckptstore.commit.plan import is_floating
-from ckptstore.contents import Leaf, leaf_of
+from ckptstore.contents import Leaf, leaf_of, nearest_with
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.text import selector
@@ -33,13 +34,26 @@ class Parting:
 
     They are equal at `equal_steps`; `a` and `b` are their commits of the first step at which they
     are not, and `difference` has the leaves, in the order of the state. Without such a step, `a`
-    and `b` are None.
+    and `b` are None. `thinned` are leaves that could not be compared at some steps.
     """
 
     equal_steps: tuple[int, ...]
     a: CommitInfo | None
     b: CommitInfo | None
     difference: Difference
+    thinned: tuple["NotCompared", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NotCompared:
+    """Leaves that were thinned away from a run's commits at `steps`. `nearest` is the commit of
+    this run with the nearest step, `nearest_step`, that has the first of them; None without one."""
+
+    paths: tuple[str, ...]
+    run: str
+    steps: tuple[int, ...]
+    nearest: CommitId | None
+    nearest_step: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +78,7 @@ def parting(store: Store, run_a: str, run_b: str, *, select: Select = "*") -> Pa
     """Find the first step at which two runs differ that should be equal.
 
     Compares the content ids of their commits step by step, and reads no tensor. Of several commits
-    of a step, the newest counts.
+    of a step, the newest counts. A leaf that was thinned away from one of them is no difference.
 
     Args:
         store: The store that has both runs.
@@ -87,14 +101,40 @@ def parting(store: Store, run_a: str, run_b: str, *, select: Select = "*") -> Pa
             f"runs {run_a} and {run_b} have no step in common: {_steps_text(of_a)} and "
             f"{_steps_text(of_b)}; commit both at the same steps"
         )
+    runs, parted = {run_a: of_a, run_b: of_b}, None
+    thinned: dict[tuple[str, str], list[int]] = {}
     for number, step in enumerate(common):
         a, b = of_a[step], of_b[step]
-        if a.content == b.content:
+        if a.content == b.content and not a.thinned:
             continue
         difference = _selected(store.diff(a.id, b.id), select)
+        is_gone = selector(a.thinned) if a.thinned else lambda path: False
+        for path in difference.thinned:
+            thinned.setdefault((run_a if is_gone(path) else run_b, path), []).append(step)
         if difference.changes:
-            return Parting(tuple(common[:number]), a, b, difference)
-    return Parting(tuple(common), None, None, Difference((), 0))
+            parted = Parting(tuple(common[:number]), a, b, difference)
+            break
+    found = parted or Parting(tuple(common), None, None, Difference((), 0))
+    return replace(found, thinned=_not_compared(store, runs, thinned))
+
+
+def _not_compared(
+    store: Store,
+    runs: Mapping[str, Mapping[int, CommitInfo]],
+    thinned: Mapping[tuple[str, str], Sequence[int]],
+) -> tuple[NotCompared, ...]:
+    """`thinned` has the steps at which a leaf is gone, by its run and path."""
+    internals = internals_of(store)
+    groups = defaultdict[tuple[str, tuple[int, ...]], list[str]](list)
+    for (run, path), steps in thinned.items():
+        groups[run, tuple(steps)].append(path)
+    found = []
+    for (run, steps), paths in groups.items():
+        last = runs[run][steps[-1]].id
+        nearest = nearest_with(internals.handle, internals.reader, last, paths[0])
+        there = (nearest.id, nearest.step) if nearest else (None, None)
+        found.append(NotCompared(tuple(paths), run, steps, *there))
+    return tuple(found)
 
 
 def _by_step(store: Store, run: str) -> dict[int, CommitInfo]:
@@ -112,7 +152,8 @@ def _steps_text(found: Mapping[int, CommitInfo]) -> str:
 def _selected(difference: Difference, select: Select) -> Difference:
     is_selected = selector(select)
     changes = tuple(change for change in difference.changes if is_selected(change.path))
-    return replace(difference, changes=changes)
+    thinned = tuple(filter(is_selected, difference.thinned))
+    return replace(difference, changes=changes, thinned=thinned)
 
 
 def distance(a: Snapshot, b: Snapshot, path: str) -> Distance | None:

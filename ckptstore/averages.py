@@ -1,41 +1,45 @@
 """The sum of several commits, each times a factor, as a new commit: averages, moving averages,
 spherical interpolations, task vectors.
 
-Chunks are read, added and written one after the other, so memory does not grow with the state.
+Chunks are read, added and written one after the other, so memory does not grow with the state. They
+are added in the memory that the commit hashes, each commit's while it is in the CPU's cache.
 Averages of weights are those of "Averaging Weights Leads to Wider Optima and Better Generalization"
 (Izmailov et al., 2018), task vectors those of "Editing Models with Task Arithmetic" (Ilharco et
 al., 2023).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptstore.commit.commit_metadata import CommitMetadata, label_of
 from ckptstore.commit.plan import Flats, is_floating
 from ckptstore.contents import CommitContents
-from ckptstore.core.ids import CommitId
+from ckptstore.core.geometry import Grid
+from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId
 from ckptstore.core.options import Ranks
 from ckptstore.core.text import selector
 from ckptstore.errors import InvalidInput
 from ckptstore.repository.resolve_ref import AnyRef
-from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.repository.thread_pool import Scratch, ThreadPool
 from ckptstore.restore.reader import Memory, Reader, ReadRequest, Tree
 from ckptstore.restore.restore import Select
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state.leaf_sources import BytesSource, FlatState, NotCopied, Source
-from ckptstore.state.sums import flat_tensor, weighted_sum
-from ckptstore.state.tensors import dtype_of, memory_of
+from ckptstore.state.sums import add_up, flat_tensor
+from ckptstore.state.tensors import dtype_of
 from ckptstore.store import Store, internals_of
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
-READ_AT_ONCE = 8
-"""Chunks of so many commits are in memory together, in each thread."""
+ROUNDING = 1e-12
+"""Factors whose sum is this near to 1 are those of an average."""
 
 NEARLY_PARALLEL = 1e-4
 """Below this sine of the angle between two tensors, the arc is the line, and numbers are bad."""
@@ -44,7 +48,7 @@ Factors: TypeAlias = Callable[[Sequence["CommittedLeaf"]], Sequence[float]]
 """The factor of each commit for one leaf."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CommittedLeaf:
     """Leaf `i` of a tree of a commit, and who reads it."""
 
@@ -53,27 +57,42 @@ class CommittedLeaf:
     i: int
     commit: CommitId
 
-    def cells(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The bytes of the chunks of the grid that the bytes `start:stop` touch."""
-        grid = self.tree.grid(self.i)
-        return [grid.span(number) for number in range(*grid.covering(start, stop))]
+    @cached_property
+    def grid(self) -> Grid:
+        return self.tree.grid(self.i)
 
-    def request(self, start: int, stop: int) -> tuple[ReadRequest, memoryview]:
-        """A request for one cell, the bytes `start:stop`, and the memory where they land."""
-        grid = self.tree.grid(self.i)
-        memory = memoryview(bytearray(stop - start))
-        cell = grid.cell(grid.covering(start, stop)[0])
-        return ReadRequest(self.tree, self.i, Memory(memory), cell), memory
+    @cached_property
+    def where(self) -> "NDArray[np.void] | None":
+        """Where its chunks lie; None if they are not the cells of its grid, in order."""
+        content = self.tree.content(self.i)
+        if content.inline is not None or content.boxes is not None:
+            return None
+        self.tree.check(self.i)
+        return self.reader.located(content.ids)
 
+    def read(self, cells: range, memory: memoryview) -> None:
+        """Read cells, which lie together, into `memory`."""
+        spans = list(map(self.grid.span, cells))
+        first = spans[0][0]
+        parts = [memory[start - first : stop - first] for start, stop in spans]
+        if self.where is None:
+            boxes = map(self.grid.cell, cells)
+            requests = map(partial(ReadRequest, self.tree, self.i), map(Memory, parts), boxes)
+            self.reader.read(requests, self.commit)
+        else:
+            ids = self.tree.content(self.i).ids
+            some = ids[cells.start * CHUNK_ID_BYTES : cells.stop * CHUNK_ID_BYTES]
+            where = self.where[cells.start : cells.stop]
+            self.reader.read_located(some, where, parts, lambda _: self.name)
 
-def _elements(leaves: Sequence[CommittedLeaf], start: int, stop: int) -> Iterator["torch.Tensor"]:
-    """One cell of the same leaf in several commits, as flat tensors, in order."""
-    dtype = dtype_of(leaves[0].tree.schema.dtypes[leaves[0].i])
-    for first in range(0, len(leaves), READ_AT_ONCE):
-        some = leaves[first : first + READ_AT_ONCE]
-        requests, memories = zip(*(leaf.request(start, stop) for leaf in some), strict=True)
-        some[0].reader.read(requests, some[0].commit)
-        yield from (flat_tensor(memory, dtype) for memory in memories)
+    @property
+    def name(self) -> str:
+        return f"leaf {self.tree.schema.paths[self.i]}, commit {self.commit[:12]}"
+
+    def elements(self, cells: range, memory: memoryview) -> "torch.Tensor":
+        """Cells as a flat tensor in `memory`."""
+        self.read(cells, memory)
+        return flat_tensor(memory, dtype_of(self.tree.schema.dtypes[self.i]))
 
 
 def combine(
@@ -91,7 +110,7 @@ def combine(
 
     Tensors of floats are added: those of 64 bits in 64 bits, all others in 32 bits. Everything
     else (integers, values, states of random generators, and what `select` leaves out) is as in the
-    last of `refs`.
+    last of `refs`. An average of tensors that are equal in all commits is that tensor.
 
     Args:
         store: The store with the commits, which must have leaves of equal names, dtypes and shapes.
@@ -169,8 +188,10 @@ def spherical(part: float) -> Factors:
         if len(leaves) != 2:
             raise InvalidInput(f"an arc has two ends; got {len(leaves)} commits")
         aa = bb = ab = 0.0
-        for cell in leaves[0].cells(0, leaves[0].tree.raw_bytes(leaves[0].i)):
-            a, b = (each.double() for each in _elements(leaves, *cell))
+        for cell, (start, stop) in enumerate(leaves[0].grid.spans()):
+            memories = (memoryview(bytearray(stop - start)) for _ in leaves)
+            one = range(cell, cell + 1)
+            a, b = (x.elements(one, y).double() for x, y in zip(leaves, memories, strict=True))
             aa, bb, ab = aa + float(a.dot(a)), bb + float(b.dot(b)), ab + float(a.dot(b))
         cosine = ab / math.sqrt(aa * bb) if aa and bb else 1.0
         angle = math.acos(max(-1.0, min(1.0, cosine)))
@@ -208,7 +229,7 @@ def _flats(
     contents: Sequence[CommitContents], reader: Reader, factors_of: Factors, select: Select
 ) -> Flats:
     """The state of the sum."""
-    is_selected = selector(select)
+    is_selected, scratch = selector(select), Scratch()
     flats: dict[str, FlatState] = {}
     for key, last in contents[-1].trees.items():
         schema, sources = last.schema, list[Source]()
@@ -218,8 +239,10 @@ def _flats(
                 for each in contents
             ]
             added = schema.kinds[i] == "tensor" and is_floating(schema.dtypes[i])
-            if added and is_selected(path) and schema.aliases[i] < 0 and last.raw_bytes(i):
-                sources.append(_sum(leaves, factors_of(leaves)))
+            added = added and is_selected(path) and schema.aliases[i] < 0 and last.raw_bytes(i) > 0
+            factors = factors_of(leaves) if added else ()
+            if added and not _is_kept(leaves, factors):
+                sources.append(_sum(leaves, factors, scratch))
             elif (inline := last.content(i).inline) is not None:
                 sources.append(BytesSource(inline))
             else:
@@ -228,19 +251,25 @@ def _flats(
     return flats
 
 
+def _is_kept(leaves: Sequence[CommittedLeaf], factors: Sequence[float]) -> bool:
+    """Whether this is an average of equal leaves, which is that leaf without rounding."""
+    keys = {leaf.tree.content_key(leaf.i) for leaf in leaves}
+    return len(keys) == 1 and None not in keys and abs(math.fsum(factors) - 1) < ROUNDING
+
+
 class _Made:
-    """A source whose bytes `make` makes when they are asked for, a cell of the grid of `leaf` at a
-    time."""
+    """A source that makes cells of the grid of `leaf` when they are asked for: a commit cuts as the
+    grid does. `make` writes those of a range to memory."""
 
     still = False
 
     def __init__(
         self,
         leaf: CommittedLeaf,
-        make: Callable[[int, int], memoryview],
+        make: Callable[[range, memoryview], None],
         known_ids: bytes | None = None,
     ) -> None:
-        self._leaf, self._make = leaf, make
+        self._grid, self._make = leaf.grid, make
         self.known_ids = known_ids
         self.nbytes = leaf.tree.raw_bytes(leaf.i)
         self.width = leaf.tree.extent(leaf.i)[1]
@@ -249,9 +278,7 @@ class _Made:
         return None
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
-        for first, last in self._leaf.cells(start, stop):
-            low, high = max(first, start), min(last, stop)
-            out[low - start : high - start] = self._make(first, last)[low - first : high - first]
+        self._make(range(*self._grid.covering(start, stop)), out)
 
 
 def _same(leaf: CommittedLeaf) -> _Made:
@@ -260,20 +287,22 @@ def _same(leaf: CommittedLeaf) -> _Made:
     content = leaf.tree.content(leaf.i)
     known_ids = content.ids if content.boxes is None else None
 
-    def read(start: int, stop: int) -> memoryview:
+    def read(cells: range, out: memoryview) -> None:
         if known_ids is not None:
             raise NotCopied
-        request, memory = leaf.request(start, stop)
-        leaf.reader.read([request], leaf.commit)
-        return memory
+        leaf.read(cells, out)
 
     return _Made(leaf, read, known_ids)
 
 
-def _sum(leaves: Sequence[CommittedLeaf], factors: Sequence[float]) -> _Made:
+def _sum(leaves: Sequence[CommittedLeaf], factors: Sequence[float], scratch: Scratch) -> _Made:
     """The sum of a leaf in several commits, each times a factor."""
+    dtype = dtype_of(leaves[0].tree.schema.dtypes[leaves[0].i])
 
-    def add(start: int, stop: int) -> memoryview:
-        return memory_of(weighted_sum(_elements(leaves, start, stop), factors))
+    def add(cells: range, out: memoryview) -> None:
+        memory = scratch.take(len(out))
+        elements = (leaf.elements(cells, memory[: len(out)]) for leaf in leaves)
+        add_up(elements, factors, flat_tensor(out, dtype))
+        scratch.give(memory)
 
     return _Made(leaves[-1], add)

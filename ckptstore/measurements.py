@@ -15,11 +15,15 @@ from ckptstore.core.geometry import grid
 from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId, digest
 from ckptstore.core.model import Box, LeafContent
 from ckptstore.core.statistics import (
+    Moments,
     Statistics,
     added,
+    added_moments,
     decode_distance,
+    decode_moments,
     decode_statistics,
     encode_distance,
+    has_statistics,
     is_measured,
     key_of,
 )
@@ -109,23 +113,39 @@ class Measurements:
 
     def statistics(self, tensor: Tensor) -> Statistics:
         """What is known of a tensor that was among those to `look_up`."""
-        found = [self._known[key_of(tensor.dtype, chunk)] for chunk in tensor.chunks]
-        return added(map(decode_statistics, found))
+        return added(map(decode_statistics, self._of(tensor)))
+
+    def moments(self, tensor: Tensor) -> Moments:
+        """What is known of a tensor of which moments, or more, were looked up."""
+        return added_moments(map(decode_moments, self._of(tensor)))
+
+    def _of(self, tensor: Tensor) -> list[bytes]:
+        return [self._known[key_of(tensor.dtype, chunk)] for chunk in tensor.chunks]
 
     def distance(self, a: Tensor, b: Tensor) -> float:
         """The Euclidean distance of two tensors that were among the pairs to `look_up`."""
         parts = (self._known[each.key] for each in _of_pair(a, b))
         return math.sqrt(math.fsum(map(decode_distance, parts)))
 
+    def _has(self, key: bytes, only_moments: bool) -> bool:
+        data = self._known.get(key)
+        return data is not None and (only_moments or has_statistics(data))
+
     def look_up(
-        self, tensors: Iterable[Tensor], pairs: Iterable[tuple[Tensor, Tensor]] = ()
+        self,
+        tensors: Iterable[Tensor],
+        pairs: Iterable[tuple[Tensor, Tensor]] = (),
+        *,
+        only_moments: bool = False,
     ) -> None:
-        """Know everything about these, by reading what the catalog has not; it then has it."""
+        """Know everything about these, or their moments at least, by reading what the catalog has
+        not; it then has it."""
         wanted = {each.key: each for tensor in tensors for each in _of_one(tensor)}
         wanted |= {each.key: each for pair in pairs for each in _of_pair(*pair)}
-        unknown = [key for key in wanted if key not in self._known]
-        self._known |= self._handle.queries().statistics(unknown)
-        missing = [wanted[key] for key in unknown if key not in self._known]
+        unknown = [key for key in wanted if not self._has(key, only_moments)]
+        if unknown:
+            self._known |= self._handle.queries().statistics(unknown)
+        missing = [wanted[key] for key in unknown if not self._has(key, only_moments)]
         if not missing:
             return
         found: dict[bytes, bytes] = {}
@@ -144,8 +164,8 @@ def with_tensors(
     measured: Mapping[bytes, bytes],
     peers: Collective | None,
 ) -> Committed:
-    """A new commit with the statistics of its tensors by path. `measured` are those of the chunks
-    that this rank hashed; others are looked up, or read."""
+    """A new commit with the moments of its tensors by path. `measured` are those of the chunks that
+    this rank hashed; others are looked up, or read."""
     if peers:
         found = peers.share("commit: measure", lambda: list(measured.items()), _joined)
         measured = dict(found)
@@ -157,8 +177,8 @@ def with_tensors(
         if tree.schema.kinds[i] == "tensor" and is_measured(tree.schema.dtypes[i])
     }
     known = Measurements(handle, threads, measured)
-    known.look_up(tensors.values())
-    by_path = {path: known.statistics(tensor) for path, tensor in tensors.items()}
+    known.look_up(tensors.values(), only_moments=True)
+    by_path = {path: known.moments(tensor) for path, tensor in tensors.items()}
     return replace(committed, stats=replace(committed.stats, tensors=by_path))
 
 

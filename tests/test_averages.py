@@ -10,7 +10,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ckptstore
 from ckptstore.averages import combine, mean, moving, spherical, weighted
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import Corrupt, InvalidInput
+from ckptstore.maintenance.compact.plan import CompactPolicy
+from ckptstore.state.sums import add_up
 
 COUNT = 5
 
@@ -91,11 +93,79 @@ def test_an_arc_keeps_the_length_of_its_ends(store: ckptstore.Store) -> None:
     torch.testing.assert_close(made.read("y"), a)
 
 
+def test_tensors_that_all_commits_have_stay_as_they_are(store: ckptstore.Store) -> None:
+    frozen = torch.randn(300, 400)
+    some = [{"frozen": frozen, "w": torch.full((70_000,), float(n))} for n in range(3)]
+    commits = [store.commit(state, step=n) for n, state in enumerate(some)]
+    made = combine(store, commits, mean(3))
+    assert torch.equal(made.read("frozen"), frozen)
+    assert made.stats.new_bytes < frozen.nbytes
+    torch.testing.assert_close(made.read("w"), torch.ones(70_000))
+    doubled = combine(store, commits, [1, 0.5, 0.5])
+    torch.testing.assert_close(doubled.read("frozen"), 2 * frozen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [1, 5, 40_000])
+def test_sums_are_rounded_as_one_by_one(dtype: torch.dtype, count: int) -> None:
+    """Also where memory begins at an odd number, and at both ends of vectors."""
+    torch.manual_seed(count)
+    some = [torch.randn(count + 3).to(dtype)[3:] for _ in range(6)]
+    some[2][count // 2] = math.inf
+    some[3][0] = math.nan
+    factors = [0.3, -1.5, 1e-3, 2.0, 0.1, 1.0]
+    out = torch.empty(count + 3, dtype=dtype)[3:]
+    add_up(iter(some), factors, out)
+    exact = sum(x.double() * factor for x, factor in zip(some, factors, strict=True))
+    wide = torch.promote_types(dtype, torch.float32)
+    rounding = torch.finfo(wide).eps * 20 + (0 if wide == dtype else torch.finfo(dtype).eps)
+    torch.testing.assert_close(
+        out.double(), exact, rtol=rounding, atol=20 * torch.finfo(wide).eps, equal_nan=True
+    )
+
+
+def test_an_average_occupies_no_thread_of_torch(store: ckptstore.Store) -> None:
+    """Such threads spin between pieces, at ten times the cost of the average."""
+    x = torch.zeros(2_000_000)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        for dtype in (torch.float32, torch.float16):
+            add_up(iter([x.to(dtype, copy=True)] * 2), [0.5, 0.5], torch.empty_like(x, dtype=dtype))
+    computed = {"aten::copy_", "aten::mul", "aten::add_", "aten::add"}
+    sizes = [math.prod(e.input_shapes[0]) for e in profile.events() if e.name in computed]
+    assert sorted(sizes)[-3:-2] == [1 << 15], "but for the two copies of this test"
+
+
+@pytest.mark.parametrize("how", ["zstd", "deltas"])
+def test_commits_may_be_stored_in_any_way(tmp_path: Path, how: str) -> None:
+    storage = ckptstore.Storage(chunk_bytes=64 << 10, codec="zstd" if how == "zstd" else None)
+    with ckptstore.open(tmp_path / "store", storage=storage) as store:
+        base, some = torch.randn(60_000), []
+        for step in range(4):
+            some.append(base + step * 1e-4)
+            store.commit({"w": some[-1]}, step=step)
+        if how == "deltas":
+            assert store.compact(CompactPolicy(newest=0)).deltas
+        made = combine(store, [0, 1, 2, 3], mean(4))
+        torch.testing.assert_close(made.read("w"), torch.stack(some).mean(0))
+
+
+def test_a_damaged_chunk_is_named(store: ckptstore.Store) -> None:
+    commits = committed(store, states())
+    for pack in Path(store.url.removeprefix("file://")).glob("packs/**/*"):
+        if pack.is_file() and pack.stat().st_size > 1 << 20:
+            data = bytearray(pack.read_bytes())
+            data[len(data) // 2] ^= 1
+            pack.write_bytes(data)
+            break
+    with pytest.raises(Corrupt, match=r"leaf model/0\.weight, commit"):
+        combine(store, commits, mean(COUNT))
+
+
 def test_what_is_not_added_is_not_read(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commits = committed(store, states())
-    monkeypatch.setattr("ckptstore.averages.weighted_sum", None)
+    monkeypatch.setattr("ckptstore.averages.add_up", None)
     made = combine(store, commits, mean(COUNT), select="nothing")
     assert made.content_id == commits[-1].content_id
 

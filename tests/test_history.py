@@ -1,6 +1,7 @@
 """The history of tensors: equal to torch's numbers, read once, for every dtype and layout."""
 
 import math
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,15 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.core.statistics import added, is_measured
-from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.core.statistics import (
+    Moments,
+    Statistics,
+    added,
+    decode_moments,
+    decode_statistics,
+    is_measured,
+)
+from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.restore.reader import Reader
 from ckptstore.state.measure import squared_distance, statistics_of
 from ckptstore.state.tensors import DTYPES, QUANTIZED, memory_of
@@ -44,7 +52,7 @@ def wanted(x: torch.Tensor) -> dict[str, float]:
 def check(x: torch.Tensor) -> None:
     found = statistics_of(memory_of(x), str(x.dtype).removeprefix("torch."))
     by_torch = wanted(x)
-    # Rows are added in 32 bits, so a sum that nearly cancels is exact to the size of its parts.
+    # Narrow floats are added in 32 bits: a sum that nearly cancels is exact to its parts' size.
     rounding = 1e-6 * by_torch["std"]
     for name, value in by_torch.items():
         assert getattr(found, name) == pytest.approx(value, rel=2e-5, abs=rounding), name
@@ -305,6 +313,37 @@ def test_a_commit_measures_what_it_hashes(
         assert snap.stats.tensors["model/big"].nan == (100 if step == 2 else 0)
         assert snap.stats.tensors.keys() == {"model/big", "model/half"}
     assert store.commit({"model": state}, step=3).stats.tensors is None
+
+
+def test_a_history_reads_once_what_a_commit_measured_in_part(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(300, 100)
+    x[7], x[8, 8] = 0, math.nan
+    at_commit = store.commit({"w": x}, step=1, stats=True).stats.tensors["w"]
+    assert type(at_commit) is Moments
+    assert (at_commit.nan, at_commit.elements) == (1, 30_000)
+    (row,) = store.history("w")
+    assert (row.zeros, row.nan) == (100, 1)
+    assert (row.min, row.max) == (float(x.nan_to_num().min()), float(x.nan_to_num().max()))
+    assert row.norm == pytest.approx(at_commit.norm, rel=1e-9)
+    forbid_reading(monkeypatch)
+    assert store.history(["w"])[0].zeros == 100, "another selection finds the chunks' statistics"
+    moments = store.commit({"w": x}, step=2, stats=True).stats.tensors["w"]
+    assert moments.norm == pytest.approx(at_commit.norm, rel=1e-9)
+    assert store.history(["w"])[1].zeros == 100, "moments do not take the place of statistics"
+
+
+def test_statistics_of_older_versions_are_still_read() -> None:
+    row = struct.pack("<4Q4d", 10, 1, 2, 3, 5.0, 30.0, -2.0, 4.0)
+    found = decode_statistics(row)
+    assert found == Statistics(10, 1, 2, 5.0, 30.0, zeros=3, min=-2.0, max=4.0)
+    assert found.encode() == row
+    assert decode_moments(row).norm == pytest.approx(math.sqrt(30))
+    assert decode_moments(Moments(10, 1, 2, 5.0, 30.0).encode()) == Moments(10, 1, 2, 5.0, 30.0)
+    for odd in (b"", row[:-1], bytes(41)):
+        with pytest.raises(Corrupt, match="damaged statistics"):
+            decode_moments(odd)
 
 
 def test_what_was_committed_without_statistics_is_read_for_them(store: ckptstore.Store) -> None:

@@ -19,6 +19,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.restore.diff import MARKS
 
 if TYPE_CHECKING:
+    from ckptstore.analysis import NotCompared
     from ckptstore.averages import Factors
     from ckptstore.snapshot import Snapshot
     from ckptstore.store import Store
@@ -40,8 +41,14 @@ def parted(call: Call) -> Answer:
     text = f"equal at {count_text(len(equal), 'step')}" if equal else "equal at no step"
     if len(equal) > 1:
         text += f", {equal[0]} to {equal[-1]}"
+    left = [_left_out(each) for each in found.thinned]
+    thinned = [
+        fields_of(each, "paths", "run", "steps", "nearest", "nearest_step")
+        for each in found.thinned
+    ]
     if found.a is None or found.b is None:
-        return Answer({"equal_steps": equal, "step": None}, [f"{args.a} and {args.b} are {text}"])
+        none = {"equal_steps": equal, "step": None, "thinned": thinned}
+        return Answer(none, [f"{args.a} and {args.b} are {text}", *left])
     ends = store.checkout(found.a.id), store.checkout(found.b.id)
     rows, changes = [], []
     for number, change in enumerate(found.difference.changes):
@@ -62,15 +69,31 @@ def parted(call: Call) -> Answer:
     page.append(Table((*columns("", "path", "what"), Column("largest"), Column("relative")), rows))
     if len(changes) > len(rows):
         page.append(f"and {count_text(len(changes) - len(rows), 'leaf', 'leaves')} more, in order")
+    page += left
     page.append(f"ckptstore diff {short(found.a.id)} {short(found.b.id)}")
-    document = {
+    document: dict[str, object] = {
         "equal_steps": equal,
         "step": found.a.step,
         "a": commit_document(found.a),
         "b": commit_document(found.b),
         "changes": changes,
+        "thinned": thinned,
     }
     return Answer(document, page)
+
+
+def _left_out(found: "NotCompared") -> str:
+    """What of the runs could not be compared, and where it is."""
+    first, *others = found.paths
+    leaves = f"{first} and {count_text(len(others), 'other')}" if others else first
+    at = f"step {found.steps[0]}"
+    if len(found.steps) > 1:
+        at = f"{len(found.steps)} steps, {found.steps[0]} to {found.steps[-1]}"
+    where = "no other commit of the run has it"
+    if found.nearest:
+        nearest = f"{short(found.nearest)} (step {found.nearest_step})"
+        where = f"the nearest commit that has it is {nearest}"
+    return f"not comparable at {at}: {leaves}, thinned away in run {found.run}; {where}"
 
 
 def bisect(call: Call) -> Answer:

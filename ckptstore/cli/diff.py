@@ -39,7 +39,7 @@ def diff(call: Call) -> Answer:
     document = {
         "before": commit_document(old),
         "after": commit_document(new),
-        **fields_of(found, "unchanged", "changed_bytes", "changes"),
+        **fields_of(found, "unchanged", "changed_bytes", "changes", "thinned"),
     }
     return Answer(document, page)
 

@@ -30,7 +30,7 @@ from ckptstore.core.ids import (
 )
 from ckptstore.core.model import Cast, CommitDocument, LeafContent, PackRecord, Schema, TreeRef
 from ckptstore.core.options import Milestone
-from ckptstore.core.statistics import Statistics
+from ckptstore.core.statistics import Moments
 from ckptstore.errors import Corrupt, InvalidInput, NoSpace
 from ckptstore.log import entries
 from ckptstore.log.log import Refused
@@ -55,7 +55,7 @@ ATTEMPTS = 5
 @dataclass(frozen=True, slots=True)
 class CommitStats:
     """The cost of a commit. `new_bytes` is the growth of the store's packs; times are seconds from
-    the call. With `commit(…, stats=True)`, `tensors` has each tensor's statistics by path."""
+    the call. With `commit(…, stats=True)`, `tensors` has each tensor's moments by path."""
 
     logical_bytes: int
     new_bytes: int
@@ -65,7 +65,7 @@ class CommitStats:
     packed_s: float
     durable_s: float
     held_s: float
-    tensors: Mapping[str, Statistics] | None = None
+    tensors: Mapping[str, Moments] | None = None
 
     @property
     def written_bytes_per_s(self) -> float:

@@ -35,7 +35,7 @@ PARALLEL_BYTES = 4 << 20
 
 
 Measured: TypeAlias = MutableMapping[bytes, bytes]
-"""Statistics of chunks by the catalog's key (`core.statistics`)."""
+"""Moments of chunks by the catalog's key (`core.statistics`)."""
 
 
 class _Hashed(NamedTuple):
@@ -272,11 +272,13 @@ class ChunkWriter:
         return found
 
     def _measure(self, dtype: str, chunk: ChunkId, raw: memoryview) -> None:
-        """Keep the statistics of a chunk whose bytes are in the CPU's cache, if they are wanted."""
-        if self._measured is not None and is_measured(dtype):
-            from ckptstore.state.measure import statistics_of  # without torch unless it is wanted
+        """Keep the moments of a chunk whose bytes are in the CPU's cache, if they are wanted."""
+        if self._measured is None or not is_measured(dtype):
+            return
+        if (key := key_of(dtype, chunk)) not in self._measured:
+            from ckptstore.state.measure import moments_of  # without torch unless it is wanted
 
-            self._measured[key_of(dtype, chunk)] = statistics_of(raw, dtype).encode()
+            self._measured[key] = moments_of(raw, dtype).encode()
 
     def _before(self, run: Run) -> list[tuple[ChunkId, bytes]]:
         """Id and checksum of each chunk of a run in the last commit; nothing if there was none."""

@@ -1,32 +1,33 @@
 """What is known of the numbers in a chunk, or in a leaf of many chunks?
 
 Statistics of parts add up to those of the whole. They depend on a chunk's bytes and dtype alone, so
-the catalog keeps them by these two.
+the catalog keeps them by these two. A commit measures moments, which take one pass; the rest takes
+three more, and is measured when somebody asks.
 """
 
 import math
 import struct
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cache
 
 from ckptstore.errors import Corrupt
 
-_FORMAT = struct.Struct("<4Q4d")
+_MOMENTS = struct.Struct("<3Q2d")
+_STATISTICS = struct.Struct("<4Q4d")
 _DISTANCE = struct.Struct("<d")
 
 
-class Statistics(NamedTuple):
-    """How many numbers there are (`elements`), how many of them are NaN, infinite and zero; and
-    sum, sum of squares, minimum and maximum of the finite ones."""
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """How many numbers there are (`elements`), how many of them are NaN and infinite; and sum and
+    sum of squares of the finite ones."""
 
     elements: int = 0
     nan: int = 0
     inf: int = 0
-    zeros: int = 0
     sum: float = 0.0
     squares: float = 0.0
-    min: float = math.inf
-    max: float = -math.inf
 
     @property
     def finite(self) -> int:
@@ -51,18 +52,41 @@ class Statistics(NamedTuple):
         return math.sqrt(max(self.squares / self.finite - self.mean**2, 0.0))
 
     def encode(self) -> bytes:
-        return _FORMAT.pack(*self)
+        return _MOMENTS.pack(self.elements, self.nan, self.inf, self.sum, self.squares)
 
 
-EMPTY = Statistics()
+@dataclass(frozen=True, slots=True)
+class Statistics(Moments):
+    """Moments, how many of the numbers are zero, and minimum and maximum of the finite ones."""
+
+    zeros: int = 0
+    min: float = math.inf
+    max: float = -math.inf
+
+    def encode(self) -> bytes:
+        counts = self.elements, self.nan, self.inf, self.zeros
+        return _STATISTICS.pack(*counts, self.sum, self.squares, self.min, self.max)
+
+
+def has_statistics(data: bytes) -> bool:
+    """Whether encoded `data` is more than moments."""
+    return len(data) != _MOMENTS.size
+
+
+def decode_moments(data: bytes) -> Moments:
+    """The inverse of `Moments.encode`, and of `Statistics.encode`; raises `Corrupt`."""
+    if has_statistics(data):
+        return decode_statistics(data)
+    return Moments(*_MOMENTS.unpack(data))
 
 
 def decode_statistics(data: bytes) -> Statistics:
     """The inverse of `Statistics.encode`; raises `Corrupt`."""
     try:
-        return Statistics._make(_FORMAT.unpack(data))
+        elements, nan, inf, zeros, total, squares, low, high = _STATISTICS.unpack(data)
     except struct.error as error:
         raise Corrupt(f"the catalog has damaged statistics: {error}") from error
+    return Statistics(elements, nan, inf, total, squares, zeros, low, high)
 
 
 def encode_distance(squares: float) -> bytes:
@@ -78,14 +102,30 @@ def decode_distance(data: bytes) -> float:
         raise Corrupt(f"the catalog has a damaged distance: {error}") from error
 
 
+def added_moments(parts: Iterable[Moments]) -> Moments:
+    """The moments of all parts together."""
+    found = list(parts)
+    if len(found) == 1:
+        return found[0]
+    return Moments(
+        sum(part.elements for part in found),
+        sum(part.nan for part in found),
+        sum(part.inf for part in found),
+        sum(part.sum for part in found),
+        sum(part.squares for part in found),
+    )
+
+
 def added(parts: Iterable[Statistics]) -> Statistics:
     """The statistics of all parts together."""
-    columns = list(zip(*parts, strict=True))
-    if not columns:
-        return EMPTY
-    elements, nan, inf, zeros, sums, squares, lows, highs = columns
-    counts = sum(elements), sum(nan), sum(inf), sum(zeros)
-    return Statistics(*counts, math.fsum(sums), math.fsum(squares), min(lows), max(highs))
+    found = list(parts)
+    moments = added_moments(found)
+    return Statistics(
+        *(moments.elements, moments.nan, moments.inf, moments.sum, moments.squares),
+        sum(part.zeros for part in found),
+        min((part.min for part in found), default=math.inf),
+        max((part.max for part in found), default=-math.inf),
+    )
 
 
 def key_of(dtype: str, *chunks: bytes) -> bytes:
@@ -93,6 +133,7 @@ def key_of(dtype: str, *chunks: bytes) -> bytes:
     return b"".join((*chunks, dtype.encode()))
 
 
+@cache
 def is_measured(dtype: str) -> bool:
     """Whether the elements of tensors of `dtype` are numbers of which there are statistics."""
     if dtype.startswith(("float", "bfloat")):

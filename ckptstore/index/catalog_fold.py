@@ -75,7 +75,10 @@ _DROP_SCHEMA = delete(schemas).where(schemas.c.number == bindparam("key"))
 _ADD_SCHEMA = (
     update(schemas).where(schemas.c.id == bindparam("key")).values(data=bindparam("value"))
 )
-_ADD_STATISTICS = text("INSERT INTO statistics VALUES (:key, :data) ON CONFLICT DO NOTHING")
+_ADD_STATISTICS = text(
+    "INSERT INTO statistics VALUES (:key, :data) ON CONFLICT (key) DO UPDATE "
+    "SET data = excluded.data WHERE length(excluded.data) > length(statistics.data)"
+)
 _SET_POSITION = update(position).values(
     n=bindparam("new_n"), hash=bindparam("new_hash"), bytes=bindparam("new_bytes")
 )
@@ -281,7 +284,8 @@ def add_schema(connection: Connection, schema_id: str, data: bytes) -> bool:
 
 
 def add_statistics(connection: Connection, found: Mapping[bytes, bytes]) -> bool:
-    """Add what was measured, by key, within a transaction; what is known stays."""
+    """Add what was measured, by key, within a transaction. Statistics take the place of moments,
+    which are shorter; else what is known stays."""
     rows = [{"key": key, "data": data} for key, data in found.items()]
     connection.execute(_ADD_STATISTICS, rows)
     return True

@@ -49,10 +49,12 @@ class LeafChange:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Difference:
-    """The leaves that differ, in order, and the number of equal ones."""
+    """The leaves that differ, in order, the number of equal ones, and the paths of those that
+    cannot be compared: one of the commits was thinned, and has no content of them."""
 
     changes: tuple[LeafChange, ...]
     unchanged: int
+    thinned: tuple[str, ...] = ()
 
     @property
     def changed_bytes(self) -> int:
@@ -72,13 +74,14 @@ class Difference:
 
     @property
     def summary(self) -> str:
+        thinned = f", {len(self.thinned):,} thinned away and not compared" if self.thinned else ""
         if not self.changes:
-            return f"no difference: {self.unchanged:,} leaves are the same"
+            return f"no difference: {self.unchanged:,} leaves are the same{thinned}"
         kinds = [change.change for change in self.changes]
         counts = ", ".join(f"{kinds.count(kind):,} {kind}" for kind in MARKS if kind in kinds)
         changed, total = map(bytes_text, sizes(self.changes))
         size = f"{changed} of {total} changed in these leaves"
-        return f"{counts}, {self.unchanged:,} unchanged; {size}"
+        return f"{counts}, {self.unchanged:,} unchanged{thinned}; {size}"
 
 
 SIZES = (Column("changed", "bytes", spare=True), Column("of", "bytes", spare=True))
@@ -148,16 +151,20 @@ class LeafAt(NamedTuple):
 def compare(before: Mapping[str, Tree], after: Mapping[str, Tree]) -> Difference:
     """Compares the leaves of `after` in order, then those only in `before`."""
     old, new = _leaves(before), _leaves(after)
+    thinned = tuple(path for path, leaf in new.items() if _is_thinned(old.get(path), leaf))
+    left = new.keys() - set(thinned)
     changes = [
-        change for path, leaf in new.items() if (change := _change(path, old.get(path), leaf))
+        change
+        for path, leaf in new.items()
+        if path in left and (change := _change(path, old.get(path), leaf))
     ]
-    unchanged = len(new) - len(changes)
+    unchanged = len(left) - len(changes)
     changes += [
         LeafChange(path, "removed", leaf.text, None, leaf.own_bytes, leaf.own_bytes)
         for path, leaf in old.items()
         if path not in new
     ]
-    return Difference(tuple(changes), unchanged)
+    return Difference(tuple(changes), unchanged, thinned)
 
 
 def _leaves(trees: Mapping[str, Tree]) -> dict[str, LeafAt]:
@@ -170,9 +177,6 @@ def _change(path: str, old: LeafAt | None, new: LeafAt) -> LeafChange | None:
     size = new.own_bytes
     if old is None:
         return LeafChange(path, "added", None, new.text, size, size)
-    gone = old.tree.is_gone(old.i), new.tree.is_gone(new.i)
-    if any(gone):
-        return None if all(gone) else _thinned(path, old, new, was_gone=gone[0])
     was, now = old.tree.content(old.i), new.tree.content(new.i)
     same_kind = old.kind == new.kind
     if same_kind and (was.inline, was.ids, was.boxes) == (now.inline, now.ids, now.boxes):
@@ -182,11 +186,9 @@ def _change(path: str, old: LeafAt | None, new: LeafAt) -> LeafChange | None:
     return LeafChange(path, "changed", old.text, new.text, new.own_bytes, size)
 
 
-def _thinned(path: str, old: LeafAt, new: LeafAt, *, was_gone: bool) -> LeafChange:
-    """One of the two commits was thinned and does not have the leaf any more."""
-    if was_gone:
-        return LeafChange(path, "added", None, new.text, new.own_bytes, new.own_bytes)
-    return LeafChange(path, "removed", old.text, None, old.own_bytes, old.own_bytes)
+def _is_thinned(old: LeafAt | None, new: LeafAt) -> bool:
+    """Whether a leaf is in both commits, and its content not in both."""
+    return old is not None and (old.tree.is_gone(old.i) or new.tree.is_gone(new.i))
 
 
 def _new_bytes(old: bytes, new: bytes, cells: Grid) -> int:

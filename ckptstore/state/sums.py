@@ -2,7 +2,11 @@
 
 from collections.abc import Iterable
 
+import numkong
 import torch
+
+PIECE = 1 << 15
+"""Torch starts no threads for so few numbers: a commit has its own, and a trainer needs torch's."""
 
 
 def flat_tensor(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
@@ -10,12 +14,22 @@ def flat_tensor(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
 
 
-def weighted_sum(tensors: Iterable[torch.Tensor], factors: Iterable[float]) -> torch.Tensor:
-    """The sum of tensors of floats, each times its factor, as one of their dtype. It is made in 64
-    bits of theirs, else in 32."""
-    total: torch.Tensor | None = None
+def add_up(tensors: Iterable[torch.Tensor], factors: Iterable[float], out: torch.Tensor) -> None:
+    """Write the sum of vectors of floats, each times its factor, to `out`, one of their dtype. It
+    is made in 64 bits of theirs, else in 32, by the calling thread alone."""
+    wide = torch.promote_types(out.dtype, torch.float32)
+    total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
+    size = max(len(out), 1) if total is out else PIECE
+    targets = [piece.numpy() for piece in total.split(size)]
+    add = False
     for tensor, factor in zip(tensors, factors, strict=True):
-        wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-        total = wide * factor if total is None else total.add_(wide, alpha=factor)
-    assert total is not None
-    return total.to(tensor.dtype)
+        for target, piece in zip(targets, tensor.split(size), strict=True):
+            numbers = piece.to(wide).numpy()
+            if add:
+                numkong.blend(numbers, target, alpha=factor, beta=1.0, out=target)
+            else:
+                numkong.scale(numbers, alpha=factor, beta=0.0, out=target)
+        add = True
+    if total is not out:
+        for piece, target in zip(out.split(PIECE), total.split(PIECE), strict=True):
+            piece.copy_(target)

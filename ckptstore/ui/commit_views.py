@@ -237,6 +237,7 @@ def diff(store: OpenStore, a: str, b: str, job: Job) -> Json:
         "a": brief(ends[0]),
         "b": brief(ends[1]),
         "unchanged": found.unchanged,
+        "thinned": len(found.thinned),
         "total": len(found.changes),
         "counts": Counter(change.change for change in found.changes),
         "changed_bytes": found.changed_bytes,

@@ -12,6 +12,7 @@ import torch
 import ckptstore
 from ckptstore.analysis import bisect, distance, parting
 from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.maintenance.retention import KeepLast
 from tests.cli.running import call
 
 STEPS = range(10, 101, 10)
@@ -19,23 +20,22 @@ NAN_AT, SLIP_AT = 60, 70
 
 
 def train(place: Path, run: str, *, slip: bool = False, nan: bool = False) -> None:
-    """A training of ten commits: with `slip`, its learning rate is wrong from one step on, with
-    `nan`, a weight becomes NaN."""
+    """A training of ten commits, of which each has one update: with `slip`, its learning rate is
+    wrong from one step on, with `nan`, a weight becomes NaN."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     with ckptstore.open(place, run=run) as store:
-        for step in range(1, STEPS.stop):
-            if slip and step == SLIP_AT - 3:
+        for step in STEPS:
+            if slip and step == SLIP_AT:
                 optimizer.param_groups[0]["lr"] = 2e-2
+            if nan and step == NAN_AT:
+                model[2].weight.data[0, 3] = math.nan
             loss = (model(torch.randn(32, 8)) ** 2).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if nan and step == NAN_AT - 5:
-                model[2].weight.data[0, 3] = math.nan
-            if step in STEPS:
-                store.commit({"model": model, "clock": {"wall": step + slip}}, step=step)
+            store.commit({"model": model, "clock": {"wall": step + slip}}, step=step)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,41 @@ def test_what_may_differ_is_left_out_by_a_glob(place: Path) -> None:
         assert (whole.equal_steps, whole.a and whole.a.step) == ((), 10)
         same = parting(store, "right", "again")
         assert (same.equal_steps, same.a, same.b) == (tuple(STEPS), None, None)
+
+
+def test_leaves_that_were_thinned_away_are_no_difference(tmp_path: Path) -> None:
+    for run, parts_at in (("whole", 99), ("thinned", 4)):
+        with ckptstore.open(tmp_path, run=run) as store:
+            for step in range(1, 6):
+                later = step >= parts_at
+                model = {"w": torch.full((9,), step + later * 1.0)}
+                moments = {"m": torch.ones(9) * step, "v": torch.ones(9) * step, "t": step}
+                store.commit({"model": model, "optimizer": moments}, step=step)
+    with ckptstore.open(tmp_path, run="thinned") as store:
+        store.forget(KeepLast(3).thin("optimizer/*"))
+        found = parting(store, "whole", "thinned")
+        assert (found.equal_steps, found.a and found.a.step) == ((1, 2, 3), 4)
+        assert [change.path for change in found.difference.changes] == ["model/w"]
+        assert [(each.run, each.steps, each.nearest_step) for each in found.thinned] == [
+            ("thinned", (1, 2), 3)
+        ]
+        assert set(found.thinned[0].paths) == {"optimizer/m", "optimizer/v", "optimizer/t"}
+        assert parting(store, "whole", "thinned", select="model/*").thinned == ()
+        both = store.diff("thinned@1", "thinned@2")
+        assert (both.unchanged, len(both.changes), len(both.thinned)) == (0, 1, 3)
+        found = parting(store, "thinned", "thinned")
+        assert (found.a, [each.steps for each in found.thinned]) == (None, [(1, 2)])
+    result = call("parted", "whole", "thinned", "-s", str(tmp_path))
+    assert "equal at 3 steps, 1 to 3, and differ from step 4 on" in result.out
+    assert (
+        "not comparable at 2 steps, 1 to 2: optimizer/m and 2 others, thinned away in run thinned; "
+        "the nearest commit that has it is"
+    ) in result.out
+    assert " (step 3)" in result.out and "- " not in result.out
+    document = call("parted", "whole", "thinned", "-s", str(tmp_path), "--json").document
+    assert document["thinned"][0]["steps"] == [1, 2]
+    said = call("diff", "whole@1", "thinned@1", "-s", str(tmp_path)).out
+    assert "1 leaves are the same, 3 thinned away and not compared" in said
 
 
 def test_runs_that_cannot_be_compared_are_refused(place: Path, tmp_path: Path) -> None:

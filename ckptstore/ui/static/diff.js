@@ -90,12 +90,20 @@ function beside(from, to) {
   );
 }
 
+function thinned(found) {
+  const left = plural(found.thinned, "leaf", "leaves");
+  return found.thinned
+    ? h("p", { class: "quiet" }, `${left} cannot be compared: a commit was thinned.`)
+    : null;
+}
+
 function changes(context, found) {
   if (!found.total)
     return [
       card(
         null,
         h("p", {}, `No difference: ${plural(found.unchanged, "leaf", "leaves")} are the same.`),
+        thinned(found),
       ),
     ];
   const relative = new Map();
@@ -195,6 +203,7 @@ function changes(context, found) {
         stat("unchanged", number(found.unchanged)),
         stat("changed bytes", bytes(found.changed_bytes)),
       ),
+      thinned(found),
     ),
     card("Over depth", context.site.static ? null : measure(context, found, note), made.element),
     card(
