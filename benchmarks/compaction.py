@@ -1,6 +1,6 @@
 """How much smaller does `compact` make real trainings, and how fast? `python -m
-benchmarks.compaction FOLDER` trains the demo's model twice, commits every state, compacts, and
-writes a table for docs/compact.md.
+benchmarks.compaction FOLDER` trains the demo's model twice and fine-tunes it, commits every state,
+compacts, and writes a table for docs/compact.md. With `--llama` a model of transformers, too.
 
 The states are kept in FOLDER, so that a second run measures without training.
 """
@@ -11,9 +11,9 @@ import math
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,16 +21,24 @@ import zstandard
 
 import ckptstore
 from ckptstore.maintenance.compact import CompactReport
+from ckptstore.maintenance.retention import Policy
 from ckptstore.objects import codecs
-from demo.model import CharacterModel, loss_of
-from demo.text import batch, library
+from demo.model import CharacterModel, add_adapters, loss_of
+from demo.text import CONTEXT, VOCABULARY, batch, library
 
 BATCH = 8
 WARM_UP = 100
 TABLE = (400_000, 128)
 TOUCHED = 0.005
+THINNED = ckptstore.KeepLast(5).thin("optimizer/**")
+TUNED, BEFORE = 60, 20
+"""Commits of a fine-tune, and of the training of the Llama before it."""
+
 SAMPLED = 12
 """Files of a training that the slow compressors are given."""
+
+Sample: TypeAlias = tuple[str, bytes, bytes, int]
+"""A name, the bytes at one commit and at the next, and an element's width."""
 
 
 def train(folder: Path, kind: str, commits: int, every: int) -> None:
@@ -38,27 +46,28 @@ def train(folder: Path, kind: str, commits: int, every: int) -> None:
     bfloat16 and float32 masters of them. The learning rate falls along a cosine."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model: Any = CharacterModel()
-    masters = list(model.parameters())
+    model, text, rate = starts(folder, kind)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    masters = trained
     if kind == "bf16":
-        masters = [p.detach().clone().requires_grad_() for p in masters]
+        masters = [p.detach().clone().requires_grad_() for p in trained]
         model = model.to(torch.bfloat16)
-    weights, steps = list(model.parameters()), commits * every
-    optimizer = torch.optim.AdamW(masters, lr=1e-3)
+    steps = commits * every
+    optimizer = torch.optim.AdamW(masters, lr=rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda s: min(1, (s + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * min(1, s / steps))),
     )
     for step in range(1, steps + 1):
         model.zero_grad()
-        loss_of(model, *batch(library(), BATCH)).backward()
-        for weight, master in zip(weights, masters, strict=True):
+        loss_of(model, *batch(text, BATCH)).backward()
+        for weight, master in zip(trained, masters, strict=True):
             master.grad = weight.grad.to(master.dtype)
         optimizer.step()
         schedule.step()
         if kind == "bf16":
             with torch.no_grad():
-                for weight, master in zip(weights, masters, strict=True):
+                for weight, master in zip(trained, masters, strict=True):
                     weight.copy_(master)
         if step % every == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -68,8 +77,48 @@ def train(folder: Path, kind: str, commits: int, every: int) -> None:
             print(kind, step, flush=True)
 
 
-def states(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
-    for path in sorted(folder.glob(f"{kind}-*.pt")):
+def starts(folder: Path, kind: str) -> tuple[Any, torch.Tensor, float]:
+    """The model of a training, the text, and the learning rate. `lora` puts adapters around the
+    last weights of `fp32`; `llama` goes on from the last weights of `llama-base`, both with another
+    text."""
+    model: Any = Llama() if kind.startswith("llama") else CharacterModel()
+    if kind in ("fp32", "bf16", "llama-base"):
+        return model, library(), 1e-3
+    base = {"lora": "fp32", "llama": "llama-base"}[kind]
+    [last] = states(folder, base, slice(-1, None))
+    model.load_state_dict(last["model"])
+    if kind == "lora":
+        add_adapters(model)
+    return model, library("email"), 2e-4
+
+
+class Llama(torch.nn.Module):
+    """A Llama of 0.9 million parameters, by transformers, which the figures of it need."""
+
+    def __init__(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        self.llama = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=128,
+                intermediate_size=352,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                max_position_embeddings=CONTEXT,
+            )
+        )
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """(batch, length) of character numbers to (batch, length, VOCABULARY) of logits."""
+        logits: torch.Tensor = self.llama(input_ids=text, use_cache=False).logits
+        return logits
+
+
+def states(folder: Path, kind: str, which: slice = slice(None)) -> Iterator[dict[str, Any]]:
+    """The states of a training, one at a time, oldest first."""
+    for path in sorted(folder.glob(f"{kind}-[0-9]*.pt"))[which]:
         yield torch.load(path)
 
 
@@ -87,24 +136,33 @@ def packs_bytes(place: Path) -> int:
     return sum(path.stat().st_size for path in place.glob("packs/*/*"))
 
 
-def stored(place: Path, found: Iterator[dict[str, Any]], policy: ckptstore.CompactPolicy) -> str:
-    """Commit every state, compact, and say what both took."""
+def stored(
+    place: Path,
+    found: Iterator[dict[str, Any]],
+    policy: ckptstore.CompactPolicy,
+    thin: Policy | None = None,
+) -> str:
+    """Commit every state, thin what `thin` says, compact, and say what each took."""
     shutil.rmtree(place, ignore_errors=True)
     logical = 0
     with ckptstore.open(place) as store:
         for step, state in enumerate(found):
             logical += store.commit(state, step=step).logical_bytes
         before = packs_bytes(place)
+        if thin:
+            store.forget(thin)
+            store.gc(grace_s=0)
+        thinned = packs_bytes(place)
         estimate = store.compact(policy, dry_run=True)
         began, cpu = time.perf_counter(), time.process_time()
         report = store.compact(policy)
         took, cpu = time.perf_counter() - began, time.process_time() - cpu
         if store.fsck("data").findings:
             raise AssertionError("the compacted store is damaged")
-        rates = [f"{restore_rate(store, step):.2f}" for step in (-1, len(store.log()) // 2)]
-    shares = f"{before / logical:.3f} | {packs_bytes(place) / logical:.3f}"
+        rates = "" if thin else restore_rates(store, place.with_name("raw"), policy)
+    shares = " | ".join(f"{n / logical:.3f}" for n in (before, thinned, packs_bytes(place)))
     speed = f"{report.raw_bytes / cpu / 1e9:.2f} GB/s of CPU, {took:.1f} s"
-    return f"{shares} | {near(estimate, report):.3f} | {speed} | {' / '.join(rates)} GB/s"
+    return f"{shares} | {near(estimate, report):.3f} | {speed} | {rates}"
 
 
 def near(estimate: CompactReport, report: CompactReport) -> float:
@@ -112,15 +170,20 @@ def near(estimate: CompactReport, report: CompactReport) -> float:
     return estimate.coded_bytes / max(report.coded_bytes, 1)
 
 
-def restore_rate(store: ckptstore.Store, step: int) -> float:
-    """Raw bytes per CPU second of reading all tensors of a commit, the newest for -1."""
-    snapshot = store.checkout("latest" if step < 0 else step)
-    best = 0.0
-    for _ in range(5):
-        began = time.process_time()
-        snapshot.state_dict()
-        best = max(best, snapshot.logical_bytes / (time.process_time() - began) / 1e9)
-    return best
+def restore_rates(store: ckptstore.Store, place: Path, policy: ckptstore.CompactPolicy) -> str:
+    """GB/s of CPU time of reading a raw commit, one of bases and one of differences, in turns."""
+    base = store.checkout(policy.every // 2)
+    shutil.rmtree(place, ignore_errors=True)
+    with ckptstore.open(place) as raw_store:
+        raw_store.commit(base.state_dict(), step=0)
+        snapshots = raw_store.checkout(0), base, store.checkout(policy.every // 2 - 1)
+        seconds = [math.inf] * len(snapshots)
+        for _ in range(9):
+            for i, snapshot in enumerate(snapshots):
+                began = time.process_time()
+                snapshot.state_dict()
+                seconds[i] = min(seconds[i], time.process_time() - began)
+    return " / ".join(f"{base.logical_bytes / each / 1e9:.2f}" for each in seconds)
 
 
 def bytes_of(state: Any) -> Iterator[tuple[bytes, int]]:
@@ -151,16 +214,20 @@ OTHERS: dict[str, Callable[[bytes, int], int]] = {
 """Each is given every tensor alone."""
 
 
-def others(found: Sequence[dict[str, Any]]) -> list[str]:
+def others(found: Iterator[dict[str, Any]]) -> list[str]:
     """The share that other ways leave of the states' bytes."""
-    parts = [part for state in found for part in bytes_of(state)]
-    total = sum(len(data) for data, _ in parts)
-    return [f"{sum(way(*part) for part in parts) / total:.3f}" for way in OTHERS.values()]
+    total, sums = 0, dict.fromkeys(OTHERS, 0)
+    for state in found:
+        for part in bytes_of(state):
+            total += len(part[0])
+            for name, way in OTHERS.items():
+                sums[name] += way(*part)
+    return [f"{nbytes / total:.3f}" for nbytes in sums.values()]
 
 
-def speeds(states_of: Sequence[tuple[str, bytes, bytes, int]]) -> Iterator[str]:
+def speeds(samples: Iterable[Sample]) -> Iterator[str]:
     """Ratio and speed per kind of tensor, of planes and of differences."""
-    for name, base, raw, width in states_of:
+    for name, base, raw, width in samples:
         base_view, raw_view = memoryview(base), memoryview(raw)
         at = codecs.Base(0, len(base), codecs.RAW)
         out = memoryview(bytearray(len(raw)))
@@ -191,25 +258,52 @@ def rate(nbytes: int, work: Callable[[], object]) -> float:
     return nbytes / best / 1e9
 
 
-def chunks_of(found: Sequence[dict[str, Any]], kind: str) -> list[tuple[str, bytes, bytes, int]]:
+def chunks_of(before: Any, after: Any, kind: str) -> Iterator[Sample]:
     """A MiB of weights and of each moment, late in a training and one commit before."""
+    for name, part in (
+        ("weights", lambda state: state["model"]),
+        ("exp_avg", lambda state: moments(state, "exp_avg")),
+        ("exp_avg_sq", lambda state: moments(state, "exp_avg_sq")),
+    ):
+        width = 2 if kind == "bf16" and name == "weights" else 4
+        yield f"{kind}: {name}", first_mib(part(before)), first_mib(part(after)), width
 
-    def joined(state: dict[str, Any], name: str) -> bytes:
-        return b"".join(data for data, _ in bytes_of(state[name]))[: 1 << 20]
 
-    def moments(state: dict[str, Any], name: str) -> bytes:
-        rows = state["optimizer"]["state"].values()
-        return b"".join(data for row in rows for data, _ in bytes_of(row[name]))[: 1 << 20]
+def moments(state: Any, name: str) -> list[torch.Tensor]:
+    return [row[name] for row in state["optimizer"]["state"].values()]
 
-    before, after = found[-2:]
-    width = 2 if kind == "bf16" else 4
-    return [
-        (f"{kind}: weights", joined(before, "model"), joined(after, "model"), width),
-        *(
-            (f"{kind}: {name}", moments(before, name), moments(after, name), 4)
-            for name in ("exp_avg", "exp_avg_sq")
-        ),
-    ]
+
+def first_mib(state: Any) -> bytes:
+    return b"".join(data for data, _ in bytes_of(state))[: 1 << 20]
+
+
+def dtypes_of(before: Any, after: Any) -> Iterator[Sample]:
+    """The weights of two commits in other dtypes, and integers that a training has."""
+    weights = [torch.cat([w.flatten() for w in s["model"].values()]) for s in (before, after)]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        yield sample(f"{dtype}: weights", [w.to(dtype) for w in weights])
+    for dtype, largest in (
+        (torch.float8_e4m3fn, 448),
+        (torch.float8_e5m2, 57344),
+        (torch.int8, 127),
+    ):
+        scaled = [w * (largest / weights[0].abs().max()) for w in weights]
+        scaled = [w.clamp(-largest, largest) for w in scaled]
+        if dtype == torch.int8:
+            scaled = [w.round() for w in scaled]
+        yield sample(f"{dtype}: scaled weights", [w.to(dtype) for w in scaled])
+    tokens = torch.cat([batch(library(), 512)[0].flatten() for _ in range(16)])
+    counts = [torch.bincount(torch.randint(1 << 17, (n << 20,))) for n in (20, 21)]
+    orders = [torch.randperm(1 << 17) for _ in range(2)]
+    halves = tokens.to(torch.int32).chunk(2)
+    yield sample("torch.int32: token ids of a buffer, refilled", halves)
+    yield sample("torch.int64: order of a sampler, of the next epoch", orders)
+    yield sample("torch.int64: how often each row was used", counts)
+
+
+def sample(name: str, tensors: Sequence[torch.Tensor]) -> Sample:
+    before, after = map(first_mib, tensors)
+    return name.removeprefix("torch."), before, after, tensors[0].itemsize
 
 
 def main() -> None:
@@ -219,27 +313,38 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="between two commits")
     parser.add_argument("--every", type=int, default=8, help="commits with one base")
     parser.add_argument("--only-train", choices=("fp32", "bf16"))
+    parser.add_argument("--llama", action="store_true", help="needs transformers")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    for kind in (args.only_train,) if args.only_train else ("fp32", "bf16"):
-        if len(list(args.folder.glob(f"{kind}-*.pt"))) < args.commits:
-            train(args.folder, kind, args.commits, args.steps)
+    wanted = {"fp32": args.commits, "bf16": args.commits, "lora": TUNED}
+    if args.llama:
+        wanted |= {"llama-base": BEFORE, "llama": TUNED}
+    if args.only_train:
+        wanted = {args.only_train: args.commits}
+    for kind, commits in wanted.items():
+        if len(list(args.folder.glob(f"{kind}-[0-9]*.pt"))) < commits:
+            train(args.folder, kind, commits, args.steps)
     if args.only_train:
         return
     policy, place = ckptstore.CompactPolicy(newest=0, every=args.every), args.folder / "store"
-    print("| training | stored | compacted | estimate | speed | restore: newest / middle |")
-    for kind in ("fp32", "bf16"):
+    print("| training | stored | thinned | compacted | estimate | speed | raw / base / delta |")
+    for kind in [kind for kind in wanted if kind != "llama-base"]:
         print(f"| {kind} |", stored(place, states(args.folder, kind), policy))
-    weights = ({"model": state["model"]} for state in list(states(args.folder, "bf16"))[-20:])
+    print("| fp32, thinned |", stored(place, states(args.folder, "fp32"), policy, THINNED))
+    weights = ({"model": s["model"]} for s in states(args.folder, "bf16", slice(-20, None)))
     print("| late bf16 weights |", stored(place, weights, policy))
     print("| table |", stored(place, table_states(), policy))
+    print("peak memory, MiB:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+    print("| tensor | planes | encode / decode | difference | encode / decode |")
+    for kind in ("fp32", "bf16"):
+        before, after = states(args.folder, kind, slice(-2, None))
+        print("\n".join(speeds(chunks_of(before, after, kind))))
+        if kind == "fp32":
+            print("\n".join(speeds(dtypes_of(before, after))))
     print("| files |", " | ".join(OTHERS), "|")
     for kind in ("fp32", "bf16"):
-        found = list(states(args.folder, kind))
-        sampled = found[:: -(-len(found) // SAMPLED)]
-        print(f"| {kind} |", " | ".join(others(sampled)), "|")
-        print("\n".join(speeds(chunks_of(found, kind))))
-    print("peak memory, MiB:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+        step = -(-args.commits // SAMPLED)
+        print(f"| {kind} |", " | ".join(others(states(args.folder, kind, slice(0, None, step)))))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from ckptstore.maintenance.check.trees import metadata_of, read_document
 from ckptstore.maintenance.forget import plan_retention
 from ckptstore.maintenance.gc.mark import short_keys
 from ckptstore.maintenance.retention import Policy
-from ckptstore.maintenance.usage import sizes_of
+from ckptstore.maintenance.usage import Bases, sizes_of
 from ckptstore.objects.pages import decode_page
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.store_handle import StoreHandle
@@ -103,8 +103,9 @@ def forecast(
             after[row.run].append(before[row.run][-1])
         elif decision.thin:
             after[row.run].append(needs.thinned(document, decision.thin))
-    had = {name: _union(keys) for name, keys in before.items()}
-    has = {name: _union(after[name]) for name in had}
+    bases = Bases(handle)
+    had = {name: _union([bases.added(_union(keys))]) for name, keys in before.items()}
+    has = {name: _union([bases.added(_union(after[name]))]) for name in had}
     keys, runs_with = np.unique(np.concatenate([*had.values(), _NONE]), return_counts=True)
     sizes = sizes_of(handle, keys)
     alone = sizes * (runs_with == 1)

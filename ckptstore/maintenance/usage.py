@@ -4,8 +4,9 @@
 of the past. *Exclusive* bytes would be freed if only this commit were removed; *shared* bytes are
 also needed by other commits. Both change as commits come and go.
 
-Every page is read once. Chunks are identified by the first 8 bytes of their ids, which suffices for
-sums: among a million chunks, the probability of one collision is one in thirty million.
+A commit needs the bases of its chunks that are stored as differences. Every page is read once.
+Chunks are identified by the first 8 bytes of their ids, which suffices for sums: among a million
+chunks, the probability of one collision is one in thirty million.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckptstore.core.ids import ChunkId, CommitId
+from ckptstore.core.model import NO_BASE
 from ckptstore.core.text import bytes_text
 from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of, read_document
@@ -85,7 +87,8 @@ def usage(
         progress("reading commits", done, len(rows))
         documents[commit] = read_document(handle.storage, row.session, commit)
     named = {commit: metadata_of(document) for commit, document in documents.items()}
-    keys, owner = _owned_keys(handle, list(named.values()))
+    bases = Bases(handle)
+    keys, owner = _owned_keys(handle, bases, list(named.values()))
     size_of = sizes_of(handle, keys)
     owned = owner != SHARED
     exclusive = np.bincount(owner[owned], size_of[owned], len(documents)).astype(np.int64)
@@ -94,7 +97,8 @@ def usage(
     for (commit, document), own_bytes in zip(documents.items(), exclusive.tolist(), strict=True):
         shared = None
         if commit in wanted:
-            at = np.searchsorted(keys, np.unique(_named_keys(handle, named[commit])))
+            needed = bases.added(_named_keys(handle, named[commit]))
+            at = np.searchsorted(keys, np.unique(needed))
             shared = int(size_of[at].sum()) - own_bytes
         commits.append(
             CommitUsage(commit, document.logical_bytes, document.new_bytes, own_bytes, shared)
@@ -110,7 +114,9 @@ def usage(
     )
 
 
-def _owned_keys(handle: StoreHandle, named: list[dict[ChunkId, int]]) -> tuple["Keys", "Counts"]:
+def _owned_keys(
+    handle: StoreHandle, bases: "Bases", named: list[dict[ChunkId, int]]
+) -> tuple["Keys", "Counts"]:
     """Every chunk's key, sorted, and the one commit that needs it, or SHARED. `named` has the
     metadata of each commit."""
     owners: dict[ChunkId, int] = {}
@@ -119,7 +125,7 @@ def _owned_keys(handle: StoreHandle, named: list[dict[ChunkId, int]]) -> tuple["
         kinds |= metadata
         for chunk in metadata:
             owners[chunk] = SHARED if chunk in owners else i
-    keys = [_named_keys(handle, {chunk: kind}) for chunk, kind in kinds.items()]
+    keys = [bases.added(_named_keys(handle, {chunk: kind})) for chunk, kind in kinds.items()]
     if not keys:
         return np.empty(0, np.uint64), np.empty(0, np.int64)
     counts = [len(part) for part in keys]
@@ -141,6 +147,26 @@ def _named_keys(handle: StoreHandle, metadata: Mapping[ChunkId, int]) -> "Keys":
         for content in decode_page(handle.objects.read_metadata(page)).leaves
     )
     return short_keys(b"".join((*ids, *named)))
+
+
+class Bases:
+    """Which bases do chunks need that are stored as differences?"""
+
+    def __init__(self, handle: StoreHandle) -> None:
+        deltas, bases = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
+        for pack in handle.log.state.packs.values():
+            table = footers.read_table(handle.storage, pack.id, metadata=pack.metadata)
+            keys, base = short_keys(table["chunk"].tobytes()), table["base"]
+            deltas.append(keys[base != NO_BASE])
+            bases.append(keys[base[base != NO_BASE]])
+        self._deltas, first = np.unique(np.concatenate(deltas), return_index=True)
+        self._bases = np.concatenate(bases)[first]
+
+    def added(self, keys: "Keys") -> "Keys":
+        """`keys`, then those of the bases of their chunks."""
+        at = np.searchsorted(self._deltas, keys)
+        known = np.append(self._deltas, np.uint64(0))[at] == keys
+        return np.concatenate((keys, self._bases[at[known & (at < len(self._deltas))]]))
 
 
 def sizes_of(handle: StoreHandle, keys: "Keys") -> "Counts":

@@ -5,26 +5,32 @@ Thread-safe.
 """
 
 import struct
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.objects.frames import Stored, compress, decompress
+from ckptstore.objects.frames import ENTROPY, MATCHES, Stored, compress, decompress
+
+Words: TypeAlias = npt.NDArray[np.unsignedinteger]
+Plane: TypeAlias = npt.NDArray[np.uint8]
 
 RAW, ZSTD, SPLIT_ZSTD, DELTA = range(4)
 KNOWN_CODECS = (RAW, ZSTD, SPLIT_ZSTD, DELTA)
 
 _NAMES = {"raw": RAW, "zstd": ZSTD, "split-zstd": SPLIT_ZSTD}
 
-_PROBE_BYTES = 16 << 10
-"""Part of a plane, or of each of its elements' bytes, that is compressed to choose how."""
-_SHARE_BYTES = 8 << 10
-_WORTH_A_TRY = 0.97
+_SAMPLED_MIN, _SAMPLED_MAX, _SAMPLED_PART = 2 << 10, 8 << 10, 8
+"""Elements from the middle of a chunk that are compressed to choose how: one of so many."""
+_BLOCK_BYTES = 512 << 10
+"""Bytes of elements that are split or joined at a time: with what is made of them on the way, they
+fit a processor's own cache."""
+_MATCHES_COST = 1.02
+"""Entropy alone takes half the time: it may leave so much more."""
 _BASE = struct.Struct("<QIB3x")
 _OFFSET_MAX = 1 << 62
-_WORDS = (1, 2, 4, 8)
 
 
 class Base(NamedTuple):
@@ -42,37 +48,61 @@ def codec_id(name: str) -> int:
     return _NAMES[name]
 
 
+class Sample(NamedTuple):
+    """What a sample of a chunk says: the way of each plane, None for raw, and what is stored of
+    each byte. `stored` is the whole, if the sample was."""
+
+    ways: Sequence[int | None]
+    share: float
+    stored: bytes | None
+
+
+def sample(raw: memoryview, width: int, base: memoryview | None = None) -> Sample:
+    """What planes would store of `raw`, or with `base` a delta would, by a sample."""
+    part = raw.nbytes // width // _SAMPLED_PART
+    nbytes = min(max(_SAMPLED_MIN, min(part, _SAMPLED_MAX)) * width, raw.nbytes)
+    start = (raw.nbytes - nbytes) // 2 // width * width
+    middle = slice(start, start + nbytes)
+    planes = _planes(raw[middle], width, None if base is None else base[middle])
+    best = [min(_frames(plane), key=lambda frame: frame[0]) for plane in planes]
+    ways = [way for _, way, _ in best]
+    stored = _assembled(ways, [part for _, _, part in best])
+    return Sample(ways, len(stored) / max(nbytes, 1), stored if nbytes == raw.nbytes else None)
+
+
+def _frames(plane: Stored) -> Iterator[tuple[float, int | None, Stored]]:
+    """A plane in each way, with what that costs."""
+    yield 0.95 * len(plane), None, plane
+    for way, cost in ((ENTROPY, 1), (MATCHES, _MATCHES_COST)):
+        frame = compress(plane, way)
+        yield len(frame) * cost, way, frame
+
+
 def encode(codec: int, raw: memoryview, width: int) -> tuple[int, Stored]:
     """The codec used and the stored bytes. Returns `raw` itself, not a copy, unless `codec`
     saves at least 5 %. A delta needs a base: for it, planes are tried."""
     if codec == RAW:
         return RAW, raw
+    stored: Stored
     if codec == ZSTD:
         stored = compress(raw)
     else:
-        codec, stored = SPLIT_ZSTD, _split(raw, width)
-    return (codec, stored) if _shrank(stored, raw) else (RAW, raw)
+        codec, stored = SPLIT_ZSTD, encode_planes(raw, width, sample(raw, width))
+    return (codec, stored) if len(stored) * 100 <= raw.nbytes * 95 else (RAW, raw)
 
 
-def encode_delta(raw: memoryview, base: memoryview, at: Base, width: int) -> bytes:
-    """`raw` as the difference from `base`, which has as many bytes and lies `at`."""
-    return _BASE.pack(*at) + _split(memoryview(_difference(raw, base, width)), width)
+def encode_planes(raw: memoryview, width: int, sampled: Sample) -> bytes:
+    """`raw` as planes, in the ways that a sample of it named."""
+    return sampled.stored or _split(raw, width, None, sampled.ways)
 
 
-def shares(raw: memoryview, base: memoryview | None, width: int) -> tuple[float, float]:
-    """What planes would store of each byte of `raw`, and what a delta would, by a sample from its
-    middle."""
-    nbytes = min(_SHARE_BYTES * width, raw.nbytes)
-    start = (raw.nbytes - nbytes) // 2 // width * width
-    middle = slice(start, start + nbytes)
-    if not nbytes:
-        return 1.0, 1.0
-    planes = len(_split(raw[middle], width)) / nbytes
-    if base is None:
-        return planes, 1.0
-    return planes, len(
-        _split(memoryview(_difference(raw[middle], base[middle], width)), width)
-    ) / nbytes
+def encode_delta(
+    raw: memoryview, base: memoryview, at: Base, width: int, sampled: Sample | None = None
+) -> bytes:
+    """`raw` as the difference from `base`, which has as many bytes and lies `at`; in the ways that
+    a sample of it named."""
+    found = sampled or sample(raw, width, base)
+    return _BASE.pack(*at) + (found.stored or _split(raw, width, base, found.ways))
 
 
 def base_of(stored: Stored) -> Base:
@@ -95,13 +125,7 @@ def moved(stored: Stored, at: Base) -> bytes:
 
 def decode_delta(stored: Stored, base: memoryview, out: memoryview, width: int) -> None:
     """Fill `out` with the raw bytes of a delta from the raw bytes of its base; raises `Corrupt`."""
-    _fill_split(memoryview(stored)[_BASE.size :], out, width)
-    unsigned, difference, whole = _words(out, width)
-    # The inverse of `_difference`: the lowest bit is the sign.
-    sign = difference & 1
-    difference >>= 1
-    difference ^= np.negative(sign, out=sign)
-    difference += np.frombuffer(base[:whole], unsigned)
+    _fill_split(memoryview(stored)[_BASE.size :], out, width, base)
 
 
 def decode_into(codec: int, stored: Stored, out: memoryview, width: int) -> None:
@@ -126,79 +150,148 @@ def decode_into(codec: int, stored: Stored, out: memoryview, width: int) -> None
         )
 
 
-def _shrank(stored: Stored, raw: memoryview) -> bool:
-    return len(stored) * 100 <= raw.nbytes * 95
+def _split(
+    raw: memoryview, width: int, base: memoryview | None, ways: Sequence[int | None]
+) -> bytes:
+    """The planes of `raw`, or of its difference from `base`, in these ways if they shrink so."""
+    used, parts = list(ways), list[Stored]()
+    for i, plane in enumerate(_planes(raw, width, base)):
+        way = used[i]
+        frame = plane if way is None else compress(plane, way)
+        if len(frame) * 100 > len(plane) * 95:
+            used[i], frame = None, plane
+        parts.append(frame)
+    return _assembled(used, parts)
 
 
-def _split(raw: memoryview, width: int) -> bytes:
-    whole = raw.nbytes - raw.nbytes % width
-    columns = np.frombuffer(raw[:whole], np.uint8).reshape(-1, width)
-    flags, parts = bytearray(width), []
-    for i in range(width):
-        # A plane is gathered into a copy: its bytes do not lie together in `raw`.
-        plane = b"".join((columns[:, i].tobytes(), raw[whole:] if i == width - 1 else b""))
-        packed = _packed(plane)
-        flags[i] = packed is not None
-        parts.append(plane if packed is None else packed)
-    return b"".join((flags, struct.pack(f"<{width}I", *map(len, parts)), *parts))
+def _assembled(ways: Sequence[int | None], parts: Sequence[Stored]) -> bytes:
+    flags = bytes(way is not None for way in ways)
+    return b"".join((flags, struct.pack(f"<{len(parts)}I", *map(len, parts)), *parts))
 
 
-def _packed(plane: bytes) -> bytes | None:
-    """A plane as a frame, by the way that makes the least of a sample; None unless it shrinks."""
-    start = max(len(plane) - _PROBE_BYTES, 0) // 2
-    probe = plane[start : start + _PROBE_BYTES]
-    frames = [compress(probe, literals=literals) for literals in (False, True)]
-    packed = min(frames, key=len)
-    if len(probe) < len(plane):
-        if len(packed) > _WORTH_A_TRY * len(probe):
-            return None
-        packed = compress(plane, literals=packed is frames[1])
-    return packed if len(packed) * 100 <= len(plane) * 95 else None
+def _planes(raw: memoryview, width: int, base: memoryview | None) -> list[memoryview]:
+    """The first bytes of all elements of `raw`, or of its difference from `base`, then all second
+    bytes, and so on. The last plane goes on with what follows the last whole element."""
+    words, tail = _elements(raw, width), _tail(raw, width, base, _subtract)
+    bases = None if base is None else _elements(base, width)
+    planes = list(np.empty((width, len(words)), np.uint8))
+    scratch = np.empty((2, min(len(words), _BLOCK_BYTES // words.itemsize)), words.dtype)
+    for some, i, rows in _blocks(words, planes):
+        word, (shifted, changed) = words[some, i], scratch[:, : some.stop - some.start]
+        if bases is not None:
+            changed[...] = word
+            _subtract(changed, bases[some, i])
+            word = changed
+        for n, row in enumerate(rows):
+            row[some] = np.right_shift(word, 8 * n, out=shifted) if n else word
+    found = [plane.data for plane in planes]
+    if tail:
+        found[-1] = memoryview(b"".join((found[-1], tail)))
+    return found
 
 
-def _words(
-    out: memoryview, width: int
-) -> tuple[npt.DTypeLike, npt.NDArray[np.unsignedinteger], int]:
-    """The whole words of `out`, their type, and the number of their bytes."""
-    word = width if width in _WORDS else 8 if width == 16 else 1
-    whole, unsigned = out.nbytes - out.nbytes % word, f"<u{word}"
-    return unsigned, np.frombuffer(out[:whole], unsigned), whole
+def _fill_split(
+    stored: memoryview, out: memoryview, width: int, base: memoryview | None = None
+) -> None:
+    """Fill `out` from planes, which are those of its difference from `base` if that is given."""
+    words = _elements(out, width)
+    bases = None if base is None else _elements(base, width)
+    planes = [np.frombuffer(plane, np.uint8) for plane in _stored_planes(stored, out.nbytes, width)]
+    for some, i, rows in _blocks(words, planes):
+        word = words[some, i]
+        _join([row[some] for row in rows], word)
+        if bases is not None:
+            _add(word, bases[some, i])
+    out[words.nbytes :] = planes[-1][len(words) :].data
+    out[words.nbytes :] = _tail(out, width, base, _add)
 
 
-def _difference(raw: memoryview, base: memoryview, width: int) -> bytearray:
-    """The difference of two chunks' words as unsigned integers, with its sign as the lowest bit:
-    near floats of one sign are near integers, so the high bytes of both small differences are
-    zero. What follows the last whole word stays."""
-    out = bytearray(raw)
-    unsigned, difference, whole = _words(memoryview(out), width)
-    difference -= np.frombuffer(base[:whole], unsigned)
-    signed = difference.view(f"<i{difference.itemsize}")
-    sign = signed >> (8 * difference.itemsize - 1)
-    difference <<= 1
-    difference ^= sign.view(unsigned)
-    return out
-
-
-def _fill_split(stored: memoryview, out: memoryview, width: int) -> None:
-    head = 5 * width
-    sizes = struct.unpack(f"<{width}I", stored[width:head]) if stored.nbytes >= head else ()
-    if not sizes or head + sum(sizes) != stored.nbytes or max(stored[:width]) > 1:
+def _stored_planes(stored: memoryview, nbytes: int, width: int) -> Iterator[Stored]:
+    """The planes of a chunk of `nbytes`; raises `Corrupt`."""
+    at = 5 * width
+    sizes = struct.unpack(f"<{width}I", stored[width:at]) if stored.nbytes >= at else ()
+    if not sizes or at + sum(sizes) != stored.nbytes or max(stored[:width]) > 1:
         raise Corrupt(
             f"the planes of a split-zstd chunk of {stored.nbytes} bytes do not add up; run "
             "`ckptstore fsck`"
         )
-    elements, whole = out.nbytes // width, out.nbytes - out.nbytes % width
-    columns = np.frombuffer(out[:whole], np.uint8).reshape(-1, width)
-    start = head
     for i, (flag, size) in enumerate(zip(stored[:width], sizes, strict=True)):
-        wanted = elements + (out.nbytes - whole if i == width - 1 else 0)
-        part = stored[start : start + size]
-        plane = memoryview(decompress(part, wanted, min_bytes=wanted)) if flag else part
-        if plane.nbytes != wanted:
+        wanted = nbytes // width + (nbytes % width if i == width - 1 else 0)
+        part = stored[at : at + size]
+        plane = decompress(part, wanted, min_bytes=wanted) if flag else part
+        if len(plane) != wanted:
             raise Corrupt(
-                f"plane {i} of a split-zstd chunk has {plane.nbytes} bytes; wanted {wanted}; run "
+                f"plane {i} of a split-zstd chunk has {len(plane)} bytes; wanted {wanted}; run "
                 "`ckptstore fsck`"
             )
-        columns[:, i] = np.frombuffer(plane[:elements], np.uint8)
-        start += size
-    out[whole:] = plane[elements:]
+        yield plane
+        at += size
+
+
+def _word(width: int) -> int:
+    """The bytes of the words of which elements of `width` bytes consist."""
+    return width if width in (1, 2, 4, 8) else 8 if width == 16 else 1
+
+
+def _elements(data: memoryview, width: int) -> Words:
+    """The whole elements, as a row of words each."""
+    word = _word(width)
+    whole = data.nbytes - data.nbytes % width
+    return np.frombuffer(data[:whole], f"<u{word}").reshape(-1, width // word)
+
+
+def _tail(
+    data: memoryview, width: int, base: memoryview | None, change: Callable[[Words, Words], None]
+) -> bytearray:
+    """What follows the last whole element, its whole words changed by those of `base`."""
+    whole, word = data.nbytes - data.nbytes % width, _word(width)
+    tail = bytearray(data[whole:])
+    if base is not None:
+        nbytes = len(tail) - len(tail) % word
+        words = np.frombuffer(memoryview(tail)[:nbytes], f"<u{word}")
+        change(words, np.frombuffer(base[whole : whole + nbytes], words.dtype))
+    return tail
+
+
+def _blocks(words: Words, planes: Sequence[Plane]) -> Iterator[tuple[slice, int, Sequence[Plane]]]:
+    """The rows in parts that fit a processor's own cache, by column, with its planes."""
+    step = _BLOCK_BYTES // words.itemsize
+    for start in range(0, len(words), step):
+        for i in range(words.shape[1]):
+            of = slice(i * words.itemsize, (i + 1) * words.itemsize)
+            yield slice(start, min(start + step, len(words))), i, planes[of]
+
+
+def _join(planes: Sequence[Plane], out: Words) -> None:
+    """Fill `out` with the words whose bytes are in `planes`, the lowest first."""
+    used = [i for i, plane in enumerate(planes) if plane[0] or plane.max()]
+    if out.itemsize > 4:
+        # Shifts of eight planes take longer than writing every eighth byte.
+        out[...] = 0
+        columns = out[:, None].view(np.uint8)
+        for i in used:
+            columns[:, i] = planes[i]
+        return
+    top = max(used, default=0)
+    out[...] = planes[top]
+    for plane in planes[top - 1 :: -1] if top else ():
+        out <<= 8
+        out |= plane
+
+
+def _subtract(words: Words, bases: Words) -> None:
+    """Make differences of words as unsigned integers, with the sign as the lowest bit: near floats
+    of one sign are near integers, so the high bytes of both small differences are zero."""
+    words -= bases
+    sign = words.view(f"<i{words.itemsize}") >> (8 * words.itemsize - 1)
+    words <<= 1
+    words ^= sign.view(words.dtype)
+
+
+def _add(differences: Words, bases: Words) -> None:
+    """The inverse of `_subtract`."""
+    sign = np.negative(differences.astype(np.uint8) & 1).view(np.int8)
+    differences >>= 1
+    signed = differences.view(f"<i{differences.itemsize}")
+    signed ^= sign
+    differences += bases

@@ -189,8 +189,22 @@ def keys_of(name: PackId, *, metadata: bool) -> tuple[str, ...]:
     return (pack_key(name), twin_key(name)) if metadata else (pack_key(name),)
 
 
+class Buffer:
+    """Memory into which one thread reads run after run: fresh memory costs as much as a copy."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(b"")
+
+    def of(self, nbytes: int) -> memoryview:
+        """`nbytes` of it; what it held before is gone."""
+        if len(self._memory) < nbytes:
+            self._memory = memoryview(bytearray(nbytes))
+        return self._memory[:nbytes]
+
+
 class DecodedBases:
-    """The raw bytes of bases that one thread decoded last, for the deltas that it reads next."""
+    """The raw bytes of chunks that one thread decoded last and that are no deltas, for the deltas
+    that it reads next."""
 
     def __init__(self) -> None:
         self._raws: dict[tuple[str, codecs.Base], memoryview] = {}
@@ -201,8 +215,9 @@ class DecodedBases:
 
     def put(self, key: str, base: codecs.Base, raw: memoryview) -> None:
         """Keep `raw`, and of those before as many as fit into two runs."""
+        if (key, base) not in self._raws:
+            self._nbytes += raw.nbytes
         self._raws[key, base] = raw
-        self._nbytes += raw.nbytes
         while self._nbytes > 2 * RUN_BYTES and len(self._raws) > 1:
             self._nbytes -= self._raws.pop(next(iter(self._raws))).nbytes
 
@@ -214,11 +229,13 @@ def read_run(
     *,
     verify_ids: bool = True,
     bases: DecodedBases | None = None,
+    buffer: Buffer | None = None,
 ) -> list[StoredChunk | Problem]:
     """Read, decode and verify the chunks of a run: each chunk, or why it cannot be read.
 
     `keys` are objects with the same bytes; the later ones supply what the first lacks. A damaged
-    range is read again chunk by chunk. `bases`, if given, is for further runs as well.
+    range is read again chunk by chunk. `bases`, if given, is for further runs as well. The stored
+    bytes lie in `buffer`, if that is given.
     """
     decoded = DecodedBases() if bases is None else bases
 
@@ -227,7 +244,7 @@ def read_run(
 
     first, others = keys[0], keys[1:]
     direct = run.out is not None and all(entry.codec == codecs.RAW for entry in run.entries)
-    whole = None if direct else memoryview(bytearray(run.stored_bytes))
+    whole = None if direct else (buffer or Buffer()).of(run.stored_bytes)
     each = range(len(run.entries))
     found: list[StoredChunk | Problem]
     try:
@@ -280,9 +297,14 @@ def _decoded(
         bases = _Bases(storage, key, run.entries[some], parts, decoded)
         for entry, stored, memory in zip(run.entries[some], parts, out, strict=True):
             try:
-                yield StoredChunk(entry, stored, _raw(entry, stored, memory, bases))
+                raw = _raw(entry, stored, memory, bases)
             except Corrupt as error:
                 yield error
+                continue
+            if entry.codec not in (codecs.RAW, codecs.DELTA) and memory is None:
+                at = codecs.Base(entry.offset, entry.stored_bytes, entry.codec)
+                decoded.put(key, at, raw)
+            yield StoredChunk(entry, stored, raw)
 
 
 def _raw(
@@ -346,8 +368,9 @@ class _Bases:
     def raw(self, entry: PackEntry, stored: memoryview) -> memoryview:
         """The raw bytes of the base of a delta, which are as many as its own; raises `Corrupt`."""
         base = codecs.base_of(stored)
-        if base in self._known and self._known[base].nbytes == entry.raw_bytes:
-            return self._known[base]
+        known = self._known.get(base) or self._decoded.get(self._key, base)
+        if known is not None and known.nbytes == entry.raw_bytes:
+            return known
         if base not in self._stored:
             raise Corrupt(
                 f"the base of chunk {entry.chunk.hex()[:12]} cannot be read at offset {base.offset}"

@@ -27,6 +27,7 @@ from ckptstore.log.state import Pack, State
 from ckptstore.objects import codecs
 from ckptstore.repository.chunk_reader import (
     METADATA_BYTES_MAX,
+    Buffer,
     FileRange,
     Problem,
     Request,
@@ -343,6 +344,7 @@ class ObjectStore:
     ) -> None:
         """Carry out the reads `numbers`. Chunks whose pack is absent, or which the index misplaces,
         are added to `moved`."""
+        buffer = Buffer()
         for number in numbers:
             pack, run = runs[number]
             for i, entry in zip(run.positions, run.entries, strict=True):
@@ -352,7 +354,7 @@ class ObjectStore:
                         f"wanted {len(request.out[i])}; run `ckptstore fsck`"
                     )
             keys = keys_of(pack.id, metadata=pack.metadata)
-            found = read_run(self.storage, keys, run, verify_ids=request.verify_ids)
+            found = read_run(self.storage, keys, run, verify_ids=request.verify_ids, buffer=buffer)
             for n, chunk in enumerate(found):
                 if isinstance(chunk, StoredChunk):
                     if self._cache is not None:

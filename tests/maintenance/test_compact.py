@@ -1,6 +1,8 @@
 """Compacted commits are the same commits in fewer bytes, whatever happens meanwhile."""
 
+import shutil
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,10 @@ STEPS = 9
 POLICY = CompactPolicy(newest=1, every=4)
 
 
+@cache
 def trained(step: int) -> dict[str, Any]:
     """A state whose weights move a little at each step, with a frozen part and incompressible
-    bytes."""
+    bytes. Nobody changes it."""
     random = torch.Generator().manual_seed(0)
     start = torch.randn(60_000, generator=random)
     moves = torch.randn(60_000, generator=torch.Generator().manual_seed(step)) * 1e-4
@@ -65,9 +68,17 @@ def place(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return scratch / "store"
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that tests copy."""
+    made = tmp_path_factory.mktemp("made") / "store"
+    make(made)
+    return made
+
+
 @pytest.fixture
-def store(place: Path) -> Any:
-    make(place)
+def store(place: Path, made: Path) -> Any:
+    shutil.copytree(made, place)
     with at(place).open() as found:
         yield found
 
@@ -193,3 +204,22 @@ def test_a_lost_configuration_is_not_taken_for_that_of_a_store_with_zstd(
     with opened(place) as handle:
         assert handle.config.codec == "raw"
     verify(place)
+
+
+def test_a_base_that_only_differences_need_is_not_unreferenced(store: Store) -> None:
+    store.compact(POLICY)
+    store.gc(grace_s=0, max_unused=0)
+    rest = store.usage().unreferenced_bytes  # footers, and gaps between runs
+    base, *others = (2, 0, 1, 3)
+    store.forget([base])
+    store.gc(grace_s=0, max_unused=0)
+    found = store.usage()
+    assert found.unreferenced_bytes < rest + 1000
+    needed = store.forecast([KeepLast(1)], all_runs=True).needed_bytes
+    assert needed == found.stored_bytes - found.unreferenced_bytes
+    weights = len(trained(0)["model"]["weight"]) * 4
+    exclusive = [commit.exclusive_bytes for commit in store.usage().commits]
+    store.forget(others[1:])
+    store.gc(grace_s=0, max_unused=0)
+    grown = store.usage().commits[-1].exclusive_bytes - exclusive[-1]
+    assert grown > weights / 2, "the base is now needed by one commit alone"

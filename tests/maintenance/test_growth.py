@@ -41,7 +41,7 @@ def check_flat(sizes: dict[int, int], early: int) -> None:
 
 
 def test_entries_do_not_grow_with_the_number_of_commits(tmp_path: Path) -> None:
-    check_flat(sizes_of_commits(tmp_path / "store", 300, 20), 40)
+    check_flat(sizes_of_commits(tmp_path / "store", 160, 20), 40)
 
 
 @pytest.mark.soak

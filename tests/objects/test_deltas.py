@@ -16,7 +16,7 @@ from ckptstore.objects.codecs import (
     encode,
     encode_delta,
     moved,
-    shares,
+    sample,
 )
 from tests.support.mutations import damaged
 
@@ -71,7 +71,7 @@ def test_weights_that_moved_a_little_shrink_to_less_than_their_planes() -> None:
     random = np.random.default_rng(0)
     base = random.standard_normal(1 << 16).astype("<f4")
     raw = memoryview((base * (1 + 1e-4 * random.standard_normal(1 << 16))).astype("<f4").tobytes())
-    planes, delta = shares(raw, memoryview(base.tobytes()), 4)
+    planes, delta = sample(raw, 4).share, sample(raw, 4, memoryview(base.tobytes())).share
     stored = encode_delta(raw, memoryview(base.tobytes()), BASE, 4)
     assert delta < 0.6 < planes < 0.9
     assert len(stored) / len(raw) == pytest.approx(delta, abs=0.02)
@@ -79,7 +79,7 @@ def test_weights_that_moved_a_little_shrink_to_less_than_their_planes() -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 7])
 def test_a_share_of_next_to_nothing_is_known(nbytes: int) -> None:
-    assert all(share >= 0.5 for share in shares(memoryview(bytes(nbytes)), None, 8))
+    assert sample(memoryview(bytes(nbytes)), 8).share >= 0.5
 
 
 def test_a_chunk_that_has_lost_its_base_is_stored_as_planes() -> None:

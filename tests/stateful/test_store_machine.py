@@ -1,4 +1,5 @@
-"""Random commits, checkouts, tags, gcs, crashes and reopenings, by two writers, against a dict."""
+"""Random commits, checkouts, tags, thinnings, compactions, gcs, mirrors, crashes and reopenings, by
+two writers, against a dict."""
 
 import os
 import tempfile
@@ -22,7 +23,7 @@ from hypothesis.stateful import (
 
 import ckptstore
 from ckptstore.core.ids import CommitId
-from ckptstore.errors import Conflict, NotFound
+from ckptstore.errors import Conflict, NotFound, Thinned
 from ckptstore.log.state import NEWEST_KEPT
 from ckptstore.maintenance.compact.plan import CompactPolicy
 from ckptstore.maintenance.retention import KeepLast
@@ -45,6 +46,8 @@ WRITERS = st.integers(0, 1)
 CONTENTS = st.integers(0, 5)
 """Few, so that most commits find chunks of others."""
 
+GLOBS = st.sampled_from(("model/own", "step"))
+
 POLICIES = st.builds(CompactPolicy, newest=st.integers(0, 2), every=st.integers(1, 4))
 
 ANY = st.integers(0, 2**16)
@@ -61,8 +64,23 @@ def content(seed: int) -> dict[str, Any]:
     return state | {"step": seed}
 
 
+def without(state: dict[str, Any], glob: str) -> dict[str, Any]:
+    """`state` as a thinning by `glob`, which is a path, leaves it."""
+    key, _, name = glob.partition("/")
+    rest = {each: value for each, value in state.items() if each != key}
+    if name and key in state:
+        rest[key] = {each: value for each, value in state[key].items() if each != name}
+    return rest
+
+
+def has(state: dict[str, Any], glob: str) -> bool:
+    key, _, name = glob.partition("/")
+    return key in state and (not name or name in state[key])
+
+
 class StoreMachine(RuleBasedStateMachine):
-    """The model: what was committed by whom, in order, what is forgotten, and what tags say.
+    """The model: what was committed by whom, in the order of places, what is forgotten, and what
+    tags say. A thinned commit has the `origin` of the commit that it replaced, and its place.
 
     No rule has a precondition: whether a crash leaves a commit differs from run to run, and
     Hypothesis must be able to draw the same again.
@@ -79,6 +97,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.order: list[CommitId] = []
         self.contents: dict[CommitId, Any] = {}
         self.runs: dict[CommitId, str] = {}
+        self.origin: dict[CommitId, CommitId] = {}
         self.forgotten: set[CommitId] = set()
         self.tags: dict[str, CommitId] = {}
 
@@ -87,6 +106,10 @@ class StoreMachine(RuleBasedStateMachine):
     @property
     def place(self) -> Path:
         return self.disk / STORE
+
+    @property
+    def mirror(self) -> Path:
+        return self.folder / "mirror"
 
     @property
     def live(self) -> list[CommitId]:
@@ -108,8 +131,33 @@ class StoreMachine(RuleBasedStateMachine):
         COUNTS["commits"] += 1
         self.order.append(commit)
         self.contents[commit], self.runs[commit] = content(seed), run
+        self.origin[commit] = commit
         if tag:
             self.tags[tag] = commit
+
+    def to_thin(self, run: str, keep: int, glob: str) -> list[CommitId]:
+        """The commits that `KeepLast(keep).thin(glob)` replaces in a run."""
+        kept = {*self.live_in(run)[-keep:], *self.pinned()}
+        live = self.live_in(run)
+        return [
+            commit for commit in live if commit not in kept and has(self.contents[commit], glob)
+        ]
+
+    def thinned(self, run: str, glob: str, planned: list[CommitId]) -> list[CommitId]:
+        """Take over from the store which of the planned commits were replaced, and return them: the
+        history is as long as before, with the others where they were."""
+        before, done = self.live_in(run), []
+        after = [info.id for info in self.stores[0].log(run=run)][::-1]
+        for old, new in zip(before, after, strict=True):
+            if old != new:
+                assert old in planned and new not in self.contents
+                self.order.insert(self.order.index(old) + 1, new)
+                self.contents[new], self.runs[new] = without(self.contents[old], glob), run
+                self.origin[new] = self.origin[old]
+                self.forgotten.add(old)
+                done.append(old)
+        COUNTS["thinned commits"] += len(done)
+        return done
 
     def purged(self) -> None:
         self.order = self.live
@@ -117,9 +165,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -- ordinary life --
 
-    @initialize(seeds=st.lists(st.tuples(WRITERS, CONTENTS), max_size=4))
+    @initialize(seeds=st.lists(st.tuples(WRITERS, CONTENTS), max_size=10))
     def begin(self, seeds: list[tuple[int, int]]) -> None:
-        """With a few commits, for a store that has none until the end shows little."""
+        """With some commits: a store that has none until the end shows little, and the newest of a
+        run are neither thinned nor forgotten."""
         COUNTS["machines"] += 1
         self.open_writers()
         for who, seed in seeds:
@@ -143,9 +192,14 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.live:
             return
         commit = self.live[any % len(self.live)]
-        assert_same(
-            self.stores[who].checkout(commit).state_dict(), self.contents[commit], "checkout"
-        )
+        snapshot = self.stores[who].checkout(commit)
+        leaves = snapshot.leaves()
+        there = {leaf.path for leaf in leaves if not leaf.gone}
+        state = snapshot.state_dict(select=there.__contains__)
+        assert_same(state, self.contents[commit], "checkout")
+        if len(there) < len(leaves):
+            with pytest.raises(Thinned):
+                snapshot.state_dict()
 
     @rule(who=WRITERS)
     def resume(self, who: int) -> None:
@@ -198,8 +252,29 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.forgotten:
             return
         commit = sorted(self.forgotten)[any % len(self.forgotten)]
+        there = {other for other in self.live if self.origin[other] == self.origin[commit]}
+        if there & {*self.tags.values()}:
+            with pytest.raises(Conflict):
+                self.stores[who].undelete(commit)
+            return
         self.stores[who].undelete(commit)
         self.forgotten.remove(commit)
+        self.forgotten |= there
+
+    @rule(who=WRITERS, keep=st.integers(1, 2), glob=GLOBS)
+    def thin(self, who: int, keep: int, glob: str) -> None:
+        planned = self.to_thin(RUNS[who], keep, glob)
+        self.stores[who].forget(KeepLast(keep).thin(glob))
+        assert self.thinned(RUNS[who], glob, planned) == planned
+
+    @rule(who=WRITERS)
+    def push(self, who: int) -> None:
+        """The mirror forgets nothing: it has a commit of each place, and of no place two."""
+        self.stores[who].push(self.mirror, create=True, force=True)
+        COUNTS["pushes"] += 1
+        origins = [self.origin[commit] for commit in view_of(self.mirror).live]
+        assert len(origins) == len(set(origins))
+        assert {self.origin[commit] for commit in self.live} <= set(origins)
 
     @rule(who=WRITERS, max_unused=st.sampled_from((0.0, 0.3)), grace_s=st.sampled_from((0, 3600)))
     def gc(self, who: int, max_unused: float, grace_s: int) -> None:
@@ -252,6 +327,13 @@ class StoreMachine(RuleBasedStateMachine):
     def crash_in_a_compaction(self, who: int, policy: CompactPolicy, any: int, power: bool) -> None:
         self._crash(who, lambda store: store.compact(policy), any, power)
 
+    @rule(who=WRITERS, keep=st.integers(1, 3), glob=GLOBS, any=ANY, power=st.booleans())
+    def crash_in_a_thinning(self, who: int, keep: int, glob: str, any: int, power: bool) -> None:
+        planned = self.to_thin(RUNS[who], keep, glob)
+        self._crash(who, lambda store: store.forget(KeepLast(keep).thin(glob)), any, power)
+        done = self.thinned(RUNS[who], glob, planned)
+        assert set(done) <= set(planned)
+
     def _crash(self, who: int, work: Callable[[Store], Any], any: int, power: bool) -> Any:
         """Do `work`, but let the machine stop after any of its changes: both writers are gone, the
         disk is as it was then."""
@@ -294,16 +376,18 @@ class StoreMachine(RuleBasedStateMachine):
             if self.stores:
                 assert_sound(self.place, self.contents)
                 assert_no_garbage_after_gc(self.place, self.contents)
+                if self.mirror.is_dir():
+                    assert_sound(self.mirror, self.contents)
         finally:
             rmtree(self.folder)
 
 
 @pytest.mark.timeout(900)
 def test_a_store_is_what_a_dict_of_its_commits_says() -> None:
-    """Some three hundred steps, the first commits of each machine not counted; the long test makes
+    """Some two hundred steps, the first commits of each machine not counted; the long test makes
     a hundred times as many."""
     run_state_machine_as_test(
-        StoreMachine, settings=settings(max_examples=6, stateful_step_count=60)
+        StoreMachine, settings=settings(max_examples=4, stateful_step_count=60)
     )  # type: ignore[no-untyped-call]
 
 
@@ -315,4 +399,5 @@ def test_a_store_is_what_a_dict_says_for_very_long() -> None:
     )
     before = COUNTS.copy()
     run_state_machine_as_test(StoreMachine, settings=long)  # type: ignore[no-untyped-call]
+    assert (COUNTS - before)["thinned commits"] > 0
     print(", ".join(f"{count} {what}" for what, count in (COUNTS - before).items()))

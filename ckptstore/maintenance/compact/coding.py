@@ -8,6 +8,7 @@ other. A chunk that does not shrink by 5 % stays where it is.
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from ckptstore.maintenance.gc.mark import Keys, short_keys
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR, align
 from ckptstore.repository import footers
+from ckptstore.repository.chunk_reader import Buffer
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.pack_writer import OpenPack, PackWriter
 
@@ -108,36 +110,48 @@ class Candidates:
         return np.isin(where["pack"], coded)
 
 
+@dataclass(slots=True)
+class _Base:
+    """The base of a place: of each of its bytes, planes store `share`. Its record's number is None
+    as long as it has none."""
+
+    chunk: Chunk
+    raw: memoryview
+    share: float
+    record: int | None
+
+
 class StripCoder:
     """Codes strips on one thread, into packs of its own."""
 
     def __init__(self, objects: ObjectStore, writer: PackWriter, coded: Coded) -> None:
         self._objects, self._writer, self._coded = objects, writer, coded
         self._pack: OpenPack | None = None
+        self._base_memory, self._memory = Buffer(), Buffer()
 
     def code(self, places: Sequence[Sequence[Chunk]], key: int, done: set[ChunkId]) -> None:
         """Code the candidates of each place; those that were are added to `done`."""
         total = sum(chunk.raw_bytes for chunks in places for chunk in chunks)
         self._pack = self._writer.pack_with_room(total)
-        bases = [_base(chunks, key) for chunks in places]
-        raws = self._read(bases)
-        self._begin(bases)
-        records: list[int | None] = [
-            None if raw is None else self._planes(base, raw)
-            for base, raw in zip(bases, raws, strict=True)
+        chosen = [_base(chunks, key) for chunks in places]
+        self._begin(chosen)
+        bases = [
+            None if raw is None else self._store_base(chunk, raw)
+            for chunk, raw in zip(chosen, self._read(chosen, self._base_memory), strict=True)
         ]
         self._pack.flush()
         for member in sorted({chunk.member for chunks in places for chunk in chunks}):
             at = [
-                (i, chunk)
-                for i, chunks in enumerate(places)
+                (base, chunk)
+                for base, chunks in zip(bases, places, strict=True)
                 for chunk in chunks
-                if chunk.member == member and chunk.id != bases[i].id and raws[i] is not None
+                if chunk.member == member and base is not None and chunk.id != base.chunk.id
             ]
             self._begin([chunk for _, chunk in at])
-            for (i, chunk), raw in zip(at, self._read([chunk for _, chunk in at]), strict=True):
+            raws = self._read([chunk for _, chunk in at], self._memory)
+            for (base, chunk), raw in zip(at, raws, strict=True):
                 if raw is not None:
-                    records[i] = self._difference(chunk, raw, bases[i], raws[i], records[i])
+                    self._store(chunk, raw, base)
             self._pack.flush()
         done.update(chunk.id for chunks in places for chunk in chunks)
 
@@ -145,37 +159,34 @@ class StripCoder:
         assert self._pack is not None
         self._pack.pad_to(align(self._pack.offset, sum(chunk.raw_bytes for chunk in chunks)))
 
-    def _planes(self, chunk: Chunk, raw: memoryview) -> int | None:
+    def _store_base(self, chunk: Chunk, raw: memoryview) -> "_Base":
+        """Store the planes of a base, if that is worth it."""
+        sampled = codecs.sample(raw, chunk.width)
+        return _Base(chunk, raw, sampled.share, self._store_planes(chunk, raw, sampled))
+
+    def _store_planes(self, chunk: Chunk, raw: memoryview, sampled: codecs.Sample) -> int | None:
         """Store a chunk's planes, if that is worth it; the number of its record."""
-        if codecs.shares(raw, None, chunk.width)[0] * len(raw) > WORTH * chunk.stored_bytes:
+        if sampled.share * len(raw) > WORTH * chunk.stored_bytes:
             return None
-        codec, stored = codecs.encode(codecs.SPLIT_ZSTD, raw, chunk.width)
+        stored = codecs.encode_planes(raw, chunk.width, sampled)
         if len(stored) > WORTH * chunk.stored_bytes:
             return None
-        return self._append(chunk, raw, codec, stored)
+        return self._append(chunk, raw, codecs.SPLIT_ZSTD, stored)
 
-    def _difference(
-        self,
-        chunk: Chunk,
-        raw: memoryview,
-        base: Chunk,
-        base_raw: memoryview | None,
-        record: int | None,
-    ) -> int | None:
-        """Store a chunk, as the difference from its base if that is worth it; the number of the
-        base's record, which is written unchanged if it was not before."""
-        assert self._pack is not None and base_raw is not None
-        planes, delta = codecs.shares(raw, base_raw, chunk.width)
-        if delta > WORTH * planes or delta * len(raw) > WORTH * chunk.stored_bytes:
-            self._planes(chunk, raw)
-            return record
-        number = self._append(base, base_raw, codecs.RAW, base_raw) if record is None else record
-        entry = self._pack.entries[number]
+    def _store(self, chunk: Chunk, raw: memoryview, base: "_Base") -> None:
+        """Store a chunk, as the difference from its base if that is worth it. Then the base is
+        written, too, unchanged if it was not worth coding."""
+        assert self._pack is not None
+        delta = codecs.sample(raw, chunk.width, base.raw)
+        if delta.share > WORTH * base.share or delta.share * len(raw) > WORTH * chunk.stored_bytes:
+            self._store_planes(chunk, raw, codecs.sample(raw, chunk.width))
+            return
+        if base.record is None:
+            base.record = self._append(base.chunk, base.raw, codecs.RAW, base.raw)
+        entry = self._pack.entries[base.record]
         at = codecs.Base(entry.offset, entry.stored_bytes, entry.codec)
-        self._append(
-            chunk, raw, codecs.DELTA, codecs.encode_delta(raw, base_raw, at, chunk.width), number
-        )
-        return number
+        stored = codecs.encode_delta(raw, base.raw, at, chunk.width, delta)
+        self._append(chunk, raw, codecs.DELTA, stored, base.record)
 
     def _append(
         self,
@@ -195,18 +206,23 @@ class StripCoder:
         self._coded.add(chunk, nbytes, delta=base != NO_BASE)
         return len(self._pack.entries) - 1
 
-    def _read(self, chunks: Sequence[Chunk]) -> list[memoryview | None]:
-        """The chunks' raw bytes; None for those that cannot be read."""
-        return read_raws(self._objects, chunks, self._coded.problems.append)
+    def _read(self, chunks: Sequence[Chunk], memory: Buffer) -> list[memoryview | None]:
+        """The chunks' raw bytes, in `memory`; None for those that cannot be read."""
+        return read_raws(self._objects, chunks, memory, self._coded.problems.append)
 
 
 def read_raws(
-    objects: ObjectStore, chunks: Sequence[Chunk], problem: Callable[[str], None]
+    objects: ObjectStore,
+    chunks: Sequence[Chunk],
+    memory: Buffer,
+    problem: Callable[[str], None],
 ) -> list[memoryview | None]:
     """Raw bytes of chunks, compared with their checksums: the gc that follows compares what was
     coded with the ids. Those that are damaged, or that a gc has taken away with their commits, are
     None, and told to `problem`."""
-    out = [memoryview(bytearray(chunk.raw_bytes)) for chunk in chunks]
+    ends = list(accumulate((chunk.raw_bytes for chunk in chunks), initial=0))
+    whole = memory.of(ends[-1])
+    out = [whole[start:stop] for start, stop in pairwise(ends)]
 
     def read(some: slice) -> None:
         objects.read_into(
@@ -236,22 +252,29 @@ def estimate(
     sampled = places[:: 1 if coded.raw_bytes < SAMPLED_BYTES else SAMPLED_PLACES]
     total = sum(chunk.stored_bytes for chunks in places for chunk in chunks)
     known = sum(chunk.stored_bytes for chunks in sampled for chunk in chunks)
+    memory = Buffer()
     for chunks in sampled:
         base = _base(chunks, key)
         others = [chunk for chunk in chunks if chunk.id != base.id]
-        base_raw, *raws = read_raws(objects, [base, *others], coded.problems.append)
-        written = base_raw is None
-        for chunk, raw in zip((base, *others), (base_raw, *raws), strict=True):
-            if raw is None or base_raw is None:
+        base_raw, *raws = read_raws(objects, [base, *others], memory, coded.problems.append)
+        if base_raw is None:
+            continue
+        share = codecs.sample(base_raw, base.width).share
+        times = total / known
+        written = share * len(base_raw) <= WORTH * base.stored_bytes
+        if written:
+            coded.add(base, share * len(base_raw), delta=False, times=times)
+        for chunk, raw in zip(others, raws, strict=True):
+            if raw is None:
                 continue
-            planes, delta = codecs.shares(raw, base_raw if chunk is not base else None, chunk.width)
-            is_delta = chunk is not base and delta <= WORTH * planes
-            share = delta if is_delta else planes
-            if share * len(raw) <= WORTH * chunk.stored_bytes:
-                coded.add(chunk, share * len(raw), delta=is_delta, times=total / known)
+            delta = codecs.sample(raw, chunk.width, base_raw).share
+            is_delta = delta <= WORTH * share
+            nbytes = (delta if is_delta else share) * len(raw)
+            if nbytes <= WORTH * chunk.stored_bytes:
+                coded.add(chunk, nbytes, delta=is_delta, times=times)
                 if is_delta and not written:
-                    coded.add(base, base.raw_bytes, delta=False, times=total / known)
-                written = True
+                    coded.add(base, base.raw_bytes, delta=False, times=times)
+                written |= is_delta
 
 
 def _base(chunks: Sequence[Chunk], key: int) -> Chunk:
