@@ -375,7 +375,7 @@ COMMANDS = (
         (
             Option("ref", "REF", "the commit", nargs="?"),
             RUN,
-            Option("--key", "FILE", "the private key (OpenSSH, Ed25519, without a passphrase)"),
+            Option("--key", "FILE", "a private key (OpenSSH, Ed25519), or the .pub of an agent's"),
             Option("--new-key", "FILE", "make a key: FILE, and FILE.pub for those who verify"),
         ),
         "Sign the id of a commit, and so every byte of it. Mirrors copy signatures.",

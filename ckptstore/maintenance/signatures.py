@@ -3,7 +3,7 @@ store's others.
 
 A commit's id is the hash of its document, which names everything below by its hash. So a signature
 of the id is one of every byte. Keys are files of OpenSSH's format: `ssh-keygen -t ed25519` makes
-such too.
+such too. A private key may be in an ssh-agent instead: then its public key says which.
 """
 
 import os
@@ -21,6 +21,7 @@ from ckptstore.core.ids import (
 )
 from ckptstore.core.paths import check_path
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable, Untrusted
+from ckptstore.maintenance.ssh_agent import sign_by_agent
 from ckptstore.storage.contract import Storage, put_finished
 
 if TYPE_CHECKING:
@@ -84,12 +85,22 @@ def new_key(path: str | os.PathLike[str]) -> KeyId:
 
 
 def sign(storage: Storage, commit: CommitId, key: str | os.PathLike[str]) -> KeyId:
-    """Sign a commit with the private key in the file `key`. Idempotent."""
-    private = _private(key)
-    public = private.public_key().public_bytes_raw()
-    name = key_id(public)
-    put_finished(storage, signature_key(commit, name), public + private.sign(_message(commit)))
-    return name
+    """Sign a commit with the private key in the file `key`, or by the ssh-agent that holds the
+    private key of a public one in this file. Idempotent.
+
+    Raises `InvalidInput` for another file, and as `ssh_agent.sign_by_agent`.
+    """
+    if _read(key).startswith(b"ssh-"):
+        public = _one_public(key)
+        signature = sign_by_agent(public, _message(commit))
+    else:
+        private = _private(key)
+        public, signature = private.public_key().public_bytes_raw(), private.sign(_message(commit))
+    made = Signature(key_id(public), public, signature)
+    if not is_valid(commit, made):
+        raise InvalidInput(f"the ssh-agent's signature by the key in {key} is wrong; try another")
+    put_finished(storage, signature_key(commit, made.key), public + signature)
+    return made.key
 
 
 def signatures_of(storage: Storage, commit: CommitId) -> list[Signature]:
@@ -185,12 +196,22 @@ def _private(path: str | os.PathLike[str]) -> "Ed25519PrivateKey":
     except (ValueError, TypeError) as error:
         raise InvalidInput(
             f"{path} has no private key without a passphrase ({error}); make one with "
-            "`ckptstore sign --new-key FILE`"
+            "`ckptstore sign --new-key FILE`, or give it to an agent with `ssh-add` and name the "
+            ".pub file"
         ) from error
     if not isinstance(found, keys.Ed25519PrivateKey):
         raise InvalidInput(f"the key in {path} is not Ed25519; `ssh-keygen -t ed25519` makes one")
     key: Ed25519PrivateKey = found
     return key
+
+
+def _one_public(path: str | os.PathLike[str]) -> bytes:
+    """The raw bytes of the only public key in a file."""
+    found = _public(path)
+    if len(found) > 1:
+        raise InvalidInput(f"{path} has {len(found)} public keys; name a file with the one to use")
+    raw: bytes = found[0].public_bytes_raw()
+    return raw
 
 
 def _public(files: Files) -> "list[Ed25519PublicKey]":

@@ -3,7 +3,12 @@ step."""
 
 import os
 import shutil
+import socket
 import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +16,7 @@ import torch
 
 import ckptstore
 from ckptstore.core.ids import signature_key
-from ckptstore.errors import Corrupt, InvalidInput, Untrusted
+from ckptstore.errors import Corrupt, InvalidInput, Unavailable, Untrusted
 from ckptstore.maintenance import signatures
 from ckptstore.store import internals_of
 from tests.cli.running import call
@@ -122,6 +127,93 @@ def test_keys_are_those_of_openssh(
     subprocess.run(words, check=True)
     sign(store, made)
     assert store.checkout(3, require_signature=pub(made)).step == 3
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of an ssh-agent that runs, with its socket."""
+    if shutil.which("ssh-agent") is None:
+        pytest.skip("ssh-agent is not installed (openssh-client)")
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path has at most 107 bytes
+        place = Path(folder, "agent")
+        process = subprocess.Popen(["ssh-agent", "-D", "-a", str(place)], stdout=subprocess.DEVNULL)
+        try:
+            while not place.exists():
+                assert process.poll() is None
+                time.sleep(0.01)
+            monkeypatch.setenv("SSH_AUTH_SOCK", str(place))
+            yield place
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_an_agent_signs_with_a_key_whose_file_has_a_passphrase(
+    store: ckptstore.Store, agent: Path, tmp_path: Path, keys: dict[str, Path]
+) -> None:
+    made = tmp_path / "made"
+    words = ["ssh-keygen", "-q", "-t", "ed25519", "-C", "at home", "-N", "secret", "-f", str(made)]
+    subprocess.run(words, check=True)
+    with pytest.raises(InvalidInput, match="give it to an agent with `ssh-add`"):
+        sign(store, made)
+    with pytest.raises(InvalidInput, match="does not sign with this key; `ssh-add FILE`"):
+        sign(store, pub(made))
+    asked = tmp_path / "ask"
+    asked.write_text("#!/bin/sh\necho secret\n")
+    asked.chmod(0o700)
+    asking = {**os.environ, "SSH_ASKPASS": str(asked), "SSH_ASKPASS_REQUIRE": "force"}
+    for key in (made, keys["theirs"]):
+        subprocess.run(["ssh-add", "-q", str(key)], check=True, env=asking)
+    made.unlink()
+    named = sign(store, pub(made))
+    assert store.checkout(3, require_signature=pub(made)).step == 3
+    assert sign(store, pub(made)) == named
+    result = call("sign", "2", "--key", str(pub(made)), "-s", str(tmp_path / "store"))
+    assert "is signed by" in result.out
+    assert call("verify", "2", "--keys", str(pub(made)), "-s", str(tmp_path / "store")).code == 0
+    with pytest.raises(Untrusted):
+        store.checkout(3, require_signature=pub(keys["theirs"]))
+    both = tmp_path / "both.pub"
+    both.write_bytes(pub(made).read_bytes() + pub(keys["ours"]).read_bytes())
+    with pytest.raises(InvalidInput, match="has 2 public keys"):
+        sign(store, both)
+
+
+def test_an_agent_that_is_not_there_or_answers_nonsense_is_named(
+    store: ckptstore.Store, keys: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    with pytest.raises(InvalidInput, match=r"no ssh-agent: \$SSH_AUTH_SOCK is not set"):
+        sign(store, pub(keys["ours"]))
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        monkeypatch.setenv("SSH_AUTH_SOCK", f"{folder}/agent")
+        with pytest.raises(Unavailable, match=r"does not answer: .*No such file"):
+            sign(store, pub(keys["ours"]))
+        listener.bind(f"{folder}/agent")
+        listener.listen()
+        kind = b"\0\0\0\x0bssh-ed25519"
+        wrong = b"\x0e\0\0\0\x53" + kind + b"\0\0\0\x40" + bytes(64)
+        for answer, error, says in (
+            (b"", Unavailable, "ends early"),
+            (b"\0\0\0\x09abc", Unavailable, "ends early"),
+            (b"\xff\xff\xff\xff", Unavailable, "too long"),
+            (b"\0\0\0\x01\x05", InvalidInput, "does not sign with this key"),
+            (len(wrong).to_bytes(4) + wrong, InvalidInput, "is wrong"),
+        ):
+            thread = threading.Thread(target=answer_once, args=(listener, answer))
+            thread.start()
+            with pytest.raises(error, match=says):
+                sign(store, pub(keys["ours"]))
+            thread.join()
+    assert signatures.signatures_of(internals_of(store).handle.storage, store.checkout(3).id) == []
+
+
+def answer_once(listener: socket.socket, answer: bytes) -> None:
+    """Say `answer` to whoever asks first, once the question is here."""
+    asks, _ = listener.accept()
+    with asks:
+        asks.recv(1 << 16)
+        asks.sendall(answer)
 
 
 def test_files_that_are_no_keys_are_refused(
