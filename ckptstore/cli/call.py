@@ -89,13 +89,15 @@ class Call:
         return self._open(place)
 
     def open_all(self) -> list[StoreHandle]:
-        """Open each store that the command line names, of a command that takes several. Raises as
-        `open` does."""
-        return [self._open(place) for place in (self.place(), *self.args.more_stores)]
+        """Open each store that the command line names, of a command that takes several: `--index`
+        is for those whose log is in a database. Raises as `open` does."""
+        places = [self.place(), *self.args.more_stores]
+        return [self._open(place, of_several=len(places) > 1) for place in places]
 
-    def _open(self, place: str) -> StoreHandle:
+    def _open(self, place: str, *, of_several: bool = False) -> StoreHandle:
         with _opening():
-            handle = self.stack.enter_context(closing(StoreHandle(place, index=self.args.index)))
+            handle = StoreHandle(place, index=self.args.index, of_several=of_several)
+            self.stack.enter_context(closing(handle))
         self.url = handle.url
         return handle
 

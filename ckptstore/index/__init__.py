@@ -17,16 +17,16 @@ VARIABLE = "CKPTSTORE_INDEX"
 
 
 def open_log_place(
-    config: StoreConfig, storage: Storage, index: str | None
+    config: StoreConfig, storage: Storage, index: str | None, of_several: bool = False
 ) -> "PostgresLog | None":
     """The database that holds the log, or None if the log is in the store. `index` is its URL, by
-    default `$CKPTSTORE_INDEX`.
+    default `$CKPTSTORE_INDEX`; it says nothing about a store `of_several` whose log is in itself.
 
     Raises `InvalidInput` if the log is elsewhere: two callers with different places would write two
     histories.
     """
     if not config.in_database:
-        if index is not None:
+        if index is not None and not of_several:
             raise InvalidInput(
                 f"the log of {storage.url} is in the store itself, not in a database: leave index "
                 "out, or move the log: "

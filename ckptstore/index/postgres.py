@@ -55,7 +55,7 @@ class Database:
     def __init__(self, url: str, store: StoreId) -> None:
         """Does not connect yet. Raises `InvalidInput` for a URL that is not PostgreSQL's."""
         self._url = _parse(url)
-        self._deadline_s = DEADLINE_S
+        self.deadline_s = DEADLINE_S
         self._store = store
         self._engine: Engine | None = None
         self._pid = 0
@@ -78,7 +78,7 @@ class Database:
 
     def repeat(self, attempt: Callable[[], T]) -> T:
         """Retry `attempt` until it does not raise `Lost`, or until the deadline."""
-        deadline = time.monotonic() + self._deadline_s
+        deadline = time.monotonic() + self.deadline_s
         for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             try:
                 return attempt()
@@ -121,7 +121,7 @@ class Database:
     def _connected(self) -> Iterator[Connection]:
         connection = self._pool().connect()
         try:
-            with _ended_after(connection, self._deadline_s):
+            with _ended_after(connection, self.deadline_s):
                 yield connection
         except (SQLAlchemyError, Lost):
             # The connection may have been cut off in the middle of a statement.
@@ -142,7 +142,7 @@ class Database:
             }
             arguments = {
                 "options": " ".join(f"-c {name}={value}" for name, value in settings.items()),
-                "connect_timeout": min(CONNECT_TIMEOUT_S, max(int(self._deadline_s), 2)),
+                "connect_timeout": min(CONNECT_TIMEOUT_S, max(int(self.deadline_s), 2)),
                 "keepalives_idle": 10,
                 "keepalives_interval": 5,
                 "keepalives_count": 3,

@@ -59,6 +59,7 @@ class StoreHandle:
         storage_options: dict[str, Any] | None = None,
         direct_io: bool | None = None,
         index: str | None = None,
+        of_several: bool = False,
         read_cache_bytes: int = 0,
     ) -> None:
         self._read_cache_bytes = read_cache_bytes
@@ -75,7 +76,7 @@ class StoreHandle:
         self.config = read_config(self.storage)
         self.read_only = read_only
         self._closed = self._has_its_end = False
-        self.database = open_log_place(self.config, self.storage, index)
+        self.database = open_log_place(self.config, self.storage, index, of_several)
         self.log = Log(
             self.storage,
             self.config.store,
@@ -194,6 +195,13 @@ class StoreHandle:
         from ckptstore.index.catalog import Catalog
 
         return Catalog.open(self.index_directory / CATALOG_NAME, self.config.store)
+
+    def wait_at_most(self, deadline_s: float) -> None:
+        """From now on, give up a bucket or a database that does not answer after `deadline_s`."""
+        self.storage.deadline_s = min(self.storage.deadline_s, deadline_s)
+        if self.database is not None:
+            database = self.database.database
+            database.deadline_s = min(database.deadline_s, deadline_s)
 
     def warm(self) -> None:
         """Open the indexes and bring them up to date with the log, so that the first commit does

@@ -89,7 +89,7 @@ class BucketStorage:
         url, _, query = url.partition("?")
         self._options = dict(storage_options or {})
         client = _client(query, self._options.pop("client", None))
-        self._deadline_s = float(self._options.pop("deadline_s", DEADLINE_S))
+        self.deadline_s = float(self._options.pop("deadline_s", DEADLINE_S))
         scheme = _check_url(url)
         self.is_s3 = STORES.get(scheme) == "S3Store"
         followed = S3_OPTIONS if self.is_s3 else frozenset[str]()
@@ -254,7 +254,7 @@ class BucketStorage:
 
     def client(self) -> tuple[Client, float]:
         """The client of this process, and how long requests are repeated."""
-        deadline_s = min(SHORT_DEADLINE_S, self._deadline_s) if self.in_vain else self._deadline_s
+        deadline_s = min(SHORT_DEADLINE_S, self.deadline_s) if self.in_vain else self.deadline_s
         which = getpid(), deadline_s
         if which not in self._clients:
             kind = ObstoreClient if self._prefers_obstore and usable() else FsspecClient
@@ -320,7 +320,7 @@ class BucketStorage:
                 "right ones"
             )
         return Unavailable(
-            f"{told} (given up after {self._deadline_s:g} s at most); see to the storage, then "
+            f"{told} (given up after {self.deadline_s:g} s at most); see to the storage, then "
             "repeat"
         )
 

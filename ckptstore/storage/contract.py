@@ -78,6 +78,8 @@ class Storage(Protocol):
 
     url: str
     capabilities: Capabilities
+    deadline_s: float
+    """So long a request is repeated that nobody answers. May be set."""
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """The bytes `start:stop` of the object, or fewer at its end."""

@@ -44,6 +44,8 @@ class LocalStorage:
     """`Storage` on a local disk. Temporary files lie in `tmp/` below the root, so that a rename
     stays within one filesystem."""
 
+    deadline_s = 0.0
+
     def __init__(
         self,
         root: str | Path,

@@ -20,6 +20,8 @@ from ckptstore.ui.values import run_key
 COMMITS_SHOWN = 20_000
 """The newest commits, which the page knows; older ones are counted."""
 THREADS = 2
+PATIENCE_S = 15
+"""Somebody looks at the page: a server that does not answer for so long is said to be away."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class OpenStore:
     """A store with its number in URLs. Threads may share it."""
 
     def __init__(self, number: int, handle: StoreHandle) -> None:
+        handle.wait_at_most(PATIENCE_S)
         self.number, self.handle = number, handle
         self.name = redact(handle.url)
         self.threads = ThreadPool(THREADS)

@@ -261,34 +261,30 @@ def test_a_home_that_takes_no_files_hinders_no_command(tmp_path: Path) -> None:
     assert load_file(tmp_path / "out.safetensors")["w"].sum() == 3
 
 
-def test_a_file_that_may_not_be_read_is_not_imported(tmp_path: Path) -> None:
-    ckptstore.open(tmp_path / "store").close()
+def test_files_and_stores_that_may_not_be_read_are_named(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    for store in ("store", "closed"):
+        with ckptstore.open(tmp_path / store) as made:
+            made.commit({"w": torch.ones(3)}, step=1)
     for name in ("model.pt", "model.safetensors.index.json"):
         (tmp_path / name).write_bytes(b"{}" * 50)
     (tmp_path / "directory" / "below").mkdir(parents=True)
     (tmp_path / "directory" / "readable.txt").write_text("x")
-    for name in ("model.pt", "model.safetensors.index.json", "directory/below"):
+    closed = ("model.pt", "model.safetensors.index.json", "directory/below")
+    for name in (*closed, "closed/packs", "closed/log"):
         (tmp_path / name).chmod(0)
     names = ["model.pt", "model.safetensors.index.json", "directory"]
-    commands = [["-s", str(tmp_path / "store"), "import", str(tmp_path / name)] for name in names]
-    for name, result in zip(names, run_without_privileges(*commands, home=tmp_path), strict=True):
+    imports = [["-s", str(tmp_path / "store"), "import", str(tmp_path / name)] for name in names]
+    others = [
+        ["-s", str(tmp_path / "closed"), *words]
+        for words in (["log"], ["gc"], ["import", str(tmp_path / "model.safetensors")])
+    ]
+    results = run_without_privileges(*imports, *others, home=tmp_path)
+    for name, result in zip(names, results[: len(names)], strict=True):
         check_ending(result, [name])
         assert (result.code, result.err.count("\n")) == (Exit.FAILED, 1), result
         assert ("directory/below" if name == "directory" else name) in result.err
         assert "ermission denied" in result.err
-
-
-def test_a_store_that_may_not_be_read_says_so(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
-    with ckptstore.open(tmp_path / "store") as made:
-        made.commit({"w": torch.ones(3)}, step=1)
-    for folder in ("packs", "log"):
-        (tmp_path / "store" / folder).chmod(0)
-    commands = [
-        ["-s", str(tmp_path / "store"), *words]
-        for words in (["log"], ["gc"], ["import", str(tmp_path / "model.safetensors")])
-    ]
-    results = run_without_privileges(*commands, home=tmp_path)
-    for words, result in zip(commands, results, strict=True):
+    for words, result in zip(others, results[len(names) :], strict=True):
         check_ending(result, words)
         assert result.code and "ermission denied" in result.err, (words, result)

@@ -87,6 +87,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "leaves": [{**LEAF, "chunks": int, "value": (str, None)}],
     },
     "diff 100 200": {
+        "thinned": [str],
         "store": str,
         "before": COMMIT,
         "after": COMMIT,

@@ -23,7 +23,7 @@ from tests.maintenance.collecting import state_of
 from tests.shared.sites import Site
 from tests.support.servers.postgres import PASSWORD, PostgresServer
 from tests.support.servers.proxy import Proxy, proxy_to
-from tests.support.servers.s3 import S3Server, new_url
+from tests.support.servers.s3 import S3Server, environment_of, new_url
 
 SECRET = "the-buckets-own-secret"
 """The server must take any; Ceph's does not."""
@@ -120,10 +120,7 @@ def test_no_command_shows_credentials(site: Site, server: S3Server, tmp_path: Pa
         **os.environ,
         "CKPTSTORE_CACHE": str(tmp_path / "host"),
         "CKPTSTORE_INDEX": str(site.more["index"]),
-        "AWS_ENDPOINT_URL": server.endpoint,
-        "AWS_ACCESS_KEY_ID": server.key,
-        "AWS_SECRET_ACCESS_KEY": server.secret,
-        "AWS_DEFAULT_REGION": "us-east-1",
+        **environment_of(server),
     }
     script = (
         "import sys, json; from ckptstore.cli.main import main\nfor words in "

@@ -20,7 +20,7 @@ import torch
 
 import ckptstore
 from demo import bugs
-from tests.support.servers.s3 import moto_server
+from tests.support.servers.s3 import environment_of, moto_server
 
 Names = dict[str, Any]
 
@@ -224,10 +224,7 @@ def shared_store_page(names: Names, stack: ExitStack) -> None:
     server = stack.enter_context(moto_server())
     environment(
         stack,
-        AWS_ENDPOINT_URL=server.endpoint,
-        AWS_ACCESS_KEY_ID=server.key,
-        AWS_SECRET_ACCESS_KEY=server.secret,
-        AWS_DEFAULT_REGION="us-east-1",
+        **environment_of(server),
     )
     boto3.client("s3").create_bucket(Bucket="bucket")
 

@@ -65,9 +65,10 @@ class Browser:
 
 
 @contextmanager
-def browsing(*places: Path, allow_changes: bool = False) -> Iterator[Browser]:
-    """A browser of a page of these stores."""
-    stores = [OpenStore(number, StoreHandle(place)) for number, place in enumerate(places)]
+def browsing(*places: Path | StoreHandle, allow_changes: bool = False) -> Iterator[Browser]:
+    """A browser of a page of these stores, whose handles it closes."""
+    handles = [StoreHandle(place) if isinstance(place, Path) else place for place in places]
+    stores = [OpenStore(number, handle) for number, handle in enumerate(handles)]
     jobs = Jobs()
     try:
         yield Browser(Page(stores, jobs, TOKEN, allow_changes))

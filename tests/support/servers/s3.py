@@ -45,6 +45,16 @@ class S3Server:
         return S3Server(endpoint, self.key, self.secret)
 
 
+def environment_of(server: S3Server) -> dict[str, str]:
+    """Variables by which a command finds the server."""
+    return {
+        "AWS_ENDPOINT_URL": server.endpoint,
+        "AWS_ACCESS_KEY_ID": server.key,
+        "AWS_SECRET_ACCESS_KEY": server.secret,
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+
+
 def clients() -> list[Any]:
     """Parameters: `make test` has a time limit and goes through obstore, `make soak` through
     fsspec; `make test-real` through both."""
