@@ -112,7 +112,7 @@ class Store(Maintenance):
             memory_budget_bytes: Limit for buffers on each rank; default: what the host spares.
             allow_pickle: Pickle values that have no safe encoding.
             ranks: Which ranks commit together, and what they share.
-            stats: Measure each tensor on the way: `snapshot.stats.tensors`.
+            stats: Measure norm, mean, NaN of tensors on the way: `snapshot.stats.tensors`.
 
         Raises:
             InvalidInput: A value cannot be stored; the message has its path.

@@ -8,8 +8,10 @@ import fnmatch
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
@@ -35,10 +37,11 @@ from ckptstore.repository.chunk_reader import coalesce
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Memory, ReadRequest, Tree
 from ckptstore.state.leaf_sources import segment
-from ckptstore.storage.local_files import Descriptor, transfer
+from ckptstore.storage.local_files import Descriptor, write_cached
 
-WINDOW_BYTES = 4 << 20
-"""As much of a file, or a chunk, is read, hashed and written at once, in the processor's cache."""
+WINDOW_BYTES = 8 << 20
+"""As much of a file, or a chunk, is read at once while the window before is hashed and written, all
+in the processor's cache."""
 
 WRITERS = 2
 """Files that are written at once."""
@@ -347,11 +350,13 @@ def write_tree(contents: Contents, manifest: Manifest, root: Path, *, compare: b
     for name in sorted(manifest.folders):
         (root / name).mkdir(mode=0o700)
 
-    def write(name: str) -> None:
-        _write_file(contents, plan[name], root / name, manifest.files[name], compare)
+    with closing(ThreadPool(WRITERS)) as writers, closing(ThreadPool(WRITERS)) as readers:
 
-    with closing(ThreadPool(WRITERS)) as threads:
-        threads.spread(write, list(plan))
+        def write(name: str) -> None:
+            windows = _windows(contents, plan[name], readers)
+            _write_file(windows, root / name, manifest.files[name], compare)
+
+        writers.spread(write, list(plan))
     for name, link in manifest.links.items():
         (root / name).symlink_to(link.target)
         os.utime(root / name, ns=(link.mtime_ns, link.mtime_ns), follow_symlinks=False)
@@ -389,21 +394,39 @@ def read_pieces(contents: Contents, pieces: Sequence[Piece], out: memoryview) ->
     return size
 
 
+def _windows(
+    contents: Contents, pieces: Sequence[Piece], readers: ThreadPool
+) -> Iterator[memoryview]:
+    """The bytes of pieces, window by window. While the caller has one, the next is read; it is
+    gone when the caller asks for that."""
+    limit = max((_window_bytes(piece.tree) for piece in pieces), default=0)
+    ends = list(accumulate((piece.nbytes for piece in pieces), initial=0))
+
+    def read(window: slice, memory: memoryview) -> memoryview:
+        return memory[: read_pieces(contents, pieces[window], memory)]
+
+    here, free = (memoryview(bytearray(min(limit, ends[-1]))) for _ in range(2))
+    before: Future[memoryview] | None = None
+    for window in coalesce(ends[:-1], ends[1:], limit_bytes=limit):
+        ahead = readers.submit(partial(read, window, free))
+        if before is not None:
+            yield before.result()
+        before, here, free = ahead, free, here
+    if before is not None:
+        yield before.result()
+
+
 def _write_file(
-    contents: Contents, pieces: Sequence[Piece], path: Path, recipe: FileRecipe, compare: bool
+    windows: Iterable[memoryview], path: Path, recipe: FileRecipe, compare: bool
 ) -> None:
-    """Write a file whose name is new, window by window, and compare it with its hash. It is durable
-    when this returns, and has its mode and time."""
+    """Write a file whose name is new, window by window, and compare what is written with its hash.
+    It is durable when this returns, and has its mode and time."""
     file = Descriptor(os.open(path, _NEW, 0o600))
     hashed, position = blake3(), 0
-    limit = max((_window_bytes(piece.tree) for piece in pieces), default=0)
-    buffer = memoryview(bytearray(min(limit, recipe.size)))
-    ends = list(accumulate((piece.nbytes for piece in pieces), initial=0))
-    for window in coalesce(ends[:-1], ends[1:], limit_bytes=limit):
-        size = read_pieces(contents, pieces[window], buffer)
-        hashed.update(buffer[:size])
-        transfer(os.pwritev, file.fd, position, [buffer[:size]])
-        position += size
+    for window in windows:
+        hashed.update(window)
+        write_cached(file.fd, position, [window])
+        position += len(window)
     if compare and (found := hashed.hexdigest()) != recipe.blake3:
         raise Corrupt(
             f"{path.name[:80]!r} is not the file that was adopted: its BLAKE3 is {found[:12]}; "

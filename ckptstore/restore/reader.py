@@ -195,12 +195,12 @@ class ChunkRead:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A planned read of `commit`: the leaves stored in pages, the pieces of all others, and the
-    memory to use."""
+    """A planned read of `commit`: the leaves stored in pages with their bytes, the pieces of all
+    others, and the memory to use."""
 
     commit: CommitId
     room: ReadRoom
-    inline: tuple[ReadRequest, ...]
+    inline: tuple[tuple[ReadRequest, bytes], ...]
     jobs: tuple[ChunkRead, ...]
 
 
@@ -283,12 +283,12 @@ class Reader:
         """Plan a `read`. Raises `Corrupt` for pages that contradict the shapes, `InvalidInput` for
         too small a budget."""
         room = read_room(memory_budget_bytes, self.chunk_bytes, self.threads.count)
-        inline: list[ReadRequest] = []
+        inline: list[tuple[ReadRequest, bytes]] = []
         jobs: list[ChunkRead] = []
         for want in wanted:
             want.tree.check(want.number)
-            if want.tree.content(want.number).inline is not None:
-                inline.append(want)
+            if (data := want.tree.content(want.number).inline) is not None:
+                inline.append((want, data))
                 continue
             memory = want.destination.memory()
             jobs += (
@@ -298,8 +298,8 @@ class Reader:
 
     def carry_out(self, reading: Reading, jobs: Sequence[ChunkRead]) -> int:
         """Execute a plan, or some `jobs` of it; returns the raw bytes read from packs."""
-        for want in reading.inline:
-            _land_inline(want)
+        for want, inline in reading.inline:
+            _land_inline(want, memoryview(inline))
         direct = [(job, place) for job in jobs if (place := job.place) is not None]
         if direct:
             self.fetch([job for job, _ in direct], [place for _, place in direct], reading)
@@ -332,6 +332,18 @@ class Reader:
     def located(self, ids: bytes) -> "NDArray[np.void]":
         """Where chunks lie, as rows of `index.chunks.LOCATION_DTYPE`."""
         return self._objects.located(ids)
+
+    def read_located(
+        self,
+        ids: bytes,
+        where: "NDArray[np.void]",
+        out: Sequence[memoryview],
+        describe: Callable[[int], str],
+    ) -> None:
+        """Read and verify chunks that were `located`, on the calling thread. Raises as `read`."""
+        self._objects.read_into(
+            ids, out, where=where, describe=describe, verify_ids=self.verify_ids
+        )
 
     def map(self, tree: Tree, number: int, commit: CommitId, *, verify: bool = False) -> memoryview:
         """The bytes of a leaf, mapped into memory instead of read; verified only with `verify`.
@@ -404,12 +416,16 @@ class _Nowhere:
         pass
 
 
-def _land_inline(want: ReadRequest) -> None:
+def _land_inline(want: ReadRequest, data: memoryview) -> None:
     """Copy a leaf that lies in a page, or a box of it, to its destination."""
     memory = want.destination.memory()
-    for piece in want.tree.pieces(want.number, want.box):
-        data = memoryview(want.tree.content(want.number).inline or b"")
-        ChunkRead(piece, want, memory).land(data)
+    if want.box is not None:
+        for piece in want.tree.pieces(want.number, want.box):
+            ChunkRead(piece, want, memory).land(data)
+    elif memory is not None:
+        memory[:] = data
+    else:
+        want.destination.write(0, data)
 
 
 def _describe(commit: CommitId, jobs: Sequence[ChunkRead], i: int) -> str:

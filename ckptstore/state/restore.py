@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from ckptstore.core.model import Node, Schema, leaves_of
+from ckptstore.core.process import uncollected
 from ckptstore.errors import InvalidInput
 from ckptstore.state import containers, values
 from ckptstore.state.containers import LEFT_OUT
@@ -213,6 +214,7 @@ class Binding(Inflater):
             )
         self._pair_items(node, target, path, report=report)
 
+    @uncollected()
     def _pair_items(self, node: Node, target: Any, path: str, *, report: bool) -> None:
         there = counterparts(node, target, self._classes)
         names = range(len(node.children)) if node.keys is None else segments(node.keys)

@@ -183,9 +183,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def is_writable_by_range(tensor: torch.Tensor) -> bool:
     """Whether `write_range` may be used: each element has memory of its own that holds its bytes as
     they are."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    apart = tensor.is_contiguous() or not any(n > 1 and stride == 0 for n, stride in steps)
-    return apart and is_resolved(tensor)
+    steps = () if tensor.is_contiguous() else zip(tensor.shape, tensor.stride(), strict=True)
+    return not any(n > 1 and stride == 0 for n, stride in steps) and is_resolved(tensor)
 
 
 def read_range(tensor: torch.Tensor, start: int, stop: int, out: memoryview) -> None:

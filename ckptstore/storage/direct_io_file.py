@@ -10,7 +10,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from ckptstore.core.config import MIB
@@ -20,6 +20,10 @@ BLOCK_BYTES = 4096
 DIRECT_FROM = 8 * MIB
 """Smaller files are likely to be read again soon, and wait for little."""
 BUFFER_BYTES = 2 * MIB
+CACHED_BYTES = 256 << 10
+"""For more at once, Linux gives the page cache large blocks of memory. In a virtual machine, those
+are the ones that the host has to find first: two threads that wrote 8 MiB at once took 3.6 s for
+900 MB on ext4, with pieces of this size 1.5 s."""
 
 WriteAll: TypeAlias = Callable[[int, Sequence[memoryview]], object]
 """Write the buffers, one behind the other, from an offset on."""
@@ -54,9 +58,10 @@ class GrowingFile:
         rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
         if self._aligned is None and self._may_go_direct and self.written >= DIRECT_FROM:
             rest = self._go_direct(rest)
-        if self._aligned is None:  # what `_write` does, one call nearer to the disk
-            self._write_all(self.written, rest)
-            self.written += sum(len(buffer) for buffer in rest)
+        if self._aligned is None:
+            for piece in pieces(rest):  # what `_write` does, one call nearer to the disk
+                self._write_all(self.written, piece)
+                self.written += sum(len(buffer) for buffer in piece)
         else:
             for buffer in rest:
                 self._add(self._aligned, buffer)
@@ -129,6 +134,20 @@ class GrowingFile:
     def _write(self, buffers: Sequence[memoryview]) -> None:
         self._write_all(self.written, buffers)
         self.written += sum(len(buffer) for buffer in buffers)
+
+
+def pieces(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """The bytes of `buffers`, `CACHED_BYTES` at a time."""
+    piece, room = list[memoryview](), CACHED_BYTES
+    for buffer in buffers:
+        while len(buffer):
+            piece.append(buffer[:room])
+            buffer, room = buffer[room:], room - len(piece[-1])
+            if not room:
+                yield piece
+                piece, room = [], CACHED_BYTES
+    if piece:
+        yield piece
 
 
 def _in_blocks(data: memoryview) -> int:

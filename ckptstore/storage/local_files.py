@@ -19,7 +19,7 @@ from ckptstore.core.config import MIB
 from ckptstore.core.paths import is_network_filesystem, rights
 from ckptstore.errors import CkptStoreError, Corrupt, NoSpace, NotFound, ReadOnly, Unavailable
 from ckptstore.storage.contract import as_bytes, check_key, name_taken
-from ckptstore.storage.direct_io_file import GrowingFile
+from ckptstore.storage.direct_io_file import GrowingFile, pieces
 
 LOST = frozenset(
     getattr(errno, name, errno.EIO) for name in ("EIO", "EBADMSG", "EUCLEAN", "EILSEQ", "ENODATA")
@@ -120,6 +120,13 @@ def transfer(
         if moved:
             rest[first] = rest[first][moved:]
     return sum(b.nbytes for b in rest[first:])
+
+
+def write_cached(fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
+    """Write `buffers` through the page cache, piece by piece."""
+    for piece in pieces(map(as_bytes, buffers)):
+        transfer(os.pwritev, fd, offset, piece)
+        offset += sum(map(len, piece))
 
 
 def unreadable(error: OSError, key: str, root: str) -> CkptStoreError:

@@ -2,11 +2,14 @@
 files are leaves.
 """
 
+import errno
 import json
 import os
 import shutil
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+import ckptstore
+from ckptstore.adopt import materializing
 from ckptstore.contents import CommitContents
-from ckptstore.errors import Conflict, InvalidInput, NotFound
+from ckptstore.core.options import Storage
+from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from ckptstore.restore.reader import ReadRequest
+from ckptstore.snapshot import Snapshot
 from ckptstore.store import Store
 from tests.interop.adopt.trees import ForeignArguments, gguf, hugging_face, raw, tree_of
 from tests.interop.test_shards import W, rows, write_shard
@@ -322,3 +329,73 @@ def test_many_small_tensors_are_read_once(
     made.materialize(tmp_path / "out")
     size = (tmp_path / "d" / "many.pt").stat().st_size
     assert (tmp_path / "out" / "many.pt").stat().st_size == size <= sum(taken) < 1.2 * size
+
+
+def large(root: Path) -> None:
+    """Two files, each of many windows of the least chunks."""
+    root.mkdir()
+    draws = torch.Generator().manual_seed(1)
+    for name in ("a", "b"):
+        weights = {f"w{i}": torch.randn(300, 161, generator=draws) for i in range(6)}
+        save_file(weights, root / f"{name}.safetensors")
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Snapshot]:
+    monkeypatch.setattr(materializing, "WINDOW_BYTES", 64 << 10)
+    large(tmp_path / "source")
+    with ckptstore.open(tmp_path / "small", storage=Storage(chunk_bytes=64 << 10)) as store:
+        yield store.adopt(tmp_path / "source")
+
+
+def test_a_window_is_written_while_the_next_is_read(
+    windows: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, read = materializing.write_cached, CommitContents.read
+    writes, reads, ahead = list[int](), threading.Semaphore(0), list[bool]()
+
+    def written(fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        (data,) = buffers
+        if offset == 0:
+            ahead.append(reads.acquire(timeout=10))
+        writes.append(len(data))
+        if offset + len(data) < (tmp_path / "source" / "a.safetensors").stat().st_size:
+            ahead.append(reads.acquire(timeout=10))
+        write(fd, offset, buffers)
+
+    def noted(self: CommitContents, requests: Sequence[ReadRequest], **options: Any) -> None:
+        read(self, requests, **options)
+        reads.release()
+
+    monkeypatch.setattr(materializing, "WRITERS", 1)
+    monkeypatch.setattr(materializing, "write_cached", written)
+    monkeypatch.setattr(CommitContents, "read", noted)
+    windows.materialize(tmp_path / "out")
+    assert tree_of(tmp_path / "out") == tree_of(tmp_path / "source")
+    assert len(writes) > 20 and all(ahead), "each window was read before its forerunner was written"
+
+
+@pytest.mark.parametrize("failing", ["read", "write"])
+def test_a_window_that_fails_leaves_nothing(
+    windows: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    calls = count()
+
+    def third(error: Exception, act: Callable[..., None]) -> Callable[..., None]:
+        def acted(*args: Any, **options: Any) -> None:
+            if next(calls) == 3:
+                raise error
+            act(*args, **options)
+
+        return acted
+
+    full = third(OSError(errno.ENOSPC, "No space left on device"), materializing.write_cached)
+    damaged = third(Corrupt("a chunk is damaged"), CommitContents.read)
+    if failing == "write":
+        monkeypatch.setattr(materializing, "write_cached", full)
+    else:
+        monkeypatch.setattr(CommitContents, "read", damaged)
+    wanted = {"write": (Unavailable, "No space left"), "read": (Corrupt, "damaged")}[failing]
+    with pytest.raises(wanted[0], match=wanted[1]):
+        windows.materialize(tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small", "source"]
