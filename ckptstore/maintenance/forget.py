@@ -158,7 +158,7 @@ def undelete(handle: StoreHandle, reader: Reader, commits: Sequence[CommitId]) -
             with room(handle.storage):
                 handle.log.append(Undelete(tuple(commits), reused))
         except Refused as error:
-            if error.refusal.code is not Code.PACKS_GONE:
+            if error.refusal.code not in (Code.PACKS_GONE, Code.NO_SUCH_COMMIT):
                 raise Conflict(error.refusal.why) from error
             last = error
             handle.objects.sync(handle.log.state, thorough=True)

@@ -26,17 +26,18 @@ HOLDING = [
     Scope(wants=("bc",), lossy=True, undeleting=False),
     Scope(wants=("abc",), reindexing=True, undeleting=False),
     Scope(wants=("a",), sparing=True),
-    Scope(wants=("a",), compacting=True),
+    Scope(wants=("a",), undeleting=False, compacting=True),
+    Scope(wants=(), compacting=True),
     Scope(wants=(), gcs=2, undeleting=False, compacting=True),
     Scope(wants=(), gcs=2, duplicate=True, undeleting=False, sparing=True),
     Scope(wants=(), thinning=True),
-    Scope(wants=(), thinning=True, tagging=True),
-    Scope(wants=("b",), thinning=True, undeleting=False),
+    Scope(wants=(), thinning=True, tagging=True, undeleting=False),
 ]
 HOLDING_LONG = [
     Scope(),
     Scope(sparing=True),
     Scope(compacting=True, reading=True),
+    Scope(wants=("a",), compacting=True),
     Scope(wants=("a",), gcs=2, undeleting=False, compacting=True),
     Scope(wants=("a", "b"), undeleting=False),
     Scope(copies=2),
@@ -49,6 +50,7 @@ HOLDING_LONG = [
     Scope(wants=("a", "bc"), reindexing=True, undeleting=False),
     Scope(wants=("abc",), tagging=True, reading=True, lossy=True, reindexing=True),
     Scope(wants=("b",), thinning=True),
+    Scope(wants=(), thinning=True, tagging=True),
     Scope(wants=(), thinning=True, duplicate=True, sparing=True),
     Scope(wants=(), thinning=True, gcs=2, undeleting=False),
     Scope(wants=(), thinning=True, tagging=True, reading=True, copies=2),
@@ -67,23 +69,24 @@ def allow_for(who: str) -> Callable[[Any], Callable[..., Any]]:
 
 
 THINNING = Scope(wants=(), thinning=True, tagging=True)
+ONE_WRITER = Scope(wants=("a",))
 GC_PAIR = Scope(wants=(), gcs=2, duplicate=True, undeleting=False)
 BROKEN: dict[str, tuple[Scope, str, Callable[[Any], Callable[..., Any]]]] = {
-    "gc condemns what is referred to since the mark": (Scope(), "_stamped", lambda _: allow),
+    "gc condemns what is referred to since the mark": (ONE_WRITER, "_stamped", lambda _: allow),
     "a commit does not look whether its packs are listed": (
-        Scope(),
+        ONE_WRITER,
         "_reused_gone",
         lambda _: allow,
     ),
-    "gc deletes what is live again": (Scope(), "_still_live", lambda _: allow),
-    "a session that is over commits": (Scope(), "_session_closed", allow_for("w")),
+    "gc deletes what is live again": (ONE_WRITER, "_still_live", lambda _: allow),
+    "a session that is over commits": (ONE_WRITER, "_session_closed", allow_for("w")),
     "a compaction that is over registers": (
         Scope(wants=(), undeleting=False, compacting=True),
         "_session_closed",
         allow_for("cp"),
     ),
-    "a retry lists its old session's pack": (Scope(), "_foreign", lambda _: allow),
-    "gc purges what was undeleted": (Scope(), "_not_forgotten", lambda _: allow),
+    "a retry lists its old session's pack": (ONE_WRITER, "_foreign", lambda _: allow),
+    "gc purges what was undeleted": (ONE_WRITER, "_not_forgotten", lambda _: allow),
     "gc registers a copy although it was declared over": (
         Scope(wants=("a",), gcs=2, undeleting=False),
         "_session_closed",
@@ -157,8 +160,8 @@ def test_an_undelete_that_leaves_the_thinned_commit_in_its_place_is_noticed(
 
 
 RULES = {
-    "an object is deleted before its entry": Scope(object_first=True),
-    "an undelete does not stamp its packs": Scope(blind_undelete=True),
+    "an object is deleted before its entry": Scope(wants=("a",), object_first=True),
+    "an undelete does not stamp its packs": Scope(wants=("a",), blind_undelete=True),
     "a reader does not look again": Scope(
         wants=(), duplicate=True, reading=True, stubborn_reader=True
     ),

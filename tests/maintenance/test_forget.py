@@ -1,11 +1,13 @@
 """Forget and undelete: what is removed, what is pinned, what is restored."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckptstore.errors import Conflict, InvalidInput, NotFound, ReadOnly
-from ckptstore.log.entries import Settings
+from ckptstore.log.entries import Body, Entry, Settings, Undelete
+from ckptstore.log.log import Log
 from ckptstore.maintenance.retention import KeepBest, KeepEverySteps, KeepLast
 from ckptstore.open_store import open
 from tests.maintenance import collecting
@@ -146,6 +148,26 @@ def test_forgotten_commits_are_listed_by_run_until_they_are_purged(tmp_path: Pat
         assert [info.id for info in store.forgotten(all_runs=True)] == [other[0], *commits[2::-1]]
         store.gc(grace_s=0)
         assert store.forgotten(all_runs=True) == []
+
+
+def test_an_undelete_that_a_gc_overtakes_finds_the_commit_purged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = collecting.make(tmp_path, 3)
+    append = Log.append
+
+    def overtaken(log: Log, body: Body, **options: Any) -> Entry:
+        if isinstance(body, Undelete):
+            with open(tmp_path) as other:
+                other.gc(grace_s=0)
+        return append(log, body, **options)
+
+    with open(tmp_path) as store:
+        store.forget(commits[0])
+        monkeypatch.setattr(Log, "append", overtaken)
+        with pytest.raises(NotFound, match=f"no commit {commits[0][:12]}"):
+            store.undelete(commits[0])
+    collecting.verify(tmp_path, [1, 2])
 
 
 def test_undelete_takes_any_ref_of_a_forgotten_commit_and_returns_what_it_restored(
