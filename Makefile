@@ -16,15 +16,18 @@ READY_BENCH := $(VENV)/.ready-bench
 READY_UI := $(VENV)/.ready-ui
 TRAINERS := $(VENV)-trainers
 READY_TRAINERS := $(TRAINERS)/.ready
+OLDEST := $(TRAINERS)-oldest
+READY_OLDEST := $(OLDEST)/.ready
 PIP_TRAINERS := $(TRAINERS)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
 
-.PHONY: help setup test test-real test-trainers test-ui test-versions lint dist demo bench soak soak-trainers docs docs-serve clean
+.PHONY: help setup test test-real test-trainers test-trainers-oldest test-ui test-versions lint dist demo bench soak soak-trainers docs docs-serve clean
 
 help:
 	@echo "make setup   prepare $(VENV)"
 	@echo "make test    ruff, mypy and the whole suite"
 	@echo "make test-real  the tests of shared stores on Ceph's S3 server and Debian's PostgreSQL, installed by apt-get if need be"
 	@echo "make test-trainers  the integrations on the real libraries of the trainers, in an environment of their own"
+	@echo "make test-trainers-oldest  the core of these tests on the oldest supported releases of the libraries"
 	@echo "make test-ui  the web page in Debian's Chromium"
 	@echo "make test-versions  the core of the suite on the oldest and on the newest versions of all dependencies (VERSIONS=oldest)"
 	@echo "make lint    ruff and mypy"
@@ -82,6 +85,19 @@ $(READY_TRAINERS): pyproject.toml constraints.txt
 test-trainers: $(READY_TRAINERS)
 	@CKPTSTORE_TEST_TRAINERS=1 $(TRAINERS)/bin/python -m pytest tests/trainers -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# Torch, and all that may be new, is that of the other environment. DeepSpeed is built, with setuptools of today.
+$(READY_OLDEST): $(READY_TRAINERS) constraints-trainers-oldest.txt
+	@echo "setup: installing the oldest supported releases into $(OLDEST)"
+	@$(PYTHON) -m venv --clear $(OLDEST)
+	@folder() { "$$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+		echo "import site; site.addsitedir('$$(folder $(abspath $(TRAINERS)))')" > "$$(folder $(OLDEST))/trainers.pth"
+	@$(OLDEST)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt setuptools wheel
+	@DS_BUILD_OPS=0 $(OLDEST)/bin/python -m pip --disable-pip-version-check --quiet install --no-build-isolation -r constraints-trainers-oldest.txt
+	@touch $@
+
+test-trainers-oldest: $(READY_OLDEST)
+	@CKPTSTORE_TEST_TRAINERS=1 $(OLDEST)/bin/python -m pytest tests/trainers -m oldest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 # Playwright drives Debian's Chromium, so it downloads none.
 $(READY_UI): $(READY)
 	@echo "setup: installing what drives a browser"
@@ -125,4 +141,4 @@ docs-serve: $(READY)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 clean:
-	@rm -rf $(VENV) $(TRAINERS) $(VENV)-dist $(VENV)-oldest $(VENV)-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(TRAINERS) $(VENV)-dist $(OLDEST) $(VENV)-oldest $(VENV)-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -60,7 +60,7 @@ __all__ = ["StoreCheckpointEngine", "fp32_weights", "write_files"]
 
 logger = logging.getLogger("ckptstore")
 
-OLDEST = (0, 19)
+OLDEST = (0, 18)
 """The oldest DeepSpeed that this has been tested with."""
 
 _POINTER = DIRECTORY_POINTERS[0]

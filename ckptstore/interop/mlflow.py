@@ -9,6 +9,7 @@ import posixpath
 import shutil
 import tempfile
 
+import mlflow
 from mlflow.entities import FileInfo
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
@@ -26,6 +27,12 @@ from ckptstore.interop.fsspec import (
 from ckptstore.open_store import open as open_store
 from ckptstore.snapshot import Snapshot
 from ckptstore.store import Store
+
+if tuple(map(int, mlflow.__version__.split(".")[:2])) < (3, 5):
+    raise ImportError(
+        f"MLflow {mlflow.__version__} is installed; ckptstore.interop.mlflow needs 3.5 or newer: "
+        'pip install -U "ckptstore[mlflow]"'
+    )
 
 RUN = "mlflow"
 """The run of commits for which no other is known."""

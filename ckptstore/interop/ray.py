@@ -31,7 +31,7 @@ try:
     from ray.train.v2.api.context import TrainContext as _OfVersion2  # noqa: F401  # is it there?
 except ImportError as error:
     raise ImportError(
-        f'ckptstore.interop.ray needs Ray Train 2.60 or newer: pip install "ckptstore[ray]" '
+        f'ckptstore.interop.ray needs Ray Train 2.51 or newer: pip install "ckptstore[ray]" '
         f"({error})"
     ) from error
 

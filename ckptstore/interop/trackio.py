@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-import trackio
-from trackio.references import ResolvedReference
-
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.fsspec import PROTOCOL, CheckpointFileSystem
+
+try:
+    import trackio
+    from trackio.references import ResolvedReference
+except ImportError as error:
+    raise ImportError(
+        f'ckptstore.interop.trackio needs Trackio 0.34 or newer: pip install "ckptstore[trackio]" '
+        f"({error})"
+    ) from error
 
 
 class CommitHandler(trackio.ReferenceHandler):  # type: ignore[misc]  # trackio has no types

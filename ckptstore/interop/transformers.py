@@ -35,7 +35,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from transformers import Trainer
 
-OLDEST = (5, 23)
+OLDEST = (5, 3)
 """The oldest release that the tests run with."""
 
 STATE = "trainer_state.json"

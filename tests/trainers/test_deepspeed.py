@@ -45,7 +45,7 @@ def packs(store: Path) -> set[Path]:
 
 @pytest.mark.parametrize(
     ("kills", "stage"),
-    [(3, 3), *(pytest.param(20, each, marks=pytest.mark.soak) for each in (1, 3))],
+    [(2, 3), *(pytest.param(20, each, marks=pytest.mark.soak) for each in (1, 3))],
 )
 @pytest.mark.timeout(1_800)
 def test_a_training_killed_while_it_saves_ends_as_one_that_was_not(
@@ -102,6 +102,7 @@ def test_a_damaged_latest_checkpoint_is_passed_over_and_named(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.oldest
 def test_what_is_loaded_is_what_was_saved(
     tmp_path: Path, store: ckptstore.Store, stage: int
 ) -> None:
@@ -198,6 +199,7 @@ def whole(snapshot: ckptstore.Snapshot) -> bool:
     return True
 
 
+@pytest.mark.oldest
 def test_latest_names_only_what_is_durable(
     tmp_path: Path, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +243,7 @@ def test_pointer_files_have_the_names_of_files_and_are_made_again(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.oldest
 def test_fp32_weights_are_those_of_deepspeeds_own_tool(
     tmp_path: Path, store: ckptstore.Store, stage: int
 ) -> None:
@@ -339,6 +342,7 @@ def test_the_example_runs_as_it_is() -> None:
     assert "starting at step 6" in done.stdout
 
 
+@pytest.mark.oldest
 def test_what_is_not_supported_is_refused(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,7 +350,7 @@ def test_what_is_not_supported_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(integration.deepspeed, "__version__", "0.16.4")
         with pytest.raises(
-            ckptstore.InvalidInput, match=r"0\.16\.4 is not supported: wanted 0\.19"
+            ckptstore.InvalidInput, match=r"0\.16\.4 is not supported: wanted 0\.18"
         ):
             StoreCheckpointEngine.install(engine, store)
     StoreCheckpointEngine.install(engine, store)

@@ -37,6 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.oldest
 def test_top_k_and_last_are_pointers_and_cost_one_copy(
     tmp_path: Path, store: Store, kind: Any
 ) -> None:
@@ -56,6 +57,7 @@ def test_top_k_and_last_are_pointers_and_cost_one_copy(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.oldest
 def test_what_is_loaded_is_what_lightnings_own_plugin_loads(tmp_path: Path, kind: Any) -> None:
     run = fitted(tmp_path, kind(tmp_path / "store"), saver(tmp_path))
     run.save_checkpoint(tmp_path / "ours.ckpt")
@@ -75,6 +77,7 @@ def test_what_is_loaded_is_what_lightnings_own_plugin_loads(tmp_path: Path, kind
 
 
 @pytest.mark.parametrize("name", ["last", "best", "path", "ref", "latest", "step"])
+@pytest.mark.oldest
 def test_a_training_goes_on_from_any_name(tmp_path: Path, name: str) -> None:
     kind = AsyncStoreCheckpointIO if name in ("last", "ref") else StoreCheckpointIO
     callback = saver(tmp_path, monitor="score", mode="max", save_top_k=-1)
@@ -111,6 +114,7 @@ def test_a_link_to_the_last_costs_nothing_and_resumes(tmp_path: Path, store: Sto
     assert again.global_step == 15
 
 
+@pytest.mark.oldest
 def test_files_of_torch_save_are_read_and_replaced(tmp_path: Path, store: Store) -> None:
     fitted(tmp_path, None, saver(tmp_path))
     assert not is_pointer(tmp_path / "ckpt" / "last.ckpt")
@@ -124,6 +128,7 @@ def test_files_of_torch_save_are_read_and_replaced(tmp_path: Path, store: Store)
 
 
 @pytest.mark.pickles
+@pytest.mark.oldest
 def test_load_from_checkpoint_takes_pointers_and_snapshots(tmp_path: Path, store: Store) -> None:
     run = fitted(tmp_path, StoreCheckpointIO(tmp_path / "store"), saver(tmp_path, save_last="link"))
     for source in (

@@ -75,6 +75,7 @@ def test_a_removal_waits_for_the_save_before_it(tmp_path: Path) -> None:
     plugin.teardown()
 
 
+@pytest.mark.oldest
 def test_a_failed_save_keeps_the_one_before_and_reaches_the_loop(tmp_path: Path) -> None:
     plugin = Stuck(tmp_path / "store")
     plugin.told.set()
@@ -273,6 +274,7 @@ def test_retention_says_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.oldest
 def test_fabric_saves_and_loads(tmp_path: Path, store: Store, kind: Any) -> None:
     plugin = kind(tmp_path / "store")
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
@@ -294,6 +296,7 @@ def test_fabric_saves_and_loads(tmp_path: Path, store: Store, kind: Any) -> None
     plugin.teardown()
 
 
+@pytest.mark.oldest
 def test_older_releases_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import lightning
 

@@ -35,7 +35,7 @@ def check(tmp_path: Path, seed: int, kills: int, ranks: int, **settings: Any) ->
 def test_a_killed_training_ends_bit_equal(
     tmp_path: Path, seed: int, plugin: str, ranks: int
 ) -> None:
-    check(tmp_path, seed, 3, ranks, plugin=plugin, epochs=20)
+    check(tmp_path, seed, 2, ranks, plugin=plugin, epochs=14)
 
 
 @pytest.mark.soak

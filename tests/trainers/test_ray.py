@@ -116,6 +116,7 @@ def store_in(folder: Path) -> Iterator[ckptstore.Store]:
         yield store
 
 
+@pytest.mark.oldest
 def test_a_checkpoint_has_the_files_of_all_workers_and_ray_has_pointers(
     experiment: tuple[Path, Result],
 ) -> None:
@@ -137,6 +138,7 @@ def test_a_checkpoint_has_the_files_of_all_workers_and_ray_has_pointers(
         assert store.checkout(EPOCHS - 1).new_bytes < 1 << 16, "the frozen tensor is stored once"
 
 
+@pytest.mark.oldest
 def test_what_ray_deleted_is_forgotten_by_the_next_upload(
     experiment: tuple[Path, Result],
 ) -> None:

@@ -65,6 +65,7 @@ def mapped(tensor: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.oldest
 def test_an_adopted_model_is_the_one_of_its_files(
     store: Store, tmp_path: Path, tied: bool, mmap: bool
 ) -> None:
@@ -150,6 +151,7 @@ def test_damage_is_found_where_weights_are_read(store: Store, tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore")  # of diffusers, when it is imported
+@pytest.mark.oldest
 def test_a_model_of_diffusers_comes_from_a_commit(store: Store, tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed here")
     torch.manual_seed(0)
@@ -180,6 +182,8 @@ def lora(base: Any, seed: int) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # PEFT reads it
+@pytest.mark.filterwarnings("ignore:Could not find a config file in  -")  # PEFT 0.19
+@pytest.mark.oldest
 def test_adapters_of_a_commit_are_listed_and_loaded(store: Store, tmp_path: Path) -> None:
     model = lora(llama(), 1)
     torch.manual_seed(2)

@@ -1,5 +1,6 @@
 """Commits and the runs of W&B, MLflow and Trackio name each other, with the real libraries."""
 
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -89,6 +90,7 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return wandb
 
 
+@pytest.mark.oldest
 def test_a_run_of_wandb_and_its_commits_name_each_other(
     store: Store, wandb: Any, out: Path
 ) -> None:
@@ -152,6 +154,7 @@ def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         mlflow.end_run()
 
 
+@pytest.mark.oldest
 def test_mlflow_keeps_artifacts_in_a_store(
     store: Store, mlflow: Any, out: Path, tmp_path: Path
 ) -> None:
@@ -185,6 +188,7 @@ def test_mlflow_keeps_artifacts_in_a_store(
     assert len(commits) == 3 and {found.run for found in commits} == {run.info.run_id}
 
 
+@pytest.mark.oldest
 def test_what_was_logged_last_is_listed_and_stored_once(
     store: Store, mlflow: Any, out: Path
 ) -> None:
@@ -199,6 +203,7 @@ def test_what_was_logged_last_is_listed_and_stored_once(
     assert old.new_bytes > 160_000 > 20_000 > new.new_bytes
 
 
+@pytest.mark.oldest
 def test_one_commit_is_read_by_mlflow_and_not_written(store: Store, mlflow: Any, out: Path) -> None:
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
@@ -218,6 +223,7 @@ def test_one_commit_is_read_by_mlflow_and_not_written(store: Store, mlflow: Any,
         get_artifact_repository(f"ckptstore://{store.url}")
 
 
+@pytest.mark.oldest
 def test_a_run_of_mlflow_and_its_commits_name_each_other(store: Store, mlflow: Any) -> None:
     from ckptstore.interop.mlflow import log_commit
 
@@ -244,6 +250,7 @@ def trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return trackio
 
 
+@pytest.mark.oldest
 def test_trackio_refers_to_files_of_commits(
     store: Store, trackio: Any, out: Path, tmp_path: Path
 ) -> None:
@@ -268,6 +275,7 @@ def test_trackio_refers_to_files_of_commits(
         resolve_reference(url_of(snapshot), "ckptstore", True, 2)
 
 
+@pytest.mark.oldest
 def test_a_run_of_trackio_is_recorded(store: Store, trackio: Any) -> None:
     from trackio import context_vars
 
@@ -289,12 +297,26 @@ def test_mlflow_finds_the_repository_by_its_entry_point() -> None:
     assert found == f"{Repository.__module__}:{Repository.__name__}"
 
 
+@pytest.mark.oldest
 def test_a_trackio_run_has_what_is_read_of_the_stand_in(trackio: Any) -> None:
     run = trackio.run.Run(url=None, project="p", client=object(), name="n", existing_runs=[])
     try:
         assert (run.project, run.name) == ("p", "n")
     finally:
         run._stop_flag.set()
+
+
+@pytest.mark.oldest
+def test_older_releases_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ckptstore.interop.mlflow
+    import ckptstore.interop.trackio
+
+    monkeypatch.setattr("mlflow.__version__", "3.4.0")
+    with pytest.raises(ImportError, match=r"MLflow 3\.4\.0 is installed; .* 3\.5 or newer"):
+        importlib.reload(ckptstore.interop.mlflow)
+    monkeypatch.setitem(sys.modules, "trackio.references", None)
+    with pytest.raises(ImportError, match=r"needs Trackio 0\.34 or newer"):
+        importlib.reload(ckptstore.interop.trackio)
 
 
 def test_libraries_that_are_not_used_are_not_imported() -> None:

@@ -47,7 +47,7 @@ def ended_well(training: str, folder: Path, kills: int, ranks: int) -> None:
     ("training", "ranks"), [(PLAIN, 1), (PLAIN, 2), (PEFT, 1), (TRL, 1)], ids=str
 )
 def test_a_killed_training_ends_bit_equal(training: str, ranks: int, tmp_path: Path) -> None:
-    ended_well(training, tmp_path, 3, ranks)
+    ended_well(training, tmp_path, 2, ranks)
 
 
 @pytest.mark.soak
@@ -130,6 +130,7 @@ def names(folder: Path, step: int) -> set[str]:
     return {path.name for path in (folder / "out" / f"checkpoint-{step}").iterdir()}
 
 
+@pytest.mark.oldest
 def test_older_directories_are_hollow_and_the_newest_is_whole(folder: Path) -> None:
     for step in (2, 4, 6):
         assert HOLLOW_POINTER in names(folder, step)
@@ -146,6 +147,7 @@ def test_older_directories_are_hollow_and_the_newest_is_whole(folder: Path) -> N
 
 
 @pytest.mark.parametrize("wanted", ["4", "hollow", 4, "best", "whole"])
+@pytest.mark.oldest
 def test_training_goes_on_from_any_commit(folder: Path, wanted: Any) -> None:
     with ckptstore.open(folder / "store", run="out") as store:
         store.tag("good", 4)
@@ -195,6 +197,7 @@ def damage(folder: Path, step: int) -> None:
     newest.write_bytes(data)
 
 
+@pytest.mark.oldest
 def test_a_damaged_newest_commit_is_passed_over_and_named(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -245,6 +248,7 @@ def test_checkpoints_from_before_the_store_are_taken_as_they_are(tmp_path: Path)
         assert [info.step for info in store.log()] == [10]
 
 
+@pytest.mark.oldest
 def test_the_best_outlives_the_limit_and_its_directory(tmp_path: Path) -> None:
     options = {"max_steps": 8, "save_total_limit": 1, "learning_rate": 1.0, "seed": 5}
     trainer = trainer_in(tmp_path, **options)
@@ -270,6 +274,7 @@ def test_the_best_outlives_the_limit_and_its_directory(tmp_path: Path) -> None:
             assert torch.equal(value, expected[name])
 
 
+@pytest.mark.oldest
 def test_the_error_of_a_failed_save_reaches_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +307,7 @@ def test_without_background_a_save_is_durable_when_it_returns(tmp_path: Path) ->
     assert seen == [2, 4, 6, 8, 10]
 
 
+@pytest.mark.oldest
 def test_mistakes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_in(tmp_path)
     with attach(trainer, tmp_path / "store"), pytest.raises(InvalidInput, match="already"):
@@ -321,7 +327,7 @@ def test_mistakes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(InvalidInput, match="save_on_each_node"):
         attach(each, tmp_path / "store")
     monkeypatch.setattr("transformers.__version__", "4.40.2")
-    with pytest.raises(InvalidInput, match=r"4\.40\.2 is installed; wanted 5\.23"):
+    with pytest.raises(InvalidInput, match=r"4\.40\.2 is installed; wanted 5\.3"):
         attach(trainer, tmp_path / "store")
 
 

@@ -18,8 +18,11 @@ import traceback
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from importlib import import_module
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -75,8 +78,7 @@ class Run:
         for name in ("told", "result"):
             for path in folder.glob(f"{name}-*"):
                 path.unlink()
-        processes = multiprocessing.get_context("forkserver")
-        processes.set_forkserver_preload([training])
+        processes = fork_server_of(training)
         port = free_port()
         self._processes = [
             processes.Process(target=_live, args=(training, folder, rank, ranks, port))
@@ -128,6 +130,16 @@ class Run:
         """What the ranks printed, in all runs in this folder."""
         paths = sorted(self._folder.glob("output-*"))
         return "\n".join(path.read_text(errors="replace")[-8_000:] for path in paths)
+
+
+@lru_cache(maxsize=1)
+def fork_server_of(training: str) -> ForkServerContext:
+    """A fork server that has imported this training already, which takes seconds. That of the
+    training before ends: nothing of it runs."""
+    forkserver._forkserver._stop()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([training])
+    return context
 
 
 def trained(training: str, folder: Path, ranks: int = 1) -> Any:

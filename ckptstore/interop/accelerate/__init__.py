@@ -48,7 +48,7 @@ __all__ = ["Attached", "attach"]
 
 logger = logging.getLogger("ckptstore")
 
-OLDEST = (1, 15)
+OLDEST = (1, 6)
 """The oldest Accelerate that this has been tested with."""
 
 _ELSEWHERE = {

@@ -22,7 +22,7 @@ from ckptstore.core.paths import check_path, scratch_for, sync_path
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
 from ckptstore.restore.reader import ReadRequest, Tree
 from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.storage.local_files import transfer
+from ckptstore.storage.local_files import write_cached
 
 Format: TypeAlias = Literal["files", "safetensors", "torch", "dcp"]
 FORMATS: tuple[Format, ...] = ("files", "safetensors", "torch", "dcp")
@@ -254,7 +254,7 @@ class _At:
         """Bytes are passed to `write`."""
 
     def write(self, start: int, data: memoryview) -> None:
-        transfer(os.pwritev, self._descriptor, self._base + start, [data])
+        write_cached(self._descriptor, self._base + start, [data])
 
 
 @contextmanager
