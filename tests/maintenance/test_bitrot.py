@@ -44,7 +44,7 @@ NOWHERE = Path("/dev/null/index")
 """A chunk index that has no place for a file keeps to memory, so that every trial begins with
 reading footers."""
 
-SAMPLE = 50
+SAMPLE = 25
 A_PROCESS = 4000
 """So many trials are made by one process: importing torch costs as much as a hundred of them."""
 
@@ -177,7 +177,7 @@ def compacted_store(tmp_path: Path) -> Path:
 def test_a_bit_turned_in_a_compacted_pack_is_noticed_or_means_nothing(
     compacted_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _turn_bits_of_the_store(compacted_store, tmp_path, "packs", monkeypatch, SAMPLED_SHARE)
+    _turn_bits_of_the_store(compacted_store, tmp_path, "packs", monkeypatch, SAMPLED_SHARE / 2)
 
 
 @pytest.mark.soak

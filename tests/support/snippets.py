@@ -196,6 +196,7 @@ def masked(text: str) -> str:
     """What two runs have in common: without ids, times, measured figures and column widths."""
     text = re.sub(r"\b([0-9a-f]{2}/)?[0-9a-f]{8,64}(-\d+)*\b", "ID", text)
     text = re.sub(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d[\d:.]*(Z| \+0000| UTC)?", "TIME", text)
+    text = re.sub(r"\b\d{4}-\d\d-\d\d\b", "DAY", text)
     text = re.sub(r"\b[\d.]+ (ms|s|min|h)\b", "SPAN", text)
     text = re.sub(
         r"\b\d+\.\d+(e-?\d+)?( [KMG]iB| B)?|\b\d{9,}\b|\b\d{1,3}(,\d{3})+\b", "FIGURE", text
