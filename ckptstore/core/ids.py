@@ -25,6 +25,11 @@ CHECKSUM_BYTES = 16
 CONFIG_KEY = "ckptstore.json"
 TWIN_SUFFIX = ".2"
 
+ROOT_ENTRIES = frozenset(
+    f"{CONFIG_KEY} packs commits log sessions signatures index tmp reserve quarantine".split()
+)
+"""What lies directly in the directory of a store."""
+
 _STORE = re.compile(r"[0-9a-f]{32}")
 _SESSION = re.compile(r"[0-9a-f]{24}")
 _PACK = re.compile(r"([0-9a-f]{24})-(0|[1-9][0-9]{0,6})-(0|[1-9][0-9]{0,6})")

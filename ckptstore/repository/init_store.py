@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.core.config import CHUNK_BYTES, StoreConfig, check_chunk_bytes, check_codec
-from ckptstore.core.ids import CONFIG_KEY, new_session_id, new_store_id
+from ckptstore.core.ids import CONFIG_KEY, ROOT_ENTRIES, new_session_id, new_store_id
 from ckptstore.core.paths import check_path, rights, sync_path
 from ckptstore.errors import (
     CkptStoreError,
@@ -213,18 +213,7 @@ def _refuse_foreign(storage: Storage) -> None:
         raise InvalidInput(f"{root} is a file; wanted a directory, or a path where one can be made")
     # A configuration that is there by now is another process's, and the exclusive create will say
     # so.
-    ours = {
-        CONFIG_KEY,
-        "packs",
-        "commits",
-        "log",
-        "sessions",
-        "signatures",
-        "index",
-        "tmp",
-        "reserve",
-    }
-    foreign = sorted(entry.name for entry in root.iterdir() if entry.name not in ours)
+    foreign = sorted(entry.name for entry in root.iterdir() if entry.name not in ROOT_ENTRIES)
     if foreign:
         raise InvalidInput(
             f"{root} is no store and holds {len(foreign)} other entries "

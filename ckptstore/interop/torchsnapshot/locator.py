@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptstore.core.ids import CONFIG_KEY, CommitId, check_tag, digest
+from ckptstore.core.ids import CONFIG_KEY, ROOT_ENTRIES, CommitId, check_tag, digest
 from ckptstore.core.options import Storage
 from ckptstore.core.paths import (
     BESIDE,
@@ -43,20 +43,6 @@ from ckptstore.store import Store
 logger = logging.getLogger("ckptstore")
 
 _LOCAL = ("fs", "file", "")
-_OURS = frozenset(
-    {
-        CONFIG_KEY,
-        "packs",
-        "commits",
-        "log",
-        "sessions",
-        "signatures",
-        "index",
-        "tmp",
-        "reserve",
-        "quarantine",
-    }
-)
 _UNSAFE = re.compile(r"[^A-Za-z0-9_./-]|(?<=\.)\.|(?<=/)/")
 _TAG_CHARACTERS = 200
 
@@ -240,10 +226,10 @@ def _name(local: Path, store: Path) -> str:
     if base == real:
         return local.name
     name = real.relative_to(base)
-    if base == store and name.parts[0] in _OURS:
+    if base == store and name.parts[0] in ROOT_ENTRIES:
         raise InvalidInput(
             f"{local} is the store's own; snapshots in {store} cannot be called "
-            f"{', '.join(sorted(_OURS))}"
+            f"{', '.join(sorted(ROOT_ENTRIES))}"
         )
     return name.as_posix()
 
