@@ -11,7 +11,13 @@ import torch
 
 from ckptstore.errors import InvalidInput
 from ckptstore.log.entries import Settings
-from ckptstore.maintenance.compact.plan import SETTING, CompactPolicy, plan_groups, policy_of
+from ckptstore.maintenance.compact.plan import (
+    SETTING,
+    CompactPolicy,
+    newest_commits,
+    plan_groups,
+    policy_of,
+)
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.store import Store
 from tests.maintenance.collecting import at, opened
@@ -161,6 +167,16 @@ def test_a_setting_that_nobody_understands_is_none(store: Store, setting: Any) -
 def test_a_wrong_number_of_threads_is_refused(store: Store) -> None:
     with pytest.raises(InvalidInput, match="threads is 0"):
         store.compact(threads=0)
+
+
+def test_a_run_with_fewer_commits_than_stay_as_they_are_has_no_groups(
+    store: Store, place: Path
+) -> None:
+    with opened(place) as handle:
+        state = handle.log.replay()
+        policy = CompactPolicy(newest=STEPS + 4, every=4)
+        assert plan_groups(state, policy) == ()
+        assert set(newest_commits(state, policy)) == set(state.commits)
 
 
 def test_groups_end_before_the_newest_commits_and_have_their_key_in_the_middle(

@@ -75,7 +75,7 @@ def plan_groups(state: State, policy: CompactPolicy) -> tuple[Group, ...]:
     pinned = frozenset(state.tags.values()) | best_commits(state)
     groups: list[Group] = []
     for run, commits in _runs(state).items():
-        old = commits[: len(commits) - policy.newest]
+        old = commits[: _old(commits, policy)]
         for start in range(0, len(old), policy.every):
             some = tuple(old[start : start + policy.every])
             if len(some) == policy.every or not policy.newest:
@@ -86,7 +86,12 @@ def plan_groups(state: State, policy: CompactPolicy) -> tuple[Group, ...]:
 def newest_commits(state: State, policy: CompactPolicy) -> list[CommitId]:
     """The commits that stay as they are."""
     runs = _runs(state).values()
-    return [commit for commits in runs for commit in commits[len(commits) - policy.newest :]]
+    return [commit for commits in runs for commit in commits[_old(commits, policy) :]]
+
+
+def _old(commits: Sequence[CommitId], policy: CompactPolicy) -> int:
+    """How many commits of a run are older than those that stay as they are."""
+    return max(len(commits) - policy.newest, 0)
 
 
 def _runs(state: State) -> dict[str, list[CommitId]]:
