@@ -2,21 +2,34 @@
 
 import logging
 import os
+import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ckptstore.adopt.adopting import adopted_state, read_twice
-from ckptstore.adopt.hollow import Hollowed, abandoned, hold_of, hollow_out, is_hollow
-from ckptstore.adopt.materializing import manifest_of
+from ckptstore.adopt.hollow import (
+    Held,
+    Hollowed,
+    abandoned,
+    held_in,
+    hold_of,
+    hollow_out,
+    is_hollow,
+    is_unchanged,
+    place_name,
+)
+from ckptstore.adopt.materializing import is_adopted, manifest_of
 from ckptstore.commit.commit_metadata import CommitMetadata
+from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Ranks
 from ckptstore.core.text import bytes_text, count_text, unicode_text
-from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable
 from ckptstore.internals import MakeMetadata, StoreInternals
 from ckptstore.maintenance.forget import remove_tag, set_tag
-from ckptstore.objects.pointer_files import HOLLOW_POINTER, Pointer, read_pointer
+from ckptstore.objects.pointer_files import HOLLOW_POINTER, Pointer, is_pointer, read_pointer
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.snapshot import Snapshot, contents_of
 
@@ -33,20 +46,21 @@ def adopt(
     """Commit `directory`; see `Store.adopt`. A hollow directory stays so, and its commit is
     returned."""
     place = Path(directory).absolute()
+    holds = Holds(internals, place.parent) if hollow else None
     if found := _hollow_commit(internals, place):
-        if not hollow:
+        if holds is None:
             raise InvalidInput(
                 f"{place} is hollow: commit {found.id[:12]} has its files already; to adopt it "
                 f"anew, run `ckptstore materialize {place}` first"
             )
-        make_hollow(internals, place, found)
+        make_hollow(internals, place, found, holds)
         return found
 
     def metadata() -> CommitMetadata:
         given = label()
         message = given.message or f"adopted from {unicode_text(place.name)}"
-        holds = (hold_of(place),) if hollow else ()
-        return replace(given, message=message, tags=(*given.tags, *holds))
+        held = (holds.tag(place),) if holds else ()
+        return replace(given, message=message, tags=(*given.tags, *held))
 
     flats = partial(adopted_state, place, internals.threads, internals.handle.url)
 
@@ -55,12 +69,72 @@ def adopt(
         return internals.committed(internals.commit(request, None))
 
     snapshot = read_twice(make)
-    if hollow:
-        make_hollow(internals, place, snapshot)
+    if holds:
+        make_hollow(internals, place, snapshot, holds)
     return snapshot
 
 
-def make_hollow(internals: StoreInternals, place: Path, snapshot: Snapshot) -> Hollowed:
+class Holds:
+    """The tags that keep the commits of the directories in `parent`.
+
+    They name the place by which a directory there is held already, wherever `parent` was then;
+    without one, a place that no other machine and no other directory of this path has.
+    """
+
+    def __init__(self, internals: StoreInternals, parent: Path) -> None:
+        self._internals, self._parent, self._identity = internals, parent, _identity(parent)
+        number, path = str(self._identity[-1]), os.path.realpath(parent)
+        new = place_name(socket.gethostname(), internals.run, path, number)
+        found = (each.place for each in held_in(parent, self._tags()) if self._is_its_own(each))
+        self._place = next(found, new)
+
+    def tag(self, root: Path) -> str:
+        """The hold of the directory `root`."""
+        return hold_of(self._place, root)
+
+    def release(self) -> None:
+        """Remove the holds of directories that somebody deleted. Their commits stay until a policy
+        forgets them.
+
+        Where another directory has taken the place of `parent`, such as a mount point whose file
+        system is away, nothing was deleted."""
+        if _identity(self._parent) != self._identity:
+            return
+        for hold in abandoned(self._tags(), self._place, self._parent):
+            with suppress(NotFound):  # another process has removed it
+                remove_tag(self._internals.handle, hold)
+
+    def _tags(self) -> Mapping[str, CommitId]:
+        return self._internals.handle.log.replay(refresh=True).tags
+
+    def _is_its_own(self, held: Held) -> bool:
+        """Whether the commit is that of the directory, not of another with its name."""
+        if is_pointer(held.root / HOLLOW_POINTER):
+            return read_pointer(held.root / HOLLOW_POINTER).id == held.commit
+        try:
+            reader, found = self._internals.find(held.commit)
+            contents = contents_of(self._internals.snapshot(found, reader))
+            return is_adopted(contents) and is_unchanged(
+                held.root, manifest_of(contents, held.commit)
+            )
+        except (Corrupt, NotFound):
+            return False
+
+
+def _identity(directory: Path) -> tuple[int, int]:
+    """The file system and the number of a directory; zeros if there is none."""
+    try:
+        found = directory.stat()
+    except FileNotFoundError:
+        return 0, 0
+    except OSError as error:
+        raise Unavailable(f"cannot look at {directory}: {error.strerror}") from error
+    return found.st_dev, found.st_ino
+
+
+def make_hollow(
+    internals: StoreInternals, place: Path, snapshot: Snapshot, holds: Holds
+) -> Hollowed:
     """Make the directory that `snapshot` was adopted from small, after every chunk was read back,
     and let the commits of its neighbours go that are no longer there.
 
@@ -68,7 +142,7 @@ def make_hollow(internals: StoreInternals, place: Path, snapshot: Snapshot) -> H
     adopted; then it is whole.
     """
     snapshot.verify()
-    handle, hold = internals.handle, hold_of(place)
+    handle, hold = internals.handle, holds.tag(place)
     if hold not in snapshot.tags:
         set_tag(handle, internals.reader, hold, find_commit(handle, snapshot, None))
     manifest = manifest_of(contents_of(snapshot), snapshot.id)
@@ -80,17 +154,8 @@ def make_hollow(internals: StoreInternals, place: Path, snapshot: Snapshot) -> H
         count_text(done.files, "file"),
         bytes_text(done.bytes),
     )
-    release(internals, place.parent)
+    holds.release()
     return done
-
-
-def release(internals: StoreInternals, parent: Path) -> None:
-    """Remove the holds of hollow directories in `parent` that somebody deleted. Their commits stay
-    until a policy forgets them."""
-    tags = internals.handle.log.replay(refresh=True).tags
-    for hold in abandoned(tags, parent):
-        with suppress(NotFound):  # another process has removed it
-            remove_tag(internals.handle, hold)
 
 
 def _hollow_commit(internals: StoreInternals, place: Path) -> Snapshot | None:

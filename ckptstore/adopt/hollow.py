@@ -5,14 +5,16 @@ alone. The pointer is durable before the first file goes, and goes after the las
 (`materializing.refill`): a directory without a pointer is whole, and one with a pointer lacks at
 most what its commit has.
 
-Its commit has a tag, the *hold*, named after the directory. Programs delete their directories
-without telling anybody; the hold of one that is gone is removed when its neighbour is made hollow.
+Its commit has a tag, the *hold*, named after the directory (`adoption.Holds`). Programs delete
+their directories without telling anybody; the hold of one that is gone is removed when its
+neighbour is made hollow.
 """
 
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from blake3 import blake3
 from ckptstore.adopt.directory import restore_folder
 from ckptstore.adopt.hashed_files import FileChanged
 from ckptstore.adopt.manifest import FileRecipe, LeafPart, Manifest
+from ckptstore.core.ids import CommitId
 from ckptstore.core.paths import scratch_for
 from ckptstore.errors import ReadOnly, Unavailable
 from ckptstore.objects.pointer_files import HOLLOW_POINTER, Pointer, write_pointer
@@ -97,27 +100,63 @@ def _check_unchanged(path: Path, recipe: FileRecipe) -> None:
         raise FileChanged(path)
 
 
-def hold_of(root: Path) -> str:
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A directory with the name that the hold of `commit` has, in the place that it has."""
+
+    place: str
+    root: Path
+    commit: CommitId
+
+
+def hold_of(place: str, root: Path) -> str:
     """The tag that keeps the commit of the hollow directory `root`."""
-    place = Path(os.path.realpath(root))
-    return f"{_prefix(place.parent)}{_label(place.name)}"
+    return f"{_HOLD}/{place}/{_label(Path(os.path.realpath(root)).name)}"
 
 
-def abandoned(tags: Iterable[str], parent: Path) -> list[str]:
-    """The holds among `tags` of directories in `parent` that are gone."""
-    prefix = _prefix(Path(os.path.realpath(parent)))
-    with os.scandir(parent) as entries:
-        kept = {prefix + _label(entry.name) for entry in entries if entry.is_dir()}
+def held_in(parent: Path, tags: Mapping[str, CommitId]) -> list[Held]:
+    """The directories in `parent` that `tags` may hold, by their names."""
+    roots = {_label(root.name): root for root in _directories(parent)}
+    holds = ((tag.split("/"), commit) for tag, commit in sorted(tags.items()))
+    return [
+        Held(parts[1], roots[parts[2]], commit)
+        for parts, commit in holds
+        if len(parts) == 3 and parts[0] == _HOLD and parts[2] in roots
+    ]
+
+
+def is_unchanged(root: Path, manifest: Manifest) -> bool:
+    """Whether a directory is the one that was adopted: more than half of its files are, by size and
+    time. Others may have been damaged."""
+    same = 0
+    for name, recipe in manifest.files.items():
+        with suppress(OSError, FileChanged):
+            _check_unchanged(root / name, recipe)
+            same += 1
+    return 2 * same > len(manifest.files)
+
+
+def place_name(*parts: str) -> str:
+    """The place of holds that `parts` stand for."""
+    return blake3(os.fsencode("\0".join(parts))).hexdigest()[:12]
+
+
+def abandoned(tags: Iterable[str], place: str, parent: Path) -> list[str]:
+    """The holds among `tags` of directories in `parent`, which is `place`, that are gone."""
+    kept = {hold_of(place, root) for root in _directories(parent)}
+    prefix = f"{_HOLD}/{place}/"
     return sorted(tag for tag in tags if tag.startswith(prefix) and tag not in kept)
 
 
-def _prefix(parent: Path) -> str:
-    return f"{_HOLD}/{_digest(os.fsencode(parent))}/"
+def _directories(parent: Path) -> list[Path]:
+    try:
+        with os.scandir(parent) as entries:
+            return [Path(entry.path) for entry in entries if entry.is_dir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise Unavailable(f"cannot list {parent}: {error.strerror}") from error
 
 
 def _label(name: str) -> str:
-    return name if _PLAIN.fullmatch(name) else _digest(os.fsencode(name))
-
-
-def _digest(data: bytes) -> str:
-    return blake3(data).hexdigest()[:12]
+    return name if _PLAIN.fullmatch(name) else place_name(name)

@@ -16,9 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from ckptstore.adopt.hashed_files import FileChanged
-from ckptstore.adopt.hollow import hold_of
 from ckptstore.adopt.materializing import is_adopted, manifest_of, refill
-from ckptstore.adoption import make_hollow, release
+from ckptstore.adoption import Holds, make_hollow
 from ckptstore.core.model import Skipped
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound
 from ckptstore.maintenance.retention import Policy
@@ -91,31 +90,36 @@ class CheckpointDirectories:
         metrics: Mapping[str, float] | None,
         busy: Callable[[], bool],
     ) -> Snapshot:
-        made = self.store.adopt(place, step=step, metrics=metrics, tag=hold_of(place))
+        holds = self._holds_of(place)
+        made = self.store.adopt(place, step=step, metrics=metrics, tag=holds.tag(place))
         try:
-            release(internals_of(self.store), place.parent)
+            holds.release()
             if self._whole is not None and not busy():
-                self._make_hollow(place.parent, self._whole)
+                self._make_hollow(place.parent, self._whole, holds)
             if self._keep and self.store.forget(self._keep).forgotten:
                 self.store.gc()
         except CkptStoreError as error:
             logger.warning("commit %s is durable; room was not made: %s", made.id[:12], error)
         return made
 
-    def _make_hollow(self, parent: Path, whole: int) -> None:
+    def _holds_of(self, place: Path) -> Holds:
+        """The holds of the directories beside `place`."""
+        return Holds(internals_of(self.store), place.absolute().parent)
+
+    def _make_hollow(self, parent: Path, whole: int, holds: Holds) -> None:
         """Make all but the directories of the newest `whole` commits hollow."""
         internals, tags = internals_of(self.store), self.store.tags()
         held = {
             commit: place
             for place in parent.iterdir()
-            if place.is_dir() and (commit := tags.get(hold_of(place)))
+            if place.is_dir() and (commit := tags.get(holds.tag(place)))
         }
         newest_first = [info.id for info in self.store.log() if info.id in held]
         for commit in newest_first[whole:]:
             place = held[commit]
             if not os.path.lexists(place / HOLLOW_POINTER):
                 try:
-                    make_hollow(internals, place, self.store.checkout(commit))
+                    make_hollow(internals, place, self.store.checkout(commit), holds)
                 except FileChanged as error:
                     logger.info("%s stays as it is: %s", place, error)
                 except Corrupt as error:
@@ -129,7 +133,7 @@ class CheckpointDirectories:
                 return self.store.checkout(place)
             except NotFound:
                 return open_pointer(place)
-        commit = self.store.tags().get(hold_of(place))
+        commit = self.store.tags().get(self._holds_of(place).tag(place))
         return self.store.checkout(commit) if commit else None
 
     def fill(self, place: Path, snapshot: Snapshot) -> None:
@@ -147,7 +151,7 @@ class CheckpointDirectories:
                 )
         else:
             snapshot.materialize(place)
-        if self.store.tags().get(hold := hold_of(place)) != snapshot.id:
+        if self.store.tags().get(hold := self._holds_of(place).tag(place)) != snapshot.id:
             with suppress(NotFound):  # a commit of another store
                 self.store.tag(hold, snapshot)
 

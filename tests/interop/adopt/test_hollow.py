@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptstore
-from ckptstore.adopt.hollow import hold_of
-from ckptstore.adoption import make_hollow
+from ckptstore.adoption import Holds, make_hollow
 from ckptstore.cli.call import Exit
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, Unavailable
 from ckptstore.objects.pointer_files import HOLLOW_POINTER
@@ -69,7 +69,7 @@ def test_a_hollow_directory_keeps_small_files_and_gets_the_others_back(
     assert before.keys() - hollow.keys() == GONE
     assert hollow.keys() - before.keys() == {HOLLOW_POINTER}
     assert all(hollow[name] == before[name] for name in before.keys() & hollow.keys())
-    assert store.checkout(root).id == made.id and hold_of(root) in store.tags()
+    assert store.checkout(root).id == made.id and made.id in store.tags().values()
     with ckptstore.open_pointer(root) as pointed:
         assert pointed.id == made.id
     done = store.checkout(root).materialize(root)
@@ -120,7 +120,7 @@ def test_a_program_may_save_into_a_hollow_directory_again(store: Store, tmp_path
     del again[HOLLOW_POINTER]
     second = store.adopt(root, hollow=True)
     assert second.id != first.id and store.checkout(root).id == second.id
-    assert store.tags() == {hold_of(root): second.id}
+    assert list(store.tags().values()) == [second.id]
     second.materialize(root)
     assert tree_of(root) == again
 
@@ -142,6 +142,71 @@ def test_the_commit_of_a_directory_that_was_deleted_can_be_forgotten(
     assert {info.id for info in store.log()} == held
     for name in ("checkpoint-2", "epoch=1 (best)"):
         store.checkout(tmp_path / name).materialize(tmp_path / name)
+
+
+def lose_what_may_go(store: Store) -> None:
+    for step in range(100, 102):
+        store.commit({"other": torch.tensor([step])}, step=step)
+    store.forget(ckptstore.KeepLast(1))
+    store.gc(grace_s=0)
+
+
+def test_directories_of_one_path_on_two_machines_lose_nothing(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers have the same paths. Each sees only its own directories."""
+    there, here = tmp_path / "out", {}
+    for host, names in (("one", (1, 2)), ("two", (2, 3)), ("one", (4,))):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        if host in here:
+            (tmp_path / host).rename(there)
+        for number in names:
+            root = checkpoint(there / f"checkpoint-{number}", number + 10 * (host == "two"))
+            here.setdefault(host, {})[root.name] = tree_of(root)
+            store.adopt(root, hollow=True)
+        there.rename(tmp_path / host)
+    lose_what_may_go(store)
+    for host, trees in here.items():
+        for name, before in trees.items():
+            store.checkout(tmp_path / host / name).materialize(tmp_path / host / name)
+            assert tree_of(tmp_path / host / name) == before
+
+
+def test_directories_that_were_moved_together_are_held_as_before(
+    store: Store, tmp_path: Path
+) -> None:
+    made = [
+        store.adopt(checkpoint(tmp_path / "out" / f"checkpoint-{i}", i), hollow=True)
+        for i in range(3)
+    ]
+    moved = (tmp_path / "out").rename(tmp_path / "kept")
+    again = store.adopt(checkpoint(tmp_path / "out" / "checkpoint-0", 5), hollow=True)
+    assert set(store.tags().values()) == {again.id, *(each.id for each in made)}
+    shutil.rmtree(moved / "checkpoint-1")
+    last = store.adopt(checkpoint(moved / "checkpoint-3", 6), hollow=True)
+    assert set(store.tags().values()) == {again.id, made[0].id, made[2].id, last.id}
+
+
+def test_the_hold_of_a_path_is_another_on_another_machine(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "out" / "checkpoint-1"
+    mine = Holds(internals_of(store), root.parent).tag(root)
+    assert mine == Holds(internals_of(store), root.parent).tag(root)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    assert Holds(internals_of(store), root.parent).tag(root) != mine
+
+
+def test_nothing_is_gone_while_the_file_system_is_away(store: Store, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    made = store.adopt(checkpoint(out / "checkpoint-1"), hollow=True)
+    holds = Holds(internals_of(store), out)
+    out.rename(tmp_path / "away")
+    for mount_point in (lambda: None, out.mkdir):
+        mount_point()
+        holds.release()
+        Holds(internals_of(store), out).release()
+        assert list(store.tags().values()) == [made.id]
 
 
 def test_files_that_changed_are_never_lost(store: Store, tmp_path: Path) -> None:
@@ -252,7 +317,8 @@ def test_a_directory_is_whole_or_has_a_durable_commit_wherever_it_is_killed(
         made = store.adopt(root).id
 
     def hollow(store: Store, directory: Path) -> None:
-        make_hollow(internals_of(store), directory, store.checkout(made))
+        holds = Holds(internals_of(store), directory.parent)
+        make_hollow(internals_of(store), directory, store.checkout(made), holds)
 
     def fill(store: Store, directory: Path) -> None:
         store.checkout(directory).materialize(directory)
