@@ -130,10 +130,11 @@ class CommitContents:
                 where = _named(found.id, found.step)
                 there = f"the nearest commit of its run that has it is {where}"
         globs = ", ".join(self.document.thinned.globs) if self.document.thinned else ""
+        key = json.dumps(path.partition("/")[0])
         return Thinned(
             f"commit {_named(self.commit, self.document.step)} no longer has {path}: it was "
-            f"thinned by {globs}; {there}; without=[{json.dumps(path.partition('/')[0])}] restores "
-            "the other keys"
+            f"thinned by {globs}; {there}; restore(…, without=[{key}]) "
+            "takes the other keys, and so does --select of a command"
         )
 
     def say_lossy(self) -> None:
