@@ -31,6 +31,7 @@ _BY_MEANING = {
     "checkout load restore resume": "export, or store.checkout(…).restore(…) in Python",
     "clean prune purge vacuum": "gc",
     "cmp compare": "diff",
+    "compress shrink": "compact",
     "commits list": "log",
     "convert": "import or export",
     "create make new": "init",
@@ -286,9 +287,13 @@ def _near(given: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
 
 def _near_commands(given: str, names: Sequence[str]) -> list[str]:
     """What the word means elsewhere, else commands that are spelled alike."""
-    meant = [name for words, name in _BY_MEANING.items() if given.lower() in words.split()]
+    meant = {word: name for words, name in _BY_MEANING.items() for word in words.split()}
+    if given.lower() in meant:
+        return [meant[given.lower()]]
+    words = [word for word, name in meant.items() if name not in _DESTRUCTIVE]
+    alike = dict.fromkeys(meant[word] for word in _near(given, words, 0.8))
     harmless = [name for name in names if name not in _DESTRUCTIVE]
-    return meant or [*_near(given, _DESTRUCTIVE, 0.8), *_near(given, harmless)]
+    return list(alike) or [*_near(given, _DESTRUCTIVE, 0.8), *_near(given, harmless)]
 
 
 def _add(command: Command, commands: Any, common: ArgumentParser) -> None:

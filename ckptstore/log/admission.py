@@ -291,7 +291,7 @@ def _forgotten(state: State, commits: Iterable[CommitId]) -> Refusal | None:
 def _not_forgotten(state: State, commits: Iterable[CommitId], mark: int) -> Refusal | None:
     other = (c for c in commits if not 0 < state.commits[c].soft <= mark)
     return _commits(
-        Code.NOT_FORGOTTEN, other, f"was not forgotten by entry {mark} or before; leave it out"
+        Code.NOT_FORGOTTEN, other, f"is not forgotten, or was after entry {mark}; leave it out"
     )
 
 

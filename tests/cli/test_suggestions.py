@@ -21,6 +21,9 @@ MEANT = {
     "info": "show",
     "version": "--version",
     "DU": "stats",
+    "shrink": "compact",
+    "compressed": "compact",
+    "validat": "fsck",
     "lgo": "log",
     "stat": "stats",
     "forgt": "forget",
@@ -33,7 +36,7 @@ def test_a_command_is_suggested_by_what_the_word_means(word: str, command: str) 
     assert f"no command {word!r} (did you mean {command}?)" in call(word).err
 
 
-@pytest.mark.parametrize("word", ["restore", "load", "commit", "save"])
+@pytest.mark.parametrize("word", ["restore", "restor", "load", "commit", "save"])
 def test_what_only_python_does_is_said_so(word: str) -> None:
     assert "in Python?)" in call(word).err
 
