@@ -110,7 +110,8 @@ def combine(
 
     Tensors of floats are added: those of 64 bits in 64 bits, all others in 32 bits. Everything
     else (integers, values, states of random generators, and what `select` leaves out) is as in the
-    last of `refs`. An average of tensors that are equal in all commits is that tensor.
+    last of `refs`. An average of tensors that are equal in all commits is that tensor. A key of
+    which thinning left nothing in the last is left out.
 
     Args:
         store: The store with the commits, which must have leaves of equal names, dtypes and shapes.
@@ -233,6 +234,8 @@ def _flats(
     flats: dict[str, FlatState] = {}
     for key, last in contents[-1].trees.items():
         schema, sources = last.schema, list[Source]()
+        if schema.paths and all(map(last.is_gone, range(len(schema.paths)))):
+            continue
         for i, path in enumerate(schema.paths):
             leaves = [
                 CommittedLeaf(reader, each.trees[key], each.trees[key].numbers[path], each.commit)

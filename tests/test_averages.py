@@ -170,6 +170,16 @@ def test_what_is_not_added_is_not_read(
     assert made.content_id == commits[-1].content_id
 
 
+def test_what_thinning_left_is_averaged(store: ckptstore.Store) -> None:
+    commits = committed(store, [{**state, "optimizer": {"m": 1}} for state in states()])
+    store.forget(ckptstore.KeepLast(1).thin("optimizer/**"))
+    made = combine(store, [0, 1, 2], mean(3))
+    assert sorted(made.keys()) == ["model", "progress"]
+    wanted = sum(commit.state_dict("model")["0.weight"] for commit in commits[:3]) / 3
+    torch.testing.assert_close(made.state_dict("model")["0.weight"], wanted)
+    assert combine(store, [0, 4], mean(2)).read("optimizer/m") == 1  # which the last has
+
+
 @pytest.mark.parametrize(
     ("other", "said"),
     [
