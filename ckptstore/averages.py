@@ -19,7 +19,7 @@ from ckptstore.commit.commit_metadata import CommitMetadata, label_of
 from ckptstore.commit.plan import Flats, is_floating
 from ckptstore.contents import CommitContents
 from ckptstore.core.geometry import Grid
-from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId
+from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId, check_run
 from ckptstore.core.options import Ranks
 from ckptstore.core.text import selector
 from ckptstore.errors import InvalidInput
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 ROUNDING = 1e-12
 """Factors whose sum is this near to 1 are those of an average."""
+
+RUN = "averages"
+"""The run of the new commits, unless another is named."""
 
 NEARLY_PARALLEL = 1e-4
 """Below this sine of the angle between two tensors, the arc is the line, and numbers are bad."""
@@ -105,6 +108,7 @@ def combine(
     tag: str | Sequence[str] | None = (),
     message: str = "",
     metrics: Mapping[str, float] | None = None,
+    run: str = RUN,
 ) -> Snapshot:
     """Commit the sum of commits, each times its factor. They are the parents of the new commit.
 
@@ -120,6 +124,7 @@ def combine(
             `moving`, `spherical` make such.
         select: Leaves to add, a glob or several, such as `"model/*"`.
         step: As in `Store.commit`, and so are `tag`, `message` and `metrics`.
+        run: The run of the new commit: not that of a training, which would resume from it.
 
     Returns:
         The new commit.
@@ -148,7 +153,7 @@ def combine(
 
         def label() -> CommitMetadata:
             text = message or f"of {', '.join(snapshot.id[:12] for snapshot in found)}"
-            made = label_of(store.run, step, tag, text, metrics)
+            made = label_of(check_run(run), step, tag, text, metrics)
             return replace(made, parents=tuple(snapshot.id for snapshot in found))
 
         flats = partial(_flats, contents, reader, factors_of, select)

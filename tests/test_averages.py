@@ -180,6 +180,18 @@ def test_what_thinning_left_is_averaged(store: ckptstore.Store) -> None:
     assert combine(store, [0, 4], mean(2)).read("optimizer/m") == 1  # which the last has
 
 
+def test_a_training_does_not_resume_from_an_average(store: ckptstore.Store) -> None:
+    some = states()
+    last = committed(store, some)[-1]
+    made = combine(store, [0, 1], mean(2), tag="soup")
+    assert made.run == "averages" and store.checkout("soup").id == made.id
+    resumed = store.resume(some[0])
+    assert resumed and resumed.id == store.checkout("latest").id == last.id
+    assert combine(store, [0, 1], mean(2), run=store.run).run == store.run
+    with pytest.raises(InvalidInput, match="run"):
+        combine(store, [0, 1], mean(2), run="no run")
+
+
 @pytest.mark.parametrize(
     ("other", "said"),
     [

@@ -139,7 +139,7 @@ def average(call: Call) -> Answer:
     args = call.args
     refs, metrics = args.refs, metrics_of(args.metric, "ckptstore average")
     store = _opened(call, run=args.run)
-    from ckptstore.averages import combine, mean, moving, spherical, weighted
+    from ckptstore.averages import RUN, combine, mean, moving, spherical, weighted
 
     factors: Sequence[float] | Factors
     if args.weights is not None:
@@ -162,6 +162,7 @@ def average(call: Call) -> Answer:
             tag=args.tag,
             message=args.message,
             metrics=metrics,
+            run=args.into or RUN,
         )
     document = {
         "commit": made.id,

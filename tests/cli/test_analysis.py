@@ -250,7 +250,7 @@ def test_bisect_refuses_what_is_no_question(place: Path, tmp_path: Path) -> None
 
 
 def test_average_commits_a_sum_and_names_its_parents(place: Path) -> None:
-    words = ("average", "right@80", "right@90", "right@100", "-s", str(place), "--run", "soup")
+    words = ("average", "right@80", "right@90", "right@100", "-s", str(place), "--into", "soup")
     page = call(*words, "-o", "mean")
     assert page.code == 0, page.err
     assert "of run soup, from " in page.out
