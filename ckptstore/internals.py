@@ -17,6 +17,7 @@ from ckptstore.commit.async_commit import AsyncCommits, CommitRoute
 from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest, ParentTracker
 from ckptstore.commit.pending import UNWATCHED, Pending
 from ckptstore.commit.plan import Flats
+from ckptstore.commit.run_watch import RunWatch
 from ckptstore.commit.transaction import CommitStats, Committed, Destination
 from ckptstore.contents import CommitContents, nearest_with
 from ckptstore.core.ids import ChunkId, CommitId, SessionId
@@ -106,6 +107,7 @@ class StoreInternals:
         self._lock = threading.Lock()
         self._thread = threading.local()
         self._disk = DiskWatch(handle, settings.run, settings.on_full)
+        self._run_watch = RunWatch(settings.run)
         self.parent_tracker = ParentTracker()
         self._best_rate = 0.0
         self._committed_chunks: tuple[CommitKeys, Mapping[bytes, ChunkId]] = (), {}
@@ -274,15 +276,13 @@ class StoreInternals:
     ) -> Snapshot:
         """The commit that `publish` makes of parts written by another library's ranks.
 
-        With `follow`, its parent is this store's last commit, and it becomes the parent of the
-        next one.
+        With `follow`, it follows this store's last commit, and the next one follows it.
         """
         self.check_not_within()
         self.async_commits.settle()
         with self._lock:
-            committed = publish(
-                replace(metadata, parents=self.parent_tracker.parents()) if follow else metadata
-            )
+            parents = self.parent_tracker.parents() if follow else metadata.parents
+            committed = publish(replace(metadata, parents=parents))
             self.handle.follow()
             if follow:
                 self.parent_tracker.now(committed.id)
@@ -407,12 +407,12 @@ class StoreInternals:
 
     def committed(self, committed: Committed) -> Snapshot:
         """The snapshot of a commit that was just made, which is reported."""
+        document, newest = committed.document, self.handle.log.state.runs.get(self.run, ())
         self.wake_tier()
         self._disk.after(committed.stats.logical_bytes, committed.stats.new_bytes)
+        self._run_watch.after(committed.id, document.parents, newest)
         self._report(committed)
-        return self.snapshot_of(
-            committed.id, committed.document, committed.document.tags, committed.stats
-        )
+        return self.snapshot_of(committed.id, document, document.tags, committed.stats)
 
     def snapshot_of(
         self,
