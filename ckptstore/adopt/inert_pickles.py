@@ -73,7 +73,7 @@ class _Inert(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in WIDTHS:
             return name
-        if module == "pathlib":
+        if module in ("pathlib", "pathlib._local"):  # the latter by Python 3.13
             return _ignored
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]

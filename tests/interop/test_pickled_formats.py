@@ -10,7 +10,7 @@ import warnings
 import zipfile
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PosixPath
 from types import ModuleType
 from typing import Any
 
@@ -170,6 +170,21 @@ def test_a_dcp_directory_comes_in_and_goes_out(store: Store, tmp_path: Path) -> 
     )
     export(made, tmp_path / "again", format="dcp")
     assert import_path(store, tmp_path / "again").content_id == made.content_id
+
+
+@pytest.mark.pickles
+def test_a_dcp_directory_of_python_3_13_comes_in(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its paths are of a module that other versions do not have, or use otherwise."""
+    local = ModuleType("pathlib._local")
+    local.PosixPath = PosixPath  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, local.__name__, local)
+        patch.setattr(PosixPath, "__module__", local.__name__)
+        dcp_save(training(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert b"pathlib._local" in (tmp_path / "dcp" / ".metadata").read_bytes()
+    assert_equal(import_path(store, tmp_path / "dcp").state_dict("model"), training()["model"])
 
 
 def _metadata(place: Path) -> Any:
