@@ -69,6 +69,7 @@ CASES: dict[str, Callable[[Context], Result]] = {
     "ranks-resharded": ranks_cost.resharded,
     "peak-save": memory.peak_save,
     "peak-restore": memory.peak_restore,
+    "peak-average": memory.peak_average,
     "s3-commit": s3.s3_commit,
     "s3-restore": s3.s3_restore,
     "torchft-full": transports.full,

@@ -1,9 +1,9 @@
-"""The case of peak memory: one commit or one restore in a process of its own, by the kernel's
-high-water mark of resident memory.
+"""The cases of peak memory: one commit, one restore or one average in a process of its own, by the
+kernel's high-water mark of resident memory.
 
-What is restored was saved by another process. The mark is reset just before the call
+What is restored or averaged was saved by another process. The mark is reset just before the call
 (`/proc/self/clear_refs`), so that what the state itself takes does not count; pages that a call
-maps from files do. That process is `python -m benchmarks.memory WHO save|restore FOLDER SCALE`.
+maps from files do. That process is `python -m benchmarks.memory WHO OPERATION FOLDER SCALE`.
 """
 
 import gc
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import ckptstore
-from benchmarks import states
+from benchmarks import questions, states
 from benchmarks.context import Context, Slot
 from benchmarks.measure import Result, Series
 from benchmarks.peers import PEERS
@@ -33,6 +33,18 @@ def peak_save(context: Context) -> Result:
 
 def peak_restore(context: Context) -> Result:
     return _peak(context, "restore", "peak memory of a restore in place above the memory before it")
+
+
+def peak_average(context: Context) -> Result:
+    its, slot = Series(), Slot(context)
+    slot.fresh()
+    _probe(OURS, "commit ten", slot.path, context.scale)
+    for number in range(min(context.rounds, ROUNDS)):
+        note(f"peak-average: round {number + 1}")
+        its.values.append(_probe(OURS, "average", slot.path, context.scale))
+    slot.clear()
+    title = "peak memory of an average of ten commits above the memory before it"
+    return Result("peak-average", title, "B", 0, {OURS: its})
 
 
 def _peak(context: Context, operation: str, title: str) -> Result:
@@ -74,6 +86,10 @@ def probe(name: str, operation: str, folder: Path, scale: float) -> int:
         with ckptstore.open(folder) as store:
             if operation == "save":
                 return _extra_bytes(lambda: store.commit(state.app, step=0))
+            if operation == "commit ten":
+                return _extra_bytes(lambda: questions.commit_ten(store, state))
+            if operation == "average":
+                return _extra_bytes(lambda: questions.average_ten(store))
             return _extra_bytes(lambda: store.checkout(0).restore(state.app))
     peer = next(peer for peer in PEERS if peer.name == name)
     return _extra_bytes(

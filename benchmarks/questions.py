@@ -1,7 +1,6 @@
 """The cases of questions that a store of every version answers: what statistics cost a commit, and
 the average of ten commits."""
 
-from itertools import count
 from time import process_time
 
 import ckptstore
@@ -12,6 +11,7 @@ from benchmarks.progress import note
 from benchmarks.saves import FreshStore
 from benchmarks.states import State
 from ckptstore.averages import combine, weighted
+from ckptstore.core.ids import CommitId
 
 COMMITS = 10
 WITH, WITHOUT = "with statistics", "without"
@@ -51,25 +51,39 @@ def statistics_bf16(context: Context) -> Result:
     return _statistics(context, "statistics-bf16", states.nest(narrow))
 
 
-def average(context: Context) -> Result:
-    """Every average has other factors, so that it is written too."""
-    state = states.gpt(context.scale)
-    with ckptstore.open(context.folder()) as store:
-        for step in range(COMMITS):
-            states.change_all(state)
-            store.commit(state.app, step=step)
-            note(f"average: commit {step}/{COMMITS} to prepare")
-        refs, steps = list(range(COMMITS)), count(COMMITS)
+def commit_ten(store: ckptstore.Store, state: State) -> None:
+    """The commits to average, whose tensors all differ."""
+    for step in range(COMMITS):
+        states.change_all(state)
+        store.commit(state.app, step=step)
+        note(f"average: commit {step}/{COMMITS} to prepare")
 
-        def add() -> None:
-            step = next(steps)
-            combine(store, refs, weighted([step, *[1] * (COMMITS - 1)]), step=step)
+
+def average_ten(store: ckptstore.Store) -> CommitId:
+    """With other factors than the last time, so that it is written too."""
+    step = 1 + (store.checkout("latest").step or 0)
+    return combine(store, range(COMMITS), weighted([step, *[1] * (COMMITS - 1)]), step=step).id
+
+
+def average(context: Context) -> Result:
+    state, made = states.gpt(context.scale), list[CommitId]()
+    with ckptstore.open(context.folder()) as store:
+        commit_ten(store, state)
+
+        def forget() -> None:
+            """Delete averages but for the last two, which a run cannot forget."""
+            while len(made) > 2:
+                store.forget(made.pop(0))
+                store.gc(grace_s=0)
 
         def restore() -> None:
-            for ref in refs:
+            for ref in range(COMMITS):
                 store.checkout(ref).restore(state.app)
 
-        entrants = [Entrant(AVERAGE, add), Entrant(RESTORE, restore)]
+        entrants = [
+            Entrant(AVERAGE, lambda: made.append(average_ten(store)), after=forget),
+            Entrant(RESTORE, restore),
+        ]
         series = alternate("average", entrants, context.rounds)
     title = f"{COMMITS} commits, averaged into a new one, and restored"
     return Result("average", title, "s", COMMITS * state.nbytes, series)

@@ -230,6 +230,7 @@ TARGETS = (
     ),
     Target("peak-save", "peak memory of a commit, bytes", at_most=256 * MIB),
     Target("peak-restore", "peak memory of a restore, bytes", at_most=256 * MIB),
+    Target("peak-average", "peak memory of an average of ten commits, bytes", at_most=256 * MIB),
     Target(
         "fixed-cost",
         "the 10,000th commit, of the 10th",

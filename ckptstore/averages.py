@@ -9,7 +9,7 @@ al., 2023).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -34,9 +34,7 @@ from ckptstore.state.tensors import dtype_of
 from ckptstore.store import Store, internals_of
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
 ROUNDING = 1e-12
 """Factors whose sum is this near to 1 are those of an average."""
@@ -65,37 +63,45 @@ class CommittedLeaf:
         return self.tree.grid(self.i)
 
     @cached_property
-    def where(self) -> "NDArray[np.void] | None":
-        """Where its chunks lie; None if they are not the cells of its grid, in order."""
+    def ids(self) -> bytes:
+        """The chunks of its grid's cells, in order; empty if it is stored in another way."""
         content = self.tree.content(self.i)
         if content.inline is not None or content.boxes is not None:
-            return None
+            return b""
         self.tree.check(self.i)
-        return self.reader.located(content.ids)
+        return content.ids
 
-    def read(self, cells: range, memory: memoryview) -> None:
-        """Read cells, which lie together, into `memory`."""
-        spans = list(map(self.grid.span, cells))
-        first = spans[0][0]
-        parts = [memory[start - first : stop - first] for start, stop in spans]
-        if self.where is None:
-            boxes = map(self.grid.cell, cells)
-            requests = map(partial(ReadRequest, self.tree, self.i), map(Memory, parts), boxes)
-            self.reader.read(requests, self.commit)
-        else:
-            ids = self.tree.content(self.i).ids
-            some = ids[cells.start * CHUNK_ID_BYTES : cells.stop * CHUNK_ID_BYTES]
-            where = self.where[cells.start : cells.stop]
-            self.reader.read_located(some, where, parts, lambda _: self.name)
+    def read(self, cells: range, parts: Sequence[memoryview]) -> None:
+        """Read cells, each into its part of memory."""
+        boxes = map(self.grid.cell, cells)
+        requests = map(partial(ReadRequest, self.tree, self.i), map(Memory, parts), boxes)
+        self.reader.read(requests, self.commit)
 
     @property
     def name(self) -> str:
         return f"leaf {self.tree.schema.paths[self.i]}, commit {self.commit[:12]}"
 
-    def elements(self, cells: range, memory: memoryview) -> "torch.Tensor":
-        """Cells as a flat tensor in `memory`."""
-        self.read(cells, memory)
-        return flat_tensor(memory, dtype_of(self.tree.schema.dtypes[self.i]))
+
+def read_in_turn(
+    leaves: Sequence[CommittedLeaf], cells: range, memory: memoryview
+) -> Iterator["torch.Tensor"]:
+    """Cells, which lie together, of a leaf in each commit, as a flat tensor in `memory`. The next
+    takes the place of the last."""
+    first = leaves[0]
+    spans = list(map(first.grid.span, cells))
+    parts = [memory[start - spans[0][0] : stop - spans[0][0]] for start, stop in spans]
+    numbers = flat_tensor(
+        memory[: spans[-1][1] - spans[0][0]], dtype_of(first.tree.schema.dtypes[first.i])
+    )
+    some = slice(cells.start * CHUNK_ID_BYTES, cells.stop * CHUNK_ID_BYTES)
+    ids = [leaf.ids[some] for leaf in leaves]
+    if first.reader.remote or not all(ids):
+        for leaf in leaves:
+            leaf.read(cells, parts)
+            yield numbers
+        return
+    for _ in first.reader.read_in_turn(ids, parts, [leaf.name for leaf in leaves]):
+        yield numbers
 
 
 def combine(
@@ -194,10 +200,10 @@ def spherical(part: float) -> Factors:
         if len(leaves) != 2:
             raise InvalidInput(f"an arc has two ends; got {len(leaves)} commits")
         aa = bb = ab = 0.0
-        for cell, (start, stop) in enumerate(leaves[0].grid.spans()):
-            memories = (memoryview(bytearray(stop - start)) for _ in leaves)
-            one = range(cell, cell + 1)
-            a, b = (x.elements(one, y).double() for x, y in zip(leaves, memories, strict=True))
+        memory = memoryview(bytearray(leaves[0].reader.chunk_bytes))
+        for cell in range(len(leaves[0].grid)):
+            # `double` copies, unless it is double already.
+            a, b = (x.double().clone() for x in read_in_turn(leaves, range(cell, cell + 1), memory))
             aa, bb, ab = aa + float(a.dot(a)), bb + float(b.dot(b)), ab + float(a.dot(b))
         cosine = ab / math.sqrt(aa * bb) if aa and bb else 1.0
         angle = math.acos(max(-1.0, min(1.0, cosine)))
@@ -298,7 +304,8 @@ def _same(leaf: CommittedLeaf) -> _Made:
     def read(cells: range, out: memoryview) -> None:
         if known_ids is not None:
             raise NotCopied
-        leaf.read(cells, out)
+        start = leaf.grid.span(cells.start)[0]
+        leaf.read(cells, [out[a - start : b - start] for a, b in map(leaf.grid.span, cells)])
 
     return _Made(leaf, read, known_ids)
 
@@ -309,8 +316,7 @@ def _sum(leaves: Sequence[CommittedLeaf], factors: Sequence[float], scratch: Scr
 
     def add(cells: range, out: memoryview) -> None:
         memory = scratch.take(len(out))
-        elements = (leaf.elements(cells, memory[: len(out)]) for leaf in leaves)
-        add_up(elements, factors, flat_tensor(out, dtype))
+        add_up(read_in_turn(leaves, cells, memory), factors, flat_tensor(out, dtype))
         scratch.give(memory)
 
     return _Made(leaves[-1], add)

@@ -1,6 +1,7 @@
 """The sum of commits: equal to torch's averages, in bounded memory, of commits of any layout."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ckptstore
 from ckptstore.averages import combine, mean, moving, spherical, weighted
-from ckptstore.errors import Corrupt, InvalidInput
+from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.maintenance.compact.plan import CompactPolicy
 from ckptstore.state.sums import add_up
+from ckptstore.storage.local import LocalStorage
 
 COUNT = 5
 
@@ -81,8 +83,9 @@ def test_a_task_vector_is_added(store: ckptstore.Store) -> None:
     assert torch.equal(made.read("model/2.weight"), commits[2].read("model/2.weight"))
 
 
-def test_an_arc_keeps_the_length_of_its_ends(store: ckptstore.Store) -> None:
-    a, b = torch.zeros(70_000), torch.zeros(70_000)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_arc_keeps_the_length_of_its_ends(store: ckptstore.Store, dtype: torch.dtype) -> None:
+    a, b = torch.zeros(70_000, dtype=dtype), torch.zeros(70_000, dtype=dtype)
     a[1], b[2] = 3.0, 3.0
     commits = [store.commit({"x": x, "y": a}, step=n) for n, x in enumerate((a, b))]
     made = combine(store, commits, spherical(0.25))
@@ -159,6 +162,27 @@ def test_a_damaged_chunk_is_named(store: ckptstore.Store) -> None:
             break
     with pytest.raises(Corrupt, match=r"leaf model/0\.weight, commit"):
         combine(store, commits, mean(COUNT))
+
+
+def test_a_chunk_that_is_gone_after_its_look_up_is_looked_up_again(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = states()
+    commits = committed(store, some)
+    read_into, gone = LocalStorage.read_into, set[tuple[str, int]]()
+
+    def gone_once(self: LocalStorage, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        if sum(map(len, buffers)) > 32 << 10 and (key, offset) not in gone:
+            gone.add((key, offset))
+            raise NotFound(f"{key} is gone")
+        read_into(self, key, offset, buffers)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "read_into", gone_once)
+        made = combine(store, commits, mean(COUNT))
+    assert gone
+    wanted = torch.stack([state["model"][0].weight.detach() for state in some]).mean(0)
+    torch.testing.assert_close(made.read("model/0.weight"), wanted, rtol=1e-6, atol=1e-7)
 
 
 def test_what_is_not_added_is_not_read(

@@ -18,6 +18,7 @@ import numpy as np
 
 from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, pack_key
+from ckptstore.core.model import PackEntry
 from ckptstore.core.process import uncollected
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.index.chunks import ChunkIndex
@@ -143,7 +144,7 @@ class ObjectStore:
         the index does not have it, or has it in another store's pack."""
         rows = self.index.get_many(ids)
         numbers = set(np.unique(rows["pack"][rows["found"] == 1]).tolist())
-        indexed, listed = self.index.pack_ids(numbers), self._listed(numbers)
+        indexed, listed = self.index.pack_ids(numbers), self.listed(numbers)
         foreign = [n for n in numbers if n not in listed or indexed.get(n) != listed[n].id]
         if foreign:
             rows["found"][np.isin(rows["pack"], foreign)] = 0
@@ -188,7 +189,7 @@ class ObjectStore:
         self.sync(state, thorough=True)
         return state
 
-    def _listed(self, numbers: set[int]) -> dict[int, Pack]:
+    def listed(self, numbers: set[int]) -> dict[int, Pack]:
         """The listed packs with these numbers."""
         packs = self._log.state.packs
         if any(n not in packs for n in numbers):
@@ -218,7 +219,7 @@ class ObjectStore:
             return None
         numbers, starts = where["pack"].tolist(), where["offset"].tolist()
         stops = (where["offset"] + where["stored"]).tolist()
-        packs = self._listed(set(numbers))
+        packs = self.listed(set(numbers))
         found = []
         for some in coalesce(starts, stops, objects=numbers):
             if (pack := packs.get(numbers[some.start])) is None:
@@ -290,6 +291,18 @@ class ObjectStore:
                 raise
             self.rescue(ids, out, error)
 
+    def read_one(
+        self, pack: Pack | None, entry: PackEntry, out: memoryview, name: str, verify_ids: bool
+    ) -> None:
+        """Read and verify a chunk that was at `entry` of `pack` a moment ago: on a local disk
+        without a plan, which costs half as much as the read. `name` is for errors, which are those
+        of `read_into`."""
+        if pack is not None and not self._remote:
+            keys, run = keys_of(pack.id, metadata=pack.metadata), Run((entry,), (0,), (out,))
+            if isinstance(read_run(self.storage, keys, run, verify_ids=verify_ids)[0], StoredChunk):
+                return
+        self.read_into(entry.chunk, [out], describe=lambda _: name, verify_ids=verify_ids)
+
     @uncollected()
     def _plan(
         self,
@@ -299,7 +312,7 @@ class ObjectStore:
         room: ReadRoom,
     ) -> tuple[list[tuple[Pack, Run]], list[int]]:
         """The reads for the chunks `left`, and those whose pack is not listed any more."""
-        packs = self._listed(set(where["pack"].tolist()))
+        packs = self.listed(set(where["pack"].tolist()))
         nbytes = int(where["stored"].sum())
         streams = 1
         if self._remote:

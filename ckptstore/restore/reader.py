@@ -8,21 +8,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Protocol
 
 from ckptstore.core import geometry
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.geometry import Grid, grid
-from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId, SessionId, document_key
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, SessionId, document_key
 from ckptstore.core.model import Box, CommitDocument, LeafContent, Schema, Shape, TreeRef
 from ckptstore.core.process import uncollected
 from ckptstore.errors import Corrupt, Thinned
 from ckptstore.objects.documents import Layout, decode_document, decode_layout
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
-from ckptstore.repository.chunk_reader import coalesce
+from ckptstore.repository.chunk_reader import coalesce, located_entries
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.dedup import items_of
 from ckptstore.repository.memory_budget import ReadRoom, read_room
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.mmap import Unmappable, check_mapped, map_leaf
@@ -333,17 +334,21 @@ class Reader:
         """Where chunks lie, as rows of `index.chunks.LOCATION_DTYPE`."""
         return self._objects.located(ids)
 
-    def read_located(
-        self,
-        ids: bytes,
-        where: "NDArray[np.void]",
-        out: Sequence[memoryview],
-        describe: Callable[[int], str],
-    ) -> None:
-        """Read and verify chunks that were `located`, on the calling thread. Raises as `read`."""
-        self._objects.read_into(
-            ids, out, where=where, describe=describe, verify_ids=self.verify_ids
-        )
+    def read_in_turn(
+        self, groups: Sequence[bytes], out: Sequence[memoryview], names: Sequence[str]
+    ) -> Iterator[None]:
+        """Read and verify one of `groups` of chunks after the other into the same memory `out`, on
+        the calling thread; yields after each. All are looked up at once. Raises as `read`, with
+        the group's name."""
+        objects, ids = self._objects, b"".join(groups)
+        where = objects.located(ids)
+        packs = objects.listed(set(where["pack"].tolist()))
+        entries = located_entries(map(ChunkId, items_of(ids)), where)
+        found = zip(where["pack"].tolist(), entries, strict=True)
+        for name in names:
+            for memory, (number, entry) in zip(out, islice(found, len(out)), strict=True):
+                objects.read_one(packs.get(number), entry, memory, name, self.verify_ids)
+            yield
 
     def map(self, tree: Tree, number: int, commit: CommitId, *, verify: bool = False) -> memoryview:
         """The bytes of a leaf, mapped into memory instead of read; verified only with `verify`.

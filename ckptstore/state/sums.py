@@ -1,6 +1,6 @@
 """How are tensors in memory added up?"""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numkong
 import torch
@@ -19,11 +19,15 @@ def add_up(tensors: Iterable[torch.Tensor], factors: Iterable[float], out: torch
     is made in 64 bits of theirs, else in 32, by the calling thread alone."""
     wide = torch.promote_types(out.dtype, torch.float32)
     total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
-    size = max(len(out), 1) if total is out else PIECE
-    targets = [piece.numpy() for piece in total.split(size)]
+
+    def split(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        pieces: Sequence[torch.Tensor] = (tensor,) if total is out else tensor.split(PIECE)
+        return pieces
+
+    targets = [piece.numpy() for piece in split(total)]
     add = False
     for tensor, factor in zip(tensors, factors, strict=True):
-        for target, piece in zip(targets, tensor.split(size), strict=True):
+        for target, piece in zip(targets, split(tensor), strict=True):
             numbers = piece.to(wide).numpy()
             if add:
                 numkong.blend(numbers, target, alpha=factor, beta=1.0, out=target)
@@ -31,5 +35,5 @@ def add_up(tensors: Iterable[torch.Tensor], factors: Iterable[float], out: torch
                 numkong.scale(numbers, alpha=factor, beta=0.0, out=target)
         add = True
     if total is not out:
-        for piece, target in zip(out.split(PIECE), total.split(PIECE), strict=True):
-            piece.copy_(target)
+        for narrow, piece in zip(split(out), split(total), strict=True):
+            narrow.copy_(piece)
