@@ -26,6 +26,10 @@ SEED = int(
     os.environ.setdefault("CKPTSTORE_TEST_SEED", str(secrets.randbelow(2**32)))
 )  # set: the workers of pytest-xdist draw the same
 
+# Set before torch is imported, and inherited by all processes. An OpenMP thread that waits for work
+# spins: with two per process, a third of the CPU time of tests of tensors is spinning.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 TOGETHER = {
     "ranks": ("tests/distributed/", "tests/interop/torchft/test_replicas.py"),
     "nursery": (

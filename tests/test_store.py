@@ -1,5 +1,4 @@
-"""The store as training code uses it: what went in comes back, what does not fit is refused,
-nothing is half-done."""
+"""The store as training code uses it: what went in comes back, nothing is half-done."""
 
 import logging
 import os
@@ -217,27 +216,6 @@ def test_refs_name_steps_tags_ids_runs_ancestors_and_bests(place: Path) -> None:
         assert foreign in {info.id for info in store.log()}
 
 
-@pytest.mark.parametrize(
-    ("ref", "error", "says"),
-    [
-        (11, NotFound, "10"),
-        ("god", NotFound, "good"),
-        ("best:lost", NotFound, "loss"),
-        ("latest~9", NotFound, "parent"),
-        ("a b", InvalidInput, "no ref"),
-        ("nobody@1", NotFound, "main"),
-        (1.5, InvalidInput, "no ref"),
-    ],
-)
-def test_an_unknown_ref_names_near_ones(
-    place: Path, ref: Any, error: type[Exception], says: str
-) -> None:
-    with ckptstore.open(place) as store:
-        store.commit({"n": 1}, step=10, tag="good", metrics={"loss": 1.0})
-        with pytest.raises(error, match=says):
-            store.checkout(ref)
-
-
 def test_tags_move_and_go(place: Path) -> None:
     with ckptstore.open(place) as store:
         a, b = store.commit({"n": 1}, tag=["x", "y"]), store.commit({"n": 2}, tag="x")
@@ -246,32 +224,6 @@ def test_tags_move_and_go(place: Path) -> None:
         assert store.tags() == {"x": b.id}
         with pytest.raises(NotFound, match="'y'"):
             store.untag("y")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "a b",
-        "../x",
-        "/x",
-        "x/",
-        "a//b",
-        "latest",
-        "123",
-        "é",
-        "x" * 201,
-        "-x",
-        "a\n",
-        "~1",
-        "a@b",
-    ],
-)
-def test_a_tag_with_forbidden_characters_is_refused(place: Path, name: str) -> None:
-    with ckptstore.open(place) as store:
-        with pytest.raises(InvalidInput, match="cannot be a tag"):
-            store.commit({"n": 1}, tag=name)
-        assert store.log() == []
 
 
 def test_lineage_follows_what_was_restored(place: Path) -> None:
@@ -283,34 +235,6 @@ def test_lineage_follows_what_was_restored(place: Path) -> None:
         assert store.commit(state, step=2).parents == (first.id,)
 
 
-# -- what is refused --
-
-
-def test_a_missing_or_an_extra_leaf_is_named_and_strict_false_lists_both(place: Path) -> None:
-    def model(**sizes: int) -> torch.nn.Module:
-        return torch.nn.ParameterDict(
-            {name: torch.full((n,), float(n)) for name, n in sizes.items()}
-        )
-
-    with ckptstore.open(place) as store:
-        store.commit({"model": model(a=3, b=4), "gone": 1})
-        target = {"model": model(a=3, c=5), "new": 2}
-        with torch.no_grad():
-            target["model"].a.zero_()
-        with pytest.raises(InvalidInput) as caught:
-            store.checkout().restore(target)
-        assert all(path in str(caught.value) for path in ("model/b", "model/c", "new"))
-        assert torch.equal(target["model"].a, torch.zeros(3))
-        report = store.checkout().restore(target, strict=False)
-    assert set(report.missing) == {"model/c", "new"} and set(report.unexpected) == {
-        "model/b",
-        "gone",
-    }
-    assert torch.equal(target["model"].a, torch.full((3,), 3.0)) and torch.equal(
-        target["model"].c, torch.full((5,), 5.0)
-    )
-
-
 def test_a_plain_dict_takes_what_the_commit_has_beyond_it(place: Path) -> None:
     with ckptstore.open(place) as store:
         store.commit({"history": {"loss": 0.5, "curve": torch.ones(3)}})
@@ -319,20 +243,6 @@ def test_a_plain_dict_takes_what_the_commit_has_beyond_it(place: Path) -> None:
     assert target["history"]["loss"] == 0.5 and torch.equal(
         target["history"]["curve"], torch.ones(3)
     )
-
-
-@pytest.mark.parametrize(
-    ("tensor", "says"),
-    [(torch.zeros(4), r"\[4\]"), (torch.zeros(3, dtype=torch.float64), "float64")],
-)
-def test_a_shape_or_dtype_that_differs_is_never_cast(
-    place: Path, tensor: torch.Tensor, says: str
-) -> None:
-    with ckptstore.open(place) as store:
-        store.commit({"model": {"a": torch.ones(3)}})
-        for strict in (True, False):
-            with pytest.raises(InvalidInput, match=says):
-                store.checkout().restore({"model": {"a": tensor}}, strict=strict)
 
 
 def test_keys_with_slashes_dots_percents_spaces_and_unicode_never_collide(place: Path) -> None:
@@ -361,26 +271,6 @@ def test_keys_with_slashes_dots_percents_spaces_and_unicode_never_collide(place:
     assert back == state
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"step": -1}, "step is -1"),
-        ({"step": 1.5}, "step is 1.5"),
-        ({"step": True}, "step is True"),
-        ({"step": torch.tensor(1.5)}, "step is tensor"),
-        ({"metrics": {"loss": "low"}}, "'loss' is 'low'"),
-        ({"metrics": {"loss": torch.ones(2)}}, "'loss' is tensor"),
-        ({"metrics": {1: 2.0}}, "name is 1"),
-        ({"message": 5}, "message is 5"),
-    ],
-)
-def test_a_label_that_cannot_be_is_refused(
-    place: Path, arguments: dict[str, Any], says: str
-) -> None:
-    with ckptstore.open(place) as store, pytest.raises(InvalidInput, match=says):
-        store.commit({"n": 1}, **arguments)
-
-
 def test_steps_and_metrics_may_be_whatever_counts_as_a_number(place: Path) -> None:
     loss = torch.tensor(0.5, requires_grad=True) * 2
     with warnings.catch_warnings(), ckptstore.open(place) as store:
@@ -393,22 +283,6 @@ def test_steps_and_metrics_may_be_whatever_counts_as_a_number(place: Path) -> No
             (8, {}),
             (7, {"loss": 1.0, "acc": 0.25}),
         ]
-
-
-@pytest.mark.parametrize("given", [torch.nn.Linear(2, 2), [torch.ones(2)], None])
-def test_a_state_that_is_no_dict_of_names_is_refused(place: Path, given: Any) -> None:
-    with ckptstore.open(place) as store:
-        snapshot = store.commit({"n": 1})
-        for call in (store.commit, store.commit_async, snapshot.restore, store.resume):
-            with pytest.raises(InvalidInput, match="wanted a dict of names to objects"):
-                call(given)
-
-
-def test_what_cannot_be_stored_is_named_and_leaves_nothing(place: Path) -> None:
-    with ckptstore.open(place) as store:
-        with pytest.raises(InvalidInput, match="model/deep/thing"):
-            store.commit({"model": {"deep": {"thing": object()}}})
-        assert store.log() == [] and not files(place, "packs") and not files(place, "tmp")
 
 
 # -- damage --
@@ -519,21 +393,3 @@ def test_a_commit_says_what_it_cost_in_one_line(
         snapshot.stats.logical_bytes == 4000
         and snapshot.stats.held_s >= snapshot.stats.durable_s >= snapshot.stats.packed_s
     )
-
-
-def test_numbers_beyond_what_a_log_holds_are_refused_before_anything_is_written(
-    place: Path,
-) -> None:
-    with ckptstore.open(place) as store:
-        store.commit({"n": 1}, step=2**53, metrics={"loss": float("inf")})
-        before = sorted(place.rglob("*"))
-        with pytest.raises(
-            InvalidInput, match="wanted a whole number from 0 to 9007199254740992, or None"
-        ):
-            store.commit({"n": 2}, step=2**53 + 1)
-        with pytest.raises(InvalidInput, match=r"metric 'loss' is 10+; wanted a number"):
-            store.commit({"n": 2}, metrics={"loss": 10**400})
-        with pytest.raises(NotFound):
-            store.checkout("latest~999999999")
-        assert sorted(place.rglob("*")) == before
-        assert store.checkout(2**53).state_dict() == {"n": 1}

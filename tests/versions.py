@@ -31,6 +31,7 @@ CORE = (
     "tests/commit/test_commits.py",
     "tests/cli/test_changes.py",
     "tests/cli/test_queries.py",
+    "tests/test_refused_states.py",
     "tests/test_store.py",
 )
 """What meets every dependency: tensors, bytes, indexes, the log, buckets, the command."""

@@ -26,10 +26,8 @@ SMALL = 160
 def state_of(number: int) -> dict[str, DTensor]:
     """Leaves of one chunk each, which one rank assembles from parts, one of them not contiguous."""
     mesh, generator = mesh_of(4, False), torch.Generator().manual_seed(number)
-    small = {
-        str(i): placed(torch.randn((256, 256), generator=generator), mesh, (Shard(0),))
-        for i in range(SMALL)
-    }
+    noise = torch.randn((256, 256), generator=generator)
+    small = {str(i): placed(noise + (number * SMALL + i), mesh, (Shard(0),)) for i in range(SMALL)}
     local = torch.randn((512, 2048), generator=generator).t()  # 4 MiB
     return {
         **small,

@@ -9,7 +9,16 @@ from typing import Any
 from ckptstore.core.ids import CommitId, SessionId, StoreId, new_session_id, pack_id
 from ckptstore.core.model import PackRecord
 from ckptstore.log.admission import check
-from ckptstore.log.entries import Body, Commit, Entry, Reduced, encode_entry
+from ckptstore.log.entries import (
+    Body,
+    Commit,
+    Condemn,
+    Entry,
+    Forget,
+    Reduced,
+    Register,
+    encode_entry,
+)
 from ckptstore.log.log import Log
 from ckptstore.log.state import State, apply, genesis, number
 from ckptstore.storage import open_storage
@@ -131,3 +140,37 @@ class Wrapped:
 def encoded(body: Body, **header: Any) -> bytes:
     """The bytes of the entry with this body and header."""
     return encode_entry(Entry(body=body, **header))
+
+
+def just(*numbers: int) -> frozenset[int]:
+    return frozenset(numbers)
+
+
+THREE = (commit(1), commit(2), commit(3))
+"""Entries 1 to 3: three commits of one run with the packs 1 to 3; commit 1 is the only one that may
+be forgotten."""
+
+
+FORGOTTEN = (*THREE, Forget((commit_id(1),), "old"))
+
+
+CONDEMNED = (*FORGOTTEN, Condemn(4, 0, just(1), ()))
+
+
+def register(i: int = 9, **changes: Any) -> Register:
+    fields: dict[str, Any] = {
+        "session": session(i),
+        "mark": 4,
+        "fence": 0,
+        "packs": packs(i),
+        "condemn": just(1),
+    }
+    return Register(**{**fields, **changes})
+
+
+def thin(i: int, of: int, **changes: Any) -> Reduced:
+    """Commit `i`, which takes the place of commit `of`."""
+    return reduced(i, replaces=commit_id(of), thinned=("optimizer/**",), step=of, **changes)
+
+
+THINNED = (*THREE, thin(4, 1))

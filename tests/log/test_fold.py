@@ -1,11 +1,9 @@
-"""The demands of each kind of entry on the state, and its effects."""
-
-from typing import Any
+"""The effects of each kind of entry on the state."""
 
 import pytest
 
 from ckptstore.core.model import PackRecord
-from ckptstore.log.admission import Code, best_commits, check
+from ckptstore.log.admission import check
 from ckptstore.log.entries import (
     Body,
     Commit,
@@ -14,8 +12,6 @@ from ckptstore.log.entries import (
     Forget,
     Moved,
     Over,
-    Reduced,
-    Register,
     Settings,
     Tag,
     Undelete,
@@ -23,249 +19,22 @@ from ckptstore.log.entries import (
 from ckptstore.log.resolve import newest_first, resolve
 from ckptstore.log.state import State, apply, genesis, number
 from tests.log.builders import (
+    CONDEMNED,
+    FORGOTTEN,
     STORE,
+    THINNED,
+    THREE,
     commit,
     commit_id,
     entry,
     folded,
+    just,
     packs,
-    reduced,
+    register,
     session,
     step,
+    thin,
 )
-
-
-def just(*numbers: int) -> frozenset[int]:
-    return frozenset(numbers)
-
-
-THREE = (commit(1), commit(2), commit(3))
-"""Entries 1 to 3: three commits of one run with the packs 1 to 3; commit 1 is the only one that may
-be forgotten."""
-FORGOTTEN = (*THREE, Forget((commit_id(1),), "old"))
-UNDELETED = (*FORGOTTEN, Undelete((commit_id(1),), just(1)))
-CONDEMNED = (*FORGOTTEN, Condemn(4, 0, just(1), ()))
-
-
-def register(i: int = 9, **changes: Any) -> Register:
-    fields: dict[str, Any] = {
-        "session": session(i),
-        "mark": 4,
-        "fence": 0,
-        "packs": packs(i),
-        "condemn": just(1),
-    }
-    return Register(**{**fields, **changes})
-
-
-def thin(i: int, of: int, **changes: Any) -> Reduced:
-    """Commit `i`, which takes the place of commit `of`."""
-    return reduced(i, replaces=commit_id(of), thinned=("optimizer/**",), step=of, **changes)
-
-
-THINNED = (*THREE, thin(4, 1))
-TWICE = (*THINNED, Forget((commit_id(4),), ""))
-
-
-REFUSED: list[tuple[str, tuple[Body, ...], Body, Code]] = [
-    ("a commit of a session declared over", (Over((session(1),)),), commit(1), Code.SESSION_OVER),
-    (
-        "a second commit of one session",
-        (commit(1),),
-        commit(1, commit=commit_id(2), packs=()),
-        Code.SESSION_ENDED,
-    ),
-    (
-        "a commit that reuses a pack that was never there",
-        THREE,
-        commit(4, reused=just(9)),
-        Code.PACKS_GONE,
-    ),
-    (
-        "a commit that reuses a deleted pack",
-        (*CONDEMNED, Delete(just(1))),
-        commit(4, reused=just(1, 2)),
-        Code.PACKS_GONE,
-    ),
-    ("a commit with another session's pack", (), commit(1, packs=packs(2)), Code.PACKS_FOREIGN),
-    (
-        "a commit that names a pack twice",
-        (),
-        commit(1, packs=packs(1) + packs(1)),
-        Code.PACKS_KNOWN,
-    ),
-    (
-        "a commit that is there already",
-        (commit(1),),
-        commit(2, commit=commit_id(1)),
-        Code.COMMIT_KNOWN,
-    ),
-    (
-        "a tag on a commit that is not there",
-        THREE,
-        Tag("a", commit_id(9), just()),
-        Code.NO_SUCH_COMMIT,
-    ),
-    ("a tag on a forgotten commit", FORGOTTEN, Tag("a", commit_id(1), just(1)), Code.FORGOTTEN),
-    (
-        "a tag that relies on a pack that is gone",
-        THREE,
-        Tag("a", commit_id(1), just(9)),
-        Code.PACKS_GONE,
-    ),
-    ("removing a tag that is not there", THREE, Tag("a", None, just()), Code.NO_SUCH_TAG),
-    ("forgetting what is not there", THREE, Forget((commit_id(9),), ""), Code.NO_SUCH_COMMIT),
-    ("forgetting twice", FORGOTTEN, Forget((commit_id(1),), ""), Code.FORGOTTEN),
-    (
-        "forgetting a tagged commit",
-        (*THREE, Tag("a", commit_id(1), just())),
-        Forget((commit_id(1),), ""),
-        Code.TAGGED,
-    ),
-    (
-        "forgetting one of a run's newest two",
-        THREE,
-        Forget((commit_id(1), commit_id(2)), ""),
-        Code.NEWEST,
-    ),
-    ("undeleting what is not there", THREE, Undelete((commit_id(9),), just()), Code.NO_SUCH_COMMIT),
-    (
-        "undeleting what is not forgotten",
-        THREE,
-        Undelete((commit_id(1),), just(1)),
-        Code.NOT_FORGOTTEN,
-    ),
-    (
-        "undeleting a commit whose pack is gone",
-        (*CONDEMNED, Delete(just(1))),
-        Undelete((commit_id(1),), just(1)),
-        Code.PACKS_GONE,
-    ),
-    (
-        "condemning what is referred to since the mark",
-        THREE,
-        Condemn(2, 0, just(3), ()),
-        Code.PACKS_STAMPED,
-    ),
-    (
-        "condemning what a commit reused since the mark",
-        (*THREE, commit(4, reused=just(1))),
-        Condemn(3, 0, just(1), ()),
-        Code.PACKS_STAMPED,
-    ),
-    ("condemning what is not listed", THREE, Condemn(3, 0, just(9), ()), Code.PACKS_GONE),
-    ("condemning twice", CONDEMNED, Condemn(5, 5, just(1), ()), Code.PACKS_CONDEMNED),
-    (
-        "condemning when another gc has since the mark",
-        CONDEMNED,
-        Condemn(4, 0, just(), ()),
-        Code.FENCED,
-    ),
-    ("condemning after a mark in the future", THREE, Condemn(4, 0, just(), ()), Code.MARK_AHEAD),
-    (
-        "purging what is not forgotten",
-        THREE,
-        Condemn(3, 0, just(), (commit_id(1),)),
-        Code.NOT_FORGOTTEN,
-    ),
-    (
-        "purging what was forgotten after the mark",
-        FORGOTTEN,
-        Condemn(3, 0, just(), (commit_id(1),)),
-        Code.NOT_FORGOTTEN,
-    ),
-    (
-        "purging what was undeleted",
-        (*FORGOTTEN, Undelete((commit_id(1),), just(1))),
-        Condemn(4, 0, just(), (commit_id(1),)),
-        Code.NOT_FORGOTTEN,
-    ),
-    (
-        "purging what is not there",
-        FORGOTTEN,
-        Condemn(4, 0, just(), (commit_id(9),)),
-        Code.NO_SUCH_COMMIT,
-    ),
-    (
-        "a copy of a session declared over",
-        (*FORGOTTEN, Over((session(9),))),
-        register(),
-        Code.SESSION_OVER,
-    ),
-    (
-        "a second copy of one session",
-        (*FORGOTTEN, register()),
-        register(fence=5, condemn=just()),
-        Code.SESSION_ENDED,
-    ),
-    ("a copy of another session", FORGOTTEN, register(packs=packs(8)), Code.PACKS_FOREIGN),
-    ("a copy when another gc condemned since", CONDEMNED, register(), Code.FENCED),
-    (
-        "a copy whose source is referred to since the mark",
-        FORGOTTEN,
-        register(mark=0),
-        Code.PACKS_STAMPED,
-    ),
-    ("a copy whose source is condemned", CONDEMNED, register(fence=5), Code.PACKS_CONDEMNED),
-    ("deleting a live pack", THREE, Delete(just(1)), Code.PACKS_LIVE),
-    (
-        "deleting a pack that a commit made live again",
-        (*CONDEMNED, commit(4, reused=just(1))),
-        Delete(just(1)),
-        Code.PACKS_LIVE,
-    ),
-    ("deleting twice", (*CONDEMNED, Delete(just(1))), Delete(just(1)), Code.PACKS_GONE),
-    ("declaring over twice", (Over((session(1),)),), Over((session(1),)), Code.SESSION_OVER),
-    ("declaring over what has ended", (commit(1),), Over((session(1),)), Code.SESSION_ENDED),
-    (
-        "thinning a tagged commit",
-        (*THREE, Tag("t", commit_id(1), just(1))),
-        thin(4, 1),
-        Code.TAGGED,
-    ),
-    ("thinning one of the newest", THREE, thin(4, 2), Code.NEWEST),
-    ("thinning what is forgotten", FORGOTTEN, thin(4, 1), Code.FORGOTTEN),
-    ("thinning what is not there", THREE, thin(4, 9), Code.NO_SUCH_COMMIT),
-    ("thinning twice", THINNED, thin(5, 1), Code.FORGOTTEN),
-    (
-        "taking a place back from a tagged commit",
-        (*THINNED, Tag("t", commit_id(4), just(4))),
-        Undelete((commit_id(1),), just(1)),
-        Code.TAGGED,
-    ),
-    (
-        "undeleting two commits of one place",
-        TWICE,
-        Undelete((commit_id(1), commit_id(4)), just(1)),
-        Code.SAME_PLACE,
-    ),
-    ("anything after the log has moved", (commit(1), Moved("db", 2)), Settings(()), Code.MOVED),
-]
-
-
-@pytest.mark.parametrize(
-    ("before", "body", "code"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
-)
-def test_the_state_refuses(before: tuple[Body, ...], body: Body, code: Code) -> None:
-    state = folded(*before)
-    refusal = check(state, number(state, body))
-    assert refusal is not None
-    assert refusal.code is code
-    assert refusal.why
-
-
-def test_every_code_of_a_refusal_is_in_the_table_or_concerns_numbers_and_metrics() -> None:
-    assert {case[3] for case in REFUSED} == set(Code) - {Code.PACKS_MISNUMBERED, Code.BEST}
-
-
-def test_a_refusal_names_just_the_packs_and_commits_that_are_in_the_way() -> None:
-    state = folded(*THREE)
-    assert check(state, Condemn(2, 0, just(1, 2, 3), ())) == check(
-        state, Condemn(2, 0, just(3), ())
-    )
-    refusal = check(state, Forget((commit_id(1), commit_id(3)), ""))
-    assert refusal is not None
-    assert refusal.commits == (commit_id(3),)
 
 
 def test_new_packs_are_numbered_on_from_the_highest_ever_used() -> None:
@@ -282,12 +51,6 @@ def test_new_packs_are_numbered_on_from_the_highest_ever_used() -> None:
         5: packs(4, 2)[0].id,
         6: packs(4, 2)[1].id,
     }
-
-
-def test_wrongly_numbered_packs_are_refused() -> None:
-    refusal = check(folded(commit(1)), commit(2))
-    assert refusal is not None
-    assert refusal.code is Code.PACKS_MISNUMBERED
 
 
 def test_a_commit_lists_its_packs_ends_its_session_and_moves_its_tags() -> None:
@@ -370,23 +133,6 @@ def test_the_newest_two_of_each_run_are_known_and_forgotten_ones_do_not_count() 
     state = folded(*THREE, commit(4, run="other"), Forget((commit_id(1),), ""))
     assert dict(state.runs) == {"main": (commit_id(2), commit_id(3)), "other": (commit_id(4),)}
     assert step(state, Undelete((commit_id(1),), just(1))).runs == state.runs
-
-
-def test_the_best_by_each_metric_of_the_settings_cannot_be_forgotten() -> None:
-    values = ((0.5, 0.1), (0.2, 0.9), (0.2, 0.3), (float("nan"), 0.0), (0.7, 0.2), (0.8, 0.2))
-    state = folded(
-        *(
-            commit(i, metrics=(("acc", acc), ("loss", loss)))
-            for i, (loss, acc) in enumerate(values, 1)
-        ),
-        Settings((("best", ("loss", "acc:max", "speed")),)),
-    )
-    assert best_commits(state) == {commit_id(3), commit_id(2)}
-    refusal = check(state, Forget(tuple(commit_id(i) for i in range(1, 5)), ""))
-    assert refusal is not None
-    assert (refusal.code, refusal.commits) == (Code.BEST, (commit_id(2), commit_id(3)))
-    without = step(state, Settings((("best", None),)))
-    assert check(without, Forget((commit_id(3),), "")) is None
 
 
 def test_settings_replace_what_they_name_and_leave_the_rest() -> None:

@@ -1,7 +1,9 @@
-"""Transports that are shut down after the test, and faulty connections between them."""
+"""Transports that are shut down after the test, faulty connections between them, and strangers."""
 
+import socket
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from ckptstore.interop.torchft import StoreTransport
-from ckptstore.interop.torchft.wire import decode_invitation, encode_invitation
+from ckptstore.interop.torchft.wire import Invitation, decode_invitation, encode_invitation
 from tests.support.servers.proxy import Proxy, proxy_to
 
 Start = Callable[..., StoreTransport[Any]]
@@ -18,6 +20,8 @@ Wire = Callable[[StoreTransport[Any]], tuple[str, Proxy]]
 
 SOON = timedelta(seconds=30)
 """Longer than any transfer here; tests of timeouts use less."""
+
+IMPATIENT = timedelta(milliseconds=300)
 
 
 @pytest.fixture
@@ -83,3 +87,28 @@ def assert_same(got: Any, wanted: Any, path: str = "") -> None:
         assert torch.equal(got, wanted), path
     else:
         assert got == wanted, path
+
+
+@contextmanager
+def stranger(answer: Callable[[socket.socket], object]) -> Iterator[tuple[str, list[bytes]]]:
+    """Another server at a peer's address: the metadata that leads there, and the bytes it
+    receives.
+    """
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        heard.append(connection.recv(65536))
+                        answer(connection)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield (
+            encode_invitation(Invitation("1" * 32, "s3cret" * 10, (listener.getsockname(),))),
+            heard,
+        )
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
