@@ -64,18 +64,20 @@ def sample(raw: memoryview, width: int, base: memoryview | None = None) -> Sampl
     start = (raw.nbytes - nbytes) // 2 // width * width
     middle = slice(start, start + nbytes)
     planes = _planes(raw[middle], width, None if base is None else base[middle])
-    best = [min(_frames(plane), key=lambda frame: frame[0]) for plane in planes]
-    ways = [way for _, way, _ in best]
-    stored = _assembled(ways, [part for _, _, part in best])
+    best = [_best(plane) for plane in planes]
+    ways = [way for way, _ in best]
+    stored = _assembled(ways, [part for _, part in best])
     return Sample(ways, len(stored) / max(nbytes, 1), stored if nbytes == raw.nbytes else None)
 
 
-def _frames(plane: Stored) -> Iterator[tuple[float, int | None, Stored]]:
-    """A plane in each way, with what that costs."""
-    yield 0.95 * len(plane), None, plane
-    for way, cost in ((ENTROPY, 1), (MATCHES, _MATCHES_COST)):
-        frame = compress(plane, way)
-        yield len(frame) * cost, way, frame
+def _best(plane: Stored) -> tuple[int | None, Stored]:
+    """The best way for a plane, and what it makes of it."""
+    way, frame = MATCHES, compress(plane, MATCHES)
+    if len(frame) < len(plane):  # otherwise, entropy alone makes nothing of it, either
+        entropy = compress(plane, ENTROPY)
+        if len(entropy) <= _MATCHES_COST * len(frame):
+            way, frame = ENTROPY, entropy
+    return (way, frame) if len(frame) < 0.95 * len(plane) else (None, plane)
 
 
 def encode(codec: int, raw: memoryview, width: int) -> tuple[int, Stored]:

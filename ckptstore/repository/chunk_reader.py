@@ -30,6 +30,7 @@ from ckptstore.core.model import PackEntry
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import FooterTable, entries
+from ckptstore.repository.thread_pool import Scratch
 from ckptstore.storage.contract import OpenFile, Storage
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ Problem: TypeAlias = Corrupt | NotFound | Unavailable
 
 
 class StoredChunk(NamedTuple):
-    """A verified chunk: its stored and its raw bytes, which may be the same memory."""
+    """A verified chunk: its stored and its raw bytes, which may be the same memory. The
+    stored bytes of what was decoded into `Run.out` are gone: their memory is reused."""
 
     entry: PackEntry
     stored: memoryview
@@ -189,19 +191,6 @@ def keys_of(name: PackId, *, metadata: bool) -> tuple[str, ...]:
     return (pack_key(name), twin_key(name)) if metadata else (pack_key(name),)
 
 
-class Buffer:
-    """Memory into which one thread reads run after run: fresh memory costs as much as a copy."""
-
-    def __init__(self) -> None:
-        self._memory = memoryview(b"")
-
-    def of(self, nbytes: int) -> memoryview:
-        """`nbytes` of it; what it held before is gone."""
-        if len(self._memory) < nbytes:
-            self._memory = memoryview(bytearray(nbytes))
-        return self._memory[:nbytes]
-
-
 class DecodedBases:
     """The raw bytes of chunks that one thread decoded last and that are no deltas, for the deltas
     that it reads next."""
@@ -229,33 +218,33 @@ def read_run(
     *,
     verify_ids: bool = True,
     bases: DecodedBases | None = None,
-    buffer: Buffer | None = None,
+    scratch: Scratch | None = None,
 ) -> list[StoredChunk | Problem]:
     """Read, decode and verify the chunks of a run: each chunk, or why it cannot be read.
 
     `keys` are objects with the same bytes; the later ones supply what the first lacks. A damaged
-    range is read again chunk by chunk. `bases`, if given, is for further runs as well. The stored
-    bytes lie in `buffer`, if that is given.
+    range is read again chunk by chunk. `bases` and `scratch`, if given, are for further runs as
+    well.
     """
-    decoded = DecodedBases() if bases is None else bases
+    memory = scratch or Scratch()
 
     def one(keys: Sequence[str], i: int) -> StoredChunk | Problem:
-        return read_run(storage, keys, run.alone(i), verify_ids=verify_ids)[0]
+        return read_run(storage, keys, run.alone(i), verify_ids=verify_ids, scratch=memory)[0]
 
     first, others = keys[0], keys[1:]
-    direct = run.out is not None and all(entry.codec == codecs.RAW for entry in run.entries)
-    whole = None if direct else (buffer or Buffer()).of(run.stored_bytes)
     each = range(len(run.entries))
+    direct = run.out is not None and all(entry.codec == codecs.RAW for entry in run.entries)
     found: list[StoredChunk | Problem]
     try:
-        storage.read_into(first, run.offset, run.buffers() if whole is None else [whole])
-        chunks = _decoded(storage, first, run, whole, decoded)
-        found = [
-            _mismatch(first, chunk, verify_ids) or chunk
-            if isinstance(chunk, StoredChunk)
-            else chunk
-            for chunk in chunks
-        ]
+        with memory.lend(run.stored_bytes if run.out and not direct else 0) as lent:
+            stored = None if direct else lent if run.out else _fresh(run.stored_bytes)
+            storage.read_into(first, run.offset, run.buffers() if stored is None else [stored])
+            found = [
+                _mismatch(first, chunk, verify_ids) or chunk
+                if isinstance(chunk, StoredChunk)
+                else chunk
+                for chunk in _decoded(storage, first, run, stored, bases, memory)
+            ]
     except (NotFound, Unavailable) as error:
         found = [error for _ in each]
     except Corrupt as error:
@@ -268,6 +257,10 @@ def read_run(
             if isinstance(copy, StoredChunk | Unavailable):
                 found[i] = copy
     return found
+
+
+def _fresh(nbytes: int) -> memoryview:
+    return memoryview(bytearray(nbytes))
 
 
 def _mismatch(key: str, chunk: StoredChunk, verify_ids: bool) -> Corrupt | None:
@@ -283,28 +276,34 @@ def _mismatch(key: str, chunk: StoredChunk, verify_ids: bool) -> Corrupt | None:
 
 
 def _decoded(
-    storage: Storage, key: str, run: Run, whole: memoryview | None, decoded: DecodedBases
+    storage: Storage,
+    key: str,
+    run: Run,
+    whole: memoryview | None,
+    kept: DecodedBases | None,
+    scratch: Scratch,
 ) -> Iterator[StoredChunk | Problem]:
     """The chunks of a run that was read into `whole`, or else straight into its memory."""
     if whole is None:
         yield from map(StoredChunk, run.entries, run.out or (), run.out or ())
         return
     for some in cut([entry.raw_bytes for entry in run.entries], RUN_BYTES):
-        parts = [
-            whole[entry.offset - run.offset :][: entry.stored_bytes] for entry in run.entries[some]
-        ]
+        part = run.entries[some]
+        parts = [whole[entry.offset - run.offset :][: entry.stored_bytes] for entry in part]
         out = run.out[some] if run.out else [None] * len(parts)
-        bases = _Bases(storage, key, run.entries[some], parts, decoded)
-        for entry, stored, memory in zip(run.entries[some], parts, out, strict=True):
-            try:
-                raw = _raw(entry, stored, memory, bases)
-            except Corrupt as error:
-                yield error
-                continue
-            if entry.codec not in (codecs.RAW, codecs.DELTA) and memory is None:
-                at = codecs.Base(entry.offset, entry.stored_bytes, entry.codec)
-                decoded.put(key, at, raw)
-            yield StoredChunk(entry, stored, raw)
+        bases = _Bases(storage, key, kept)
+        with scratch.lend(bases.plan(part, parts)) as memory:
+            bases.read(memory)
+            for entry, stored, place in zip(part, parts, out, strict=True):
+                try:
+                    raw = _raw(entry, stored, place, bases)
+                except Corrupt as error:
+                    yield error
+                    continue
+                if kept and place is None and entry.codec not in (codecs.RAW, codecs.DELTA):
+                    at = codecs.Base(entry.offset, entry.stored_bytes, entry.codec)
+                    kept.put(key, at, raw)
+                yield StoredChunk(entry, stored, raw)
 
 
 def _raw(
@@ -319,7 +318,7 @@ def _raw(
                 f"chunk {entry.chunk.hex()[:12]} claims {entry.raw_bytes} bytes; wanted at most "
                 f"{METADATA_BYTES_MAX}"
             )
-        out = memoryview(bytearray(entry.raw_bytes))
+        out = _fresh(entry.raw_bytes)
     if entry.codec == codecs.DELTA:
         codecs.decode_delta(stored, bases.raw(entry, stored), out, entry.width)
     else:
@@ -328,58 +327,73 @@ def _raw(
 
 
 class _Bases:
-    """The bases of the deltas among some chunks of the object `key`, whose stored bytes are
-    `parts`. They are read together, and each is decoded when it is needed."""
+    """The bases of the deltas among some chunks of the object `key`. They are read together, and
+    each is decoded when it is needed."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        key: str,
-        entries: Sequence[PackEntry],
-        parts: Sequence[memoryview],
-        decoded: DecodedBases,
-    ) -> None:
-        self._key, self._decoded = key, decoded
-        # Held here, because others may take their places in `decoded`.
+    def __init__(self, storage: Storage, key: str, kept: DecodedBases | None) -> None:
+        self._storage, self._key, self._kept = storage, key, kept
+        # Held here, because others may take their places in `kept`.
         self._known: dict[codecs.Base, memoryview] = {}
+        self._raw_bytes: dict[codecs.Base, int] = {}
+        self._reads: list[Sequence[codecs.Base]] = []
         self._stored: dict[codecs.Base, memoryview] = {}
-        bases = set[codecs.Base]()
+        self._room: dict[codecs.Base, memoryview] = {}
+
+    def plan(self, entries: Sequence[PackEntry], parts: Sequence[memoryview]) -> int:
+        """Find the bases of the deltas among `entries`, whose stored bytes are `parts`; the bytes
+        of memory that `read` needs."""
         for entry, stored in zip(entries, parts, strict=True):
             if entry.codec == codecs.DELTA:
                 with suppress(Corrupt):
                     base = codecs.base_of(stored)
-                    if (known := decoded.get(key, base)) is not None:
+                    if self._kept and (known := self._kept.get(self._key, base)) is not None:
                         self._known[base] = known
-                    elif base.stored_bytes <= entry.raw_bytes:
-                        bases.add(base)
-        ordered = sorted(bases)
-        starts = [base.offset for base in ordered]
-        stops = [base.offset + base.stored_bytes for base in ordered]
-        for some in coalesce(starts, stops, limit_bytes=RUN_BYTES, gap_bytes=GAP_BYTES):
-            first = starts[some.start]
-            memory = memoryview(bytearray(stops[some.stop - 1] - first))
+                    elif base.stored_bytes <= entry.raw_bytes <= METADATA_BYTES_MAX:
+                        self._raw_bytes[base] = entry.raw_bytes
+        bases = sorted(self._raw_bytes)
+        starts = [base.offset for base in bases]
+        stops = [base.offset + base.stored_bytes for base in bases]
+        spans = coalesce(starts, stops, limit_bytes=RUN_BYTES, gap_bytes=GAP_BYTES)
+        self._reads = [bases[some] for some in spans]
+        return sum(map(_span, self._reads)) + sum(self._raw_bytes.values())
+
+    def read(self, memory: memoryview) -> None:
+        """Read the stored bytes of the bases into `memory`, behind room for their raw ones, whose
+        words must be aligned."""
+        for base, nbytes in self._raw_bytes.items():
+            self._room[base], memory = memory[:nbytes], memory[nbytes:]
+        for bases in self._reads:
+            stored, memory = memory[: _span(bases)], memory[_span(bases) :]
             with suppress(Corrupt):  # beyond the end: these bases are missing
-                storage.read_into(key, first, [memory])
-                self._stored.update(
-                    (base, memory[base.offset - first :][: base.stored_bytes])
-                    for base in ordered[some]
-                )
+                self._storage.read_into(self._key, bases[0].offset, [stored])
+                for base in bases:
+                    start = base.offset - bases[0].offset
+                    self._stored[base] = stored[start : start + base.stored_bytes]
 
     def raw(self, entry: PackEntry, stored: memoryview) -> memoryview:
         """The raw bytes of the base of a delta, which are as many as its own; raises `Corrupt`."""
         base = codecs.base_of(stored)
-        known = self._known.get(base) or self._decoded.get(self._key, base)
+        known = self._known.get(base)
+        if known is None and self._kept:
+            known = self._kept.get(self._key, base)
         if known is not None and known.nbytes == entry.raw_bytes:
             return known
-        if base not in self._stored:
+        if base not in self._stored or self._room[base].nbytes != entry.raw_bytes:
             raise Corrupt(
                 f"the base of chunk {entry.chunk.hex()[:12]} cannot be read at offset {base.offset}"
             )
-        raw = memoryview(bytearray(entry.raw_bytes))
+        raw = self._room[base]
         codecs.decode_into(base.codec, self._stored[base], raw, entry.width)
-        self._decoded.put(self._key, base, raw)
+        if self._kept:
+            # A copy, because the memory is lent.
+            self._kept.put(self._key, base, memoryview(bytes(raw)))
         self._known[base] = raw
         return raw
+
+
+def _span(bases: Sequence[codecs.Base]) -> int:
+    """The bytes from the first of some bases to the end of the last."""
+    return bases[-1].offset + bases[-1].stored_bytes - bases[0].offset
 
 
 def runs_of(table: FooterTable) -> list[Run]:

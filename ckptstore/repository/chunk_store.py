@@ -28,7 +28,6 @@ from ckptstore.log.state import Pack, State
 from ckptstore.objects import codecs
 from ckptstore.repository.chunk_reader import (
     METADATA_BYTES_MAX,
-    Buffer,
     FileRange,
     Problem,
     Request,
@@ -41,7 +40,7 @@ from ckptstore.repository.chunk_reader import (
 )
 from ckptstore.repository.footers import FooterBatches, is_elsewhere, readable_tables
 from ckptstore.repository.memory_budget import ReadRoom
-from ckptstore.repository.thread_pool import ThreadPool, one_by_one, shared
+from ckptstore.repository.thread_pool import Scratch, ThreadPool, one_by_one, shared
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.read_cache import ReadCache
 
@@ -357,7 +356,7 @@ class ObjectStore:
     ) -> None:
         """Carry out the reads `numbers`. Chunks whose pack is absent, or which the index misplaces,
         are added to `moved`."""
-        buffer = Buffer()
+        scratch = Scratch()
         for number in numbers:
             pack, run = runs[number]
             for i, entry in zip(run.positions, run.entries, strict=True):
@@ -367,7 +366,9 @@ class ObjectStore:
                         f"wanted {len(request.out[i])}; run `ckptstore fsck`"
                     )
             keys = keys_of(pack.id, metadata=pack.metadata)
-            found = read_run(self.storage, keys, run, verify_ids=request.verify_ids, buffer=buffer)
+            found = read_run(
+                self.storage, keys, run, verify_ids=request.verify_ids, scratch=scratch
+            )
             for n, chunk in enumerate(found):
                 if isinstance(chunk, StoredChunk):
                     if self._cache is not None:

@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,13 +39,16 @@ class Scratch:
     def take(self, nbytes: int) -> memoryview:
         """A page-aligned buffer of at least `nbytes` with undefined content. Raises `Unavailable`
         if there is no memory."""
+        if not nbytes:
+            return NO_MEMORY
         with suppress(IndexError):
             while True:
                 found = self._free.pop()
                 if len(found) >= nbytes:
                     return found
         try:
-            memory = mmap.mmap(-1, nbytes)
+            # A power of two, so that it fits the next request, too. Untouched pages cost nothing.
+            memory = mmap.mmap(-1, 1 << (nbytes - 1).bit_length())
         except OSError as error:
             raise Unavailable(
                 f"cannot allocate {bytes_text(nbytes)} of working memory: {error}; "
@@ -59,6 +62,15 @@ class Scratch:
         """Return a buffer to the pool. The caller must drop every reference to it."""
         if len(memory):
             self._free.append(memory)
+
+    @contextmanager
+    def lend(self, nbytes: int) -> Iterator[memoryview]:
+        """`nbytes` of a buffer, which returns to the pool at the end of the block."""
+        memory = self.take(nbytes)
+        try:
+            yield memory[:nbytes]
+        finally:
+            self.give(memory)
 
 
 def one_by_one(

@@ -5,14 +5,16 @@ reader of one commit finds runs. Bases and the differences from them lie in one 
 other. A chunk that does not shrink by 5 % stays where it is.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import ChunkId, checksum
 from ckptstore.core.model import NO_BASE, PackEntry
 from ckptstore.errors import Corrupt, NotFound
@@ -22,9 +24,9 @@ from ckptstore.maintenance.gc.mark import Keys, short_keys
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR, align
 from ckptstore.repository import footers
-from ckptstore.repository.chunk_reader import Buffer
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.pack_writer import OpenPack, PackWriter
+from ckptstore.repository.thread_pool import Scratch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -127,39 +129,40 @@ class StripCoder:
     def __init__(self, objects: ObjectStore, writer: PackWriter, coded: Coded) -> None:
         self._objects, self._writer, self._coded = objects, writer, coded
         self._pack: OpenPack | None = None
-        self._base_memory, self._memory = Buffer(), Buffer()
+        self._scratch = Scratch()
 
     def code(self, places: Sequence[Sequence[Chunk]], key: int, done: set[ChunkId]) -> None:
         """Code the candidates of each place; those that were are added to `done`."""
         total = sum(chunk.raw_bytes for chunks in places for chunk in chunks)
         self._pack = self._writer.pack_with_room(total)
         chosen = [_base(chunks, key) for chunks in places]
-        self._begin(chosen)
-        bases = [
-            None if raw is None else self._store_base(chunk, raw)
-            for chunk, raw in zip(chosen, self._read(chosen, self._base_memory), strict=True)
-        ]
-        self._pack.flush()
-        for member in sorted({chunk.member for chunks in places for chunk in chunks}):
-            at = [
-                (base, chunk)
-                for base, chunks in zip(bases, places, strict=True)
-                for chunk in chunks
-                if chunk.member == member and base is not None and chunk.id != base.chunk.id
+        with self._read(chosen) as raws:
+            bases = [
+                None if raw is None else self._store_base(chunk, raw)
+                for chunk, raw in zip(chosen, raws, strict=True)
             ]
-            self._begin([chunk for _, chunk in at])
-            raws = self._read([chunk for _, chunk in at], self._memory)
+            self._pack.flush()
+            for member in sorted({chunk.member for chunks in places for chunk in chunks}):
+                self._code_member(
+                    [
+                        (base, chunk)
+                        for base, chunks in zip(bases, places, strict=True)
+                        for chunk in chunks
+                        if chunk.member == member and base is not None and chunk.id != base.chunk.id
+                    ]
+                )
+        done.update(chunk.id for chunks in places for chunk in chunks)
+
+    def _code_member(self, at: Sequence[tuple[_Base, Chunk]]) -> None:
+        """Code the chunks of one commit, each with the base of its place."""
+        assert self._pack is not None
+        with self._read([chunk for _, chunk in at]) as raws:
             for (base, chunk), raw in zip(at, raws, strict=True):
                 if raw is not None:
                     self._store(chunk, raw, base)
             self._pack.flush()
-        done.update(chunk.id for chunks in places for chunk in chunks)
 
-    def _begin(self, chunks: Iterable[Chunk]) -> None:
-        assert self._pack is not None
-        self._pack.pad_to(align(self._pack.offset, sum(chunk.raw_bytes for chunk in chunks)))
-
-    def _store_base(self, chunk: Chunk, raw: memoryview) -> "_Base":
+    def _store_base(self, chunk: Chunk, raw: memoryview) -> _Base:
         """Store the planes of a base, if that is worth it."""
         sampled = codecs.sample(raw, chunk.width)
         return _Base(chunk, raw, sampled.share, self._store_planes(chunk, raw, sampled))
@@ -173,7 +176,7 @@ class StripCoder:
             return None
         return self._append(chunk, raw, codecs.SPLIT_ZSTD, stored)
 
-    def _store(self, chunk: Chunk, raw: memoryview, base: "_Base") -> None:
+    def _store(self, chunk: Chunk, raw: memoryview, base: _Base) -> None:
         """Store a chunk, as the difference from its base if that is worth it. Then the base is
         written, too, unchanged if it was not worth coding."""
         assert self._pack is not None
@@ -206,23 +209,35 @@ class StripCoder:
         self._coded.add(chunk, nbytes, delta=base != NO_BASE)
         return len(self._pack.entries) - 1
 
-    def _read(self, chunks: Sequence[Chunk], memory: Buffer) -> list[memoryview | None]:
-        """The chunks' raw bytes, in `memory`; None for those that cannot be read."""
-        return read_raws(self._objects, chunks, memory, self._coded.problems.append)
+    @contextmanager
+    def _read(self, chunks: Sequence[Chunk]) -> Iterator[list[memoryview | None]]:
+        """The chunks' raw bytes, for the duration of a block, which codes them into a new run; None
+        for those that cannot be read."""
+        assert self._pack is not None
+        total = sum(chunk.raw_bytes for chunk in chunks)
+        self._pack.pad_to(align(self._pack.offset, total))
+        with lend_raws(self._objects, chunks, self._scratch, self._coded.problems) as raws:
+            yield raws
 
 
-def read_raws(
-    objects: ObjectStore,
-    chunks: Sequence[Chunk],
-    memory: Buffer,
-    problem: Callable[[str], None],
-) -> list[memoryview | None]:
-    """Raw bytes of chunks, compared with their checksums: the gc that follows compares what was
-    coded with the ids. Those that are damaged, or that a gc has taken away with their commits, are
-    None, and told to `problem`."""
+@contextmanager
+def lend_raws(
+    objects: ObjectStore, chunks: Sequence[Chunk], scratch: Scratch, problems: list[str]
+) -> Iterator[list[memoryview | None]]:
+    """Raw bytes of chunks, for the duration of a block. They are compared with their checksums: the
+    gc that follows compares what was coded with the ids. Those that are damaged, or that a gc has
+    taken away with their commits, are None, and `problems` say why."""
     ends = list(accumulate((chunk.raw_bytes for chunk in chunks), initial=0))
-    whole = memory.of(ends[-1])
-    out = [whole[start:stop] for start, stop in pairwise(ends)]
+    # Lent in one size, so that it fits the next chunks as well.
+    with scratch.lend(max(ends[-1], RUN_BYTES)) as memory:
+        out = [memory[start:stop] for start, stop in pairwise(ends)]
+        yield _read_raws(objects, chunks, out, problems)
+
+
+def _read_raws(
+    objects: ObjectStore, chunks: Sequence[Chunk], out: Sequence[memoryview], problems: list[str]
+) -> list[memoryview | None]:
+    found: list[memoryview | None] = list(out)
 
     def read(some: slice) -> None:
         objects.read_into(
@@ -233,15 +248,13 @@ def read_raws(
 
     try:
         read(slice(None))
-        return list(out)
     except (Corrupt, NotFound):
-        found: list[memoryview | None] = list(out)
-    for i in range(len(chunks)):
-        try:
-            read(slice(i, i + 1))
-        except (Corrupt, NotFound) as error:
-            problem(str(error))
-            found[i] = None
+        for i in range(len(chunks)):
+            try:
+                read(slice(i, i + 1))
+            except (Corrupt, NotFound) as error:
+                problems.append(str(error))
+                found[i] = None
     return found
 
 
@@ -252,29 +265,36 @@ def estimate(
     sampled = places[:: 1 if coded.raw_bytes < SAMPLED_BYTES else SAMPLED_PLACES]
     total = sum(chunk.stored_bytes for chunks in places for chunk in chunks)
     known = sum(chunk.stored_bytes for chunks in sampled for chunk in chunks)
-    memory = Buffer()
+    scratch = Scratch()
     for chunks in sampled:
         base = _base(chunks, key)
-        others = [chunk for chunk in chunks if chunk.id != base.id]
-        base_raw, *raws = read_raws(objects, [base, *others], memory, coded.problems.append)
-        if base_raw is None:
+        ordered = [base, *(chunk for chunk in chunks if chunk.id != base.id)]
+        with lend_raws(objects, ordered, scratch, coded.problems) as raws:
+            _estimate_place(ordered, raws, coded, total / known)
+
+
+def _estimate_place(
+    chunks: Sequence[Chunk], raws: Sequence[memoryview | None], coded: Coded, times: float
+) -> None:
+    """Add what coding the chunks of a place would do, so many times; the first is the base."""
+    (base, *others), (base_raw, *other_raws) = chunks, raws
+    if base_raw is None:
+        return
+    share = codecs.sample(base_raw, base.width).share
+    written = share * len(base_raw) <= WORTH * base.stored_bytes
+    if written:
+        coded.add(base, share * len(base_raw), delta=False, times=times)
+    for chunk, raw in zip(others, other_raws, strict=True):
+        if raw is None:
             continue
-        share = codecs.sample(base_raw, base.width).share
-        times = total / known
-        written = share * len(base_raw) <= WORTH * base.stored_bytes
-        if written:
-            coded.add(base, share * len(base_raw), delta=False, times=times)
-        for chunk, raw in zip(others, raws, strict=True):
-            if raw is None:
-                continue
-            delta = codecs.sample(raw, chunk.width, base_raw).share
-            is_delta = delta <= WORTH * share
-            nbytes = (delta if is_delta else share) * len(raw)
-            if nbytes <= WORTH * chunk.stored_bytes:
-                coded.add(chunk, nbytes, delta=is_delta, times=times)
-                if is_delta and not written:
-                    coded.add(base, base.raw_bytes, delta=False, times=times)
-                written |= is_delta
+        delta = codecs.sample(raw, chunk.width, base_raw).share
+        is_delta = delta <= WORTH * share
+        nbytes = (delta if is_delta else share) * len(raw)
+        if nbytes <= WORTH * chunk.stored_bytes:
+            coded.add(chunk, nbytes, delta=is_delta, times=times)
+            if is_delta and not written:
+                coded.add(base, base.raw_bytes, delta=False, times=times)
+            written |= is_delta
 
 
 def _base(chunks: Sequence[Chunk], key: int) -> Chunk:
