@@ -262,7 +262,17 @@ def open_pointer(
     Raises `NotFound` if there is no such file, store or commit, `InvalidInput` if the file is not a
     pointer file.
     """
-    pointer = read_pointer(path)
+    return open_commit(read_pointer(path), path, storage=storage, threads=threads)
+
+
+def open_commit(
+    pointer: Pointer,
+    name: str | os.PathLike[str],
+    *,
+    storage: Storage | None = None,
+    threads: int | None = None,
+) -> Snapshot:
+    """`open_pointer` of a pointer that was read already, from what is called `name`."""
     with ExitStack() as undo:
         try:
             place = pointer.store
@@ -270,7 +280,7 @@ def open_pointer(
             undo.callback(store.close)
             snapshot = store.checkout(pointer.id)
         except NotFound as error:
-            raise pointer.without_store(path, error) from error
+            raise pointer.without_store(name, error) from error
         contents_of(snapshot).on_close = store.close
         undo.pop_all()
         return snapshot

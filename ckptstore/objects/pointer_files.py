@@ -78,13 +78,33 @@ def read_pointer(path: str | os.PathLike[str]) -> Pointer:
     `InvalidInput` for any other file, `Unavailable` if it cannot be read."""
     check_path(Path(path))
     place = pointer_file(path)
-    data = _read(place)
+    try:
+        return _decoded(_read(place), str(place), place)
+    except InvalidInput as error:
+        if place == Path(path):
+            raise
+        raise InvalidInput(
+            f"{error}; what other libraries wrote comes into one by `ckptstore import`"
+        ) from error
+
+
+def decode_pointer(data: bytes, name: str) -> Pointer:
+    """The pointer in the content of a file called `name` that is on no disk of this host. Raises
+    `InvalidInput` for anything else."""
+    return _decoded(data, name, None)
+
+
+def _decoded(data: bytes, name: str, place: Path | None) -> Pointer:
+    if len(data) > POINTER_BYTES_MAX:
+        raise InvalidInput(
+            f"{name} is too large for a pointer file; `ckptstore import` reads checkpoints"
+        )
     try:
         document = decode(data)
         version = field(document, _MARK, int)
         if version != VERSION:
             raise InvalidInput(
-                f"{place} is a pointer file of version {version}, this ckptstore reads {VERSION}: "
+                f"{name} is a pointer file of version {version}, this ckptstore reads {VERSION}: "
                 "install a newer one"
             )
         return Pointer(
@@ -92,14 +112,9 @@ def read_pointer(path: str | os.PathLike[str]) -> Pointer:
         )
     except Corrupt as error:
         problem = str(error).removesuffix("; run `ckptstore fsck`")
-        others = (
-            "; what other libraries wrote comes into one by `ckptstore import`"
-            if place != Path(path)
-            else ""
-        )
         raise InvalidInput(
-            f"{place} is no pointer file of ckptstore: {problem}; if it was one, remove it: its "
-            f"commit is in `ckptstore log`{others}"
+            f"{name} is no pointer file of ckptstore: {problem}; if it was one, remove it: its "
+            "commit is in `ckptstore log`"
         ) from error
 
 
@@ -175,19 +190,18 @@ def _read(place: Path) -> bytes:
                 f"{place} is a symbolic link, which is not followed; name the pointer file itself"
             ) from error
         raise Unavailable(f"cannot read the pointer file {place}: {error.strerror}") from error
-    if len(data) > POINTER_BYTES_MAX:
-        raise InvalidInput(
-            f"{place} is too large for a pointer file; `ckptstore import` reads checkpoints"
-        )
     return data
 
 
-def _place_of(store: str, pointer: Path) -> str:
-    """The store that the pointer file at `pointer` names."""
+def _place_of(store: str, pointer: Path | None) -> str:
+    """The store that the pointer file at `pointer` names; None is a place without directories."""
     if not store or _CONTROL.search(store):
         raise Corrupt(f"its store {store[:80]!r} is no place")
     if "://" not in store:
-        return os.path.normpath(Path(os.path.realpath(pointer.parent)) / store)
+        if pointer is None and not os.path.isabs(store):
+            raise Corrupt(f"its store {store[:80]!r} is not an absolute path")
+        directory = Path(os.path.realpath(pointer.parent)) if pointer else Path("/")
+        return os.path.normpath(directory / store)
     if not _BUCKET.fullmatch(store) or ".." in store.split("/"):
         raise Corrupt(f"its store {redact(store)[:80]!r} is neither a directory nor a bucket")
     return store

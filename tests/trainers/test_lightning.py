@@ -187,8 +187,8 @@ def test_names_that_are_nothing_say_so(tmp_path: Path) -> None:
         plugin.load_checkpoint("no such")
     with pytest.raises(NotFound):
         plugin.load_checkpoint("best:val_loss")
-    with pytest.raises(InvalidInput, match="URL, where no pointer file can lie"):
-        plugin.save_checkpoint({}, "s3://bucket/a.ckpt")
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
+        plugin.load_checkpoint("memory://nothing/a.ckpt")
     (tmp_path / "folder.ckpt").mkdir()
     with pytest.raises(Conflict, match="directory"):
         plugin.save_checkpoint({}, tmp_path / "folder.ckpt")

@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from ckptstore.internals import PendingCommit
@@ -42,16 +41,16 @@ class AsyncStoreCheckpointIO(StoreCheckpointIO):
         super().teardown()
         self._raise_failed()
 
-    def _save(self, state: dict[str, Any], place: Path, label: dict[str, Any]) -> None:
+    def _save(self, state: dict[str, Any], place: str, label: dict[str, Any]) -> None:
         self._raise_failed()
         pending = self.store.commit_async(
             state, **label, allow_pickle=self._allow_pickle, ranks=ALONE_RANKS
         )
         self._behind(self._publish_when_durable, place, pending)
-        if place.name.startswith("hpc_ckpt"):  # the job is about to be requeued
+        if os.path.basename(place).startswith("hpc_ckpt"):  # the job is about to be requeued
             self._settle()
 
-    def _publish_when_durable(self, place: Path, pending: PendingCommit) -> None:
+    def _publish_when_durable(self, place: str, pending: PendingCommit) -> None:
         self._publish(place, pending.wait())
 
     def _settle(self) -> None:

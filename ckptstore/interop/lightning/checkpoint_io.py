@@ -1,8 +1,8 @@
 """The plugins through which Lightning and Fabric save, load and remove checkpoints.
 
-At the path of a checkpoint lies a pointer file, so that Lightning finds it, counts its versions and
-links to it as it does with files. Only rank 0 saves, so a commit is that of one process, whatever
-ranks there are.
+At the path or URL of a checkpoint lies a pointer, so that Lightning finds it, counts its versions
+and links to it as it does with files. Only rank 0 saves, so a commit is that of one process,
+whatever ranks there are.
 
 A commit whose path was removed or taken by another is forgotten when its step is none of the two
 newest. So `ckpt_path="last"` has an earlier step to fall back to, also with `save_top_k=1`.
@@ -11,7 +11,6 @@ newest. So `ckpt_path="last"` has an earlier step to fall back to, also with `sa
 import logging
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -21,7 +20,7 @@ from typing import Any
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.options import Async, Ranks, Storage
-from ckptstore.core.paths import make_directories, sync_path
+from ckptstore.core.paths import sync_path
 from ckptstore.core.refs import parse_ref
 from ckptstore.distributed.gloo import ALONE, collective_of
 from ckptstore.distributed.restore import agreed, on_all
@@ -29,19 +28,23 @@ from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, No
 from ckptstore.interop.lightning.packages import (
     checkpoint_of,
     fabrics,
-    is_pointer_file,
     storable,
     torch_io,
 )
-from ckptstore.maintenance.retention import Policy
-from ckptstore.objects.pointer_files import (
-    Pointer,
-    is_pointer,
-    pointer_file,
-    read_pointer,
-    write_pointer,
+from ckptstore.interop.lightning.pointers import (
+    files_in,
+    is_pointer_file,
+    is_url,
+    place_of,
+    pointer_at,
+    pointer_of,
+    publish,
+    remove,
+    resolved,
 )
-from ckptstore.open_store import open, open_pointer
+from ckptstore.maintenance.retention import Policy
+from ckptstore.objects.pointer_files import Pointer
+from ckptstore.open_store import open, open_commit
 from ckptstore.repository.resolve_ref import is_path
 from ckptstore.snapshot import Snapshot
 from ckptstore.store import Store, internals_of
@@ -153,11 +156,8 @@ class StoreCheckpointIO:
         if _SCRATCH.fullmatch(os.path.basename(path)):
             torch_io().save_checkpoint(checkpoint, path, storage_options)
             return
-        place = _place_of(path)
-        if place.is_dir() and not place.is_symlink():
-            raise Conflict(f"{place} is a directory; a checkpoint cannot be saved there")
+        place = place_of(path)
         label = self._label(checkpoint, place, storage_options)
-        make_directories(place.parent)
         self._save(storable(checkpoint), place, label)
 
     def load_checkpoint(
@@ -174,15 +174,16 @@ class StoreCheckpointIO:
         self._settle()
         allow_pickle = self._allow_pickle if weights_only is None else not weights_only
         read = partial(checkpoint_of, map_location=map_location, allow_pickle=allow_pickle)
-        if "://" in str(path) or (os.path.isfile(path) and not is_pointer_file(path)):
+        is_file = is_url(path) or os.path.isfile(path)
+        if is_file and not is_pointer_file(path):
             checkpoint: dict[str, Any] = torch_io().load_checkpoint(
                 path, map_location, weights_only
             )
             return checkpoint
         if path == "latest" or (
-            os.path.isfile(path)
+            is_file
             and _RESUMES.fullmatch(os.path.basename(path))
-            and self._may_be_ours(_pointer_at(os.path.realpath(path)))
+            and self._may_be_ours(pointer_at(resolved(path)))
         ):
             return self._resumed(path, read)
         snapshot, is_own = self._found(path)
@@ -218,12 +219,13 @@ class StoreCheckpointIO:
         `directory`."""
         plan = self.store.forget(list(policies))
         gone = {decision.commit for decision in plan.forgotten}
-        for path in Path(directory).glob(f"*{SUFFIX}") if gone else ():
-            pointer = None if path.is_symlink() else _pointer_at(path)
+        for path in files_in(directory, SUFFIX) if gone else ():
+            pointer = pointer_at(path)
             if pointer is not None and pointer.id in gone:
-                path.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    remove(path)
 
-    def _save(self, state: dict[str, Any], place: Path, label: dict[str, Any]) -> None:
+    def _save(self, state: dict[str, Any], place: str, label: dict[str, Any]) -> None:
         snapshot = self.store.commit(
             state, **label, allow_pickle=self._allow_pickle, ranks=ALONE_RANKS
         )
@@ -233,7 +235,7 @@ class StoreCheckpointIO:
         """Wait for what is in flight, and raise what failed."""
 
     def _label(
-        self, checkpoint: Mapping[str, Any], place: Path, storage_options: Mapping[str, Any] | None
+        self, checkpoint: Mapping[str, Any], place: str, storage_options: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         _check_labels(storage_options or {})
         step = checkpoint.get("global_step", checkpoint.get("step"))
@@ -243,31 +245,21 @@ class StoreCheckpointIO:
         }
         label |= {**self._labels, **(storage_options or {})}
         message = label.get("message") or ""
-        return {**label, "message": f"{message}\n{place}" if message else str(place)}
+        return {**label, "message": f"{message}\n{place}" if message else place}
 
-    def _publish(self, place: Path, snapshot: Snapshot) -> None:
+    def _publish(self, place: str, snapshot: Snapshot) -> None:
         """Make the file at `place` a pointer to the commit, whatever it was."""
-        before = _pointer_at(place)
-        pointer = Pointer(self.store.url, snapshot.id)
-        if os.path.lexists(place) and not is_pointer(place):
-            fresh = place.with_name(f".{place.name}.pointer")
-            write_pointer(fresh, pointer)
-            fresh.replace(place)
-            sync_path(place.parent)
-        else:
-            write_pointer(place, pointer)
+        before = pointer_at(place)
+        publish(place, Pointer(self.store.url, snapshot.id))
         self._drop(before)
 
     def _remove(self, path: str | os.PathLike[str]) -> None:
         if os.path.islink(path):
             os.unlink(path)
-        elif (pointer := _pointer_at(path)) is None:
+        elif (pointer := pointer_at(path)) is None:
             torch_io().remove_checkpoint(path)
         else:
-            if os.path.isdir(path):
-                shutil.rmtree(path)
-            else:
-                os.unlink(path)
+            remove(path)
             self._drop(pointer)
 
     def _drop(self, pointer: Pointer | None) -> None:
@@ -284,12 +276,12 @@ class StoreCheckpointIO:
 
     def _found(self, path: str | os.PathLike[str]) -> tuple[Snapshot, bool]:
         """The commit at `path`, or of a ref, and whether it is one of this store."""
-        if os.path.isfile(path) or _pointer_at(path):
-            place = os.path.realpath(path)
-            pointer = read_pointer(place)
+        if is_url(path) or os.path.isfile(path) or pointer_at(path):
+            place = resolved(path)
+            pointer = pointer_of(place)
             if pointer.store == self.store.url:
                 return self.store.checkout(pointer.id), True
-            return open_pointer(place), False
+            return open_commit(pointer, place), False
         if not _may_be_ref(path):
             raise FileNotFoundError(
                 f"Checkpoint file not found: {path}; `ckptstore -s {self._place} log` lists the "
@@ -347,9 +339,9 @@ class StoreCheckpointIO:
         ours = [row for row in rows if row.run == self.store.run]
         if path == "latest":
             return [row.id for row in ours]
-        place = Path(os.path.realpath(path))
+        place = resolved(path)
         try:
-            first = read_pointer(place).id
+            first = pointer_of(place).id
         except CkptStoreError as error:
             logger.warning("%s cannot be read: %s", place, error)
             return [row.id for row in ours if _lay_in(row, place)]
@@ -370,16 +362,6 @@ def _check_labels(labels: Mapping[str, Any]) -> None:
         )
 
 
-def _place_of(path: str | os.PathLike[str]) -> Path:
-    text = os.fspath(path)
-    if "://" in text:
-        raise InvalidInput(
-            f"{text} is a URL, where no pointer file can lie: give ModelCheckpoint a dirpath on "
-            "this host, and the plugin the URL of a store"
-        )
-    return Path(os.path.abspath(text))
-
-
 def _may_be_ref(path: str | os.PathLike[str]) -> bool:
     if is_path(path) or str(path).endswith(SUFFIX):
         return False
@@ -388,22 +370,15 @@ def _may_be_ref(path: str | os.PathLike[str]) -> bool:
     return False
 
 
-def _pointer_at(path: str | os.PathLike[str]) -> Pointer | None:
-    """The pointer at `path`, or in the directory there; None if there is none that can be read."""
-    with suppress(CkptStoreError, ValueError):
-        return read_pointer(pointer_file(path))
-    return None
-
-
-def _scores(checkpoint: Mapping[str, Any], place: Path) -> dict[str, float]:
+def _scores(checkpoint: Mapping[str, Any], place: str) -> dict[str, float]:
     """What each `ModelCheckpoint` monitors, if it saved this path for its score."""
     states = checkpoint.get("callbacks")
     return {
-        state["monitor"]: float(state["best_k_models"][str(place)])
+        state["monitor"]: float(state["best_k_models"][place])
         for state in (states.values() if isinstance(states, Mapping) else ())
         if isinstance(state, Mapping)
         and state.get("monitor")
-        and str(place) in state.get("best_k_models", {})
+        and place in state.get("best_k_models", {})
     }
 
 
@@ -413,6 +388,6 @@ def _of_two_steps(rows: Sequence[CommitInfo]) -> frozenset[CommitId]:
     return frozenset(row.id for row in rows if (row.id if row.step is None else row.step) in steps)
 
 
-def _lay_in(row: CommitInfo, place: Path) -> bool:
+def _lay_in(row: CommitInfo, place: str) -> bool:
     """Whether a commit was saved in the directory of `place`: its message ends with its path."""
-    return Path(row.message.rpartition("\n")[2]).parent == place.parent
+    return os.path.dirname(row.message.rpartition("\n")[2]) == os.path.dirname(place)

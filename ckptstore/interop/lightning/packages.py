@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ckptstore.errors import InvalidInput
-from ckptstore.open_store import open_pointer
+from ckptstore.interop.lightning.pointers import is_pointer_file, pointer_of, resolved
+from ckptstore.open_store import open_commit
 from ckptstore.snapshot import Snapshot
 from ckptstore.state.stateful import register_value, registered
 
@@ -36,9 +36,6 @@ _READERS = (
     (_FABRIC, "strategies.fsdp", "_lazy_load"),
 )
 """Functions that read a checkpoint's file without the plugin."""
-
-_BRACE = b"{"
-"""How a pointer file begins; no file of `torch.save` does."""
 
 
 @cache
@@ -129,14 +126,6 @@ def checkpoint_of(
     return found if device is None else _moved(found, device)
 
 
-def is_pointer_file(path: str | os.PathLike[str]) -> bool:
-    """Whether the file at `path` is a pointer, possibly a damaged one, or a link to one."""
-    if not os.path.isfile(path):
-        return False
-    with Path(path).open("rb") as file:
-        return file.read(1) in (_BRACE, b"")
-
-
 def _reads_pointers(load: Callable[..., Any]) -> Callable[..., Any]:
     """`load`, which also takes a pointer file, or a snapshot."""
     if getattr(load, "__module__", "") == __name__:
@@ -148,7 +137,8 @@ def _reads_pointers(load: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(source, Snapshot):
             return checkpoint_of(source, map_location, allow_pickle=allow_pickle)
         if isinstance(source, str | os.PathLike) and is_pointer_file(source):
-            with open_pointer(os.path.realpath(source)) as snapshot:
+            place = resolved(source)
+            with open_commit(pointer_of(place), place) as snapshot:
                 return checkpoint_of(snapshot, map_location, allow_pickle=allow_pickle)
         given = {"map_location": map_location, "weights_only": weights_only}
         return load(source, **{name: value for name, value in given.items() if value is not None})
