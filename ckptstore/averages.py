@@ -28,7 +28,7 @@ from ckptstore.repository.thread_pool import Scratch, ThreadPool
 from ckptstore.restore.reader import Memory, Reader, ReadRequest, Tree
 from ckptstore.restore.restore import Select
 from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state.leaf_sources import BytesSource, FlatState, NotCopied, Source
+from ckptstore.state.leaf_sources import BytesSource, FlatState, NotCopied, Source, StagedSource
 from ckptstore.state.sums import add_up, flat_tensor
 from ckptstore.state.tensors import dtype_of
 from ckptstore.store import Store, internals_of
@@ -271,11 +271,9 @@ def _is_kept(leaves: Sequence[CommittedLeaf], factors: Sequence[float]) -> bool:
     return len(keys) == 1 and None not in keys and abs(math.fsum(factors) - 1) < ROUNDING
 
 
-class _Made:
+class _Made(StagedSource):
     """A source that makes cells of the grid of `leaf` when they are asked for: a commit cuts as the
     grid does. `make` writes those of a range to memory."""
-
-    still = False
 
     def __init__(
         self,
@@ -283,13 +281,8 @@ class _Made:
         make: Callable[[range, memoryview], None],
         known_ids: bytes | None = None,
     ) -> None:
+        super().__init__(leaf.tree.raw_bytes(leaf.i), leaf.tree.extent(leaf.i)[1], known_ids)
         self._grid, self._make = leaf.grid, make
-        self.known_ids = known_ids
-        self.nbytes = leaf.tree.raw_bytes(leaf.i)
-        self.width = leaf.tree.extent(leaf.i)[1]
-
-    def view(self, start: int, stop: int) -> memoryview | None:
-        return None
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         self._make(range(*self._grid.covering(start, stop)), out)

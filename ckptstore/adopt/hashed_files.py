@@ -14,8 +14,8 @@ from pathlib import Path
 from blake3 import blake3
 from xxhash import xxh3_64, xxh3_64_digest
 
-from ckptstore.adopt.sources import ReadSource
 from ckptstore.errors import Unavailable
+from ckptstore.state.leaf_sources import StagedSource
 from ckptstore.storage.local_files import Descriptor, transfer
 
 BLOCK_BYTES = 1 << 16
@@ -117,7 +117,7 @@ def _open(path: Path) -> Descriptor:
         ) from error
 
 
-class FileParts(ReadSource):
+class FileParts(StagedSource):
     """Ranges of a file, as (start, stop), one behind the other."""
 
     __slots__ = ("_begins", "_file", "_ranges")

@@ -13,7 +13,7 @@ from ckptstore.core.geometry import byte_ranges, grid, intersect, within
 from ckptstore.core.model import Box, Shape
 from ckptstore.distributed.tiling import misfit
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.state.leaf_sources import Source
+from ckptstore.state.leaf_sources import Source, StagedSource
 from ckptstore.storage.local_files import transfer
 
 
@@ -85,21 +85,7 @@ class Window(io.RawIOBase):
         return Window(self._path, self._start + offset, nbytes)
 
 
-class ReadSource:
-    """A source whose bytes must be read: `nbytes` bytes in elements of `width` bytes."""
-
-    known_ids = None
-    still = False
-    __slots__ = ("nbytes", "width")
-
-    def __init__(self, nbytes: int, width: int) -> None:
-        self.nbytes, self.width = nbytes, width
-
-    def view(self, start: int, stop: int) -> None:
-        """None: the bytes must be read."""
-
-
-class FileRange(ReadSource):
+class FileRange(StagedSource):
     """`nbytes` bytes of a file from `offset` on."""
 
     __slots__ = ("_offset", "_path")
@@ -112,7 +98,7 @@ class FileRange(ReadSource):
         read_range(self._path, self._offset + start, out[: stop - start])
 
 
-class Joined(ReadSource):
+class Joined(StagedSource):
     """A tensor of `shape` made of boxes that tile it; each box has its own source. Bytes are put
     together cell by cell of the grid that cuts chunks of the default size."""
 

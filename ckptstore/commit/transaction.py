@@ -45,7 +45,7 @@ from ckptstore.repository.dedup import ChunkTable, Dedup, DedupHints
 from ckptstore.repository.pack_writer import PackSet, delete_own
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, shared
-from ckptstore.state.leaf_sources import Source, read_all
+from ckptstore.state.leaf_sources import Source
 from ckptstore.storage.contract import put_finished
 
 ATTEMPTS = 5
@@ -418,7 +418,7 @@ def contents_of(flats: Flats, plan: CommitPlan, ids: Mapping[int, bytes]) -> Ite
     firsts: Sequence[int] = [0, *accumulate(len(flat.leaves) for flat in flats.values())]
     for first, (key, flat) in zip(firsts, flats.items(), strict=False):
         contents = [
-            LeafContent(inline=read_all(source), raw_bytes=source.nbytes)
+            LeafContent(inline=source.read_all(), raw_bytes=source.nbytes)
             if first + i in inline
             else LeafContent(ids=ids[first + i], raw_bytes=source.nbytes)
             for i, source in enumerate(flat.leaves)

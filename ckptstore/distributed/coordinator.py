@@ -40,7 +40,7 @@ from ckptstore.log.log import Refused
 from ckptstore.log.sessions import Session, open_session
 from ckptstore.objects.documents import encode_document
 from ckptstore.repository.dedup import DedupHints
-from ckptstore.state.leaf_sources import Source, read_all
+from ckptstore.state.leaf_sources import Source
 
 SAME, PLANNED, DESCRIBE = "same", "planned", "describe"
 """Answers of the first round: repeat the last task; follow this task; the digest is unknown, send
@@ -271,7 +271,7 @@ class PartsCommitter:
             contents = [
                 LeafContent(ids=ids[i], raw_bytes=part.source.nbytes)
                 if i in ids
-                else LeafContent(inline=read_all(part.source))
+                else LeafContent(inline=part.source.read_all())
                 for i, part in enumerate(parts)
             ]
         if opened := self._opened.get(session):

@@ -27,7 +27,7 @@ from ckptstore.errors import Conflict
 from ckptstore.repository.dedup import DedupHints
 from ckptstore.repository.memory_budget import RankRoom
 from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.state.leaf_sources import BytesSource, FlatState, Source, read_all
+from ckptstore.state.leaf_sources import BytesSource, FlatState, Source
 
 
 class LeafRef(NamedTuple):
@@ -302,7 +302,7 @@ class RankWorker:
         found = []
         for is_small, refs in zip(small, pieces, strict=True):
             sources = list(map(boxes.source, refs))
-            inline = b"".join(map(read_all, sources)) if is_small else None
+            inline = b"".join([source.read_all() for source in sources]) if is_small else None
             checksums = b"" if is_small else b"".join(next(sums) for _ in refs)
             found.append(Report(inline, checksums, sum(source.nbytes for source in sources)))
         return found

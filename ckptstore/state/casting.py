@@ -13,7 +13,7 @@ from ckptstore.core.model import Cast, CastError, Schema
 from ckptstore.core.text import selector
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors
-from ckptstore.state.leaf_sources import FlatState, Source, memory_of
+from ckptstore.state.leaf_sources import FlatState, Source, StagedSource, memory_of
 from ckptstore.state.tensors import DTYPE_NAMES, dtype_of
 
 SLICE_ELEMENTS = 1 << 18
@@ -113,24 +113,16 @@ def _wanted(schema: Schema, globs: Sequence[tuple[str, str]]) -> Iterator[tuple[
         yield i, name, glob
 
 
-class CastSource:
+class CastSource(StagedSource):
     """The bytes of a leaf in another dtype. Threads may stage side by side; bytes that are staged
     again are measured once."""
 
-    known_ids: bytes | None = None
-    still = False
-
     def __init__(self, source: Source, old: torch.dtype, new: torch.dtype) -> None:
+        super().__init__(source.nbytes // old.itemsize * new.itemsize, new.itemsize)
         self._source, self.old, self._new = source, old, new
-        self.width: int = new.itemsize
-        self.nbytes: int = source.nbytes // old.itemsize * new.itemsize
         self._covered: list[tuple[int, int]] = []
         self._measured: list[list[Any]] = []
         self._lock = threading.Lock()
-
-    def view(self, start: int, stop: int) -> memoryview | None:
-        """None: the bytes do not exist before they are staged."""
-        return None
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         """Convert the elements in the bytes `start:stop` to `out`."""

@@ -80,7 +80,7 @@ def _refuse_without_memory(tensor: torch.Tensor) -> None:
     if tensor.is_mkldnn:
         raise InvalidInput("an mkldnn tensor's memory is opaque; store tensor.to_dense()")
     if tensor.is_quantized:
-        tensors.check_memory(
+        tensors.checked_address(
             tensor
         )  # before its integers are looked at: torch would give them new memory
     if type(tensor).__name__ == "MaskedTensor":

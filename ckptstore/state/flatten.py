@@ -205,9 +205,8 @@ class _Tree:
         )
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> int:
-        tensors.check_memory(tensor)
+        address = tensors.checked_address(tensor)
         shape, dtype = tuple(tensor.shape), tensor.dtype
-        address = tensor.data_ptr()
         number = len(self._leaves)
         # An address of 0 is that of an empty tensor, which shares nothing.
         first = (
@@ -222,7 +221,7 @@ class _Tree:
     def _distributed(self, tensor: torch.Tensor, path: str) -> int:
         held = held_of(tensor)
         for _, local in held.parts:
-            tensors.check_memory(local)
+            tensors.checked_address(local)
         number = len(self._leaves)
         parts = tuple([(box, TensorSource(part)) for box, part in held.parts])
         self._held[number] = HeldLeaf(held.holding, parts, tensor)

@@ -50,6 +50,9 @@ class Source(Protocol):
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         """Copy the bytes `start:stop` to `out`."""
 
+    def read_all(self) -> bytes:
+        """A copy of all bytes, which must be few."""
+
 
 class StillSource:
     """A source whose bytes are in memory and stay as they are."""
@@ -63,6 +66,25 @@ class StillSource:
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         out[:] = self.view(start, stop)
+
+    def read_all(self: Source) -> bytes:
+        return bytes(memory_of(self, 0, self.nbytes))
+
+
+class StagedSource:
+    """A source whose bytes are nowhere before they are staged."""
+
+    __slots__ = ("known_ids", "nbytes", "width")
+    still = False
+
+    def __init__(self, nbytes: int, width: int, known_ids: bytes | None = None) -> None:
+        self.nbytes, self.width, self.known_ids = nbytes, width, known_ids
+
+    def view(self, start: int, stop: int) -> memoryview | None:
+        return None
+
+    def read_all(self: Source) -> bytes:
+        return bytes(memory_of(self, 0, self.nbytes))
 
 
 class BytesSource(StillSource):
@@ -90,11 +112,6 @@ def memory_of(source: Source, start: int, stop: int) -> memoryview:
         memory = memoryview(bytearray(stop - start))
         source.stage(start, stop, memory)
     return memory
-
-
-def read_all(source: Source) -> bytes:
-    """All bytes of `source`, which must be small."""
-    return bytes(memory_of(source, 0, source.nbytes))
 
 
 class Mesh(NamedTuple):

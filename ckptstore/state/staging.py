@@ -25,7 +25,7 @@ import torch
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.objects.pack import align
 from ckptstore.state import tensors
-from ckptstore.state.leaf_sources import BytesSource, FlatState, Source, leaves_of, read_all
+from ckptstore.state.leaf_sources import BytesSource, FlatState, Source, leaves_of
 from ckptstore.state.staging_buffers import Buffer, BufferSource, Copy, CopyProgress
 from ckptstore.state.tensors import TensorSource
 
@@ -156,7 +156,7 @@ def stage(
     copied later waits for its arrival."""
     sources = leaves_of(flats)
     for n in plan.small:
-        sources[n] = BytesSource(read_all(sources[n]), sources[n].width)
+        sources[n] = BytesSource(sources[n].read_all(), sources[n].width)
     if arena is not None:
         prepare(sources, arena)
         spread(lambda task: copy_task(task, arena), plan.tasks)

@@ -29,7 +29,7 @@ from ckptstore.state import tensors
 from ckptstore.state.leaf_sources import Source
 from ckptstore.state.shards import held_of, is_distributed
 from ckptstore.state.stateful import found_in, parameters_of
-from ckptstore.state.tensors import KnownSource, TensorSource
+from ckptstore.state.tensors import TensorSource
 
 logger = logging.getLogger("ckptstore")
 
@@ -164,7 +164,7 @@ class FrozenWeights:
             and _place(parameter) == _place(shown[n])
         ]
 
-    def known(self, candidates: Sequence[Candidate]) -> dict[int, KnownSource]:
+    def known(self, candidates: Sequence[Candidate]) -> dict[int, TensorSource]:
         """Sources for those candidates that are as they were last time; none of them when a full
         check is due."""
         with self._lock:
@@ -172,7 +172,7 @@ class FrozenWeights:
             if self._commits % CHECK_EVERY == 0:
                 return {}
             return {
-                candidate.leaf: KnownSource(candidate.parameter.detach(), ids)
+                candidate.leaf: TensorSource(candidate.parameter.detach(), ids)
                 for candidate in candidates
                 if (ids := self._ids_of(candidate)) is not None
             }

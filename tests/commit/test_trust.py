@@ -12,7 +12,6 @@ import ckptstore
 from ckptstore.state import writes
 from ckptstore.state.flatten import flatten
 from ckptstore.state.leaf_sources import leaves_of
-from ckptstore.state.tensors import KnownSource
 from ckptstore.state.writes import FrozenWeights
 from tests.state.carrying import assert_same
 
@@ -42,7 +41,7 @@ def known(frozen_weights: FrozenWeights, state: dict[str, Any]) -> set[str]:
     candidates = frozen_weights.candidates(state, sources, paths)
     found = frozen_weights.known(candidates)
     frozen_weights.remember(candidates, {c.leaf: b"id" for c in candidates})
-    return {paths[n] for n, source in found.items() if isinstance(source, KnownSource)}
+    return {paths[n] for n, source in found.items() if source.known_ids is not None}
 
 
 def test_frozen_weights_are_trusted_from_the_second_commit_on() -> None:

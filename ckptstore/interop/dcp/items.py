@@ -30,7 +30,7 @@ from ckptstore.objects.schema import decode_schema, encode_schema
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import values
 from ckptstore.state.flatten import flatten
-from ckptstore.state.leaf_sources import NOTHING, BytesSource, Source, read_all, segment, segments
+from ckptstore.state.leaf_sources import NOTHING, BytesSource, Source, segment, segments
 from ckptstore.store import Store, internals_of
 
 _EMPTY = LeafContent(inline=b"")
@@ -320,7 +320,7 @@ def whole_content(
     nbytes, width = geometry.nbytes_of(dtype, shape), geometry.width_of(dtype)
     if nbytes <= INLINE_BYTES:
         pieces = [(box, BytesSource(content.inline or b"")) for box, content in boxes.items()]
-        return LeafContent(inline=read_all(Joined(shape, width, pieces)), raw_bytes=nbytes)
+        return LeafContent(inline=Joined(shape, width, pieces).read_all(), raw_bytes=nbytes)
     ordered = tuple(boxes)
     if len(ordered) == 1:
         return LeafContent(ids=boxes[ordered[0]].ids, raw_bytes=nbytes)

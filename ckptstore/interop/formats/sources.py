@@ -19,7 +19,6 @@ from ckptstore.adopt.inert_pickles import METADATA_BYTES_MAX
 from ckptstore.adopt.sources import (
     FileRange,
     Joined,
-    ReadSource,
     check_tiling,
     read_range,
     shape_around,
@@ -29,7 +28,7 @@ from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput, Unavailable
 from ckptstore.interop.formats.foreign_files import load_torch
 from ckptstore.objects.pointer_files import DIRECTORY_POINTERS
-from ckptstore.state.leaf_sources import FlatState, Source
+from ckptstore.state.leaf_sources import FlatState, Source, StagedSource
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +40,7 @@ KEPT_TENSORS = 4
 """At least the number of threads that stage at once."""
 
 
-class Loaded(ReadSource):
+class Loaded(StagedSource):
     """A tensor that `load` returns whole; `shelf` caches it while it is likely to be read again."""
 
     __slots__ = ("_load", "_shelf")
