@@ -1,6 +1,6 @@
 """The public names of `Store` and `Snapshot`: what a trainer uses, and nothing else."""
 
-from inspect import signature
+from inspect import getdoc, signature
 from pathlib import Path
 
 import pytest
@@ -57,8 +57,8 @@ def test_the_words_of_torch_lead_to_ours(name: str, instead: str) -> None:
 
 @pytest.mark.parametrize("method", DOCUMENTED, ids=lambda method: method.__name__)
 def test_a_docstring_has_arguments_errors_and_an_example(method: object) -> None:
-    text = method.__doc__ or ""
-    assert all(f"\n        {part}:\n" in text for part in ("Args", "Raises", "Example"))
+    text = getdoc(method) or ""
+    assert all(f"\n{part}:\n" in text for part in ("Args", "Raises", "Example"))
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,9 @@ class Fresh:
 
 
 def _start() -> "subprocess.Popen[str]":
-    command = [sys.executable, "-W", "error", "-m", "tests.state.fresh"]
+    warnings = ["error", "ignore:Guards may run slower on Python 3.13.0"]
+    options = [option for warning in warnings for option in ("-W", warning)]
+    command = [sys.executable, *options, "-m", "tests.state.fresh"]
     return subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
