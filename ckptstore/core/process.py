@@ -250,6 +250,9 @@ class Pool(Executor):
 
 
 _POLL_S = 0.005
+_stuck: set[Path] = set()
+"""Locks that were not free within a timeout. Their holder may be stopped, so they are not waited
+for again before they were free once."""
 
 
 @contextmanager
@@ -268,7 +271,14 @@ def file_lock(path: Path, *, timeout_s: float, exclusive: bool = True) -> Iterat
         yield False
         return
     try:
-        yield _take(fd, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, time.monotonic() + timeout_s)
+        patience_s = 0.0 if path in _stuck else timeout_s
+        kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+        held = _take(fd, kind, time.monotonic() + patience_s)
+        if held:
+            _stuck.discard(path)
+        elif timeout_s:
+            _stuck.add(path)
+        yield held
     finally:
         with suppress(OSError):  # the descriptor and its lock are gone whatever close(2) says
             os.close(fd)

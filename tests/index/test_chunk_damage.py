@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -308,6 +309,22 @@ def test_what_could_not_be_written_is_found_in_memory_and_written_later(tmp_path
     with closing(ChunkIndex.open(path, STORE)) as index:
         assert index.indexed() == {1, 2}
         assert_found(index, 1, footer(100, 1))
+
+
+def test_a_lock_whose_holder_hangs_is_waited_for_once(tmp_path: Path) -> None:
+    """A process that was stopped within a write held up each look into the index for seconds."""
+    path, timeout_s = filled(tmp_path / "chunks.lmdb"), 0.3
+    with file_lock(path.with_name("chunks.lmdb.lock"), timeout_s=1) as held:
+        assert held
+        started = time.monotonic()
+        with closing(ChunkIndex.open(path, STORE, lock_timeout_s=timeout_s)) as index:
+            for number in range(11, 16):
+                index.add_pack(number, pack_name(number), footer(100, number))
+                assert_found(index, number, footer(100, number))
+            assert time.monotonic() - started < 3 * timeout_s
+            assert not index.on_disk
+    with closing(ChunkIndex.open(path, STORE, lock_timeout_s=timeout_s)) as index:
+        assert index.on_disk
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
