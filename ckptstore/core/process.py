@@ -175,8 +175,8 @@ def behind(work: Callable[[], object], name: str) -> threading.Thread | None:
 
 
 class Pool(Executor):
-    """Up to `count` daemon threads, which start with the work and end when there is none left. If
-    no thread can be started, `submit` runs the work itself. Each thread first calls `begin`.
+    """Up to `count` daemon threads, started on demand. If no thread can be started, `submit`
+    runs the work itself. Each thread first calls `begin`.
 
     Unlike `ThreadPoolExecutor`'s, they do not end with the main thread: a background commit
     still needs them.
@@ -187,52 +187,56 @@ class Pool(Executor):
     ) -> None:
         self._count, self._name, self._begin = count, name, begin
         self._queue: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._threads: set[threading.Thread] = set()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
         self._closed = False
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **options: P.kwargs) -> "Future[T]":
         future: Future[T] = Future()
         item = future, partial(work, *args, **options)
-        with self._lock:
+        with self._changed:
             if self._closed:
                 raise RuntimeError("work was submitted to threads that have ended")
             self._queue.append(item)
-            if self._more() or self._threads:
+            if self._idle >= len(self._queue) or self._more() or self._threads:
+                self._changed.notify()
                 return future
         self._work(alone=True)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more work. The submitted work is still done, or only the work already begun.
-        With `wait`, return when the threads have ended."""
-        with self._lock:
+        """End the threads after the submitted work, or only after the work already begun. With
+        `wait`, return when they have ended."""
+        with self._changed:
             self._closed = True
             if cancel_futures:
                 for future, _ in self._queue:
                     future.cancel()
-            threads = tuple(self._threads)
+            self._changed.notify_all()
         if wait:
-            for thread in threads:
+            for thread in self._threads:
                 thread.join()
 
     def _more(self) -> bool:
         """Whether another thread was started."""
         if len(self._threads) == self._count:
             return False
-        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        thread = threading.Thread(
+            target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True
+        )
         try:
             thread.start()
         except RuntimeError:
             return False
-        self._threads.add(thread)
+        self._threads.append(thread)
         return True
 
     def _work(self, *, alone: bool = False) -> None:
-        """Work off the queue; `alone` on a caller's thread."""
+        """Work off the queue, and wait for more unless `alone` on a caller's thread."""
         if self._begin and not alone:
             self._begin()
-        while item := self._next():
+        while item := self._next(wait=not alone):
             future, work = item
             if future.set_running_or_notify_cancel():
                 try:
@@ -241,12 +245,13 @@ class Pool(Executor):
                     future.set_exception(error)
             del item, future, work  # these must not live until the next item comes
 
-    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
-        with self._lock:
-            if self._queue:
-                return self._queue.popleft()
-            self._threads.discard(threading.current_thread())
-            return None
+    def _next(self, *, wait: bool) -> tuple[Future[Any], Callable[[], Any]] | None:
+        with self._changed:
+            if wait:
+                self._idle += 1
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                self._idle -= 1
+            return self._queue.popleft() if self._queue else None
 
 
 _POLL_S = 0.005

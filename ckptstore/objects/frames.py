@@ -1,9 +1,9 @@
 """How are bytes compressed to one zstd frame, and decompressed within a bound?
 
-Thread-safe: a call takes its zstd context from those that are free, and gives it back.
+Thread-safe: each thread has its own zstd contexts.
 """
 
-from collections import deque
+import threading
 from typing import TypeAlias
 
 import zstandard
@@ -35,34 +35,30 @@ _DESCRIPTOR, _UNUSED_BIT = 4, 0x10
 """zstd's decoders ignore this bit of a frame's header (RFC 8878, 3.1.1.1.1.4). No encoder sets it,
 so it is damage."""
 
-_compressors: deque[tuple[zstandard.ZstdCompressor, ...]] = deque()
-_decompressors: deque[zstandard.ZstdDecompressor] = deque()
-"""Contexts that no thread uses now. A new one costs as much as a small frame."""
+_local = threading.local()
 
 
 def compress(data: Stored, way: int = CHECKED) -> bytes:
     """One zstd frame that states its content size, made in one of the ways above."""
     try:
-        compressors = _compressors.pop()
-    except IndexError:
+        compressors = _local.compressors
+    except AttributeError:
         entropy = zstandard.ZstdCompressionParameters(write_content_size=True, **_ENTROPY)
-        compressors = (
+        compressors = _local.compressors = (
             zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True),
             zstandard.ZstdCompressor(level=_LEVEL),
             zstandard.ZstdCompressor(compression_params=entropy),
         )
-    frame = bytes(compressors[way].compress(data))
-    _compressors.append(compressors)
-    return frame
+    return bytes(compressors[way].compress(data))
 
 
 def decompress(stored: Stored, max_bytes: int, *, min_bytes: int = 0) -> bytes:
     """The content of exactly one zstd frame of `min_bytes` to `max_bytes`. Raises `Corrupt`
     before larger allocations."""
     try:
-        decompressor = _decompressors.pop()
-    except IndexError:
-        decompressor = zstandard.ZstdDecompressor()
+        decompressor = _local.decompressor
+    except AttributeError:
+        decompressor = _local.decompressor = zstandard.ZstdDecompressor()
     try:
         stated = zstandard.frame_content_size(stored)
         if not min_bytes <= stated <= max_bytes:
@@ -74,7 +70,6 @@ def decompress(stored: Stored, max_bytes: int, *, min_bytes: int = 0) -> bytes:
             raise Corrupt("a zstd frame has a bit set that means nothing; run `ckptstore fsck`")
         # The library takes a content size of zero for an unknown one.
         content: bytes = decompressor.decompress(stored, allow_extra_data=False) if stated else b""
-        _decompressors.append(decompressor)
     except zstandard.ZstdError as error:
         raise Corrupt(f"a zstd frame is damaged: {error}; run `ckptstore fsck`") from error
     return content

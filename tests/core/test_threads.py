@@ -156,21 +156,6 @@ def test_a_transport_without_threads_is_unavailable_and_a_serving_one_refuses() 
         sender.shutdown()
 
 
-def test_a_store_that_is_open_has_no_threads_between_its_calls(tmp_path: Path) -> None:
-    def working() -> set[threading.Thread]:
-        ours = {each for each in threading.enumerate() if each.name.startswith("ckptstore")}
-        return {each for each in ours if each.name not in of_the_process}
-
-    of_the_process = {"ckptstore-heartbeat", "ckptstore-exit"}
-    before = working()
-    with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(chunk_bytes=CHUNK)) as store:
-        for step in range(3):
-            store.commit(state(step), step=step)
-            store.commit_async(state(step + 10), step=step + 10).wait()
-            assert_restored(store, step)
-        until(lambda: working() <= before)
-
-
 @pytest.mark.parametrize("started", [0, 1, 8])
 def test_a_pool_runs_everything_whatever_number_of_threads_it_gets(started: int) -> None:
     gate = threading.Barrier(started + 1)
