@@ -27,9 +27,9 @@ def telling(kind: type[StoreCheckpointIO], tell: Tell) -> Any:
             tell("saving", checkpoint["global_step"])
             super().save_checkpoint(checkpoint, path, storage_options)
 
-        def _publish(self, place: Path, snapshot: Any) -> None:
+        def _publish(self, place: str, snapshot: Any) -> None:
             super()._publish(place, snapshot)
-            if place.name == "last.ckpt":
+            if os.path.basename(place) == "last.ckpt":
                 tell("saved", snapshot.step)
 
     return Telling
