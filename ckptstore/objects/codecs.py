@@ -126,7 +126,8 @@ def moved(stored: Stored, at: Base) -> bytes:
 
 
 def decode_delta(stored: Stored, base: memoryview, out: memoryview, width: int) -> None:
-    """Fill `out` with the raw bytes of a delta from the raw bytes of its base; raises `Corrupt`."""
+    """Fill `out` with the raw bytes of a delta from the raw bytes of its base, which may be in
+    `out`; raises `Corrupt`."""
     _fill_split(memoryview(stored)[_BASE.size :], out, width, base)
 
 
@@ -174,7 +175,8 @@ def _assembled(ways: Sequence[int | None], parts: Sequence[Stored]) -> bytes:
 def _planes(raw: memoryview, width: int, base: memoryview | None) -> list[memoryview]:
     """The first bytes of all elements of `raw`, or of its difference from `base`, then all second
     bytes, and so on. The last plane goes on with what follows the last whole element."""
-    words, tail = _elements(raw, width), _tail(raw, width, base, _subtract)
+    words = _elements(raw, width)
+    tail = _tail(raw[words.nbytes :], base and base[words.nbytes :], width, _subtract)
     bases = None if base is None else _elements(base, width)
     planes = list(np.empty((width, len(words)), np.uint8))
     scratch = np.empty((2, min(len(words), _BLOCK_BYTES // words.itemsize)), words.dtype)
@@ -199,13 +201,18 @@ def _fill_split(
     words = _elements(out, width)
     bases = None if base is None else _elements(base, width)
     planes = [np.frombuffer(plane, np.uint8) for plane in _stored_planes(stored, out.nbytes, width)]
+    differences = np.empty(min(len(words), _BLOCK_BYTES // words.itemsize), words.dtype)
     for some, i, rows in _blocks(words, planes):
-        word = words[some, i]
-        _join([row[some] for row in rows], word)
-        if bases is not None:
-            _add(word, bases[some, i])
-    out[words.nbytes :] = planes[-1][len(words) :].data
-    out[words.nbytes :] = _tail(out, width, base, _add)
+        word, parts = words[some, i], [row[some] for row in rows]
+        if bases is None:
+            if (found := _joined(parts, word)) is not word:
+                word[...] = found
+        else:
+            changed = differences[: len(word)]
+            changed[...] = _joined(parts, changed)
+            _add(changed, bases[some, i], word)
+    tail = planes[-1][len(words) :].data
+    out[words.nbytes :] = _tail(tail, base and base[words.nbytes :], width, _add)
 
 
 def _stored_planes(stored: memoryview, nbytes: int, width: int) -> Iterator[Stored]:
@@ -243,15 +250,14 @@ def _elements(data: memoryview, width: int) -> Words:
 
 
 def _tail(
-    data: memoryview, width: int, base: memoryview | None, change: Callable[[Words, Words], None]
+    data: memoryview, base: memoryview | None, width: int, change: Callable[[Words, Words], None]
 ) -> bytearray:
     """What follows the last whole element, its whole words changed by those of `base`."""
-    whole, word = data.nbytes - data.nbytes % width, _word(width)
-    tail = bytearray(data[whole:])
+    tail, word = bytearray(data), _word(width)
     if base is not None:
         nbytes = len(tail) - len(tail) % word
         words = np.frombuffer(memoryview(tail)[:nbytes], f"<u{word}")
-        change(words, np.frombuffer(base[whole : whole + nbytes], words.dtype))
+        change(words, np.frombuffer(base[:nbytes], words.dtype))
     return tail
 
 
@@ -264,21 +270,22 @@ def _blocks(words: Words, planes: Sequence[Plane]) -> Iterator[tuple[slice, int,
             yield slice(start, min(start + step, len(words))), i, planes[of]
 
 
-def _join(planes: Sequence[Plane], out: Words) -> None:
-    """Fill `out` with the words whose bytes are in `planes`, the lowest first."""
-    used = [i for i, plane in enumerate(planes) if plane[0] or plane.max()]
-    if out.itemsize > 4:
-        # Shifts of eight planes take longer than writing every eighth byte.
-        out[...] = 0
-        columns = out[:, None].view(np.uint8)
-        for i in used:
-            columns[:, i] = planes[i]
-        return
-    top = max(used, default=0)
-    out[...] = planes[top]
-    for plane in planes[top - 1 :: -1] if top else ():
-        out <<= 8
-        out |= plane
+def _joined(planes: Sequence[Plane], out: Words | None = None) -> Words:
+    """The words whose bytes are in `planes`, the lowest first: in `out` if that is given, or as
+    narrower ones if the others' bytes are zero."""
+    if len(planes) == 1:
+        return planes[0]
+    # Halves first, because the shifts of narrow words take less time.
+    half = len(planes) // 2
+    low, high = _joined(planes[:half]), planes[half:]
+    if not any(plane[0] or plane.max() for plane in high):
+        return low
+    if out is None:
+        out = np.empty(len(low), f"<u{len(planes)}")
+    out[...] = _joined(high)
+    out <<= 8 * half
+    out |= low
+    return out
 
 
 def _subtract(words: Words, bases: Words) -> None:
@@ -290,10 +297,10 @@ def _subtract(words: Words, bases: Words) -> None:
     words ^= sign.view(words.dtype)
 
 
-def _add(differences: Words, bases: Words) -> None:
-    """The inverse of `_subtract`."""
+def _add(differences: Words, bases: Words, out: Words | None = None) -> None:
+    """The inverse of `_subtract`, in place or into `out`, which may be `bases`."""
     sign = np.negative(differences.astype(np.uint8) & 1).view(np.int8)
     differences >>= 1
     signed = differences.view(f"<i{differences.itemsize}")
     signed ^= sign
-    differences += bases
+    np.add(differences, bases, out=differences if out is None else out)

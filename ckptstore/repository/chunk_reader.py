@@ -54,8 +54,7 @@ class StoredChunk(NamedTuple):
     raw: memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Chunks of one pack that one read fetches, in order of offset; bytes between them are
     discarded.
 
@@ -233,18 +232,14 @@ def read_run(
 
     first, others = keys[0], keys[1:]
     each = range(len(run.entries))
-    direct = run.out is not None and all(entry.codec == codecs.RAW for entry in run.entries)
     found: list[StoredChunk | Problem]
     try:
-        with memory.lend(run.stored_bytes if run.out and not direct else 0) as lent:
-            stored = None if direct else lent if run.out else _fresh(run.stored_bytes)
-            storage.read_into(first, run.offset, run.buffers() if stored is None else [stored])
-            found = [
-                _mismatch(first, chunk, verify_ids) or chunk
-                if isinstance(chunk, StoredChunk)
-                else chunk
-                for chunk in _decoded(storage, first, run, stored, bases, memory)
-            ]
+        if run.out is not None and all(entry.codec == codecs.RAW for entry in run.entries):
+            storage.read_into(first, run.offset, run.buffers())
+            chunks = map(StoredChunk, run.entries, run.out, run.out)
+            found = [_mismatch(first, chunk, verify_ids) or chunk for chunk in chunks]
+        else:
+            found = _read_coded(storage, first, run, verify_ids, bases, memory)
     except (NotFound, Unavailable) as error:
         found = [error for _ in each]
     except Corrupt as error:
@@ -257,6 +252,24 @@ def read_run(
             if isinstance(copy, StoredChunk | Unavailable):
                 found[i] = copy
     return found
+
+
+def _read_coded(
+    storage: Storage,
+    key: str,
+    run: Run,
+    verify_ids: bool,
+    bases: DecodedBases | None,
+    scratch: Scratch,
+) -> list[StoredChunk | Problem]:
+    """Read a run beside its memory, decode and verify its chunks."""
+    with scratch.lend(run.stored_bytes if run.out else 0) as lent:
+        stored = lent if run.out else _fresh(run.stored_bytes)
+        storage.read_into(key, run.offset, [stored])
+        return [
+            _mismatch(key, chunk, verify_ids) or chunk if isinstance(chunk, StoredChunk) else chunk
+            for chunk in _decoded(storage, key, run, stored, bases, scratch)
+        ]
 
 
 def _fresh(nbytes: int) -> memoryview:
@@ -279,14 +292,11 @@ def _decoded(
     storage: Storage,
     key: str,
     run: Run,
-    whole: memoryview | None,
+    whole: memoryview,
     kept: DecodedBases | None,
     scratch: Scratch,
 ) -> Iterator[StoredChunk | Problem]:
-    """The chunks of a run that was read into `whole`, or else straight into its memory."""
-    if whole is None:
-        yield from map(StoredChunk, run.entries, run.out or (), run.out or ())
-        return
+    """The chunks of a run that was read into `whole`."""
     for some in cut([entry.raw_bytes for entry in run.entries], RUN_BYTES):
         part = run.entries[some]
         parts = [whole[entry.offset - run.offset :][: entry.stored_bytes] for entry in part]
@@ -320,7 +330,7 @@ def _raw(
             )
         out = _fresh(entry.raw_bytes)
     if entry.codec == codecs.DELTA:
-        codecs.decode_delta(stored, bases.raw(entry, stored), out, entry.width)
+        bases.decode(entry, stored, out)
     else:
         codecs.decode_into(entry.codec, stored, out, entry.width)
     return out
@@ -334,14 +344,13 @@ class _Bases:
         self._storage, self._key, self._kept = storage, key, kept
         # Held here, because others may take their places in `kept`.
         self._known: dict[codecs.Base, memoryview] = {}
-        self._raw_bytes: dict[codecs.Base, int] = {}
         self._reads: list[Sequence[codecs.Base]] = []
         self._stored: dict[codecs.Base, memoryview] = {}
-        self._room: dict[codecs.Base, memoryview] = {}
 
     def plan(self, entries: Sequence[PackEntry], parts: Sequence[memoryview]) -> int:
         """Find the bases of the deltas among `entries`, whose stored bytes are `parts`; the bytes
         of memory that `read` needs."""
+        wanted = set[codecs.Base]()
         for entry, stored in zip(entries, parts, strict=True):
             if entry.codec == codecs.DELTA:
                 with suppress(Corrupt):
@@ -349,19 +358,16 @@ class _Bases:
                     if self._kept and (known := self._kept.get(self._key, base)) is not None:
                         self._known[base] = known
                     elif base.stored_bytes <= entry.raw_bytes <= METADATA_BYTES_MAX:
-                        self._raw_bytes[base] = entry.raw_bytes
-        bases = sorted(self._raw_bytes)
+                        wanted.add(base)
+        bases = sorted(wanted)
         starts = [base.offset for base in bases]
         stops = [base.offset + base.stored_bytes for base in bases]
         spans = coalesce(starts, stops, limit_bytes=RUN_BYTES, gap_bytes=GAP_BYTES)
         self._reads = [bases[some] for some in spans]
-        return sum(map(_span, self._reads)) + sum(self._raw_bytes.values())
+        return sum(map(_span, self._reads))
 
     def read(self, memory: memoryview) -> None:
-        """Read the stored bytes of the bases into `memory`, behind room for their raw ones, whose
-        words must be aligned."""
-        for base, nbytes in self._raw_bytes.items():
-            self._room[base], memory = memory[:nbytes], memory[nbytes:]
+        """Read the stored bytes of the bases into `memory`."""
         for bases in self._reads:
             stored, memory = memory[: _span(bases)], memory[_span(bases) :]
             with suppress(Corrupt):  # beyond the end: these bases are missing
@@ -370,25 +376,22 @@ class _Bases:
                     start = base.offset - bases[0].offset
                     self._stored[base] = stored[start : start + base.stored_bytes]
 
-    def raw(self, entry: PackEntry, stored: memoryview) -> memoryview:
-        """The raw bytes of the base of a delta, which are as many as its own; raises `Corrupt`."""
+    def decode(self, entry: PackEntry, stored: memoryview, out: memoryview) -> None:
+        """Fill `out` with the raw bytes of a delta; raises `Corrupt`. Its base has as many."""
         base = codecs.base_of(stored)
-        known = self._known.get(base)
-        if known is None and self._kept:
-            known = self._kept.get(self._key, base)
-        if known is not None and known.nbytes == entry.raw_bytes:
-            return known
-        if base not in self._stored or self._room[base].nbytes != entry.raw_bytes:
-            raise Corrupt(
-                f"the base of chunk {entry.chunk.hex()[:12]} cannot be read at offset {base.offset}"
-            )
-        raw = self._room[base]
-        codecs.decode_into(base.codec, self._stored[base], raw, entry.width)
-        if self._kept:
-            # A copy, because the memory is lent.
-            self._kept.put(self._key, base, memoryview(bytes(raw)))
-        self._known[base] = raw
-        return raw
+        raw = self._known.get(base)
+        if raw is None or raw.nbytes != out.nbytes:
+            if base not in self._stored:
+                raise Corrupt(
+                    f"the base of chunk {entry.chunk.hex()[:12]} cannot be read at offset "
+                    f"{base.offset}"
+                )
+            raw = out if self._kept is None else _fresh(out.nbytes)
+            codecs.decode_into(base.codec, self._stored[base], raw, entry.width)
+            if self._kept:
+                self._known[base] = raw
+                self._kept.put(self._key, base, raw)
+        codecs.decode_delta(stored, raw, out, entry.width)
 
 
 def _span(bases: Sequence[codecs.Base]) -> int:

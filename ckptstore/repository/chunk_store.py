@@ -273,14 +273,14 @@ class ObjectStore:
             if where is None:
                 where = self.located(request.ids_of(left))
             while left:
-                runs, moved = self._plan(request, left, where, room)
+                runs, moved, count = self._plan(request, left, where, room)
                 alone = not self._remote and int(where["stored"].sum()) <= ALONE_BYTES
                 numbers = shared(range(len(runs)))
                 work = partial(self._read, request, runs, moved, numbers)
                 if threads is None or alone or len(runs) < 2:
                     work()
                 else:
-                    threads.together([work] * min(room.threads, len(runs)), numbers.stop)
+                    threads.together([work] * min(count, len(runs)), numbers.stop)
                 if not moved:
                     break
                 where = self._where_moved(request, left, where, moved)
@@ -309,16 +309,26 @@ class ObjectStore:
         left: Sequence[int],
         where: "NDArray[np.void]",
         room: ReadRoom,
-    ) -> tuple[list[tuple[Pack, Run]], list[int]]:
-        """The reads for the chunks `left`, and those whose pack is not listed any more."""
+    ) -> tuple[list[tuple[Pack, Run]], list[int], int]:
+        """The reads for the chunks `left`, those whose pack is not listed any more, and the number
+        of threads that read."""
         packs = self.listed(set(where["pack"].tolist()))
+        sizes = [len(request.out[i]) for i in left]
+        if sizes != (got := where["raw"].tolist()):
+            n = next(n for n, size in enumerate(sizes) if size != got[n])
+            raise Corrupt(
+                f"chunk {request.name(left[n])} has {got[n]} bytes by the chunk index; wanted "
+                f"{sizes[n]}; run `ckptstore fsck`"
+            )
         nbytes = int(where["stored"].sum())
-        streams = 1
+        threads, streams = room.threads, 1
         if self._remote:
-            limit_bytes = max(REMOTE_READ_BYTES, nbytes // room.threads)
+            limit_bytes = max(REMOTE_READ_BYTES, nbytes // threads)
         elif nbytes > ALONE_BYTES and self._is_cold(where[:: -(-len(where) // SAMPLES)], packs):
-            limit_bytes = min(COLD_BYTES, max(HASHED_BYTES, nbytes // room.threads))
-            streams = room.threads
+            # One more waits for the disk while others verify; raw chunks need no memory on the way.
+            threads += bool((where["codec"] == codecs.RAW).all())
+            streams = threads
+            limit_bytes = min(COLD_BYTES, max(HASHED_BYTES, nbytes // threads))
         else:
             limit_bytes = HASHED_BYTES
         planned = plan_runs(
@@ -337,7 +347,7 @@ class ObjectStore:
                 moved.extend(run.positions)
         # Streams in turn, each in the order of the disk, so that read-ahead works for all threads.
         stride = -(-len(runs) // streams)
-        return [run for first in range(stride) for run in runs[first::stride]], moved
+        return [run for first in range(stride) for run in runs[first::stride]], moved, threads
 
     def _is_cold(self, where: "NDArray[np.void]", packs: Mapping[int, Pack]) -> bool:
         """Whether the disk must be asked for some of these chunks."""
@@ -359,12 +369,6 @@ class ObjectStore:
         scratch = Scratch()
         for number in numbers:
             pack, run = runs[number]
-            for i, entry in zip(run.positions, run.entries, strict=True):
-                if len(request.out[i]) != entry.raw_bytes:
-                    raise Corrupt(
-                        f"chunk {request.name(i)} in pack {pack.id} has {entry.raw_bytes} bytes; "
-                        f"wanted {len(request.out[i])}; run `ckptstore fsck`"
-                    )
             keys = keys_of(pack.id, metadata=pack.metadata)
             found = read_run(
                 self.storage, keys, run, verify_ids=request.verify_ids, scratch=scratch

@@ -34,7 +34,8 @@ FREE_SHARE = 8
 
 @dataclass(frozen=True, slots=True)
 class ReadRoom:
-    """Each of `threads` reads up to `read_bytes` of encoded chunks and decodes one chunk.
+    """Each of `threads` reads up to `read_bytes` of encoded chunks, as much again of the bases of
+    differences among them, and decodes one chunk.
     `aside_bytes` of chunks wait in buffers to be copied.
 
     Of chunks that ranks send each other, `shared_bytes` are in flight to and from a rank, and
@@ -73,16 +74,16 @@ class RankRoom:
 def read_room(budget_bytes: int | None, chunk_bytes: int, threads: int) -> ReadRoom:
     """How to read within `budget_bytes` from a store of this chunk size. Raises `InvalidInput`,
     naming the least that works."""
-    most = threads * (max(RUN_BYTES, chunk_bytes) + chunk_bytes) + max(
-        ASIDE_BYTES, threads * chunk_bytes
-    )
+    most = threads * (2 * max(RUN_BYTES, chunk_bytes) + chunk_bytes) + max(ASIDE_BYTES, chunk_bytes)
     budget = _budget(budget_bytes, 3 * chunk_bytes, most)
     threads = _within(1, budget // (4 * chunk_bytes), threads)
     read_bytes = _within(
-        chunk_bytes, budget // 2 // threads - chunk_bytes, max(RUN_BYTES, chunk_bytes)
+        chunk_bytes, budget // threads // 2 - chunk_bytes, max(RUN_BYTES, chunk_bytes)
     )
     aside_bytes = _within(
-        chunk_bytes, budget - threads * (read_bytes + chunk_bytes), max(ASIDE_BYTES, chunk_bytes)
+        chunk_bytes,
+        budget - threads * (2 * read_bytes + chunk_bytes),
+        max(ASIDE_BYTES, chunk_bytes),
     )
     shared_bytes = SHARED_BYTES if budget_bytes is None and budget == most else aside_bytes // 2
     return ReadRoom(threads, read_bytes, aside_bytes, max(shared_bytes, chunk_bytes))

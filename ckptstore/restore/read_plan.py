@@ -6,7 +6,7 @@ other is read into scratch memory and copied range by range.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -52,8 +52,7 @@ class Region:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One chunk of `raw_bytes` and its destination: contiguous from byte `at` on, so that it can be
     read in place, or a region."""
 

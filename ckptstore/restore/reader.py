@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate, islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ckptstore.core import geometry
 from ckptstore.core.config import StoreConfig
@@ -167,8 +167,7 @@ class ReadRequest:
         return geometry.nbytes_of(self.tree.schema.dtypes[self.number], self.box.lengths)
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRead:
+class ChunkRead(NamedTuple):
     """The read of one piece, into `memory` if the destination has memory."""
 
     piece: Piece

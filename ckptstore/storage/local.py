@@ -8,14 +8,15 @@ permissions than the store's directory.
 
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from stat import S_ISREG
 from typing import TypeVar
 
-from ckptstore.core.config import PACK_BYTES_LOCAL
+from ckptstore.core.config import MIB, PACK_BYTES_LOCAL
 from ckptstore.core.ids import SessionId, new_session_id
 from ckptstore.core.paths import rights
 from ckptstore.errors import CkptStoreError, Corrupt, NoSpace, Unavailable
@@ -35,6 +36,10 @@ from ckptstore.storage.local_files import (
 )
 
 _OPEN_FILES = 64
+_LONG_BYTES = 2 * MIB
+"""A thread that reads so many bytes at once, because a disk must be waited for, has files of its
+own: for each of them the kernel knows one place to read on from."""
+
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 T = TypeVar("T")
@@ -70,7 +75,7 @@ class LocalStorage:
         self._owner = new_session_id()
         # Evicting a file only drops a reference: a thread that reads from it keeps it open, so no
         # lock is needed.
-        self._opened = lru_cache(_OPEN_FILES)(partial(open_object, self.url))
+        self._opened = lru_cache(_OPEN_FILES)(self._open)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         def whole(fd: int) -> bytes:
@@ -82,16 +87,17 @@ class LocalStorage:
         return self._reading(key, open_object(self.url, key), whole)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        file = self._opened(key)  # held: an evicted file is closed with its last reference
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        # Held: an evicted file is closed with its last reference.
+        file = self._opened(key, threading.get_ident() if nbytes >= _LONG_BYTES else 0)
         with suppress(OSError):  # is asked again, as is a read that ended early
-            if os.preadv(file.fd, buffers, offset) == sum(buffer.nbytes for buffer in buffers):
+            if os.preadv(file.fd, buffers, offset) == nbytes:
                 return
         missing = self._reading(key, file, lambda fd: transfer(os.preadv, fd, offset, buffers))
         if missing:
             raise Corrupt(
                 f"{key} in {self.url} ends {missing} bytes before it should: wanted "
-                f"{sum(b.nbytes for b in buffers)} bytes "
-                f"from {offset} on; run `ckptstore fsck`"
+                f"{nbytes} bytes from {offset} on; run `ckptstore fsck`"
             )
 
     def open_file(self, key: str) -> Descriptor:
@@ -189,6 +195,10 @@ class LocalStorage:
             return action(file.fd)
         except OSError as error:
             raise unreadable(error, key, self.url) from error
+
+    def _open(self, key: str, reader: int = 0) -> Descriptor:
+        """The object, open for all threads, or for the thread `reader` alone."""
+        return open_object(self.url, key)
 
     def _path(self, key: str) -> str:
         return f"{self.url}/{check_key(key)}"

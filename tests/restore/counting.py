@@ -1,14 +1,20 @@
 """What a call costs, by the kernel's and the allocator's own accounts: bytes read, memory taken."""
 
 import gc
+import mmap
 import re
 import tracemalloc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 import numpy as np
+import pytest
+
+from ckptstore.repository import thread_pool
 
 T = TypeVar("T")
 
@@ -61,6 +67,27 @@ def peak_buffers() -> Iterator[Count]:
         count.bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+
+
+@contextmanager
+def peak_scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Count]:
+    """The most that threads had mapped at a time to work with, which the allocators do not see."""
+    count, held = Count(), [0]
+
+    def mapped(fd: int, nbytes: int) -> mmap.mmap:
+        memory = mmap.mmap(fd, nbytes)
+        changed(nbytes)
+        weakref.finalize(memory, changed, -nbytes)
+        return memory
+
+    def changed(nbytes: int) -> None:
+        held[0] += nbytes
+        count.bytes = max(count.bytes, held[0])
+
+    counted = SimpleNamespace(mmap=mapped, MADV_HUGEPAGE=mmap.MADV_HUGEPAGE)
+    with monkeypatch.context() as patched:
+        patched.setattr(thread_pool, "mmap", counted)
+        yield count
 
 
 @contextmanager
