@@ -8,6 +8,7 @@ Workers commit on their own, in runs of their own: Ray reports a checkpoint when
 returned, so that it is whole or not there, and needs no agreement of ours.
 """
 
+import json
 import logging
 import os
 import shutil
@@ -17,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
+from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Storage
 from ckptstore.errors import Conflict, Corrupt, NotFound, Unavailable
 from ckptstore.objects.pointer_files import Pointer, encode_pointer
@@ -43,6 +45,11 @@ UploadFn: TypeAlias = "Callable[[ray.train.Checkpoint, str], ray.train.Checkpoin
 
 SUFFIX = ".ckptstore"
 """Ends the name of a worker's pointer file in a checkpoint's directory: `rank-0.ckptstore`."""
+
+UPLOADS = ".ckptstore-rank-{}"
+"""The file in an experiment's directory that names a worker's commits by their directories. A disk
+that is not mounted has no such file, and another host one of its own: that directories are not
+there says nothing then."""
 
 PROTECTED = 2
 """So many of the newest commits of a run are never forgotten."""
@@ -86,9 +93,19 @@ def upload(
             checkpoint.as_directory() as files,
         ):
             snapshot = store.adopt(files, step=step, metrics=metrics, message=directory)
+            uploads = _Uploads(experiment, rank)
+            uploads.forget_deleted(store)
+            uploads.add(checkpoint_dir_name, snapshot.id)
             target = f"{directory}/rank-{rank}{SUFFIX}"
-            _write(experiment.storage_filesystem, target, Pointer(store.url, snapshot.id))
-            _reconcile(store, experiment)
+            pointer = Pointer(store.url, snapshot.id)
+            try:
+                experiment.storage_filesystem.create_dir(directory)
+                _write(experiment.storage_filesystem, target, encode_pointer(pointer))
+            except OSError as error:
+                raise Unavailable(
+                    f"commit {pointer.id[:12]} is durable in {pointer.store}, and its pointer "
+                    f"{target} cannot be written: {error}"
+                ) from error
         return ray.train.Checkpoint(path=directory, filesystem=experiment.storage_filesystem)
 
     return upload_to_store
@@ -163,27 +180,51 @@ def _rank(pointer: Path) -> int:
     return int(pointer.name.removeprefix("rank-").removesuffix(SUFFIX))
 
 
-def _write(files: Any, path: str, pointer: Pointer) -> None:
-    try:
-        files.create_dir(str(PurePosixPath(path).parent))
-        with files.open_output_stream(path) as stream:
-            stream.write(encode_pointer(pointer))
-    except OSError as error:
-        raise Unavailable(
-            f"commit {pointer.id[:12]} is durable in {pointer.store}, and its pointer {path} "
-            f"cannot be written: {error}"
-        ) from error
+def _write(files: Any, path: str, data: bytes) -> None:
+    with files.open_output_stream(path) as stream:
+        stream.write(data)
 
 
-def _reconcile(store: Store, experiment: Any) -> None:
-    """Forget the commits of this experiment whose directories Ray has deleted. Their messages are
-    these. Tagged commits stay."""
-    for info in store.log(run=store.run)[PROTECTED:]:
-        if info.tags or not info.message.startswith(f"{experiment.experiment_fs_path}/"):
-            continue
-        found = experiment.storage_filesystem.get_file_info(info.message)
-        if found.type == pyarrow.fs.FileType.NotFound:
+class _Uploads:
+    """The commits of one worker whose directories are in an experiment's directory, or were until
+    Ray deleted them."""
+
+    def __init__(self, experiment: Any, rank: int) -> None:
+        self._files, self._root = experiment.storage_filesystem, experiment.experiment_fs_path
+        self._path = f"{self._root}/{UPLOADS.format(rank)}"
+        self._commits: dict[str, str] = {}
+        try:
+            with self._files.open_input_stream(self._path) as stream:
+                self._commits = dict(json.loads(stream.read()))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError) as error:
+            logger.warning(
+                "%s cannot be read: commits of checkpoints that Ray deletes stay: %s",
+                self._path,
+                error,
+            )
+
+    def add(self, name: str, commit: CommitId) -> None:
+        """Note that the directory `name` stands for `commit`."""
+        self._commits[name] = commit
+        try:
+            _write(self._files, self._path, json.dumps(self._commits).encode())
+        except OSError as error:
+            logger.warning("commit %s stays when Ray deletes its directory: %s", commit, error)
+
+    def forget_deleted(self, store: Store) -> None:
+        """Forget the commits whose directories Ray has deleted. Tagged commits stay."""
+        log = store.log(run=store.run)
+        bound = {info.id for i, info in enumerate(log) if i < PROTECTED or info.tags}
+        there = {info.id for info in log}
+        for name, commit in list(self._commits.items()):
+            found = self._files.get_file_info(f"{self._root}/{name}")
+            if commit in bound or found.type != pyarrow.fs.FileType.NotFound:
+                continue
             try:
-                store.forget(info.id)
+                if commit in there:
+                    store.forget(CommitId(commit))
+                del self._commits[name]
             except Conflict as error:
                 logger.debug("%s", error)

@@ -151,6 +151,19 @@ def test_what_ray_deleted_is_forgotten_by_the_next_upload(
             assert [info.step for info in held] == [EPOCHS - 1, EPOCHS - 2, EPOCHS - 3]
 
 
+def test_an_experiment_at_the_path_of_another_forgets_nothing_of_it(
+    cluster: None, tmp_path: Path
+) -> None:
+    """A disk that is not mounted, or another host with the same paths and the same bucket: that
+    directories are not there does not say that Ray deleted them."""
+    assert fit(tmp_path, epochs=4).error is None
+    (tmp_path / "ray").rename(tmp_path / "elsewhere")
+    assert fit(tmp_path, epochs=2).error is None
+    with store_in(tmp_path) as store:
+        for run in store.runs():
+            assert sorted(info.step for info in store.log(run=run)) == [0, 0, 1, 1, 2, 3]
+
+
 def test_workers_that_are_started_again_go_on_and_pass_over_what_is_damaged(
     cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
