@@ -280,7 +280,9 @@ class Tier:
         for each in thinned:
             thin_commit(self._own, reader, each.commit, each.thin)
         if gone or thinned:
-            collect(self._own, GcOptions(grace_s=0))
+            # What others forgot may not have arrived there.
+            at_once = frozenset((*gone, *(each.commit for each in thinned)))
+            collect(self._own, GcOptions(at_once=at_once))
             self._own.follow()
 
 

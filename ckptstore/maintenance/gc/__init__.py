@@ -59,13 +59,15 @@ GRACE_S = 3600.0
 class GcOptions:
     """`max_unused` is the share of the packs' bytes that may stay dead instead of being
     repacked, `max_repack_bytes` the limit of copying. What was forgotten less than `grace_s` ago,
-    by the clocks of this host and of the one that forgot it, stays. With `force`, condemned packs
-    are deleted although commits in flight may have to write their chunks again."""
+    by the clocks of this host and of the one that forgot it, stays, but for the commits `at_once`.
+    With `force`, condemned packs are deleted although commits in flight may have to write their
+    chunks again."""
 
     max_unused: float = MAX_UNUSED
     max_repack_bytes: int | None = None
     force: bool = False
     grace_s: float = GRACE_S
+    at_once: frozenset[CommitId] = frozenset()
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_unused <= 1:
@@ -194,15 +196,16 @@ def plans_at(
         threads.close()
 
 
-def _recently_forgotten(state: State, grace_s: float) -> tuple[CommitId, ...]:
-    """The commits forgotten less than `grace_s` ago. A clock that was ahead when it forgot one
+def _recently_forgotten(state: State, options: GcOptions) -> tuple[CommitId, ...]:
+    """The commits forgotten within the grace. A clock that was ahead when it forgot one
     makes it stay longer."""
-    now_ns = time.time_ns()
+    now_ns, grace_ns = time.time_ns(), options.grace_s * SECOND_NS
     return tuple(
         sorted(
             commit
             for commit, row in state.commits.items()
-            if row.soft and max(now_ns - row.forgotten_ns, 0) < grace_s * SECOND_NS
+            if row.soft and max(now_ns - row.forgotten_ns, 0) < grace_ns
+            if commit not in options.at_once
         )
     )
 
@@ -269,7 +272,7 @@ class _Gc:
 
     def plan_at(self, state: State, *, full: bool) -> GcPlan:
         storage, options = self._storage, self._options
-        recent = _recently_forgotten(state, options.grace_s)
+        recent = _recently_forgotten(state, options)
         commits = state.commits.update((c, state.commits[c]._replace(soft=0)) for c in recent)
         state = replace(state, commits=commits)
         sessions = self._monitor.look(self._listing, state)

@@ -166,6 +166,24 @@ def test_what_has_arrived_is_trimmed_here_and_read_there(place: Path) -> None:
     assert set(in_mirror()) == set(range(5))
 
 
+def test_a_trim_leaves_what_a_user_forgot_to_be_undeleted(
+    place: Path, away: Callable[[bool], None]
+) -> None:
+    away(True)
+    with opened(place, keep_local=ckptstore.KeepLast(2)) as store:
+        for step in range(3):
+            store.commit(state(step), step=step)
+        assert store.forget(0).forgotten
+        away(False)
+        for step in range(3, 6):
+            store.commit(state(step), step=step)
+            assert store.flush_mirror()
+        assert [info.step for info in store.log()] == [5, 4]
+        assert 0 not in in_mirror()
+        store.undelete(0)
+        assert_equal(store.checkout(0).state_dict(), state(0))
+
+
 def test_nothing_is_trimmed_that_has_not_arrived(place: Path, away: Callable[[bool], None]) -> None:
     away(True)
     with opened(place, keep_local=ckptstore.KeepLast(2)) as store:
