@@ -40,26 +40,36 @@ def inflate(frame: bytes, least: int, most: int) -> bytes:
 
 def decode(codec: int, stored: bytes, width: int, size: int) -> bytes:
     """The `size` raw bytes of a chunk, or its difference from its base (§4)."""
-    stored = stored[16:] if codec == 3 else stored
+    stored = stored[24:] if codec == 3 else stored
     if codec < 2:
         return inflate(stored, size, size) if codec else stored
     out, at, whole = bytearray(size), 5 * width, size // width
     for i, length in enumerate(struct.unpack_from(f"<{width}I", stored, width)):
         plane, at = stored[at : at + length], at + length
-        plane = inflate(plane, 0, size) if stored[i] else plane
+        if stored[i]:
+            wanted = whole + size % width * (i + 1 == width)
+            plane = (inflate if stored[i] == 1 else spread)(plane, wanted, wanted)
         out[i : whole * width : width] = plane[:whole]
         out[whole * width :] = plane[whole:]
     return bytes(out)
 
 
-def undo(difference: bytes, base: bytes, width: int) -> bytes:
-    """The chunk that differs so from its base (§4)."""
+def spread(stored: bytes, _: int, size: int) -> bytes:
+    """A sparse plane of `size` bytes (§4)."""
+    plane, at, first = bytearray(size), -1, 4 + int.from_bytes(stored[:4], "little")
+    frames = (inflate(stored[some], 0, size) for some in (slice(4, first), slice(first, None)))
+    for gap, value in zip(*frames, strict=True):
+        plane[at := at + gap + 1] = value
+    return bytes(plane)
+
+
+def undo(difference: bytes, base: bytes, width: int, center: int) -> bytes:
+    """The chunk that differs so from its base and the center (§4)."""
     word = {1: 1, 2: 2, 4: 4, 8: 8, 16: 8}.get(width, 1)
     size, form = len(base) // word, "<%d" + "?BH?I???Q"[word]
-    words = zip(
-        *(struct.unpack_from(form % size, data) for data in (base, difference)), strict=True
-    )
-    raw = struct.pack(form % size, *((b + (d >> 1 ^ -(d & 1))) % (1 << 8 * word) for b, d in words))
+    words = (struct.unpack_from(form % size, data) for data in (base, difference))
+    moved = (b + center + (d >> 1 ^ -(d & 1)) for b, d in zip(*words, strict=True))
+    raw = struct.pack(form % size, *(each % (1 << 8 * word) for each in moved))
     return raw + difference[len(raw) :]
 
 
@@ -138,15 +148,16 @@ class Store:
 
     def chunk(self, wanted: bytes) -> bytes:
         """The raw bytes of a chunk, from the first pack that has them as they were."""
-        for file, (_, digest, offset, stored, size, _, codec, width, *_), base in self.chunks[
+        for file, (_, digest, offset, length, size, _, codec, width, *_), base in self.chunks[
             wanted
         ]:
             with file.open("rb") as pack, suppress(ValueError, struct.error, zstandard.ZstdError):
                 pack.seek(offset)
-                raw = decode(codec, pack.read(stored), width, size)
+                raw = decode(codec, stored := pack.read(length), width, size)
                 if base:
                     pack.seek(base[2])
-                    raw = undo(raw, decode(base[6], pack.read(base[3]), width, size), width)
+                    before = decode(base[6], pack.read(base[3]), width, size)
+                    raw = undo(raw, before, width, int.from_bytes(stored[16:24], "little"))
                 if xxh3_128_digest(raw) == digest and blake3(raw).digest() == wanted:
                     return raw
         raise ValueError(f"no pack has chunk {wanted.hex()} as it was")

@@ -1,11 +1,12 @@
-"""How are a chunk's raw bytes stored: unchanged, as a zstd frame, as one frame per byte of an
-element, or so as the difference from another chunk (docs/format.md §4)?
+"""How are a chunk's raw bytes stored: unchanged, as a zstd frame, as planes, one per byte of an
+element, or as the planes of the difference from another chunk (docs/format.md §4)?
 
 Thread-safe.
 """
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,7 +30,20 @@ _BLOCK_BYTES = 512 << 10
 fit a processor's own cache."""
 _MATCHES_COST = 1.02
 """Entropy alone takes half the time: it may leave so much more."""
+_SPARSE = 3
+"""A way to store a plane beside those of frames: its bytes that are not zero, and the zeros before
+each. A Huffman code takes at least one bit per byte, so of zeros alone it makes an eighth; this way
+does not, and reading it takes 0.6 of the time."""
+_SPARSE_PART = 4
+"""At most one byte of so many is not zero in a sparse plane."""
+_CENTER_WORDS = 1 << 10
+"""Elements of a sample whose median is the center."""
+_CENTER_PART = 4
+"""A center is subtracted if it is at least such a part of the differences' median size: a smaller
+one saves less than a hundredth of a bit per word."""
 _BASE = struct.Struct("<QIB3x")
+_CENTER = struct.Struct("<Q")
+_HEAD_BYTES = _BASE.size + _CENTER.size
 _OFFSET_MAX = 1 << 62
 
 
@@ -50,11 +64,13 @@ def codec_id(name: str) -> int:
 
 class Sample(NamedTuple):
     """What a sample of a chunk says: the way of each plane, None for raw, and what is stored of
-    each byte. `stored` is the whole, if the sample was."""
+    each byte. `stored` is the whole, if the sample was. `center` is what most words differ by from
+    those of the base, about."""
 
     ways: Sequence[int | None]
     share: float
     stored: bytes | None
+    center: int
 
 
 def sample(raw: memoryview, width: int, base: memoryview | None = None) -> Sample:
@@ -62,22 +78,38 @@ def sample(raw: memoryview, width: int, base: memoryview | None = None) -> Sampl
     part = raw.nbytes // width // _SAMPLED_PART
     nbytes = min(max(_SAMPLED_MIN, min(part, _SAMPLED_MAX)) * width, raw.nbytes)
     start = (raw.nbytes - nbytes) // 2 // width * width
-    middle = slice(start, start + nbytes)
-    planes = _planes(raw[middle], width, None if base is None else base[middle])
-    best = [_best(plane) for plane in planes]
+    some, base = raw[start : start + nbytes], base and base[start : start + nbytes]
+    center = _center(_elements(some, width), _elements(base, width)) if base else 0
+    best = [_best(plane) for plane in _planes(some, width, base, center)]
     ways = [way for way, _ in best]
     stored = _assembled(ways, [part for _, part in best])
-    return Sample(ways, len(stored) / max(nbytes, 1), stored if nbytes == raw.nbytes else None)
+    whole = stored if nbytes == raw.nbytes else None
+    return Sample(ways, len(stored) / max(nbytes, 1), whole, center)
+
+
+def _center(words: Words, bases: Words) -> int:
+    """The median of the differences of words, 0 if it is small beside them."""
+    some = slice(None, None, -(-len(words) // _CENTER_WORDS) or 1)
+    signed = np.subtract(words[some], bases[some]).view(f"<i{words.itemsize}").ravel()
+    if not len(signed):
+        return 0
+    middle, sizes = len(signed) // 2, np.abs(signed)
+    center = int(np.partition(signed, middle)[middle])
+    if abs(center) * _CENTER_PART < int(np.partition(sizes, middle)[middle]):
+        return 0
+    return center % (1 << 8 * words.itemsize)
 
 
 def _best(plane: Stored) -> tuple[int | None, Stored]:
     """The best way for a plane, and what it makes of it."""
-    way, frame = MATCHES, compress(plane, MATCHES)
-    if len(frame) < len(plane):  # otherwise, entropy alone makes nothing of it, either
-        entropy = compress(plane, ENTROPY)
-        if len(entropy) <= _MATCHES_COST * len(frame):
-            way, frame = ENTROPY, entropy
-    return (way, frame) if len(frame) < 0.95 * len(plane) else (None, plane)
+    way, stored = MATCHES, compress(plane, MATCHES)
+    if len(stored) < len(plane):  # otherwise, no other way makes anything of it, either
+        entropy, sparse = compress(plane, ENTROPY), _sparse(plane)
+        if len(entropy) <= _MATCHES_COST * len(stored):
+            way, stored = ENTROPY, entropy
+        if sparse and len(sparse) <= len(stored):
+            way, stored = _SPARSE, sparse
+    return (way, stored) if len(stored) < 0.95 * len(plane) else (None, plane)
 
 
 def encode(codec: int, raw: memoryview, width: int) -> tuple[int, Stored]:
@@ -95,7 +127,7 @@ def encode(codec: int, raw: memoryview, width: int) -> tuple[int, Stored]:
 
 def encode_planes(raw: memoryview, width: int, sampled: Sample) -> bytes:
     """`raw` as planes, in the ways that a sample of it named."""
-    return sampled.stored or _split(raw, width, None, sampled.ways)
+    return sampled.stored or _split(raw, width, None, sampled)
 
 
 def encode_delta(
@@ -104,12 +136,13 @@ def encode_delta(
     """`raw` as the difference from `base`, which has as many bytes and lies `at`; in the ways that
     a sample of it named."""
     found = sampled or sample(raw, width, base)
-    return _BASE.pack(*at) + (found.stored or _split(raw, width, base, found.ways))
+    planes = found.stored or _split(raw, width, base, found)
+    return b"".join((_BASE.pack(*at), _CENTER.pack(found.center), planes))
 
 
 def base_of(stored: Stored) -> Base:
     """Where the base of a delta lies; raises `Corrupt`."""
-    if len(stored) < _BASE.size or any(stored[_BASE.size - 3 : _BASE.size]):
+    if len(stored) < _HEAD_BYTES or any(stored[_BASE.size - 3 : _BASE.size]):
         raise Corrupt("a delta does not say where its base lies; run `ckptstore fsck`")
     base = Base(*_BASE.unpack_from(stored))
     if base.codec not in (RAW, ZSTD, SPLIT_ZSTD) or base.offset > _OFFSET_MAX:
@@ -128,7 +161,10 @@ def moved(stored: Stored, at: Base) -> bytes:
 def decode_delta(stored: Stored, base: memoryview, out: memoryview, width: int) -> None:
     """Fill `out` with the raw bytes of a delta from the raw bytes of its base, which may be in
     `out`; raises `Corrupt`."""
-    _fill_split(memoryview(stored)[_BASE.size :], out, width, base)
+    (center,) = _CENTER.unpack_from(stored, _BASE.size)
+    if center >> 8 * _word(width):
+        raise Corrupt(f"the center {center} of a delta is no word; run `ckptstore fsck`")
+    _fill_split(memoryview(stored)[_HEAD_BYTES:], out, width, base, center)
 
 
 def decode_into(codec: int, stored: Stored, out: memoryview, width: int) -> None:
@@ -153,30 +189,72 @@ def decode_into(codec: int, stored: Stored, out: memoryview, width: int) -> None
         )
 
 
-def _split(
-    raw: memoryview, width: int, base: memoryview | None, ways: Sequence[int | None]
-) -> bytes:
-    """The planes of `raw`, or of its difference from `base`, in these ways if they shrink so."""
-    used, parts = list(ways), list[Stored]()
-    for i, plane in enumerate(_planes(raw, width, base)):
-        way = used[i]
-        frame = plane if way is None else compress(plane, way)
-        if len(frame) * 100 > len(plane) * 95:
-            used[i], frame = None, plane
-        parts.append(frame)
-    return _assembled(used, parts)
+def _split(raw: memoryview, width: int, base: memoryview | None, sampled: Sample) -> bytes:
+    """The planes of `raw`, or of its difference from `base`, in the ways that a sample of it named,
+    if they shrink so."""
+    ways, parts = list(sampled.ways), list[Stored]()
+    for i, plane in enumerate(_planes(raw, width, base, sampled.center)):
+        ways[i], stored = _stored_plane(plane, ways[i])
+        parts.append(stored)
+    return _assembled(ways, parts)
+
+
+def _stored_plane(plane: Stored, way: int | None) -> tuple[int | None, Stored]:
+    """A plane stored in a way, or in another one if that does not fit, and the way."""
+    stored = _sparse(plane) if way == _SPARSE else None
+    if way is not None and stored is None:
+        way = ENTROPY if way == _SPARSE else way
+        stored = compress(plane, way)
+    if stored is None or len(stored) * 100 > len(plane) * 95:
+        return None, plane
+    return way, stored
 
 
 def _assembled(ways: Sequence[int | None], parts: Sequence[Stored]) -> bytes:
-    flags = bytes(way is not None for way in ways)
-    return b"".join((flags, struct.pack(f"<{len(parts)}I", *map(len, parts)), *parts))
+    forms = bytes(0 if way is None else 2 if way == _SPARSE else 1 for way in ways)
+    return b"".join((forms, struct.pack(f"<{len(parts)}I", *map(len, parts)), *parts))
 
 
-def _planes(raw: memoryview, width: int, base: memoryview | None) -> list[memoryview]:
-    """The first bytes of all elements of `raw`, or of its difference from `base`, then all second
-    bytes, and so on. The last plane goes on with what follows the last whole element."""
-    words = _elements(raw, width)
-    tail = _tail(raw[words.nbytes :], base and base[words.nbytes :], width, _subtract)
+def _sparse(plane: Stored) -> bytes | None:
+    """The bytes of a plane that are not zero and, of each, how many zeros come before it; None if
+    they are too many. A longer stretch of zeros has one more of them as a value after each 255."""
+    row = np.frombuffer(plane, np.uint8)
+    used = row != 0  # numpy finds the positions of booleans in a third of the time
+    if np.count_nonzero(used) * _SPARSE_PART > len(row):
+        return None
+    at = np.flatnonzero(used)
+    zeros = np.diff(at, prepend=-1) - 1
+    ends = np.cumsum((zeros >> 8) + 1) - 1
+    count = int(ends[-1]) + 1 if len(ends) else 0
+    if count * _SPARSE_PART > len(row):
+        return None
+    gaps, values = np.full(count, 255, np.uint8), np.zeros(count, np.uint8)
+    gaps[ends], values[ends] = zeros & 255, row[at]
+    first = compress(gaps.data, ENTROPY)
+    return b"".join((struct.pack("<I", len(first)), first, compress(values.data, ENTROPY)))
+
+
+def _dense(stored: memoryview, nbytes: int) -> memoryview:
+    """A plane of `nbytes` that `_sparse` has stored; raises `Corrupt`."""
+    first = 4 + int.from_bytes(stored[:4], "little")
+    gaps = decompress(stored[4:first], nbytes // _SPARSE_PART)
+    values = decompress(stored[first:], len(gaps), min_bytes=len(gaps))
+    at = np.frombuffer(gaps, np.uint8).astype(np.intp)
+    at += 1
+    np.cumsum(at, out=at)
+    at -= 1
+    if len(at) and at[-1] >= nbytes:
+        raise Corrupt(f"a sparse plane of {nbytes} bytes goes on to {at[-1]}; run `ckptstore fsck`")
+    plane = np.zeros(nbytes, np.uint8)
+    plane[at] = np.frombuffer(values, np.uint8)
+    return plane.data
+
+
+def _planes(raw: memoryview, width: int, base: memoryview | None, center: int) -> list[memoryview]:
+    """The first bytes of all elements of `raw`, or of its difference from `base` and `center`, then
+    all second bytes, and so on. The last plane goes on with what follows the last whole element."""
+    words, subtract = _elements(raw, width), partial(_subtract, center=center)
+    tail = _tail(raw[words.nbytes :], base and base[words.nbytes :], width, subtract)
     bases = None if base is None else _elements(base, width)
     planes = list(np.empty((width, len(words)), np.uint8))
     scratch = np.empty((2, min(len(words), _BLOCK_BYTES // words.itemsize)), words.dtype)
@@ -184,7 +262,7 @@ def _planes(raw: memoryview, width: int, base: memoryview | None) -> list[memory
         word, (shifted, changed) = words[some, i], scratch[:, : some.stop - some.start]
         if bases is not None:
             changed[...] = word
-            _subtract(changed, bases[some, i])
+            subtract(changed, bases[some, i])
             word = changed
         for n, row in enumerate(rows):
             row[some] = np.right_shift(word, 8 * n, out=shifted) if n else word
@@ -195,10 +273,15 @@ def _planes(raw: memoryview, width: int, base: memoryview | None) -> list[memory
 
 
 def _fill_split(
-    stored: memoryview, out: memoryview, width: int, base: memoryview | None = None
+    stored: memoryview,
+    out: memoryview,
+    width: int,
+    base: memoryview | None = None,
+    center: int = 0,
 ) -> None:
-    """Fill `out` from planes, which are those of its difference from `base` if that is given."""
-    words = _elements(out, width)
+    """Fill `out` from planes, which are those of its difference from `base` and `center` if a base
+    is given."""
+    words, add = _elements(out, width), partial(_add, center=center)
     bases = None if base is None else _elements(base, width)
     planes = [np.frombuffer(plane, np.uint8) for plane in _stored_planes(stored, out.nbytes, width)]
     differences = np.empty(min(len(words), _BLOCK_BYTES // words.itemsize), words.dtype)
@@ -210,24 +293,29 @@ def _fill_split(
         else:
             changed = differences[: len(word)]
             changed[...] = _joined(parts, changed)
-            _add(changed, bases[some, i], word)
+            add(changed, bases[some, i], out=word)
     tail = planes[-1][len(words) :].data
-    out[words.nbytes :] = _tail(tail, base and base[words.nbytes :], width, _add)
+    out[words.nbytes :] = _tail(tail, base and base[words.nbytes :], width, add)
 
 
 def _stored_planes(stored: memoryview, nbytes: int, width: int) -> Iterator[Stored]:
     """The planes of a chunk of `nbytes`; raises `Corrupt`."""
     at = 5 * width
     sizes = struct.unpack(f"<{width}I", stored[width:at]) if stored.nbytes >= at else ()
-    if not sizes or at + sum(sizes) != stored.nbytes or max(stored[:width]) > 1:
+    if not sizes or at + sum(sizes) != stored.nbytes or max(stored[:width]) > 2:
         raise Corrupt(
             f"the planes of a split-zstd chunk of {stored.nbytes} bytes do not add up; run "
             "`ckptstore fsck`"
         )
-    for i, (flag, size) in enumerate(zip(stored[:width], sizes, strict=True)):
+    for i, (form, size) in enumerate(zip(stored[:width], sizes, strict=True)):
         wanted = nbytes // width + (nbytes % width if i == width - 1 else 0)
-        part = stored[at : at + size]
-        plane = decompress(part, wanted, min_bytes=wanted) if flag else part
+        plane: Stored = stored[at : at + size]
+        if form:
+            plane = (
+                _dense(stored[at : at + size], wanted)
+                if form == 2
+                else decompress(plane, wanted, min_bytes=wanted)
+            )
         if len(plane) != wanted:
             raise Corrupt(
                 f"plane {i} of a split-zstd chunk has {len(plane)} bytes; wanted {wanted}; run "
@@ -288,19 +376,24 @@ def _joined(planes: Sequence[Plane], out: Words | None = None) -> Words:
     return out
 
 
-def _subtract(words: Words, bases: Words) -> None:
+def _subtract(words: Words, bases: Words, *, center: int = 0) -> None:
     """Make differences of words as unsigned integers, with the sign as the lowest bit: near floats
-    of one sign are near integers, so the high bytes of both small differences are zero."""
+    of one sign are near integers, so the high bytes of both small differences are zero. Words that
+    all grew, or all shrank, are nearer to their bases and a `center`."""
     words -= bases
+    if center:
+        words -= words.dtype.type(center)
     sign = words.view(f"<i{words.itemsize}") >> (8 * words.itemsize - 1)
     words <<= 1
     words ^= sign.view(words.dtype)
 
 
-def _add(differences: Words, bases: Words, out: Words | None = None) -> None:
+def _add(differences: Words, bases: Words, *, center: int = 0, out: Words | None = None) -> None:
     """The inverse of `_subtract`, in place or into `out`, which may be `bases`."""
     sign = np.negative(differences.astype(np.uint8) & 1).view(np.int8)
     differences >>= 1
     signed = differences.view(f"<i{differences.itemsize}")
     signed ^= sign
+    if center:
+        differences += differences.dtype.type(center)
     np.add(differences, bases, out=differences if out is None else out)

@@ -49,13 +49,23 @@ def state(step: int) -> dict[str, Any]:
 MOVED_STEPS = (1, 2, 3, 4)
 
 
+def _noise(of: torch.Tensor) -> torch.Tensor:
+    """Numbers of 15 bits that look random."""
+    mixed = of * 2654435761 % (1 << 32)
+    return (mixed ^ mixed >> 15) * 2246822519 >> 13 & 0x7FFF
+
+
 def moved_state(step: int) -> dict[str, Any]:
     """A state whose tensors, of each width, move a little from step to step."""
     start = torch.arange(20_000, dtype=torch.float64)
     moved = start / 7 * (1 + step * 2**-18)
+    high, low = (_noise(torch.arange(20_000) + at) for at in (0, 7919 * step))
+    far = (start * 0.6180339887 + step * 0.1) % 1 < 0.05
     return {
         "model": {
+            "few": torch.where(far, -moved, start / 7).to(torch.float32),
             "bytes": (start % 251 + step).to(torch.uint8),
+            "noise": (high << 16 | low).to(torch.int32),
             "half": moved.to(torch.bfloat16),
             "single": moved.to(torch.float32),
             "double": moved,

@@ -1,6 +1,7 @@
 """A store of each format version from 2 on is read, continued and found sound, forever. Format 1
 was never released."""
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 
 import ckptstore
+from ckptstore.objects.codecs import DELTA
 from tests.golden.contents import METRICS, MOVED_STEPS, TAGS, moved_state, state
+from tests.golden.reader import reader
 
 HERE = Path(__file__).parent
 STORES = sorted(path.parent.relative_to(HERE) for path in HERE.glob("*/*/ckptstore.json"))
@@ -46,6 +49,18 @@ def test_a_store_of_an_earlier_version_is_read_and_continued(name: Path, tmp_pat
         }
         assert not store.fsck(read_data="100%").findings
         assert store.commit(state(2), step=4).content_id == store.checkout("main@2").content_id
+
+
+def test_the_compacted_golden_store_has_all_forms_of_differences() -> None:
+    packs = reader.Store(HERE / COMPACTED).chunks.values()
+    centers, forms = set[bool](), set[int]()
+    for file, (_, _, offset, _, _, _, codec, width, *_), _ in itertools.chain.from_iterable(packs):
+        if codec == DELTA:
+            stored = file.read_bytes()[offset:]
+            centers.add(any(stored[16:24]))
+            forms |= set(stored[24 : 24 + width])
+    assert centers == {False, True}
+    assert forms == {0, 1, 2}
 
 
 def test_a_compacted_golden_store_is_read_checked_and_collected(tmp_path: Path) -> None:

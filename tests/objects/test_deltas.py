@@ -1,5 +1,7 @@
 """Differences between chunks: every bit comes back, and no bytes claim more than they hold."""
 
+import struct
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,6 +20,7 @@ from ckptstore.objects.codecs import (
     moved,
     sample,
 )
+from ckptstore.objects.frames import compress
 from tests.support.mutations import damaged
 
 BASE = Base(4096, 77, SPLIT_ZSTD)
@@ -65,6 +68,74 @@ def test_every_pair_of_odd_floats_is_kept(dtype: str) -> None:
     raw, base = (part.ravel().tobytes() for part in np.meshgrid(bits, bits))
     stored = encode_delta(memoryview(raw), memoryview(base), BASE, bits.itemsize)
     assert restored(stored, base, bits.itemsize) == raw
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 700), st.integers(1, 255)), max_size=40),
+    st.integers(0, 2000),
+    st.sampled_from([1, 2, 4, 8]),
+)
+def test_a_chunk_of_which_few_words_moved_comes_back(
+    moves: list[tuple[int, int]], rest: int, width: int
+) -> None:
+    base = np.arange(sum(gap + 1 for gap, _ in moves) + rest, dtype=f"<u{width}")
+    raw = base.copy()
+    raw[np.cumsum([gap + 1 for gap, _ in moves], dtype=int) - 1] += np.array(
+        [step for _, step in moves], dtype=raw.dtype
+    )
+    stored = encode_delta(memoryview(raw.tobytes()), memoryview(base.tobytes()), BASE, width)
+    assert restored(stored, base.tobytes(), width) == raw.tobytes()
+
+
+def test_a_plane_of_zeros_mostly_takes_less_than_a_bit_per_byte() -> None:
+    random = np.random.default_rng(0)
+    base = random.integers(0, 1 << 16, 1 << 18, dtype="<u2")
+    large = random.random(len(base)) < 0.05
+    steps = random.integers(-128, 128, len(base)) * np.where(large, 200, 1)
+    raw, before = memoryview((base + steps.astype("<u2")).tobytes()), memoryview(base.tobytes())
+    stored = encode_delta(raw, before, BASE, 2)
+    assert restored(stored, before.tobytes(), 2) == raw
+    # Of each word 8 bits of noise, 0.29 of where the few large ones are, and 0.4 of how large.
+    assert len(stored) * 8 / len(base) < 8.75
+
+
+def test_words_that_all_moved_alike_leave_next_to_nothing() -> None:
+    base = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, dtype="<u4")
+    raw = memoryview((base - np.uint32(70_000)).tobytes())
+    stored = encode_delta(raw, memoryview(base.tobytes()), BASE, 4)
+    assert len(stored) < 200
+    assert restored(stored, base.tobytes(), 4) == raw
+
+
+def sparse_delta(gaps: bytes, values: bytes, nbytes: int) -> bytes:
+    """A delta from zeros, of bytes, whose one plane is sparse."""
+    first, second = compress(gaps), compress(values)
+    head = encode_delta(memoryview(bytes(nbytes)), memoryview(bytes(nbytes)), BASE, 1)[:24]
+    plane = struct.pack("<I", len(first)) + first + second
+    return head + b"\x02" + struct.pack("<I", len(plane)) + plane
+
+
+def test_a_sparse_plane_that_no_writer_makes_is_refused() -> None:
+    assert restored(sparse_delta(b"\x03\x3b", b"\x02\x04", 64), bytes(64), 1) == (
+        bytes(3) + b"\x01" + bytes(59) + b"\x02"
+    )
+    for gaps, values in (
+        (b"\x03\x3c", b"\x02\x04"),  # beyond the end
+        (b"\xff" * 16, b"\x02" * 16),
+        (b"\x03", b"\x02\x04"),
+        (b"\x03\x3b", b"\x02"),
+        (bytes(17), bytes(17)),  # more than a quarter
+    ):
+        with pytest.raises(Corrupt):
+            restored(sparse_delta(gaps, values, 64), bytes(64), 1)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_a_center_wider_than_a_word_is_refused(width: int) -> None:
+    stored = bytearray(encode_delta(memoryview(bytes(64)), memoryview(bytes(64)), BASE, width))
+    stored[16 + width] = 1
+    with pytest.raises(Corrupt, match="center"):
+        restored(bytes(stored), bytes(64), width)
 
 
 def test_weights_that_moved_a_little_shrink_to_less_than_their_planes() -> None:
