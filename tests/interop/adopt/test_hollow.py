@@ -223,6 +223,19 @@ def test_files_that_changed_are_never_lost(store: Store, tmp_path: Path) -> None
         other.materialize(root)
 
 
+def test_what_has_taken_the_place_of_a_link_is_never_lost(store: Store, tmp_path: Path) -> None:
+    root = checkpoint(tmp_path / "checkpoint-5")
+    made = store.adopt(root, hollow=True)
+    (root / "latest").unlink()
+    (root / "latest").write_text("mine")
+    with pytest.raises(Conflict, match=r"latest in .* changed after it was adopted"):
+        made.materialize(root)
+    assert (root / "latest").read_text() == "mine" and not (root / "optimizer.pt").exists()
+    (root / "latest").unlink()
+    made.materialize(root)
+    assert (root / "latest").readlink() == Path("model.safetensors")
+
+
 def test_a_file_that_changes_while_the_directory_becomes_hollow_stays(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
