@@ -46,7 +46,8 @@ def adopt(
     """Commit `directory`; see `Store.adopt`. A hollow directory stays so, and its commit is
     returned."""
     place = Path(directory).absolute()
-    holds = Holds(internals, place.parent) if hollow else None
+    # A link may lead elsewhere later, while the directory stays.
+    holds = Holds(internals, Path(os.path.realpath(place)).parent) if hollow else None
     if found := _hollow_commit(internals, place):
         if holds is None:
             raise InvalidInput(

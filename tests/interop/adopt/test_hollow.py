@@ -187,6 +187,23 @@ def test_directories_that_were_moved_together_are_held_as_before(
     assert set(store.tags().values()) == {again.id, made[0].id, made[2].id, last.id}
 
 
+def test_directories_that_a_moving_link_names_are_held_while_they_are_there(
+    store: Store, tmp_path: Path
+) -> None:
+    """A link such as `latest` leads to another directory when the next is adopted."""
+    latest, before = tmp_path / "latest", {}
+    for number in range(3):
+        root = checkpoint(tmp_path / "out" / f"checkpoint-{number}", number)
+        before[root] = tree_of(root)
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(root)
+        store.adopt(latest, hollow=True)
+    lose_what_may_go(store)
+    for root, tree in before.items():
+        store.checkout(root).materialize(root)
+        assert tree_of(root) == tree
+
+
 def test_the_hold_of_a_path_is_another_on_another_machine(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
