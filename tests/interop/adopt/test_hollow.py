@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -198,6 +199,23 @@ def test_directories_that_a_moving_link_names_are_held_while_they_are_there(
         latest.unlink(missing_ok=True)
         latest.symlink_to(root)
         store.adopt(latest, hollow=True)
+    lose_what_may_go(store)
+    for root, tree in before.items():
+        store.checkout(root).materialize(root)
+        assert tree_of(root) == tree
+
+
+def test_a_training_that_begins_with_a_copy_takes_no_tags_from_the_first(
+    store: Store, tmp_path: Path
+) -> None:
+    before = {}
+    for number in range(4):
+        root = checkpoint(tmp_path / "out" / f"checkpoint-{number}", number)
+        before[root] = tree_of(root)
+        store.adopt(root, hollow=True)
+    (tmp_path / "fork").mkdir()
+    subprocess.run(["cp", "-r", tmp_path / "out" / "checkpoint-2", tmp_path / "fork"], check=True)
+    store.adopt(checkpoint(tmp_path / "fork" / "checkpoint-3", 5), hollow=True)
     lose_what_may_go(store)
     for root, tree in before.items():
         store.checkout(root).materialize(root)
