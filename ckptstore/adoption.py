@@ -20,6 +20,7 @@ from ckptstore.adopt.hollow import (
     is_hollow,
     is_unchanged,
     place_name,
+    was_not_copied,
 )
 from ckptstore.adopt.materializing import is_adopted, manifest_of
 from ckptstore.commit.commit_metadata import CommitMetadata
@@ -46,7 +47,8 @@ def adopt(
     """Commit `directory`; see `Store.adopt`. A hollow directory stays so, and its commit is
     returned."""
     place = Path(directory).absolute()
-    holds = Holds(internals, place.parent) if hollow else None
+    # A link may lead elsewhere later, while the directory stays.
+    holds = Holds(internals, Path(os.path.realpath(place)).parent) if hollow else None
     if found := _hollow_commit(internals, place):
         if holds is None:
             raise InvalidInput(
@@ -108,15 +110,16 @@ class Holds:
         return self._internals.handle.log.replay(refresh=True).tags
 
     def _is_its_own(self, held: Held) -> bool:
-        """Whether the commit is that of the directory, not of another with its name."""
-        if is_pointer(held.root / HOLLOW_POINTER):
-            return read_pointer(held.root / HOLLOW_POINTER).id == held.commit
+        """Whether the commit is that of the directory, not of another with its name, nor of one
+        that it was copied from: that one needs its holds."""
+        hollow = is_pointer(held.root / HOLLOW_POINTER)
+        if hollow and read_pointer(held.root / HOLLOW_POINTER).id != held.commit:
+            return False
         try:
             reader, found = self._internals.find(held.commit)
             contents = contents_of(self._internals.snapshot(found, reader))
-            return is_adopted(contents) and is_unchanged(
-                held.root, manifest_of(contents, held.commit)
-            )
+            is_own = was_not_copied if hollow else is_unchanged
+            return is_adopted(contents) and is_own(held.root, manifest_of(contents, held.commit))
         except (Corrupt, NotFound):
             return False
 

@@ -113,6 +113,19 @@ def test_a_pointer_far_from_its_store_names_it_absolutely(tmp_path: Path) -> Non
     )
 
 
+def test_a_pointer_is_in_its_store_by_whichever_path(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "store").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("disk")
+    write_pointer(tmp_path / "p", Pointer(str(tmp_path / "link" / "store"), COMMIT))
+    found = read_pointer(tmp_path / "p")
+    assert found.is_in(str(tmp_path / "link" / "store"))
+    assert found.is_in(str(tmp_path / "disk" / "store"))
+    assert not found.is_in(str(tmp_path / "store"))
+    bucket = Pointer("s3://bucket/runs", COMMIT)
+    assert bucket.is_in("s3://bucket/runs") and not bucket.is_in("s3://bucket/others")
+    assert not bucket.is_in(str(tmp_path)) and not found.is_in("s3://bucket/runs")
+
+
 def test_a_pointer_is_replaced_at_once_and_nothing_else_ever(tmp_path: Path) -> None:
     path, other = tmp_path / "p", CommitId("cd" * 32)
     write_pointer(path, Pointer("s3://bucket/runs", COMMIT))

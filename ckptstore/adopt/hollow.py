@@ -125,6 +125,14 @@ def held_in(parent: Path, tags: Mapping[str, CommitId]) -> list[Held]:
     ]
 
 
+def was_not_copied(root: Path, manifest: Manifest) -> bool:
+    """Whether a hollow directory was not copied: its time is that of the directory that was
+    adopted. A move keeps it."""
+    with suppress(OSError):
+        return root.stat().st_mtime_ns == manifest.folders[""].mtime_ns
+    return False
+
+
 def is_unchanged(root: Path, manifest: Manifest) -> bool:
     """Whether a directory is the one that was adopted: more than half of its files are, by size and
     time. Others may have been damaged."""

@@ -137,15 +137,16 @@ def _materialized(target: Path, manifest: Manifest) -> Materialized:
 
 
 def _check_hollow(target: Path, commit: str, manifest: Manifest) -> None:
-    """Raise `Conflict` unless a hollow directory is of `commit`, and its files are what they
-    were."""
+    """Raise `Conflict` unless a hollow directory is of `commit`, and its files and links are what
+    they were."""
     pointer = read_pointer(target / HOLLOW_POINTER)
     if pointer.id != commit:
         raise Conflict(
             f"{target} is a hollow directory of commit {pointer.id[:12]}, wanted {commit[:12]}; "
             "choose another directory"
         )
-    if changed := [name for name in differing(target, manifest) if os.path.lexists(target / name)]:
+    differ = (*differing(target, manifest), *differing_links(target, manifest))
+    if changed := [name for name in differ if os.path.lexists(target / name)]:
         raise Conflict(
             f"{', '.join(changed[:5])} in {target} changed after it was adopted; nothing was "
             "written: move it away, or choose another directory"
@@ -165,30 +166,35 @@ def differing(target: Path, manifest: Manifest) -> list[str]:
     ]
 
 
+def differing_links(target: Path, manifest: Manifest) -> list[str]:
+    """The links that a directory lacks, or has other things in place of."""
+    return [
+        name
+        for name, link in manifest.links.items()
+        if not stat.S_ISLNK(mode_of(target / name)) or os.readlink(target / name) != link.target
+    ]
+
+
 def refill(
     contents: Contents, target: Path, manifest: Manifest, *, keep_pointer: bool = False
 ) -> list[str]:
-    """Make the directory `target` what was adopted: write the files that it lacks, and replace
-    those with other bytes, whose names this returns. Files that the commit does not have stay.
+    """Make the directory `target` what was adopted: write the files and links that it lacks, and
+    replace those that differ, whose names this returns. Files that the commit does not have stay.
 
     Killed at any moment, this leaves the pointer of a hollow directory, or a whole directory.
     Raises as `materialize`.
     """
     try:
         found = differing(target, manifest)
-        replaced = [name for name in found if os.path.lexists(target / name)]
-        links = {
-            name: link
-            for name, link in manifest.links.items()
-            if not stat.S_ISLNK(mode_of(target / name)) or os.readlink(target / name) != link.target
-        }
+        links = differing_links(target, manifest)
+        replaced = [name for name in (*found, *links) if os.path.lexists(target / name)]
         for name in sorted(manifest.folders):
             if stat.S_ISLNK(mode_of(target / name)):
                 raise Conflict(f"{target / name} is a link; wanted a directory: remove the link")
             (target / name).mkdir(exist_ok=True)
         lacking = Manifest(
             dict.fromkeys(manifest.folders, Folder(0o700, 0)),
-            links,
+            {name: manifest.links[name] for name in links},
             {name: manifest.files[name] for name in found},
         )
         with scratch_for(target / HOLLOW_POINTER) as scratch:

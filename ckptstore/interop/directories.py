@@ -104,7 +104,7 @@ class CheckpointDirectories:
 
     def _holds_of(self, place: Path) -> Holds:
         """The holds of the directories beside `place`."""
-        return Holds(internals_of(self.store), place.absolute().parent)
+        return Holds(internals_of(self.store), Path(os.path.realpath(place)).parent)
 
     def _make_hollow(self, parent: Path, whole: int, holds: Holds) -> None:
         """Make all but the directories of the newest `whole` commits hollow."""

@@ -15,7 +15,7 @@ from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
 from ckptstore.core.process import start
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, Unavailable
 from ckptstore.log.resolve import Resolved, newest_first
-from ckptstore.log.state import State
+from ckptstore.log.state import CommitRow, State
 from ckptstore.maintenance.check import Share
 from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.forget import forget_commits, plan_retention
@@ -280,10 +280,20 @@ class Tier:
         for each in thinned:
             thin_commit(self._own, reader, each.commit, each.thin)
         if gone or thinned:
-            # What others forgot may not have arrived there.
-            at_once = frozenset((*gone, *(each.commit for each in thinned)))
+            # What others forgot may not have arrived there, and what was forgotten or thinned there
+            # has no other copy.
+            at_once = frozenset(
+                commit
+                for commit in (*gone, *(each.commit for each in thinned))
+                if _is_whole(arrived.commits[there[commit]], state.commits[commit])
+            )
             collect(self._own, GcOptions(at_once=at_once))
             self._own.follow()
+
+
+def _is_whole(there: CommitRow, here: CommitRow) -> bool:
+    """Whether the commit in a mirror is not forgotten and has all that the one here has."""
+    return not there.soft and set(there.thinned) <= set(here.thinned)
 
 
 def _id(ids: bytes, i: int) -> ChunkId:

@@ -57,6 +57,12 @@ class Pointer:
     store: str
     id: CommitId
 
+    def is_in(self, store: str) -> bool:
+        """Whether this is a commit of the store at `store`, whichever links lead there."""
+        if "://" in store:
+            return self.store == store
+        return os.path.realpath(self.store) == os.path.realpath(store)
+
     def without_store(self, path: str | os.PathLike[str], error: NotFound) -> NotFound:
         """The error for a pointer at `path` whose store or commit does not exist."""
         return NotFound(

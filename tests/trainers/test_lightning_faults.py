@@ -232,6 +232,23 @@ def test_checkpoints_of_other_directories_are_never_resumed(tmp_path: Path) -> N
     plugin.teardown()
 
 
+@pytest.mark.parametrize("linked", ["store", "ckpt"])
+def test_what_lies_behind_a_link_is_forgotten_and_resumed_as_any_other(
+    linked: str, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / linked).symlink_to("disk")
+    plugin = StoreCheckpointIO(tmp_path / "store" / "of_run")
+    for step in range(4):
+        state = {"state_dict": {"w": torch.randn(400_000)}, "loops": {}, "global_step": step}
+        plugin.save_checkpoint(state, tmp_path / "ckpt" / "last.ckpt")
+    assert [info.step for info in plugin.store.log()] == [3, 2]
+    plugin.teardown()
+    damage_newest(tmp_path / "store" / "of_run", "flipped")
+    assert plugin.load_checkpoint(tmp_path / "ckpt" / "last.ckpt")["global_step"] == 2
+    plugin.teardown()
+
+
 # -- retention of the store's own --
 
 

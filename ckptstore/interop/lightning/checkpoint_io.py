@@ -264,7 +264,7 @@ class StoreCheckpointIO:
 
     def _drop(self, pointer: Pointer | None) -> None:
         """Note that a commit has lost its path, and forget those whose turn it is."""
-        if pointer is not None and pointer.store == self.store.url:
+        if pointer is not None and pointer.is_in(self.store.url):
             self._dropped[pointer.id] = None
         if not self._dropped:
             return
@@ -279,7 +279,7 @@ class StoreCheckpointIO:
         if is_url(path) or os.path.isfile(path) or pointer_at(path):
             place = resolved(path)
             pointer = pointer_of(place)
-            if pointer.store == self.store.url:
+            if pointer.is_in(self.store.url):
                 return self.store.checkout(pointer.id), True
             return open_commit(pointer, place), False
         if not _may_be_ref(path):
@@ -291,7 +291,7 @@ class StoreCheckpointIO:
 
     def _may_be_ours(self, pointer: Pointer | None) -> bool:
         """Whether a pointer is one to this store, or too damaged to say."""
-        return pointer is None or pointer.store == self.store.url
+        return pointer is None or pointer.is_in(self.store.url)
 
     def _follow(self, snapshot: Snapshot) -> None:
         """Make the commit the parent of the next one."""
@@ -390,4 +390,9 @@ def _of_two_steps(rows: Sequence[CommitInfo]) -> frozenset[CommitId]:
 
 def _lay_in(row: CommitInfo, place: str) -> bool:
     """Whether a commit was saved in the directory of `place`: its message ends with its path."""
-    return os.path.dirname(row.message.rpartition("\n")[2]) == os.path.dirname(place)
+    return _directory_of(row.message.rpartition("\n")[2]) == _directory_of(place)
+
+
+def _directory_of(place: str) -> str:
+    directory = os.path.dirname(place)
+    return directory if is_url(place) else os.path.realpath(directory)

@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -187,6 +188,40 @@ def test_directories_that_were_moved_together_are_held_as_before(
     assert set(store.tags().values()) == {again.id, made[0].id, made[2].id, last.id}
 
 
+def test_directories_that_a_moving_link_names_are_held_while_they_are_there(
+    store: Store, tmp_path: Path
+) -> None:
+    """A link such as `latest` leads to another directory when the next is adopted."""
+    latest, before = tmp_path / "latest", {}
+    for number in range(3):
+        root = checkpoint(tmp_path / "out" / f"checkpoint-{number}", number)
+        before[root] = tree_of(root)
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(root)
+        store.adopt(latest, hollow=True)
+    lose_what_may_go(store)
+    for root, tree in before.items():
+        store.checkout(root).materialize(root)
+        assert tree_of(root) == tree
+
+
+def test_a_training_that_begins_with_a_copy_takes_no_tags_from_the_first(
+    store: Store, tmp_path: Path
+) -> None:
+    before = {}
+    for number in range(4):
+        root = checkpoint(tmp_path / "out" / f"checkpoint-{number}", number)
+        before[root] = tree_of(root)
+        store.adopt(root, hollow=True)
+    (tmp_path / "fork").mkdir()
+    subprocess.run(["cp", "-r", tmp_path / "out" / "checkpoint-2", tmp_path / "fork"], check=True)
+    store.adopt(checkpoint(tmp_path / "fork" / "checkpoint-3", 5), hollow=True)
+    lose_what_may_go(store)
+    for root, tree in before.items():
+        store.checkout(root).materialize(root)
+        assert tree_of(root) == tree
+
+
 def test_the_hold_of_a_path_is_another_on_another_machine(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +256,19 @@ def test_files_that_changed_are_never_lost(store: Store, tmp_path: Path) -> None
     other = store.adopt(checkpoint(tmp_path / "checkpoint-6", 1))
     with pytest.raises(Conflict, match="is a hollow directory of commit"):
         other.materialize(root)
+
+
+def test_what_has_taken_the_place_of_a_link_is_never_lost(store: Store, tmp_path: Path) -> None:
+    root = checkpoint(tmp_path / "checkpoint-5")
+    made = store.adopt(root, hollow=True)
+    (root / "latest").unlink()
+    (root / "latest").write_text("mine")
+    with pytest.raises(Conflict, match=r"latest in .* changed after it was adopted"):
+        made.materialize(root)
+    assert (root / "latest").read_text() == "mine" and not (root / "optimizer.pt").exists()
+    (root / "latest").unlink()
+    made.materialize(root)
+    assert (root / "latest").readlink() == Path("model.safetensors")
 
 
 def test_a_file_that_changes_while_the_directory_becomes_hollow_stays(

@@ -184,6 +184,20 @@ def test_a_trim_leaves_what_a_user_forgot_to_be_undeleted(
         assert_equal(store.checkout(0).state_dict(), state(0))
 
 
+def test_a_trim_leaves_what_the_mirror_has_forgotten_to_be_undeleted(place: Path) -> None:
+    with opened(place, keep_local=ckptstore.KeepLast(3)) as store:
+        for step in range(3):
+            store.commit(state(step), step=step)
+        assert store.flush_mirror()
+        with ckptstore.open(MIRROR) as there:
+            assert there.forget(0).forgotten
+        store.commit(state(3), step=3)
+        assert store.flush_mirror()
+        assert [info.step for info in store.log()] == [3, 2, 1]
+        store.undelete(0)
+        assert_equal(store.checkout(0).state_dict(), state(0))
+
+
 def test_nothing_is_trimmed_that_has_not_arrived(place: Path, away: Callable[[bool], None]) -> None:
     away(True)
     with opened(place, keep_local=ckptstore.KeepLast(2)) as store:
