@@ -222,6 +222,30 @@ def test_a_training_that_begins_with_a_copy_takes_no_tags_from_the_first(
         assert tree_of(root) == tree
 
 
+def test_a_training_and_its_copy_that_both_go_on_keep_their_directories(
+    store: Store, tmp_path: Path
+) -> None:
+    """A copy has the times of the original. The first training then deletes what both had."""
+    first, fork = tmp_path / "out", tmp_path / "fork"
+    for number in range(3):
+        store.adopt(checkpoint(first / f"checkpoint-{number}", number), hollow=True)
+    subprocess.run(["cp", "-a", first, fork], check=True)
+    for number, place in ((3, fork), (3, first), (4, fork)):
+        root = checkpoint(place / f"checkpoint-{number}", number + 10 * (place == first))
+        store.adopt(root, hollow=True)
+    for number in range(2):
+        shutil.rmtree(first / f"checkpoint-{number}")
+    store.adopt(checkpoint(first / "checkpoint-4", 20), hollow=True)
+    lose_what_may_go(store)
+    for place, numbers in ((first, (2, 3, 4)), (fork, range(5))):
+        for number in numbers:
+            root = place / f"checkpoint-{number}"
+            store.checkout(root).materialize(root)
+            seed = number + 10 * (place == first) * (number == 3)
+            if (place, number) != (first, 4):
+                assert (root / "events.log").read_bytes() == random.Random(seed).randbytes(1 << 20)
+
+
 def test_the_hold_of_a_path_is_another_on_another_machine(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
