@@ -119,9 +119,9 @@ def combine(
     """Commit the sum of commits, each times its factor. They are the parents of the new commit.
 
     Tensors of floats are added: those of 64 bits in 64 bits, all others in 32 bits. Everything
-    else (integers, values, states of random generators, and what `select` leaves out) is as in the
-    last of `refs`. An average of tensors that are equal in all commits is that tensor. A key of
-    which thinning left nothing in the last is left out.
+    else (integers, complex numbers, floats of 4 bits, values, states of random generators, and what
+    `select` leaves out) is as in the last of `refs`. An average of tensors that are equal in all
+    commits is that tensor. A key of which thinning left nothing in the last is left out.
 
     Args:
         store: The store with the commits, which must have leaves of equal names, dtypes and shapes.
@@ -252,7 +252,8 @@ def _flats(
                 CommittedLeaf(reader, each.trees[key], each.trees[key].numbers[path], each.commit)
                 for each in contents
             ]
-            added = schema.kinds[i] == "tensor" and is_floating(schema.dtypes[i])
+            dtype = schema.dtypes[i]
+            added = schema.kinds[i] == "tensor" and is_floating(dtype) and "float4" not in dtype
             added = added and is_selected(path) and schema.aliases[i] < 0 and last.raw_bytes(i) > 0
             factors = factors_of(leaves) if added else ()
             if added and not _is_kept(leaves, factors):

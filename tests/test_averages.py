@@ -75,6 +75,19 @@ def test_dtypes_stay_and_are_added_in_more_bits(store: ckptstore.Store, dtype: t
             torch.testing.assert_close(got, wanted.to(dtype))
 
 
+def test_floats_of_eight_bits_are_added_and_those_of_four_are_as_in_the_last(
+    store: ckptstore.Store,
+) -> None:
+    small = [torch.randn(500).to(torch.float8_e4m3fn) for _ in range(2)]
+    packed = [torch.randint(255, (64,)).byte().view(torch.float4_e2m1fn_x2) for _ in range(2)]
+    pairs = zip(small, packed, strict=True)
+    commits = [store.commit({"x": x, "packed": y}, step=n) for n, (x, y) in enumerate(pairs)]
+    made = combine(store, commits, mean(2))
+    wanted = (small[0].float() + small[1].float()) / 2
+    assert torch.equal(made.read("x").float(), wanted.to(torch.float8_e4m3fn).float())
+    assert torch.equal(made.read("packed").view(torch.uint8), packed[1].view(torch.uint8))
+
+
 def test_a_task_vector_is_added(store: ckptstore.Store) -> None:
     commits = committed(store, states())
     made = combine(store, commits[:3], [1, 0.5, -0.5], select="model/0.*")
