@@ -136,8 +136,8 @@ def combine(
         The new commit.
 
     Raises:
-        InvalidInput: A number of factors that is not that of the commits, or a leaf that they do
-            not all have with one dtype and shape.
+        InvalidInput: A number of factors that is not that of the commits, factors that are not
+            finite, or a leaf that they do not all have with one dtype and shape.
 
     Example:
         >>> combine(store, ["latest~2", "latest~1", "latest"], mean(3), tag="average")
@@ -151,6 +151,8 @@ def combine(
         raise InvalidInput(
             f"got {len(factors)} factors for {len(found)} commits; give one for each"
         )
+    if not callable(factors) and not all(map(math.isfinite, factors)):
+        raise InvalidInput(f"factors are {list(factors)}; wanted finite numbers")
     _check_alike(found)
     internals = internals_of(store)
     with closing(ThreadPool(1)) as alone:  # the threads of the commit are those that read
@@ -174,10 +176,10 @@ def mean(count: int) -> list[float]:
 
 def weighted(weights: Sequence[float]) -> list[float]:
     """Factors in proportion to `weights`, which add up to 1."""
-    total = math.fsum(weights)
+    total = sum(weights)  # fsum raises where a sum is not finite
     if not math.isfinite(total) or not total:
         raise InvalidInput(
-            f"weights {list(weights)} add up to {total:g}; wanted another sum than 0"
+            f"weights {list(weights)} add up to {total:g}; wanted a finite sum other than 0"
         )
     return [weight / total for weight in weights]
 
@@ -194,7 +196,9 @@ def moving(count: int, decay: float) -> list[float]:
 def spherical(part: float) -> Factors:
     """Factors for the point that is `part` of the way from one commit to another on the arc
     between them, leaf by leaf (slerp; Shoemake, 1985). Where both point in nearly one direction,
-    on the line."""
+    on the line. Raises `InvalidInput` unless `part` is finite."""
+    if not math.isfinite(part):
+        raise InvalidInput(f"the part of an arc is {part}; wanted a finite number, such as 0.5")
 
     def of(leaves: Sequence[CommittedLeaf]) -> Sequence[float]:
         if len(leaves) != 2:
@@ -205,7 +209,7 @@ def spherical(part: float) -> Factors:
             # `double` copies, unless it is double already.
             a, b = (x.double().clone() for x in read_in_turn(leaves, range(cell, cell + 1), memory))
             aa, bb, ab = aa + float(a.dot(a)), bb + float(b.dot(b)), ab + float(a.dot(b))
-        cosine = ab / math.sqrt(aa * bb) if aa and bb else 1.0
+        cosine = ab / (math.sqrt(aa) * math.sqrt(bb)) if aa and bb else 1.0
         angle = math.acos(max(-1.0, min(1.0, cosine)))
         if (whole := math.sin(angle)) < NEARLY_PARALLEL:
             return 1 - part, part
@@ -269,7 +273,7 @@ def _flats(
 def _is_kept(leaves: Sequence[CommittedLeaf], factors: Sequence[float]) -> bool:
     """Whether this is an average of equal leaves, which is that leaf without rounding."""
     keys = {leaf.tree.content_key(leaf.i) for leaf in leaves}
-    return len(keys) == 1 and None not in keys and abs(math.fsum(factors) - 1) < ROUNDING
+    return len(keys) == 1 and None not in keys and abs(sum(factors) - 1) < ROUNDING
 
 
 class _Made(StagedSource):

@@ -109,6 +109,13 @@ def test_an_arc_keeps_the_length_of_its_ends(store: ckptstore.Store, dtype: torc
     torch.testing.assert_close(made.read("y"), a)
 
 
+def test_an_arc_between_numbers_whose_squares_vanish_is_found(store: ckptstore.Store) -> None:
+    tiny = torch.tensor([1e-100, 0.0], dtype=torch.float64)
+    commits = [store.commit({"x": x}, step=n) for n, x in enumerate((tiny, tiny.flip(0)))]
+    got = combine(store, commits, spherical(0.5)).read("x")
+    torch.testing.assert_close(got * 1e100, torch.full((2,), math.sqrt(0.5)).double())
+
+
 def test_tensors_that_all_commits_have_stay_as_they_are(store: ckptstore.Store) -> None:
     frozen = torch.randn(300, 400)
     some = [{"frozen": frozen, "w": torch.full((70_000,), float(n))} for n in range(3)]
@@ -255,6 +262,14 @@ def test_numbers_that_make_no_sense_are_refused(store: ckptstore.Store) -> None:
         combine(store, [a, a], [1, 2, 3])
     with pytest.raises(InvalidInput, match="add up to 0"):
         weighted([1, -1])
+    for weights in ([1e308, 1e308], [math.inf, -math.inf], [math.nan, 1]):
+        with pytest.raises(InvalidInput, match="wanted a finite sum other than 0"):
+            weighted(weights)
+    for factor in (math.nan, math.inf):
+        with pytest.raises(InvalidInput, match="wanted finite numbers"):
+            combine(store, [a, a], [factor, 1])
+        with pytest.raises(InvalidInput, match="wanted a finite number"):
+            spherical(factor)
     with pytest.raises(InvalidInput, match="decay is 1"):
         moving(3, 1)
     with pytest.raises(InvalidInput, match="two ends; got 3"):
