@@ -137,7 +137,8 @@ def combine(
 
     Raises:
         InvalidInput: A number of factors that is not that of the commits, factors that are not
-            finite, or a leaf that they do not all have with one dtype and shape.
+            finite, a `select` that matches no leaf, or a leaf that they do not all have with one
+            dtype and shape.
 
     Example:
         >>> combine(store, ["latest~2", "latest~1", "latest"], mean(3), tag="average")
@@ -154,6 +155,12 @@ def combine(
     if not callable(factors) and not all(map(math.isfinite, factors)):
         raise InvalidInput(f"factors are {list(factors)}; wanted finite numbers")
     _check_alike(found)
+    is_selected = selector(select)
+    if not any(is_selected(leaf.path) for leaf in found[-1].leaves()):
+        raise InvalidInput(
+            f"no leaf of {found[-1].id[:12]} matches {select!r:.80}, so nothing would be added; "
+            "`ckptstore ls` lists leaves"
+        )
     internals = internals_of(store)
     with closing(ThreadPool(1)) as alone:  # the threads of the commit are those that read
         reader = Reader(internals.handle.config, internals.handle.objects, alone)
@@ -164,7 +171,7 @@ def combine(
             made = label_of(check_run(run), step, tag, text, metrics)
             return replace(made, parents=tuple(snapshot.id for snapshot in found))
 
-        flats = partial(_flats, contents, reader, factors_of, select)
+        flats = partial(_flats, contents, reader, factors_of, is_selected)
         request = internals.request(flats, label, Ranks())
         return internals.committed(internals.commit(request, None, follow=False))
 
@@ -242,10 +249,13 @@ def _text(snapshot: Snapshot, leaf: tuple[str, str, tuple[int, ...]] | None) -> 
 
 
 def _flats(
-    contents: Sequence[CommitContents], reader: Reader, factors_of: Factors, select: Select
+    contents: Sequence[CommitContents],
+    reader: Reader,
+    factors_of: Factors,
+    is_selected: Callable[[str], bool],
 ) -> Flats:
     """The state of the sum."""
-    is_selected, scratch = selector(select), Scratch()
+    scratch = Scratch()
     flats: dict[str, FlatState] = {}
     for key, last in contents[-1].trees.items():
         schema, sources = last.schema, list[Source]()

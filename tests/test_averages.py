@@ -210,8 +210,15 @@ def test_what_is_not_added_is_not_read(
 ) -> None:
     commits = committed(store, states())
     monkeypatch.setattr("ckptstore.averages.add_up", None)
-    made = combine(store, commits, mean(COUNT), select="nothing")
+    made = combine(store, commits, mean(COUNT), select="progress/*")
     assert made.content_id == commits[-1].content_id
+
+
+def test_a_selection_that_matches_no_leaf_is_refused(store: ckptstore.Store) -> None:
+    commits = committed(store, states()[:2])
+    with pytest.raises(InvalidInput, match=r"no leaf of .* matches 'modle/.'"):
+        combine(store, commits, mean(2), select="modle/*")
+    assert store.runs() == [store.run]
 
 
 def test_what_thinning_left_is_averaged(store: ckptstore.Store) -> None:
