@@ -154,8 +154,9 @@ def combine(
         )
     if not callable(factors) and not all(map(math.isfinite, factors)):
         raise InvalidInput(f"factors are {list(factors)}; wanted finite numbers")
-    _check_alike(found)
     is_selected = selector(select)
+    _check_alike(found)
+    _check_ties(found, is_selected)
     if not any(is_selected(leaf.path) for leaf in found[-1].leaves()):
         raise InvalidInput(
             f"no leaf of {found[-1].id[:12]} matches {select!r:.80}, so nothing would be added; "
@@ -240,6 +241,22 @@ def _check_alike(found: Sequence[Snapshot]) -> None:
                 sides = (_text(first, wanted.get(path)), _text(other, got.get(path)))
                 raise InvalidInput(
                     f"{path} is {' and '.join(sides)}; commits that are added have the same leaves"
+                )
+
+
+def _check_ties(found: Sequence[Snapshot], is_selected: Callable[[str], bool]) -> None:
+    """Raise `InvalidInput` for the first leaf of which the last commit has no sum of its own, but
+    another commit a content of its own."""
+    *others, last = found
+    floats = (leaf for leaf in last.leaves() if is_floating(leaf.dtype))
+    owners = {leaf.path: leaf.alias_of for leaf in floats if leaf.alias_of}
+    for other in others:
+        for leaf in other.leaves():
+            owner = owners.get(leaf.path)
+            if owner and leaf.alias_of != owner and is_selected(leaf.path):
+                raise InvalidInput(
+                    f"{leaf.path} shares the memory of {owner} in {last.id[:12]}, and not in "
+                    f"{other.id[:12]}; name a commit last that has a tensor of its own there"
                 )
 
 

@@ -261,6 +261,21 @@ def test_commits_that_differ_in_form_are_refused(
         combine(store, [a, b], mean(2))
 
 
+def test_a_tensor_that_the_last_commit_alone_ties_to_another_is_refused(
+    store: ckptstore.Store,
+) -> None:
+    """The sum of what it is tied to would take its place."""
+    w, other = torch.ones(3), torch.zeros(3)
+    tied = store.commit({"m": {"a": w, "b": w, "n": other}}, step=1)
+    untied = store.commit({"m": {"a": w, "b": torch.full((3,), 5.0), "n": other}}, step=2)
+    with pytest.raises(InvalidInput, match=r"m/b shares the memory of m/a in .*, and not in"):
+        combine(store, [untied, tied], mean(2))
+    made = combine(store, [tied, untied], mean(2))
+    assert (made.read("m/a").tolist(), made.read("m/b").tolist()) == ([1.0] * 3, [3.0] * 3)
+    kept = combine(store, [untied, tied], mean(2), select="m/n")
+    assert kept.read("m/b").tolist() == [1.0] * 3
+
+
 def test_numbers_that_make_no_sense_are_refused(store: ckptstore.Store) -> None:
     a = store.commit({"x": torch.zeros(2)}, step=1)
     with pytest.raises(InvalidInput, match="wanted two or more"):
