@@ -249,6 +249,24 @@ def test_bisect_refuses_what_is_no_question(place: Path, tmp_path: Path) -> None
     assert "has no verdicts" in call(*words, "--nan", "--verdicts", str(tmp_path / "other")).err
 
 
+def test_bisect_gives_no_verdict_by_the_norm_of_tensors_that_are_not_there(
+    place: Path, tmp_path: Path
+) -> None:
+    words = ("bisect", "--good", "nan@10", "--bad", "nan@100", "-s", str(place))
+    for leaf in ("modle/*", "clock/*"):
+        found = call(*words, "--leaf", leaf, "--above", "1")
+        assert found.code == 1
+        assert f"has no tensor of floats that matches '{leaf}', so no verdict" in found.err
+    thinned = tmp_path / "thinned"
+    with ckptstore.open(thinned) as store:
+        for step in range(6):
+            store.commit({"model": torch.ones(9), "optimizer": torch.ones(99)}, step=step)
+        store.forget(KeepLast(2).thin("optimizer"))
+    ends = ("bisect", "--good", "0", "--bad", "5", "-s", str(thinned))
+    assert "no longer has optimizer" in call(*ends, "--leaf", "*", "--above", "1").err
+    assert call(*ends, "--leaf", "model", "--above", "1").code == 0
+
+
 def test_average_commits_a_sum_and_names_its_parents(place: Path) -> None:
     words = ("average", "right@80", "right@90", "right@100", "-s", str(place), "--into", "soup")
     page = call(*words, "-o", "mean")
