@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 REF = "CKPTSTORE_REF"
 """Where a command of `bisect --command` finds the commit to look at."""
 
+STDERR = 2
+"""Its descriptor."""
+
 VERDICTS = range(125)
 """The exit codes by which a command says good or bad; beyond, a shell says that it failed."""
 
@@ -223,7 +226,10 @@ def _question(call: Call) -> "Callable[[Snapshot], bool]":
 
     def command_fails(snapshot: "Snapshot") -> bool:
         environment = {**os.environ, VARIABLE: place, REF: snapshot.id}
-        done = subprocess.run(args.command_line, shell=True, env=environment, check=False)
+        out = STDERR if call.screen.json else None  # standard output has the document alone
+        done = subprocess.run(
+            args.command_line, shell=True, env=environment, stdout=out, check=False
+        )
         if done.returncode not in VERDICTS:
             raise InvalidInput(
                 f"the command ended with {done.returncode} for {_named(snapshot)}, which is no "

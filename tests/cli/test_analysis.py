@@ -13,6 +13,7 @@ import ckptstore
 from ckptstore.analysis import bisect, distance, parting
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.maintenance.retention import KeepLast
+from tests.cli import running
 from tests.cli.running import call
 
 STEPS = range(10, 101, 10)
@@ -234,6 +235,14 @@ def test_bisect_finds_a_nan_a_norm_and_what_a_command_says(place: Path, tmp_path
     with ckptstore.open(place) as store:
         steps = [store.checkout(found["first_bad"]).step for found in (norm, again)]
     assert steps == [NAN_AT, NAN_AT]
+
+
+def test_what_a_command_prints_is_not_in_the_document_of_bisect(place: Path) -> None:
+    words = ("bisect", "--good", "nan@10", "--bad", "nan@100", "-s", str(place))
+    found = running.run(*words, "--command", "echo score; exit 1", "--json")
+    assert found.document["last_good"]
+    assert "score" in found.err
+    assert "score" in running.run(*words, "--command", "echo score; exit 1").out
 
 
 def test_bisect_refuses_what_is_no_question(place: Path, tmp_path: Path) -> None:
