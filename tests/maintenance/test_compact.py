@@ -232,6 +232,27 @@ def test_commits_that_are_purged_meanwhile_are_passed_over(place: Path, dry_run:
         assert not store.fsck("data").findings
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_another_compaction_meanwhile_leaves_nothing_to_do_and_no_damage(
+    store: Store, place: Path, dry_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another host, which has an index of its own."""
+    policy, others = CompactPolicy(newest=1, every=2), list[Any]()
+
+    def compact(stage: str, done: int, _total: int) -> None:
+        if stage == "compact" and done and not others:
+            monkeypatch.setenv("CKPTSTORE_CACHE", str(place.parent / "other host"))
+            with at(place).open() as other:
+                others.append(other.compact(policy))
+                other.gc(grace_s=0, force=True)
+
+    report = store.compact(policy, dry_run=dry_run, progress=compact)
+    assert report.chunks and others[0].chunks
+    assert not report.problems
+    verify(place)
+    assert not store.fsck("data").findings
+
+
 def test_a_lost_configuration_is_not_taken_for_that_of_a_store_with_zstd(
     store: Store, place: Path
 ) -> None:
