@@ -119,9 +119,9 @@ def combine(
     """Commit the sum of commits, each times its factor. They are the parents of the new commit.
 
     Tensors of floats are added: those of 64 bits in 64 bits, all others in 32 bits. Everything
-    else (integers, values, states of random generators, and what `select` leaves out) is as in the
-    last of `refs`. An average of tensors that are equal in all commits is that tensor. A key of
-    which thinning left nothing in the last is left out.
+    else (integers, complex numbers, floats of 4 bits, values, states of random generators, and what
+    `select` leaves out) is as in the last of `refs`. An average of tensors that are equal in all
+    commits is that tensor. A key of which thinning left nothing in the last is left out.
 
     Args:
         store: The store with the commits, which must have leaves of equal names, dtypes and shapes.
@@ -136,8 +136,9 @@ def combine(
         The new commit.
 
     Raises:
-        InvalidInput: A number of factors that is not that of the commits, or a leaf that they do
-            not all have with one dtype and shape.
+        InvalidInput: A number of factors that is not that of the commits, factors that are not
+            finite, a `select` that matches no leaf, or a leaf that they do not all have with one
+            dtype and shape.
 
     Example:
         >>> combine(store, ["latest~2", "latest~1", "latest"], mean(3), tag="average")
@@ -151,7 +152,16 @@ def combine(
         raise InvalidInput(
             f"got {len(factors)} factors for {len(found)} commits; give one for each"
         )
+    if not callable(factors) and not all(map(math.isfinite, factors)):
+        raise InvalidInput(f"factors are {list(factors)}; wanted finite numbers")
+    is_selected = selector(select)
     _check_alike(found)
+    _check_ties(found, is_selected)
+    if not any(is_selected(leaf.path) for leaf in found[-1].leaves()):
+        raise InvalidInput(
+            f"no leaf of {found[-1].id[:12]} matches {select!r:.80}, so nothing would be added; "
+            "`ckptstore ls` lists leaves"
+        )
     internals = internals_of(store)
     with closing(ThreadPool(1)) as alone:  # the threads of the commit are those that read
         reader = Reader(internals.handle.config, internals.handle.objects, alone)
@@ -162,7 +172,7 @@ def combine(
             made = label_of(check_run(run), step, tag, text, metrics)
             return replace(made, parents=tuple(snapshot.id for snapshot in found))
 
-        flats = partial(_flats, contents, reader, factors_of, select)
+        flats = partial(_flats, contents, reader, factors_of, is_selected)
         request = internals.request(flats, label, Ranks())
         return internals.committed(internals.commit(request, None, follow=False))
 
@@ -174,10 +184,10 @@ def mean(count: int) -> list[float]:
 
 def weighted(weights: Sequence[float]) -> list[float]:
     """Factors in proportion to `weights`, which add up to 1."""
-    total = math.fsum(weights)
+    total = sum(weights)  # fsum raises where a sum is not finite
     if not math.isfinite(total) or not total:
         raise InvalidInput(
-            f"weights {list(weights)} add up to {total:g}; wanted another sum than 0"
+            f"weights {list(weights)} add up to {total:g}; wanted a finite sum other than 0"
         )
     return [weight / total for weight in weights]
 
@@ -194,7 +204,9 @@ def moving(count: int, decay: float) -> list[float]:
 def spherical(part: float) -> Factors:
     """Factors for the point that is `part` of the way from one commit to another on the arc
     between them, leaf by leaf (slerp; Shoemake, 1985). Where both point in nearly one direction,
-    on the line."""
+    on the line. Raises `InvalidInput` unless `part` is finite."""
+    if not math.isfinite(part):
+        raise InvalidInput(f"the part of an arc is {part}; wanted a finite number, such as 0.5")
 
     def of(leaves: Sequence[CommittedLeaf]) -> Sequence[float]:
         if len(leaves) != 2:
@@ -205,7 +217,7 @@ def spherical(part: float) -> Factors:
             # `double` copies, unless it is double already.
             a, b = (x.double().clone() for x in read_in_turn(leaves, range(cell, cell + 1), memory))
             aa, bb, ab = aa + float(a.dot(a)), bb + float(b.dot(b)), ab + float(a.dot(b))
-        cosine = ab / math.sqrt(aa * bb) if aa and bb else 1.0
+        cosine = ab / (math.sqrt(aa) * math.sqrt(bb)) if aa and bb else 1.0
         angle = math.acos(max(-1.0, min(1.0, cosine)))
         if (whole := math.sin(angle)) < NEARLY_PARALLEL:
             return 1 - part, part
@@ -232,16 +244,35 @@ def _check_alike(found: Sequence[Snapshot]) -> None:
                 )
 
 
+def _check_ties(found: Sequence[Snapshot], is_selected: Callable[[str], bool]) -> None:
+    """Raise `InvalidInput` for the first leaf of which the last commit has no sum of its own, but
+    another commit a content of its own."""
+    *others, last = found
+    floats = (leaf for leaf in last.leaves() if is_floating(leaf.dtype))
+    owners = {leaf.path: leaf.alias_of for leaf in floats if leaf.alias_of}
+    for other in others:
+        for leaf in other.leaves():
+            owner = owners.get(leaf.path)
+            if owner and leaf.alias_of != owner and is_selected(leaf.path):
+                raise InvalidInput(
+                    f"{leaf.path} shares the memory of {owner} in {last.id[:12]}, and not in "
+                    f"{other.id[:12]}; name a commit last that has a tensor of its own there"
+                )
+
+
 def _text(snapshot: Snapshot, leaf: tuple[str, str, tuple[int, ...]] | None) -> str:
     what = "absent" if leaf is None else f"{leaf[1] or leaf[0]}{list(leaf[2]) or ''}"
     return f"{what} in {snapshot.id[:12]}"
 
 
 def _flats(
-    contents: Sequence[CommitContents], reader: Reader, factors_of: Factors, select: Select
+    contents: Sequence[CommitContents],
+    reader: Reader,
+    factors_of: Factors,
+    is_selected: Callable[[str], bool],
 ) -> Flats:
     """The state of the sum."""
-    is_selected, scratch = selector(select), Scratch()
+    scratch = Scratch()
     flats: dict[str, FlatState] = {}
     for key, last in contents[-1].trees.items():
         schema, sources = last.schema, list[Source]()
@@ -252,7 +283,8 @@ def _flats(
                 CommittedLeaf(reader, each.trees[key], each.trees[key].numbers[path], each.commit)
                 for each in contents
             ]
-            added = schema.kinds[i] == "tensor" and is_floating(schema.dtypes[i])
+            dtype = schema.dtypes[i]
+            added = schema.kinds[i] == "tensor" and is_floating(dtype) and "float4" not in dtype
             added = added and is_selected(path) and schema.aliases[i] < 0 and last.raw_bytes(i) > 0
             factors = factors_of(leaves) if added else ()
             if added and not _is_kept(leaves, factors):
@@ -268,7 +300,7 @@ def _flats(
 def _is_kept(leaves: Sequence[CommittedLeaf], factors: Sequence[float]) -> bool:
     """Whether this is an average of equal leaves, which is that leaf without rounding."""
     keys = {leaf.tree.content_key(leaf.i) for leaf in leaves}
-    return len(keys) == 1 and None not in keys and abs(math.fsum(factors) - 1) < ROUNDING
+    return len(keys) == 1 and None not in keys and abs(sum(factors) - 1) < ROUNDING
 
 
 class _Made(StagedSource):

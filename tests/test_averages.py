@@ -75,6 +75,19 @@ def test_dtypes_stay_and_are_added_in_more_bits(store: ckptstore.Store, dtype: t
             torch.testing.assert_close(got, wanted.to(dtype))
 
 
+def test_floats_of_eight_bits_are_added_and_those_of_four_are_as_in_the_last(
+    store: ckptstore.Store,
+) -> None:
+    small = [torch.randn(500).to(torch.float8_e4m3fn) for _ in range(2)]
+    packed = [torch.randint(255, (64,)).byte().view(torch.float4_e2m1fn_x2) for _ in range(2)]
+    pairs = zip(small, packed, strict=True)
+    commits = [store.commit({"x": x, "packed": y}, step=n) for n, (x, y) in enumerate(pairs)]
+    made = combine(store, commits, mean(2))
+    wanted = (small[0].float() + small[1].float()) / 2
+    assert torch.equal(made.read("x").float(), wanted.to(torch.float8_e4m3fn).float())
+    assert torch.equal(made.read("packed").view(torch.uint8), packed[1].view(torch.uint8))
+
+
 def test_a_task_vector_is_added(store: ckptstore.Store) -> None:
     commits = committed(store, states())
     made = combine(store, commits[:3], [1, 0.5, -0.5], select="model/0.*")
@@ -94,6 +107,13 @@ def test_an_arc_keeps_the_length_of_its_ends(store: ckptstore.Store, dtype: torc
     angle = math.atan2(float(x[2]), float(x[1]))
     assert angle == pytest.approx(0.25 * math.pi / 2)
     torch.testing.assert_close(made.read("y"), a)
+
+
+def test_an_arc_between_numbers_whose_squares_vanish_is_found(store: ckptstore.Store) -> None:
+    tiny = torch.tensor([1e-100, 0.0], dtype=torch.float64)
+    commits = [store.commit({"x": x}, step=n) for n, x in enumerate((tiny, tiny.flip(0)))]
+    got = combine(store, commits, spherical(0.5)).read("x")
+    torch.testing.assert_close(got * 1e100, torch.full((2,), math.sqrt(0.5)).double())
 
 
 def test_tensors_that_all_commits_have_stay_as_they_are(store: ckptstore.Store) -> None:
@@ -190,8 +210,15 @@ def test_what_is_not_added_is_not_read(
 ) -> None:
     commits = committed(store, states())
     monkeypatch.setattr("ckptstore.averages.add_up", None)
-    made = combine(store, commits, mean(COUNT), select="nothing")
+    made = combine(store, commits, mean(COUNT), select="progress/*")
     assert made.content_id == commits[-1].content_id
+
+
+def test_a_selection_that_matches_no_leaf_is_refused(store: ckptstore.Store) -> None:
+    commits = committed(store, states()[:2])
+    with pytest.raises(InvalidInput, match=r"no leaf of .* matches 'modle/.'"):
+        combine(store, commits, mean(2), select="modle/*")
+    assert store.runs() == [store.run]
 
 
 def test_what_thinning_left_is_averaged(store: ckptstore.Store) -> None:
@@ -234,6 +261,21 @@ def test_commits_that_differ_in_form_are_refused(
         combine(store, [a, b], mean(2))
 
 
+def test_a_tensor_that_the_last_commit_alone_ties_to_another_is_refused(
+    store: ckptstore.Store,
+) -> None:
+    """The sum of what it is tied to would take its place."""
+    w, other = torch.ones(3), torch.zeros(3)
+    tied = store.commit({"m": {"a": w, "b": w, "n": other}}, step=1)
+    untied = store.commit({"m": {"a": w, "b": torch.full((3,), 5.0), "n": other}}, step=2)
+    with pytest.raises(InvalidInput, match=r"m/b shares the memory of m/a in .*, and not in"):
+        combine(store, [untied, tied], mean(2))
+    made = combine(store, [tied, untied], mean(2))
+    assert (made.read("m/a").tolist(), made.read("m/b").tolist()) == ([1.0] * 3, [3.0] * 3)
+    kept = combine(store, [untied, tied], mean(2), select="m/n")
+    assert kept.read("m/b").tolist() == [1.0] * 3
+
+
 def test_numbers_that_make_no_sense_are_refused(store: ckptstore.Store) -> None:
     a = store.commit({"x": torch.zeros(2)}, step=1)
     with pytest.raises(InvalidInput, match="wanted two or more"):
@@ -242,6 +284,14 @@ def test_numbers_that_make_no_sense_are_refused(store: ckptstore.Store) -> None:
         combine(store, [a, a], [1, 2, 3])
     with pytest.raises(InvalidInput, match="add up to 0"):
         weighted([1, -1])
+    for weights in ([1e308, 1e308], [math.inf, -math.inf], [math.nan, 1]):
+        with pytest.raises(InvalidInput, match="wanted a finite sum other than 0"):
+            weighted(weights)
+    for factor in (math.nan, math.inf):
+        with pytest.raises(InvalidInput, match="wanted finite numbers"):
+            combine(store, [a, a], [factor, 1])
+        with pytest.raises(InvalidInput, match="wanted a finite number"):
+            spherical(factor)
     with pytest.raises(InvalidInput, match="decay is 1"):
         moving(3, 1)
     with pytest.raises(InvalidInput, match="two ends; got 3"):

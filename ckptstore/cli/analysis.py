@@ -15,7 +15,7 @@ from ckptstore.cli.screen import Part, columns, fields_of
 from ckptstore.core.ids import CommitId
 from ckptstore.core.paths import check_path, replace_file
 from ckptstore.core.text import Column, Table, bytes_text, count_text
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.restore.diff import MARKS
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 REF = "CKPTSTORE_REF"
 """Where a command of `bisect --command` finds the commit to look at."""
+
+STDERR = 2
+"""Its descriptor."""
 
 VERDICTS = range(125)
 """The exit codes by which a command says good or bad; beyond, a shell says that it failed."""
@@ -217,12 +220,16 @@ def _named(snapshot: "Snapshot") -> str:
 
 def _question(call: Call) -> "Callable[[Snapshot], bool]":
     from ckptstore.analysis import bad_number, norm
+    from ckptstore.commit.plan import is_floating
 
     args, place = call.args, call.url
 
     def command_fails(snapshot: "Snapshot") -> bool:
         environment = {**os.environ, VARIABLE: place, REF: snapshot.id}
-        done = subprocess.run(args.command_line, shell=True, env=environment, check=False)
+        out = STDERR if call.screen.json else None  # standard output has the document alone
+        done = subprocess.run(
+            args.command_line, shell=True, env=environment, stdout=out, check=False
+        )
         if done.returncode not in VERDICTS:
             raise InvalidInput(
                 f"the command ended with {done.returncode} for {_named(snapshot)}, which is no "
@@ -234,4 +241,17 @@ def _question(call: Call) -> "Callable[[Snapshot], bool]":
         return command_fails
     if args.nan:
         return lambda snapshot: bad_number(snapshot) is not None
-    return lambda snapshot: not norm(snapshot, args.leaf) <= args.above
+
+    def is_larger(snapshot: "Snapshot") -> bool:
+        leaves = [leaf for leaf in snapshot.leaves(args.leaf) if is_floating(leaf.dtype)]
+        if not leaves:
+            raise NotFound(
+                f"{_named(snapshot)} has no tensor of floats that matches {args.leaf!r}, so no "
+                f"verdict; `ckptstore ls {short(snapshot.id)}` lists its leaves"
+            )
+        for leaf in leaves:
+            if leaf.gone:
+                snapshot.read(leaf.path)  # raises Thinned, with the nearest commit that has it
+        return not norm(snapshot, args.leaf) <= args.above
+
+    return is_larger

@@ -113,7 +113,9 @@ class Request:
     verify_ids: bool
 
     def ids_of(self, positions: Sequence[int]) -> bytes:
-        if len(positions) == len(self.out):
+        """The ids of the chunks `positions`, in the order of these, which need not be that of the
+        request."""
+        if positions == range(len(self.out)):
             return self.ids
         return b"".join(self.id(i) for i in positions)
 

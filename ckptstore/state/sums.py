@@ -17,7 +17,7 @@ def flat_tensor(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
 def add_up(tensors: Iterable[torch.Tensor], factors: Iterable[float], out: torch.Tensor) -> None:
     """Write the sum of vectors of floats, each times its factor, to `out`, one of their dtype. It
     is made in 64 bits of theirs, else in 32, by the calling thread alone."""
-    wide = torch.promote_types(out.dtype, torch.float32)
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
     total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
 
     def split(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -13,6 +13,7 @@ import ckptstore
 from ckptstore.analysis import bisect, distance, parting
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.maintenance.retention import KeepLast
+from tests.cli import running
 from tests.cli.running import call
 
 STEPS = range(10, 101, 10)
@@ -236,6 +237,14 @@ def test_bisect_finds_a_nan_a_norm_and_what_a_command_says(place: Path, tmp_path
     assert steps == [NAN_AT, NAN_AT]
 
 
+def test_what_a_command_prints_is_not_in_the_document_of_bisect(place: Path) -> None:
+    words = ("bisect", "--good", "nan@10", "--bad", "nan@100", "-s", str(place))
+    found = running.run(*words, "--command", "echo score; exit 1", "--json")
+    assert found.document["last_good"]
+    assert "score" in found.err
+    assert "score" in running.run(*words, "--command", "echo score; exit 1").out
+
+
 def test_bisect_refuses_what_is_no_question(place: Path, tmp_path: Path) -> None:
     words = ("bisect", "--good", "nan@10", "--bad", "nan@100", "-s", str(place))
     assert "give one of --command, --nan, --leaf" in call(*words).err
@@ -247,6 +256,24 @@ def test_bisect_refuses_what_is_no_question(place: Path, tmp_path: Path) -> None
     assert "cannot take the verdicts" in call(*words, "--nan", "--verdicts", nowhere).err
     (tmp_path / "other").write_text("[1]")
     assert "has no verdicts" in call(*words, "--nan", "--verdicts", str(tmp_path / "other")).err
+
+
+def test_bisect_gives_no_verdict_by_the_norm_of_tensors_that_are_not_there(
+    place: Path, tmp_path: Path
+) -> None:
+    words = ("bisect", "--good", "nan@10", "--bad", "nan@100", "-s", str(place))
+    for leaf in ("modle/*", "clock/*"):
+        found = call(*words, "--leaf", leaf, "--above", "1")
+        assert found.code == 1
+        assert f"has no tensor of floats that matches '{leaf}', so no verdict" in found.err
+    thinned = tmp_path / "thinned"
+    with ckptstore.open(thinned) as store:
+        for step in range(6):
+            store.commit({"model": torch.ones(9), "optimizer": torch.ones(99)}, step=step)
+        store.forget(KeepLast(2).thin("optimizer"))
+    ends = ("bisect", "--good", "0", "--bad", "5", "-s", str(thinned))
+    assert "no longer has optimizer" in call(*ends, "--leaf", "*", "--above", "1").err
+    assert call(*ends, "--leaf", "model", "--above", "1").code == 0
 
 
 def test_average_commits_a_sum_and_names_its_parents(place: Path) -> None:

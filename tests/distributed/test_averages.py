@@ -32,5 +32,5 @@ def test_the_mean_of_commits_of_four_and_two_ranks_is_that_of_whole_tensors(
         for name in LAYOUTS:
             torch.testing.assert_close(made.read(f"x/{name}"), full() * 3)
         assert made.read("step") == 3
-        last = combine(store, [5, 3], mean(2), select="nothing")
+        last = combine(store, [5, 3], mean(2), select="step")
         assert all(torch.equal(last.read(f"x/{name}"), full() * 3) for name in LAYOUTS)

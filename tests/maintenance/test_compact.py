@@ -19,6 +19,7 @@ from ckptstore.maintenance.compact.plan import (
     policy_of,
 )
 from ckptstore.maintenance.retention import KeepLast
+from ckptstore.restore.reader import RECENT
 from ckptstore.store import Store
 from tests.maintenance.collecting import at, opened
 from tests.maintenance.stores import heal
@@ -208,6 +209,47 @@ def test_a_thinned_commit_keeps_its_place_among_the_compacted(store: Store, plac
         weight = store.checkout(step).read("model/weight")
         assert torch.equal(weight, trained(step)["model"]["weight"])
     verify(place, [STEPS - 2, STEPS - 1])
+    assert not store.fsck("data").findings
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_commits_that_are_purged_meanwhile_are_passed_over(place: Path, dry_run: bool) -> None:
+    """Of more commits than a reader remembers."""
+    steps, kept = 3 * RECENT, 4
+
+    def purge(stage: str, done: int, _total: int) -> None:
+        if stage == "compact" and done and len(store.log()) == steps:
+            with at(place).open() as other:
+                other.forget(KeepLast(kept))
+                other.gc(grace_s=0)
+
+    with at(place).open() as store:
+        for step in range(steps):
+            store.commit({"x": torch.arange(300.0) + step}, step=step)
+        report = store.compact(CompactPolicy(newest=1, every=2), dry_run=dry_run, progress=purge)
+        assert report.chunks
+        assert len(store.log()) == kept
+        assert not store.fsck("data").findings
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_another_compaction_meanwhile_leaves_nothing_to_do_and_no_damage(
+    store: Store, place: Path, dry_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another host, which has an index of its own."""
+    policy, others = CompactPolicy(newest=1, every=2), list[Any]()
+
+    def compact(stage: str, done: int, _total: int) -> None:
+        if stage == "compact" and done and not others:
+            monkeypatch.setenv("CKPTSTORE_CACHE", str(place.parent / "other host"))
+            with at(place).open() as other:
+                others.append(other.compact(policy))
+                other.gc(grace_s=0, force=True)
+
+    report = store.compact(policy, dry_run=dry_run, progress=compact)
+    assert report.chunks and others[0].chunks
+    assert not report.problems
+    verify(place)
     assert not store.fsck("data").findings
 
 

@@ -100,3 +100,29 @@ def test_a_listed_pack_that_is_not_there_is_missing(tmp_path: Path) -> None:
                 (tmp_path / pack_key(pack.id)).unlink()
         with pytest.raises(NotFound, match=r"is listed but absent; run `ckptstore fsck`"):
             read_chunk(handle, None)
+
+
+def test_chunks_that_all_moved_come_back_in_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second chunk of `x` lies in an older pack than the first, and a gc of another host has
+    copied both."""
+    size = 1 << 14
+    old, new = torch.full((size,), 1.0), torch.full((size,), 2.0)
+    second, gone = torch.full((size,), 3.0), torch.randn(8 * size)
+    states = [
+        {"x": torch.cat((old, second)), "gone": gone[:size], "more": gone[size : 3 * size]},
+        {"x": torch.cat((new, second)), "gone": gone[3 * size :]},
+        {"x": torch.cat((new, second))},
+        {"x": torch.cat((new, second))},
+    ]
+    with ckptstore.open(tmp_path, storage=ckptstore.Storage(chunk_bytes=1 << 16)) as store:
+        for step, state in enumerate(states):
+            store.commit(state, step=step)
+        snapshot = store.checkout(3)
+        assert [leaf.path for leaf in snapshot.leaves()] == ["x"]
+        monkeypatch.setenv("CKPTSTORE_CACHE", str(tmp_path / "another host"))
+        with ckptstore.open(tmp_path) as other:
+            other.forget(ckptstore.KeepLast(2))
+            assert other.gc(grace_s=0, max_unused=0.0).copied_bytes
+        assert torch.equal(snapshot.read("x"), states[3]["x"])

@@ -140,17 +140,18 @@ class _Compaction:
         handle.objects.sync(self._state)
         self._reader = Reader(handle.config, handle.objects, threads)
         self._groups = plan_groups(self._state, policy)
-        kept = {
-            content.ids
-            for commit in newest_commits(self._state, policy)
-            for tree in self._trees(commit).values()
-            for content in tree.contents
-        }
+        kept: set[bytes] = set()
+        for commit in newest_commits(self._state, policy):
+            with self._unless_purged([commit]):
+                trees = self._trees(commit).values()
+                kept.update(content.ids for tree in trees for content in tree.contents)
         self._candidates = Candidates(handle.objects, handle.log, kept_keys(kept))
         self._coded = Coded()
-        commits = [commit for group in self._groups for commit in group.commits]
-        total = sum(self._document(commit).logical_bytes for commit in commits)
-        self._counter = Counter(progress, "compact", total)
+        self._logical_bytes: dict[CommitId, int] = {}
+        for commit in (commit for group in self._groups for commit in group.commits):
+            with self._unless_purged([commit]):
+                self._logical_bytes[commit] = self._document(commit).logical_bytes
+        self._counter = Counter(progress, "compact", sum(self._logical_bytes.values()))
 
     def estimate(self) -> CompactReport:
         """What `execute` would do, by a sample."""
@@ -206,7 +207,7 @@ class _Compaction:
         coder = StripCoder(self._handle.objects, writer, self._coded)
         try:
             for group, strip in work:
-                with self._unless_purged(group):
+                with self._unless_purged(group.commits):
                     chunks = self._candidates.of(strip)
                     if chunks:
                         coder.code(chunks, group.key, self._candidates.done)
@@ -223,20 +224,20 @@ class _Compaction:
         """The strips of all groups, oldest first."""
         chunk_bytes = self._reader.chunk_bytes
         for group in self._groups:
-            with self._unless_purged(group):
+            with self._unless_purged(group.commits):
                 trees = [self._trees(commit) for commit in group.commits]
                 for strip in strips(places(trees), chunk_bytes, RUN_BYTES):
                     yield group, strip
             for commit in group.commits:
-                self._counter.add(self._document(commit).logical_bytes)
+                self._counter.add(self._logical_bytes.get(commit, 0))
 
     @contextmanager
-    def _unless_purged(self, group: Group) -> Iterator[None]:
+    def _unless_purged(self, commits: Sequence[CommitId]) -> Iterator[None]:
         """What others have purged since the plan need not be there."""
         try:
             yield
         except NotFound:
-            if all(commit in self._handle.log.replay().commits for commit in group.commits):
+            if all(commit in self._handle.log.replay().commits for commit in commits):
                 raise
 
     def _document(self, commit: CommitId) -> CommitDocument:

@@ -102,13 +102,14 @@ class Candidates:
         return [chunks for chunks in found if chunks]
 
     def _is_coded(self, where: "NDArray[np.void]") -> "NDArray[np.bool_]":
-        packs = self._log.state.packs
-        for number in np.unique(where["pack"]).tolist():
+        packs, numbers = self._log.state.packs, np.unique(where["pack"]).tolist()
+        for number in numbers:
             if number not in self._coded and number in packs:
                 name = packs[number].id
                 table = footers.read_table(self._objects.storage, name, metadata=False)
                 self._coded[number] = bool((table["base"] != NO_BASE).any())
-        coded = [number for number, is_coded in self._coded.items() if is_coded]
+        # Not of all that is known: other threads add to it.
+        coded = [number for number in numbers if self._coded.get(number)]
         return np.isin(where["pack"], coded)
 
 
