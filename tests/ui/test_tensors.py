@@ -15,6 +15,7 @@ from safetensors.torch import load
 
 import ckptstore
 from ckptstore.errors import Cancelled
+from ckptstore.maintenance.retention import KeepLast
 from ckptstore.ui import downloads, tensor_views
 from ckptstore.ui.jobs import LEASE_S, Job, Jobs, Work
 from ckptstore.ui.tensor_views import HeatMap, Histogram, regions
@@ -148,6 +149,21 @@ def test_downloads_are_the_tensors(tensors: Path) -> None:
         assert set(load(some.content)) == {p for p in leaves["path"] if "a" in p[6:]} - {""}
         assert "attachment" in some.headers["content-disposition"]
         assert browser.ask(f"/download/0/{id_}.safetensors?select=zzz").status_code == 404
+
+
+def test_a_leaf_that_was_thinned_away_is_refused_before_a_download_begins(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "s") as store:
+        for step in range(4):
+            weight = torch.full((30_000,), float(step))
+            store.commit({"model": {"w": weight}, "optimizer": {"m": weight + 1}}, step=step)
+        store.forget(KeepLast(1).thin("optimizer/**"))
+        id_ = store.checkout(0).id
+    with browsing(tmp_path / "s") as browser:
+        for file in (f"{id_}/1.npy", f"{id_}/1.safetensors", f"{id_}.safetensors"):
+            answer = browser.ask(f"/download/0/{file}")
+            assert (answer.status_code, answer.json()["kind"]) == (404, "Thinned")
+        rest = browser.ask(f"/download/0/{id_}.safetensors?select=model")
+        assert torch.equal(load(rest.content)["model/w"], torch.zeros(30_000))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
