@@ -9,7 +9,7 @@ from threading import Event
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
@@ -106,6 +106,8 @@ def test_regions_cover_each_element_once_in_order(shape: tuple[int, ...], elemen
 @given(
     st.lists(st.lists(st.floats(-1e30, 1e30, allow_nan=False), max_size=20), min_size=1, max_size=6)
 )
+@example([[0.0, 1.7928133516619584e16], [-1.0]])  # an edge that rounding moves past the least
+@example([[-1e-177, 0.0, 0.0], [5e-324, -1e28], [-1e30]])  # and one past the most
 def test_a_histogram_counts_every_number_whatever_the_order(parts: list[list[float]]) -> None:
     histogram, everything = Histogram(), [number for part in parts for number in part]
     for part in parts:
