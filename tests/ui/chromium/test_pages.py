@@ -122,6 +122,19 @@ def test_a_run_is_shown_without_the_runs_that_were_laid_over_another_store(
         tab.page.get_by_label("loss of 1 runs").wait_for()
 
 
+def test_large_numbers_and_long_names_fit_the_page(chromium: Browser, tmp_path: Path) -> None:
+    for run in ("main", "m" * 200):
+        with ckptstore.open(tmp_path / "s", run=run) as store:
+            commit = store.commit({"w": torch.ones(3)}, step=1_000, metrics={"loss": 3e38})
+    with serving(tmp_path / "s") as url, tab_of(chromium, url) as tab:
+        tab.open(f"0/run/{run_key('main')}")
+        tab.page.get_by_label("m" * 200).wait_for()
+        assert tab.page.evaluate("document.documentElement.scrollWidth") <= WIDE
+        tab.open(f"0/commit/{commit.id}")
+        tab.page.get_by_text("3.000e+38").wait_for()
+        tab.page.get_by_text("step 1000").first.wait_for()
+
+
 def test_leaves_are_filtered_and_downloaded(
     chromium: Browser, small_url: str, tmp_path: Path
 ) -> None:
