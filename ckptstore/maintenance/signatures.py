@@ -190,10 +190,12 @@ def _message(commit: CommitId) -> bytes:
 
 def _private(path: str | os.PathLike[str]) -> "Ed25519PrivateKey":
     serialization, keys = _cryptography()
+    from cryptography.exceptions import UnsupportedAlgorithm
+
     data = _read(path)
     try:
         found = serialization.load_ssh_private_key(data, password=None)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise InvalidInput(
             f"{path} has no private key without a passphrase ({error}); make one with "
             "`ckptstore sign --new-key FILE`, or give it to an agent with `ssh-add` and name the "
@@ -216,6 +218,8 @@ def _one_public(path: str | os.PathLike[str]) -> bytes:
 
 def _public(files: Files) -> "list[Ed25519PublicKey]":
     serialization, keys = _cryptography()
+    from cryptography.exceptions import UnsupportedAlgorithm
+
     paths = [files] if isinstance(files, str | os.PathLike) else list(files)
     found = []
     for path in paths:
@@ -224,7 +228,7 @@ def _public(files: Files) -> "list[Ed25519PublicKey]":
                 continue
             try:
                 key = serialization.load_ssh_public_key(line)
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, UnsupportedAlgorithm) as error:
                 raise InvalidInput(
                     f"{path} has a line that is no public key ({error}); wanted the .pub file of "
                     "a key"

@@ -225,6 +225,14 @@ def test_files_that_are_no_keys_are_refused(
         sign(store, odd)
     with pytest.raises(InvalidInput, match="has a line that is no public key"):
         store.checkout(3, require_signature=odd)
+    with pytest.raises(InvalidInput, match="has a line that is no public key"):
+        store.checkout(3, require_signature=keys["ours"])  # the private one
+    odd.write_text(f'command="x" {pub(keys["ours"]).read_text()}')
+    with pytest.raises(InvalidInput, match="has a line that is no public key"):
+        store.checkout(3, require_signature=odd)
+    odd.write_text("ssh-other AAAA\n")
+    with pytest.raises(InvalidInput, match="has a line that is no public key"):
+        sign(store, odd)
     with pytest.raises(InvalidInput, match="no public key was given"):
         store.checkout(3, require_signature=[])
     with pytest.raises(InvalidInput, match="cannot be read"):
