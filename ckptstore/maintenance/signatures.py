@@ -70,15 +70,17 @@ def new_key(path: str | os.PathLike[str]) -> KeyId:
     )
     place = Path(path)
     check_path(place)
-    for file, data, mode in (
+    files = (
         (place, secret, 0o600),
         (place.with_name(f"{place.name}.pub"), public + b"\n", 0o644),
-    ):
+    )
+    for file, _, _ in files:
+        if os.path.lexists(file):
+            raise InvalidInput(f"{file} is there; name a new file")
+    for file, data, mode in files:
         try:
             with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:
                 out.write(data)
-        except FileExistsError as error:
-            raise InvalidInput(f"{file} is there; name a new file") from error
         except OSError as error:
             raise Unavailable(f"{file} cannot be written: {error.strerror}") from error
     return key_id(private.public_key().public_bytes_raw())

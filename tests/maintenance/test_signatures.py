@@ -241,6 +241,13 @@ def test_files_that_are_no_keys_are_refused(
         signatures.new_key(keys["ours"])
 
 
+def test_a_pair_of_keys_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "key.pub").touch()
+    with pytest.raises(InvalidInput, match=r"key\.pub is there; name a new file"):
+        signatures.new_key(tmp_path / "key")
+    assert not (tmp_path / "key").exists()
+
+
 def test_the_commands_make_keys_sign_and_verify(store: ckptstore.Store, tmp_path: Path) -> None:
     key, place = str(tmp_path / "key"), str(tmp_path / "store")
     made = call("sign", "--new-key", key, "--json").document
