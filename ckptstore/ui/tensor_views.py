@@ -244,7 +244,7 @@ def moves(store: OpenStore, id_: str, number: str, job: Job) -> Json:
     path = tree.schema.paths[i]
     run = [other for other in store.history().commits if other.run == info.run]
     commits = run[:MOVES][::-1]
-    found: Json = None
+    found: Json = {"rows": [], "total": len(run)}
     for stop in range(MOVES_AT_ONCE, len(commits) + MOVES_AT_ONCE, MOVES_AT_ONCE):
         job.progress("reading commits", stop - MOVES_AT_ONCE, len(commits))
         rows = [
