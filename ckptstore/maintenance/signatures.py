@@ -70,15 +70,17 @@ def new_key(path: str | os.PathLike[str]) -> KeyId:
     )
     place = Path(path)
     check_path(place)
-    for file, data, mode in (
+    files = (
         (place, secret, 0o600),
         (place.with_name(f"{place.name}.pub"), public + b"\n", 0o644),
-    ):
+    )
+    for file, _, _ in files:
+        if os.path.lexists(file):
+            raise InvalidInput(f"{file} is there; name a new file")
+    for file, data, mode in files:
         try:
             with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:
                 out.write(data)
-        except FileExistsError as error:
-            raise InvalidInput(f"{file} is there; name a new file") from error
         except OSError as error:
             raise Unavailable(f"{file} cannot be written: {error.strerror}") from error
     return key_id(private.public_key().public_bytes_raw())
@@ -190,10 +192,12 @@ def _message(commit: CommitId) -> bytes:
 
 def _private(path: str | os.PathLike[str]) -> "Ed25519PrivateKey":
     serialization, keys = _cryptography()
+    from cryptography.exceptions import UnsupportedAlgorithm
+
     data = _read(path)
     try:
         found = serialization.load_ssh_private_key(data, password=None)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise InvalidInput(
             f"{path} has no private key without a passphrase ({error}); make one with "
             "`ckptstore sign --new-key FILE`, or give it to an agent with `ssh-add` and name the "
@@ -216,6 +220,8 @@ def _one_public(path: str | os.PathLike[str]) -> bytes:
 
 def _public(files: Files) -> "list[Ed25519PublicKey]":
     serialization, keys = _cryptography()
+    from cryptography.exceptions import UnsupportedAlgorithm
+
     paths = [files] if isinstance(files, str | os.PathLike) else list(files)
     found = []
     for path in paths:
@@ -224,7 +230,7 @@ def _public(files: Files) -> "list[Ed25519PublicKey]":
                 continue
             try:
                 key = serialization.load_ssh_public_key(line)
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, UnsupportedAlgorithm) as error:
                 raise InvalidInput(
                     f"{path} has a line that is no public key ({error}); wanted the .pub file of "
                     "a key"

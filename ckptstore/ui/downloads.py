@@ -35,8 +35,8 @@ class Download:
 
 
 def one_tensor(store: OpenStore, id_: str, number: str, format: str) -> Download:
-    """One leaf as `npy` or `safetensors`. Raises `InvalidInput` for a leaf without that
-    form."""
+    """One leaf as `npy` or `safetensors`. Raises `InvalidInput` for a leaf without that form, and
+    `Thinned`."""
     info = store.commit(id_)
     found = leaf_at(store, info, number)
     if format == "safetensors":
@@ -46,6 +46,7 @@ def one_tensor(store: OpenStore, id_: str, number: str, format: str) -> Download
     described = numpy_dtype(dtype) if tree.schema.kinds[i] == "tensor" else None
     if described is None:
         raise InvalidInput(f"NumPy has no {dtype or tree.schema.kinds[i]}; take .safetensors")
+    tree.check(i)
     head = io.BytesIO()
     np.lib.format.write_array_header_1_0(
         head,
@@ -58,7 +59,7 @@ def one_tensor(store: OpenStore, id_: str, number: str, format: str) -> Download
 
 def selection(store: OpenStore, id_: str, select: str) -> Download:
     """The tensors whose paths match the glob `select`, as one .safetensors file. Raises `NotFound`
-    if there are none."""
+    if there are none, and `Thinned` if one of them is gone."""
     info, is_selected = store.commit(id_), selector(select)
     found = [
         (tree, i)
@@ -71,10 +72,11 @@ def selection(store: OpenStore, id_: str, select: str) -> Download:
 
 
 def _safetensors(store: OpenStore, info: CommitInfo, found: list[Found], name: str) -> Download:
+    for tree, i in found:
+        if (kind := tree.schema.kinds[i]) != "tensor":
+            raise InvalidInput(f"{clip(tree.schema.paths[i])} is a {kind}, no tensor")
+        tree.check(i)
     schemas = [(tree.schema, i) for tree, i in found]
-    for schema, i in schemas:
-        if schema.kinds[i] != "tensor":
-            raise InvalidInput(f"{clip(schema.paths[i])} is a {schema.kinds[i]}, no tensor")
     listed = [(schema.paths[i], schema.dtypes[i], schema.shapes[i]) for schema, i in schemas]
     header = encode_header(listed, {"format": "pt"})
     at = {schema.paths[i]: place for place, (schema, i) in enumerate(schemas)}
@@ -91,7 +93,6 @@ def _pieces(store: OpenStore, info: CommitInfo, head: bytes, found: list[Found])
 
 
 def _tensor(store: OpenStore, info: CommitInfo, tree: Tree, i: int) -> Iterator[bytes]:
-    tree.check(i)
     shape, width = tree.schema.shapes[i], width_of(tree.schema.dtypes[i])
     for _, region in regions(shape, max(1, SLICE_BYTES // width)):
         box, _ = box_of_region(shape, region)

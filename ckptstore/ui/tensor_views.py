@@ -104,11 +104,11 @@ class Histogram:
         the counts."""
         if not self.width:
             return {"low": 0.0, "width": 0.0, "counts": []}
-        first = int(max(0, (least - self.low) // self.width))
-        last = int(min(FINE_BINS - 1, (most - self.low) // self.width)) + 1
+        filled = np.flatnonzero(self.counts)
+        first, last = int(filled[0]), int(filled[-1]) + 1
         step = -(-(last - first) // BINS)
         counts = np.add.reduceat(self.counts[first:last], np.arange(0, last - first, step))
-        low = self.low + first * self.width
+        low = min(self.low + first * self.width, least)  # rounding may put the edge behind it
         return {"low": low, "width": step * self.width, "counts": counts.tolist()}
 
 
@@ -244,7 +244,7 @@ def moves(store: OpenStore, id_: str, number: str, job: Job) -> Json:
     path = tree.schema.paths[i]
     run = [other for other in store.history().commits if other.run == info.run]
     commits = run[:MOVES][::-1]
-    found: Json = None
+    found: Json = {"rows": [], "total": len(run)}
     for stop in range(MOVES_AT_ONCE, len(commits) + MOVES_AT_ONCE, MOVES_AT_ONCE):
         job.progress("reading commits", stop - MOVES_AT_ONCE, len(commits))
         rows = [

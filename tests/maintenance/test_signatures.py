@@ -225,12 +225,27 @@ def test_files_that_are_no_keys_are_refused(
         sign(store, odd)
     with pytest.raises(InvalidInput, match="has a line that is no public key"):
         store.checkout(3, require_signature=odd)
+    with pytest.raises(InvalidInput, match="has a line that is no public key"):
+        store.checkout(3, require_signature=keys["ours"])  # the private one
+    odd.write_text(f'command="x" {pub(keys["ours"]).read_text()}')
+    with pytest.raises(InvalidInput, match="has a line that is no public key"):
+        store.checkout(3, require_signature=odd)
+    odd.write_text("ssh-other AAAA\n")
+    with pytest.raises(InvalidInput, match="has a line that is no public key"):
+        sign(store, odd)
     with pytest.raises(InvalidInput, match="no public key was given"):
         store.checkout(3, require_signature=[])
     with pytest.raises(InvalidInput, match="cannot be read"):
         store.checkout(3, require_signature=tmp_path / "absent")
     with pytest.raises(InvalidInput, match="is there; name a new file"):
         signatures.new_key(keys["ours"])
+
+
+def test_a_pair_of_keys_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "key.pub").touch()
+    with pytest.raises(InvalidInput, match=r"key\.pub is there; name a new file"):
+        signatures.new_key(tmp_path / "key")
+    assert not (tmp_path / "key").exists()
 
 
 def test_the_commands_make_keys_sign_and_verify(store: ckptstore.Store, tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ def test_a_server_for_all_addresses_is_asked_by_address_and_not_by_any_name(plac
         "/static/%00",
         "/download/0/%2e%2e/0.npy",
         f"/data/0/{'x' * 9000}.json",
+        f"/data/{'9' * 4400}/store.json",
+        f"/download/0/{'0' * 64}/{'9' * 4400}.npy",
     ],
 )
 def test_an_address_that_climbs_is_refused(browser: Browser, address: str) -> None:

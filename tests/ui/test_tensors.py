@@ -9,12 +9,13 @@ from threading import Event
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
 import ckptstore
 from ckptstore.errors import Cancelled
+from ckptstore.maintenance.retention import KeepLast
 from ckptstore.ui import downloads, tensor_views
 from ckptstore.ui.jobs import LEASE_S, Job, Jobs, Work
 from ckptstore.ui.tensor_views import HeatMap, Histogram, regions
@@ -105,6 +106,8 @@ def test_regions_cover_each_element_once_in_order(shape: tuple[int, ...], elemen
 @given(
     st.lists(st.lists(st.floats(-1e30, 1e30, allow_nan=False), max_size=20), min_size=1, max_size=6)
 )
+@example([[0.0, 1.7928133516619584e16], [-1.0]])  # an edge that rounding moves past the least
+@example([[-1e-177, 0.0, 0.0], [5e-324, -1e28], [-1e30]])  # and one past the most
 def test_a_histogram_counts_every_number_whatever_the_order(parts: list[list[float]]) -> None:
     histogram, everything = Histogram(), [number for part in parts for number in part]
     for part in parts:
@@ -148,6 +151,21 @@ def test_downloads_are_the_tensors(tensors: Path) -> None:
         assert set(load(some.content)) == {p for p in leaves["path"] if "a" in p[6:]} - {""}
         assert "attachment" in some.headers["content-disposition"]
         assert browser.ask(f"/download/0/{id_}.safetensors?select=zzz").status_code == 404
+
+
+def test_a_leaf_that_was_thinned_away_is_refused_before_a_download_begins(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "s") as store:
+        for step in range(4):
+            weight = torch.full((30_000,), float(step))
+            store.commit({"model": {"w": weight}, "optimizer": {"m": weight + 1}}, step=step)
+        store.forget(KeepLast(1).thin("optimizer/**"))
+        id_ = store.checkout(0).id
+    with browsing(tmp_path / "s") as browser:
+        for file in (f"{id_}/1.npy", f"{id_}/1.safetensors", f"{id_}.safetensors"):
+            answer = browser.ask(f"/download/0/{file}")
+            assert (answer.status_code, answer.json()["kind"]) == (404, "Thinned")
+        rest = browser.ask(f"/download/0/{id_}.safetensors?select=model")
+        assert torch.equal(load(rest.content)["model/w"], torch.zeros(30_000))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 import ckptstore
 from ckptstore.maintenance.retention import KeepBest, KeepLast
+from ckptstore.ui import opened
 from ckptstore.ui.values import run_key
 from tests.ui.asking import Browser, browsing
 
@@ -200,3 +201,15 @@ def test_a_tensor_has_its_history_over_the_run(tmp_path: Path) -> None:
     assert [row[3] for row in moved["rows"]] == [row.drift for row in rows]
     assert moved["rows"][44][4] == rows[44].drift_first == 44
     assert moved["total"] == 45
+
+
+def test_a_tensor_of_a_run_that_is_older_than_what_the_page_knows_has_no_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opened, "COMMITS_SHOWN", 1)
+    for run in ("old", "new"):
+        with ckptstore.open(tmp_path / "s", run=run) as store:
+            store.commit({"w": torch.ones(3)}, step=1)
+    with browsing(tmp_path / "s") as browser, ckptstore.open(tmp_path / "s") as store:
+        old = store.checkout("old@1").id
+        assert browser.view(f"moves/{old}/0.json") == {"rows": [], "total": 0}

@@ -59,7 +59,7 @@ export function bytes(value) {
 export function number(value) {
   if (value === null || value === undefined) return "–";
   if (typeof value === "string") return value;
-  if (Number.isInteger(value)) return value.toLocaleString("en-US");
+  if (Number.isSafeInteger(value)) return value.toLocaleString("en-US");
   const size = Math.abs(value);
   return size && (size < 1e-3 || size >= 1e6)
     ? value.toExponential(3)

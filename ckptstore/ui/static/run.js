@@ -31,8 +31,10 @@ export async function render(context) {
   const names = found.metrics.map((metric) => metric.name);
   if (!names.includes(chosen.metric)) chosen.metric = names[0] || null;
   const runs = [found];
+  const here = new Set(store.runs.map((run) => run.key)); // others were chosen in another store
   for (const other of chosen.over.keys()) {
-    if (other !== key) runs.push(await view(context.store, `run/${other}.json`, context.signal));
+    if (other !== key && here.has(other))
+      runs.push(await view(context.store, `run/${other}.json`, context.signal));
   }
   const plan = { kept: null };
   const commits = commitTable(context, found, plan);

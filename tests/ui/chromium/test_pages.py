@@ -13,6 +13,7 @@ import torch
 from playwright.sync_api import Browser, Route
 
 import ckptstore
+from ckptstore.ui.values import run_key
 from tests.cli.running import call
 from tests.ui.chromium.conftest import NARROW, WIDE, Tab, serving, tab_of
 from tests.ui.stores import EVIL, small_store
@@ -103,6 +104,35 @@ def test_a_run_is_laid_over_smoothed_and_previewed(chromium: Browser, small_url:
         tab.page.get_by_text("a gc would then free").wait_for()
         tab.page.get_by_text("would be forgotten").first.wait_for()
         assert tab.page.get_by_role("button", name="Forget").count() == 0
+
+
+def test_a_run_is_shown_without_the_runs_that_were_laid_over_another_store(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    for name in ("first", "second"):
+        for run in (name, f"{name}-other"):
+            with ckptstore.open(tmp_path / name, run=run) as store:
+                store.commit({"w": torch.ones(3)}, step=1, metrics={"loss": 1.0})
+    with serving(tmp_path / "first", tmp_path / "second") as url, tab_of(chromium, url) as tab:
+        tab.open(f"0/run/{run_key('first')}")
+        tab.page.get_by_label("first-other").check()
+        tab.page.get_by_label("loss of 2 runs").wait_for()
+        tab.page.get_by_label("Store", exact=True).select_option("1")
+        tab.page.get_by_role("link", name="second", exact=True).first.click()
+        tab.page.get_by_label("loss of 1 runs").wait_for()
+
+
+def test_large_numbers_and_long_names_fit_the_page(chromium: Browser, tmp_path: Path) -> None:
+    for run in ("main", "m" * 200):
+        with ckptstore.open(tmp_path / "s", run=run) as store:
+            commit = store.commit({"w": torch.ones(3)}, step=1_000, metrics={"loss": 3e38})
+    with serving(tmp_path / "s") as url, tab_of(chromium, url) as tab:
+        tab.open(f"0/run/{run_key('main')}")
+        tab.page.get_by_label("m" * 200).wait_for()
+        assert tab.page.evaluate("document.documentElement.scrollWidth") <= WIDE
+        tab.open(f"0/commit/{commit.id}")
+        tab.page.get_by_text("3.000e+38").wait_for()
+        tab.page.get_by_text("step 1000").first.wait_for()
 
 
 def test_leaves_are_filtered_and_downloaded(
