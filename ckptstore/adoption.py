@@ -13,13 +13,15 @@ from ckptstore.adopt.adopting import adopted_state, read_twice
 from ckptstore.adopt.hollow import (
     Held,
     Hollowed,
+    Place,
     abandoned,
+    copied,
     held_in,
     hold_of,
     hollow_out,
     is_hollow,
     is_unchanged,
-    place_name,
+    label_of,
     was_not_copied,
 )
 from ckptstore.adopt.materializing import is_adopted, manifest_of
@@ -27,7 +29,7 @@ from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Ranks
 from ckptstore.core.text import bytes_text, count_text, unicode_text
-from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable
+from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from ckptstore.internals import MakeMetadata, StoreInternals
 from ckptstore.maintenance.forget import remove_tag, set_tag
 from ckptstore.objects.pointer_files import HOLLOW_POINTER, Pointer, is_pointer, read_pointer
@@ -79,29 +81,34 @@ def adopt(
 class Holds:
     """The tags that keep the commits of the directories in `parent`.
 
-    They name the place by which a directory there is held already, wherever `parent` was then;
-    without one, a place that no other machine and no other directory of this path has.
+    They name a place: the machine, run and path that `parent` had, and its number in its file
+    system. That is the place by which a directory there is held already, if the path or the number
+    is that of `parent`, as after a move; otherwise a new one, as for a copy.
     """
 
     def __init__(self, internals: StoreInternals, parent: Path) -> None:
         self._internals, self._parent, self._identity = internals, parent, _identity(parent)
-        number, path = str(self._identity[-1]), os.path.realpath(parent)
-        new = place_name(socket.gethostname(), internals.run, path, number)
+        path = label_of(socket.gethostname(), internals.run, os.path.realpath(parent))
+        self._place = Place(path, f"{self._identity[-1]:x}")
         found = (each.place for each in held_in(parent, self._tags()) if self._is_its_own(each))
-        self._place = next(found, new)
+        self._place = next(found, self._place)
 
     def tag(self, root: Path) -> str:
         """The hold of the directory `root`."""
         return hold_of(self._place, root)
 
-    def release(self) -> None:
-        """Remove the holds of directories that somebody deleted. Their commits stay until a policy
-        forgets them.
+    def renew(self) -> None:
+        """Hold the hollow directories that have no hold, such as copies, and remove the holds of
+        directories that somebody deleted. Their commits stay until a policy forgets them.
 
         Where another directory has taken the place of `parent`, such as a mount point whose file
         system is away, nothing was deleted."""
         if _identity(self._parent) != self._identity:
             return
+        for hold, commit in copied(self._tags(), self._place, self._parent):
+            with suppress(NotFound, Conflict):  # of another store, or forgotten
+                handle = self._internals.handle
+                set_tag(handle, self._internals.reader, hold, find_commit(handle, commit, None))
         for hold in abandoned(self._tags(), self._place, self._parent):
             with suppress(NotFound):  # another process has removed it
                 remove_tag(self._internals.handle, hold)
@@ -112,6 +119,8 @@ class Holds:
     def _is_its_own(self, held: Held) -> bool:
         """Whether the commit is that of the directory, not of another with its name, nor of one
         that it was copied from: that one needs its holds."""
+        if held.place.path != self._place.path and held.place.number != self._place.number:
+            return False
         hollow = is_pointer(held.root / HOLLOW_POINTER)
         if hollow and read_pointer(held.root / HOLLOW_POINTER).id != held.commit:
             return False
@@ -157,7 +166,7 @@ def make_hollow(
         count_text(done.files, "file"),
         bytes_text(done.bytes),
     )
-    holds.release()
+    holds.renew()
     return done
 
 

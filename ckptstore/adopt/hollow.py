@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from blake3 import blake3
 
@@ -26,7 +27,13 @@ from ckptstore.adopt.manifest import FileRecipe, LeafPart, Manifest
 from ckptstore.core.ids import CommitId
 from ckptstore.core.paths import scratch_for
 from ckptstore.errors import ReadOnly, Unavailable
-from ckptstore.objects.pointer_files import HOLLOW_POINTER, Pointer, write_pointer
+from ckptstore.objects.pointer_files import (
+    HOLLOW_POINTER,
+    Pointer,
+    is_pointer,
+    read_pointer,
+    write_pointer,
+)
 
 LARGE_BYTES = 1 << 20
 """Files without tensors stay below this size."""
@@ -100,16 +107,27 @@ def _check_unchanged(path: Path, recipe: FileRecipe) -> None:
         raise FileChanged(path)
 
 
+class Place(NamedTuple):
+    """Where directories are held: a label of the path above them, and its number there in its file
+    system, in hex. A move keeps the number, a copy has neither."""
+
+    path: str
+    number: str
+
+    def __str__(self) -> str:
+        return f"{self.path}-{self.number}"
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """A directory with the name that the hold of `commit` has, in the place that it has."""
 
-    place: str
+    place: Place
     root: Path
     commit: CommitId
 
 
-def hold_of(place: str, root: Path) -> str:
+def hold_of(place: Place, root: Path) -> str:
     """The tag that keeps the commit of the hollow directory `root`."""
     return f"{_HOLD}/{place}/{_label(Path(os.path.realpath(root)).name)}"
 
@@ -119,7 +137,7 @@ def held_in(parent: Path, tags: Mapping[str, CommitId]) -> list[Held]:
     roots = {_label(root.name): root for root in _directories(parent)}
     holds = ((tag.split("/"), commit) for tag, commit in sorted(tags.items()))
     return [
-        Held(parts[1], roots[parts[2]], commit)
+        Held(Place(*parts[1].partition("-")[::2]), roots[parts[2]], commit)
         for parts, commit in holds
         if len(parts) == 3 and parts[0] == _HOLD and parts[2] in roots
     ]
@@ -144,12 +162,23 @@ def is_unchanged(root: Path, manifest: Manifest) -> bool:
     return 2 * same > len(manifest.files)
 
 
-def place_name(*parts: str) -> str:
-    """The place of holds that `parts` stand for."""
+def label_of(*parts: str) -> str:
+    """A short name that stands for `parts`."""
     return blake3(os.fsencode("\0".join(parts))).hexdigest()[:12]
 
 
-def abandoned(tags: Iterable[str], place: str, parent: Path) -> list[str]:
+def copied(tags: Iterable[str], place: Place, parent: Path) -> list[tuple[str, CommitId]]:
+    """The hollow directories in `parent` that have no hold in `place` among `tags`: the hold that
+    each should have, and its commit."""
+    wanted = {hold_of(place, root): root / HOLLOW_POINTER for root in _directories(parent)}
+    return [
+        (hold, read_pointer(pointer).id)
+        for hold, pointer in sorted(wanted.items())
+        if hold not in tags and is_pointer(pointer)
+    ]
+
+
+def abandoned(tags: Iterable[str], place: Place, parent: Path) -> list[str]:
     """The holds among `tags` of directories in `parent`, which is `place`, that are gone."""
     kept = {hold_of(place, root) for root in _directories(parent)}
     prefix = f"{_HOLD}/{place}/"
@@ -167,4 +196,4 @@ def _directories(parent: Path) -> list[Path]:
 
 
 def _label(name: str) -> str:
-    return name if _PLAIN.fullmatch(name) else place_name(name)
+    return name if _PLAIN.fullmatch(name) else label_of(name)

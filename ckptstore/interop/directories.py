@@ -93,7 +93,7 @@ class CheckpointDirectories:
         holds = self._holds_of(place)
         made = self.store.adopt(place, step=step, metrics=metrics, tag=holds.tag(place))
         try:
-            holds.release()
+            holds.renew()
             if self._whole is not None and not busy():
                 self._make_hollow(place.parent, self._whole, holds)
             if self._keep and self.store.forget(self._keep).forgotten:

@@ -263,8 +263,8 @@ def test_nothing_is_gone_while_the_file_system_is_away(store: Store, tmp_path: P
     out.rename(tmp_path / "away")
     for mount_point in (lambda: None, out.mkdir):
         mount_point()
-        holds.release()
-        Holds(internals_of(store), out).release()
+        holds.renew()
+        Holds(internals_of(store), out).renew()
         assert list(store.tags().values()) == [made.id]
 
 
