@@ -113,7 +113,7 @@ class Request:
     verify_ids: bool
 
     def ids_of(self, positions: Sequence[int]) -> bytes:
-        if len(positions) == len(self.out):
+        if positions == range(len(self.out)):  # all of them, in order
             return self.ids
         return b"".join(self.id(i) for i in positions)
 
