@@ -163,7 +163,14 @@ class Pending(Generic[T]):
     def then(self, callback: Callable[["Pending[T]"], object]) -> None:
         """Call `callback` with this commit when it ends, or now if it has. The thread that ends the
         commit calls it; exceptions are logged."""
-        self._future.add_done_callback(lambda future: callback(self))
+
+        def call(future: Future[T]) -> None:
+            try:
+                callback(self)
+            except BaseException:  # SystemExit, too: it would end the thread of all commits
+                logger.exception("a callback raised at the end of %s", self.name)
+
+        self._future.add_done_callback(call)
 
     def cancel(self) -> bool:
         """Cancel the commit. False if it has ended or its log entry is being appended already."""

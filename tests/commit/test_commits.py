@@ -240,6 +240,17 @@ def test_a_queued_commit_can_be_cancelled(tmp_path: Path) -> None:
         assert len(store.log()) == 1 and first.done()
 
 
+def test_a_callback_that_exits_ends_neither_the_commit_nor_the_next(
+    store: ckptstore.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    pending, go_on = held_commit(store, state(1), step=1)
+    pending.then(lambda ended: sys.exit(3))
+    go_on()
+    pending.wait()
+    assert store.commit_async(state(2), step=2).wait(timeout_s=60.0).step == 2
+    assert "a callback raised at the end of the commit of step 1" in caplog.text
+
+
 def test_a_durable_commit_cannot_be_cancelled(store: ckptstore.Store) -> None:
     gate = Gate("durable")
     pending = store.commit_async(state(), background=ckptstore.Async(on_progress=gate))
