@@ -24,7 +24,7 @@ from ckptstore.commit.plan import Run
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import CommitProgress, Milestone
 from ckptstore.core.text import seconds_text
-from ckptstore.errors import Busy, Cancelled
+from ckptstore.errors import Busy, Cancelled, InvalidInput
 from ckptstore.repository.thread_pool import step_aside
 
 
@@ -255,7 +255,13 @@ class Background:
 
     def admit(self, *, wait: bool) -> bool:
         """Whether one more commit may start; with `wait`, waits until it may. Then raises like
-        `raise_failure`."""
+        `raise_failure`. Raises `InvalidInput` in a forked child, which has neither the thread nor
+        the staging memory of its parent."""
+        if self._pid != os.getpid():
+            raise InvalidInput(
+                f"{self._place} was opened by process {self._pid}, which this one was forked from; "
+                "open it again here to commit in the background"
+            )
         with self._changed:
             if len(self._in_flight()) >= self._limit:
                 if not wait:

@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -422,3 +423,20 @@ def test_a_failure_after_leaves_were_borrowed_reaches_the_call(tmp_path: Path) -
             store.commit_async(large)
         mend_storage(store)
         assert store.commit_async(large).wait().logical_bytes == 5 * MIB
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_is_told_to_open_the_store_itself(store: ckptstore.Store) -> None:
+    pending, go_on = held_commit(store, state(1), step=1)
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # a child that waits for its parent's commit ends, too
+        try:
+            store.commit_async(state(2), step=2)
+        except InvalidInput as error:
+            os._exit(7 if "forked" in str(error) else 1)
+        finally:
+            os._exit(1)
+    go_on()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert pending.wait().id == store.log()[0].id
