@@ -161,7 +161,7 @@ class Store(Maintenance):
             A pending commit; its `wait` returns the snapshot.
 
         Raises:
-            InvalidInput: A value cannot be stored.
+            InvalidInput: A value cannot be stored; or a forked child uses its parent's store.
             CkptStoreError: An earlier asynchronous commit failed unseen; this one did not begin.
 
         Example:

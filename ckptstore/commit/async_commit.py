@@ -25,7 +25,7 @@ from ckptstore.commit.plan import Flats, Run
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Async, Milestone
-from ckptstore.core.text import bytes_text
+from ckptstore.core.text import bytes_text, selector
 from ckptstore.errors import Busy, Conflict, InvalidInput
 from ckptstore.repository.thread_pool import ThreadPool, shared
 from ckptstore.state.leaf_sources import leaves_of
@@ -259,7 +259,7 @@ class AsyncCommits(Generic[S]):
             def begin() -> str:
                 if not self._background.admit(wait=options.overlap == "wait"):
                     return "another commit is in flight"
-                found = self._stage(pending, app_state, options, route, taken)
+                found = self._stage(pending, app_state, label, options, route, taken)
                 if isinstance(found, str):
                     return found
                 begun.append(found)
@@ -323,6 +323,7 @@ class AsyncCommits(Generic[S]):
         self,
         pending: Pending[S],
         app_state: Mapping[str, Any],
+        label: CommitMetadata,
         options: Async,
         route: CommitRoute[S],
         taken: ExitStack,
@@ -332,7 +333,12 @@ class AsyncCommits(Generic[S]):
         sources, paths = leaves_of(flats), paths_of(flats)
         candidates: list[Candidate] = []
         if options.trust_version:
-            candidates = self._trust.candidates(app_state, sources, paths)
+            is_cast = selector([glob for glob, _ in label.cast] or (lambda path: False))
+            candidates = [
+                candidate
+                for candidate in self._trust.candidates(app_state, sources, paths)
+                if not is_cast(candidate.path)  # its chunks are not those of the weight
+            ]
             for n, known in self._trust.known(candidates).items():
                 sources[n] = known
         lazy: frozenset[int] = frozenset()

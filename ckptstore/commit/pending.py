@@ -24,7 +24,7 @@ from ckptstore.commit.plan import Run
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import CommitProgress, Milestone
 from ckptstore.core.text import seconds_text
-from ckptstore.errors import Busy, Cancelled
+from ckptstore.errors import Busy, Cancelled, InvalidInput
 from ckptstore.repository.thread_pool import step_aside
 
 
@@ -163,7 +163,14 @@ class Pending(Generic[T]):
     def then(self, callback: Callable[["Pending[T]"], object]) -> None:
         """Call `callback` with this commit when it ends, or now if it has. The thread that ends the
         commit calls it; exceptions are logged."""
-        self._future.add_done_callback(lambda future: callback(self))
+
+        def call(future: Future[T]) -> None:
+            try:
+                callback(self)
+            except BaseException:  # SystemExit, too: it would end the thread of all commits
+                logger.exception("a callback raised at the end of %s", self.name)
+
+        self._future.add_done_callback(call)
 
     def cancel(self) -> bool:
         """Cancel the commit. False if it has ended or its log entry is being appended already."""
@@ -248,7 +255,13 @@ class Background:
 
     def admit(self, *, wait: bool) -> bool:
         """Whether one more commit may start; with `wait`, waits until it may. Then raises like
-        `raise_failure`."""
+        `raise_failure`. Raises `InvalidInput` in a forked child, which has neither the thread nor
+        the staging memory of its parent."""
+        if self._pid != os.getpid():
+            raise InvalidInput(
+                f"{self._place} was opened by process {self._pid}, which this one was forked from; "
+                "open it again here to commit in the background"
+            )
         with self._changed:
             if len(self._in_flight()) >= self._limit:
                 if not wait:

@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -240,6 +241,17 @@ def test_a_queued_commit_can_be_cancelled(tmp_path: Path) -> None:
         assert len(store.log()) == 1 and first.done()
 
 
+def test_a_callback_that_exits_ends_neither_the_commit_nor_the_next(
+    store: ckptstore.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    pending, go_on = held_commit(store, state(1), step=1)
+    pending.then(lambda ended: sys.exit(3))
+    go_on()
+    pending.wait()
+    assert store.commit_async(state(2), step=2).wait(timeout_s=60.0).step == 2
+    assert "a callback raised at the end of the commit of step 1" in caplog.text
+
+
 def test_a_durable_commit_cannot_be_cancelled(store: ckptstore.Store) -> None:
     gate = Gate("durable")
     pending = store.commit_async(state(), background=ckptstore.Async(on_progress=gate))
@@ -411,3 +423,20 @@ def test_a_failure_after_leaves_were_borrowed_reaches_the_call(tmp_path: Path) -
             store.commit_async(large)
         mend_storage(store)
         assert store.commit_async(large).wait().logical_bytes == 5 * MIB
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_is_told_to_open_the_store_itself(store: ckptstore.Store) -> None:
+    pending, go_on = held_commit(store, state(1), step=1)
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # a child that waits for its parent's commit ends, too
+        try:
+            store.commit_async(state(2), step=2)
+        except InvalidInput as error:
+            os._exit(7 if "forked" in str(error) else 1)
+        finally:
+            os._exit(1)
+    go_on()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert pending.wait().id == store.log()[0].id

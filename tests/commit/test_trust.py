@@ -155,3 +155,16 @@ def test_a_full_check_finds_writes_torch_did_not_count(
         .read(WEIGHT),
         weight,
     )
+
+
+def test_a_cast_neither_trusts_a_weight_nor_is_trusted(store: ckptstore.Store) -> None:
+    """Its chunks are those of other bytes, and its own bytes must be copied within the call."""
+    state: dict[str, Any] = {"model": frozen()}
+    weight = state["model"][0].weight
+    for step, cast in enumerate(({"0.weight": torch.bfloat16}, None, {"0.weight": torch.bfloat16})):
+        wanted = weight.to(torch.bfloat16 if cast else torch.float32, copy=True)
+        trusting = ckptstore.Async(trust_version=True)
+        pending = store.commit_async(state, step=step, cast=cast, background=trusting)
+        if step == 2:
+            weight.add_(1)
+        assert torch.equal(pending.wait().read(WEIGHT), wanted)
