@@ -231,7 +231,7 @@ def stats(call: Call) -> Answer:
     from ckptstore.maintenance.usage import usage
 
     policies = policies_of(call.args, "ckptstore stats")
-    if call.args.what_if or policies:
+    if call.args.what_if or call.args.compact or policies:
         return _what_if(call, policies)
     store = call.open()
     queries, config = store.queries(), store.config
@@ -273,18 +273,32 @@ def stats(call: Call) -> Answer:
 
 
 def _what_if(call: Call, policies: "Sequence[Policy]") -> Answer:
-    """What policies would free."""
+    """What policies would free, and compaction."""
+    from ckptstore.maintenance.compact.plan import CompactPolicy, policy_of
     from ckptstore.maintenance_api import Maintenance
 
-    if not (call.args.what_if and policies):
+    if not (call.args.what_if and (call.args.compact or policies)):
         raise UsageError(
-            "--what-if takes --keep options, and these need --what-if: `ckptstore stats --what-if "
-            "--keep-last 5 --thin 'optimizer/**'`",
+            "--what-if takes --keep options or --compact, and these need --what-if: `ckptstore "
+            "stats --what-if --keep-last 5 --thin 'optimizer/**'`",
             "ckptstore stats",
         )
-    with call.screen.progress("looking at what commits need"):
-        found = Maintenance(call.open(), call.threads()).forecast(policies, all_runs=True)
-    return Answer(to_json(found), [found.table(), found.summary])
+    document: dict[str, object] = {}
+    page: list[object] = []
+    handle = call.open()
+    store = Maintenance(handle, call.threads())
+    if policies:
+        with call.screen.progress("looking at what commits need"):
+            found = store.forecast(policies, all_runs=True)
+        document |= to_json(found)
+        page += [found.table(), found.summary]
+    if call.args.compact:
+        policy = policy_of(handle.log.replay()) or CompactPolicy()
+        with call.screen.progress() as shown:
+            estimate = store.compact(policy, dry_run=True, progress=shown)
+        document["compact"] = to_json(estimate.runs)
+        page += [estimate.table(), estimate.summary]
+    return Answer(document, page)
 
 
 def _heaviest(queries: Queries, commits: "Sequence[CommitUsage]", top: int) -> Table:

@@ -1,5 +1,6 @@
 """Compacted commits are the same commits in fewer bytes, whatever happens meanwhile."""
 
+import json
 import shutil
 from collections.abc import Iterable
 from functools import cache
@@ -21,6 +22,7 @@ from ckptstore.maintenance.compact.plan import (
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.restore.reader import RECENT
 from ckptstore.store import Store
+from tests.cli.running import call
 from tests.maintenance.collecting import at, opened
 from tests.maintenance.stores import heal
 from tests.shared.sites import Site
@@ -124,6 +126,27 @@ def test_an_estimate_changes_nothing_and_is_near(store: Store, place: Path) -> N
     report = store.compact(POLICY)
     assert estimate.coded_bytes == pytest.approx(report.coded_bytes, rel=0.1)
     assert estimate.stored_bytes == pytest.approx(report.stored_bytes, rel=0.1)
+
+
+def test_the_command_says_what_compaction_would_free_by_run(store: Store, place: Path) -> None:
+    with at(place).open(run="other") as other:
+        for step in range(20, 25):
+            other.commit(trained(step), step=step)
+    with opened(place) as handle:
+        handle.log.append(Settings(((SETTING, POLICY.setting),)))
+    before = packs_bytes(place)
+    asked = ("-s", str(place), "stats", "--what-if", "--compact")
+    page, document = call(*asked).out, json.loads(call(*asked, "--json").out)
+    assert packs_bytes(place) == before
+    found = {run["run"]: run for run in document["compact"]}
+    assert [(name, run["commits"]) for name, run in found.items()] == [("main", 8), ("other", 4)]
+    assert "would free" in page
+    both = json.loads(call(*asked, "--keep-last", "2", "--json").out)
+    assert both["compact"] == document["compact"] and both["runs"]
+    report = store.compact(POLICY)
+    for name in ("stored_bytes", "coded_bytes"):
+        total = sum(run[name] for run in found.values())
+        assert total == pytest.approx(getattr(report, name), rel=0.1)
 
 
 @pytest.mark.parametrize("gone", [[0, 1, 3], [2], [0, 1, 2, 3, 5, 6]])

@@ -88,7 +88,7 @@ def test_the_command_says_what_would_be_freed_and_changes_nothing(place: Path) -
         )
 
 
-@pytest.mark.parametrize("words", [("--what-if",), ("--keep-last", "2")])
+@pytest.mark.parametrize("words", [("--what-if",), ("--keep-last", "2"), ("--compact",)])
 def test_what_if_and_policies_go_together(place: Path, words: tuple[str, ...]) -> None:
     done = call("-s", str(place), "stats", *words)
     assert done.code == 2

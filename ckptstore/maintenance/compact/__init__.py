@@ -8,9 +8,10 @@ may be killed at any moment: what is registered is finished work.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -19,7 +20,7 @@ from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitDocument
-from ckptstore.core.text import bytes_text, count_text
+from ckptstore.core.text import Column, Table, bytes_text, count_text
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.log.entries import Register, Settings
 from ckptstore.maintenance import Counter, Progress, silent
@@ -56,11 +57,22 @@ DEFAULT = CompactPolicy()
 KEEP_ALL = GcOptions(grace_s=math.inf)
 
 
+@dataclass(frozen=True, slots=True)
+class RunEstimate:
+    """What compaction would do to one run: of `commits` that are old enough, chunks that take
+    `stored_bytes` would take `coded_bytes`."""
+
+    run: str
+    commits: int
+    stored_bytes: int
+    coded_bytes: int
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class CompactReport:
     """The result of `compact`, or with `dry_run` an estimate: `chunks` took `stored_bytes` and take
     `coded_bytes`; `deltas` of them are differences. `collected` are the reports of the gcs that
-    deleted the old packs."""
+    deleted the old packs. An estimate says what is true of each of the `runs`, too."""
 
     groups: tuple[Group, ...]
     chunks: int = 0
@@ -71,6 +83,7 @@ class CompactReport:
     problems: tuple[str, ...] = ()
     collected: tuple[GcReport, ...] = ()
     dry_run: bool = False
+    runs: tuple[RunEstimate, ...] = ()
 
     @property
     def commits(self) -> int:
@@ -85,6 +98,19 @@ class CompactReport:
     def __repr__(self) -> str:
         return f"<compact: {str(self).splitlines()[-1]}>"
 
+    def table(self) -> Table:
+        """One row per run of an estimate."""
+        columns = (
+            Column("run"),
+            Column("compact", "count"),
+            Column("stores", "bytes"),
+            Column("would free", "bytes"),
+        )
+        rows = [
+            (r.run, r.commits, r.stored_bytes, r.stored_bytes - r.coded_bytes) for r in self.runs
+        ]
+        return Table(columns, rows, "What if: compact, by a sample")
+
     def __str__(self) -> str:
         would = "would be" if self.dry_run else "were"
         lines = [
@@ -95,6 +121,14 @@ class CompactReport:
         if self.collected:
             lines.append(f"freed {bytes_text(self.freed_bytes)}")
         return "\n".join(lines)
+
+    @property
+    def summary(self) -> str:
+        """What an estimate says of all runs together."""
+        freed, share = self.stored_bytes - self.coded_bytes, 0.0
+        if self.stored_bytes:
+            share = freed / self.stored_bytes
+        return f"would free {bytes_text(freed)} of {bytes_text(self.stored_bytes)} ({share:.0%})"
 
 
 def compact(
@@ -155,11 +189,21 @@ class _Compaction:
 
     def estimate(self) -> CompactReport:
         """What `execute` would do, by a sample."""
+        runs: dict[str, Coded] = defaultdict(Coded)
         for group, strip in self._strips():
             chunks = self._candidates.of(strip)
-            estimate(self._handle.objects, chunks, group.key, self._coded)
+            estimate(self._handle.objects, chunks, group.key, runs[group.run])
             self._candidates.done.update(each.id for place in chunks for each in place)
-        return self._report((), dry_run=True)
+        self._coded = Coded.total(runs.values())
+        estimates = (
+            RunEstimate(run, self._old(run), round(each.stored_bytes), round(each.coded_bytes))
+            for run, each in sorted(runs.items())
+        )
+        return replace(self._report(()), dry_run=True, runs=tuple(estimates))
+
+    def _old(self, run: str) -> int:
+        """Commits of a run that are old enough."""
+        return sum(len(group.commits) for group in self._groups if group.run == run)
 
     def execute(self) -> CompactReport:
         """Code all strips, in rounds that each end with a gc."""
@@ -170,7 +214,7 @@ class _Compaction:
                 collected.append(collect(self._handle, KEEP_ALL, progress=self._progress))
         return self._report(collected)
 
-    def _report(self, collected: Sequence[GcReport], *, dry_run: bool = False) -> CompactReport:
+    def _report(self, collected: Sequence[GcReport]) -> CompactReport:
         coded = self._coded
         return CompactReport(
             self._groups,
@@ -181,7 +225,6 @@ class _Compaction:
             round(coded.coded_bytes),
             tuple(coded.problems),
             tuple(collected),
-            dry_run,
         )
 
     def _round(self, strips: Iterable[tuple[Group, Sequence[Place]]]) -> bool:

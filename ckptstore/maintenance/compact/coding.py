@@ -5,7 +5,7 @@ reader of one commit finds runs. Bases and the differences from them lie in one 
 other. A chunk that does not shrink by 5 % stays where it is.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,6 +68,19 @@ class Coded:
         self.raw_bytes += chunk.raw_bytes * times
         self.stored_bytes += chunk.stored_bytes * times
         self.coded_bytes += coded_bytes * times
+
+    @classmethod
+    def total(cls, parts: "Iterable[Coded]") -> "Coded":
+        """All of `parts` together."""
+        found = cls()
+        for part in parts:
+            found.chunks += part.chunks
+            found.deltas += part.deltas
+            found.raw_bytes += part.raw_bytes
+            found.stored_bytes += part.stored_bytes
+            found.coded_bytes += part.coded_bytes
+            found.problems += part.problems
+        return found
 
 
 class Candidates:
