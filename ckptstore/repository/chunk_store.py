@@ -434,7 +434,7 @@ class ObjectStore:
         rest: list[int] = []
 
         def task(i: int) -> None:
-            if not cache.read_into(request.id(i), request.out[i]):
+            if not cache.read_into(request.id(i), request.out[i], verify_id=request.verify_ids):
                 rest.append(i)
 
         (threads.spread if threads else one_by_one)(task, range(len(request.out)))
