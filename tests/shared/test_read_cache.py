@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, checksum, digest
+from ckptstore.errors import Corrupt
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage.bucket import BucketStorage
 from ckptstore.storage.read_cache import END_BYTES, LOOK_EVERY, UNFINISHED_S, ReadCache, _File
@@ -229,6 +230,21 @@ def test_who_compares_ids_compares_those_of_what_is_kept_too(site: Site, here: P
             out = memoryview(bytearray(nbytes))
             handle.objects.read_into(bytes.fromhex(name), [out], verify_ids=True)
             assert digest(out).hex() == name
+
+
+def test_verify_reads_the_bucket_whatever_is_kept(site: Site, here: Path) -> None:
+    """`adopt` relies on it before it makes a directory hollow."""
+    with site.open(here, read_cache_bytes=LIMIT_BYTES) as store:
+        store.commit(large(), step=1)
+        snapshot = store.checkout(1)
+        assert_equal(snapshot.state_dict(), large())
+        snapshot.verify()
+        storage = site.storage()
+        for key, size in list(storage.list("packs/")):
+            if size > CHUNK_BYTES:
+                storage.put(key, bytes(size))
+        with pytest.raises(Corrupt):
+            snapshot.verify()
 
 
 def test_a_cache_that_cannot_be_written_costs_one_warning(
