@@ -415,8 +415,8 @@ class Snapshot:
         return states if key is None else states[key]
 
     def verify(self) -> None:
-        """Read every chunk and compare it with its id. Raises `Corrupt` or `NotFound` for the first
-        that fails."""
+        """Read every chunk from the store, past a read cache, and compare it with its id. Raises
+        `Corrupt` or `NotFound` for the first that fails."""
         for tree in self._trees.values():
             self._contents.reader.verify(tree, self.id)
 

@@ -39,6 +39,9 @@ _LOCK = text(
 """The rows are what is locked. Waiters for a row may overtake each other; an advisory lock serves
 them in order."""
 
+_COMPARED = "compared with the copies"
+"""Marks a connection, until it is lost, to a database that is not behind the copies."""
+
 T = TypeVar("T")
 
 _logger = logging.getLogger("ckptstore")
@@ -55,7 +58,6 @@ class PostgresLog:
         self._in_turn: Connection | None = None
         self._locked: _Locked | None = None
         self._copied = 0
-        self._compared = False
 
     # -- making and checking --
 
@@ -262,14 +264,14 @@ class PostgresLog:
         if locked.position != (entry.n - 1, entry.prev_hash, entry.prev_bytes):
             connection.rollback()
             return None
-        self._check_not_behind(entry.n)
+        self._check_not_behind(connection, entry.n)
         copied = max(locked.copied, self._copied)
         with_copied = partial(_with_copied, copied=copied if copied > locked.copied else None)
         fold_entries(connection, [entry], at=locked.position, at_once=with_copied)
         # Until the COMMIT is answered: another database may answer next time.
-        self._compared = False
+        connection.info.pop(_COMPARED, None)
         connection.commit()
-        self._compared = True
+        connection.info[_COMPARED] = True
         return copied
 
     def _lock(self, connection: Connection) -> "_Locked":
@@ -281,10 +283,10 @@ class PostgresLog:
 
     # -- copies --
 
-    def _check_not_behind(self, n: int) -> None:
+    def _check_not_behind(self, connection: Connection, n: int) -> None:
         """Raise `Corrupt` if entry `n`, absent from this database, has a copy; checked once per
-        lost connection."""
-        if self._compared:
+        connection, because after a lost one another database may answer."""
+        if _COMPARED in connection.info:
             return
         if self._storage.size(log_key(n)) is not None:
             raise Corrupt(

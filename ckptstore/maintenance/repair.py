@@ -39,7 +39,7 @@ from ckptstore.maintenance.rescue import (
     flipped,
     plan_rescue,
     quarantine,
-    replace_small,
+    replace_object,
 )
 from ckptstore.objects.documents import decode_document, encode_config
 from ckptstore.storage.contract import Storage
@@ -76,7 +76,7 @@ class WriteConfig:
         )
 
     def apply(self, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
-        replace_small(offline_store.storage, CONFIG_KEY, encode_config(self.config))
+        replace_object(offline_store.storage, CONFIG_KEY, encode_config(self.config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,9 @@ class PutBack:
         )
 
     def apply(self, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
-        """An entry's name is never free meanwhile, so that no writer takes it; a document is needed
-        only while its commit is listed."""
-        if self.commit is None:
-            replace_small(offline_store.storage, self.key, self.data)
-        elif self.commit in offline_store.open_log().replay().commits:
-            quarantine(offline_store.storage, self.key)
-            offline_store.storage.put(self.key, self.data)
+        """A document is needed only while its commit is listed."""
+        if self.commit is None or self.commit in offline_store.open_log().replay().commits:
+            replace_object(offline_store.storage, self.key, self.data)
 
 
 @dataclass(frozen=True, slots=True)

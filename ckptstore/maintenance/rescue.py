@@ -29,7 +29,7 @@ from ckptstore.log.sessions import open_session
 from ckptstore.maintenance.check import Kind
 from ckptstore.maintenance.check.fsck import Facts
 from ckptstore.maintenance.check.indexes import UNKNOWN
-from ckptstore.maintenance.check.offline_store import OfflineStore, read_small
+from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import (
     LAYOUT,
@@ -387,12 +387,12 @@ def quarantine(storage: Storage, key: str) -> None:
     storage.sync_dirs([key])
 
 
-def replace_small(storage: Storage, key: str, data: bytes) -> None:
-    """Write a small object after copying the old one to `quarantine/`: its name is never free in
-    between."""
-    old = read_small(storage, key)
-    if old is not None:
-        storage.put(next(_free_names(storage, key)), old)
+def replace_object(storage: Storage, key: str, data: bytes) -> None:
+    """Write an object after keeping the old one in `quarantine/`. Its name is never free in
+    between: a writer could take it, and what ends here leaves the bytes that the next repair
+    needs."""
+    if storage.size(key) is not None:
+        storage.sync_dirs([_keep(storage, key)])
     storage.put(key, data)
 
 

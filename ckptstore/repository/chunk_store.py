@@ -255,12 +255,13 @@ class ObjectStore:
         room: ReadRoom = ALONE,
         describe: Callable[[int], str] = lambda i: "metadata",
         verify_ids: bool = False,
+        past_cache: bool = False,
     ) -> None:
         """Read and verify each chunk of `ids` into the memory of `out`, whose lengths are the
         chunks' raw sizes.
 
         `threads`, if given, share the work within `room`. `describe(i)` names chunk `i` in errors.
-        With `verify_ids`, bytes are compared with the ids too.
+        With `verify_ids`, bytes are compared with the ids too; `past_cache` reads the store itself.
 
         Raises `Corrupt` for a chunk whose bytes do not match, or whose length is not that of
         `out`, `NotFound` for one that no listed pack holds.
@@ -268,7 +269,7 @@ class ObjectStore:
         request = Request(ids, out, describe, verify_ids)
         left: Sequence[int] = range(len(out))
         try:
-            if self._cache is not None:
+            if self._cache is not None and not past_cache:
                 left, where = self._not_cached(request, self._cache, threads), None
             if where is None:
                 where = self.located(request.ids_of(left))
@@ -434,7 +435,7 @@ class ObjectStore:
         rest: list[int] = []
 
         def task(i: int) -> None:
-            if not cache.read_into(request.id(i), request.out[i]):
+            if not cache.read_into(request.id(i), request.out[i], verify_id=request.verify_ids):
                 rest.append(i)
 
         (threads.spread if threads else one_by_one)(task, range(len(request.out)))

@@ -24,9 +24,11 @@ from typing import Any
 
 from ckptstore.core.ids import checksum, digest
 from ckptstore.errors import Corrupt, InvalidInput, Unavailable
+from ckptstore.repository.chunk_reader import FileRange
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.read_plan import Piece
+from ckptstore.storage.local_files import transfer, unreadable
 
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 """Addresses and file offsets of mappings are multiples of this."""
@@ -193,8 +195,21 @@ def map_leaf(objects: ObjectStore, pieces: Sequence[Piece], width: int) -> memor
         memory.put(part.start, files[part.key].fileno(), part.offset, part.nbytes, part.key)
     data = memory.view(plan.skew, plan.skew + plan.nbytes)
     for part in plan.copied:
-        objects.storage.read_into(part.key, part.offset, [data[part.start : part.stop]])
+        _copy(files[part.key], part.offset, data[part.start : part.stop], objects.storage.url)
     return data
+
+
+def _copy(file: FileRange, offset: int, memory: memoryview, root: str) -> None:
+    """Read from the open file: gc may have taken its name since. Raises `Corrupt` or
+    `Unavailable`."""
+    try:
+        missing = transfer(os.preadv, file.fileno(), offset, [memory])
+    except OSError as error:
+        raise unreadable(error, file.key, root) from error
+    if missing:
+        raise Corrupt(
+            f"{file.key} in {root} ends {missing} bytes before it should; run `ckptstore fsck`"
+        )
 
 
 def check_mapped(

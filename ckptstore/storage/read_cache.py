@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId, checksum
+from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId, checksum, digest
 from ckptstore.core.paths import make_directories
 from ckptstore.core.process import file_lock
 
@@ -60,9 +60,13 @@ class ReadCache:
         self._added_bytes = limit_bytes  # by others, perhaps: the first to be kept looks
         self._given_up = False
 
-    def read_into(self, chunk: ChunkId, out: memoryview) -> bool:
+    def read_into(self, chunk: ChunkId, out: memoryview, *, verify_id: bool = False) -> bool:
         """Whether the cache has `chunk`; its bytes are then in `out`. Otherwise the content of
-        `out` is undefined."""
+        `out` is undefined.
+
+        A chunk was kept under the id that a footer gives it. With `verify_id`, the bytes are
+        compared with that too.
+        """
         path = self._path(chunk)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -70,7 +74,11 @@ class ReadCache:
             return False
         try:
             end = memoryview(bytearray(END_BYTES))
-            if _filled(fd, [out, end]) and end == checksum(out) + chunk:
+            if (
+                _filled(fd, [out, end])
+                and end == checksum(out) + chunk
+                and (not verify_id or digest(out) == chunk)
+            ):
                 os.utime(fd)  # when a file was used last says how soon it goes
                 return True
         except OSError as error:

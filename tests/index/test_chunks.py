@@ -77,6 +77,19 @@ def test_every_chunk_of_a_pack_is_found_where_the_footer_says(index: ChunkIndex)
     assert index.on_disk
 
 
+def test_a_pack_that_another_index_adds_is_seen_after_one_that_was_there_already(
+    index: ChunkIndex, tmp_path: Path
+) -> None:
+    tables = {number: footer(20, number) for number in (1, 2)}
+    with closing(ChunkIndex.open(tmp_path / "chunks.lmdb", STORE)) as other:
+        other.add_pack(1, pack_name(1), tables[1])
+        assert index.indexed() == {1}
+        index.add_pack(1, pack_name(1), tables[1])
+        other.add_pack(2, pack_name(2), tables[2])
+        assert index.indexed() == {1, 2}
+        assert index.pack_ids([2]) == {2: pack_name(2)}
+
+
 def test_answers_are_in_the_order_of_the_question_with_gaps_and_repeats(index: ChunkIndex) -> None:
     table, unknown = footer(300, 1), footer(300, 2)
     index.add_pack(7, pack_name(7), table)

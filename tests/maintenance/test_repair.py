@@ -4,7 +4,10 @@ nothing at all."""
 import hashlib
 import secrets
 import shutil
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -15,11 +18,23 @@ from ckptstore.core.ids import log_key, pack_key, segment_key, twin_key
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.log.log_backend import SEGMENT_ENTRIES
 from ckptstore.log.state import Pack
+from ckptstore.maintenance import silent
 from ckptstore.maintenance.check import Kind, Level
-from ckptstore.maintenance.repair import Mark, PutBack, Rebuild, SetAside, WriteConfig
+from ckptstore.maintenance.check.fsck import examine
+from ckptstore.maintenance.check.offline_store import open_offline_store
+from ckptstore.maintenance.repair import (
+    Mark,
+    PutBack,
+    Rebuild,
+    SetAside,
+    WriteConfig,
+    plan_repair,
+)
 from ckptstore.maintenance.rescue import SavePacks
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage import open_storage
+from ckptstore.storage.contract import Storage
+from tests.maintenance.stopping import Stopped, StoppingBackend
 from tests.maintenance.stores import (
     assert_restores,
     check,
@@ -222,6 +237,22 @@ def test_a_damaged_document_is_recovered_from_its_own_bytes_or_a_mirror(
     assert done.applied[-1].commits == (two.name[25:],)
     done = heal(store, mirror)
     assert done.applied[-1] == Mark(())
+    assert_whole(store)
+
+
+@pytest.mark.parametrize("changes", range(4))
+def test_a_repair_that_ends_midway_leaves_a_document_that_heals_itself(
+    store: Path, changes: int
+) -> None:
+    """Its damaged bytes are all that is left of it."""
+    flip(files(store, "commits")[0], 40, bit=3)
+    with open_offline_store(store) as offline_store:
+        facts = examine(offline_store, share=None, progress=silent)
+        (action,) = plan_repair(facts, []).actions
+        stopping = StoppingBackend(offline_store.storage, changes)
+        with suppress(Stopped):
+            action.apply(replace(offline_store, storage=cast(Storage, stopping)), [])
+    heal(store)
     assert_whole(store)
 
 

@@ -1,6 +1,7 @@
 """A reader beside gc: chunks that moved are located again."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import ckptstore
 from ckptstore.core.ids import digest, pack_key
 from ckptstore.errors import NotFound
 from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.restore.mmap import MemoryMap
 from tests.maintenance.collecting import collected, make, opened, state_of
 
 NAMES = "abc"
@@ -126,3 +128,33 @@ def test_chunks_that_all_moved_come_back_in_their_places(
             other.forget(ckptstore.KeepLast(2))
             assert other.gc(grace_s=0, max_unused=0.0).copied_bytes
         assert torch.equal(snapshot.read("x"), states[3]["x"])
+
+
+def test_a_pack_that_is_collected_while_a_leaf_is_mapped_is_looked_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the leaf lies behind another in its pack, and is copied after the rest was
+    mapped."""
+    leaf = torch.arange((8 << 20) // 4 + 1000, dtype=torch.float32)
+    with ckptstore.open(tmp_path, threads=1) as store:
+        store.commit({"m": {"leaf": leaf}}, step=0)
+        leaf[-1] = 0
+        store.commit({"m": {"before": torch.randn(1000), "leaf": leaf}}, step=1)
+        for step in (2, 3):
+            store.commit({"m": {"leaf": leaf}}, step=step)
+    put, moves = MemoryMap.put, [1]
+
+    def put_and_let_others_collect(self: MemoryMap, *args: Any) -> None:
+        put(self, *args)
+        if moves:
+            moves.pop()
+            with ckptstore.open(tmp_path) as store:
+                for info in store.log()[-2:]:
+                    store.forget(info.id)
+            assert collected(tmp_path).copied_bytes > leaf.nbytes
+
+    monkeypatch.setattr(MemoryMap, "put", put_and_let_others_collect)
+    with ckptstore.open(tmp_path) as store:
+        found = store.checkout(3).state_dict(mmap=True)["m"]["leaf"]
+    assert not moves
+    assert torch.equal(found, leaf)

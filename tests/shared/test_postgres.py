@@ -314,6 +314,31 @@ def test_a_database_behind_its_copies_takes_no_appends(
         store.commit(state_of(3), step=3)
 
 
+def test_a_writer_that_knows_no_later_entry_compares_after_each_lost_connection(
+    local: Site, host: Path, postgres: PostgresServer
+) -> None:
+    """A replica without the last entry takes over while the writer is connected."""
+    local.open(host).close()
+    with local.opened(host) as behind, local.opened(host) as other:
+        last = behind.log.append(Settings((("best-a", "x"),)))
+        other.log.append(Settings((("best-b", "x"),)))
+        schema = f"ckptstore_{behind.config.store}"
+        with postgres.admin(str(local.more["index"]).rpartition("/")[2]) as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = "
+                "current_database() AND pid <> pg_backend_pid()"
+            )
+            connection.execute(f"DELETE FROM {schema}.entries WHERE n > {last.n}")
+            connection.execute(
+                f"UPDATE {schema}.position SET (n, hash, bytes) = ({last.n}, '{last.hash}', "
+                f"{last.bytes})"
+            )
+            with pytest.raises(Corrupt, match="restore-log"):
+                behind.log.append(Settings((("best-c", "x"),)))
+            found = connection.execute(f"SELECT max(n) FROM {schema}.entries").fetchall()
+    assert found == [(last.n,)], "nothing was appended beside the lost entry"
+
+
 def test_tables_of_another_revision_are_refused_until_they_are_migrated(
     local: Site, host: Path, postgres: PostgresServer
 ) -> None:

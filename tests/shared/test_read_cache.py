@@ -8,16 +8,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, checksum, digest
+from ckptstore.errors import Corrupt
+from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage.bucket import BucketStorage
 from ckptstore.storage.read_cache import END_BYTES, LOOK_EVERY, UNFINISHED_S, ReadCache, _File
 from tests.maintenance.stores import assert_equal
-from tests.shared.sites import CHUNK_BYTES, Site
+from tests.shared.sites import CHUNK_BYTES, Site, on
 
 CHUNKS = 40
 LIMIT_BYTES = 64 << 20
@@ -204,6 +207,44 @@ def test_a_file_that_is_not_its_chunk_is_not_believed(site: Site, here: Path, da
             DAMAGES[damage](path)
         for _ in range(2):
             assert_equal(store.checkout(1).state_dict(), large())
+
+
+def exchange(path: Path) -> None:
+    """Other bytes under the id, as from a pack whose footer gives its chunks ids of others."""
+    other = bytes(path.stat().st_size - END_BYTES)
+    path.write_bytes(other + checksum(other) + bytes.fromhex(path.name))
+
+
+def test_who_compares_ids_compares_those_of_what_is_kept_too(site: Site, here: Path) -> None:
+    with site.open(here, read_cache_bytes=LIMIT_BYTES) as store:
+        store.commit(large(), step=1)
+        assert_equal(store.checkout(1).state_dict(), large())
+        kept = files(here / store.id / "read")
+        sizes = {path.name: path.stat().st_size - END_BYTES for path in kept}
+        for path in kept:
+            exchange(path)
+    with on(here):
+        handle = StoreHandle(site.place, read_cache_bytes=LIMIT_BYTES)
+    with closing(handle):
+        for name, nbytes in sizes.items():
+            out = memoryview(bytearray(nbytes))
+            handle.objects.read_into(bytes.fromhex(name), [out], verify_ids=True)
+            assert digest(out).hex() == name
+
+
+def test_verify_reads_the_bucket_whatever_is_kept(site: Site, here: Path) -> None:
+    """`adopt` relies on it before it makes a directory hollow."""
+    with site.open(here, read_cache_bytes=LIMIT_BYTES) as store:
+        store.commit(large(), step=1)
+        snapshot = store.checkout(1)
+        assert_equal(snapshot.state_dict(), large())
+        snapshot.verify()
+        storage = site.storage()
+        for key, size in list(storage.list("packs/")):
+            if size > CHUNK_BYTES:
+                storage.put(key, bytes(size))
+        with pytest.raises(Corrupt):
+            snapshot.verify()
 
 
 def test_a_cache_that_cannot_be_written_costs_one_warning(

@@ -26,21 +26,22 @@ def insert(
     ids: npt.NDArray[np.void],
     rows: Locations,
 ) -> int:
-    """Add a pack unless it is present, replacing another one of the same number; returns the
-    transaction's number."""
+    """Add a pack, replacing another one of the same number; returns the transaction's number, or 0
+    if the pack was present: LMDB gives the number of an empty transaction to the next one again."""
     key = number.to_bytes(NUMBER_BYTES)
-    if (there := txn.get(key, db=env.packs)) != row:
-        if there is not None:
-            remove(env, txn, {number})
-        for start in range(0, len(ids), _BATCH):
-            _insert_batch(
-                env,
-                txn,
-                number,
-                ids[start : start + _BATCH].tolist(),
-                as_values(rows[start : start + _BATCH]),
-            )
-        txn.put(key, row, db=env.packs)
+    if (there := txn.get(key, db=env.packs)) == row:
+        return 0
+    if there is not None:
+        remove(env, txn, {number})
+    for start in range(0, len(ids), _BATCH):
+        _insert_batch(
+            env,
+            txn,
+            number,
+            ids[start : start + _BATCH].tolist(),
+            as_values(rows[start : start + _BATCH]),
+        )
+    txn.put(key, row, db=env.packs)
     return txn.id()
 
 
