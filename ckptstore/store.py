@@ -221,7 +221,11 @@ class Store(Maintenance):
         rule is given.
         """
         return Schedule(
-            self.commit_async, rule_of(auto, steps, seconds, mtbf_s), on_signal, agreed_schedule
+            self.commit_async,
+            rule_of(auto, steps, seconds, mtbf_s),
+            on_signal,
+            agreed_schedule,
+            self._background,
         )
 
     @property

@@ -5,11 +5,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from ckptstore.commit.pending import Pending
+from ckptstore.core.options import Async
 from ckptstore.errors import InvalidInput
 
 S = TypeVar("S")
@@ -75,6 +76,7 @@ class Schedule(Generic[S]):
     The signal handler only sets a flag, since an optimizer may be half-way through a step. Leaving
     the context, or `close`, restores the previous handler. `agree` gets the options of the call,
     whether a commit is due and whether the signal came, and returns what all ranks agree on.
+    `background` is how commits run if the call does not say; the one after a signal is not skipped.
     """
 
     def __init__(
@@ -83,8 +85,13 @@ class Schedule(Generic[S]):
         rule: Rule,
         on_signal: signal.Signals | None,
         agree: Agree,
+        background: Async,
     ) -> None:
         self._commit, self._rule, self._agree = commit, rule, agree
+        # These hold for the store, and may not be given again for one commit.
+        self._background = replace(
+            background, executor=None, max_in_flight=None, staging_bytes=None
+        )
         self._came = threading.Event()
         self._signal, self._before = (
             on_signal,
@@ -117,6 +124,9 @@ class Schedule(Generic[S]):
             due, came = self._agree(options, due, came)
         if not (due or came):
             return None
+        if came:
+            given = options.get("background") or self._background
+            options["background"] = replace(given, overlap="wait")
         pending = self._begin(app_state, step, options)
         if came:
             pending.wait()

@@ -83,6 +83,7 @@ class Committer:
         self._coordinator = Coordinator(to)
         self._schemas = LastSchemas()
         self._described_last = b""
+        self._planned_with: Collective | None = None  # its ranks, in whose order the task counts
         self._task: RankTask | None = None
         self._plans: Plans = {}
 
@@ -157,7 +158,8 @@ class Committer:
             if not asked:
                 found.append(self._describe(request))
             label, description = found[0].label, found[0].description
-            known = digest(description) == self._described_last and not asked
+            is_kept = peers is self._planned_with and digest(description) == self._described_last
+            known = is_kept and not asked
             return head_of(label), digest(description), b"" if known else description
 
         def answer(handed_in: list[Any]) -> list[Any]:
@@ -170,7 +172,7 @@ class Committer:
         if kind == PLANNED:
             self._described_last = b""  # until every rank has confirmed the plan
             peers.share("commit: prepare", lambda: self._follow(task, peers.rank))
-            self._described_last = digest(found[0].description)
+            self._described_last, self._planned_with = digest(found[0].description), peers
         return found[0], SessionId(session)
 
     def _describe(self, request: CommitRequest) -> _Described:

@@ -82,7 +82,8 @@ def state_to(
 def state_from(
     message: Message, arena: memoryview, schemas: dict[bytes, Schema]
 ) -> tuple[CommitMetadata, Flats]:
-    """The inverse of `state_to`, for a buffer mapped at `arena`."""
+    """The inverse of `state_to`, for a buffer mapped at `arena`. `schemas` has the decoded schemas
+    of the last message, and then of this one."""
     said = message["label"]
     label = CommitMetadata(
         said["run"],
@@ -94,6 +95,8 @@ def state_from(
         tuple((str(name), str(link)) for name, link in said["links"]),
     )
     trees = decode_description(message["description"], schemas)
+    for gone in schemas.keys() - {tree.schema_bytes for tree in trees}:
+        del schemas[gone]
     sources = (_leaf_from(arena, *leaf) for leaf in message["sources"])
     flats = {}
     for tree in trees:

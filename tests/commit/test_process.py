@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,13 @@ import torch
 
 import ckptstore
 from ckptstore import InvalidInput, Unavailable
+from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
+from ckptstore.core.model import Schema
 from ckptstore.distributed import worker_client
+from ckptstore.distributed.worker_process import state_from, state_to
+from ckptstore.objects.schema import LastSchemas
 from ckptstore.repository.thread_pool import ASIDE_NICE
+from ckptstore.state.flatten import flatten
 from tests.commit.states import Gate, assert_committed, attack, frozen_copy, training
 
 MIB = 1 << 20
@@ -251,3 +257,16 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match="staging_bytes"):
             store.commit_async({"t": torch.zeros(3 * MIB, dtype=torch.uint8)})
         store.commit_async(state(1)).wait()
+
+
+def test_the_worker_keeps_the_schemas_of_one_commit() -> None:
+    known: dict[bytes, Schema] = {}
+    for step in range(3):
+        flats = flatten({"a": {"n": [step]}, "b": {str(step): 1.0}})
+        label = CommitMetadata("main", step)
+        request = CommitRequest(partial(tuple, (label, flats)), 0.0)
+        message = state_to(label, flats, request, LastSchemas())
+        got_label, got = state_from(message, memoryview(b""), known)
+        assert got_label == label
+        assert [got[key].schema for key in flats] == [flat.schema for flat in flats.values()]
+        assert set(known.values()) == {flat.schema for flat in flats.values()}

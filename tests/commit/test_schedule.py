@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import ckptstore
 from ckptstore import InvalidInput
 from ckptstore.commit.schedule import Rule, best_interval_s
+from tests.commit.states import held_commit
 
 
 @pytest.fixture
@@ -85,6 +87,24 @@ def test_a_signal_commits_once_more_and_stops(store: ckptstore.Store) -> None:
         assert every(STATE, step=1000) is None
     assert signal.getsignal(signal.SIGTERM) is before
     assert steps(store) == [2]
+
+
+@pytest.mark.parametrize("where", ["store", "call"])
+def test_the_commit_after_a_signal_waits_where_others_would_be_skipped(
+    tmp_path: Path, where: str
+) -> None:
+    skip = ckptstore.Async(overlap="skip", max_in_flight=1)
+    options = {} if where == "store" else {"background": ckptstore.Async(overlap="skip")}
+    with (
+        ckptstore.open(tmp_path / "store", background=skip if where == "store" else None) as store,
+        store.every(steps=1000, on_signal=signal.SIGTERM) as every,
+    ):
+        first, go_on = held_commit(store, STATE, step=1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Timer(0.05, go_on).start()
+        every(STATE, step=2, **options)
+        assert first.done() and every.stopped
+        assert steps(store) == [1, 2]
 
 
 WRONG: list[dict[str, Any]] = [

@@ -214,3 +214,27 @@ def test_only_what_changes_is_planned(pool: Pool, tmp_path: Path) -> None:
     results = pool.run(commit_alike, tmp_path / "store")
     assert results[0] == [(1, 1), (1, 1), (1, 1), (2, 2), (3, 3)]
     assert results[3] == [(0, 1), (0, 1), (0, 1), (0, 2), (0, 3)]
+
+
+def commit_in_two_groups(rank: int, path: Path) -> list[bool]:
+    """Commits of ranks 0 and 1, of 1 and 2, and of 0 and 1 again, each with its own store object:
+    rank 1 has a part of every one. Returns whether each commit has the values of its ranks.
+    """
+    meet(4)
+    pairs = [[0, 1], [1, 2], [0, 1]]
+    groups = [torch.distributed.new_group(pair) for pair in pairs]
+    found = []
+    with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=1 << 16)) as store:
+        for step, (pair, group) in enumerate(zip(pairs, groups, strict=True)):
+            if rank in pair:
+                whole = torch.arange(1 << 18) + step
+                alike = ckptstore.Ranks(process_group=group, replicated=["x/*"])
+                snapshot = store.commit({"x": {"a": whole}}, step=step, ranks=alike)
+                found.append(torch.equal(snapshot.read("x/a"), whole))
+            torch.distributed.barrier()
+    return found
+
+
+def test_a_rank_keeps_no_plan_of_another_group(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(commit_in_two_groups, tmp_path / "store")
+    assert results == [[True, True], [True, True, True], [True], []]

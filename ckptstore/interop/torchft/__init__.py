@@ -193,7 +193,7 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
             try:
                 state, self.received = transfer.run()
             except BaseException:
-                self._left = {**self._left, **transfer.landed()}
+                self._left = transfer.kept()
                 raise
             finally:
                 peers.close()

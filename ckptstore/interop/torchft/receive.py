@@ -105,9 +105,14 @@ class Transfer:
             traffic["retried"],
         )
 
-    def landed(self) -> dict[bytes, memoryview]:
-        """The chunks received into new memory so far, also if the transfer failed."""
-        return {w.chunk: w.memory for w in self._wanted if w.landed and w.memory is not None}
+    def kept(self) -> dict[bytes, memoryview]:
+        """The chunks for the next transfer, if this one failed: those received into new memory, and
+        those `left` that this state has. Others are freed, but only when its chunks are known.
+        """
+        if not self._wanted:
+            return dict(self.left)
+        landed = {w.chunk: w.memory for w in self._wanted if w.landed and w.memory is not None}
+        return {w.chunk: self.left[w.chunk] for w in self._wanted if w.chunk in self.left} | landed
 
     def _all_meshes(self) -> "Iterator[DeviceMesh]":
         yield from self.meshes

@@ -107,6 +107,21 @@ def test_a_chunk_that_came_damaged_before_a_cut_is_asked_for_again(
     assert receiver.received is not None and receiver.received.retried > 1
 
 
+def dying(proxy: Any, after: int) -> Callable[[bytes], bytes]:
+    """Refuses everything after this many bytes."""
+    passed = 0
+
+    def count(data: bytes) -> bytes:
+        nonlocal passed
+        passed += len(data)
+        if passed > after:
+            proxy.faults.refuse = True
+            proxy.drop()
+        return data
+
+    return count
+
+
 def test_what_came_before_a_failure_is_not_asked_for_by_the_next_call(
     start: Start, wire: Wire
 ) -> None:
@@ -114,20 +129,7 @@ def test_what_came_before_a_failure_is_not_asked_for_by_the_next_call(
     sender, receiver = start(), start(connections=1)
     sender.send_checkpoint([1], 1, state, SOON)
     metadata, proxy = wire(sender)
-
-    def die(data: bytes) -> bytes:
-        proxy.faults.refuse = True
-        proxy.drop()
-        return data
-
-    passed = 0
-
-    def count(data: bytes) -> bytes:
-        nonlocal passed
-        passed += len(data)
-        return die(data) if passed > 20 << 20 else data
-
-    proxy.faults.spoil = count
+    proxy.faults.spoil = dying(proxy, after=20 << 20)
     with pytest.raises(Unavailable):
         receiver.recv_checkpoint(0, metadata, 1, SOON)
     assert_same(receiver.recv_checkpoint(0, sender.metadata(), 1, SOON), state)
@@ -135,6 +137,22 @@ def test_what_came_before_a_failure_is_not_asked_for_by_the_next_call(
     assert (
         receiver.received.fetched_chunks < receiver.received.chunks
     )  # the last were in buffers when the peer died
+
+
+def test_what_came_before_a_failure_is_freed_by_a_transfer_of_another_state(
+    start: Start, wire: Wire
+) -> None:
+    sender, receiver = start(), start(connections=1)
+    for step in (1, 2):
+        sender.send_checkpoint([1], step, state_of(24, seed=step), SOON)
+        metadata, proxy = wire(sender)
+        proxy.faults.spoil = dying(proxy, after=20 << 20)
+        with pytest.raises(Unavailable):
+            receiver.recv_checkpoint(0, metadata, step, SOON)
+    sender.send_checkpoint([1], 3, state_of(24, seed=1), SOON)
+    receiver.recv_checkpoint(0, sender.metadata(), 3, SOON)
+    assert receiver.received is not None
+    assert receiver.received.fetched_chunks == receiver.received.chunks
 
 
 def test_a_peer_that_always_sends_other_bytes_is_refused(start: Start, wire: Wire) -> None:
