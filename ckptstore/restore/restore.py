@@ -216,7 +216,7 @@ class RestoreOperation:
                 content_of=view.tree.content_key,
                 check=view.tree.check,
                 streams=view.tree.streams,
-                uncast=view.tree.uncast,
+                uncast=view.tree.uncast_leaves,
             )
             for key, view in views.items()
             if key in app_state

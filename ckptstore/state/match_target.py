@@ -109,12 +109,11 @@ class TensorMatch:
         schema: Schema,
         matching: Matching,
         content_of: ContentOf,
-        uncast: Mapping[str, str],
+        uncast: Mapping[int, str],
     ) -> None:
         self.schema, self.content_of = schema, content_of
         self._claims, self._taken, count = matching.claims, matching.places, len(schema)
-        back = {i: uncast[path] for i, path in enumerate(schema.paths) if path in uncast}
-        self._converted = {i: tensors.dtype_of(name) for i, name in back.items()}
+        self._converted = {i: tensors.dtype_of(name) for i, name in uncast.items()}
         if matching.dtype is not None:
             leaves = convertible(schema, matching.dtype)
             self._converted |= dict.fromkeys(leaves, matching.dtype)
@@ -124,7 +123,7 @@ class TensorMatch:
         self.kept: dict[int, Any] = {}
         self.models: dict[int, torch.Tensor] = {}
         self.mismatched: list[Mismatch] = []
-        self._new_dtypes = back
+        self._new_dtypes = dict(uncast)
 
     def pair(self, node: Node | int, target: torch.Tensor, path: str, *, report: bool) -> None:
         """Match the leaves of `node` with the memory of `target`. With `report`, record what does
