@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from urllib.parse import unquote
 
 import numpy as np
 
@@ -33,7 +32,7 @@ from ckptstore.core.geometry import nbytes_of
 from ckptstore.core.model import Box
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.restore.reader import Tree
-from ckptstore.state.leaf_sources import segment
+from ckptstore.state.leaf_sources import segment, shown
 
 CACHE_BYTES = 32 << 20
 """Most bytes of windows that are kept for one commit."""
@@ -289,4 +288,4 @@ def tensor_name(path: str) -> str:
     """The name of a tensor in a safetensors file of its key alone: its path below the key, with
     dots."""
     segments = path.split("/")
-    return ".".join(map(unquote, segments[1:] or segments))
+    return ".".join(map(shown, segments[1:] or segments))

@@ -77,7 +77,7 @@ def weights_of(directory: str, options: dict[str, str]) -> Iterator[tuple[str, "
             raise NotFound(
                 f"commit {snapshot.id[:12]} has no key {key!r}; it has {', '.join(keys)}: give key"
             )
-        for leaf in snapshot.leaves(f"{key}/*"):
+        for leaf in snapshot.only([key]).leaves():
             if leaf.kind == "tensor":
                 yield tensor_name(leaf.path), snapshot.read(leaf.path)
 

@@ -88,6 +88,13 @@ class Tree:
         """Leaf numbers by path."""
         return {path: i for i, path in enumerate(self.schema.paths)}
 
+    @cached_property
+    def uncast_leaves(self) -> dict[int, str]:
+        """`uncast` by the numbers of leaves. An alias was cast with the leaf that it names."""
+        paths = self.schema.paths
+        owners = ((i, paths[self.schema.owner(i)]) for i in range(len(paths) if self.uncast else 0))
+        return {i: self.uncast[path] for i, path in owners if path in self.uncast}
+
     def is_gone(self, i: int) -> bool:
         """Whether a thinning took the content of leaf `i`."""
         return self.contents[self.schema.owner(i)].gone

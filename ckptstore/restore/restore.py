@@ -23,6 +23,7 @@ from ckptstore.state.match_target import Matching
 from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.renaming import Renamer, narrow, rename_tree
 from ckptstore.state.restore import bind
+from ckptstore.state.shared_memory import Place, overlapping, overwritten
 from ckptstore.state.tensors import checked_dtype, destination
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ class RestoreOperation:
                 content_of=view.tree.content_key,
                 check=view.tree.check,
                 streams=view.tree.streams,
-                uncast=view.tree.uncast,
+                uncast=view.tree.uncast_leaves,
             )
             for key, view in views.items()
             if key in app_state
@@ -233,6 +234,29 @@ class RestoreOperation:
             problems = [_lacked(path, trees) for path in missing]
             problems += [f"{path}: in the commit, not wanted by the target" for path in unexpected]
         _refuse(commit, bindings, problems)
+        _refuse(commit, {}, self._overwritten(matching.places))
+
+    def _overwritten(self, places: Sequence[Place]) -> list[str]:
+        """What does not fit since other contents would go to the same memory of the target. Reads
+        what goes to memory that may be shared, beside the target."""
+        trees = {id(view.schema): view.tree for view in self._views.values()}
+        found = []
+        for group in overlapping(places):
+            contents = [
+                new_tensor(schema, leaf, tensor.dtype, tuple(tensor.shape))
+                for schema, leaf, tensor in group
+            ]
+            wanted = [
+                ReadRequest(trees[id(schema)], leaf, destination(made, schema.dtypes[leaf]))
+                for (schema, leaf, _), made in zip(group, contents, strict=True)
+            ]
+            self._reader.read(wanted, self._commit, memory_budget_bytes=self._budget_bytes)
+            found += [
+                f"{schema.paths[leaf]}: the commit has values of its own, the target has memory "
+                "for it in which others would land: give it a clone()"
+                for schema, leaf, _ in overwritten(group, contents)
+            ]
+        return found
 
     @cached_property
     def reading(self) -> Reading:

@@ -364,9 +364,11 @@ def _split_array(array: np.ndarray[Any, Any]) -> Parts:
         and array.dtype != np.longdouble
         and array.dtype != np.clongdouble
     ):
-        # torch shares an array's memory only if it may be written and runs forward; any other is
-        # copied.
-        shareable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+        # torch shares an array's memory only if it may be written, runs forward, and steps by whole
+        # elements, as a field of records may not; any other is copied.
+        shareable = array.flags.writeable and all(
+            stride >= 0 and stride % array.itemsize == 0 for stride in array.strides
+        )
         return Parts(
             "numpy.ndarray", [torch.from_numpy(array if shareable else array.copy())], attrs=attrs
         )

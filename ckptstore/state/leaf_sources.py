@@ -220,10 +220,15 @@ def segments(keys: Sequence[Any]) -> list[str]:
     return found
 
 
+def shown(name: str) -> str:
+    """The string key of the segment `name`, or the segment of another kind of key for people."""
+    return "" if name == "%empty" else _ESCAPED.sub(lambda found: chr(int(found[1], 16)), name)
+
+
 def unescape(name: str) -> str:
     """The string key that `segment` made `name` of; `InvalidInput` for the segment of another kind
     of key."""
-    text = "" if name == "%empty" else _ESCAPED.sub(lambda found: chr(int(found[1], 16)), name)
+    text = shown(name)
     if segment(text) != name:
         raise InvalidInput(
             f"{name!r} is no segment of a string key; write '%25' for '%', and '%2F' for '/' in a "

@@ -20,6 +20,7 @@ from ckptstore.state.containers import Parts
 from ckptstore.state.inflate import convertible
 from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.shards import Held, held_of, is_distributed, with_local
+from ckptstore.state.shared_memory import Place
 from ckptstore.state.tensors import Destination, destination
 
 _MARKS = ("torch.Parameter", "torch.Tensor")
@@ -72,7 +73,8 @@ class Matching:
     everything else, and lacks nothing. With `dtype`, floating leaves are converted where the target
     has a tensor of that dtype. By `names` an optimizer's parameters are found; with `in_order`,
     those called otherwise are matched in their order. `claims` maps addresses to their claims, so
-    that tensors which are tied across keys get one content, or are mismatched.
+    that tensors which are tied across keys get one content, or are mismatched. `places` are those
+    of all leaves that get memory of the target, ties once: others may overlap (`shared_memory`).
     """
 
     names: ParameterNames
@@ -82,6 +84,7 @@ class Matching:
     in_order: bool = False
     dtype: torch.dtype | None = None
     claims: dict[int, Claim] = field(default_factory=dict)
+    places: list[Place] = field(default_factory=list)
 
 
 class _Differs(Exception):
@@ -106,12 +109,11 @@ class TensorMatch:
         schema: Schema,
         matching: Matching,
         content_of: ContentOf,
-        uncast: Mapping[str, str],
+        uncast: Mapping[int, str],
     ) -> None:
         self.schema, self.content_of = schema, content_of
-        self._claims, count = matching.claims, len(schema)
-        back = {i: uncast[path] for i, path in enumerate(schema.paths) if path in uncast}
-        self._converted = {i: tensors.dtype_of(name) for i, name in back.items()}
+        self._claims, self._taken, count = matching.claims, matching.places, len(schema)
+        self._converted = {i: tensors.dtype_of(name) for i, name in uncast.items()}
         if matching.dtype is not None:
             leaves = convertible(schema, matching.dtype)
             self._converted |= dict.fromkeys(leaves, matching.dtype)
@@ -121,7 +123,7 @@ class TensorMatch:
         self.kept: dict[int, Any] = {}
         self.models: dict[int, torch.Tensor] = {}
         self.mismatched: list[Mismatch] = []
-        self._new_dtypes = back
+        self._new_dtypes = dict(uncast)
 
     def pair(self, node: Node | int, target: torch.Tensor, path: str, *, report: bool) -> None:
         """Match the leaves of `node` with the memory of `target`. With `report`, record what does
@@ -132,7 +134,7 @@ class TensorMatch:
                 and type(target) is torch.Tensor
                 and tensors.is_strided(target)
             ):
-                self._pair_strided(node, target, target)
+                self._pair_strided(node, target, target, report)
             else:
                 self._pair_tensor(node, target, path, report)
         except _Differs as found:
@@ -194,9 +196,9 @@ class TensorMatch:
             self.pair(node, parts.children[0], path, report=report)
             self.keep(node, target)
         elif isinstance(node, int) and isinstance(parts, torch.Tensor):
-            self._pair_strided(node, parts, target)
+            self._pair_strided(node, parts, target, report)
         elif not isinstance(node, int) and isinstance(parts, Parts):
-            self._pair_composite(node, parts, target)
+            self._pair_composite(node, parts, target, report)
         elif parts is not None:
             raise _Differs
 
@@ -210,8 +212,11 @@ class TensorMatch:
         address = held.parts[0][1].data_ptr() if held.parts else 0
         self._claim(Claim(self, node, held.shape, strides), address, _landing(held), target)
 
-    def _pair_strided(self, leaf: int, strided: torch.Tensor, target: torch.Tensor) -> None:
-        """Match `leaf` with `strided`, which is `target` or its strided equivalent."""
+    def _pair_strided(
+        self, leaf: int, strided: torch.Tensor, target: torch.Tensor, report: bool
+    ) -> None:
+        """Match `leaf` with `strided`, which is `target` or its strided equivalent. With `report`,
+        the target keeps that memory even if the bytes do not land there."""
         dtype, shape = self._converted.get(leaf), self.schema.shapes[leaf]
         if strided.dtype == dtype and strided.shape == shape:
             self._new_dtypes[leaf] = tensors.DTYPE_NAMES[dtype]
@@ -223,26 +228,31 @@ class TensorMatch:
             return
         landing = ((None, destination(strided, self.schema.dtypes[leaf])),)
         mine = Claim(self, leaf, strided.shape, strided.stride())
-        self._claim(mine, strided.data_ptr(), landing, target)
+        address = strided.data_ptr()
+        is_first = self._claim(mine, address, landing, target)
+        if address and (is_first or (report and not self.direct[leaf])):
+            self._taken.append(Place(self.schema, leaf, strided))
 
-    def _claim(self, mine: Claim, address: int, landing: Landing, target: torch.Tensor) -> None:
-        """Let the bytes of a leaf land in `target`, unless other contents have its memory."""
+    def _claim(self, mine: Claim, address: int, landing: Landing, target: torch.Tensor) -> bool:
+        """Let the bytes of a leaf land in `target`, unless other contents have its memory. True for
+        the first leaf at this address."""
         # Address 0 means an empty tensor, which shares nothing.
         first = self._claims.setdefault(address, mine) if address else mine
         if first is mine:
             self.destinations[mine.leaf] = landing
         elif not _are_one(first, mine):
-            return
+            return False
         self.objects[mine.leaf], self.direct[mine.leaf] = target, True
+        return first is mine
 
-    def _pair_composite(self, node: Node, parts: Parts, target: torch.Tensor) -> None:
+    def _pair_composite(self, node: Node, parts: Parts, target: torch.Tensor, report: bool) -> None:
         if parts.type != node.type or is_other(self.schema, node, parts):
             raise _Differs
         places = list(self._places(node, parts))
         if None in places:
             return
         for leaf, component in filter(None, places):
-            self._pair_strided(leaf, component, component)
+            self._pair_strided(leaf, component, component, report)
         self.keep(node, target)
 
     def _places(self, node: Node, parts: Parts) -> Iterator[tuple[int, torch.Tensor] | None]:

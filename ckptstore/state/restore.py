@@ -46,14 +46,14 @@ def bind(
     content_of: ContentOf = lambda leaf: leaf,
     check: Callable[[int], None] = lambda leaf: None,
     streams: NewStreams | None = None,
-    uncast: Mapping[str, str] = MappingProxyType({}),
+    uncast: Mapping[int, str] = MappingProxyType({}),
 ) -> "Binding":
     """Find the place of every leaf of `schema` in `target`, the object under `key` of an
     application state. Changes nothing. Bindings of one restore share `matching`.
 
     `check` raises for a leaf of implausible shape before memory is allocated for it. `streams` are
-    the states of generators that this rank begins anew. `uncast` has, by path, the dtypes of leaves
-    that were committed in lower precision: they come back in these.
+    the states of generators that this rank begins anew. `uncast` has, by number, the dtypes of
+    leaves that were committed in lower precision: they come back in these.
     """
     containers.check(schema.skeleton)
     matching = matching or Matching(ParameterNames({key: target}))

@@ -103,7 +103,7 @@ def as_dtype(tensor: torch.Tensor, dtype: torch.dtype, shape: Shape) -> torch.Te
     """The memory of a contiguous tensor as one of another dtype and shape of as many bytes; works
     for dtypes that `view` refuses."""
     offset = tensor.storage_offset() * tensor.itemsize // dtype.itemsize
-    return _over(tensor.untyped_storage(), dtype, offset, shape)
+    return over(tensor.untyped_storage(), dtype, offset, shape)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -247,7 +247,7 @@ def quantized_integers(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     if tensor.dtype in _PER_BYTE:
         packed = quantized_nbytes(tensor.dtype, tuple(tensor.shape))
-        return _over(
+        return over(
             storage,
             torch.uint8,
             tensor.storage_offset() // _PER_BYTE[tensor.dtype],
@@ -257,7 +257,7 @@ def quantized_integers(tensor: torch.Tensor) -> torch.Tensor:
     integers = {torch.quint8: torch.uint8, torch.qint8: torch.int8, torch.qint32: torch.int32}[
         tensor.dtype
     ]
-    return _over(storage, integers, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return over(storage, integers, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 
 def quantized_nbytes(dtype: torch.dtype, shape: Shape) -> int:
@@ -282,16 +282,16 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
         tensor.storage_offset(),
     )
     if tensor.itemsize == 16:
-        return _over(storage, torch.int64, 2 * offset, (*shape, 2), (*(2 * s for s in stride), 1))
-    return _over(storage, _INTEGERS[tensor.itemsize], offset, shape, stride)
+        return over(storage, torch.int64, 2 * offset, (*shape, 2), (*(2 * s for s in stride), 1))
+    return over(storage, _INTEGERS[tensor.itemsize], offset, shape, stride)
 
 
-def _over(
+def over(
     storage: Any, dtype: torch.dtype, offset: Any, shape: Shape, stride: tuple[int, ...] = ()
 ) -> torch.Tensor:
-    """Elements in the storage: in row-major order without `stride`."""
+    """A tensor of the elements in a storage: in row-major order without `stride`."""
     if stand_in := _EXPERIMENTAL.get(DTYPE_NAMES[dtype]):
-        return _over(storage, stand_in, offset, shape, stride).view(dtype)
+        return over(storage, stand_in, offset, shape, stride).view(dtype)
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 

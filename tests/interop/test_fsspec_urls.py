@@ -20,6 +20,7 @@ from ckptstore.interop.fsspec import (
     pinned,
     url_of,
 )
+from ckptstore.interop.vllm import weights_of
 from ckptstore.store import Store
 from tests.support.servers.s3 import new_url, s3_server
 
@@ -136,3 +137,12 @@ def test_fsspec_finds_the_filesystem_by_its_entry_point() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     found = project["project"]["entry-points"]["fsspec.specs"]["ckptstore"]
     assert found == f"{CheckpointFileSystem.__module__}:{CheckpointFileSystem.__name__}"
+
+
+def test_the_weights_that_are_served_are_those_of_their_key_alone(store: Store) -> None:
+    average = {"model": {"layer.weight": torch.zeros(3)}}
+    made = store.commit({"model": {"model.layer.weight": torch.ones(3)}, "ema": average})
+    found = list(weights_of("", {"url": url_of(made)}))
+    assert [(name, tensor.tolist()) for name, tensor in found] == [
+        ("model.layer.weight", [1.0, 1.0, 1.0])
+    ]

@@ -5,6 +5,7 @@ cheaply.
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,15 @@ def test_any_commit_is_exported_as_the_formats_library_reads_it(
     assert set(load_file(tmp_path / "part.safetensors")) == {
         f"of.uint{bits}" for bits in (8, 16, 32, 64)
     }
+
+
+def test_names_are_exported_as_they_were_committed(store: Store, tmp_path: Path) -> None:
+    names = ["", "%empty", "%2F", "é\n", "a/b", date(2026, 1, 2)]
+    made = store.commit({"model": {name: torch.full((3,), n) for n, name in enumerate(names)}})
+    export(made, tmp_path / "model.safetensors")
+    wanted = {str(name): n for n, name in enumerate(names[:-1])} | {'%date:["2026-01-02"]': 5}
+    found = load_file(tmp_path / "model.safetensors")
+    assert {name: int(tensor[0]) for name, tensor in found.items()} == wanted
 
 
 def test_tied_tensors_are_written_under_each_name(store: Store, tmp_path: Path) -> None:

@@ -98,6 +98,24 @@ def test_a_restore_converts_back_to_the_original_dtype_and_says_once_that_it_is_
     assert torch.equal(target["optimizer"]["exp_avg"], wanted)
 
 
+def test_tied_weights_that_were_cast_come_back_in_their_dtype(tmp_path: Path) -> None:
+    weight, there = torch.randn(100, 100), torch.zeros(100, 100)
+    snap = commit(tmp_path, {"m": {"in": weight, "out": weight}}, {"m/*": torch.bfloat16})
+    apart = {"in": torch.zeros(100, 100), "out": torch.zeros(100, 100)}
+    for target in ({"in": there, "out": there}, apart):
+        snap.restore({"m": target})
+        for tensor in target.values():
+            assert torch.equal(tensor, weight.bfloat16().float())
+
+
+def test_leaves_that_were_cast_come_back_in_their_dtype_under_other_names(tmp_path: Path) -> None:
+    given = torch.randn(100, 100)
+    snap = commit(tmp_path, {"m": {"old.weight": given}}, {"m/*": torch.bfloat16})
+    target = {"m": {"new.weight": torch.zeros(100, 100)}}
+    snap.restore(target, rename={"old.": "new."})
+    assert torch.equal(target["m"]["new.weight"], given.bfloat16().float())
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_training_resumes_from_moments_of_lower_precision(tmp_path: Path, steps: int) -> None:
     def training(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

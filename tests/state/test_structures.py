@@ -121,6 +121,7 @@ ARRAYS = [
     np.array([1, 2], dtype=np.uint16),
     np.broadcast_to(np.arange(3), (2, 3)),
     np.empty((2, 0), dtype="U3"),
+    np.array([(1, 2), (3, 4)], dtype=[("a", "i1"), ("b", "<i4")])["b"],
 ]
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Literal, TypeAlias
-from urllib.parse import unquote
 
 from ckptstore.adopt.adopting import SUFFIX
 from ckptstore.adopt.commit_files import tensor_name
@@ -22,6 +21,7 @@ from ckptstore.core.paths import check_path, scratch_for, sync_path
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
 from ckptstore.restore.reader import ReadRequest, Tree
 from ckptstore.snapshot import Snapshot, contents_of
+from ckptstore.state.leaf_sources import shown
 from ckptstore.storage.local_files import write_cached
 
 Format: TypeAlias = Literal["files", "safetensors", "torch", "dcp"]
@@ -175,7 +175,7 @@ def _write_safetensors(
 
 def _name(tree: Tree, i: int, one_key: bool) -> str:
     path = tree.schema.paths[i]
-    return tensor_name(path) if one_key else ".".join(map(unquote, path.split("/")))
+    return tensor_name(path) if one_key else ".".join(map(shown, path.split("/")))
 
 
 def _selected(snapshot: Snapshot, selects: Selects) -> Iterator[Leaf]:

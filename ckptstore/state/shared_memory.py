@@ -1,0 +1,95 @@
+"""Would contents that a restore puts into shared memory overwrite each other?
+
+Tensors of a target may overlap each other (`base[:60]` beside `base[40:]`) or themselves
+(`as_strided`). Contents that were committed from such tensors agree where they overlap; others
+would be lost in part. So they are tried out beside the target, before anything is changed. Tensors
+that are one (address, shape, strides) are compared by their chunks' ids instead (`match_target`).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ckptstore.core.model import Schema
+from ckptstore.state import tensors
+
+_ALIGNMENT = 16
+"""A multiple of every element width."""
+
+
+class Place(NamedTuple):
+    """A leaf and the strided tensor of a target that its bytes go to."""
+
+    schema: Schema
+    leaf: int
+    tensor: torch.Tensor
+
+
+def overlapping(places: Iterable[Place]) -> Iterator[list[Place]]:
+    """Groups of places that may share memory with each other, or a place whose elements may."""
+    group: list[Place] = []
+    end = 0
+    for start, stop, place in sorted(_spans(places), key=lambda span: span[:2]):
+        if start >= end and group:
+            if _may_share(group):
+                yield group
+            group = []
+        group.append(place)
+        end = max(end, stop)
+    if _may_share(group):
+        yield group
+
+
+def overwritten(group: Sequence[Place], contents: Sequence[torch.Tensor]) -> list[Place]:
+    """The places that would not have their content after all of `contents`, contiguous tensors on
+    the CPU, were written to memory that is shared as that of `group` is."""
+    spans = [(start, stop) for start, stop, _ in _spans(group)]
+    first = min(start for start, _ in spans) // _ALIGNMENT * _ALIGNMENT
+    scratch = torch.empty(max(stop for _, stop in spans) - first, dtype=torch.uint8)
+    views = [
+        tensors.over(
+            scratch.untyped_storage(),
+            place.tensor.dtype,
+            (start - first) // place.tensor.itemsize,
+            tuple(place.tensor.shape),
+            place.tensor.stride(),
+        )
+        for place, (start, _) in zip(group, spans, strict=True)
+    ]
+    for view, content in zip(views, contents, strict=True):
+        tensors.write_range(view, 0, tensors.memory_of(content))
+    found = []
+    for place, view, content in zip(group, views, contents, strict=True):
+        there = bytearray(content.nbytes)
+        tensors.read_range(view, 0, len(there), memoryview(there))
+        if there != tensors.memory_of(content):
+            found.append(place)
+    return found
+
+
+def _spans(places: Iterable[Place]) -> Iterator[tuple[int, int, Place]]:
+    """Where the first element of each place begins, and where the last one ends."""
+    for place in places:
+        tensor, count = place.tensor, place.tensor.numel()
+        if not tensor.is_contiguous():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            count = 1 + sum((n - 1) * stride for n, stride in steps)
+        start = tensor.data_ptr()
+        yield start, start + count * tensor.itemsize, place
+
+
+def _may_share(group: Sequence[Place]) -> bool:
+    return len(group) > 1 or any(_may_overlap_itself(place.tensor) for place in group)
+
+
+def _may_overlap_itself(tensor: torch.Tensor) -> bool:
+    """Whether some dimension steps by less than what the faster ones span."""
+    if tensor.is_contiguous():
+        return False
+    span = 1
+    for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n > 1 and stride < span:
+            return True
+        span += stride * (n - 1)
+    return False
