@@ -220,13 +220,8 @@ class Store(Maintenance):
         rank's clock counts, and a signal to any rank. Raises `InvalidInput` unless exactly one
         rule is given.
         """
-        return Schedule(
-            self.commit_async,
-            rule_of(auto, steps, seconds, mtbf_s),
-            on_signal,
-            agreed_schedule,
-            self._background,
-        )
+        rule = rule_of(auto, steps, seconds, mtbf_s)
+        return Schedule(self.commit_async, rule, on_signal, agreed_schedule, self._background)
 
     @property
     def staging(self) -> BufferPool:

@@ -420,8 +420,9 @@ class ObjectStore:
         before = dict(zip(left, where[["pack", "offset"]].tolist(), strict=True))
         now = self.located(request.ids_of(moved))
         for i, place in zip(moved, now[["pack", "offset"]].tolist(), strict=True):
-            if place == before[i]:
-                self.suspect_packs.add(self._log.state.packs[place[0]].id)
+            # Another thread may have replayed the deletion meanwhile: then it is looked up again.
+            if place == before[i] and (pack := self._log.state.packs.get(place[0])):
+                self.suspect_packs.add(pack.id)
                 raise NotFound(
                     f"the pack of chunk {request.name(i)} is listed but absent; run `ckptstore "
                     "fsck`"
