@@ -162,7 +162,8 @@ def gc(call: Call) -> Answer:
     if not args.dry_run:
         names = [field.name for field in fields(report) if field.name not in ("plan", "dry_run")]
         document["done"] = fields_of(report, *names) | {"stopped": report.stopped or None}
-    damaged = report.plan.missing or report.plan.unreadable or report.damaged
+    plan = report.plan
+    damaged = plan.missing or plan.unreadable or report.damaged or report.not_compacted
     code = Exit.DAMAGED if damaged else Exit.OK
     return Answer(document, [report], report.problems, code)
 

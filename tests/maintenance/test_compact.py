@@ -11,6 +11,7 @@ import torch
 
 from ckptstore.errors import InvalidInput
 from ckptstore.log.entries import Settings
+from ckptstore.maintenance.compact import remember
 from ckptstore.maintenance.compact.plan import (
     SETTING,
     CompactPolicy,
@@ -21,8 +22,9 @@ from ckptstore.maintenance.compact.plan import (
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.restore.reader import RECENT
 from ckptstore.store import Store
+from tests.cli.running import call
 from tests.maintenance.collecting import at, opened
-from tests.maintenance.stores import heal
+from tests.maintenance.stores import files, flip, heal
 from tests.shared.sites import Site
 from tests.support.fixtures import scratch
 
@@ -124,6 +126,18 @@ def test_an_estimate_changes_nothing_and_is_near(store: Store, place: Path) -> N
     report = store.compact(POLICY)
     assert estimate.coded_bytes == pytest.approx(report.coded_bytes, rel=0.1)
     assert estimate.stored_bytes == pytest.approx(report.stored_bytes, rel=0.1)
+
+
+def test_a_gc_says_what_its_compaction_cannot_read(store: Store, place: Path) -> None:
+    with opened(place) as handle:
+        remember(handle, POLICY)
+    for pack in files(place, "packs"):
+        if pack.stat().st_size > 200_000:
+            flip(pack, 100_000)
+    result = call("gc", "-s", str(place), "--json")
+    assert result.code == 3
+    assert "being compacted" in result.err
+    assert "being compacted" in result.document["done"]["not_compacted"][0]
 
 
 @pytest.mark.parametrize("gone", [[0, 1, 3], [2], [0, 1, 2, 3, 5, 6]])
