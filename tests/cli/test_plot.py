@@ -73,6 +73,7 @@ def test_names_of_a_hostile_store_are_text(place: Path, tmp_path: Path) -> None:
     [
         ("size", "-o FILE is missing: standard output is no terminal"),
         ("size -o chart.txt", "wanted a name that ends in .svg, .png, .pdf"),
+        ("size loss right -o chart.svg", "plot size takes no further words, not 'loss' 'right'"),
         ("diff right@10 -o chart.svg", "takes two commits"),
         ("metrics nothing -o chart.svg", "there is nothing to plot"),
         ("diff right@110 right@120 -o chart.svg", "no tensor differs"),
