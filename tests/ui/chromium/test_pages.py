@@ -4,6 +4,7 @@ narrow, light and dark, by keyboard, live, read-only and not, exported, and with
 import functools
 import http.server
 import json
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,6 +158,17 @@ def test_relative_change_is_measured_on_demand(chromium: Browser, small_url: str
         tab.open(address_of(tab, "diff"))
         tab.page.get_by_role("button", name="Measure relative change").click()
         tab.page.get_by_text("norm of the difference").wait_for()
+
+
+def test_tensors_whose_change_has_no_bar_are_counted(chromium: Browser, tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "s") as store:
+        for step, number in enumerate((1.0, math.nan)):
+            tensors = {"w": torch.full((9,), number), "b": torch.full((3,), number)}
+            store.commit({**tensors, "n": torch.tensor(step)}, step=step)
+    with serving(tmp_path / "s") as url, tab_of(chromium, url) as tab:
+        tab.open(address_of(tab, "diff"))
+        tab.page.get_by_role("button", name="Measure relative change").click()
+        tab.page.get_by_text("2 tensors without a bar").wait_for()
 
 
 HAS_MARKS = """(quiet) => {
