@@ -226,7 +226,9 @@ class Maintenance:
         if not dry_run:
             if policy := policy_of(self._handle.log.state):
                 try:
-                    report.add(compact(self._handle, policy, progress=progress).collected)
+                    compacted = compact(self._handle, policy, progress=progress)
+                    report.add(compacted.collected)
+                    report.not_compacted = compacted.problems
                 except NoSpace as error:
                     report.stopped = str(error)
             self._handle.follow()

@@ -1,5 +1,6 @@
 """Draw a chart: with matplotlib into a file, or with plotext in text for a terminal."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ MARKERS = "●x+o*#@%&="
 BARS = 40
 """A chart has at most so many bars, the largest."""
 LINES = 16
+MARKS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +87,70 @@ def text_of(chart: Chart, width: int, height: int = 20) -> str:
     figure.theme("clear")
     figure.title(printable(chart.title))
     figure.xlabel(printable(chart.x))
+    scale = _scale(chart)
     for number, line in enumerate(chart.lines):
         marker = MARKERS[number % len(MARKERS)] if len(chart.lines) > 1 else "hd"
-        figure.plot(list(line.x), list(line.y), label=printable(line.name), marker=marker)
+        y = [*map(scale.place, line.y)]
+        figure.plot(list(line.x), y, label=printable(line.name), marker=marker)
     if chart.bars:
         names, values = zip(*reversed(chart.bars), strict=True)
-        labels = [printable(name) for name in names]
-        figure.bar(labels, list(values), orientation="horizontal", width=0.3, marker="█")
+        lengths = [*map(scale.place, values)]
+        labels = [*map(printable, names)]
+        figure.bar(labels, lengths, orientation="horizontal", width=0.3, marker="█")
         height = len(names) + 5
-    if chart.log:
-        (figure.xscale if chart.bars else figure.yscale)("log")
+    marks = scale.marks()
+    ticks = figure.xticks if chart.bars else figure.yticks
+    ticks([*map(scale.place, marks)], _texts(marks))
     figure.plotsize(width, height)
     text: str = figure.uncolorize(figure.build())
     return text.rstrip("\n")
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """An axis of numbers from `least` to `most`. plotext is handed places on it: its own arithmetic
+    overflows with large numbers, its bars have no logarithm, and its marks no exponent."""
+
+    least: float
+    most: float
+    log: bool
+
+    def place(self, number: float) -> float:
+        if self.log:
+            return math.log10(number) - math.log10(self.least)
+        return number / (max(abs(self.least), abs(self.most)) or 1.0)
+
+    def marks(self) -> list[float]:
+        """Numbers at equal distances."""
+        shares = [i / (MARKS - 1) for i in range(MARKS)]
+        if self.log:
+            marks = [self.least ** (1 - share) * self.most**share for share in shares]
+        else:
+            marks = [self.least * (1 - share) + self.most * share for share in shares]
+        return [min(max(mark, self.least), self.most) for mark in marks]
+
+
+def _scale(chart: Chart) -> _Scale:
+    """The axis of a chart's numbers; bars begin at 0, or at a power of ten below all of them."""
+    numbers = [y for line in chart.lines for y in line.y] + [value for _, value in chart.bars]
+    least, most = min(numbers), max(numbers)
+    if chart.bars:
+        least = 10.0 ** (math.ceil(math.log10(least)) - 1) if chart.log else 0.0
+    return _Scale(least, most, chart.log)
+
+
+def _texts(marks: Sequence[float]) -> list[str]:
+    """The marks of an axis as short texts that differ."""
+    for digits in range(3, 18):
+        texts = [_short(mark, digits) for mark in marks]
+        if len(set(texts)) == len(set(marks)):
+            break
+    return texts
+
+
+def _short(number: float, digits: int) -> str:
+    text = f"{number:.{digits}g}"
+    return f"{number:.0f}" if "e+" in text and abs(number) < 1e6 else text
 
 
 def _plain(text: str) -> str:

@@ -112,10 +112,10 @@ def policies_of(args: Namespace, command: str) -> Sequence[Policy]:
     if args.keep_every_steps is not None:
         policies.append(KeepEverySteps(args.keep_every_steps))
     for metric, *numbers in args.keep_best:
-        if len(numbers) > 1 or not all(n.isdecimal() for n in numbers):
+        if len(numbers) > 1 or not all(n.isdecimal() and len(n) < 20 for n in numbers):
             given = " ".join([metric, *numbers])
             raise UsageError(
-                f"--keep-best takes METRIC or METRIC:max and a count, not {given!r}",
+                f"--keep-best takes METRIC or METRIC:max and a count, not {given!r:.80}",
                 command,
             )
         name, maximize = parse_best(metric)
@@ -162,7 +162,8 @@ def gc(call: Call) -> Answer:
     if not args.dry_run:
         names = [field.name for field in fields(report) if field.name not in ("plan", "dry_run")]
         document["done"] = fields_of(report, *names) | {"stopped": report.stopped or None}
-    damaged = report.plan.missing or report.plan.unreadable or report.damaged
+    plan = report.plan
+    damaged = plan.missing or plan.unreadable or report.damaged or report.not_compacted
     code = Exit.DAMAGED if damaged else Exit.OK
     return Answer(document, [report], report.problems, code)
 

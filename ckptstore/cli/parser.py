@@ -160,17 +160,17 @@ def parse_moment(text: str, now_ns: int, *, end: bool = False) -> int:
 
     A date alone is its first moment, or its last with `end`. Raises `InvalidInput`.
     """
-    if span := _SPAN.fullmatch(text.strip()):
-        return now_ns - int(span[1]) * _SPAN_S[span[2]] * SECOND_NS
     try:
+        if span := _SPAN.fullmatch(text.strip()):
+            return now_ns - int(span[1]) * _SPAN_S[span[2]] * SECOND_NS
         moment = datetime.fromisoformat(text.strip()).astimezone()
         if end and _DATE.fullmatch(text.strip()):
             moment += timedelta(days=1, microseconds=-1)
         return (moment - _EPOCH) // timedelta(microseconds=1) * 1_000
     except (ValueError, OverflowError, OSError) as error:
         raise InvalidInput(
-            f"{text!r} is not a time: wanted a span such as 90min, 2h, 3d, 1w, or a date or time "
-            "such as 2026-11-20T18:30"
+            f"{text!r:.80} is not a time: wanted a span such as 90min, 2h, 3d, 1w, or a date or "
+            "time such as 2026-11-20T18:30"
         ) from error
 
 

@@ -53,6 +53,9 @@ def _metrics(call: Call, store: StoreHandle) -> Chart:
 
 
 def _size(call: Call, store: StoreHandle) -> Chart:
+    if words := call.args.words:
+        given = " ".join(map(repr, words))
+        raise UsageError(f"plot size takes no further words, not {given}", "ckptstore plot")
     commits = _commits(call, store)
     columns = {
         "logical": list(accumulate(info.logical_bytes for info in commits)),

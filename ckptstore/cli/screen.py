@@ -30,6 +30,7 @@ _COLUMNS = {
         *(Column(name, fit="wrap") for name in ("what", "types", "placed as", "seen")),
         Column("leaves", "count", spare=True),
         Column("path", fit="wrap", least=24),
+        Column("run", fit="wrap", least=16),
         Column("shape", spare=True),
         *(Column(name, fit="cut") for name in ("message", "value")),
         *(Column(name, "time") for name in ("time", "forgotten")),

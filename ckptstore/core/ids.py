@@ -169,7 +169,7 @@ def _check_label(pattern: re.Pattern[str], name: object, noun: str) -> str:
         or name.endswith("/")
     ):
         raise InvalidInput(
-            f"{name!r:.80} cannot be a {noun}: wanted 1 to 200 letters, digits and _ . + - /, "
+            f"{name!r:.80} cannot be a {noun}: wanted 1 to 200 of A-Z a-z 0-9 _ . + - /, "
             f"beginning with a letter, a digit or _, without '..', '//' or a '/' at the end"
         )
     if noun == "tag" and (name == "latest" or name.isdecimal()):

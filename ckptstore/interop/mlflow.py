@@ -5,9 +5,13 @@ an adopted commit, and what was logged last is listed. `ckptstore://STORE@REF` i
 read-only.
 """
 
+import logging
 import posixpath
 import shutil
 import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 import mlflow
 from mlflow.entities import FileInfo
@@ -15,7 +19,7 @@ from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
 from ckptstore.adopt.commit_files import CommitFiles, Found
 from ckptstore.core.ids import CommitId, check_run
-from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.interop.fsspec import (
     CheckpointFileSystem,
     MissingFile,
@@ -41,6 +45,13 @@ PATH = "mlflow.artifact_path"
 """The link that says where in MLflow's artifacts the files of a commit are."""
 
 TAG = "ckptstore.{name}"
+
+T = TypeVar("T")
+
+Mounted: TypeAlias = tuple[str, CommitFiles] | Corrupt
+"""A commit's files with their place among the artifacts, or the damage that hides them."""
+
+logger = logging.getLogger("ckptstore")
 
 _COPY_BYTES = 16 << 20
 _ROOT = "."
@@ -82,10 +93,18 @@ class CkptStoreArtifactRepository(ArtifactRepository):  # type: ignore[misc]  # 
             store.adopt(local_dir, message=f"logged by MLflow: {path}", links=links)
 
     def list_artifacts(self, path: str | None = None) -> list[FileInfo]:
-        """What is directly below `path`; nothing for a file."""
+        """What is directly below `path`; nothing for a file. What a damaged commit of a run has is
+        not listed, with a warning."""
         listed: dict[str, Found] = {}
-        for mount, files in self._mounts():
-            for name, found in _below(mount, files, _joined(self._place.name, path)).items():
+        for mounted in self._mounts():
+            try:
+                below = _below(*_sound(mounted), _joined(self._place.name, path))
+            except Corrupt as error:
+                if self._place.ref:
+                    raise
+                logger.warning("artifacts are not listed: %s", error)
+                continue
+            for name, found in below.items():
                 listed.setdefault(name, found)
         return [
             FileInfo(_joined(path, name), found.is_folder, None if found.is_folder else found.size)
@@ -94,7 +113,9 @@ class CkptStoreArtifactRepository(ArtifactRepository):  # type: ignore[misc]  # 
 
     def _download_file(self, remote_file_path: str, local_path: str) -> None:
         wanted = _joined(self._place.name, remote_file_path)
-        for mount, files in self._mounts():
+        for mounted in self._mounts():
+            # An older commit may have an older file of that name: no way past a damaged one.
+            mount, files = _sound(mounted)
             name = _within(mount, wanted)
             found = None if name is None else _found(files, name)
             if name is not None and found is not None and not found.is_folder:
@@ -122,23 +143,44 @@ class CkptStoreArtifactRepository(ArtifactRepository):  # type: ignore[misc]  # 
         except InvalidInput:
             return RUN
 
-    def _mounts(self) -> list[tuple[str, CommitFiles]]:
-        """The commits with artifacts, newest first, each with the place of its files."""
+    def _mounts(self) -> list[Mounted]:
+        """The commits with artifacts, newest first."""
         if self._place.ref:
             root = Place(self._place.store, self._place.ref, "")
             return [(_ROOT, CheckpointFileSystem().files_of(root))]
         try:
             with open_store(self._place.store, run=self._run(), create=False) as store:
-                found = store.log(run=self._run())
-                mounts = [(info.id, _mount(store, info.id)) for info in found]
+                found = [
+                    (info.id, _try(info.id, partial(_mount, store, info.id)))
+                    for info in store.log(run=self._run())
+                ]
         except NotFound:
             return []
         fs = CheckpointFileSystem()
+
+        def mounted(commit: CommitId, mount: str) -> tuple[str, CommitFiles]:
+            return mount, fs.files_of(Place(self._place.store, commit, ""))
+
         return [
-            (mount, fs.files_of(Place(self._place.store, commit, "")))
-            for commit, mount in mounts
+            mount if isinstance(mount, Corrupt) else _try(commit, partial(mounted, commit, mount))
+            for commit, mount in found
             if mount is not None
         ]
+
+
+def _try(commit: CommitId, read: Callable[[], T]) -> T | Corrupt:
+    """What `read` returns, or the damage that it found in `commit`."""
+    try:
+        return read()
+    except Corrupt as error:
+        return Corrupt(f"commit {commit[:12]}: {error}")
+
+
+def _sound(mounted: Mounted) -> tuple[str, CommitFiles]:
+    """Raises `Corrupt` if the commit is damaged."""
+    if isinstance(mounted, Corrupt):
+        raise mounted
+    return mounted
 
 
 def log_commit(snapshot: Snapshot, name: str = "checkpoint", *, run_id: str | None = None) -> str:

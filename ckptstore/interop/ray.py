@@ -209,7 +209,9 @@ class _Uploads:
         """Note that the directory `name` stands for `commit`."""
         self._commits[name] = commit
         try:
-            _write(self._files, self._path, json.dumps(self._commits).encode())
+            # Under another name first: a kill amid the write would lose the older commits.
+            _write(self._files, f"{self._path}.new", json.dumps(self._commits).encode())
+            self._files.move(f"{self._path}.new", self._path)
         except OSError as error:
             logger.warning("commit %s stays when Ray deletes its directory: %s", commit, error)
 

@@ -59,7 +59,7 @@ class Forecast:
         """One row per run."""
         count = ("keep", "thin", "forget")
         columns = (
-            Column("run"),
+            Column("run", fit="wrap", least=16),
             *(Column(name, "count") for name in count),
             Column("needs", "bytes"),
             Column("would free", "bytes"),

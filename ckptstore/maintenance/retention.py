@@ -252,7 +252,7 @@ class ForgetPlan:
             Column("", style=BOLD),
             Column("commit", "id"),
             Column("step", "step"),
-            Column("run", spare=True),
+            Column("run", fit="wrap", spare=True, least=16),
             Column("time", "time", spare=True),
             Column("because", fit="wrap", least=16),
         )

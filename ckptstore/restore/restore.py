@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptstore.core.ids import CommitId
@@ -20,7 +21,7 @@ from ckptstore.state.flatten import check_app_state
 from ckptstore.state.inflate import convertible, inflate
 from ckptstore.state.leaf_sources import segment
 from ckptstore.state.match_target import Matching
-from ckptstore.state.optimizers import ParameterNames
+from ckptstore.state.optimizers import ParameterNames, new_names
 from ckptstore.state.renaming import Renamer, narrow, rename_tree
 from ckptstore.state.restore import bind
 from ckptstore.state.shared_memory import Place, overlapping, overwritten
@@ -45,6 +46,11 @@ class View:
 
     tree: Tree
     schema: Schema
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether no leaf was renamed."""
+        return self.schema.paths == self.tree.schema.paths
 
 
 def whole(trees: Mapping[str, Tree]) -> dict[str, View]:
@@ -204,15 +210,19 @@ class RestoreOperation:
             strict=options.strict,
             allow_pickle=options.allow_pickle,
             partial=options.select is not None,
-            in_order=options.rename is not None,
             dtype=None if options.dtype is None else checked_dtype(options.dtype),
         )
+        names = None
+        if options.rename is not None:
+            moved = (zip(v.tree.schema.paths, v.schema.paths, strict=True) for v in views.values())
+            names = new_names(chain.from_iterable(moved))
         self._bindings = bindings = {
             key: bind(
                 app_state[key],
                 key,
                 view.schema,
-                matching,
+                # Where the caller renames an optimizer's own leaves, names are new already.
+                replace(matching, renames=names and (names if view.is_in_place else {})),
                 content_of=view.tree.content_key,
                 check=view.tree.check,
                 streams=view.tree.streams,

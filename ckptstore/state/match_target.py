@@ -71,17 +71,18 @@ class Matching:
     With `strict`, a plain container becomes what was committed; without it, entries that only the
     target has stay. With `partial`, skeletons have some leaves only: the target is to keep
     everything else, and lacks nothing. With `dtype`, floating leaves are converted where the target
-    has a tensor of that dtype. By `names` an optimizer's parameters are found; with `in_order`,
-    those called otherwise are matched in their order. `claims` maps addresses to their claims, so
-    that tensors which are tied across keys get one content, or are mismatched. `places` are those
-    of all leaves that get memory of the target, ties once: others may overlap (`shared_memory`).
+    has a tensor of that dtype. By `names` an optimizer's parameters are found, under the new ones
+    that `renames` has of the commit's; with `renames`, the rest is matched in order. `claims` maps
+    addresses to their claims, so that tensors which are tied across keys get one content, or are
+    mismatched. `places` are those of all leaves that get memory of the target, ties once: others
+    may overlap (`shared_memory`).
     """
 
     names: ParameterNames
     strict: bool = True
     allow_pickle: bool = False
     partial: bool = False
-    in_order: bool = False
+    renames: Mapping[str, str] | None = None
     dtype: torch.dtype | None = None
     claims: dict[int, Claim] = field(default_factory=dict)
     places: list[Place] = field(default_factory=list)

@@ -9,7 +9,7 @@ its numbers (docs/decisions/021-…), and is restored by position, as torch does
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer
 from ckptstore.core.model import Node, leaves_of
 from ckptstore.state import containers, values
 from ckptstore.state.containers import Named, Names
+from ckptstore.state.leaf_sources import unescape
 from ckptstore.state.stateful import (
     found_in,
     load_optimizer,
@@ -235,13 +236,28 @@ def unnamed(skeleton: Node | int) -> Node | int:
     return form.replaced(replace(form.state, type="dict", keys=keys), counts)
 
 
+def new_names(paths: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The new names of parameters, from the old and new paths of leaves: as in one module, and as
+    in one of several. A name that would get two is left out."""
+    found: dict[str, set[str]] = {}
+    for old, new in paths:
+        before, after = (list(map(unescape, path.split("/"))) for path in (old, new))
+        for skip in (1, 0):
+            found.setdefault(".".join(before[skip:]), set()).add(".".join(after[skip:]))
+    return {name: news.pop() for name, news in found.items() if len(news) == 1}
+
+
 def fit(
-    skeleton: Node | int, optimizer: Optimizer, names: ParameterNames, *, in_order: bool = False
+    skeleton: Node | int,
+    optimizer: Optimizer,
+    names: ParameterNames,
+    renames: Mapping[str, str] | None = None,
 ) -> Fitted:
     """A state, committed by name or by number, for `optimizer`; one of another form as it is.
 
-    Parameters are found by name. With `in_order`, or if none is found so, those without a
-    counterpart are matched in their order, if there are as many on both sides, as torch does.
+    Parameters are found by name, by that of `renames` if it has one. With `renames`, or if none is
+    found so, those without a counterpart are matched in their order, if there are as many on both
+    sides, as torch does.
     """
     form, sharded = _form(skeleton), names.sharded(optimizer)
     if form is None or not form.is_named or form.is_flat():
@@ -263,7 +279,7 @@ def fit(
         if not form.is_named:
             return Fitted(receiver, state, skeleton, _models(form.state, models))
         counts = [len(group["params"]) for group in optimizer.param_groups]
-        keys, missing = _numbers(committed, names.of(optimizer), len(models), in_order=in_order)
+        keys, missing = _numbers(committed, names.of(optimizer), len(models), renames)
 
     def is_foreign(key: Any) -> bool:
         """What is no parameter's at all, as some optimizers have it, is not foreign."""
@@ -281,21 +297,23 @@ def _numbers(
     committed: Sequence[str],
     names: Sequence[Sequence[str]] | None,
     count: int,
-    *,
-    in_order: bool,
+    renames: Mapping[str, str] | None,
 ) -> tuple[dict[str, int], tuple[str, ...]]:
     """The number of each name in a target of `count` parameters with `names`, if these are known,
-    and what the commit does not have.
+    and what the commit does not have. Names in `renames` are found under their new ones.
 
     `committed` are the names in their order; there are none where only a part of the state is
     selected.
     """
     target = list(chain.from_iterable(names or ()))
-    numbers = {name: number for number, name in enumerate(target)}
-    left = [name for name in committed if name not in numbers]
-    taken = {numbers[name] for name in committed if name in numbers}
+    own = {name: number for number, name in enumerate(target)}
+    new = {name: (renames or {}).get(name, name) for name in committed}
+    found = {name: own[new[name]] for name in committed if new[name] in own}
+    numbers = own | found
+    left = [name for name in committed if name not in found]
+    taken = set(found.values())
     free = [n for n in range(count) if n not in taken]
-    if len(left) == len(free) and (in_order or not taken):
+    if len(left) == len(free) and (renames is not None or not taken):
         numbers.update(zip(left, free, strict=True))
         free = []
     return numbers, tuple(target[n] if target else str(n) for n in free) if committed else ()

@@ -170,7 +170,7 @@ class Binding(Inflater):
         """Match an optimizer's state; returns `node` as the optimizer takes it, without parameters
         it lacks."""
         matching = self._matching
-        fitted = fit(node, optimizer, matching.names, in_order=matching.in_order)
+        fitted = fit(node, optimizer, matching.names, matching.renames)
         for name, child in fitted.unexpected:
             self._leave_out(child, f"{path}/state/{segment(name)}")
         if not matching.partial:

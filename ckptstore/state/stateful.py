@@ -327,7 +327,7 @@ def register_value(
     """
     if not _NAME.fullmatch(name):
         raise InvalidInput(
-            f"{name!r} cannot name a codec: wanted letters, digits and _ . : -, beginning with a "
+            f"{name!r} cannot name a codec: wanted A-Z a-z 0-9 and _ . : -, beginning with a "
             "letter or _"
         )
     if cls in STORED_AS_THEY_ARE:

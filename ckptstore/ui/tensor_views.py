@@ -4,6 +4,7 @@ apart. They read tensors a slice at a time, as jobs with progress, and torch is 
 
 import glob
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,8 @@ MEASURED = 2_000
 """Tensors whose distance is measured; the first in the order of the state."""
 MOVES, MOVES_AT_ONCE = 500, 20
 """Commits of a tensor's history, and those that are read between two looks at who asks."""
+SMALLER = 2.0**-64
+"""Sums are of numbers times this, which is exact: they would overflow with the largest floats."""
 _PACKED = "float4"
 
 Numbers = npt.NDArray[np.float64]
@@ -73,7 +76,7 @@ def regions(shape: Shape, elements: int = SLICE_ELEMENTS) -> Iterator[tuple[int,
 @dataclass
 class Histogram:
     """Counts of numbers whose range is not known before: bins of one width, of which two become
-    one whenever a number lies outside."""
+    one whenever a number lies outside. Its `low` and `width` are those of numbers `SMALLER`."""
 
     low: float = 0.0
     width: float = 0.0
@@ -83,6 +86,7 @@ class Histogram:
         """Count finite numbers."""
         if not numbers.size:
             return
+        numbers = numbers * SMALLER
         least, most = float(numbers.min()), float(numbers.max())
         if not self.width:
             scale = max(most - least, abs(most) * 1e-6, 1e-300)
@@ -108,8 +112,9 @@ class Histogram:
         first, last = int(filled[0]), int(filled[-1]) + 1
         step = -(-(last - first) // BINS)
         counts = np.add.reduceat(self.counts[first:last], np.arange(0, last - first, step))
-        low = min(self.low + first * self.width, least)  # rounding may put the edge behind it
-        return {"low": low, "width": step * self.width, "counts": counts.tolist()}
+        low = max((self.low + first * self.width) / SMALLER, -sys.float_info.max)
+        low = min(low, least)  # rounding may put the edge behind it
+        return {"low": low, "width": step * self.width / SMALLER, "counts": counts.tolist()}
 
 
 def numpy_dtype(dtype: str) -> "np.dtype[Any] | None":
@@ -137,14 +142,15 @@ class HeatMap:
         row, column = np.divmod(place, self.columns)
         cell = row * self.height // self.rows * self.width + column * self.width // self.columns
         finite, size = np.isfinite(numbers), len(self._sums)
-        self._sums += np.bincount(cell, np.where(finite, numbers, 0.0), size)
+        self._sums += np.bincount(cell, np.where(finite, numbers, 0.0) * SMALLER, size)
         self._counts += np.bincount(cell[finite], minlength=size)
         self._bad += np.bincount(cell[~finite], minlength=size)
 
     def cells(self) -> Json:
         """Means by row, None where a block has a NaN or an infinity."""
         means = (self._sums / np.maximum(self._counts, 1)).tolist()
-        return [None if bad else mean for mean, bad in zip(means, self._bad.tolist(), strict=True)]
+        bad = self._bad.tolist()
+        return [None if b else mean / SMALLER for mean, b in zip(means, bad, strict=True)]
 
 
 def leaf(store: OpenStore, id_: str, number: str) -> Json:
@@ -182,7 +188,7 @@ def tensor(store: OpenStore, id_: str, number: str, job: Job) -> Json:
     shape, path = tree.schema.shapes[i], tree.schema.paths[i]
     snapshot = _snapshot(store, info)
     histogram, heat = Histogram(), HeatMap(shape)
-    sums = {"zeros": 0, "nan": 0, "inf": 0, "finite": 0, "sum": 0.0, "squares": 0.0}
+    sums = {"zeros": 0, "nan": 0, "inf": 0, "finite": 0, "sum": 0.0, "norm": 0.0}
     least, most, total = math.inf, -math.inf, math.prod(shape)
     for start, region in regions(shape):
         job.progress("reading", start, total)
@@ -192,22 +198,23 @@ def tensor(store: OpenStore, id_: str, number: str, job: Job) -> Json:
         sums["nan"] += int(np.isnan(numbers).sum())
         sums["inf"] += int(np.isinf(numbers).sum())
         sums["finite"] += finite.size
-        sums["sum"] += float(finite.sum())
-        sums["squares"] += float(np.square(finite).sum())
+        sums["sum"] += float((finite * SMALLER).sum())
         if finite.size:
             least, most = min(least, float(finite.min())), max(most, float(finite.max()))
+            sums["norm"] = math.hypot(sums["norm"], _norm(finite * SMALLER))
         histogram.add(finite)
         heat.add(start, numbers)
-    mean = sums["sum"] / max(sums["finite"], 1)
-    variance = max(sums["squares"] / max(sums["finite"], 1) - mean * mean, 0.0)
+    count = max(sums["finite"], 1)
+    mean, root = sums["sum"] / count / SMALLER, sums["norm"] / math.sqrt(count) / SMALLER
+    std = root * math.sqrt(max(1 - (mean / root) ** 2, 0.0)) if root else 0.0
     seen = sums["finite"] > 0
     return {
         "elements": total,
         "nbytes": total * width_of(tree.schema.dtypes[i]),
         **{name: sums[name] for name in ("zeros", "nan", "inf")},
-        "norm": math.sqrt(sums["squares"]),
+        "norm": sums["norm"] / SMALLER,
         "mean": mean if seen else None,
-        "std": math.sqrt(variance) if seen else None,
+        "std": std if seen else None,
         "min": least if seen else None,
         "max": most if seen else None,
         "histogram": histogram.bins(least, most) if seen else None,
@@ -218,6 +225,12 @@ def tensor(store: OpenStore, id_: str, number: str, job: Job) -> Json:
             "of": [heat.rows, heat.columns],
         },
     }
+
+
+def _norm(numbers: Numbers) -> float:
+    """The norm of some numbers, whose squares may be too large for a float."""
+    largest = float(np.abs(numbers).max())
+    return largest * math.sqrt(float(np.square(numbers / largest).sum())) if largest else 0.0
 
 
 def _snapshot(store: OpenStore, info: CommitInfo) -> "Snapshot":

@@ -42,6 +42,7 @@ USAGE = [
     ("show a@b@c", "'a@b@c' is no ref: wanted a step"),
     ("show best:", "names no metric"),
     ("tag a..b 100", "'a..b' cannot be a tag"),
+    ("tag größe 100", "'größe' cannot be a tag: wanted 1 to 200 of A-Z a-z 0-9 _ . + - /"),
     ("tag best -d prod", "-d removes tags and takes no other arguments"),
     ("init /dev/null/x --codec zst", "no --codec 'zst' (did you mean zstd?)"),
     ("init /dev/null/x --chunk-size 3MiB", "wanted a power of two"),

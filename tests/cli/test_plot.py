@@ -1,5 +1,6 @@
 """Charts of a store: in files, on a terminal, and as numbers."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,44 @@ def test_a_terminal_shows_the_chart(place: Path) -> None:
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(
+    ("numbers", "texts"),
+    [
+        ((1e30, 3e30), ("1e+30", "3e+30")),
+        ((1e300, 1e299), ("1e+299", "1e+300")),
+        ((1e-300, 1e30), ("1e-300", "1e+30")),
+        ((5e-324, 1.7e308), ("4.94e-324", "1.7e+308")),
+        ((sys.float_info.max,) * 2, ("1.8e+308",)),
+        ((-1.7e308, 1.7e308), ("-1.7e+308", "0", "1.7e+308")),
+        ((1_000, 20_000), ("1000", "20000")),
+        ((100.001, 100.002), ("100.001", "100.002")),
+        ((0, 0), ("0",)),
+    ],
+)
+def test_numbers_of_any_size_leave_the_terminal_to_the_chart(
+    numbers: tuple[float, ...], texts: tuple[str, ...], log: bool
+) -> None:
+    if log and min(numbers) <= 0:
+        return
+    series = Series("loss", tuple(range(len(numbers))), numbers)
+    lines = text_of(Chart("metrics", "step", "", [series], log=log), 60).splitlines()
+    marks = [line.partition("┤")[0].strip() for line in lines if "┤" in line]
+    assert set(texts) <= set(marks) and len(set(marks)) == len(marks)
+    assert max(map(len, marks)) < 12
+    assert any("▀" in line or "▄" in line for line in lines)
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_the_shorter_bar_is_that_of_the_smaller_number(log: bool) -> None:
+    bars = [("large", 3e300), ("small", 1e30), ("least", 1e-9)]
+    chart = text_of(Chart("changes", "change", "", bars=bars, log=log), 60)
+    lengths = [line.count("█") for line in chart.splitlines() if "█" in line]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > 40
+    assert not log or lengths[1] not in (lengths[0], lengths[2])
+
+
 def test_names_of_a_hostile_store_are_text(place: Path, tmp_path: Path) -> None:
     path = tmp_path / "odd.svg"
     assert call("plot", "metrics", "-o", str(path), "-s", str(place)).code == 0
@@ -73,6 +112,7 @@ def test_names_of_a_hostile_store_are_text(place: Path, tmp_path: Path) -> None:
     [
         ("size", "-o FILE is missing: standard output is no terminal"),
         ("size -o chart.txt", "wanted a name that ends in .svg, .png, .pdf"),
+        ("size loss right -o chart.svg", "plot size takes no further words, not 'loss' 'right'"),
         ("diff right@10 -o chart.svg", "takes two commits"),
         ("metrics nothing -o chart.svg", "there is nothing to plot"),
         ("diff right@110 right@120 -o chart.svg", "no tensor differs"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import ckptstore
 from tests.cli.running import run, run_on_terminal
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
@@ -18,6 +19,25 @@ def test_tables_fit_the_terminal(made_store: Path, words: str, columns: int) -> 
     assert result.code == 0
     bare = ESCAPE.sub("", result.out.replace("\r\x1b[K", "\n"))
     assert max(map(len, bare.splitlines())) <= columns
+
+
+@pytest.mark.parametrize(
+    "words", ["log", "tag", "stats", "stats --what-if --keep-last 1", "forget -n --keep-last 1"]
+)
+def test_a_long_name_of_a_run_is_shown_whole_on_a_narrow_terminal(
+    words: str, tmp_path: Path
+) -> None:
+    run_name = "experiments/2026-11-20/learning-rate-sweep/lr-3e-4-warmup-2000"
+    for name in ("main", run_name):
+        with ckptstore.open(tmp_path / "s", run=name) as store:
+            store.commit({"x": 1}, step=1_000, tag=f"{name[:4]}-best", metrics={"loss": 1 / 3})
+    result = run_on_terminal(*words.split(), "-s", str(tmp_path / "s"), columns=80)
+    assert result.code == 0
+    lines = ESCAPE.sub("", result.out.replace("\r\x1b[K", "\n")).splitlines()
+    table = lines[next(i for i, line in enumerate(lines) if "  run  " in f"  {line}") :]
+    assert max(map(len, table)) <= 80
+    parts = ("experiments/", "2026-11-20/", "learning-", "sweep/", "lr-3e-4-", "2000")
+    assert all(any(part in line for line in table) for part in parts)
 
 
 @pytest.mark.parametrize(

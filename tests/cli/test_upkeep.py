@@ -87,6 +87,7 @@ def test_a_policy_that_keeps_fewer_than_it_says_is_said_on_standard_error(place:
         (["forget", "--keep-last", "0"], Exit.USAGE, "at least 1"),
         (["forget", "--keep-last", "2", "1"], Exit.USAGE, "one or the other"),
         (["forget", "--keep-best", "loss", "many"], Exit.USAGE, "a count"),
+        (["forget", "--keep-best", "loss", "9" * 5_000], Exit.USAGE, "a count"),
         (["forget", "--keep-within", "2026-01-01"], Exit.USAGE, "a span"),
         (["forget", "--keep-best", "val_los", "3"], Exit.USAGE, "no commit has the metric"),
         (["forget", "7"], Exit.FAILED, "newest"),

@@ -12,6 +12,7 @@ import torch
 
 from ckptstore.errors import InvalidInput
 from ckptstore.log.entries import Settings
+from ckptstore.maintenance.compact import remember
 from ckptstore.maintenance.compact.plan import (
     SETTING,
     CompactPolicy,
@@ -24,7 +25,7 @@ from ckptstore.restore.reader import RECENT
 from ckptstore.store import Store
 from tests.cli.running import call
 from tests.maintenance.collecting import at, opened
-from tests.maintenance.stores import heal
+from tests.maintenance.stores import files, flip, heal
 from tests.shared.sites import Site
 from tests.support.fixtures import scratch
 
@@ -147,6 +148,18 @@ def test_the_command_says_what_compaction_would_free_by_run(store: Store, place:
     for name in ("stored_bytes", "coded_bytes"):
         total = sum(run[name] for run in found.values())
         assert total == pytest.approx(getattr(report, name), rel=0.1)
+
+
+def test_a_gc_says_what_its_compaction_cannot_read(store: Store, place: Path) -> None:
+    with opened(place) as handle:
+        remember(handle, POLICY)
+    for pack in files(place, "packs"):
+        if pack.stat().st_size > 200_000:
+            flip(pack, 100_000)
+    result = call("gc", "-s", str(place), "--json")
+    assert result.code == 3
+    assert "being compacted" in result.err
+    assert "being compacted" in result.document["done"]["not_compacted"][0]
 
 
 @pytest.mark.parametrize("gone", [[0, 1, 3], [2], [0, 1, 2, 3, 5, 6]])

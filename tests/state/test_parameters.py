@@ -139,6 +139,32 @@ def test_names_that_the_target_does_not_know_at_all_are_taken_in_order(
     assert_same(renamed.state_dict(), optimizer.state_dict())
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_state_follows_parameters_that_are_renamed_in_another_order(
+    store: ckptstore.Store, several: bool
+) -> None:
+    """Both layers have one shape, so nothing but names tells their moments apart."""
+    layers = {name: nn.Linear(3, 3) for name in ("a", "b", "c", "d")}
+    model = nn.ModuleDict({name: layers[name] for name in ("a", "b")})
+    more = nn.ModuleDict({name: layers[name] for name in ("c", "d")})
+    optimizer = step(AdamW([*model.parameters(), *more.parameters()][: 8 if several else 4]))
+    snapshot = store.commit({"m": model, "more": more, "optimizer": optimizer})
+    wanted = {name: optimizer.state[layers[name].weight]["exp_avg"].clone() for name in ("a", "b")}
+
+    other = nn.ModuleDict({name: nn.Linear(3, 3) for name in ("b", "a")})
+    rest = nn.ModuleDict({name: nn.Linear(3, 3) for name in ("d", "c")})
+    fresh = AdamW([*other.parameters(), *rest.parameters()][: 8 if several else 4])
+    snapshot.restore(
+        {"m": other, "more": rest, "optimizer": fresh}, rename={"m/a.": "m/b.", "m/b.": "m/a."}
+    )
+    assert torch.equal(other["b"].weight, model["a"].weight)
+    for name, new in (("a", "b"), ("b", "a")):
+        assert torch.equal(fresh.state[other[new].weight]["exp_avg"], wanted[name])
+    if several:
+        c = optimizer.state[more["c"].weight]["exp_avg"]
+        assert torch.equal(fresh.state[rest["c"].weight]["exp_avg"], c)
+
+
 def test_a_parameter_that_one_side_lacks_is_said_and_left_out_when_lenient(
     store: ckptstore.Store,
 ) -> None:

@@ -1,13 +1,16 @@
 """Ray Train's workers keep their checkpoints in a store, and read them in other workers."""
 
+import json
 import logging
 import os
+import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -28,8 +31,9 @@ from ray.train.torch import TorchTrainer
 from ray.train.v2.api.report_config import CheckpointUploadMode
 
 import ckptstore
+from ckptstore.core.ids import CommitId
+from ckptstore.interop.ray import _Uploads, upload
 from ckptstore.interop.ray import open as open_checkpoint
-from ckptstore.interop.ray import upload
 from ckptstore.objects.pointer_files import Pointer, encode_pointer
 from tests.support.guard import sitecustomize as guard
 
@@ -149,6 +153,24 @@ def test_what_ray_deleted_is_forgotten_by_the_next_upload(
             held = store.log(run=run)
             assert kept <= {info.message for info in held}
             assert [info.step for info in held] == [EPOCHS - 1, EPOCHS - 2, EPOCHS - 3]
+
+
+def test_a_list_of_uploads_that_is_written_in_part_keeps_the_older_ones(tmp_path: Path) -> None:
+    """The file size limit ends the write where a kill or a full disk would."""
+    files = pyarrow.fs.LocalFileSystem()
+    experiment = SimpleNamespace(storage_filesystem=files, experiment_fs_path=str(tmp_path))
+    for number in range(3):
+        _Uploads(experiment, 0).add(f"checkpoint-{number}", CommitId("a" * 64))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        _Uploads(experiment, 0).add("checkpoint-3", CommitId("b" * 64))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    _Uploads(experiment, 0).add("checkpoint-4", CommitId("c" * 64))
+    listed = json.loads((tmp_path / ".ckptstore-rank-0").read_text())
+    assert [*listed] == [f"checkpoint-{number}" for number in (0, 1, 2, 4)]
+    assert [path.name for path in tmp_path.iterdir()] == [".ckptstore-rank-0"]
 
 
 def test_an_experiment_at_the_path_of_another_forgets_nothing_of_it(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptstore.errors import InvalidInput, NotFound, ReadOnly
+from ckptstore.errors import Corrupt, InvalidInput, NotFound, ReadOnly
 from ckptstore.interop import trackers
 from ckptstore.interop.fsspec import url_of
 from ckptstore.store import Store
@@ -201,6 +201,30 @@ def test_what_was_logged_last_is_listed_and_stored_once(
     assert got == '{"a": 22}'
     new, old = trackers.commits_of(store, f"runs:/{run.info.run_id}")
     assert old.new_bytes > 160_000 > 20_000 > new.new_bytes
+
+
+@pytest.mark.oldest
+def test_a_damaged_commit_hides_its_own_artifacts_and_gives_no_older_file_for_a_newer_one(
+    store: Store, mlflow: Any, out: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    experiment = mlflow.create_experiment("e", artifact_location=f"ckptstore://{store.url}@")
+    with mlflow.start_run(experiment_id=experiment) as run:
+        mlflow.log_artifacts(str(out), "best")
+        mlflow.log_artifacts(str(out), "damaged")
+        mlflow.log_text("hello", "notes/a.txt")
+    damaged = store.log(run=run.info.run_id)[1]
+    (document,) = (tmp_path / "store" / "commits").rglob(f"*{damaged.session}*")
+    document.write_bytes(b"damaged")
+    sys.modules["ckptstore.interop.mlflow"]._mounts.clear()  # as in another process
+    listed = mlflow.MlflowClient().list_artifacts(run.info.run_id)
+    assert [found.path for found in listed] == ["best", "notes"]
+    assert f"artifacts are not listed: commit {damaged.id[:12]}: " in caplog.text
+    assert mlflow.artifacts.load_text(f"runs:/{run.info.run_id}/notes/a.txt") == "hello"
+    repository = get_artifact_repository(run.info.artifact_uri)
+    with pytest.raises(Corrupt, match=f"commit {damaged.id[:12]}: .* run `ckptstore fsck`"):
+        repository._download_file("best/config.json", str(tmp_path / "config.json"))
 
 
 @pytest.mark.oldest

@@ -76,8 +76,7 @@ class GcOptions:
             )
         if self.max_repack_bytes is not None and self.max_repack_bytes < 0:
             raise InvalidInput(
-                f"max_repack_bytes is {self.max_repack_bytes}; wanted 0 or more, or None for no "
-                "limit"
+                f"max_repack_bytes is {self.max_repack_bytes}; wanted 0 or more, or None"
             )
         if not self.grace_s >= 0:
             raise InvalidInput(f"grace_s is {self.grace_s}; wanted a number of seconds, 0 or more")
@@ -89,7 +88,7 @@ class GcReport:
     deleted, `copied_bytes` of the packs it wrote.
 
     `damaged` are packs whose live chunks could not be copied; they stay as they are, for `fsck`.
-    `stopped` is the reason why it copied less than planned.
+    `stopped` says why it copied less than planned, `not_compacted` what could not be compacted.
     """
 
     plan: GcPlan
@@ -102,6 +101,7 @@ class GcReport:
     over: tuple[SessionId, ...] = ()
     damaged: tuple[PackId, ...] = ()
     stopped: str = ""
+    not_compacted: tuple[str, ...] = ()
     dry_run: bool = False
 
     def add(self, later: Iterable["GcReport"]) -> None:
@@ -136,7 +136,7 @@ class GcReport:
             for pack in self.damaged
         )
         stopped = [f"stopped copying: {self.stopped}"] if self.stopped else []
-        return (*self.plan.problems, *damaged, *stopped)
+        return (*self.plan.problems, *damaged, *self.not_compacted, *stopped)
 
 
 def collect(
@@ -211,8 +211,7 @@ def _recently_forgotten(state: State, options: GcOptions) -> tuple[CommitId, ...
 
 
 def _mark_again() -> Refused:
-    """Another gc condemned since the mark: each could rely on the duplicate that the other one
-    deletes."""
+    """Another gc condemned since the mark: each could rely on the duplicate the other deletes."""
     return Refused(Refusal(Code.FENCED, "another gc condemned packs since the mark; mark again"))
 
 

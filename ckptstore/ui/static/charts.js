@@ -70,12 +70,12 @@ export function disposeGone() {
   }
 }
 
-export function axis(type, extra = {}) {
+export function axis(type, { axisLabel, ...extra } = {}) {
   return {
     type,
     axisLine: { lineStyle: { color: css("--line") } },
     axisTick: { show: false },
-    axisLabel: { color: css("--quiet"), hideOverlap: true },
+    axisLabel: { color: css("--quiet"), hideOverlap: true, ...axisLabel },
     splitLine: { lineStyle: { color: css("--line"), opacity: 0.6 } },
     nameTextStyle: { color: css("--quiet") },
     ...extra,
@@ -97,7 +97,7 @@ export function byteAxis(most) {
   const rough = most / unit / 5 || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const interval = [1, 2, 5, 10].map((step) => step * power).find((step) => step >= rough) * unit;
-  return axis("value", { interval, axisLabel: { formatter: bytes, color: css("--quiet") } });
+  return axis("value", { interval, axisLabel: { formatter: bytes } });
 }
 
 export const zooms = (extra = {}) => [

@@ -227,24 +227,17 @@ function measure(context, found, note) {
     const shown = progressOf(context.signal);
     box.replaceChildren(shown.element);
     try {
-      note(
-        await job(
-          context.store,
-          `distances/${found.a.id}/${found.b.id}.json`,
-          shown.signal,
-          (progress, partial) => {
-            shown.tell(progress);
-            if (partial) note(partial);
-          },
-        ),
+      const rows = await job(
+        context.store,
+        `distances/${found.a.id}/${found.b.id}.json`,
+        shown.signal,
+        (progress, partial) => {
+          shown.tell(progress);
+          if (partial) note(partial);
+        },
       );
-      box.replaceChildren(
-        h(
-          "span",
-          { class: "quiet" },
-          "relative change: norm of the difference by norm of the tensor before",
-        ),
-      );
+      note(rows);
+      box.replaceChildren(h("span", { class: "quiet" }, measured(rows)));
     } catch (error) {
       box.replaceChildren(
         h("span", { class: "quiet" }, error.name === "AbortError" ? "Stopped. " : error.message),
@@ -259,17 +252,31 @@ function measure(context, found, note) {
   return box;
 }
 
+const hasBar = (far) => typeof far === "number" && far > 0;
+
+// What was measured, and for how much of it a logarithmic axis has no place.
+function measured(rows) {
+  if (!rows.length) return "No tensor of floats changed: nothing was measured.";
+  const without = rows.filter(([, far]) => !hasBar(far)).length;
+  return (
+    "relative change: norm of the difference by norm of the tensor before" +
+    (without
+      ? `; ${plural(without, "tensor")} without a bar: the change is 0, infinite or NaN`
+      : "")
+  );
+}
+
 function strip(found, relative) {
-  const measured = relative.size > 0;
+  const isMeasured = relative.size > 0;
   const colors = palette();
   const kinds = { changed: colors[0], added: colors[6], removed: colors[1] };
   const value = (i) => {
     const far = relative.get(found.path[i])?.[0];
-    if (measured) return typeof far === "number" && far > 0 ? far : null;
+    if (isMeasured) return hasBar(far) ? far : null;
     return found.bytes[i] ? found.changed[i] / found.bytes[i] : 1;
   };
   const least = Math.min(...found.path.map((_, i) => value(i) ?? Infinity));
-  const floor = 10 ** Math.floor(Math.log10(least));
+  const floor = least < Infinity ? 10 ** Math.floor(Math.log10(least)) : 1;
   return {
     grid: grid({ bottom: 34, top: 12 }),
     tooltip: {
@@ -290,7 +297,7 @@ function strip(found, relative) {
       axisLabel: { show: false },
       splitLine: { show: false },
     }),
-    yAxis: measured
+    yAxis: isMeasured
       ? axis("log", { min: floor, startValue: floor })
       : axis("value", {
           max: 1,

@@ -4,6 +4,7 @@ narrow, light and dark, by keyboard, live, read-only and not, exported, and with
 import functools
 import http.server
 import json
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,6 +158,41 @@ def test_relative_change_is_measured_on_demand(chromium: Browser, small_url: str
         tab.open(address_of(tab, "diff"))
         tab.page.get_by_role("button", name="Measure relative change").click()
         tab.page.get_by_text("norm of the difference").wait_for()
+
+
+def test_tensors_whose_change_has_no_bar_are_counted(chromium: Browser, tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "s") as store:
+        for step, number in enumerate((1.0, math.nan)):
+            tensors = {"w": torch.full((9,), number), "b": torch.full((3,), number)}
+            store.commit({**tensors, "n": torch.tensor(step)}, step=step)
+    with serving(tmp_path / "s") as url, tab_of(chromium, url) as tab:
+        tab.open(address_of(tab, "diff"))
+        tab.page.get_by_role("button", name="Measure relative change").click()
+        tab.page.get_by_text("2 tensors without a bar").wait_for()
+
+
+HAS_MARKS = """(quiet) => {
+  const [red, green, blue] = quiet.match(/\\w\\w/g).map((part) => parseInt(part, 16));
+  const canvas = document.querySelector("main canvas");
+  const { data } = canvas.getContext("2d").getImageData(0, 0, 40, canvas.height);
+  const near = (at, part) => Math.abs(data[at] - part) < 8;
+  let count = 0;
+  for (let at = 0; at < data.length; at += 4)
+    if (near(at, red) && near(at + 1, green) && near(at + 2, blue)) count += 1;
+  return count > 10;
+}"""
+"""Whether the labels on the left of a chart have a color."""
+
+
+def test_the_percentages_of_a_difference_are_as_bright_as_other_labels(
+    chromium: Browser, small_url: str
+) -> None:
+    with tab_of(chromium, small_url, dark=True) as tab:
+        tab.open(address_of(tab, "diff"))
+        tab.page.locator("main canvas").first.wait_for()
+        root = "getComputedStyle(document.documentElement)"
+        quiet = tab.page.evaluate(f"{root}.getPropertyValue('--quiet')")
+        tab.page.wait_for_function(HAS_MARKS, arg=quiet)
 
 
 def test_a_commit_appears_while_the_page_is_open_and_changes_are_made(
