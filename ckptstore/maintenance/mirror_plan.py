@@ -37,7 +37,8 @@ class CommitTransfer:
 
 @dataclass(frozen=True, slots=True)
 class TagMove:
-    """A tag that is to name `commit` in the target, where it names `previous` now, or nothing."""
+    """A tag that is to name `commit` in the target, where it names `previous` now, or nothing.
+    Where the target has more or fewer leaves of the tagged commit, `commit` is its own."""
 
     tag: str
     commit: CommitId
@@ -92,7 +93,10 @@ def plan_mirror(
     forgotten = tuple(
         commit for _, commit, _ in rows if commit in there and target.commits[there[commit]].soft
     )
-    moves = _tag_moves(source, target, set(wanted).difference(forgotten)) if tags else []
+    named = there | {commit: commit for commit, _ in missing}
+    for commit in forgotten:
+        del named[commit]
+    moves = _tag_moves(source, target, named) if tags else []
     rejected = tuple(move for move in moves if move.previous is not None and not force)
     allowed = [move for move in moves if move not in rejected]
     by_commit: dict[CommitId, list[str]] = {}
@@ -121,7 +125,7 @@ def counterparts(
     source: State, target: State, commits: Sequence[CommitId]
 ) -> dict[CommitId, CommitId]:
     """For each of `commits` the one that the target has in its place: itself, or what a thinning
-    made of it, or made it of."""
+    made of it, or made it of. One that is not forgotten there comes before one that is."""
     places = defaultdict(set)
     for commit in source.replaced:
         places[source.in_place_of(commit)].add(commit)
@@ -129,9 +133,12 @@ def counterparts(
     for commit in commits:
         last = source.in_place_of(commit)
         kin = {target.in_place_of(each) for each in (commit, last, *places.get(last, ()))}
-        there = sorted(kin & set(target.commits), key=lambda c: target.commits[c].soft > 0)
-        if commit in target.commits or there:
-            found[commit] = commit if commit in target.commits else there[0]
+        there = sorted(
+            {commit, *kin} & set(target.commits),
+            key=lambda c: (target.commits[c].soft > 0, c != commit),
+        )
+        if there:
+            found[commit] = there[0]
     return found
 
 
@@ -220,9 +227,10 @@ def other_end(
         handle.close()
 
 
-def _tag_moves(source: State, target: State, commits: Collection[CommitId]) -> list[TagMove]:
+def _tag_moves(source: State, target: State, named: Mapping[CommitId, CommitId]) -> list[TagMove]:
+    """The moves after which each tag of the source names what `named` has for its commit."""
     return [
-        TagMove(name, commit, target.tags.get(name))
+        TagMove(name, named[commit], target.tags.get(name))
         for name, commit in sorted(source.tags.items())
-        if commit in commits and target.tags.get(name) != commit
+        if commit in named and target.tags.get(name) != named[commit]
     ]

@@ -75,3 +75,20 @@ def test_a_store_thins_what_its_mirror_has(tmp_path: Path) -> None:
         assert [bool(info.thinned) for info in store.log()] == [False, False, True, True, True]
     with ckptstore.open(tmp_path / "b") as there:
         assert [info.thinned for info in there.log()] == [()] * 5
+
+
+def test_a_tag_of_a_thinned_commit_names_the_whole_one_that_the_mirror_has(tmp_path: Path) -> None:
+    commits = make(tmp_path / "a")
+    with ckptstore.open(tmp_path / "a") as store:
+        store.push(tmp_path / "b", create=True)
+        store.forget(POLICY)
+        store.tag("release", 1)
+        store.push(tmp_path / "b")
+        assert store.push(tmp_path / "b").plan.empty
+    with ckptstore.open(tmp_path / "b") as mirror:
+        assert mirror.checkout("release").id == commits[1]
+        mirror.tag("first", 1)
+    with ckptstore.open(tmp_path / "a") as store:
+        thinned = store.checkout("release").id
+        store.pull(tmp_path / "b")
+        assert store.checkout("first").id == thinned != commits[1]
