@@ -238,8 +238,7 @@ class _Mirror:
                 counter.add()
             self._sign()
             for move in plan.tags:
-                commit = resolved(self._target.log.replay(), move.commit)
-                set_tag(self._target, self._to, move.tag, commit)
+                self._tag(move.tag, move.commit)
         finally:
             self._target.follow()
         return self._done
@@ -248,6 +247,9 @@ class _Mirror:
         """Copy the signatures of commits that both stores have now, also those made since."""
         there = self._target.log.replay().commits
         copy_signatures(self._source.storage, self._target.storage, there)
+
+    def _tag(self, tag: str, commit: CommitId) -> None:
+        set_tag(self._target, self._to, tag, resolved(self._target.log.replay(), commit))
 
     def _skip(self, transfer: CommitTransfer, error: DamagedMirrorSource) -> None:
         logger.warning(
@@ -267,7 +269,9 @@ class _Mirror:
                 break
             except Refused as error:
                 if error.refusal.code is Code.COMMIT_KNOWN:
-                    # Another process sent it meanwhile.
+                    # Another process sent it meanwhile, perhaps with other tags.
+                    for tag in transfer.tags:
+                        self._tag(tag, transfer.commit)
                     return
                 if not error.refusal.again or attempt == ATTEMPTS - 1:
                     raise
