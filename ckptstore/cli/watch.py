@@ -16,6 +16,7 @@ from ckptstore.core.text import SECOND_NS, Table, bytes_text, count_text, second
 from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.maintenance.disk_space import free_bytes
 from ckptstore.maintenance.gc.session_monitor import Activity, activities
+from ckptstore.maintenance.mirror_plan import all_commits, plan_mirror
 from ckptstore.repository.store_handle import StoreHandle
 
 SHOWN = 12
@@ -84,9 +85,9 @@ def _look(store: StoreHandle, mirror: StoreHandle | None) -> Seen:
     lag = None
     if mirror is not None:
         try:
-            there = mirror.log.replay(refresh=True).commits
-            mine = store.log.replay(refresh=True).commits
-            lag = sum(commit not in there for commit, row in mine.items() if not row.soft)
+            there = mirror.log.replay(refresh=True)
+            mine = store.log.replay(refresh=True)
+            lag = len(plan_mirror(mine, there, all_commits(mine)).commits)
         except CkptStoreError:
             lag = -1  # the mirror is away
     commits = store.queries().log(limit=SHOWN)

@@ -81,6 +81,18 @@ def test_a_terminal_shows_commits_writers_the_disk_and_the_mirror(
         assert text in shown.out
 
 
+def test_a_mirror_that_has_the_whole_of_a_thinned_commit_lacks_nothing(
+    store: ckptstore.Store, tmp_path: Path
+) -> None:
+    pytest.importorskip("rich", reason="the extra `watch` is not installed")
+    for step in (1, 2):
+        store.commit({"x": step, "y": step}, step=step)
+    store.push(tmp_path / "mirror", create=True)
+    store.forget(ckptstore.KeepLast(2).thin("x"))
+    words = ("watch", "-n", "0", "-s", store.url, "--mirror", str(tmp_path / "mirror"))
+    assert "lacks 0 commits" in run_on_terminal(*words).out
+
+
 def test_a_mirror_that_is_none_is_refused(store: ckptstore.Store, tmp_path: Path) -> None:
     result = call("watch", "-n", "0", "-s", store.url, "--mirror", str(tmp_path / "absent"))
     assert result.code == 1
