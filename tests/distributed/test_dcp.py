@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ckptstore
 from ckptstore.interop.dcp import StoreReader, StoreWriter
@@ -237,3 +238,19 @@ def test_a_worker_threads_failure_to_write_is_raised_on_all_ranks(
     assert set(told) <= {"[2] Unavailable", "[2] NoSpace"} and len(told) == 4
     with ckptstore.open(tmp_path / "store") as store:
         assert len(store.log()) == 1
+
+
+def save_divided_subclasses(rank: int, path: Path) -> str:
+    meet(4)
+    own = TwoTensor(torch.full((2, 300), float(rank)), torch.full((2, 300), float(rank)))
+    values = {"w": DTensor.from_local(own, mesh_of(4, False), (Shard(0),), run_check=False)}
+    try:
+        dcp.save(values, storage_writer=StoreWriter(path))
+    except CheckpointException as error:
+        return str(error)
+    return "saved"
+
+
+def test_parts_that_are_no_plain_tensors_are_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+    for told in pool.run(quietly, save_divided_subclasses, tmp_path / "store"):
+        assert "w is a part of a tensor of shape [8, 300], as a TwoTensor" in told, told
