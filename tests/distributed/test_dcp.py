@@ -240,6 +240,23 @@ def test_a_worker_threads_failure_to_write_is_raised_on_all_ranks(
         assert len(store.log()) == 1
 
 
+def save_differently(rank: int, path: Path, values: dict[int, Any]) -> str:
+    try:
+        dcp.save({"s": {"own": values.get(rank)}, "a": 1}, storage_writer=StoreWriter(path))
+    except CheckpointException as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize("holder", [0, 3])
+def test_what_one_rank_has_below_the_item_of_another_is_not_dropped(
+    pool: Pool, tmp_path: Path, holder: int
+) -> None:
+    values = {holder: {"x": torch.ones(3)}}
+    for told in pool.run(quietly, save_differently, tmp_path / "store", values):
+        assert "s.own" in told and "different names" in told, told
+
+
 def save_divided_subclasses(rank: int, path: Path) -> str:
     meet(4)
     own = TwoTensor(torch.full((2, 300), float(rank)), torch.full((2, 300), float(rank)))

@@ -202,6 +202,10 @@ def _nested(
                 raise Conflict(
                     f"{name} lies below another item of the state dict; give them different names"
                 )
+        if place[-1] in at:
+            raise Conflict(
+                f"{name} has the place of other items of the state dict; give them different names"
+            )
         at[place[-1]] = by_name[name]
     return root
 
