@@ -240,6 +240,23 @@ def test_a_worker_threads_failure_to_write_is_raised_on_all_ranks(
         assert len(store.log()) == 1
 
 
+def save_apart_with_rows_on_some(rank: int, path: Path) -> bool:
+    meet(4)
+    mesh = mesh_of(4, False)
+    values = {"w": placed(torch.ones(2, 300), mesh, (Shard(0),)), "rank": rank}
+    dcp.save(values, storage_writer=StoreWriter(path, step=1), use_collectives=False)
+    found = {"w": placed(torch.zeros(2, 300), mesh, (Shard(0),)), "rank": -1}
+    dcp.load(found, storage_reader=StoreReader(path, 1))
+    return found["rank"] == rank and torch.equal(local(found["w"]), local(values["w"]))
+
+
+@pytest.mark.skipif(OLD_TORCH, reason="torch 2.6 has no use_collectives")
+def test_a_rank_without_rows_of_a_tensor_saves_alone_as_the_others_do(
+    pool: Pool, tmp_path: Path
+) -> None:
+    assert pool.run(quietly, save_apart_with_rows_on_some, tmp_path / "store") == [True] * 4
+
+
 def save_differently(rank: int, path: Path, values: dict[int, Any]) -> str:
     try:
         dcp.save({"s": {"own": values.get(rank)}, "a": 1}, storage_writer=StoreWriter(path))
