@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ckptstore
 from ckptstore.interop.dcp import StoreReader, StoreWriter
@@ -237,3 +238,53 @@ def test_a_worker_threads_failure_to_write_is_raised_on_all_ranks(
     assert set(told) <= {"[2] Unavailable", "[2] NoSpace"} and len(told) == 4
     with ckptstore.open(tmp_path / "store") as store:
         assert len(store.log()) == 1
+
+
+def save_apart_with_rows_on_some(rank: int, path: Path) -> bool:
+    meet(4)
+    mesh = mesh_of(4, False)
+    values = {"w": placed(torch.ones(2, 300), mesh, (Shard(0),)), "rank": rank}
+    dcp.save(values, storage_writer=StoreWriter(path, step=1), use_collectives=False)
+    found = {"w": placed(torch.zeros(2, 300), mesh, (Shard(0),)), "rank": -1}
+    dcp.load(found, storage_reader=StoreReader(path, 1))
+    return found["rank"] == rank and torch.equal(local(found["w"]), local(values["w"]))
+
+
+@pytest.mark.skipif(OLD_TORCH, reason="torch 2.6 has no use_collectives")
+def test_a_rank_without_rows_of_a_tensor_saves_alone_as_the_others_do(
+    pool: Pool, tmp_path: Path
+) -> None:
+    assert pool.run(quietly, save_apart_with_rows_on_some, tmp_path / "store") == [True] * 4
+
+
+def save_differently(rank: int, path: Path, values: dict[int, Any]) -> str:
+    try:
+        dcp.save({"s": {"own": values.get(rank)}, "a": 1}, storage_writer=StoreWriter(path))
+    except CheckpointException as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize("holder", [0, 3])
+def test_what_one_rank_has_below_the_item_of_another_is_not_dropped(
+    pool: Pool, tmp_path: Path, holder: int
+) -> None:
+    values = {holder: {"x": torch.ones(3)}}
+    for told in pool.run(quietly, save_differently, tmp_path / "store", values):
+        assert "s.own" in told and "different names" in told, told
+
+
+def save_divided_subclasses(rank: int, path: Path) -> str:
+    meet(4)
+    own = TwoTensor(torch.full((2, 300), float(rank)), torch.full((2, 300), float(rank)))
+    values = {"w": DTensor.from_local(own, mesh_of(4, False), (Shard(0),), run_check=False)}
+    try:
+        dcp.save(values, storage_writer=StoreWriter(path))
+    except CheckpointException as error:
+        return str(error)
+    return "saved"
+
+
+def test_parts_that_are_no_plain_tensors_are_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+    for told in pool.run(quietly, save_divided_subclasses, tmp_path / "store"):
+        assert "w is a part of a tensor of shape [8, 300], as a TwoTensor" in told, told

@@ -7,7 +7,7 @@ the others make dicts and lists below it. A state dict without nesting, as in
 numbers become numbers again, since DCP made text of them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -202,6 +202,10 @@ def _nested(
                 raise Conflict(
                     f"{name} lies below another item of the state dict; give them different names"
                 )
+        if place[-1] in at:
+            raise Conflict(
+                f"{name} has the place of other items of the state dict; give them different names"
+            )
         at[place[-1]] = by_name[name]
     return root
 
@@ -245,8 +249,9 @@ class _Planter:
         boxes = _boxes(stored)
         if item.box is None:
             return self._object(item, contents, path)
-        if self.marks.rank is not None and any(box.lengths != item.shape for box in boxes):
-            return self._part(item, boxes, path)
+        if self.marks.rank is not None and not _is_whole(boxes, item.shape):
+            # Without bytes, it is one empty box: DCP looks for a tensor, and finds no overlap.
+            return self._part(item, boxes or {item.box: stored[0]}, path)
         if 0 not in item.shape and (problem := misfit(item.shape, tuple(boxes))):
             ranks = sorted({each.rank for each in stored})
             raise Conflict(
@@ -309,6 +314,11 @@ def _boxes(stored: Sequence[Stored]) -> dict[Box, Stored]:
         )
     found = {each.item.box: each for each in stored}
     return {box: found[box] for box in sorted(filter(None, found)) if 0 not in box.lengths}
+
+
+def _is_whole(boxes: Iterable[Box], shape: Shape) -> bool:
+    """Whether none of `boxes` is a part; the whole of an empty tensor has no box."""
+    return 0 in shape or [box.lengths for box in boxes] == [shape]
 
 
 def whole_content(

@@ -357,6 +357,12 @@ def _tensor(planner: SavePlanner, item: WriteItem, shelf: Shelf, allow_pickle: b
     box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     tensor = _asked(planner, item)
     if not tensors.is_strided(tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if box.lengths != tuple(data.size):  # an object has one rank, and no box
+            raise InvalidInput(
+                f"{name} is a part of a tensor of shape {list(data.size)}, as a "
+                f"{type(tensor).__qualname__}; ranks can divide plain tensors only: make it plain, "
+                "or save it whole"
+            )
         return object_item(name, tensor, allow_pickle)
     if tuple(tensor.shape) != box.lengths:
         raise InvalidInput(
