@@ -341,6 +341,11 @@ def test_shards_are_committed_as_the_tensors_that_they_are(tmp_path: Path) -> No
         assert store.checkout(2).read("model/0.weight").shape == (6, 4)
 
 
+def test_a_hook_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    found = trained("tests.trainers.accelerate_hooks_training", tmp_path, ranks=2)
+    assert found == [[True, True]] * 2
+
+
 def test_the_place_of_one_rank_is_no_place_of_two(tmp_path: Path) -> None:
     training = "tests.trainers.accelerate_stateful_training"
     assert trained(training, tmp_path, ranks=2) == [False, False]

@@ -16,7 +16,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.demos.boring_classes import BoringDataModule
 
 import ckptstore
-from ckptstore import Corrupt, InvalidInput, KeepLast, Storage
+from ckptstore import Corrupt, InvalidInput, KeepBest, KeepLast, Storage
 from ckptstore.interop.lightning import (
     AsyncStoreCheckpointIO,
     StoreCheckpointIO,
@@ -275,6 +275,22 @@ def test_the_stores_retention_decides_what_stays(tmp_path: Path, store: Store, k
     assert {"loss", "val_loss", "score"} <= found.metrics.keys()
     assert store.checkout("best:score:max").id == read_pointer(callback.best_model_path).id
     assert run.global_step == 12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saves_before_the_first_validation_all_stay_until_its_metric_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any
+) -> None:
+    callback = StoreModelCheckpoint(
+        dirpath=tmp_path / "ckpt",
+        filename="{step}",
+        every_n_train_steps=1,
+        keep=[KeepLast(2), KeepBest("val_loss")],
+    )
+    plugin = kind(tmp_path / "store")
+    fitted(tmp_path, plugin, callback, max_epochs=2, limit_train_batches=4)
+    assert "no commit has the metric 'val_loss'" in caplog.text
+    assert files(tmp_path) == ["step=7.ckpt", "step=8.ckpt"]
 
 
 def test_retention_says_what_is_missing(tmp_path: Path) -> None:

@@ -215,9 +215,8 @@ class Attached:
         accelerator = self._accelerator
         self.wait()
         directory = together(self._ranks, "save: directory", partial(self._directory, output_dir))
-        directory.mkdir(parents=True, exist_ok=True)
         pending = self.store.commit_async(
-            state_to_save(accelerator, directory),
+            together(self._ranks, "save: hooks", partial(state_to_save, accelerator, directory)),
             step=step_of(directory) if step is None else step,
             metrics=metrics,
             tag=tag,
@@ -231,6 +230,11 @@ class Attached:
         return directory
 
     def _directory(self, asked: str | os.PathLike[str] | None) -> Path:
+        directory = self._place(asked)
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
+    def _place(self, asked: str | os.PathLike[str] | None) -> Path:
         accelerator = self._accelerator
         if folder := numbered_folder(accelerator):
             directory = folder / f"checkpoint_{accelerator.save_iteration}"
@@ -390,11 +394,15 @@ class Attached:
 
         snapshot, made = together(self._ranks, "load: open", find)
         directory = ref if isinstance(ref, Path) else Path(made["directory"])
-        self._restore(snapshot, made, directory, strict=kwargs.get("strict", True))
+        prepare = partial(self._prepare, snapshot, made, directory)
+        state = together(self._ranks, "load: hooks", prepare)
+        strict = kwargs.get("strict", True)
+        snapshot.restore(state, strict=strict, allow_pickle=self._allow_pickle, ranks=self._ranks)
+        logger.info("loaded commit %s (step %s)", snapshot.id[:12], snapshot.step)
 
-    def _restore(
-        self, snapshot: Snapshot, made: dict[str, Any], directory: Path, *, strict: bool
-    ) -> None:
+    def _prepare(self, snapshot: Snapshot, made: dict[str, Any], directory: Path) -> dict[str, Any]:
+        """Call the hooks, load the weights that a hook had changed, and return the live objects
+        that the rest of the commit is restored to."""
         accelerator = self._accelerator
         saved, present = made["custom_objects"], len(accelerator._custom_objects)
         if saved != present:
@@ -412,5 +420,4 @@ class Attached:
         for place in edited:
             own = snapshot.of_rank(accelerator.process_index).state_dict(key_of("model", place))
             state.pop(key_of("model", place)).load_state_dict(own)
-        snapshot.restore(state, strict=strict, allow_pickle=self._allow_pickle, ranks=self._ranks)
-        logger.info("loaded commit %s (step %s)", snapshot.id[:12], snapshot.step)
+        return state

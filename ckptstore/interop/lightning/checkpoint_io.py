@@ -216,8 +216,13 @@ class StoreCheckpointIO:
 
     def retain(self, policies: Sequence[Policy], directory: str | os.PathLike[str]) -> None:
         """Forget the commits of this run that no policy keeps, and remove their pointers in
-        `directory`."""
-        plan = self.store.forget(list(policies))
+        `directory`. What prevents that, such as a policy about a metric that no commit has yet, is
+        logged as a warning, and all commits stay until the next save."""
+        try:
+            plan = self.store.forget(list(policies))
+        except CkptStoreError as error:
+            logger.warning("the checkpoint is durable; room was not made: %s", error)
+            return
         gone = {decision.commit for decision in plan.forgotten}
         for path in files_in(directory, SUFFIX) if gone else ():
             pointer = pointer_at(path)
