@@ -26,6 +26,7 @@ from ckptstore.index.suspect_packs import SuspectPacks
 from ckptstore.log.log_snapshots import encode_state
 from ckptstore.maintenance.check import Level
 from ckptstore.maintenance.compact.plan import CompactPolicy
+from ckptstore.objects.codecs import RAW
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import TRAILER_BYTES, entries, parse_footer, parse_trailer
 from ckptstore.repository.chunk_store import ObjectStore
@@ -130,13 +131,14 @@ def seen(place: Path, folder: str) -> Any:
 
 
 def only_copy(path: Path, whole: bytes) -> list[range]:
-    """The bytes of a pack that nothing else in the store has: its chunks, its footer and its
-    trailer. None of one with a twin."""
+    """The bytes of a pack that nothing else in the store has, and of which every bit means
+    something: its chunks, its footer and its trailer. None of one with a twin; not the chunks that
+    are coded, since zstd's tables of codes end with bits that it does not read."""
     if path.suffix or path.with_name(path.name + TWIN_SUFFIX).exists():
         return []
     trailer = parse_trailer(whole[-TRAILER_BYTES:], len(whole))
     table = parse_footer(whole[trailer.footer_offset : -TRAILER_BYTES], trailer)
-    chunks = [range(e.offset, e.offset + e.stored_bytes) for e in entries(table)]
+    chunks = [range(e.offset, e.offset + e.stored_bytes) for e in entries(table) if e.codec == RAW]
     return [*chunks, range(trailer.footer_offset, len(whole))]
 
 
