@@ -43,7 +43,8 @@ Sample: TypeAlias = tuple[str, bytes, bytes, int]
 
 def train(folder: Path, kind: str, commits: int, every: int) -> None:
     """Write the states of a training: weights and AdamW's moments, with `bf16` the weights in
-    bfloat16 and float32 masters of them. The learning rate falls along a cosine."""
+    bfloat16 and float32 masters of them. The learning rate falls along a cosine. Arithmetic is
+    float32's on weights and gradients rounded to bfloat16: many processors have no other."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model, text, rate = starts(folder, kind)
@@ -51,7 +52,7 @@ def train(folder: Path, kind: str, commits: int, every: int) -> None:
     masters = trained
     if kind == "bf16":
         masters = [p.detach().clone().requires_grad_() for p in trained]
-        model = model.to(torch.bfloat16)
+        round_to(trained, masters)
     steps = commits * every
     optimizer = torch.optim.AdamW(masters, lr=rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -62,19 +63,30 @@ def train(folder: Path, kind: str, commits: int, every: int) -> None:
         model.zero_grad()
         loss_of(model, *batch(text, BATCH)).backward()
         for weight, master in zip(trained, masters, strict=True):
-            master.grad = weight.grad.to(master.dtype)
+            master.grad = rounded(weight.grad) if kind == "bf16" else weight.grad
         optimizer.step()
         schedule.step()
         if kind == "bf16":
-            with torch.no_grad():
-                for weight, master in zip(trained, masters, strict=True):
-                    weight.copy_(master)
+            round_to(trained, masters)
         if step % every == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             if kind == "bf16":
+                state["model"] = {k: v.to(torch.bfloat16) for k, v in state["model"].items()}
                 state["masters"] = [master.detach() for master in masters]
             torch.save(state, folder / f"{kind}-{step // every:04d}.pt")
             print(kind, step, flush=True)
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """The same in float32, rounded to bfloat16."""
+    return values.to(torch.bfloat16).to(values.dtype)
+
+
+def round_to(weights: Iterable[torch.Tensor], masters: Iterable[torch.Tensor]) -> None:
+    """Make each weight its master, rounded to bfloat16."""
+    with torch.no_grad():
+        for weight, master in zip(weights, masters, strict=True):
+            weight.copy_(rounded(master))
 
 
 def starts(folder: Path, kind: str) -> tuple[Any, torch.Tensor, float]:

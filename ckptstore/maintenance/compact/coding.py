@@ -7,7 +7,7 @@ other. A chunk that does not shrink by 5 % stays where it is.
 
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,7 +22,7 @@ from ckptstore.log.log import Log
 from ckptstore.maintenance.compact.plan import Place, choose_base
 from ckptstore.maintenance.gc.mark import Keys, short_keys
 from ckptstore.objects import codecs
-from ckptstore.objects.pack import TENSOR, align
+from ckptstore.objects.pack import TENSOR
 from ckptstore.repository import footers
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.pack_writer import OpenPack, PackWriter
@@ -223,15 +223,9 @@ class StripCoder:
         self._coded.add(chunk, nbytes, delta=base != NO_BASE)
         return len(self._pack.entries) - 1
 
-    @contextmanager
-    def _read(self, chunks: Sequence[Chunk]) -> Iterator[list[memoryview | None]]:
-        """The chunks' raw bytes, for the duration of a block, which codes them into a new run; None
-        for those that cannot be read."""
-        assert self._pack is not None
-        total = sum(chunk.raw_bytes for chunk in chunks)
-        self._pack.pad_to(align(self._pack.offset, total))
-        with lend_raws(self._objects, chunks, self._scratch, self._coded.problems) as raws:
-            yield raws
+    def _read(self, chunks: Sequence[Chunk]) -> AbstractContextManager[list[memoryview | None]]:
+        """The chunks' raw bytes, for the duration of a block; None for those that cannot be read."""
+        return lend_raws(self._objects, chunks, self._scratch, self._coded.problems)
 
 
 @contextmanager

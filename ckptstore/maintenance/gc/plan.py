@@ -34,6 +34,7 @@ from ckptstore.errors import Corrupt
 from ckptstore.log.log_snapshots import CHECKPOINTS_KEPT
 from ckptstore.log.state import Pack, State
 from ckptstore.maintenance.gc.mark import Mark, PackUse
+from ckptstore.objects.codecs import RAW
 from ckptstore.objects.pack import FOOTER_DTYPE, TRAILER_BYTES, FooterTable, align
 from ckptstore.repository import footers
 from ckptstore.repository.chunk_reader import coalesce
@@ -355,12 +356,12 @@ def live_rows(storage: Storage, use: PackUse) -> FooterTable:
 
 def place(rows: FooterTable, end: int) -> tuple[npt.NDArray[np.int64], int]:
     """The offset of each chunk after `end` in a new pack, and the new end. Adjacent chunks stay
-    adjacent, and are aligned as a run."""
+    adjacent, and are aligned as a run if they are not all coded."""
     starts, stored = rows["offset"].astype(np.int64), rows["stored"].astype(np.int64)
     offsets = np.empty(len(rows), np.int64)
     for run in coalesce(starts.tolist(), (starts + stored).tolist()):
         run_bytes = int(stored[run].sum())
-        start = align(end, run_bytes)
+        start = align(end, run_bytes) if (rows["codec"][run] == RAW).any() else end
         offsets[run] = start + starts[run] - starts[run.start]
         end = start + run_bytes
     return offsets, end
