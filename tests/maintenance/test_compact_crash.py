@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from ckptstore import Storage
+from ckptstore.core.ids import pack_key
 from ckptstore.errors import CkptStoreError, Conflict
 from ckptstore.maintenance.compact import compact
 from ckptstore.maintenance.gc.session_monitor import STALE_S
+from ckptstore.maintenance.rescue import replace_object
 from tests.maintenance.collecting import collected, garbage, opened
 from tests.maintenance.stopping import Stopped, opened_stopping
-from tests.maintenance.test_compact import POLICY, STEPS, make, packs_bytes, trained, verify
+from tests.maintenance.test_compact import POLICY, STEPS, make, trained, verify
 from tests.shared.sites import Site, Sites, kinds, sites_of
 from tests.support.fixtures import scratch
 
@@ -159,20 +162,17 @@ def test_a_damaged_base_is_rescued_with_all_that_differ_from_it(sites: Sites) ->
     place, mirror = sites.new(), sites.new()
     make(place)
     with place.open() as store:
-        store.push(mirror.place, create=True)
+        store.push(mirror.place, create=True, storage=mirror.as_storage())
         store.compact(POLICY)
-    assert place.folder is not None
-    before = packs_bytes(place.folder)
-    assert before
-    (largest,) = sorted(
-        (path for path in place.folder.glob("packs/*/*") if path.is_file()),
-        key=lambda path: path.stat().st_size,
-    )[-1:]
-    data = bytearray(largest.read_bytes())
-    data[5000] ^= 1
-    largest.write_bytes(data)
+    with opened(place) as handle:
+        largest = max(handle.log.replay().packs.values(), key=lambda pack: pack.bytes)
+        key = pack_key(largest.id)
+        data = bytearray(handle.storage.read(key))
+        data[5000] ^= 1
+        replace_object(handle.storage, key, bytes(data))
     with place.open() as store:
         assert store.fsck("data").findings
-        store.repair(mirror.place, apply=True, read_data="100%")
+        storage = Storage(options=mirror.options)
+        store.repair(mirror.place, apply=True, read_data="100%", storage=storage)
         assert not store.fsck("data").findings
     verify(place)
