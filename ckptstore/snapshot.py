@@ -400,18 +400,15 @@ class Snapshot:
             checked_dtype(dtype)
         trees = self._trees if key is None else {key: self._contents.tree(key)}
         views = whole(trees) if select is None else selected(trees, select, self.id)
-        states = {
-            name: assemble(
-                self._contents.reader,
-                self.id,
-                view,
-                dtype=dtype,
-                mmap=mmap,
-                allow_pickle=allow_pickle,
-                memory_budget_bytes=memory_budget_bytes,
-            )
-            for name, view in views.items()
-        }
+        states = assemble(
+            self._contents.reader,
+            self.id,
+            views,
+            dtype=dtype,
+            mmap=mmap,
+            allow_pickle=allow_pickle,
+            memory_budget_bytes=memory_budget_bytes,
+        )
         return states if key is None else states[key]
 
     def verify(self) -> None:

@@ -23,7 +23,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from ckptstore.core.ids import StoreId
 from ckptstore.errors import Corrupt
-from ckptstore.index.catalog_fold import add_schema, add_statistics, fold_entries
+from ckptstore.index.catalog_fold import add_schemas, add_statistics, fold_entries
 from ckptstore.index.catalog_sqlite import (
     LOCK_TIMEOUT_S,
     catalog_error,
@@ -102,10 +102,10 @@ class Catalog:
         """The schemas that commits name and that were not added yet."""
         return self.queries().missing_schemas()
 
-    def add_schema(self, schema_id: str, data: bytes) -> bool:
-        """Add an encoded schema that commits name. Idempotent. False if the tables could not be
-        written."""
-        return self._write(add_schema, schema_id, data)
+    def add_schemas(self, found: Mapping[str, bytes]) -> bool:
+        """Add encoded schemas that commits name, by id. Idempotent. False if the tables could not
+        be written."""
+        return self._write(add_schemas, found)
 
     def add_statistics(self, found: Mapping[bytes, bytes]) -> bool:
         """Add what was measured of chunks, by key. Idempotent. False if the tables could not be

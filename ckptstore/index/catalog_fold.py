@@ -9,6 +9,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -63,7 +64,11 @@ _REPLACE = (
     .values(commit_id=bindparam("value"))
 )
 _NOT_REPLACED = delete(replaced).where(replaced.c.id == bindparam("key"))
-_SCHEMA = select(schemas.c.number).where(schemas.c.id == bindparam("key"))
+_SCHEMAS = select(schemas.c.id, schemas.c.number).where(
+    schemas.c.id.in_(bindparam("ids", expanding=True))
+)
+_ASKED = 500
+"""Schemas that one statement asks for: SQLite and PostgreSQL limit its parameters."""
 _SCHEMAS_OF = select(commit_trees.c.schema).where(commit_trees.c.n == bindparam("key"))
 _USES = select(commit_trees.c.n).where(commit_trees.c.schema == bindparam("key")).limit(1)
 _COMMIT = select(commits.c.n).where(commits.c.id == bindparam("key"))
@@ -163,8 +168,9 @@ class CatalogFold:
             {"n": n, "name": name, "value": None if math.isnan(x) else x}
             for name, x in body.metrics
         )
+        self._number({schema for _, schema in body.schemas})
         self._rows[commit_trees].extend(
-            {"n": n, "key": key, "schema": self._schema(schema)} for key, schema in body.schemas
+            {"n": n, "key": key, "schema": self._schemas[schema]} for key, schema in body.schemas
         )
         self._tags.update((name, body.commit) for name in body.tags)
         self._list(body.packs)
@@ -198,15 +204,18 @@ class CatalogFold:
             for p in records
         )
 
-    def _schema(self, schema: str) -> int:
-        number = self._schemas.get(schema)
-        if number is None:
-            number = self._connection.execute(_SCHEMA, {"key": schema}).scalar()
-            if number is None:
-                self._connection.execute(_INSERT[schemas], {"id": schema})
-                number = int(self._connection.execute(_SCHEMA, {"key": schema}).scalar_one())
-            self._schemas[schema] = number
-        return number
+    def _number(self, ids: AbstractSet[str]) -> None:
+        """Look up the numbers of schemas; those that have none get one."""
+        self._look_up(ids)
+        if new := sorted(ids - self._schemas.keys()):
+            self._connection.execute(_INSERT[schemas], [{"id": schema} for schema in new])
+            self._look_up(ids)
+
+    def _look_up(self, ids: AbstractSet[str]) -> None:
+        unknown = sorted(ids - self._schemas.keys())
+        for start in range(0, len(unknown), _ASKED):
+            some = {"ids": unknown[start : start + _ASKED]}
+            self._schemas.update(self._connection.execute(_SCHEMAS, some).all())
 
     def _set_condemned(self, numbers: frozenset[int], condemned: bool) -> None:
         changed = numbers - self._condemned if condemned else numbers & self._condemned
@@ -277,9 +286,10 @@ def fold_entries(
     return True
 
 
-def add_schema(connection: Connection, schema_id: str, data: bytes) -> bool:
-    """Add an encoded schema that commits name within a transaction."""
-    connection.execute(_ADD_SCHEMA, {"key": schema_id, "value": data})
+def add_schemas(connection: Connection, found: Mapping[str, bytes]) -> bool:
+    """Add encoded schemas that commits name within a transaction."""
+    rows = [{"key": schema, "value": data} for schema, data in found.items()]
+    connection.execute(_ADD_SCHEMA, rows)
     return True
 
 

@@ -25,7 +25,7 @@ from ckptstore.core.process import pauses, start
 from ckptstore.core.text import redact, without
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.index.catalog import cause
-from ckptstore.index.catalog_fold import add_schema, add_statistics
+from ckptstore.index.catalog_fold import add_schemas, add_statistics
 from ckptstore.index.queries import Queries, Rows
 from ckptstore.log.entries import Entry, Position
 
@@ -314,8 +314,8 @@ class PostgresCatalog:
     def missing_schemas(self) -> list[str]:
         return self.queries().missing_schemas()
 
-    def add_schema(self, schema_id: str, data: bytes) -> bool:
-        return self._database.write(lambda connection: add_schema(connection, schema_id, data))
+    def add_schemas(self, found: Mapping[str, bytes]) -> bool:
+        return self._database.write(lambda connection: add_schemas(connection, found))
 
     def add_statistics(self, found: Mapping[bytes, bytes]) -> bool:
         return self._database.write(lambda connection: add_statistics(connection, found))

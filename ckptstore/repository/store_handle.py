@@ -5,7 +5,7 @@ Imports no torch, so that queries start fast.
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +46,9 @@ CATALOG_NAME = "catalog.sqlite"
 CHUNKS_NAME = "chunks.lmdb"
 STATE_NAME = "state"
 READ_CACHE_NAME = "read"
+
+_SCHEMAS_AT_ONCE = 512
+"""Schemas that are held in memory on their way to the catalog."""
 
 
 class StoreHandle:
@@ -279,10 +282,22 @@ class StoreHandle:
     def _add_schemas(self, catalog: "Catalog | PostgresCatalog") -> None:
         """Add the schemas that commits name. An unreadable one is missing in the catalog; `fsck`
         reports it."""
-        for schema_id in catalog.missing_schemas():
-            with suppress(NotFound, Corrupt):
-                data = self.objects.read_metadata(parse_chunk_id(schema_id))
-                catalog.add_schema(schema_id, data)
+        missing = catalog.missing_schemas()
+        for start in range(0, len(missing), _SCHEMAS_AT_ONCE):
+            if found := self._readable(missing[start : start + _SCHEMAS_AT_ONCE]):
+                catalog.add_schemas(found)
+
+    def _readable(self, schemas: Sequence[str]) -> dict[str, bytes]:
+        """Those of `schemas` that can be read, encoded."""
+        chunks = [parse_chunk_id(schema) for schema in schemas]
+        try:
+            return dict(zip(schemas, self.objects.read_metadata_many(chunks), strict=True))
+        except (NotFound, Corrupt):
+            found = {}
+            for schema, chunk in zip(schemas, chunks, strict=True):
+                with suppress(NotFound, Corrupt):
+                    found[schema] = self.objects.read_metadata(chunk)
+            return found
 
     def _fold_in_memory(self) -> Queries:
         from ckptstore.index.catalog import Catalog

@@ -351,35 +351,46 @@ def _refuse(commit: CommitId, bindings: Mapping[str, "Binding"], problems: Seque
 def assemble(
     reader: Reader,
     commit: CommitId,
-    view: View,
+    views: Mapping[str, View],
     *,
     dtype: "torch.dtype | None" = None,
     mmap: bool = False,
     allow_pickle: bool = False,
     memory_budget_bytes: int | None = None,
-) -> Any:
-    """Build the state of `view` in new memory. Tensors that shared memory when committed share it
-    again.
+) -> dict[str, Any]:
+    """Build the states of `views` in new memory, of all of them with one read. Tensors that shared
+    memory when committed share it again.
 
     With `mmap`, tensors are mapped without verification where possible, and read otherwise.
     """
-    schema, tree = view.schema, view.tree
-    values: list[Any] = [None] * len(schema)
-    leaves = list(leaves_of(schema.skeleton))
-    converted = frozenset() if dtype is None else convertible(schema, dtype)
-    wanted = []
-    for i in leaves:
-        if schema.kinds[i] != "tensor":
-            values[i] = reader.leaf_bytes(tree, i, commit, memory_budget_bytes=memory_budget_bytes)
-        elif schema.aliases[i] < 0:
-            values[i] = _mapped(reader, commit, view, i) if mmap else None
-            if values[i] is None:
-                tree.check(i)
-                values[i] = new_tensor(schema, i, dtype if i in converted else None)
-                to = destination(values[i], schema.dtypes[i])
-                wanted.append(ReadRequest(tree, i, to))
+    wanted: list[ReadRequest] = []
+    found: dict[str, list[Any]] = {}
+    for key, view in views.items():
+        schema, tree = view.schema, view.tree
+        values: list[Any] = [None] * len(schema)
+        found[key] = values
+        converted = frozenset() if dtype is None else convertible(schema, dtype)
+        for i in leaves_of(schema.skeleton):
+            if schema.kinds[i] != "tensor":
+                values[i] = reader.leaf_bytes(
+                    tree, i, commit, memory_budget_bytes=memory_budget_bytes
+                )
+            elif schema.aliases[i] < 0:
+                values[i] = _mapped(reader, commit, view, i) if mmap else None
+                if values[i] is None:
+                    tree.check(i)
+                    values[i] = new_tensor(schema, i, dtype if i in converted else None)
+                    to = destination(values[i], schema.dtypes[i])
+                    wanted.append(ReadRequest(tree, i, to))
     reader.read(wanted, commit, memory_budget_bytes=memory_budget_bytes)
-    for i in leaves:
+    return {
+        key: _inflated(views[key].schema, values, allow_pickle) for key, values in found.items()
+    }
+
+
+def _inflated(schema: Schema, values: list[Any], allow_pickle: bool) -> Any:
+    """The state whose leaves have `values`; aliases get those of their owners."""
+    for i in leaves_of(schema.skeleton):
         if schema.aliases[i] >= 0:
             values[i] = values[schema.aliases[i]]
     return inflate(schema, values, allow_pickle=allow_pickle)
@@ -399,14 +410,14 @@ def assemble_nodes(
     leaves = {leaf for node in nodes for leaf in leaves_of(node)}
     owners = {aliases[leaf] for leaf in leaves if aliases[leaf] >= 0} - leaves
     skeleton = Node("list", (*nodes, *sorted(owners)))
-    made: list[Any] = assemble(
+    made = assemble(
         reader,
         commit,
-        View(tree, replace(tree.schema, skeleton=skeleton)),
+        {tree.key: View(tree, replace(tree.schema, skeleton=skeleton))},
         allow_pickle=allow_pickle,
         memory_budget_bytes=memory_budget_bytes,
     )
-    return made[: len(nodes)]
+    return list(made[tree.key][: len(nodes)])
 
 
 def new_tensor(

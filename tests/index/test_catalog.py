@@ -240,7 +240,7 @@ def test_a_purged_commit_leaves_nothing_behind(catalog: Catalog) -> None:
         schemas=[("model", MODEL), ("optimizer", OPTIMIZER)],
     )
     catalog.fold(log.entries)
-    catalog.add_schema(OPTIMIZER, encode_schema(flat_schema(3)))
+    catalog.add_schemas({OPTIMIZER: encode_schema(flat_schema(3))})
     before = dump(catalog)
     log.append(Forget((gone,), "test"), Condemn(3, 0, frozenset(), (gone,)))
     catalog.fold(log.entries)
@@ -279,10 +279,10 @@ def test_schemas_that_commits_name_are_added_and_no_others(catalog: Catalog) -> 
     assert catalog.missing_schemas() == [MODEL]
     assert catalog.queries().schema(MODEL) is None
     for _ in range(2):
-        assert catalog.add_schema(MODEL, encode_schema(schema))
+        assert catalog.add_schemas({MODEL: encode_schema(schema)})
     assert catalog.missing_schemas() == []
     assert catalog.queries().schema(MODEL) == schema
-    assert catalog.add_schema("f" * 64, encode_schema(schema))
+    assert catalog.add_schemas({"f" * 64: encode_schema(schema)})
     assert catalog.queries().schema("f" * 64) is None
 
 
@@ -293,7 +293,7 @@ def test_twenty_thousand_leaves_are_added_in_few_steps_and_lie_compactly(
     log.commit()
     catalog.fold(log.entries)
     data = encode_schema(flat_schema(20_000))
-    assert steps(catalog, lambda: catalog.add_schema(MODEL, data)) < QUERY_STEPS
+    assert steps(catalog, lambda: catalog.add_schemas({MODEL: data})) < QUERY_STEPS
     catalog.close()
     stored_bytes = (tmp_path / "index" / "catalog.sqlite").stat().st_size
     assert stored_bytes < len(data) + 250_000

@@ -113,7 +113,7 @@ def test_an_older_catalog_is_migrated_with_its_rows(tmp_path: Path, revision: st
         assert catalog.queries().tagged("newest") == log.entries[-1].body.commit
         assert catalog.queries().newest(None) == log.entries[-1].body.commit
         assert catalog.missing_schemas() == [MODEL]
-        assert catalog.add_schema(MODEL, encode_schema(flat_schema(3)))
+        assert catalog.add_schemas({MODEL: encode_schema(flat_schema(3))})
         assert catalog.queries().schema(MODEL) == flat_schema(3)
 
 

@@ -224,7 +224,7 @@ class StripCoder:
         return len(self._pack.entries) - 1
 
     def _read(self, chunks: Sequence[Chunk]) -> AbstractContextManager[list[memoryview | None]]:
-        """The chunks' raw bytes, for the duration of a block; None for those that cannot be read."""
+        """Raw bytes of chunks, for the duration of a block; None for those that cannot be read."""
         return lend_raws(self._objects, chunks, self._scratch, self._coded.problems)
 
 

@@ -1,0 +1,68 @@
+"""A state dict committed as it is, `store.commit(model.state_dict())`: each tensor is a key with a
+tree of its own."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sqlalchemy import Engine, event
+
+import ckptstore
+from ckptstore.repository.chunk_store import ObjectStore
+
+KEYS = 1500
+FEW = 40
+"""Statements, or reads, that a commit of one key takes as well."""
+
+
+@pytest.fixture
+def state() -> dict[str, torch.Tensor]:
+    """Tensors of shapes of their own, so that no two schemas are the same, some in chunks."""
+    return {f"{i}.weight": torch.full((i + 1, 3), float(i)) for i in range(KEYS)}
+
+
+@contextmanager
+def statements() -> Iterator[list[str]]:
+    """What SQLAlchemy sends during a block."""
+    seen: list[str] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        seen.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        yield seen
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+
+
+def test_many_keys_take_no_more_statements_than_one(
+    tmp_path: Path, state: dict[str, torch.Tensor]
+) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(2):
+            with statements() as seen:
+                store.commit(state, step=step)
+            assert 0 < len(seen) < FEW
+        assert len(store.checkout(1).keys()) == KEYS
+
+
+def test_many_keys_are_read_at_once(
+    tmp_path: Path, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_into, reads = ObjectStore.read_into, []
+
+    def counted(self: ObjectStore, ids: bytes, *args: Any, **kwargs: Any) -> None:
+        reads.append(ids)
+        read_into(self, ids, *args, **kwargs)
+
+    with ckptstore.open(tmp_path / "store") as store:
+        snapshot = store.commit(state, step=0)
+        monkeypatch.setattr(ObjectStore, "read_into", counted)
+        found = store.checkout(snapshot.id).state_dict()
+    assert list(found) == list(state)
+    assert all(torch.equal(found[key], tensor) for key, tensor in state.items())
+    assert 0 < len(reads) < FEW
