@@ -414,8 +414,7 @@ class Snapshot:
     def verify(self) -> None:
         """Read every chunk from the store, past a read cache, and compare it with its id. Raises
         `Corrupt` or `NotFound` for the first that fails."""
-        for tree in self._trees.values():
-            self._contents.reader.verify(tree, self.id)
+        self._contents.reader.verify(self._trees.values(), self.id)
 
     def materialize(
         self, directory: "str | os.PathLike[str]", *, select: str = "*"

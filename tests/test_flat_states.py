@@ -50,19 +50,40 @@ def test_many_keys_take_no_more_statements_than_one(
         assert len(store.checkout(1).keys()) == KEYS
 
 
+@contextmanager
+def calls_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Calls of a method of `ObjectStore` during a block."""
+    method, seen = getattr(ObjectStore, name), []
+
+    def counted(self: ObjectStore, *args: Any, **kwargs: Any) -> Any:
+        seen.append(name)
+        return method(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, name, counted)
+        yield seen
+
+
 def test_many_keys_are_read_at_once(
     tmp_path: Path, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_into, reads = ObjectStore.read_into, []
-
-    def counted(self: ObjectStore, ids: bytes, *args: Any, **kwargs: Any) -> None:
-        reads.append(ids)
-        read_into(self, ids, *args, **kwargs)
-
     with ckptstore.open(tmp_path / "store") as store:
         snapshot = store.commit(state, step=0)
-        monkeypatch.setattr(ObjectStore, "read_into", counted)
-        found = store.checkout(snapshot.id).state_dict()
+        for use in (lambda: snapshot.state_dict(), snapshot.verify, store.usage):
+            with calls_of("read_into", monkeypatch) as reads:
+                use()
+            assert 0 < len(reads) < FEW
+        found = snapshot.state_dict()
     assert list(found) == list(state)
     assert all(torch.equal(found[key], tensor) for key, tensor in state.items())
-    assert 0 < len(reads) < FEW
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_push_looks_chunks_up_at_once(
+    tmp_path: Path, state: dict[str, torch.Tensor], flat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        store.commit(state if flat else {"model": state}, step=0)
+        with calls_of("locate", monkeypatch) as looks:
+            store.push(tmp_path / "mirror", create=True)
+        assert 0 < len(looks) < FEW

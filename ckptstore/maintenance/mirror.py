@@ -12,13 +12,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, compress, islice
+from itertools import accumulate, compress, groupby, islice
+from operator import itemgetter
 
 from ckptstore.commit.log_entry import entry_of, new_packs
 from ckptstore.commit.transaction import ATTEMPTS, Destination, Transaction
 from ckptstore.commit.write import write_metadata
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, checksum, document_key
+from ckptstore.core.ids import ChunkId, CommitId, checksum, document_key
 from ckptstore.core.model import CommitDocument
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
@@ -36,7 +37,7 @@ from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import TENSOR
 from ckptstore.repository import footers
 from ckptstore.repository.chunk_reader import cut, read_chunks
-from ckptstore.repository.dedup import Dedup
+from ckptstore.repository.dedup import Dedup, items_of
 from ckptstore.repository.pack_writer import PackSet, PackWriter
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, shared
@@ -331,7 +332,7 @@ class _Mirror:
         with reading_source():
             stored = self._source.storage.read(document_key(transfer.session, transfer.commit))
             document = decode_document(stored, transfer.commit)
-            return stored, document, [self._from.tree(key, ref) for key, ref in document.trees]
+            return stored, document, list(self._from.trees(document.trees).values())
 
     def _metadata(self, document: CommitDocument) -> dict[ChunkId, tuple[bytes, int]]:
         kinds = metadata_of(document)
@@ -340,22 +341,20 @@ class _Mirror:
         return {chunk: (raw, kind) for (chunk, kind), raw in zip(kinds.items(), data, strict=True)}
 
     def _missing_batches(self, trees: Sequence[Tree], dedup: Dedup) -> Iterator[ChunkBatch]:
-        """Batches of the trees' chunks that the target lacks, leaf by leaf."""
-        for tree in trees:
-            for content in tree.contents:
-                if content.ids:
-                    yield from self._leaf_batches(content.ids, dedup)
-
-    def _leaf_batches(self, ids: bytes, dedup: Dedup) -> Iterator[ChunkBatch]:
-        chunks = [ChunkId(ids[i : i + CHUNK_ID_BYTES]) for i in range(0, len(ids), CHUNK_ID_BYTES)]
-        fresh = [chunk for chunk, new in zip(chunks, dedup.fresh(chunks), strict=True) if new]
-        if not fresh:
-            return
+        """Batches of the trees' chunks that the target lacks, leaf by leaf; looked up together."""
+        leaves = [items_of(content.ids) for tree in trees for content in tree.contents]
+        chunks = [ChunkId(chunk) for leaf in leaves for chunk in leaf]
+        leaf_of = [n for n, leaf in enumerate(leaves) for _ in leaf]
+        is_fresh = dedup.fresh(chunks)
+        fresh = list(compress(chunks, is_fresh))
         with reading_source():
             where = self._source.objects.located(b"".join(fresh))
-        sizes, width = where["raw"].tolist(), int(where["width"][0])
-        for some in cut(sizes, RUN_BYTES):
-            yield ChunkBatch(tuple(fresh[some]), tuple(sizes[some]), width)
+        sizes, widths = where["raw"].tolist(), where["width"].tolist()
+        rows = zip(compress(leaf_of, is_fresh), fresh, sizes, widths, strict=True)
+        for _, leaf in groupby(rows, key=itemgetter(0)):
+            _, ids, raw_bytes, (width, *_) = zip(*leaf, strict=True)
+            for some in cut(raw_bytes, RUN_BYTES):
+                yield ChunkBatch(ids[some], raw_bytes[some], width)
 
     # -- bytes --
 

@@ -9,7 +9,7 @@ Chunks are identified by the first 8 bytes of their ids, which suffices for sums
 chunks, the probability of one collision is one in thirty million.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     Counts = NDArray[np.int64]
 
 SHARED = -1
+
+PAGES_AT_ONCE = 512
+"""Pages that are read together and held in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ def usage(
     for (commit, document), own_bytes in zip(documents.items(), exclusive.tolist(), strict=True):
         shared = None
         if commit in wanted:
-            needed = bases.added(_named_keys(handle, named[commit]))
+            needed = bases.added(np.concatenate(list(_named_keys(handle, named[commit]))))
             at = np.searchsorted(keys, np.unique(needed))
             shared = int(size_of[at].sum()) - own_bytes
         commits.append(
@@ -125,7 +128,7 @@ def _owned_keys(
         kinds |= metadata
         for chunk in metadata:
             owners[chunk] = SHARED if chunk in owners else i
-    keys = [bases.added(_named_keys(handle, {chunk: kind})) for chunk, kind in kinds.items()]
+    keys = list(map(bases.added, _named_keys(handle, kinds)))
     if not keys:
         return np.empty(0, np.uint64), np.empty(0, np.int64)
     counts = [len(part) for part in keys]
@@ -137,16 +140,16 @@ def _owned_keys(
     return found, np.where(shared, SHARED, single)
 
 
-def _named_keys(handle: StoreHandle, metadata: Mapping[ChunkId, int]) -> "Keys":
-    """The keys of schemas, pages and layouts, and of the chunks that the pages name."""
+def _named_keys(handle: StoreHandle, metadata: Mapping[ChunkId, int]) -> Iterator["Keys"]:
+    """For each schema, page and layout, its key and those of the chunks that it names."""
     ids = list(metadata)
-    pages = [chunk for chunk, kind in metadata.items() if kind == PAGE]
-    named = (
-        content.ids
-        for page in pages
-        for content in decode_page(handle.objects.read_metadata(page)).leaves
-    )
-    return short_keys(b"".join((*ids, *named)))
+    for start in range(0, len(ids), PAGES_AT_ONCE):
+        some = ids[start : start + PAGES_AT_ONCE]
+        pages = [chunk for chunk in some if metadata[chunk] == PAGE]
+        read = dict(zip(pages, handle.objects.read_metadata_many(pages), strict=True))
+        for chunk in some:
+            leaves = decode_page(read[chunk]).leaves if chunk in read else ()
+            yield short_keys(b"".join((chunk, *(content.ids for content in leaves))))
 
 
 class Bases:

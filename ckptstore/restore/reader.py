@@ -406,14 +406,15 @@ class Reader:
         )
         return self._objects.packs_of(b"".join((*metadata, *(content.ids for content in contents))))
 
-    def verify(self, tree: Tree, commit: CommitId) -> None:
-        """Read every chunk of `tree` from the store through scratch memory, and compare it with its
-        id. What this host keeps of it proves nothing."""
+    def verify(self, trees: Iterable[Tree], commit: CommitId) -> None:
+        """Read every chunk of `trees` from the store through scratch memory, and compare it with
+        its id. What this host keeps of it proves nothing."""
         nowhere, reader = _Nowhere(), self.verifying_ids()
         reader._past_cache = True
         reader.read(
             (
                 ReadRequest(tree, i, nowhere)
+                for tree in trees
                 for i in range(len(tree.schema))
                 if tree.schema.aliases[i] < 0 and not tree.is_gone(i)
             ),
