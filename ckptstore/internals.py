@@ -23,6 +23,7 @@ from ckptstore.contents import CommitContents, nearest_with
 from ckptstore.core.ids import ChunkId, CommitId, SessionId
 from ckptstore.core.model import CommitDocument
 from ckptstore.core.options import Async, Ranks
+from ckptstore.core.process import survives_forks
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
 from ckptstore.core.text import bytes_text, seconds_text
@@ -33,14 +34,7 @@ from ckptstore.distributed.gloo import BACKGROUND, collective_of
 from ckptstore.distributed.merge import split_ids
 from ckptstore.distributed.restore import agreed
 from ckptstore.distributed.worker_client import WorkerCommitter
-from ckptstore.errors import (
-    CkptStoreError,
-    InvalidInput,
-    NoSpace,
-    NotFound,
-    ReadOnly,
-    Unavailable,
-)
+from ckptstore.errors import CkptStoreError, InvalidInput, NoSpace, NotFound, ReadOnly, Unavailable
 from ckptstore.log.resolve import Resolved, newest_first, resolved
 from ckptstore.maintenance.disk_space import DiskWatch
 from ckptstore.maintenance.tiers import Tier
@@ -104,7 +98,6 @@ class StoreInternals:
         self._low_priority = ThreadPool(settings.threads, aside=True)
         slow = handle.storage.capabilities.slow_requests
         self._reading = ThreadPool(max(settings.threads, REMOTE_READS)) if slow else self.threads
-        self._lock = threading.Lock()
         self._thread = threading.local()
         self._disk = DiskWatch(handle, settings.run, settings.on_full)
         self._run_watch = RunWatch(settings.run)
@@ -118,6 +111,11 @@ class StoreInternals:
             shared=settings.executor == "process",
             place=handle.url,
         )
+        survives_forks(self)
+
+    def forked(self) -> None:
+        self._lock = threading.Lock()
+        self.__dict__.pop("committer", None)
 
     @cached_property
     def committer(self) -> Committer:

@@ -22,6 +22,7 @@ from ckptstore.core.config import (
 )
 from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.core.options import Ranks
+from ckptstore.core.process import survives_forks
 from ckptstore.errors import InvalidInput
 from ckptstore.state.staging_buffers import Buffer
 
@@ -207,6 +208,9 @@ class ParentTracker:
 
     def __init__(self) -> None:
         self._tip: CommitId | Pending[Any] | None = None
+        survives_forks(self)
+
+    def forked(self) -> None:
         self._lock = threading.Lock()
 
     def now(self, commit: CommitId) -> None:

@@ -289,10 +289,11 @@ class Background:
             self._run()
 
     def drain(self) -> BaseException | None:
-        """Wait until nothing is in flight; return the first failure not yet seen."""
+        """Wait until nothing is in flight; return the first failure not yet seen. A forked child
+        has nothing in flight."""
         while self.tell_if_busy():
             pass
-        return self._take_failure()
+        return self._take_failure() if self._pid == os.getpid() else None
 
     def tell_if_busy(self) -> bool:
         """Wait up to `NOTICE_S` for commits in flight; report those still running on stderr."""

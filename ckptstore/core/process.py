@@ -17,7 +17,8 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
+from weakref import WeakSet
 
 from ckptstore.core.paths import rights
 from ckptstore.errors import Unavailable
@@ -52,6 +53,23 @@ def uncollected() -> Iterator[None]:
                 gc.enable()
 
 
+class Forked(Protocol):
+    """An object that a forked child may go on using."""
+
+    def forked(self) -> None:
+        """Have new locks, since threads of the parent may hold the old ones, and nothing that such
+        a thread may have been changing."""
+
+
+_forked: "WeakSet[Forked]" = WeakSet()
+
+
+def survives_forks(owner: Forked) -> None:
+    """Call `owner.forked` now, and in each forked child as long as `owner` lives."""
+    owner.forked()
+    _forked.add(owner)
+
+
 def _in_child() -> None:
     """A forked child has none of the threads that were inside."""
     global _lock, _inside
@@ -59,6 +77,8 @@ def _in_child() -> None:
     if _inside and _was_on:
         gc.enable()
     _inside = 0
+    for owner in list(_forked):
+        owner.forked()
 
 
 os.register_at_fork(after_in_child=_in_child)

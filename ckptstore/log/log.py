@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptstore.core.ids import CONFIG_KEY, StoreId
-from ckptstore.core.process import behind, pauses
+from ckptstore.core.process import behind, pauses, survives_forks
 from ckptstore.errors import (
     Busy,
     CkptStoreError,
@@ -96,15 +96,18 @@ class Log:
         self._backend = place or LogObjects(storage, store)
         self._state = genesis(store, generation)
         self.saved = SavedStates(storage, self._backend, self._state, memory)
-        self._recent: deque[Entry] = deque(maxlen=RECENT)
         self._opened = False
         # Checking the head again costs a request on remote storage, so only appends do it there.
         self._is_far = storage.capabilities.slow_requests
-        self._lock = threading.RLock()
         self._gathering: threading.Thread | None = None
         self._met = Met()
         # On a bucket the check would cost one more request.
         self._looks_for_config = with_config and not storage.capabilities.slow_requests
+        survives_forks(self)
+
+    def forked(self) -> None:
+        self._lock = threading.RLock()
+        self._recent: deque[Entry] = deque(maxlen=RECENT)
 
     @property
     def state(self) -> State:

@@ -157,9 +157,10 @@ class State:
 
     def in_place_of(self, commit: CommitId) -> CommitId:
         """The commit that has, or had last, the place of `commit`: itself, unless it was
-        replaced."""
-        while (by := self.replaced.get(commit)) is not None:
-            commit = by
+        replaced. In a forged log it may have been replaced by itself."""
+        passed = {commit}
+        while (by := self.replaced.get(commit)) is not None and by not in passed:
+            passed.add(commit := by)
         return commit
 
 
@@ -350,7 +351,9 @@ def _with_soft(state: State, commits: tuple[CommitId, ...], soft: int, time_ns: 
 
 
 def _with_newest(runs: Runs, commits: Commits, run: str, commit: CommitId) -> Runs:
-    newest = sorted({*runs.get(run, ()), commit}, key=lambda c: commits[c].place)
+    # In a forged log, one of them was purged as if it had been forgotten.
+    there = (c for c in {*runs.get(run, ()), commit} if c in commits)
+    newest = sorted(there, key=lambda c: commits[c].place)
     return runs.insert(run, tuple(newest[-NEWEST_KEPT:]))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, pack_key
 from ckptstore.core.model import PackEntry
-from ckptstore.core.process import uncollected
+from ckptstore.core.process import survives_forks, uncollected
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.index.chunks import ChunkIndex
 from ckptstore.index.suspect_packs import SuspectPacks
@@ -95,6 +95,9 @@ class ObjectStore:
         self._batches = FooterBatches(storage) if self._remote else None
         self._indexed_below = 0
         self.rescue: Rescue | None = None
+        survives_forks(self)
+
+    def forked(self) -> None:
         self._lock = threading.Lock()
 
     # -- the index --
@@ -121,8 +124,7 @@ class ObjectStore:
         """The numbers of listed packs that the index lacks; drops all others from it."""
         have = self.index.pack_ids(self.index.indexed())
         if any(n >= state.next_pack for n in have):
-            # Others share the index and have registered packs since. What they indexed is in a log
-            # that is replayed now.
+            # Others share the index and have registered packs, which a replay tells of.
             state = self._log.replay()
         listed = {n: pack.id for n, pack in state.packs.items()}
         if foreign := {n for n in have if listed.get(n) != have[n]}:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from ckptstore.core.process import Pool
+from ckptstore.core.process import Pool, survives_forks
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import Unavailable
 
@@ -27,6 +27,9 @@ idle ones are used all the same. At 19, a commit beside training on all cores to
 
 
 NO_MEMORY = memoryview(b"")
+
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+"""Python's default is memory that forked processes share."""
 
 
 class Scratch:
@@ -48,7 +51,7 @@ class Scratch:
                     return found
         try:
             # A power of two, so that it fits the next request, too. Untouched pages cost nothing.
-            memory = mmap.mmap(-1, 1 << (nbytes - 1).bit_length())
+            memory = mmap.mmap(-1, 1 << (nbytes - 1).bit_length(), flags=_PRIVATE)
         except OSError as error:
             raise Unavailable(
                 f"cannot allocate {bytes_text(nbytes)} of working memory: {error}; "
@@ -91,6 +94,9 @@ class ThreadPool:
         self.scratch = Scratch()
         self._pool: Pool | None = None
         self._pid = 0
+        survives_forks(self)
+
+    def forked(self) -> None:
         self._lock = threading.Lock()
 
     def spread(

@@ -135,7 +135,7 @@ class CastSource(StagedSource):
         size = self.old.itemsize
         first, last = start // self.width, stop // self.width
         memory = memory_of(self._source, first * size, last * size)
-        before = torch.frombuffer(memory, dtype=self.old).double()
+        before = tensors.tensor_from(memory, DTYPE_NAMES[self.old], (last - first,)).double()
         after = before.to(self._new)
         out[:] = tensors.memory_of(after)
         back = after.double()

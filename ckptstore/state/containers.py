@@ -10,6 +10,7 @@ import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import BuiltinMethodType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ckptstore.core.model import Node
@@ -124,7 +125,7 @@ def split(value: Any) -> Parts | None:
         return Parts("namedtuple", list(value), list(cls._fields), (("class", class_name(cls)),))
     if is_stateful(value):
         return Parts("stateful", [value.state_dict()])
-    if dataclasses.is_dataclass(cls):
+    if dataclasses.is_dataclass(cls) and not _is_builtin(cls):
         names = [field.name for field in dataclasses.fields(cls) if hasattr(value, field.name)]
         return Parts(
             "dataclass",
@@ -133,6 +134,12 @@ def split(value: Any) -> Parts | None:
             (("class", class_name(cls)),),
         )
     return None
+
+
+def _is_builtin(cls: type) -> bool:
+    """Whether instances have content beside their attributes, as a dict's: fields are not all."""
+    bases = (base for base in cls.__mro__ if base is not object)
+    return any(isinstance(vars(base).get("__new__"), BuiltinMethodType) for base in bases)
 
 
 def join(

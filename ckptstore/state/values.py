@@ -149,9 +149,10 @@ def decode_key(encoded: Any, classes: Classes = no_classes) -> Any:
 
 @cache
 def load_codecs() -> None:
-    """Register the types of `composites`, which imports this file: called for the first type or
-    name that is not known without them."""
+    """Register the types of `composites` and `arrays`, which import this file: called for the first
+    type or name that is not known without them."""
     import_module("ckptstore.state.composites")
+    import_module("ckptstore.state.arrays")
 
 
 def add_codec(
@@ -175,7 +176,13 @@ def decimal_digits(value: int) -> str:
 
 def decode_digits(digits: str) -> int:
     """The inverse of `decimal_digits`."""
-    return int(digits) if len(digits) < 4_000 else int(Decimal(digits))
+    # Not by Decimal, which takes an exponent too: "1E999999999" would be a billion digits.
+    if len(digits) <= 4_000:
+        return int(digits)
+    if digits.startswith("-"):
+        return -decode_digits(digits[1:])
+    half = len(digits) // 2
+    return decode_digits(digits[:-half]) * int(10**half) + decode_digits(digits[-half:])
 
 
 def _encode(value: Any, room: _Room) -> Any:

@@ -241,3 +241,35 @@ def test_a_reduced_commit_that_replaces_nothing_known_is_a_commit_of_its_own_age
     state = folded(*THREE)
     state = apply(state, entry(state, number(state, thin(4, 9))))
     assert held(state) == [4, 3, 2, 1]
+
+
+def forged(*bodies: Body) -> State:
+    """The state after entries that no writer would append."""
+    state = genesis(STORE, 1)
+    for body in bodies:
+        state = apply(state, entry(state, number(state, body)))
+    return state
+
+
+@pytest.mark.parametrize(
+    "bodies",
+    [
+        (commit(1), thin(1, 1)),
+        (commit(1), thin(2, 1), thin(1, 2)),
+        (commit(1), thin(2, 1), thin(1, 2), Undelete((commit_id(1),), frozenset())),
+        (commit(1), thin(2, 1), thin(3, 2), thin(1, 3)),
+    ],
+)
+@pytest.mark.timeout(20)
+def test_a_commit_that_a_forged_log_replaces_by_itself_is_resolved_all_the_same(
+    bodies: tuple[Body, ...],
+) -> None:
+    state = forged(*bodies)
+    assert all(state.in_place_of(commit) in state.commits for commit in state.commits)
+
+
+@pytest.mark.parametrize("run", ["main", "other"])
+def test_a_commit_that_a_forged_log_purges_too_early_is_only_gone(run: str) -> None:
+    purge = Condemn(1, 0, frozenset(), (commit_id(1),))
+    state = forged(commit(1), commit(1, run=run), purge, commit(2))
+    assert state.runs["main"] == (commit_id(2),)

@@ -65,6 +65,7 @@ COMPOSITES: dict[str, Callable[[], torch.Tensor]] = {
     "quint4x2 per channel": lambda: per_channel(torch.quint4x2, torch.float32),
     "quint2x4 per channel": lambda: per_channel(torch.quint2x4, torch.float32),
     "nested": lambda: nested(torch.strided),
+    "nested, of no tensors": lambda: torch.nested.nested_tensor([], dtype=torch.float16),
     "jagged": lambda: nested(torch.jagged),
     "jagged, transposed": lambda: nested(torch.jagged).transpose(1, 2),
     "subclass": lambda: TwoTensor(torch.randn(3), torch.randn(3)),

@@ -3,6 +3,7 @@
 import io
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -147,6 +148,36 @@ def test_an_array_of_numbers_is_a_tensor_to_the_store() -> None:
 def test_an_array_of_objects_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"^s/a: .*allow_pickle"):
         carry({"a": np.array([object()])})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.dtype(("i4", (2,))),
+        lambda: np.zeros(
+            2, {"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 2], "itemsize": 8}
+        ),
+    ],
+)
+def test_a_numpy_dtype_that_would_come_back_as_another_is_refused(make: Callable[[], Any]) -> None:
+    with pytest.raises(InvalidInput, match=r"^s/a: .*view\(np.uint8\)"):
+        carry({"a": make()})
+
+
+@dataclass
+class Items(dict[str, Any]):
+    name: str = ""
+
+
+@dataclass
+class Failed(Exception):
+    why: str
+
+
+@pytest.mark.parametrize("value", [Items("x"), Failed("y")], ids=repr)
+def test_a_dataclass_with_content_beside_its_fields_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"^s/a: .*register_value.*allow_pickle"):
+        carry({"a": value})
 
 
 def test_generators_come_back_at_the_same_draw() -> None:
