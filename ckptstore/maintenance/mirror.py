@@ -29,7 +29,7 @@ from ckptstore.log.resolve import resolved
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of
 from ckptstore.maintenance.forget import set_tag
-from ckptstore.maintenance.mirror_plan import CommitTransfer, MirrorPlan, plan_mirror
+from ckptstore.maintenance.mirror_plan import CommitTransfer, MirrorPlan, find_akin, plan_mirror
 from ckptstore.maintenance.signatures import copy_signatures
 from ckptstore.objects import codecs
 from ckptstore.objects.documents import decode_document
@@ -98,6 +98,7 @@ class Mirrored:
         return (
             *(f"tag {move}: it moves by --force only" for move in self.plan.rejected),
             *([f"{forgotten} forgotten there stay so; {undelete}"] if self.plan.forgotten else []),
+            *(f"commit {commit[:12]} was not sent: {why}" for commit, why in self.plan.pinned),
             *(f"commit {commit[:12]} was not sent: {why}" for commit, why in self.damaged),
         )
 
@@ -158,9 +159,9 @@ def mirror(
     source cannot read is skipped and named in the result.
     """
     _check_alike(source, target)
-    plan = plan_mirror(
-        source.log.replay(), target.log.replay(), wanted, tags=options.tags, force=options.force
-    )
+    ours, theirs = source.log.replay(), target.log.replay()
+    akin = find_akin(source, target, wanted)
+    plan = plan_mirror(ours, theirs, wanted, akin, tags=options.tags, force=options.force)
     run = _Mirror(source, target, options, threads, progress, plan)
     if dry_run:
         return Mirrored(plan, load=run.weigh())
@@ -296,12 +297,16 @@ class _Mirror:
         new_bytes += sum(record.stored_bytes for record in records)
         key = document_key(transaction.session, transfer.commit)
         own = (key,) if put_finished(self._target.storage, key, stored) else ()
-        replaces = transfer.replaces
+        replaces, state = transfer.replaces, self._target.log.state
         body = replace(
             entry_of(
                 document, transfer.commit, len(stored), records, dedup.reused, replaces=replaces
             ),
             session=transaction.session,
+            parents=tuple(
+                named if state.in_place_of(named) in state.commits else there
+                for named, there in zip(document.parents, transfer.parents, strict=True)
+            ),
             tags=transfer.tags,
             new_bytes=new_bytes,
         )
