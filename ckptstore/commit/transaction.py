@@ -33,6 +33,7 @@ from ckptstore.core.options import Milestone
 from ckptstore.core.statistics import Moments
 from ckptstore.errors import Corrupt, InvalidInput, NoSpace
 from ckptstore.log import entries
+from ckptstore.log.admission import Demand
 from ckptstore.log.log import Refused
 from ckptstore.log.sessions import Session, open_session
 from ckptstore.objects.codecs import codec_id
@@ -353,6 +354,7 @@ class Transaction:
         own: Sequence[str] = (),
         *,
         time_ns: int | None = None,
+        demand: Demand | None = None,
     ) -> entries.Entry:
         """Append an entry, which is returned with its packs numbered.
 
@@ -361,7 +363,7 @@ class Transaction:
         """
         self.asked = True
         try:
-            entry = self._to.log.append(body, time_ns=time_ns)
+            entry = self._to.log.append(body, time_ns=time_ns, demand=demand)
         except (Refused, NoSpace):
             self.asked = False
             delete_own(self._to.storage, own)

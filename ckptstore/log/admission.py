@@ -6,9 +6,10 @@ an entry is appended.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
 from ckptstore.core.ids import CommitId, SessionId, pack_session
 from ckptstore.core.model import PackRecord
@@ -53,6 +54,7 @@ class Code(StrEnum):
     NEWEST = "newest"
     BEST = "best"
     SAME_PLACE = "same-place"
+    TAG_TAKEN = "tag-taken"
 
 
 _AGAIN = frozenset(
@@ -84,6 +86,10 @@ class Refusal:
         """Whether other writers caused it: the same change, planned again under a new session, may
         be admitted."""
         return self.code in _AGAIN
+
+
+Demand: TypeAlias = Callable[[State], Refusal | None]
+"""What the author of one entry demands of the state at the head, beside `check`."""
 
 
 def check(state: State, body: Body) -> Refusal | None:
@@ -313,6 +319,23 @@ def _pinned(state: State, commits: tuple[CommitId, ...]) -> Refusal | None:
         if refusal := _commits(code, pinned, f"{why} and cannot be forgotten; leave it out"):
             return refusal
     return None
+
+
+def tags_free(tags: Collection[str], commit: CommitId) -> Demand:
+    """Demand that none of `tags` names a commit other than `commit`."""
+
+    def demand(state: State) -> Refusal | None:
+        taken = (tag for tag in tags if state.tags.get(tag, commit) != commit)
+        if (tag := next(taken, None)) is None:
+            return None
+        return Refusal(
+            Code.TAG_TAKEN,
+            f"tag {tag!r} was set to commit {state.tags[tag][:12]} meanwhile and stays there: it "
+            "moves by --force (force=True), or once it was removed",
+            commits=(state.tags[tag],),
+        )
+
+    return demand
 
 
 def _packs(code: Code, numbers: Iterable[int], why: str) -> Refusal | None:

@@ -27,7 +27,7 @@ from ckptstore.errors import (
     NotFound,
     Unavailable,
 )
-from ckptstore.log.admission import Refusal, check
+from ckptstore.log.admission import Demand, Refusal, check
 from ckptstore.log.entries import (
     Body,
     Entry,
@@ -231,23 +231,28 @@ class Log:
             return found
 
     def append(
-        self, body: Body, *, time_ns: int | None = None, timeout_s: float = APPEND_TIMEOUT_S
+        self,
+        body: Body,
+        *,
+        time_ns: int | None = None,
+        demand: Demand | None = None,
+        timeout_s: float = APPEND_TIMEOUT_S,
     ) -> Entry:
         """Append `body` at the head of the log, its new packs numbered; durable on return.
         `time_ns` is the time of the event, by default now.
 
-        Raises `Refused` if the state at the head does not admit it, `Busy` if other writers took
-        every number within `timeout_s`, `InvalidInput` for a body that has no encoding, and
-        `Corrupt` if the log lost an entry meanwhile. Raises `Unavailable` if storage did not answer
-        within `timeout_s`, or a local disk within `LOCAL_PATIENCE_S`. The entry may then be in the
-        log or still arrive: delete nothing before a replay has told.
+        Raises `Refused` if the state at the head, or `demand`, does not admit it, `Busy` if other
+        writers took every number within `timeout_s`, `InvalidInput` for a body that has no
+        encoding, and `Corrupt` if the log lost an entry meanwhile. Raises `Unavailable` if storage
+        did not answer within `timeout_s`, or a local disk within `LOCAL_PATIENCE_S`. The entry may
+        then be in the log or still arrive: delete nothing before a replay has told.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             if wait_s := self._met.pause_s(time.monotonic(), _random.random()):
                 time.sleep(wait_s)
             with self._backend.turn():
-                return self._append(body, time_ns, deadline, timeout_s)
+                return self._append(body, time_ns, demand, deadline, timeout_s)
 
     def close(self) -> None:
         """Wait for a segment or checkpoint that is being written, and save the state for the next
@@ -259,13 +264,20 @@ class Log:
 
     # -- appending --
 
-    def _append(self, body: Body, time_ns: int | None, deadline: float, timeout_s: float) -> Entry:
+    def _append(
+        self,
+        body: Body,
+        time_ns: int | None,
+        demand: Demand | None,
+        deadline: float,
+        timeout_s: float,
+    ) -> Entry:
         known, lost_s = self._state.n, 0.0
         state = self.replay()
         began = state.n
         while True:
             numbered = number(state, body)
-            if refusal := check(state, numbered):
+            if refusal := check(state, numbered) or (demand and demand(state)):
                 raise Refused(refusal)
             # An entry that was read during this call needs no check.
             if self._is_far and state.n == known:

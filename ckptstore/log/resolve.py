@@ -66,8 +66,9 @@ def forgotten_alone(state: State) -> State:
 
 
 def resolved(state: State, commit: CommitId) -> Resolved:
-    """The log's record of a commit."""
-    row = state.commits[commit]
+    """The log's record of a commit. Raises `NotFound` if a gc has purged it."""
+    if (row := state.commits.get(commit)) is None:
+        raise NotFound(f"there is no commit {commit[:12]} any more: a gc has purged it; repeat it")
     return Resolved(
         commit,
         row.session,

@@ -12,7 +12,7 @@ from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.text import near
 from ckptstore.errors import Conflict, NotFound
-from ckptstore.log.admission import Code, check
+from ckptstore.log.admission import Code, check, tags_free
 from ckptstore.log.entries import Forget, Tag, Undelete
 from ckptstore.log.log import Refused
 from ckptstore.log.resolve import Resolved, forgotten_alone, resolve, resolved
@@ -186,17 +186,26 @@ def _no_such_commit(commits: Sequence[CommitId]) -> NotFound:
     )
 
 
-def set_tag(handle: StoreHandle, reader: Reader, name: str, info: CommitInfo | Resolved) -> None:
+def set_tag(
+    handle: StoreHandle,
+    reader: Reader,
+    name: str,
+    info: CommitInfo | Resolved,
+    *,
+    move: bool = True,
+) -> None:
     """Set tag `name` to the commit and renew its packs; retries if a gc moved them meanwhile.
 
-    Raises `Conflict` if the commit was forgotten meanwhile.
+    Raises `Conflict` if the commit was forgotten meanwhile, and, without `move`, if the tag names
+    another one.
     """
     handle.check_writable()
     check_tag(name)
     document = reader.document(info.session, info.id)
+    demand = None if move else tags_free((name,), info.id)
     for attempt in range(ATTEMPTS):
         try:
-            handle.log.append(Tag(name, info.id, reader.packs_of(document)))
+            handle.log.append(Tag(name, info.id, reader.packs_of(document)), demand=demand)
             break
         except Refused as error:
             if not error.refusal.again or attempt == ATTEMPTS - 1:
@@ -229,6 +238,6 @@ def rename_tag(handle: StoreHandle, reader: Reader, old: str, new: str) -> Commi
             f"`ckptstore tag -d {new}` removes that tag"
         )
     if new != old:
-        set_tag(handle, reader, new, resolved(state, commit))
+        set_tag(handle, reader, new, resolved(state, commit), move=False)
         remove_tag(handle, old)
     return commit

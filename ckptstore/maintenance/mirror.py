@@ -24,13 +24,13 @@ from ckptstore.core.model import CommitDocument
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.log import entries
-from ckptstore.log.admission import Code
+from ckptstore.log.admission import Code, tags_free
 from ckptstore.log.log import Refused
 from ckptstore.log.resolve import resolved
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of
 from ckptstore.maintenance.forget import set_tag
-from ckptstore.maintenance.mirror_plan import CommitTransfer, MirrorPlan, plan_mirror
+from ckptstore.maintenance.mirror_plan import CommitTransfer, MirrorPlan, find_akin, plan_mirror
 from ckptstore.maintenance.signatures import copy_signatures
 from ckptstore.objects import codecs
 from ckptstore.objects.documents import decode_document
@@ -99,6 +99,7 @@ class Mirrored:
         return (
             *(f"tag {move}: it moves by --force only" for move in self.plan.rejected),
             *([f"{forgotten} forgotten there stay so; {undelete}"] if self.plan.forgotten else []),
+            *(f"commit {commit[:12]} was not sent: {why}" for commit, why in self.plan.pinned),
             *(f"commit {commit[:12]} was not sent: {why}" for commit, why in self.damaged),
         )
 
@@ -154,14 +155,14 @@ def mirror(
     """Send `wanted`, commits of `source`, to `target`; with `dry_run` only compute the load. An
     interrupted run can be repeated without sending again what arrived.
 
-    Raises `InvalidInput` for stores with different chunk sizes, `Conflict`, before anything is
-    sent, if a tag would have to move, and `Unavailable` if either storage fails. A commit that the
-    source cannot read is skipped and named in the result.
+    Raises `InvalidInput` for stores with different chunk sizes, `Conflict` if a tag would have to
+    move, before anything is sent unless the tag is set meanwhile, and `Unavailable` if either
+    storage fails. A commit that the source cannot read is skipped and named in the result.
     """
     _check_alike(source, target)
-    plan = plan_mirror(
-        source.log.replay(), target.log.replay(), wanted, tags=options.tags, force=options.force
-    )
+    ours, theirs = source.log.replay(), target.log.replay()
+    akin = find_akin(source, target, wanted)
+    plan = plan_mirror(ours, theirs, wanted, akin, tags=options.tags, force=options.force)
     run = _Mirror(source, target, options, threads, progress, plan)
     if dry_run:
         return Mirrored(plan, load=run.weigh())
@@ -250,7 +251,8 @@ class _Mirror:
         copy_signatures(self._source.storage, self._target.storage, there)
 
     def _tag(self, tag: str, commit: CommitId) -> None:
-        set_tag(self._target, self._to, tag, resolved(self._target.log.replay(), commit))
+        there = resolved(self._target.log.replay(), commit)
+        set_tag(self._target, self._to, tag, there, move=self._options.force)
 
     def _skip(self, transfer: CommitTransfer, error: DamagedMirrorSource) -> None:
         logger.warning(
@@ -297,18 +299,24 @@ class _Mirror:
         new_bytes += sum(record.stored_bytes for record in records)
         key = document_key(transaction.session, transfer.commit)
         own = (key,) if put_finished(self._target.storage, key, stored) else ()
-        replaces = transfer.replaces
+        replaces, state = transfer.replaces, self._target.log.state
         body = replace(
             entry_of(
                 document, transfer.commit, len(stored), records, dedup.reused, replaces=replaces
             ),
             session=transaction.session,
+            parents=tuple(
+                named if state.in_place_of(named) in state.commits else there
+                for named, there in zip(document.parents, transfer.parents, strict=True)
+            ),
             tags=transfer.tags,
             new_bytes=new_bytes,
         )
         # A commit that takes another's place has its time, and the entry says when that one went.
         time_ns = None if replaces else document.time_ns
-        transaction.index(new_packs(transaction.append(body, own, time_ns=time_ns)))
+        demand = None if self._options.force else tags_free(transfer.tags, transfer.commit)
+        entry = transaction.append(body, own, time_ns=time_ns, demand=demand)
+        transaction.index(new_packs(entry))
         stored_bytes = self._done.stored_bytes + new_bytes + len(stored)
         self._done = replace(self._done, stored_bytes=stored_bytes)
 
@@ -377,13 +385,10 @@ class _Mirror:
     def _close(self, packs: PackSet) -> None:
         """Wait until the packs are durable; with `verify`, read them back."""
         packs.wait()
-        for pack in packs.closed if self._options.verify else ():
-            rows = footers.read_table(
-                self._target.storage, pack.record.id, metadata=pack.record.metadata
-            )
-            for _ in read_chunks(
-                self._target.storage, pack.record.id, rows, metadata=pack.record.metadata
-            ):
+        storage = self._target.storage
+        for record in (pack.record for pack in packs.closed if self._options.verify):
+            rows = footers.read_table(storage, record.id, metadata=record.metadata)
+            for _ in read_chunks(storage, record.id, rows, metadata=record.metadata):
                 pass
 
 

@@ -2,21 +2,25 @@
 folded logs the commits and tags that the target lacks.
 
 A commit is the same in every store: its document is copied byte for byte, so id, parents and time
-stay. Retention is separate for each store: commits forgotten in the target are not sent again.
+stay. Retention is separate for each store: commits forgotten in the target are not sent again, and
+of a commit and what a thinning made of it each store has one.
 """
 
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
-from ckptstore.core.ids import CommitId, SessionId
-from ckptstore.errors import Conflict, InvalidInput, NotFound
+from ckptstore.core.ids import CommitId, SessionId, document_key
+from ckptstore.core.model import CommitDocument, TreeRef
+from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.log.admission import check
 from ckptstore.log.entries import Forget
 from ckptstore.log.state import CommitRow, State
+from ckptstore.objects.documents import decode_document, encode_document
 from ckptstore.repository.init_store import init_store
 from ckptstore.repository.resolve_ref import AnyRef, find_commit
 from ckptstore.repository.store_handle import StoreHandle
@@ -24,13 +28,15 @@ from ckptstore.repository.store_handle import StoreHandle
 
 @dataclass(frozen=True, slots=True)
 class CommitTransfer:
-    """A commit to send; `session` names its document in the source, `tags` appear with it. In the
-    target it takes the place of `replaces`, which was thinned more."""
+    """A commit to send; `session` names its document in the source, `tags` appear with it.
+    `parents` have the places of its parents in the target. There it takes the place of `replaces`,
+    which was thinned more."""
 
     commit: CommitId
     session: SessionId
     run: str
     step: int | None
+    parents: tuple[CommitId, ...]
     tags: tuple[str, ...]
     replaces: CommitId | None = None
 
@@ -54,14 +60,17 @@ class MirrorPlan:
     """The commits to send, oldest first; `tags` are those of commits that the target has already.
 
     `rejected` tags name another commit in the target and may not be moved; `forgotten` commits are
-    forgotten in the target and stay so.
+    forgotten in the target and stay so; `pinned` ones were thinned there and stay so, with the
+    reason. `akin` is what `find_akin` found.
     """
 
     commits: tuple[CommitTransfer, ...]
     tags: tuple[TagMove, ...]
     rejected: tuple[TagMove, ...]
     forgotten: tuple[CommitId, ...]
+    pinned: tuple[tuple[CommitId, str], ...]
     present: int
+    akin: Mapping[CommitId, CommitId]
 
     @property
     def empty(self) -> bool:
@@ -71,25 +80,35 @@ class MirrorPlan:
         return f"<mirror plan: {len(self.commits)} commits, {len(self.tags)} tags>"
 
 
+NONE_AKIN: Mapping[CommitId, CommitId] = MappingProxyType({})
+
+
 def plan_mirror(
     source: State,
     target: State,
     wanted: Collection[CommitId],
+    akin: Mapping[CommitId, CommitId] = NONE_AKIN,
     *,
     tags: bool = True,
     force: bool = False,
 ) -> MirrorPlan:
     """Plan to send those of `wanted` that the target lacks, with the tags that name them; with
-    `force`, tags move."""
+    `force`, tags move. `akin` is what `find_akin` found."""
     rows = sorted(
         (row.age, commit, row) for commit, row in source.commits.items() if commit in wanted
     )
-    there = counterparts(source, target, [commit for _, commit, _ in rows])
-    missing = [
-        (commit, row)
-        for _, commit, row in rows
-        if (other := there.get(commit)) is None or _is_fuller(commit, row, other, target)
-    ]
+    parents = [source.in_place_of(parent) for _, _, row in rows for parent in row.parents]
+    there = counterparts(source, target, [*(commit for _, commit, _ in rows), *parents], akin)
+    missing, pinned = [], []
+    for _, commit, row in rows:
+        if (other := there.get(commit)) is not None and not _is_fuller(commit, row, other, target):
+            continue
+        if other is not None and (refusal := check(target, Forget((other,), ""))):
+            if not target.commits[other].soft:
+                why = refusal.why.partition(";")[0]
+                pinned.append((commit, f"its place has what was thinned of it, and {why}"))
+            continue
+        missing.append((commit, row))
     forgotten = tuple(
         commit for _, commit, _ in rows if commit in there and target.commits[there[commit]].soft
     )
@@ -109,6 +128,7 @@ def plan_mirror(
                 row.session,
                 row.run,
                 row.step,
+                tuple(named.get(source.in_place_of(each), each) for each in row.parents),
                 tuple(by_commit.get(commit, ())),
                 there.get(commit),
             )
@@ -117,12 +137,17 @@ def plan_mirror(
         tuple(move for move in allowed if move.commit in target.commits),
         rejected,
         forgotten,
+        tuple(pinned),
         len(rows) - len(missing) - len(forgotten),
+        akin,
     )
 
 
 def counterparts(
-    source: State, target: State, commits: Sequence[CommitId]
+    source: State,
+    target: State,
+    commits: Collection[CommitId],
+    akin: Mapping[CommitId, CommitId] = NONE_AKIN,
 ) -> dict[CommitId, CommitId]:
     """For each of `commits` the one that the target has in its place: itself, or what a thinning
     made of it, or made it of. One that is not forgotten there comes before one that is."""
@@ -132,7 +157,8 @@ def counterparts(
     found = {}
     for commit in commits:
         last = source.in_place_of(commit)
-        kin = {target.in_place_of(each) for each in (commit, last, *places.get(last, ()))}
+        here = {commit, last, *places.get(last, ())}
+        kin = {target.in_place_of(akin.get(each, each)) for each in here}
         there = sorted(
             {commit, *kin} & set(target.commits),
             key=lambda c: (target.commits[c].soft > 0, c != commit),
@@ -142,15 +168,71 @@ def counterparts(
     return found
 
 
+def find_akin(
+    source: StoreHandle, target: StoreHandle, wanted: Collection[CommitId]
+) -> Mapping[CommitId, CommitId]:
+    """The commits of the target that were thinned from one of `wanted`, or from the same commit, or
+    of which one of `wanted` was, where no log says so: a thinned commit may come to a store that
+    never had the whole one. Reads the documents of commits of equal run and step."""
+    ours, theirs = source.log.state, target.log.state
+    if not any(row.thinned for state in (ours, theirs) for row in state.commits.values()):
+        return NONE_AKIN
+    known = counterparts(ours, theirs, ours.commits)
+    told = set(known.values())
+    strangers = defaultdict(list)
+    for commit, row in theirs.commits.items():
+        if commit not in told:
+            strangers[row.run, row.step].append((commit, row))
+    found = {}
+    for commit in (each for each in wanted if each in ours.commits and each not in known):
+        row = ours.commits[commit]
+        for other, its in strangers.get((row.run, row.step), ()):
+            if (row.thinned or its.thinned) and (
+                _origin(source, commit, row) == _origin(target, other, its)
+            ):
+                found[commit] = other
+    return found
+
+
+_origins: dict[CommitId, CommitId] = {}
+"""What `_origin` found: a commit's id is the hash of its document, so it holds in every store."""
+
+
+def _origin(handle: StoreHandle, commit: CommitId, row: CommitRow) -> CommitId:
+    """The same for all commits that thinnings made of one, and for that one; `commit` itself if its
+    document cannot be read."""
+    if commit not in _origins:
+        try:
+            stored = handle.storage.read(document_key(row.session, commit))
+            document = decode_document(stored, commit)
+        except (Corrupt, NotFound):
+            return commit
+        _origins[commit], _ = encode_document(_as_if_empty(document))
+    return _origins[commit]
+
+
+def _as_if_empty(document: CommitDocument) -> CommitDocument:
+    """The document without all that a thinning changes."""
+    return replace(
+        document,
+        session=SessionId(""),
+        tags=(),
+        trees=tuple((key, TreeRef(ref.schema, ())) for key, ref in document.trees),
+        content="",
+        logical_bytes=0,
+        new_bytes=0,
+        thinned=None,
+    )
+
+
 def _is_fuller(commit: CommitId, row: CommitRow, other: CommitId, target: State) -> bool:
-    """Whether `commit` has leaves that `other`, which has its place in the target, lost elsewhere,
-    and may take that place."""
+    """Whether `commit` has leaves that `other`, which has its place in the target, lost
+    elsewhere."""
     lost = target.commits[other].thinned
     return (
         commit not in target.commits
         and commit not in target.replaced
         and not set(lost) <= set(row.thinned)
-        and check(target, Forget((other,), "")) is None
     )
 
 
@@ -185,7 +267,7 @@ def choose(
         row = state.commits.get(commit)
         if row is not None and not row.soft and commit not in found:
             found.add(commit)
-            waiting.extend(row.parents)
+            waiting.extend(map(state.in_place_of, row.parents))
     return frozenset(found)
 
 

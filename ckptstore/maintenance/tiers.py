@@ -20,7 +20,7 @@ from ckptstore.maintenance.check import Share
 from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.forget import forget_commits, plan_retention
 from ckptstore.maintenance.gc import GcOptions, collect
-from ckptstore.maintenance.mirror import MirrorOptions, mirror
+from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import all_commits, counterparts, other_end
 from ckptstore.maintenance.repair import repair
 from ckptstore.maintenance.retention import Policy
@@ -255,7 +255,7 @@ class Tier:
         if self._damaged:
             self._heal(remote)
         if self._keep:
-            self._trim(remote.log.replay())
+            self._trim(remote.log.replay(), done)
 
     def _heal(self, remote: StoreHandle) -> None:
         """Repair the damage found here. New damage, and damage that could not be repaired, is
@@ -267,12 +267,14 @@ class Tier:
             self._damaged = True
             raise
 
-    def _trim(self, arrived: State) -> None:
+    def _trim(self, arrived: State, done: Mirrored) -> None:
         """Forget or thin commits here that no policy keeps whole and the mirror has."""
         reader = Reader(self._own.config, self._own.objects, self._threads)
         state = self._own.log.replay()
         plan = plan_retention(self._own, state, self._keep, reader)
-        there = counterparts(state, arrived, [each.commit for each in plan.decisions])
+        unsent = {commit for commit, _ in (*done.plan.pinned, *done.damaged)}
+        decided = [each.commit for each in plan.decisions if each.commit not in unsent]
+        there = counterparts(state, arrived, decided, done.plan.akin)
         gone = [each.commit for each in plan.forgotten if each.commit in there]
         thinned = [each for each in plan.thinned if each.commit in there]
         if gone:

@@ -13,7 +13,7 @@ import pytest
 from ckptstore.core.ids import log_key
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from ckptstore.log import log as log_module
-from ckptstore.log.admission import Code
+from ckptstore.log.admission import Code, tags_free
 from ckptstore.log.entries import Entry, Forget, Over, Settings, Tag
 from ckptstore.log.log import Log, Refused
 from ckptstore.log.log_backend import Met, pause_s
@@ -25,6 +25,7 @@ from tests.log.builders import (
     commit,
     commit_id,
     fresh_commit,
+    just,
     open_log,
     packs,
     session,
@@ -88,6 +89,27 @@ def test_the_race_for_one_number_has_one_winner_and_the_loser_takes_the_next(
     entry = open_log(Wrapped(storage, late)).append(commit(2))
     assert (entry.n, entry.body.packs[0].number) == (2, 4)  # type: ignore[union-attr]  # a Commit
     assert [e.n for e in open_log(storage).read_entries()] == [1, 2]
+
+
+def test_a_demand_is_made_of_the_state_behind_a_lost_race(storage: Storage) -> None:
+    rival = open_log(storage)
+    for i in (1, 2):
+        rival.append(commit(i))
+    raced: list[str] = []
+
+    def late(create: Create, key: str, data: bytes) -> bool:
+        if not raced:
+            raced.append(key)
+            rival.append(Tag("a", commit_id(1), just()))
+        return create(key, data)
+
+    log = open_log(Wrapped(storage, late))
+    demand = tags_free(("a", "b"), commit_id(2))
+    with pytest.raises(Refused, match="tag 'a'") as refused:
+        log.append(Tag("a", commit_id(2), just()), demand=demand)
+    assert refused.value.refusal.code is Code.TAG_TAKEN
+    assert log.replay().tags.get("a") == commit_id(1)
+    log.append(Tag("b", commit_id(2), just()), demand=tags_free(("b",), commit_id(2)))
 
 
 # -- answers that get lost

@@ -92,3 +92,121 @@ def test_a_tag_of_a_thinned_commit_names_the_whole_one_that_the_mirror_has(tmp_p
         thinned = store.checkout("release").id
         store.pull(tmp_path / "b")
         assert store.checkout("first").id == thinned != commits[1]
+
+
+def make_thinned_clone(path: Path) -> list[str]:
+    """A store `whole`, its mirror `behind` that thinned it, and `clone`, a clone of that mirror;
+    returns the commits of `whole`."""
+    commits = make(path / "whole")
+    with ckptstore.open(path / "whole") as store:
+        store.push(path / "behind", create=True)
+    with ckptstore.open(path / "behind") as mirror:
+        mirror.forget(POLICY)
+        mirror.gc(grace_s=0)
+    ckptstore.clone(path / "behind", path / "clone").close()
+    return commits
+
+
+def test_whole_commits_take_the_places_of_thinned_ones_that_came_by_a_clone(
+    tmp_path: Path,
+) -> None:
+    commits = make_thinned_clone(tmp_path)
+    with ckptstore.open(tmp_path / "clone") as clone:
+        pulled = clone.pull(tmp_path / "whole")
+        assert (pulled.sent, pulled.plan.present) == (tuple(commits[:4]), 2)
+        assert [info.id for info in clone.log()] == commits[::-1]
+        target = state(9)
+        assert clone.resume(target).step == 5
+        assert clone.checkout("latest~4").id == commits[1]
+        assert clone.checkout(1).read("optimizer/state/step") == 1
+        assert clone.pull(tmp_path / "whole").plan.empty
+        clone.gc(grace_s=0)
+        assert not clone.fsck(read_data="100%").findings
+        assert clone.pull(tmp_path / "whole").plan.empty
+        assert clone.checkout("latest~4").id == commits[1]
+
+
+def test_a_thinned_commit_that_came_by_a_clone_is_not_sent_to_a_store_that_has_it_whole(
+    tmp_path: Path,
+) -> None:
+    commits = make_thinned_clone(tmp_path)
+    with ckptstore.open(tmp_path / "clone") as clone:
+        clone.tag("kept", 1)
+        pushed = clone.push(tmp_path / "whole")
+        assert (pushed.sent, pushed.plan.present) == ((), 6)
+    with ckptstore.open(tmp_path / "whole") as whole:
+        assert [info.id for info in whole.log()] == commits[::-1]
+        assert whole.checkout("kept").id == commits[1]
+
+
+def test_the_history_of_a_clone_leads_through_thinned_commits(tmp_path: Path) -> None:
+    make_thinned_clone(tmp_path)
+    ckptstore.clone(tmp_path / "clone", tmp_path / "again").close()
+    logs = []
+    for name in ("behind", "clone", "again"):
+        with ckptstore.open(tmp_path / name) as store:
+            assert store.checkout("latest~5").step == 0
+            assert not store.fsck(read_data="100%").findings
+            logs.append([(info.id, info.parents) for info in store.log()])
+    assert logs[1:] == logs[:1] * 2
+
+
+def test_a_commit_that_was_thinned_twice_is_known_in_a_clone(tmp_path: Path) -> None:
+    commits = make_thinned_clone(tmp_path)
+    with ckptstore.open(tmp_path / "behind") as mirror:
+        mirror.forget(KeepLast(2).thin("model/**"))
+        mirror.gc(grace_s=0)
+    ckptstore.clone(tmp_path / "behind", tmp_path / "twice").close()
+    with ckptstore.open(tmp_path / "twice") as clone:
+        once = clone.pull(tmp_path / "clone").sent
+        assert len(once) == 4
+        assert [info.step for info in clone.log()] == [5, 4, 3, 2, 1, 0]
+        assert clone.pull(tmp_path / "whole").sent == tuple(commits[:4])
+        assert [info.id for info in clone.log()] == commits[::-1]
+
+
+def test_the_ancestors_of_a_commit_are_sent_beyond_a_thinned_one(tmp_path: Path) -> None:
+    make_thinned_clone(tmp_path)
+    for name in ("behind", "clone"):
+        with ckptstore.open(tmp_path / name) as store:
+            sent = store.push(tmp_path / f"from {name}", "latest", ancestors=True, create=True).sent
+            assert len(sent) == 6
+
+
+def test_a_whole_commit_stays_out_of_a_store_where_a_tag_pins_the_thinned_one(
+    tmp_path: Path,
+) -> None:
+    commits = make_thinned_clone(tmp_path)
+    with ckptstore.open(tmp_path / "clone") as clone:
+        clone.tag("pinned", 1)
+        pulled = clone.pull(tmp_path / "whole")
+        assert pulled.sent == (commits[0], *commits[2:4])
+        (problem,) = pulled.problems
+        assert "has a tag" in problem and clone.checkout(1).id[:12] in problem
+        assert [info.step for info in clone.log()] == [5, 4, 3, 2, 1, 0]
+
+
+def test_a_store_keeps_what_its_mirror_could_not_take(tmp_path: Path) -> None:
+    commits = make_thinned_clone(tmp_path)
+    with ckptstore.open(tmp_path / "clone") as clone:
+        clone.tag("pinned", 1)
+    mirror = ckptstore.Mirror(str(tmp_path / "clone"), keep_local=KeepLast(2))
+    with ckptstore.open(tmp_path / "whole", mirror=mirror) as store:
+        assert store.flush_mirror()
+    with ckptstore.open(tmp_path / "whole") as store:
+        assert [info.id for info in store.log()] == [commits[5], commits[4], commits[1]]
+    with ckptstore.open(tmp_path / "clone") as clone:
+        assert [info.step for info in clone.log()] == [5, 4, 3, 2, 1, 0]
+
+
+def test_a_store_with_thinned_commits_forgets_those_that_its_mirror_has_whole(
+    tmp_path: Path,
+) -> None:
+    commits = make_thinned_clone(tmp_path)
+    mirror = ckptstore.Mirror(str(tmp_path / "whole"), keep_local=KeepLast(2))
+    with ckptstore.open(tmp_path / "clone", mirror=mirror) as store:
+        assert store.flush_mirror()
+    with ckptstore.open(tmp_path / "clone") as store:
+        assert [info.id for info in store.log()] == [commits[5], commits[4]]
+    with ckptstore.open(tmp_path / "whole") as whole:
+        assert [info.id for info in whole.log()] == commits[::-1]
