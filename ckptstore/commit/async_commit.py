@@ -280,18 +280,18 @@ class AsyncCommits(Generic[S]):
                 pending.reached(Milestone.STAGED)
             base = self._parent_tracker.then(pending)
             job = _Job(pending, begun[0], taken.pop_all(), base, label, route)
-            self._background.start(pending, partial(self._finish, job))
-            self._keep(job, eager=options.staging == "eager")
+            self._begin(job, eager=options.staging == "eager")
             pending.reached(Milestone.HELD)
         if watch.borrowed:
             pending.wait_staged()
         return pending
 
-    def _keep(self, job: "_Job[S]", *, eager: bool) -> None:
-        """Return when the caller may change the state. An interrupted caller might do so earlier,
-        so an exception cancels the commit."""
+    def _begin(self, job: "_Job[S]", *, eager: bool) -> None:
+        """Hand over, and return when the caller may change the state. An interrupted caller might
+        do so earlier, so an exception cancels the commit."""
         try:
             watch = job.begun.watch
+            self._background.start(job.pending, partial(self._finish, job))
             if watch.lazy and eager:
                 watch.lazy.hold()
             watch.wait()

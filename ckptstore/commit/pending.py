@@ -262,6 +262,7 @@ class Background:
                 f"{self._place} was opened by process {self._pid}, which this one was forked from; "
                 "open it again here to commit in the background"
             )
+        self._have_worked()
         with self._changed:
             if len(self._in_flight()) >= self._limit:
                 if not wait:
@@ -274,14 +275,18 @@ class Background:
         """Run `work` after all work started before. It must end `pending` and raise nothing.
 
         The calling thread runs it if no thread can be started, because of a limit or because the
-        interpreter is exiting.
+        interpreter is exiting. If this call is interrupted, `admit` or `drain` starts the thread.
         """
         with self._changed:
             self._jobs.append(work)
             self._pending.append(pending)
-            if self._working:
+        self._have_worked()
+
+    def _have_worked(self) -> None:
+        """Start a thread for the work that waits for one. Of two, the second ends at once."""
+        with self._changed:
+            if self._working or not self._jobs:
                 return
-            self._working = True
         try:
             _have_exits_watched(os.getpid())
             threading.Thread(target=self._run_aside, name="ckptstore-commits").start()
@@ -289,18 +294,20 @@ class Background:
             self._run()
 
     def drain(self) -> BaseException | None:
-        """Wait until nothing is in flight; return the first failure not yet seen. A forked child
-        has nothing in flight."""
+        """Wait until nothing is in flight; return the first failure not yet seen."""
+        if self._pid != os.getpid():
+            return None  # these are the commits of the parent of a forked child
+        self._have_worked()
         while self.tell_if_busy():
             pass
-        return self._take_failure() if self._pid == os.getpid() else None
+        return self._take_failure()
 
     def tell_if_busy(self) -> bool:
         """Wait up to `NOTICE_S` for commits in flight; report those still running on stderr."""
         if self._pid != os.getpid():
-            return False  # these are the commits of the parent of a forked child
+            return False
         with self._changed:
-            if self._changed.wait_for(lambda: not self._working, NOTICE_S):
+            if self._changed.wait_for(lambda: not self._working and not self._jobs, NOTICE_S):
                 return False
             waiting = self._in_flight()
         for pending in waiting:
@@ -340,6 +347,10 @@ class Background:
         self._run()
 
     def _run(self) -> None:
+        with self._changed:
+            if self._working:
+                return
+            self._working = True
         while True:
             with self._changed:
                 if not self._jobs:

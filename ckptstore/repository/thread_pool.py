@@ -128,16 +128,17 @@ class ThreadPool:
             if future.exception():
                 stop()
 
-        futures = [pool.submit(work) for work in works[:-1]]
-        for future in futures:
-            future.add_done_callback(stop_if_failed)
+        futures: list[Future[object]] = []
         try:
+            for work in works[:-1]:
+                futures.append(pool.submit(work))
+                futures[-1].add_done_callback(stop_if_failed)
             works[-1]()
+            wait(futures)
         except BaseException:
             stop()
             wait(futures)
             raise
-        wait(futures)
         for future in futures:
             future.result()
 
