@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
@@ -42,6 +43,8 @@ def test_commits_and_close_end_after_a_commit_was_interrupted_before_its_thread_
             threading.Thread.start, lambda: store.commit_async({"t": torch.zeros(1000)}, step=1)
         )
         store.commit_async({"t": torch.ones(1000)}, step=2).wait()
+        while any(thread.name == "ckptstore-commits" for thread in threading.enumerate()):
+            time.sleep(0.01)  # else the next commit starts no thread
         interrupted_in(
             threading.Thread.start, lambda: store.commit_async({"t": torch.zeros(1000)}, step=3)
         )
