@@ -21,7 +21,7 @@ from ckptstore.state import containers, tensors
 from ckptstore.state.flatten import MAX_NESTING
 from ckptstore.state.inflate import inflate, inflate_leaf
 from ckptstore.state.restore import bind
-from ckptstore.state.stateful import StateDict
+from ckptstore.state.stateful import StateDict, is_stateful
 from ckptstore.state.values import register_class
 from tests.state.carrying import assert_same, carry
 
@@ -368,3 +368,18 @@ def _wrap(data: st.DataObject, numbers: list[int]) -> Node:
         )
     )
     return Node(data.draw(node_types), children, keys, tuple(sorted(attrs.items())))
+
+
+class Namespace(dict[str, Any]):
+    """A dict whose attributes are its items, and empty namespaces where it has none."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name, Namespace())
+
+
+def test_a_dict_with_any_attribute_is_no_object_with_a_state_dict() -> None:
+    assert not is_stateful(Namespace(a=1))
+    assert is_stateful(torch.nn.Linear(1, 1))
+    assert not is_stateful(torch.nn.Linear)
