@@ -14,7 +14,8 @@ from ckptstore.core.settings import Settings
 from ckptstore.distributed.gloo import is_several
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
 from ckptstore.maintenance import Progress, silent
-from ckptstore.maintenance.mirror_plan import other_end
+from ckptstore.maintenance.mirror import MirrorOptions, mirror
+from ckptstore.maintenance.mirror_plan import all_commits, other_end
 from ckptstore.maintenance.retention import Policy
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.objects.pointer_files import Pointer, read_pointer
@@ -23,7 +24,7 @@ from ckptstore.repository.init_store import init_store
 from ckptstore.repository.resolve_ref import AnyRef
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.store import Store
+from ckptstore.store import Store, internals_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,14 @@ def clone(
             pass  # made
         handle = StoreHandle(to, storage_options=settings.storage_options, index=here.index)
         store = undo.enter_context(Store(handle, settings))
-        store.pull(source, verify=verify, storage=storage, progress=progress)
+        mirror(
+            origin,
+            handle,
+            all_commits(origin.log.replay()),
+            MirrorOptions(verify=verify, holds=True),
+            internals_of(store).threads,
+            progress=progress,
+        )
         undo.pop_all()
         return store
 

@@ -24,7 +24,7 @@ from blake3 import blake3
 from ckptstore.adopt.directory import restore_folder
 from ckptstore.adopt.hashed_files import FileChanged
 from ckptstore.adopt.manifest import FileRecipe, LeafPart, Manifest
-from ckptstore.core.ids import CommitId
+from ckptstore.core.ids import HOLD, CommitId
 from ckptstore.core.paths import scratch_for
 from ckptstore.errors import ReadOnly, Unavailable
 from ckptstore.objects.pointer_files import (
@@ -38,7 +38,6 @@ from ckptstore.objects.pointer_files import (
 LARGE_BYTES = 1 << 20
 """Files without tensors stay below this size."""
 
-_HOLD = "held"
 _PLAIN = re.compile(r"[A-Za-z0-9_.+-]{1,100}")
 
 
@@ -129,7 +128,7 @@ class Held:
 
 def hold_of(place: Place, root: Path) -> str:
     """The tag that keeps the commit of the hollow directory `root`."""
-    return f"{_HOLD}/{place}/{_label(Path(os.path.realpath(root)).name)}"
+    return f"{HOLD}/{place}/{_label(Path(os.path.realpath(root)).name)}"
 
 
 def held_in(parent: Path, tags: Mapping[str, CommitId]) -> list[Held]:
@@ -139,7 +138,7 @@ def held_in(parent: Path, tags: Mapping[str, CommitId]) -> list[Held]:
     return [
         Held(Place(*parts[1].partition("-")[::2]), roots[parts[2]], commit)
         for parts, commit in holds
-        if len(parts) == 3 and parts[0] == _HOLD and parts[2] in roots
+        if len(parts) == 3 and parts[0] == HOLD and parts[2] in roots
     ]
 
 
@@ -181,7 +180,7 @@ def copied(tags: Iterable[str], place: Place, parent: Path) -> list[tuple[str, C
 def abandoned(tags: Iterable[str], place: Place, parent: Path) -> list[str]:
     """The holds among `tags` of directories in `parent`, which is `place`, that are gone."""
     kept = {hold_of(place, root) for root in _directories(parent)}
-    prefix = f"{_HOLD}/{place}/"
+    prefix = f"{HOLD}/{place}/"
     return sorted(tag for tag in tags if tag.startswith(prefix) and tag not in kept)
 
 

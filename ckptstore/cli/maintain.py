@@ -325,7 +325,7 @@ def clone(call: Call) -> Answer:
     args.refs, args.ancestors, args.tags, args.force, args.dry_run = (), False, True, False, False
     source = _opened(call, other_end(args.other, read_only=True, index=args.from_index))
     target = other_end(args.to, like=source, index=args.to_index)
-    return _mirror(call, source, _opened(call, target))
+    return _mirror(call, source, _opened(call, target), holds=True)
 
 
 def _opened(call: Call, end: AbstractContextManager[StoreHandle], advice: str = "") -> StoreHandle:
@@ -336,11 +336,11 @@ def _opened(call: Call, end: AbstractContextManager[StoreHandle], advice: str = 
         raise NoStore(f"{error}{advice}") from error
 
 
-def _mirror(call: Call, source: StoreHandle, target: StoreHandle) -> Answer:
+def _mirror(call: Call, source: StoreHandle, target: StoreHandle, *, holds: bool = False) -> Answer:
     args = call.args
     threads = call.threads(default_threads())
     wanted = choose(source, args.refs, run=args.run, ancestors=args.ancestors)
-    options = MirrorOptions(args.tags, args.force, args.verify)
+    options = MirrorOptions(args.tags, args.force, args.verify, holds=holds)
     with call.screen.progress() as shown:
         done = mirror(
             source, target, wanted, options, threads, dry_run=args.dry_run, progress=shown

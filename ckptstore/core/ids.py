@@ -97,6 +97,14 @@ def check_tag(name: object) -> str:
     return _check_label(_TAG, name, "tag")
 
 
+HOLD = "held"
+
+
+def is_hold(tag: str) -> bool:
+    """Whether a tag is the hold of a hollow directory of some machine (`adopt.hollow`)."""
+    return re.fullmatch(rf"{HOLD}/[0-9a-f]{{12}}-[0-9a-f]+/.+", tag) is not None
+
+
 def check_run(name: object) -> str:
     """`name` if it may be a run, else `InvalidInput`."""
     return _check_label(_RUN, name, "run")

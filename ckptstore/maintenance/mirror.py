@@ -108,12 +108,13 @@ class Mirrored:
 class MirrorOptions:
     """Options of a mirror run: send the `tags` of the commits, moved with `force`; with
     `verify`, read the written data back before a commit appears. `batch_bytes` is about the cost
-    of a kill (default: a pack per thread)."""
+    of a kill (default: a pack per thread). `holds` sends the tags of hollow directories, too."""
 
     tags: bool = True
     force: bool = False
     verify: bool = False
     batch_bytes: int | None = None
+    holds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,8 @@ def mirror(
     _check_alike(source, target)
     ours, theirs = source.log.replay(), target.log.replay()
     akin = find_akin(source, target, wanted)
-    plan = plan_mirror(ours, theirs, wanted, akin, tags=options.tags, force=options.force)
+    asked = {"tags": options.tags, "force": options.force, "holds": options.holds}
+    plan = plan_mirror(ours, theirs, wanted, akin, **asked)
     run = _Mirror(source, target, options, threads, progress, plan)
     if dry_run:
         return Mirrored(plan, load=run.weigh())

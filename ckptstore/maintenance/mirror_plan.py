@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from ckptstore.core.ids import CommitId, SessionId, document_key
+from ckptstore.core.ids import CommitId, SessionId, document_key, is_hold
 from ckptstore.core.model import CommitDocument, TreeRef
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.log.admission import check
@@ -61,7 +61,7 @@ class MirrorPlan:
 
     `rejected` tags name another commit in the target and may not be moved; `forgotten` commits are
     forgotten in the target and stay so; `pinned` ones were thinned there and stay so, with the
-    reason. `akin` is what `find_akin` found.
+    reason.
     """
 
     commits: tuple[CommitTransfer, ...]
@@ -70,7 +70,6 @@ class MirrorPlan:
     forgotten: tuple[CommitId, ...]
     pinned: tuple[tuple[CommitId, str], ...]
     present: int
-    akin: Mapping[CommitId, CommitId]
 
     @property
     def empty(self) -> bool:
@@ -91,9 +90,11 @@ def plan_mirror(
     *,
     tags: bool = True,
     force: bool = False,
+    holds: bool = False,
 ) -> MirrorPlan:
     """Plan to send those of `wanted` that the target lacks, with the tags that name them; with
-    `force`, tags move. `akin` is what `find_akin` found."""
+    `force`, tags move, and with `holds`, those of hollow directories are sent too. `akin` is what
+    `find_akin` found."""
     rows = sorted(
         (row.age, commit, row) for commit, row in source.commits.items() if commit in wanted
     )
@@ -115,7 +116,10 @@ def plan_mirror(
     named = there | {commit: commit for commit, _ in missing}
     for commit in forgotten:
         del named[commit]
-    moves = _tag_moves(source, target, named) if tags else []
+    sent = {
+        name: each for name, each in source.tags.items() if tags and (holds or not is_hold(name))
+    }
+    moves = _tag_moves(sent, target, named)
     rejected = tuple(move for move in moves if move.previous is not None and not force)
     allowed = [move for move in moves if move not in rejected]
     by_commit: dict[CommitId, list[str]] = {}
@@ -139,7 +143,6 @@ def plan_mirror(
         forgotten,
         tuple(pinned),
         len(rows) - len(missing) - len(forgotten),
-        akin,
     )
 
 
@@ -309,10 +312,12 @@ def other_end(
         handle.close()
 
 
-def _tag_moves(source: State, target: State, named: Mapping[CommitId, CommitId]) -> list[TagMove]:
-    """The moves after which each tag of the source names what `named` has for its commit."""
+def _tag_moves(
+    tags: Mapping[str, CommitId], target: State, named: Mapping[CommitId, CommitId]
+) -> list[TagMove]:
+    """The moves after which each of `tags` names what `named` has for its commit."""
     return [
         TagMove(name, named[commit], target.tags.get(name))
-        for name, commit in sorted(source.tags.items())
+        for name, commit in sorted(tags.items())
         if commit in named and target.tags.get(name) != named[commit]
     ]

@@ -16,6 +16,8 @@ from ckptstore.core.ids import ChunkId, CommitId, digest, document_key
 from ckptstore.core.model import CommitDocument, CommitInfo, Thinning, TreeRef
 from ckptstore.core.text import selector
 from ckptstore.errors import InvalidInput
+from ckptstore.log.admission import check
+from ckptstore.log.entries import Forget
 from ckptstore.log.log import Refused
 from ckptstore.objects.documents import content_id, encode_document
 from ckptstore.objects.pack import PAGE
@@ -72,11 +74,14 @@ def thin_commit(
     """Replace a commit by one without the leaves that match `globs`; None if it has none of them.
 
     A leaf that shares memory with one that stays, stays. Raises `Refused` if the commit may not be
-    forgotten.
+    forgotten, or is not there any more.
     """
     destination = Destination(handle, reader.threads)
     for attempt in range(ATTEMPTS):
-        document = reader.document(handle.log.replay().commits[commit].session, commit)
+        state = handle.log.replay()
+        if refusal := check(state, Forget((commit,), "")):
+            raise Refused(refusal)
+        document = reader.document(state.commits[commit].session, commit)
         trees = reader.trees(document.trees)
         matched = _matched(trees, *globs)
         if not any(matched.values()):

@@ -21,7 +21,7 @@ from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.forget import forget_commits, plan_retention
 from ckptstore.maintenance.gc import GcOptions, collect
 from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
-from ckptstore.maintenance.mirror_plan import all_commits, counterparts, other_end
+from ckptstore.maintenance.mirror_plan import all_commits, counterparts, find_akin, other_end
 from ckptstore.maintenance.repair import repair
 from ckptstore.maintenance.retention import Policy
 from ckptstore.maintenance.thin import thin_commit
@@ -274,7 +274,8 @@ class Tier:
         plan = plan_retention(self._own, state, self._keep, reader)
         unsent = {commit for commit, _ in (*done.plan.pinned, *done.damaged)}
         decided = [each.commit for each in plan.decisions if each.commit not in unsent]
-        there = counterparts(state, arrived, decided, done.plan.akin)
+        akin = find_akin(self._own, self._opened(), decided)
+        there = counterparts(state, arrived, decided, akin)
         gone = [each.commit for each in plan.forgotten if each.commit in there]
         thinned = [each for each in plan.thinned if each.commit in there]
         if gone:

@@ -9,6 +9,9 @@ import ckptstore
 from ckptstore.maintenance.disk_space import DiskRoom, expected_bytes
 from ckptstore.maintenance.doctor import Check, StorageFacts, Verdict, doctor, judge
 from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.storage import open_storage
+from tests.support.servers.proxy import proxy_to
+from tests.support.servers.s3 import S3Server, new_url
 
 FINE = StorageFacts("", "", "", 0.001, "ext4", False, "/cache", False, True, 0.0, -10.0)
 ROOMY = DiskRoom(free=1 << 40, new=(1000, 5000, 2000), logical=9000, reserve=1 << 20)
@@ -65,6 +68,27 @@ def test_free_space_is_compared_with_the_next_commit(free: int, verdict: Verdict
 
 def test_a_bucket_has_no_end_and_no_reserve() -> None:
     assert verdicts(judge(FINE, DiskRoom(None, (10**18,), 10**18, None))) == {}
+
+
+def test_an_object_whose_answer_was_lost_was_not_created_twice(s3: S3Server) -> None:
+    url, lost = new_url(), list[bytes]()
+    ckptstore.open(url, storage=ckptstore.Storage(options=s3.options())).close()
+    direct = open_storage(url, storage_options=s3.options())
+    with proxy_to(s3.address) as proxy:
+        options = s3.behind(proxy.endpoint).options(deadline_s=8)
+        handle = StoreHandle(url, storage_options=options)
+
+        def lose(data: bytes) -> bytes:
+            if not lost and any(key.endswith("-doctor.new") for key, _ in direct.list("tmp/")):
+                lost.append(data)
+                raise OSError("the connection broke")
+            return data
+
+        proxy.faults.spoil = lose
+        checks = doctor(handle)
+        handle.close()
+    assert lost
+    assert verdicts(checks).keys() <= {"fsync"}
 
 
 def test_a_missing_reserve_is_a_warning() -> None:

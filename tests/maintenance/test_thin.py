@@ -15,8 +15,10 @@ from ckptstore.analysis import bad_number, norm
 from ckptstore.errors import Conflict, InvalidInput, Thinned
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.offline_store import open_offline_store
+from ckptstore.maintenance.forget import forget_by_policy
 from ckptstore.maintenance.retention import KeepBest, KeepEverySteps, KeepLast
-from ckptstore.store import Store
+from ckptstore.restore.reader import Reader
+from ckptstore.store import Store, internals_of
 from tests.cli.running import call
 from tests.golden.reader import reader
 
@@ -315,3 +317,25 @@ def test_questions_pass_over_what_is_gone(tmp_path: Path) -> None:
         assert norm(thinned, "*") == pytest.approx(float(thinned.read("model/w").norm()))
     files = fsspec.filesystem("ckptstore").ls(f"ckptstore://{tmp_path}/s@0", detail=False)
     assert [Path(file).name for file in files] == ["model.safetensors"]
+
+
+def test_a_commit_that_is_purged_while_others_are_thinned_is_passed_over(tmp_path: Path) -> None:
+    commits = make(tmp_path)
+    with ckptstore.open(tmp_path) as store, ckptstore.open(tmp_path) as other:
+        internals = internals_of(store)
+        reader = Reader(internals.handle.config, internals.handle.objects, internals.threads)
+        read, purged = reader.document, list[str]()
+
+        def document(*what: Any) -> Any:
+            found = read(*what)
+            if not purged:
+                purged.append(commits[0])
+                other.forget(commits[0])
+                other.gc(grace_s=0)
+            return found
+
+        reader.document = document  # type: ignore[assignment, method-assign]
+        forget_by_policy(internals.handle, [KeepLast(2).thin(GLOB)], reader)
+        assert purged
+        assert [info.step for info in store.log() if info.thinned] == [3, 2, 1]
+        assert not store.fsck(read_data="100%").findings
