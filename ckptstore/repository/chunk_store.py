@@ -390,7 +390,7 @@ class ObjectStore:
                     moved.append(run.positions[n])
 
     def _settle(self, request: Request, pack: Pack, run: Run, problem: Problem) -> Corrupt | None:
-        """What is wrong with the chunk of `run`; None for its row. Raises `Unavailable`."""
+        """The problem of the one chunk; None if the index misplaces it. Raises `Unavailable`."""
         name = request.name(run.positions[0])
         if isinstance(problem, Unavailable):
             problem.add_note(f"while reading chunk {name}")
