@@ -38,7 +38,7 @@ from ckptstore.repository.chunk_reader import (
     plan_runs,
     read_run,
 )
-from ckptstore.repository.footers import FooterBatches, is_elsewhere, readable_tables
+from ckptstore.repository.footers import FooterBatches, is_elsewhere, read_copies, readable_tables
 from ckptstore.repository.memory_budget import ReadRoom
 from ckptstore.repository.thread_pool import Scratch, ThreadPool, one_by_one, shared
 from ckptstore.storage.contract import Storage
@@ -275,19 +275,22 @@ class ObjectStore:
                 left, where = self._not_cached(request, self._cache, threads), None
             if where is None:
                 where = self.located(request.ids_of(left))
+            damaged: dict[int, Corrupt | NotFound] = {}
             while left:
                 runs, moved, count = self._plan(request, left, where, room)
                 alone = not self._remote and int(where["stored"].sum()) <= ALONE_BYTES
                 numbers = shared(range(len(runs)))
-                work = partial(self._read, request, runs, moved, numbers)
+                work = partial(self._read, request, runs, moved, damaged, numbers)
                 if threads is None or alone or len(runs) < 2:
                     work()
                 else:
                     threads.together([work] * min(count, len(runs)), numbers.stop)
                 if not moved:
                     break
-                where = self._where_moved(request, left, where, moved)
-                left = moved
+                left, where = self._where_moved(request, left, where, moved, damaged)
+            if damaged:
+                packs = () if past_cache else self._log.replay().packs.values()
+                read_copies(self.storage, packs, request, damaged)
         except (Corrupt, NotFound) as error:
             if self.rescue is None:
                 raise
@@ -365,10 +368,11 @@ class ObjectStore:
         request: Request,
         runs: Sequence[tuple[Pack, Run]],
         moved: list[int],
+        damaged: dict[int, Corrupt | NotFound],
         numbers: Iterable[int],
     ) -> None:
         """Carry out the reads `numbers`. Chunks whose pack is absent, or which the index misplaces,
-        are added to `moved`."""
+        are added to `moved`, those that cannot be read to `damaged`."""
         scratch = Scratch()
         for number in numbers:
             pack, run = runs[number]
@@ -382,32 +386,28 @@ class ObjectStore:
                         self._cache.put(chunk.entry.chunk, chunk.raw)
                 elif isinstance(chunk, NotFound):
                     moved.append(run.positions[n])
+                elif error := self._settle(request, pack, run.alone(n), chunk):
+                    damaged[run.positions[n]] = error
                 else:
-                    self._settle(request, pack, run.alone(n), chunk, moved)
+                    moved.append(run.positions[n])
 
-    def _settle(
-        self,
-        request: Request,
-        pack: Pack,
-        run: Run,
-        problem: Problem,
-        moved: list[int],
-    ) -> None:
-        """Raise the problem of the one chunk of `run`, unless the index is to blame."""
+    def _settle(self, request: Request, pack: Pack, run: Run, problem: Problem) -> Corrupt | None:
+        """The problem of the one chunk; None if the index misplaces it. Raises `Unavailable`."""
         name = request.name(run.positions[0])
         if isinstance(problem, Unavailable):
             problem.add_note(f"while reading chunk {name}")
             raise problem
         if is_elsewhere(self.storage, pack, run.entries[0]):
             self.index.reset()
-            moved.extend(run.positions)
-            return
+            return None
         self.suspect_packs.add(pack.id)
         what = str(problem).removesuffix("; run `ckptstore fsck`")
-        raise Corrupt(
+        error = Corrupt(
             f"chunk {name} in pack {pack.id}: {what}; run `ckptstore fsck --read-data`, restore "
             "another commit, or heal it with `ckptstore repair`"
-        ) from problem
+        )
+        error.__cause__ = problem
+        return error
 
     def _where_moved(
         self,
@@ -415,9 +415,10 @@ class ObjectStore:
         left: Sequence[int],
         where: "NDArray[np.void]",
         moved: Sequence[int],
-    ) -> "NDArray[np.void]":
-        """The new positions of chunks whose pack was collected after they were copied elsewhere.
-        That may happen again during the lookup."""
+        damaged: dict[int, Corrupt | NotFound],
+    ) -> tuple[list[int], "NDArray[np.void]"]:
+        """The chunks whose pack was collected after they were copied elsewhere, and where they lie
+        now. That may happen again during the lookup. Those of a listed pack are `damaged`."""
         self._look_again()
         before = dict(zip(left, where[["pack", "offset"]].tolist(), strict=True))
         now = self.located(request.ids_of(moved))
@@ -425,11 +426,12 @@ class ObjectStore:
             # Another thread may have replayed the deletion meanwhile: then it is looked up again.
             if place == before[i] and (pack := self._log.state.packs.get(place[0])):
                 self.suspect_packs.add(pack.id)
-                raise NotFound(
+                damaged[i] = NotFound(
                     f"the pack of chunk {request.name(i)} is listed but absent; run `ckptstore "
                     "fsck`"
                 )
-        return now
+        stay = np.array([i not in damaged for i in moved])
+        return [i for i in moved if i not in damaged], now[stay]
 
     def _not_cached(
         self, request: Request, cache: ReadCache, threads: ThreadPool | None

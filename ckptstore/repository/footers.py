@@ -26,7 +26,15 @@ from ckptstore.log.state import Pack, Packs, State
 from ckptstore.objects import pack as packs
 from ckptstore.objects.frames import compress, decompress
 from ckptstore.objects.pack import TRAILER_BYTES, FooterTable, parse_footer, parse_trailer
-from ckptstore.repository.chunk_reader import Problem, keys_of, read_chunk_at
+from ckptstore.repository.chunk_reader import (
+    Problem,
+    Request,
+    Run,
+    StoredChunk,
+    keys_of,
+    read_chunk_at,
+    read_run,
+)
 from ckptstore.storage.contract import FOOTERS_BYTES_MAX, Storage
 
 if TYPE_CHECKING:
@@ -179,6 +187,35 @@ def read_chunk(storage: Storage, places: Iterable[Place]) -> memoryview:
         except (Corrupt, NotFound, Unavailable) as error:
             problem = error
     raise problem
+
+
+def read_copies(
+    storage: Storage,
+    listed: Iterable[Pack],
+    request: Request,
+    damaged: Mapping[int, Corrupt | NotFound],
+) -> None:
+    """Read the `damaged` chunks of a request from any of the `listed` packs whose bytes match
+    their ids, and warn. Reads footers until all are found; raises the problem of one that is not.
+    """
+    left = set(damaged)
+    for name, table in load_tables(storage, list(listed)):
+        if isinstance(table, CkptStoreError):
+            continue
+        inventory = Inventory({name: table})
+        for i in sorted(left):
+            for place in inventory.places(request.id(i)):
+                run = Run((place.entry,), (i,), (request.out[i],))
+                fits = place.entry.raw_bytes == len(request.out[i])
+                if fits and isinstance(read_run(storage, place.keys, run)[0], StoredChunk):
+                    left.discard(i)
+                    break
+        if not left:
+            break
+    if left:
+        raise damaged[min(left)]
+    for problem in damaged.values():
+        _logger.warning("another pack has what is damaged, and was read: %s", problem)
 
 
 def _words(ids: bytes) -> "NDArray[np.uint64]":
