@@ -389,6 +389,25 @@ def test_a_manifest_that_lies_is_refused(
     assert store.log() == []
 
 
+@pytest.mark.parametrize("path", ["model/0.weight", "model", "progress/deep/1", "progress/text"])
+def test_a_manifest_that_lacks_an_entry_is_refused(path: str, snapshot: Path, store: Store) -> None:
+    document = _manifest(snapshot)
+    del document["manifest"][f"0/{path}"]
+    (snapshot / ".snapshot_metadata").write_text(json.dumps(document))
+    with pytest.raises(InvalidInput, match=path):
+        import_path(store, snapshot)
+    assert store.log() == []
+
+
+def test_an_entry_that_its_dict_does_not_name_is_refused(snapshot: Path, store: Store) -> None:
+    document = _manifest(snapshot)
+    document["manifest"]["0/model"]["keys"].remove("0.weight")
+    (snapshot / ".snapshot_metadata").write_text(json.dumps(document))
+    with pytest.raises(InvalidInput, match=r"model/0\.weight"):
+        import_path(store, snapshot)
+    assert store.log() == []
+
+
 @pytest.mark.pickles
 def test_objects_in_a_torchsnapshot_directory_need_leave(snapshot: Path, store: Store) -> None:
     torch.save(Namespace(lr=3), snapshot / "0" / "progress" / "pair")

@@ -178,6 +178,19 @@ def test_removed_directories_leave_the_store_too(tmp_path: Path) -> None:
     attached.close()
 
 
+def test_removed_directories_leave_the_store_after_restarts_too(tmp_path: Path) -> None:
+    for _ in range(5):
+        training = another(tmp_path, limit=1)
+        attached = attach(training.accelerator, tmp_path / "store")
+        attached.resume()
+        training.steps(1)
+        training.accelerator.save_state()
+        attached.close()
+    assert directories(tmp_path) == ["checkpoint_4"]
+    with ckptstore.open(tmp_path / "store") as store:
+        assert [info.step for info in store.log()] == [4, 3]
+
+
 def test_numbers_go_on_behind_what_was_loaded(tmp_path: Path, training: Training) -> None:
     attached = attach(training.accelerator, tmp_path / "store")
     for _ in range(3):

@@ -36,7 +36,9 @@ try:
         number_of,
         numbered,
         numbered_folder,
+        read_leaving,
         step_of,
+        write_leaving,
     )
     from ckptstore.interop.accelerate.state import is_sharded, key_of, live_state, state_to_save
 except ImportError as error:
@@ -154,7 +156,6 @@ class Attached:
         self._accelerator, self._owned, self._waits = accelerator, owned, wait
         self._ranks, self._allow_pickle = ranks, allow_pickle
         self._saves = BackgroundSaves(ranks)
-        self._leaving: dict[CommitId, None] = {}
         self._class = type(accelerator)
         accelerator._attached, accelerator.__class__ = self, _with_store(self._class)
 
@@ -268,37 +269,38 @@ class Attached:
         older = [each for each in numbered(folder) if each != newest]
         whole = [each for each in older if is_checkpoint(each)]
         kept = whole[max(0, len(whole) - (limit - 1)) :]
-        for each in older:
-            if each not in kept:
-                self._remove(each)
-        if self._accelerator.is_main_process:
-            self._forget()
+        removed = [each for each in older if each not in kept]
+        if not self._accelerator.is_main_process:
+            for each in removed:
+                shutil.rmtree(each)
+            return
+        places = [each / POINTER for each in removed if is_pointer(each / POINTER)]
+        leaving = [*read_leaving(folder), *(read_pointer(place).id for place in places)]
+        write_leaving(folder, leaving)
+        for each in removed:
+            shutil.rmtree(each)
+        write_leaving(folder, self._forget(leaving))
 
-    def _remove(self, directory: Path) -> None:
-        if is_pointer(directory / POINTER):
-            self._leaving[read_pointer(directory / POINTER).id] = None
-        shutil.rmtree(directory)
-
-    def _forget(self) -> None:
-        """Forget the commits of removed directories, and collect what nothing needs any more. A
-        protected commit (a tag, the best, the two newest of the run) is asked for again after the
-        next save."""
-        forgotten = 0
-        for commit in list(self._leaving):
+    def _forget(self, leaving: Sequence[CommitId]) -> list[CommitId]:
+        """Forget the commits of removed directories, and collect what nothing needs any more.
+        Returns the protected ones (a tag, the best, the two newest of the run), which are asked for
+        again after the next save, also by a later process."""
+        forgotten, protected = 0, []
+        for commit in leaving:
             try:
                 self.store.forget(commit)
                 forgotten += 1
             except Conflict as error:
                 logger.debug("commit %s stays for now: %s", commit[:12], error)
-                continue
+                protected.append(commit)
             except NotFound:
                 pass  # somebody else has forgotten and collected it
-            del self._leaving[commit]
         if forgotten:
             try:
                 self.store.gc()
             except CkptStoreError as error:
                 logger.warning("removed checkpoints keep their room for now: %s", error)
+        return protected
 
     def load_state(
         self,

@@ -288,8 +288,8 @@ def read_directory(root: Path, *, allow_pickle: bool = False) -> dict[str, FlatS
     """The state in a TorchSnapshot directory; raw tensors are read when they are stored, piece by
     piece.
 
-    Raises `InvalidInput` for any other directory, for names that leave it, for incomplete tensors,
-    and, unless `allow_pickle`, for objects that need unpickling.
+    Raises `InvalidInput` for any other directory, for names that leave it, for incomplete tensors
+    and manifests, and, unless `allow_pickle`, for objects that need unpickling.
     """
     path = root / SNAPSHOT_METADATA
     with foreign_metadata(path, "a manifest of TorchSnapshot"):
@@ -304,6 +304,7 @@ class _Directory:
     def __init__(self, root: Path, entries: dict[str, Any], *, allow_pickle: bool) -> None:
         self._root, self._entries, self._allow_pickle = root, entries, allow_pickle
         self._places = Placeholders()
+        self._read: set[str] = set()
         self._below: dict[str, list[str]] = {}
         for path in self._entries:
             if "/" in path:
@@ -311,21 +312,29 @@ class _Directory:
 
     def flatten(self) -> dict[str, FlatState]:
         state = {unquote(path): self._value(path) for path in self._entries if "/" not in path}
+        if stray := self._entries.keys() - self._read:
+            raise InvalidInput(
+                f"{self._root}: the containers around {min(stray)} do not have it; the manifest "
+                "is incomplete"
+            )
         return self._places.flatten(state, allow_pickle=self._allow_pickle)
 
     def _value(self, path: str) -> Any:
         entry = self._entries[path]
+        self._read.add(path)
         kind = entry["type"]
         below = {child.rpartition("/")[2]: child for child in self._below.get(path, ())}
         if kind in _DICTS:
             children = {unquote(name): child for name, child in below.items()}
-            return {
-                key: self._value(children[str(key)])
-                for key in entry["keys"]
-                if str(key) in children
-            }
+            for key in entry["keys"]:
+                if str(key) not in children:
+                    raise self._incomplete(f"{path}/{encode(str(key))}")
+            return {key: self._value(children[str(key)]) for key in entry["keys"]}
         if kind == "list":
-            return [self._value(below[name]) for name in sorted(below, key=int)]
+            for index in map(str, range(len(below))):
+                if index not in below:
+                    raise self._incomplete(f"{path}/{index}")
+            return [self._value(below[str(index)]) for index in range(len(below))]
         if kind == "Tensor":
             origin = [0] * len(entry["shape"])
             piece = {"offsets": origin, "sizes": entry["shape"], "tensor": entry}
@@ -337,6 +346,9 @@ class _Directory:
             where = f"{path} in {self._root}"
             return self._piece(path, entry, None).load(where, allow_pickle=self._allow_pickle)
         return primitive(kind, entry["serialized_value"])
+
+    def _incomplete(self, path: str) -> InvalidInput:
+        return InvalidInput(f"{self._root}: the manifest is incomplete: it has no entry for {path}")
 
     def _tensor(self, path: str, pieces: list[dict[str, Any]], whole: Any) -> torch.Tensor:
         """A placeholder for a tensor of shape `whole`; None if only its pieces say it."""
