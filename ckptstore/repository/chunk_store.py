@@ -275,7 +275,7 @@ class ObjectStore:
                 left, where = self._not_cached(request, self._cache, threads), None
             if where is None:
                 where = self.located(request.ids_of(left))
-            damaged: dict[int, Corrupt | NotFound] = {}
+            damaged: dict[int, tuple[PackId, Problem]] = {}
             while left:
                 runs, moved, count = self._plan(request, left, where, room)
                 alone = not self._remote and int(where["stored"].sum()) <= ALONE_BYTES
@@ -368,7 +368,7 @@ class ObjectStore:
         request: Request,
         runs: Sequence[tuple[Pack, Run]],
         moved: list[int],
-        damaged: dict[int, Corrupt | NotFound],
+        damaged: dict[int, tuple[PackId, Problem]],
         numbers: Iterable[int],
     ) -> None:
         """Carry out the reads `numbers`. Chunks whose pack is absent, or which the index misplaces,
@@ -384,30 +384,24 @@ class ObjectStore:
                 if isinstance(chunk, StoredChunk):
                     if self._cache is not None:
                         self._cache.put(chunk.entry.chunk, chunk.raw)
-                elif isinstance(chunk, NotFound):
+                elif self._is_moved(request, pack, run.alone(n), chunk):
                     moved.append(run.positions[n])
-                elif error := self._settle(request, pack, run.alone(n), chunk):
-                    damaged[run.positions[n]] = error
                 else:
-                    moved.append(run.positions[n])
+                    self.suspect_packs.add(pack.id)
+                    damaged[run.positions[n]] = pack.id, chunk
 
-    def _settle(self, request: Request, pack: Pack, run: Run, problem: Problem) -> Corrupt | None:
-        """The problem of the one chunk; None if the index misplaces it. Raises `Unavailable`."""
-        name = request.name(run.positions[0])
+    def _is_moved(self, request: Request, pack: Pack, run: Run, problem: Problem) -> bool:
+        """Whether the one chunk may be elsewhere: its pack is absent, or the index misplaces it.
+        Raises `Unavailable`."""
+        if isinstance(problem, NotFound):
+            return True
         if isinstance(problem, Unavailable):
-            problem.add_note(f"while reading chunk {name}")
+            problem.add_note(f"while reading chunk {request.name(run.positions[0])}")
             raise problem
         if is_elsewhere(self.storage, pack, run.entries[0]):
             self.index.reset()
-            return None
-        self.suspect_packs.add(pack.id)
-        what = str(problem).removesuffix("; run `ckptstore fsck`")
-        error = Corrupt(
-            f"chunk {name} in pack {pack.id}: {what}; run `ckptstore fsck --read-data`, restore "
-            "another commit, or heal it with `ckptstore repair`"
-        )
-        error.__cause__ = problem
-        return error
+            return True
+        return False
 
     def _where_moved(
         self,
@@ -415,7 +409,7 @@ class ObjectStore:
         left: Sequence[int],
         where: "NDArray[np.void]",
         moved: Sequence[int],
-        damaged: dict[int, Corrupt | NotFound],
+        damaged: dict[int, tuple[PackId, Problem]],
     ) -> tuple[list[int], "NDArray[np.void]"]:
         """The chunks whose pack was collected after they were copied elsewhere, and where they lie
         now. That may happen again during the lookup. Those of a listed pack are `damaged`."""
@@ -426,10 +420,7 @@ class ObjectStore:
             # Another thread may have replayed the deletion meanwhile: then it is looked up again.
             if place == before[i] and (pack := self._log.state.packs.get(place[0])):
                 self.suspect_packs.add(pack.id)
-                damaged[i] = NotFound(
-                    f"the pack of chunk {request.name(i)} is listed but absent; run `ckptstore "
-                    "fsck`"
-                )
+                damaged[i] = pack.id, NotFound("its pack is listed but absent")
         stay = np.array([i not in damaged for i in moved])
         return [i for i in moved if i not in damaged], now[stay]
 

@@ -193,11 +193,11 @@ def read_copies(
     storage: Storage,
     listed: Iterable[Pack],
     request: Request,
-    damaged: Mapping[int, Corrupt | NotFound],
+    damaged: Mapping[int, tuple[PackId, Problem]],
 ) -> None:
-    """Read the `damaged` chunks of a request from any of the `listed` packs whose bytes match
-    their ids, and warn. Reads footers until all are found; raises the problem of one that is not.
-    """
+    """Read the `damaged` chunks of a request, of which a pack each has a problem, from any of the
+    `listed` packs whose bytes match their ids, and warn. Reads footers until all are found. Raises
+    `Corrupt`, or `NotFound` for an absent pack, for one that is not."""
     left = set(damaged)
     for name, table in load_tables(storage, list(listed)):
         if isinstance(table, CkptStoreError):
@@ -212,10 +212,14 @@ def read_copies(
                     break
         if not left:
             break
-    if left:
-        raise damaged[min(left)]
-    for problem in damaged.values():
-        _logger.warning("another pack has what is damaged, and was read: %s", problem)
+    for i, (pack, problem) in damaged.items():
+        what = str(problem).removesuffix("; run `ckptstore fsck`")
+        told = f"chunk {request.name(i)} in pack {pack}: {what}; run `ckptstore fsck --read-data`"
+        if i in left:
+            raise type(problem)(
+                f"{told}, restore another commit, or heal it with `ckptstore repair`"
+            ) from problem
+        _logger.warning("another pack has what one has lost: %s", told)
 
 
 def _words(ids: bytes) -> "NDArray[np.uint64]":

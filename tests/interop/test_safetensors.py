@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import ckptstore
 from ckptstore.adopt.safetensors_header import encode_header, parse_header, read_header
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
-from ckptstore.interop.formats import Labels, export, import_path
+from ckptstore.interop.formats import Labels, export, exports, import_path
 from ckptstore.store import Store
 from tests.maintenance.stores import files, flip
 
@@ -263,3 +263,22 @@ def test_a_file_that_shrinks_meanwhile_makes_no_commit(
     with pytest.raises(ckptstore.Unavailable, match="changed while"):
         import_path(store, tmp_path / "model.safetensors")
     assert store.log() == []
+
+
+def test_an_export_replaces_no_file_that_appeared_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "w.safetensors"
+    with ckptstore.open(tmp_path / "store") as store:
+        snapshot = store.commit({"model": {"w": torch.ones(3)}}, step=1)
+        real = exports.sync_path
+
+        def somebody_writes(path: Path) -> None:
+            real(path)
+            target.write_text("mine")
+
+        monkeypatch.setattr(exports, "sync_path", somebody_writes)
+        with pytest.raises(Conflict, match="appeared meanwhile"):
+            export(snapshot, target)
+    assert target.read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "w.safetensors"]

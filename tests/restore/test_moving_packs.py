@@ -100,7 +100,7 @@ def test_a_listed_pack_that_is_not_there_is_missing(tmp_path: Path) -> None:
         for pack in handle.log.state.packs.values():
             if not pack.metadata:
                 (tmp_path / pack_key(pack.id)).unlink()
-        with pytest.raises(NotFound, match=r"is listed but absent; run `ckptstore fsck`"):
+        with pytest.raises(NotFound, match=r"is listed but absent; run `ckptstore fsck"):
             read_chunk(handle, None)
 
 

@@ -7,7 +7,7 @@ is complete.
 import fnmatch
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -260,7 +260,8 @@ class _At:
 @contextmanager
 def _in_place(target: Path) -> Iterator[Path]:
     """A temporary name beside `target`. If the block succeeds, its content is made durable and
-    renamed to `target`; otherwise it is removed.
+    renamed to `target`; otherwise it is removed. Raises `Conflict` if somebody made `target`
+    meanwhile.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with scratch_for(target) as new:
@@ -268,8 +269,19 @@ def _in_place(target: Path) -> Iterator[Path]:
         for path in _all(new):
             if not path.is_symlink():
                 sync_path(path)
-        os.rename(new, target)
+        _rename_new(new, target)
     sync_path(target.parent)
+
+
+def _rename_new(new: Path, target: Path) -> None:
+    """Rename what is at `new`, but replace nothing."""
+    with suppress(OSError):  # not every filesystem has links
+        if not new.is_dir():
+            os.link(new, target)  # unlike a rename, this replaces no file
+            return
+    if os.path.lexists(target):
+        raise Conflict(f"{target} appeared meanwhile and stays; choose another name")
+    os.rename(new, target)
 
 
 def _all(path: Path) -> list[Path]:
