@@ -212,14 +212,17 @@ def read_copies(
                     break
         if not left:
             break
+    told: dict[PackId, str] = {}
     for i, (pack, problem) in damaged.items():
         what = str(problem).removesuffix("; run `ckptstore fsck`")
-        told = f"chunk {request.name(i)} in pack {pack}: {what}; run `ckptstore fsck --read-data`"
+        text = f"chunk {request.name(i)} in pack {pack}: {what}; run `ckptstore fsck --read-data`"
         if i in left:
             raise type(problem)(
-                f"{told}, restore another commit, or heal it with `ckptstore repair`"
+                f"{text}, restore another commit, or heal it with `ckptstore repair`"
             ) from problem
-        _logger.warning("another pack has what one has lost: %s", told)
+        told.setdefault(pack, text)
+    for text in told.values():  # one for each pack: a truncated one has lost thousands
+        _logger.warning("another pack has what one has lost: %s", text)
 
 
 def _words(ids: bytes) -> "NDArray[np.uint64]":

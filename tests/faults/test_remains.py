@@ -11,7 +11,7 @@ from tests.support.fixtures import store_of
 from tests.support.fork_server import Nursery
 from tests.support.strace import traced
 
-RENAMES = "rename,renameat,renameat2"
+RENAMES = "rename,renameat,renameat2,link,linkat"
 SCENARIOS = ("export", "point", "gc")
 
 

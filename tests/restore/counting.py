@@ -74,8 +74,8 @@ def peak_scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Count]:
     """The most that threads had mapped at a time to work with, which the allocators do not see."""
     count, held = Count(), [0]
 
-    def mapped(fd: int, nbytes: int) -> mmap.mmap:
-        memory = mmap.mmap(fd, nbytes)
+    def mapped(fd: int, nbytes: int, flags: int) -> mmap.mmap:
+        memory = mmap.mmap(fd, nbytes, flags=flags)
         changed(nbytes)
         weakref.finalize(memory, changed, -nbytes)
         return memory
