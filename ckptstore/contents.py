@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 from ckptstore.core.geometry import box_of_region
@@ -199,6 +200,14 @@ class CommitContents:
         return next(
             (path for tree in self.trees.values() for path in tree.schema.paths), "model/weight"
         )
+
+
+def contents_at(handle: StoreHandle, reader: Reader, found: Resolved) -> CommitContents:
+    """The contents of a commit of `handle`, for commands that read files, not objects of a
+    training."""
+    document = reader.document(found.session, found.id)
+    near = partial(nearest_with, handle, reader)
+    return CommitContents(reader, found.id, document, nearest=near)
 
 
 def nearest_with(

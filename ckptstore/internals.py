@@ -43,7 +43,7 @@ from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import GcPin
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.repository.thread_pool import ThreadPool, reads_at_once
 from ckptstore.restore.reader import Reader
 from ckptstore.snapshot import Snapshot
 from ckptstore.state.flatten import flatten
@@ -53,9 +53,6 @@ logger = logging.getLogger("ckptstore")
 
 PendingCommit: TypeAlias = Pending[Snapshot]
 """The result of `Store.commit_async`."""
-
-REMOTE_READS = 8
-"""Least number of concurrent reads from a bucket. They wait for the network, not for processors."""
 
 RATE_BYTES = 64 << 20
 """Smaller writes do not measure the speed of the disk."""
@@ -97,7 +94,7 @@ class StoreInternals:
         self.threads = ThreadPool(settings.threads)
         self._low_priority = ThreadPool(settings.threads, aside=True)
         slow = handle.storage.capabilities.slow_requests
-        self._reading = ThreadPool(max(settings.threads, REMOTE_READS)) if slow else self.threads
+        self._reading = ThreadPool(reads_at_once(settings.threads)) if slow else self.threads
         self._thread = threading.local()
         self._disk = DiskWatch(handle, settings.run, settings.on_full)
         self._run_watch = RunWatch(settings.run)

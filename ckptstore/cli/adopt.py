@@ -1,64 +1,93 @@
 """`adopt` and `materialize`: checkpoint directories in, and out again."""
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ckptstore.cli.call import Answer, Call, UsageError
+from ckptstore.cli.call import Answer, Call
 from ckptstore.cli.commits import short
-from ckptstore.cli.maintain import metrics_of
+from ckptstore.cli.labels import links_of, metrics_of
 from ckptstore.cli.screen import fields_of
+from ckptstore.core.environment import run_or_default, threads_or_default
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import InvalidInput
 from ckptstore.objects.pointer_files import is_pointer
 from ckptstore.repository.resolve_ref import find_commit
+from ckptstore.repository.store_handle import StoreHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptstore.commit.commit_metadata import CommitMetadata
+    from ckptstore.contents import CommitContents
 
 
 def adopt(call: Call) -> Answer:
     args = call.args
     metrics = metrics_of(args.metric, "ckptstore adopt")
-    links = _links_of(args.link)
+    links = links_of(args.link)
     handle = call.open()
-    from ckptstore.core.settings import Settings
-    from ckptstore.store import Store
+    from ckptstore.commit.commit_metadata import label_of
 
-    store = call.stack.enter_context(Store(handle, Settings.of(run=args.run)))
+    run = run_or_default(args.run)
+    label = partial(label_of, run, args.step, args.tag, args.message, metrics, links)
+    place = Path(args.directory).absolute()
     with call.screen.progress(f"adopting {args.directory}"):
-        made = store.adopt(
-            args.directory,
-            hollow=args.hollow,
-            step=args.step,
-            tag=args.tag,
-            message=args.message,
-            metrics=metrics,
-            links=links,
-        )
-    tensors = sum(leaf.kind == "tensor" for leaf in made.leaves())
+        # One that is hollow, or becomes so, takes the way of trainers, whose objects are slow to
+        # import.
+        if args.hollow or is_pointer(place):
+            found, tags = _adopt_by_store(call, handle, place, run, label, hollow=args.hollow)
+        else:
+            found, tags = _adopt(call, handle, place, label())
+    tensors = sum(kind == "tensor" for tree in found.trees.values() for kind in tree.schema.kinds)
+    said = found.document
     document = {
-        "commit": made.id,
-        **fields_of(made, "run", "step", "tags", "logical_bytes", "new_bytes"),
+        "commit": found.commit,
+        **fields_of(said, "run", "step"),
+        "tags": tags,
+        **fields_of(said, "logical_bytes", "new_bytes"),
         "tensors": tensors,
         "hollow": args.hollow,
     }
-    size = f"{bytes_text(made.logical_bytes)}, {bytes_text(made.new_bytes)} of them new"
+    size = f"{bytes_text(said.logical_bytes)}, {bytes_text(said.new_bytes)} of them new"
     counted = count_text(tensors, "tensor")
     small = [f"{args.directory} is hollow now"] if args.hollow else []
-    text = f"{short(made.id)} of run {made.run}: {counted} in files, {size}"
+    text = f"{short(found.commit)} of run {said.run}: {counted} in files, {size}"
     return Answer(document, [text, *small])
 
 
-def _links_of(texts: Sequence[str]) -> dict[str, str]:
-    """The links that `--link` gives."""
-    links: dict[str, str] = {}
-    for text in texts:
-        name, found, link = text.partition("=")
-        if not (name and found and link):
-            raise UsageError(
-                f"{text!r} is not a link: wanted NAME=TEXT such as wandb=https://…",
-                "ckptstore adopt",
-            )
-        if links.setdefault(name, link) != link:
-            raise UsageError(f"two links are called {name!r}; each needs a name", "ckptstore adopt")
-    return links
+def _adopt(
+    call: Call, handle: StoreHandle, place: Path, label: "CommitMetadata"
+) -> tuple["CommitContents", tuple[str, ...]]:
+    """Commit a directory that stays whole; its contents and its tags."""
+    from ckptstore.adopt.commit_directory import commit_directory
+    from ckptstore.contents import CommitContents
+    from ckptstore.restore.reader import Reader
+
+    threads = call.threads(threads_or_default())
+    made = commit_directory(handle, threads, place, label)
+    reader = Reader(handle.config, handle.objects, threads)
+    return CommitContents(reader, made.id, made.document), made.document.tags
+
+
+def _adopt_by_store(
+    call: Call,
+    handle: StoreHandle,
+    place: Path,
+    run: str,
+    label: "Callable[[], CommitMetadata]",
+    *,
+    hollow: bool,
+) -> tuple["CommitContents", tuple[str, ...]]:
+    """Commit a directory that is hollow or becomes so; its contents and its tags."""
+    from ckptstore.adoption import adopt as adopt_in
+    from ckptstore.core.settings import Settings
+    from ckptstore.snapshot import contents_of
+    from ckptstore.store import Store, internals_of
+
+    store = call.stack.enter_context(Store(handle, Settings.of(run=run)))
+    made = adopt_in(internals_of(store), place, label, hollow=hollow)
+    return contents_of(made), made.tags
 
 
 def materialize(call: Call) -> Answer:
@@ -69,13 +98,18 @@ def materialize(call: Call) -> Answer:
             f"{args.ref} is no hollow directory: name the directory to write, "
             f"`ckptstore materialize {args.ref} DIR`"
         )
-    from ckptstore.core.settings import Settings
-    from ckptstore.store import Store
+    from ckptstore.adopt.materializing import materialize as write_directory
+    from ckptstore.contents import contents_at
+    from ckptstore.repository.thread_pool import reads_at_once
+    from ckptstore.restore.reader import Reader
 
     found = find_commit(handle, args.ref, args.run)
-    store = call.stack.enter_context(Store(handle, Settings.of()))
+    slow, threads = handle.storage.capabilities.slow_requests, threads_or_default()
+    pool = call.threads(reads_at_once(threads) if slow else threads)
+    reader = Reader(handle.config, handle.objects, pool)
+    contents = contents_at(handle, reader, found)
     with call.screen.progress(f"writing {short(found.id)}"):
-        done = store.checkout(found.id).materialize(Path(directory), select=args.select)
+        done = write_directory(contents, found.id, Path(directory), args.select)
     counted = [
         count_text(done.files, "file"),
         *([count_text(done.links, "link")] if done.links else []),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptstore.cli.call import VARIABLE, Answer, Call, UsageError
 from ckptstore.cli.commits import commit_document, short
-from ckptstore.cli.maintain import metrics_of
+from ckptstore.cli.labels import metrics_of
 from ckptstore.cli.screen import Part, columns, fields_of
 from ckptstore.core.ids import CommitId
 from ckptstore.core.paths import check_path, replace_file

@@ -11,6 +11,7 @@ from functools import partial
 
 from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
 from ckptstore.cli.commits import commit_text, short, tell_run
+from ckptstore.cli.labels import metrics_of
 from ckptstore.cli.parser import parse_best
 from ckptstore.cli.screen import Hint, Part, columns, fields_of, to_json
 from ckptstore.core.config import default_threads
@@ -378,25 +379,6 @@ def import_files(call: Call) -> Answer:
     size = f"{bytes_text(made.logical_bytes)}, {bytes_text(made.new_bytes)} of them new"
     counted = count_text(leaves, "leaf", "leaves")
     return Answer(document, [f"{short(made.id)} of run {made.run}: {counted}, {size}"])
-
-
-def metrics_of(texts: Sequence[str], command: str) -> dict[str, float]:
-    """The metrics that the options of `command` give."""
-    metrics: dict[str, float] = {}
-    for text in texts:
-        name, _, number = text.partition("=")
-        try:
-            value = float(number)
-        except ValueError as error:
-            raise UsageError(
-                f"{text!r} is not a metric: wanted NAME=VALUE such as loss=2.31", command
-            ) from error
-        if metrics.setdefault(name, value) != value:
-            raise UsageError(
-                f"two values for the metric {name!r}, {metrics[name]} and {value}; it takes one",
-                command,
-            )
-    return metrics
 
 
 def export_files(call: Call) -> Answer:

@@ -47,7 +47,11 @@ QUESTIONS = (
         "show",
         "show.show",
         "show everything about a commit",
-        (REF, RUN, flag("--fast", "skip exclusive and shared bytes, which read every commit")),
+        (
+            REF,
+            RUN,
+            flag("--usage", "add exclusive and shared bytes, which reads every commit"),
+        ),
     ),
     Command(
         "ls",

@@ -57,7 +57,8 @@ class _Group(NamedTuple):
 
 
 def show(call: Call) -> Answer:
-    """What depends on every other commit comes last, so that the rest is printed at once."""
+    """What depends on every other commit is told if asked for, and last: the rest is printed at
+    once."""
     store = call.open(call.args.ref)
     info, queries = find_info(call, store, call.args.ref), store.queries()
     children = [child for child in queries.log() if info.id in child.parents]
@@ -82,7 +83,7 @@ def show(call: Call) -> Answer:
     links = dict(said.links) if said else None
     parents = [_known(queries, parent) for parent in info.parents]
     call.screen.print(_page(info, parents, children, trees, layout, packs, said))
-    if not (call.args.fast or info.forgotten):
+    if call.args.usage and not info.forgotten:
         used = attempt("exclusive and shared bytes", lambda: _usage(call, store, info))
     exclusive, shared = (used.exclusive_bytes, used.shared_bytes) if used else (None, None)
     commit = {

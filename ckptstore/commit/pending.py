@@ -5,7 +5,6 @@ Their thread is not a daemon, so the interpreter waits for it at exit; it ends w
 long wait in `close` or at exit is reported on stderr. A failure is kept until the caller sees it.
 """
 
-import asyncio
 import atexit
 import logging
 import os
@@ -181,6 +180,8 @@ class Pending(Generic[T]):
             return True
 
     def __await__(self) -> Generator[None, None, T]:
+        import asyncio  # here: 70 ms, which a command does not need
+
         try:
             return (yield from asyncio.wrap_future(self._future).__await__())
         finally:

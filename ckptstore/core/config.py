@@ -87,6 +87,10 @@ def check_codec(name: object) -> str:
     raise InvalidInput(f"codec is {name!r}; wanted one of {', '.join(CODECS)}")
 
 
+THREADS_MAX = 64
+"""More threads than this hash, read and write no faster."""
+
+
 def default_threads() -> int:
     """The default number of threads that hash, read and write: one more than the usable
     processors, because some wait for the disk; at most four."""

@@ -5,7 +5,6 @@
 not for queries.
 """
 
-import os
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -14,9 +13,11 @@ from ckptstore.core.config import (
     CHUNK_BYTES,
     DEFAULT_RUN,
     MIN_STAGING_BYTES,
+    THREADS_MAX,
     check_chunk_bytes,
     default_threads,
 )
+from ckptstore.core.environment import setting
 from ckptstore.core.ids import check_run
 from ckptstore.core.options import Executor, OnFull
 from ckptstore.errors import InvalidInput
@@ -37,7 +38,7 @@ class Settings(BaseModel):
     codec: Literal["raw", "zstd"] = "raw"
     private: bool = False
     on_full: OnFull = "raise"
-    threads: Annotated[int, Field(ge=1, le=64, default_factory=default_threads)]
+    threads: Annotated[int, Field(ge=1, le=THREADS_MAX, default_factory=default_threads)]
     staging_bytes: Annotated[int | None, Field(ge=MIN_STAGING_BYTES)] = None
     max_in_flight: Annotated[int, Field(ge=1)] = 1
     index: str | None = None
@@ -50,7 +51,7 @@ class Settings(BaseModel):
     def of(cls, **given: Any) -> Self:
         """Settings from arguments that are not None, then the environment, then defaults. Raises
         `InvalidInput`."""
-        set_outside = {name: os.environ.get(f"CKPTSTORE_{name.upper()}") for name in _SET_OUTSIDE}
+        set_outside = {name: setting(name) for name in _SET_OUTSIDE}
         named = {**set_outside, **_without_none(given)}
         try:
             return cls(**_without_none(named))

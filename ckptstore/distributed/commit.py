@@ -1,6 +1,6 @@
 """How does a state become one commit, whether one process holds it or many ranks?
 
-One process takes the short way: a plan of whole leaves, and no rounds. Of many ranks, each hashes
+One process takes the short way, `commit.whole_commit`, without rounds. Of many ranks, each hashes
 and writes its part, between three rounds:
 
 * *plan*: Ranks describe what they hold. The coordinator assigns the work and names the session.
@@ -19,16 +19,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
-from ckptstore.commit.plan import Flats, WholePlan
+from ckptstore.commit.plan import Flats
 from ckptstore.commit.transaction import (
     ATTEMPTS,
     Committed,
     Destination,
     Published,
     Transaction,
-    contents_of,
-    no_cast,
 )
+from ckptstore.commit.whole_commit import WholeCommitter, casting_of, contended
 from ckptstore.core.ids import CommitId, SessionId, digest
 from ckptstore.core.options import Milestone
 from ckptstore.core.process import uncollected
@@ -51,11 +50,10 @@ from ckptstore.distributed.rank_worker import (
     RankWorker,
     decode_task,
 )
-from ckptstore.errors import CkptStoreError, Conflict, NoSpace
-from ckptstore.log.log import Refused
+from ckptstore.errors import CkptStoreError, NoSpace
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.schema import LastSchemas
-from ckptstore.repository.memory_budget import RankRoom, rank_room, write_room
+from ckptstore.repository.memory_budget import RankRoom, rank_room
 
 if TYPE_CHECKING:
     from ckptstore.state.casting import Casting
@@ -79,7 +77,7 @@ class Committer:
 
     def __init__(self, to: Destination) -> None:
         self._to = to
-        self._whole = WholePlan()
+        self._alone = WholeCommitter(to)
         self._coordinator = Coordinator(to)
         self._schemas = LastSchemas()
         self._described_last = b""
@@ -99,39 +97,7 @@ class Committer:
         replicas that differ, and exceptions of `watch`. Many ranks raise one error, of the class
         that the causes share; `causes` names the ranks. After any of them the store is as before.
         """
-        if peers is not None:
-            return self._together(request, peers)
-        to, watch = self._to, request.watch
-        room = write_room(
-            request.memory_budget_bytes,
-            to.config.chunk_bytes,
-            to.threads.count,
-            encoding=to.config.codec != "raw",
-        )
-        label, flats = request.prepare()
-        casting = _casting(flats, label)
-        flats = casting.flats if casting else flats
-        plan = self._whole.of(flats, to.config.chunk_bytes, room.run_bytes)
-        sources = [leaf for flat in flats.values() for leaf in flat.leaves]
-        for _ in range(ATTEMPTS):
-            watch.starting()
-            try:
-                with Transaction.begin(to, unbuffered=room.unbuffered) as whole:
-                    whole.measured = request.measured
-                    hints = self._whole.hints
-                    ids = whole.write(plan, sources, watch, hints=hints, max_workers=room.threads)
-                    watch.reached(Milestone.HASHED)
-                    trees = contents_of(flats, plan, ids)
-                    cast = casting.report if casting else no_cast
-                    published = whole.publish(
-                        label, trees, logical_bytes=plan.logical_bytes, watch=watch, cast=cast
-                    )
-                    return published.committed(request.started, ids)
-            except Refused as error:
-                if not error.refusal.again:
-                    raise
-                last = error
-        raise _contended() from last
+        return self._alone.commit(request) if peers is None else self._together(request, peers)
 
     def _together(self, request: CommitRequest, peers: Collective) -> Committed:
         try:
@@ -148,7 +114,7 @@ class Committer:
             raise
         finally:
             self._coordinator.close(ended=False)
-        raise _contended()
+        raise contended()
 
     def _plan(self, peers: Collective, request: CommitRequest) -> tuple[_Described, SessionId]:
         found: list[_Described] = []
@@ -185,7 +151,7 @@ class Committer:
             encoding=config.codec != "raw",
         )
         label, flats = request.prepare()
-        casting = _casting(flats, label)
+        casting = casting_of(flats, label)
         flats = casting.flats if casting else flats
         with uncollected():
             description = encode_description(flats, self._schemas)
@@ -309,20 +275,3 @@ class _Publication:
             CommitId(commit), document, packs, chunks, new_chunks, self._packed_at, durable_at
         )
         return published.committed(self._request.started)
-
-
-def _casting(flats: Flats, label: CommitMetadata) -> "Casting | None":
-    """The conversions that the label asks for."""
-    if not label.cast:
-        return None
-    # Imported here: worker processes, which have no torch, cast nothing.
-    from ckptstore.state.casting import Casting
-
-    return Casting(flats, label.cast)
-
-
-def _contended() -> Conflict:
-    return Conflict(
-        f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; "
-        "repeat it"
-    )

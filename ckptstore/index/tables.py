@@ -148,7 +148,6 @@ packs = Table(
         "packs_condemned",
         "number",
         sqlite_where=text("condemned"),
-        postgresql_where=text("condemned"),
     ),
 )
 """Packs that the log lists, including condemned ones."""
@@ -163,7 +162,6 @@ schemas = Table(
         "schemas_missing",
         "number",
         sqlite_where=text("data IS NULL"),
-        postgresql_where=text("data IS NULL"),
     ),
 )
 """Schemas that commits name; `data` is canonical JSON, and NULL until it was added."""
@@ -221,8 +219,17 @@ def _creating(dialect: Dialect) -> tuple[str, ...]:
     """The statements that create the tables. To compile them takes longer than to execute them."""
     made: list[CreateTable | CreateIndex] = []
     for table in metadata.sorted_tables:
+        if dialect.name == "postgresql":
+            _where_on_postgres(table)
         made += [CreateTable(table), *map(CreateIndex, sorted(table.indexes, key=str))]
     return tuple(str(each.compile(dialect=dialect)) for each in made)
+
+
+def _where_on_postgres(table: Table) -> None:
+    """Make the partial indexes of SQLite partial on PostgreSQL. Naming that in the tables would
+    import every PostgreSQL driver of SQLAlchemy, asyncio among them: 60 ms of each command."""
+    for index in table.indexes:
+        index.dialect_options["postgresql"]["where"] = index.dialect_options["sqlite"]["where"]
 
 
 def migrate(connection: Connection) -> None:

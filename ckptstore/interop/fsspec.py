@@ -29,7 +29,7 @@ from ckptstore.core.ids import CONFIG_KEY, CommitId, SessionId
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, ReadOnly
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.repository.thread_pool import ThreadPool, reads_at_once
 from ckptstore.restore.reader import Reader
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ PROTOCOL = "ckptstore"
 
 COMMITS_KEPT = 8
 """Commits of one store whose lists of files are kept."""
-
-REMOTE_READS = 8
-"""Reads from a bucket at once."""
 
 _START = f"{PROTOCOL}://"
 _BUCKET = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.DOTALL)
@@ -328,7 +325,7 @@ class _OpenStore:
         self.handle = StoreHandle(place, read_only=True, storage_options=options or None)
         remote = self.handle.storage.capabilities.slow_requests
         count = threads or default_threads()
-        self._threads = ThreadPool(max(count, REMOTE_READS) if remote else count)
+        self._threads = ThreadPool(reads_at_once(count) if remote else count)
         self._reader = Reader(self.handle.config, self.handle.objects, self._threads)
         self._made = lru_cache(COMMITS_KEPT)(self._make)
 

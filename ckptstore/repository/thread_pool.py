@@ -26,6 +26,16 @@ idle ones are used all the same. At 19, a commit beside training on all cores to
 3.2, and training no less (`--case async-training`)."""
 
 
+REMOTE_READS = 8
+"""Least number of concurrent reads from a bucket. They wait for the network, not for processors."""
+
+
+def reads_at_once(threads: int) -> int:
+    """The number of threads that read from storage with slow requests, where others use
+    `threads`."""
+    return max(threads, REMOTE_READS)
+
+
 NO_MEMORY = memoryview(b"")
 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

@@ -225,7 +225,7 @@ def test_bisect_finds_a_nan_a_norm_and_what_a_command_says(place: Path, tmp_path
     assert found.code == 0
     assert f"(step {NAN_AT}); the last good one" in found.out
     norm = call(*words, "--leaf", "model/2.weight", "--above", "100", "--json").document
-    show = f"{sys.executable} -m ckptstore show $CKPTSTORE_REF --fast"
+    show = f"{sys.executable} -m ckptstore show $CKPTSTORE_REF"
     command = f"{show} | grep -q '^step  *[1-5]0$'"
     verdicts = tmp_path / "verdicts.json"
     asked = call(*words, "--command", command, "--verdicts", str(verdicts), "--json").document

@@ -85,7 +85,7 @@ def test_an_ambiguous_beginning_of_an_id_lists_what_it_may_mean(made_store: Path
     ids = [
         commit["id"] for commit in call("log", "--json", "-s", str(made_store)).document["commits"]
     ]
-    assert call("show", ids[0][:12], "--fast", "-s", str(made_store)).out.split()[1] == ids[0]
+    assert call("show", ids[0][:12], "-s", str(made_store)).out.split()[1] == ids[0]
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,12 @@ def test_damage_elsewhere_leaves_what_is_known_of_a_commit(store: Path) -> None:
         path for path in (store / "commits").iterdir() if path.name.endswith(_id(store, "100"))
     }
     victim.write_bytes(b"rubbish")
-    shown = call("show", "best", "-s", str(store))
+    shown = call("show", "best", "--usage", "-s", str(store))
     assert shown.code == 3
     assert "logical" in shown.out
     assert "exclusive" not in shown.out
     assert shown.err.startswith("ckptstore: exclusive and shared bytes cannot be told: ")
-    document = call("show", "best", "--json", "-s", str(store))
+    document = call("show", "best", "--usage", "--json", "-s", str(store))
     assert document.code == 3
     assert document.document["commit"]["exclusive_bytes"] is None
     assert document.document["problem"]
@@ -144,7 +144,7 @@ def test_damage_elsewhere_leaves_what_is_known_of_a_commit(store: Path) -> None:
 
 
 def _id(store: Path, ref: str) -> str:
-    return str(call("show", ref, "--fast", "--json", "-s", str(store)).document["commit"]["id"])
+    return str(call("show", ref, "--json", "-s", str(store)).document["commit"]["id"])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.cli.running import environment
 
@@ -37,7 +39,7 @@ def imported(words: str, store: Path) -> set[str]:
     [
         "log",
         "log -n 20 --graph --json",
-        "show --fast",
+        "show",
         "ls",
         "ls best model",
         "tag",
@@ -48,11 +50,21 @@ def test_a_query_imports_nothing_slow(made_store: Path, words: str) -> None:
     assert imported(words, made_store) & SLOW == set()
 
 
-@pytest.mark.parametrize("words", ["show", "ls -l", "diff 100 200", "stats", "migrate"])
+@pytest.mark.parametrize("words", ["show --usage", "ls -l", "diff 100 200", "stats", "migrate"])
 def test_a_query_that_reads_pages_imports_no_more_than_it_must(
     made_store: Path, words: str
 ) -> None:
     assert imported(words, made_store) & (NEVER | {"sqlalchemy"}) == set()
+
+
+def test_adopting_and_materializing_files_imports_no_torch(tmp_path: Path) -> None:
+    files, store = tmp_path / "files", tmp_path / "store"
+    files.mkdir()
+    save_file({"w": torch.arange(1000.0)}, files / "model.safetensors")
+    imported(f"init {store}", store)
+    assert imported(f"adopt {files} --step 1 --metric loss=1", store) & NEVER == set()
+    without = NEVER | {"sqlalchemy", "asyncio"}
+    assert imported(f"materialize 1 {tmp_path / 'out'}", store) & without == set()
 
 
 def test_setting_a_tag_imports_no_torch(store: Path) -> None:

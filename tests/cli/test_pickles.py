@@ -64,7 +64,7 @@ def test_the_catalog_tells_of_pickles_whose_schema_the_packs_have_lost(
     assert call("log", "-s", str(copy)).code == 0
     for pack in copy.glob("packs/*/*"):
         pack.write_bytes(bytes(pack.stat().st_size))
-    result = call("show", "1", "-s", str(copy), "--fast")
+    result = call("show", "1", "-s", str(copy))
     assert (result.code, result.err) == (0, "")
     assert "Pickled" in result.out
     assert "model/odd/0" in result.out

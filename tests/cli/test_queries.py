@@ -47,7 +47,7 @@ LEAF = {
 SIDE = ({"type": str, "value": (str, None)}, None)
 DOCUMENTS: dict[str, dict[str, Any]] = {
     "log": {"store": str, "total": int, "commits": [LINKED]},
-    "show best": {
+    "show best --usage": {
         "store": str,
         "commit": {
             **LINKED,
@@ -262,7 +262,7 @@ def test_log_draws_the_lineage_in_a_pipe_if_it_is_asked_to(made_store: Path) -> 
 
 
 def test_show_names_the_four_kinds_of_bytes(made_store: Path) -> None:
-    result = call("show", "200", "-s", str(made_store))
+    result = call("show", "200", "--usage", "-s", str(made_store))
     assert result.code == 0
     for name, meaning in {
         "logical": "the size of the state",
@@ -280,15 +280,15 @@ def test_show_names_the_four_kinds_of_bytes(made_store: Path) -> None:
 
 
 def test_show_knows_what_a_commit_has_alone_and_what_it_shares(made_store: Path) -> None:
-    commit = call("show", "210", "--json", "-s", str(made_store)).document["commit"]
+    commit = call("show", "210", "--usage", "--json", "-s", str(made_store)).document["commit"]
     assert commit["exclusive_bytes"] >= 210 * 8 * 4
     assert commit["shared_bytes"] >= 300_000 * 4
 
 
-def test_show_fast_leaves_out_what_takes_a_look_at_every_commit(made_store: Path) -> None:
-    commit = call("show", "--fast", "--json", "-s", str(made_store)).document["commit"]
+def test_show_leaves_out_what_takes_a_look_at_every_commit(made_store: Path) -> None:
+    commit = call("show", "--json", "-s", str(made_store)).document["commit"]
     assert (commit["exclusive_bytes"], commit["shared_bytes"]) == (None, None)
-    assert "exclusive" not in call("show", "--fast", "-s", str(made_store)).out
+    assert "exclusive" not in call("show", "-s", str(made_store)).out
 
 
 def test_ls_in_a_pipe_is_one_line_per_leaf(made_store: Path) -> None:

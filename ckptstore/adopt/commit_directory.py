@@ -1,0 +1,59 @@
+"""How does a command commit a directory? Without the objects of a training, so that a process which
+adopts one directory imports neither torch nor what restores tensors.
+
+`ckptstore.adoption` does it for an open `Store`, and for directories that become hollow.
+"""
+
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from ckptstore.adopt.adopting import adopted_state, read_twice
+from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
+from ckptstore.commit.plan import Flats
+from ckptstore.commit.transaction import Committed, Destination
+from ckptstore.commit.whole_commit import WholeCommitter
+from ckptstore.core.text import unicode_text
+from ckptstore.errors import NoSpace
+from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool
+
+
+def described(label: CommitMetadata, place: Path) -> CommitMetadata:
+    """`label`, with the message of an adopted directory if it has none."""
+    return replace(label, message=label.message or f"adopted from {unicode_text(place.name)}")
+
+
+def commit_directory(
+    handle: StoreHandle, threads: ThreadPool, place: Path, label: CommitMetadata
+) -> Committed:
+    """Commit the directory at `place`, which is not hollow; it stays as it is. The commit follows
+    the newest of its run, and is in the catalog on return.
+
+    Raises `ReadOnly` if the store cannot be written, `NoSpace` with what would free some, and as
+    `Store.adopt` does.
+    """
+    handle.check_writable()
+    committer = WholeCommitter(Destination(handle, threads))
+    flats = partial(adopted_state, place, threads, handle.url)
+
+    sizes = [0]
+
+    def prepare() -> tuple[CommitMetadata, Flats]:
+        found = flats()
+        sizes[0] = sum(flat.nbytes for flat in found.values())
+        return described(label, place), found
+
+    def make() -> Committed:
+        return committer.commit(CommitRequest(prepare, time.perf_counter()))
+
+    try:
+        committed = read_twice(make)
+    except NoSpace as full:
+        from ckptstore.maintenance.disk_space import DiskWatch  # here: it explains, by a plan of gc
+
+        DiskWatch(handle, label.run, "raise").relieve(full, sizes[0], None, collect=False)
+        raise
+    handle.follow()
+    return committed
