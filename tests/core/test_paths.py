@@ -38,6 +38,23 @@ def test_a_mount_point_may_have_any_name(
     assert mount_points() == {Path("/"), Path(f"/mnt/{name}")}
 
 
+@pytest.mark.parametrize(
+    ("kind", "shared"),
+    [
+        *((kind, False) for kind in ("ext4", "xfs", "tmpfs", "overlay", "fuseblk", "zfs")),
+        *((kind, True) for kind in ("nfs4", "lustre", "ceph", "virtiofs", "of.tomorrow")),
+        *((f"fuse.{kind}", True) for kind in ("glusterfs", "ceph-fuse", "rclone", "mfs", "x")),
+        ("fuse", True),
+    ],
+)
+def test_a_file_system_counts_as_shared_unless_it_is_known_to_be_local(
+    kind: str, shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mountinfo").write_text(f"21 1 8:1 / / rw shared:1 - {kind} source rw\n")
+    monkeypatch.setattr(paths, "_MOUNT_TABLE", tmp_path / "mountinfo")
+    assert is_network_filesystem(tmp_path) == shared
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount")
 def test_the_kernels_own_table_is_understood(tmp_path: Path) -> None:
     point = tmp_path / "größe 2\\ü"
