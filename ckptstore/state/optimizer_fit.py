@@ -138,6 +138,18 @@ def fit(
     return fitting.by_position(receiver, state)
 
 
+def scaler_difference(skeleton: Node | int, target: Any) -> Difference | None:
+    """What a `GradScaler` refuses: the empty state of a disabled one, if it is enabled."""
+    is_empty = isinstance(skeleton, Node) and not skeleton.children
+    if not is_empty or not isinstance(target, torch.amp.GradScaler) or not target.is_enabled():
+        return None
+    return Difference(
+        "",
+        "the empty state of a disabled GradScaler",
+        "an enabled one: pass without=[…] to begin with the scale that it has",
+    )
+
+
 def _is_torchs(state: Any) -> bool:
     """Whether this is of the form that torch gives an optimizer's state."""
     return (

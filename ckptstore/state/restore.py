@@ -20,7 +20,7 @@ from ckptstore.state.containers import LEFT_OUT
 from ckptstore.state.inflate import Inflater, counterparts, decode_leaf, keys_of, refuse_pickles
 from ckptstore.state.leaf_sources import segment, segments
 from ckptstore.state.match_target import ContentOf, Landing, Matching, Mismatch, TensorMatch
-from ckptstore.state.optimizer_fit import Committed, Fitted, fit
+from ckptstore.state.optimizer_fit import Committed, Difference, Fitted, fit, scaler_difference
 from ckptstore.state.optimizer_forms import ValueOf
 from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.stateful import (
@@ -132,6 +132,7 @@ class Binding(Inflater):
             self._pair(node, target, path, report=True)
         else:
             self.late |= isinstance(target, RNGState)
+            self._differ(path, scaler_difference(node, target))
             report = report and not is_stateful(target)
             self._pair(node, state_of(target), path, report=report)
 
@@ -184,10 +185,7 @@ class Binding(Inflater):
             strict=matching.strict,
             partial=matching.partial,
         )
-        for part, committed, there, leaf in fitted.differences:
-            below = f"{path}/{part}" if part else path
-            place = below if leaf is None else self._schema.paths[leaf]
-            self._tensors.mismatch(place, committed, there)
+        self._differ(path, *fitted.differences)
         for name, child in fitted.unexpected:
             self._leave_out(child, f"{path}/state/{segment(name)}")
         if not matching.partial:
@@ -196,6 +194,13 @@ class Binding(Inflater):
         self._receivers[id(optimizer)] = fitted
         self._pair(fitted.skeleton, fitted.state, path, report=False)
         return fitted.skeleton
+
+    def _differ(self, path: str, *differences: Difference | None) -> None:
+        """Record what an object of the target would refuse."""
+        for part, committed, there, leaf in filter(None, differences):
+            below = f"{path}/{part}" if part else path
+            place = below if leaf is None else self._schema.paths[leaf]
+            self._tensors.mismatch(place, committed, there)
 
     def _leave_out(self, node: Node | int, path: str) -> None:
         self.unexpected.append(path)
