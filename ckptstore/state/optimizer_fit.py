@@ -18,7 +18,7 @@ from ckptstore.core.model import Node, Schema, Shape, leaves_of
 from ckptstore.state import values
 from ckptstore.state.optimizer_forms import Form, Group, ValueOf, form_of, group_node
 from ckptstore.state.optimizers import ParameterNames, ShardedOptimizer
-from ckptstore.state.parameter_matching import Pairing, Parameter, by_name, sources_of
+from ckptstore.state.parameter_matching import Pairing, Parameter, Sources, by_name, sources_of
 from ckptstore.state.stateful import load_optimizer, parameters_of
 
 _OF_PARAMETERS_SHAPE = frozenset(
@@ -414,28 +414,59 @@ class _Fitting:
         target, numbers = self._target, iter(range(len(self._form.names())))
         committed = [[next(numbers) for _ in group.params or ()] for group in self._groups]
         sources = sources_of(committed, target.groups, pairing.committed, self._have_equal_options)
-        moved = [there for here, there in enumerate(sources.of_group) if there not in (None, here)]
-        is_divided_alike = sources.is_same or not self._form.is_divided
-        if not self._partial and self._strict and not is_divided_alike:
-            self._differ(
-                "strict=False brings the state over by the names of parameters, and options where "
-                "all parameters of a group had the same"
-            )
-        elif self._strict and sources.conflicts:
-            self._differ("strict=False leaves the options of such a group as they are")
-        elif moved and follower and self._form.is_divided and self._has_options:
-            self._differ(
-                f"{follower} goes by the order of groups: give them in the order of the commit"
-            )
-        kept = tuple(n for n, there in enumerate(sources.of_group) if there is None)
+        foreign = self._foreign_groups(pairing)
+        reason = self._why_groups_differ(sources, foreign, follower) if self._has_options else None
+        if reason:
+            self._differ(reason)
+        lacking = sorted({*sources.conflicts, *foreign})
+        of_group = [
+            None if here in lacking else there for here, there in enumerate(sources.of_group)
+        ]
         nodes = [
             group_node(
                 Node("dict", (), ()) if there is None else self._groups[there].options,
                 [target.keys[n] for n in group],
             )
-            for group, there in zip(target.groups, sources.of_group, strict=True)
+            for group, there in zip(target.groups, of_group, strict=True)
         ]
-        return nodes, kept, [f"param_groups/{number}" for number in sources.conflicts]
+        kept = tuple(here for here, there in enumerate(of_group) if there is None)
+        return nodes, kept, [f"param_groups/{here}" for here in lacking]
+
+    def _why_groups_differ(
+        self, sources: Sources, foreign: Sequence[int], follower: str | None
+    ) -> str | None:
+        """Why the commit's groups do not fit the target's, with the next step; None if they do."""
+        is_divided = self._form.is_divided
+        moved = any(there not in (None, here) for here, there in enumerate(sources.of_group))
+        if moved and follower and is_divided:
+            return f"{follower} goes by the order of groups: give them in the order of the commit"
+        if not self._strict:
+            return None
+        if foreign:
+            return (
+                "ranks had other options under one number, and not all of these parameters were "
+                "on this rank; strict=False leaves the options of such a group as they are"
+            )
+        if sources.conflicts or (is_divided and not sources.is_same and not self._partial):
+            return (
+                "strict=False brings the state over by the names of parameters, and options where "
+                "all parameters of a group had the same"
+            )
+        return None
+
+    def _foreign_groups(self, pairing: Pairing) -> list[int]:
+        """The target's groups with parameters whose options another rank had."""
+        is_known = [
+            group.own_names is None or name in group.own_names
+            for group in self._groups
+            for name in group.names or ()
+        ]
+        pairs = pairing.committed
+        return [
+            number
+            for number, group in enumerate(self._target.groups)
+            if not all(is_known[pairs[n]] for n in group if n in pairs)
+        ]
 
     @property
     def _has_options(self) -> bool:

@@ -23,6 +23,9 @@ from ckptstore.state.leaf_sources import unescape
 _FLAT_MEMORY = ("_fsdp_wrapped_module", "_flat_param")
 """Parts of the names of FSDP1's flat memory, which a process that commits alone has."""
 
+OWN_NAMES = "own"
+"""The attribute of a group's names, as one rank sees it, that has the names which this rank had."""
+
 _STATE, _GROUPS = "state", "param_groups"
 
 ValueOf: TypeAlias = Callable[[int], bytes | None]
@@ -33,11 +36,12 @@ ValueOf: TypeAlias = Callable[[int], bytes | None]
 class Group:
     """A group of parameters in a commit. `params` are the keys of its parameters in the state, or
     None if they are not known; `names` are theirs in the modules, if the commit has any. `options`
-    has everything else."""
+    has everything else. Where ranks had different ones, they are those of `own_names` only."""
 
     params: tuple[int | str, ...] | None
     names: tuple[str, ...] | None
     options: Node
+    own_names: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,12 @@ def _group(node: Node, value_of: ValueOf) -> Group:
     if names is not None and (params is None or len(names) != len(params)):
         names = None
     options = node.filtered(lambda key, child: key not in ("params", "param_names"))
-    return Group(params, names, options)
+    return Group(params, names, options, _own_names(parts.get("params")))
+
+
+def _own_names(node: Node | int | None) -> frozenset[str] | None:
+    attrs = dict(node.attrs) if _is_names(node) else {}
+    return frozenset(values.decode_value(attrs[OWN_NAMES])) if OWN_NAMES in attrs else None
 
 
 def _listed(node: Node | int | None, value_of: ValueOf) -> tuple[Any, ...] | None:
