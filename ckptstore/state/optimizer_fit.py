@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 
 from ckptstore.core.model import Node, Schema, Shape, leaves_of
+from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.state import values
 from ckptstore.state.optimizer_forms import Form, Group, ValueOf, form_of, group_node
 from ckptstore.state.optimizers import ParameterNames, ShardedOptimizer
@@ -75,7 +76,7 @@ class Fitted:
     skeleton's leaves. `unexpected` are the names and nodes of what the target has no parameter for,
     `missing` the parts that the commit does not have. Groups numbered in `kept_groups` keep the
     options that they have. With `is_own_form`, only the optimizer's own `load_state_dict` knows
-    what the state means.
+    what the state means. `path` is that of the optimizer.
     """
 
     receiver: "Optimizer | ShardedOptimizer"
@@ -87,9 +88,26 @@ class Fitted:
     differences: tuple[Difference, ...] = ()
     kept_groups: tuple[int, ...] = ()
     is_own_form: bool = False
+    path: str = ""
 
     def load(self, state: Any, *, strict: bool) -> None:
-        """Load `state`, which the skeleton describes. Without `strict`, what it lacks stays."""
+        """Load `state`, which the skeleton describes. Without `strict`, what it lacks stays.
+
+        Raises `InvalidInput`, naming the path, for whatever the optimizer raises."""
+        try:
+            self._load(state, strict)
+        except CkptStoreError:
+            raise
+        except Exception as error:
+            kind = type(self.receiver).__qualname__
+            raise InvalidInput(
+                f"{self.path}: {kind} refuses the committed state: {type(error).__name__}: "
+                f"{error}; tensors of the target may have the commit's values already: restore "
+                f'again with without=["{self.path.partition("/")[0]}"], or with an optimizer that '
+                "takes it"
+            ) from error
+
+    def _load(self, state: Any, strict: bool) -> None:
         if self.is_own_form:
             self.receiver.load_state_dict(state)
             return
@@ -215,6 +233,8 @@ class _Target(NamedTuple):
                 goes_by_order=False,
             )
         parameters = parameters_of(optimizer)
+        inner = getattr(optimizer, "optimizer", None)  # as Accelerate's has one
+        stepping = inner if isinstance(inner, Optimizer) else optimizer
         found = names.of(optimizer) or _given_names(optimizer)
         return cls(
             tuple(chain.from_iterable(found)) if found else ("",) * len(parameters),
@@ -223,8 +243,8 @@ class _Target(NamedTuple):
             tuple(None if is_lazy(each) else tuple(each.shape) for each in parameters),
             _divided(len(group["params"]) for group in optimizer.param_groups),
             options,
-            has_torchs_moments=type(optimizer).__module__.startswith("torch.optim."),
-            goes_by_order=isinstance(optimizer, torch.optim.LBFGS),
+            has_torchs_moments=type(stepping).__module__.startswith("torch.optim."),
+            goes_by_order=isinstance(stepping, torch.optim.LBFGS),
         )
 
 

@@ -5,6 +5,7 @@ filled. In plain containers, tensors are filled in place and other values replac
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from types import MappingProxyType
 from typing import Any
@@ -186,6 +187,7 @@ class Binding(Inflater):
             partial=matching.partial,
         )
         self._differ(path, *fitted.differences)
+        fitted = replace(fitted, path=path)
         for name, child in fitted.unexpected:
             self._leave_out(child, f"{path}/state/{segment(name)}")
         if not matching.partial:
@@ -325,18 +327,17 @@ def _below(path: str, key: Any) -> str:
 def _load(target: Any, state: Any, *, strict: bool) -> None:
     """`target.load_state_dict(state)`, by torch's function without its side effects. Raises
     `InvalidInput` where a module or optimizer refuses its state."""
+    if isinstance(target, Fitted):
+        target.load(state, strict=strict)
+        return
     try:
         if isinstance(target, torch.nn.Module):
             target.load_state_dict(with_wrappers(target, state), strict=strict)
             return
-        if isinstance(target, Fitted):
-            target.load(state, strict=strict)
-        else:
-            target.load_state_dict(state)
+        target.load_state_dict(state)
     except (RuntimeError, ValueError) as error:
-        if isinstance(target, torch.nn.Module | Fitted):
-            loading = target.receiver if isinstance(target, Fitted) else target
+        if isinstance(target, torch.nn.Module):
             raise InvalidInput(
-                f"{type(loading).__qualname__} refuses the committed state: {error}"
+                f"{type(target).__qualname__} refuses the committed state: {error}"
             ) from error
         raise

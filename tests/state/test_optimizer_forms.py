@@ -277,6 +277,16 @@ def test_an_optimizer_with_a_form_of_its_own_loads_itself(
     assert_same(target.state_dict(), wanted.state_dict())
 
 
+def test_what_an_optimizer_raises_names_its_path(store: ckptstore.Store) -> None:
+    model, other = module(), module()
+    wanted, target = (Lookahead(Adam(each.parameters())) for each in (model, other))
+    state = {**wanted.state_dict()}
+    del state["pace"]
+    snapshot = store.commit({"model": model, "optimizer": state}, step=1)
+    with pytest.raises(InvalidInput, match=r"optimizer: Lookahead refuses .*KeyError.*without="):
+        snapshot.restore({"model": other, "optimizer": target})
+
+
 def test_lbfgs_keeps_one_row_for_all_of_its_parameters(store: ckptstore.Store) -> None:
     model = nn.ParameterDict({"a": torch.ones(2), "b": torch.ones(2)})
     optimizer = torch.optim.LBFGS(model.values())
