@@ -298,9 +298,9 @@ class _Fitting:
         target, known = self._target, frozenset(keys)
         key_of = {keys[there]: target.keys[here] for here, there in pairing.committed.items()}
         models = {target.keys[here]: target.tensors[here] for here in pairing.committed}
-        self._check_shapes(
-            {keys[there]: target.shapes[here] for here, there in pairing.committed.items()}
-        )
+        if not pairing.contradicted:
+            shapes = {keys[there]: target.shapes[n] for n, there in pairing.committed.items()}
+            self._check_shapes(shapes)
         if target.goes_by_order and any(a != b for a, b in pairing.committed.items()):
             self._differences.append(
                 Difference(
@@ -372,12 +372,22 @@ class _Fitting:
         pairing = by_name(
             committed, here, in_order=in_order, have_equal_options=self._have_equal_options
         )
-        if pairing.unproven:
-            one, other = (each.name for each in pairing.unproven)
+        if pairing.contradicted:
+            one, there = pairing.contradicted
             self._differences.append(
                 Difference(
                     "state",
-                    f"{one} and {other} among its parameters, alike in shape",
+                    f"{one.name} of shape {list(one.shape or ())}",
+                    f"a parameter of shape {list(there.shape or ())} in its place, "
+                    f"{_known(target.names)}: {NEXT_STEP}",
+                )
+            )
+        elif pairing.unproven:
+            names_alike = " and ".join(each.name for each in pairing.unproven)
+            self._differences.append(
+                Difference(
+                    "state",
+                    f"{names_alike} among its parameters, alike in shape",
                     f"parameters {_known(target.names)}, so that their order cannot be proven: "
                     f"{NEXT_STEP}",
                 )
@@ -467,12 +477,22 @@ class _Fitting:
                 "ranks had other options under one number, and not all of these parameters were "
                 "on this rank; strict=False leaves the options of such a group as they are"
             )
-        if sources.conflicts or (is_divided and not sources.is_same and not self._partial):
+        is_same = sources.is_same and not self._loses_options(sources)
+        if sources.conflicts or (is_divided and not is_same and not self._partial):
             return (
                 "strict=False brings the state over by the names of parameters, and options where "
                 "all parameters of a group had the same"
             )
         return None
+
+    def _loses_options(self, sources: Sources) -> bool:
+        """Whether nobody takes the options of a group, and it has no state that would be missed."""
+        return any(
+            number not in sources.of_group
+            and group.params
+            and self._entries.keys().isdisjoint(group.params)
+            for number, group in enumerate(self._groups)
+        )
 
     def _foreign_groups(self, pairing: Pairing) -> list[int]:
         """The target's groups with parameters whose options another rank had."""

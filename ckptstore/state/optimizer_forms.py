@@ -214,10 +214,12 @@ def unnamed(skeleton: Node | int) -> Node | int:
 
 def with_names(node: Node, narrowed: Node) -> Node:
     """`narrowed`, some leaves of the optimizer's state `node`, with the names of all of its
-    parameters, which are no leaves; anything else as it is."""
+    parameters; anything else as it is."""
     parts = texts_of(node)
     state, listed = parts.get(_STATE), parts.get(_GROUPS)
-    if not isinstance(state, Node) or not _has_names(state) or not isinstance(listed, Node):
+    if not isinstance(state, Node) or not isinstance(listed, Node):
+        return narrowed
+    if not _has_names(state) and {*map(type, state.keys or ())} != {str}:
         return narrowed
     some = texts_of(narrowed).get(_GROUPS)
     there = some.children if isinstance(some, Node) else (None,) * len(listed.children)
@@ -232,7 +234,9 @@ def _with_names(group: Node | int, left: Node | int | None) -> Node | int:
     if not isinstance(group, Node) or group.keys is None:
         return group if left is None else left
     selected = texts_of(left) if isinstance(left, Node) else {}
-    return group.filtered(lambda key, child: str(key) in selected or _is_names(child))
+    return group.filtered(
+        lambda key, child: str(key) in selected or key == "params" or _is_names(child)
+    )
 
 
 class ShapesByName:

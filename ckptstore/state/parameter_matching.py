@@ -24,12 +24,14 @@ class Parameter(NamedTuple):
 class Pairing(NamedTuple):
     """`committed` has, by the target's number of a parameter, that of the commit. `left` and `free`
     are numbers of those without a counterpart, in the commit and in the target. `unproven` are two
-    committed parameters that nothing tells apart, if order had to decide."""
+    committed parameters that nothing tells apart, if order had to decide; `contradicted` are a
+    committed one and the target's in its place, of another shape."""
 
     committed: Mapping[int, int]
     left: tuple[int, ...]
     free: tuple[int, ...]
     unproven: tuple[Parameter, Parameter] | None = None
+    contradicted: tuple[Parameter, Parameter] | None = None
 
 
 def by_name(
@@ -51,10 +53,16 @@ def by_name(
     free = [n for n in range(len(target)) if n not in found]
     if not in_order or len(left) != len(free):
         return Pairing(found, tuple(left), tuple(free))
-    unproven = _unproven(
-        [committed[n] for n in left], [target[n] for n in free], have_equal_options
-    )
-    return Pairing({**found, **dict(zip(free, left, strict=True))}, (), (), unproven)
+    rest = [committed[n] for n in left], [target[n] for n in free]
+    contradicted = next(filter(_is_contradicted, zip(*rest, strict=True)), None)
+    unproven = _unproven(*rest, have_equal_options)
+    in_place = dict(zip(free, left, strict=True))
+    return Pairing({**found, **in_place}, (), (), unproven, contradicted)
+
+
+def _is_contradicted(places: tuple[Parameter, Parameter]) -> bool:
+    one, there = places
+    return None not in (one.shape, there.shape) and one.shape != there.shape
 
 
 def _unproven(
@@ -63,18 +71,16 @@ def _unproven(
     have_equal_options: Callable[[int | None, int | None], bool],
 ) -> tuple[Parameter, Parameter] | None:
     """The first two of `committed` that could stand for each other, judged by shapes, although it
-    matters which is which. It does not where both have no state and equal options."""
-    alike: dict[object, Parameter] = {}
+    matters which is which. It does not where both have no state and equal options. If one shape is
+    not known, none proves anything."""
+    are_known = all(each.shape is not None for each in (*committed, *target))
+    alike: dict[Shape | None, Parameter] = {}
     for one, there in zip(committed, target, strict=True):
-        places: list[object] = [there.shape]
-        if one.shape is None or there.shape is None:
-            places.append("unknown")
-        for place in places:
-            first = alike.setdefault(place, one)
-            if first is one:
-                continue
-            if first.has_state or one.has_state or not have_equal_options(first.group, one.group):
-                return first, one
+        first = alike.setdefault(there.shape if are_known else None, one)
+        if first is one:
+            continue
+        if first.has_state or one.has_state or not have_equal_options(first.group, one.group):
+            return first, one
     return None
 
 
