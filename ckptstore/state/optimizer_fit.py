@@ -7,6 +7,7 @@ restore is refused while nothing has changed. `Fitted.load` hands the filled sta
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial as partial_of
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -38,6 +39,9 @@ NEXT_STEP = (
 )
 
 ShapeOf: TypeAlias = Callable[[str], Shape | None]
+
+Follower: TypeAlias = Callable[[], str | None]
+"""The class of an object that goes by the order of the optimizer's groups, if there is one."""
 
 
 class Renames(NamedTuple):
@@ -152,7 +156,7 @@ def fit(
     target = _Target.of(optimizer, sharded, state, names)
     fitting = _Fitting(form, target, committed, renames, strict, partial)
     if _goes_by_name(form, target):
-        return fitting.by_name(receiver, state, names.follower(optimizer))
+        return fitting.by_name(receiver, state, partial_of(names.follower, optimizer))
     return fitting.by_position(receiver, state)
 
 
@@ -189,10 +193,11 @@ def _other_form(skeleton: Node | int, optimizer: Optimizer) -> Difference:
 
 
 def _goes_by_name(form: Form, target: "_Target") -> bool:
-    if form.groups is None or not form.is_named:
+    names = form.names()
+    if form.groups is None or not form.is_named or len(names) > len({*names}):
         return False
     # Names that an optimizer was given beside its numbers may have prefixes that the target's lack.
-    return not form.is_numbered or {*form.names()} == {*target.names}
+    return not form.is_numbered or {*names} == {*target.names}
 
 
 class _Target(NamedTuple):
@@ -283,19 +288,20 @@ class _Fitting:
         self._differences: list[Difference] = []
         entries = () if form.state is None else form.state.items()
         self._entries = {key: child for key, child in entries if _is_plain(key)}
+        self._keys: list[Any] = [key for group in self._groups for key in group.params or ()]
 
     def by_name(
-        self, receiver: "Optimizer | ShardedOptimizer", state: Any, follower: str | None
+        self, receiver: "Optimizer | ShardedOptimizer", state: Any, follower: Follower
     ) -> Fitted:
         """Entries and options by the names of parameters."""
         new = self._renames.new if self._renames else {}
         names = self._form.names()
         renamed = [new.get(name, name) for name in names]
-        keys: list[Any] = [key for group in self._groups for key in group.params or ()]
+        keys = self._keys
         if self._renames and self._renames.are_in_state:
-            keys = renamed
-        pairing = self._paired(names, renamed, keys)
-        target, known = self._target, frozenset(keys)
+            keys = self._keys = renamed
+        pairing = self._paired(names, renamed)
+        target = self._target
         key_of = {keys[there]: target.keys[here] for here, there in pairing.committed.items()}
         models = {target.keys[here]: target.tensors[here] for here in pairing.committed}
         if not pairing.contradicted:
@@ -311,13 +317,7 @@ class _Fitting:
                 )
             )
         groups, kept, lacking = self._arranged_groups(pairing, follower)
-        inner = self._form.state
-        if inner is not None:
-            # What is of no parameter at all, as some optimizers have it, stays under its key.
-            gone = known - key_of.keys()
-            taken = inner.filtered(lambda key, child: not (_is_plain(key) and key in gone))
-            own = (key_of.get(key, key) if _is_plain(key) else key for key in taken.keys or ())
-            inner = Node("dict", taken.children, tuple(own))
+        inner = self._under_new_keys(key_of)
         left = [keys[n] for n in pairing.left]
         free = (f"state/{target.names[n] or n}" for n in pairing.free)
         return Fitted(
@@ -331,6 +331,16 @@ class _Fitting:
             () if self._partial else kept,
         )
 
+    def _under_new_keys(self, key_of: Mapping[Any, int | str]) -> Node | None:
+        """The state of the parameters in `key_of`, under the target's keys. What is of no parameter
+        at all, as some optimizers have it, stays under its own."""
+        state, gone = self._form.state, frozenset(self._keys) - key_of.keys()
+        if state is None:
+            return None
+        taken = state.filtered(lambda key, child: not (_is_plain(key) and key in gone))
+        own = (key_of.get(key, key) if _is_plain(key) else key for key in taken.keys or ())
+        return Node("dict", taken.children, tuple(own))
+
     def by_position(self, receiver: "Optimizer | ShardedOptimizer", state: Any) -> Fitted:
         """Entries and options by their numbers, where groups are the same."""
         target = self._target
@@ -341,11 +351,17 @@ class _Fitting:
             or any(n not in (None, m) for n, m in zip(counts, sizes, strict=True))
         ):
             self._differ("the commit has no names for its parameters, so that position decides")
-        keys: list[Any] = [key for group in self._groups for key in group.params or ()]
-        if None in counts or not counts:
-            keys = list(target.keys)
-        shapes = dict(zip(keys, target.shapes, strict=False))
-        self._check_shapes(shapes)
+        keys = list(target.keys) if None in counts or not counts else self._keys
+        stranger = next(
+            (key for key in self._entries if type(key) is int and key not in keys), None
+        )
+        if self._partial and stranger is not None:
+            self._differences.append(
+                Difference(
+                    "state", f"state of parameter {stranger}", f"{len(keys)} parameters, from 0"
+                )
+            )
+        self._check_shapes(dict(zip(keys, target.shapes, strict=False)))
         models = dict(zip(keys, target.tensors, strict=False))
         return Fitted(
             receiver,
@@ -355,7 +371,7 @@ class _Fitting:
             differences=tuple(self._differences),
         )
 
-    def _paired(self, names: Sequence[str], renamed: Sequence[str], keys: Sequence[Any]) -> Pairing:
+    def _paired(self, names: Sequence[str], renamed: Sequence[str]) -> Pairing:
         target, common = self._target, {*renamed} & {*self._target.names}
         in_order = (self._renames is not None or not common) and not self._is_sharded
         is_by_shape = in_order and len(common) < len(target.names)
@@ -363,7 +379,7 @@ class _Fitting:
         shape_of = self._shape_of if is_by_shape else lambda name, key: None
         committed = [
             Parameter(new, group, shape_of(name, key), key in self._entries)
-            for name, new, key, group in zip(names, renamed, keys, groups, strict=True)
+            for name, new, key, group in zip(names, renamed, self._keys, groups, strict=True)
         ]
         here = [
             Parameter(name, shape=shape)
@@ -437,7 +453,7 @@ class _Fitting:
                     )
 
     def _arranged_groups(
-        self, pairing: Pairing, follower: str | None
+        self, pairing: Pairing, follower: Follower
     ) -> tuple[list[Node], tuple[int, ...], list[str]]:
         """A node for each group of the target, the groups that keep their options, and parts that
         the commit has no options for."""
@@ -463,13 +479,13 @@ class _Fitting:
         return nodes, kept, [f"param_groups/{here}" for here in lacking]
 
     def _why_groups_differ(
-        self, sources: Sources, foreign: Sequence[int], follower: str | None
+        self, sources: Sources, foreign: Sequence[int], follower: Follower
     ) -> str | None:
         """Why the commit's groups do not fit the target's, with the next step; None if they do."""
         is_divided = self._form.is_divided
         moved = any(there not in (None, here) for here, there in enumerate(sources.of_group))
-        if moved and follower and is_divided:
-            return f"{follower} goes by the order of groups: give them in the order of the commit"
+        if moved and is_divided and (kind := follower()):
+            return f"{kind} goes by the order of groups: give them in the order of the commit"
         if not self._strict:
             return None
         if foreign:
@@ -487,11 +503,11 @@ class _Fitting:
 
     def _loses_options(self, sources: Sources) -> bool:
         """Whether nobody takes the options of a group, and it has no state that would be missed."""
+        keys = iter(self._keys)
+        own = [[next(keys) for _ in group.params or ()] for group in self._groups]
         return any(
-            number not in sources.of_group
-            and group.params
-            and self._entries.keys().isdisjoint(group.params)
-            for number, group in enumerate(self._groups)
+            number not in sources.of_group and group and self._entries.keys().isdisjoint(group)
+            for number, group in enumerate(own)
         )
 
     def _foreign_groups(self, pairing: Pairing) -> list[int]:
