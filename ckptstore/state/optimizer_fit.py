@@ -476,7 +476,7 @@ class _Fitting:
             for group, there in zip(target.groups, of_group, strict=True)
         ]
         kept = tuple(here for here, there in enumerate(of_group) if there is None)
-        return nodes, kept, [f"param_groups/{here}" for here in lacking]
+        return nodes, kept, [] if reason else [f"param_groups/{here}" for here in lacking]
 
     def _why_groups_differ(
         self, sources: Sources, foreign: Sequence[int], follower: Follower
@@ -559,7 +559,7 @@ class _Fitting:
             for sides in (there, here)
             for _, options in sides
             for key in options
-            if len({repr(each.get(key)) for _, each in sides}) > 1
+            if len({repr(each.get(key, "")) for _, each in sides}) > 1
         } - {"params", "param_names"}
         self._differences.append(
             Difference(
@@ -570,12 +570,13 @@ class _Fitting:
         )
 
     def _described(self, group: Group) -> tuple[list[str], dict[str, Any]]:
+        """The names and the plain options of a group, as far as they can be had without tensors."""
         options = {}
         for key, leaf in group.options.items():
-            data = None
             if isinstance(leaf, int) and self._committed.schema.kinds[leaf] == "value":
                 data = self._committed.value_of(leaf)
-            options[str(key)] = None if data is None else values.decode_leaf(data)
+                if data is not None:
+                    options[str(key)] = values.decode_leaf(data)
         count = "?" if group.params is None else len(group.params)
         return list(group.names or [f"{count} parameters"]), options
 
