@@ -33,7 +33,7 @@ from ckptstore.restore.restore import (
 from ckptstore.state import tensors
 from ckptstore.state.flatten import check_app_state
 from ckptstore.state.inflate import inflate_leaf
-from ckptstore.state.optimizers import unnamed
+from ckptstore.state.optimizer_forms import unnamed
 from ckptstore.state.tensors import checked_dtype, converts, destination
 
 if TYPE_CHECKING:

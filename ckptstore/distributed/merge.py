@@ -11,13 +11,14 @@ later (`finish`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import Box, LeafContent, LeafKind, Node, Schema, Shape, leaves_of
 from ckptstore.distributed.framing import damaged, pack, unpack
 from ckptstore.objects.schema import LastSchemas, decode_schema
+from ckptstore.state.containers import NAMES
 from ckptstore.state.leaf_sources import FlatState, Holding, Mark, Mesh
 
 
@@ -125,6 +126,20 @@ def split_ids(data: bytes) -> list[bytes]:
 RANKS = "ranks"
 """The node type whose children are keyed by rank number."""
 
+OF_RANKS = "ranks"
+"""The attribute of a group's names that has, by rank number, the names that this rank had."""
+
+
+def _is_of_ranks(node: Node | int) -> bool:
+    return isinstance(node, Node) and node.type == NAMES and OF_RANKS in dict(node.attrs)
+
+
+def _united(node: Node | int) -> Node | int:
+    """A node without what each rank had of its names."""
+    if isinstance(node, int) or not _is_of_ranks(node):
+        return node
+    return replace(node, attrs=tuple((k, each) for k, each in node.attrs if k != OF_RANKS))
+
 
 class Holder(NamedTuple):
     """A rank that holds a leaf, and the leaf's number there."""
@@ -193,12 +208,12 @@ def _divide(
     node: Node | int, tree: MergedTree, private: frozenset[int], found: list[tuple[int, int | None]]
 ) -> Node | int:
     if isinstance(node, Node):
-        return Node(
-            node.type,
-            tuple(_divide(child, tree, private, found) for child in node.children),
-            node.keys,
-            node.attrs,
-        )
+        below = node.children
+        if any(map(_is_of_ranks, below)) and private.isdisjoint(leaves_of(node)):
+            # Which rank had which of a group's names matters only where options are divided too.
+            below = tuple(map(_united, below))
+        children = tuple(_divide(child, tree, private, found) for child in below)
+        return Node(node.type, children, node.keys, node.attrs)
     if node not in private:
         found.append((node, None))
         return len(found) - 1
@@ -244,7 +259,7 @@ class _Merger:
                 )
         elif all(isinstance(node, Node) for _, node in nodes):
             inner = [(rank, node) for rank, node in nodes if isinstance(node, Node)]
-            attrs = _joint_attrs([node.attrs for _, node in inner])
+            attrs = _joint_attrs(inner)
             if (
                 attrs is not None
                 and len({(node.type, node.keys is None) for _, node in inner}) == 1
@@ -361,19 +376,25 @@ _UNITED = ("metadata", "names")
 """Attributes that ranks hold in parts: module versions, and the parameter names of an optimizer."""
 
 
-def _joint_attrs(each: Sequence[tuple[tuple[str, Any], ...]]) -> tuple[tuple[str, Any], ...] | None:
-    """The attributes that nodes share. Lists that each rank has for its own modules are merged."""
-    if all(attrs == each[0] for attrs in each):
-        return each[0]
-    columns = [dict(attrs) for attrs in each]
+def _joint_attrs(nodes: Sequence[tuple[int, Node]]) -> tuple[tuple[str, Any], ...] | None:
+    """The attributes that nodes share. Lists that each rank has for its own modules are merged; of
+    names, `ranks` has what each rank had."""
+    first = nodes[0][1].attrs
+    if all(node.attrs == first for _, node in nodes):
+        return first
+    columns = [dict(node.attrs) for _, node in nodes]
     joint = dict(columns[0])
+    if nodes[0][1].type == NAMES:
+        joint[OF_RANKS] = [[rank, dict(node.attrs)["names"]] for rank, node in nodes]
     for name in _UNITED:
         parts = [column.pop(name, None) for column in columns]
         if any(_is_map(part) for part in parts):
             if not all(map(_is_map, parts)):
                 return None
             joint[name] = [*parts[0][:1], *_unique(item for part in parts for item in part[1:])]
-    return None if any(column != columns[0] for column in columns) else tuple(sorted(joint.items()))
+    if any(column != columns[0] for column in columns):
+        return None
+    return tuple(sorted(joint.items()))
 
 
 def _is_map(value: Any) -> bool:

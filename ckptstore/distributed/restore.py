@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 from ckptstore.core.ids import CommitId, digest
 from ckptstore.core.model import Node, leaves_of
 from ckptstore.distributed.collective import Collective
-from ckptstore.distributed.merge import RANKS, schema_of
+from ckptstore.distributed.merge import OF_RANKS, RANKS, schema_of
 from ckptstore.distributed.shared_reads import Broadcast
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.restore.reader import Tree
 from ckptstore.restore.restore import RestoreOperation, RestoreOptions, targets
+from ckptstore.state.containers import NAMES
+from ckptstore.state.optimizer_forms import OWN_NAMES
 from ckptstore.state.restore import places_in
 from ckptstore.state.shards import is_bound_to_world_size, is_each_ranks
 from ckptstore.state.stateful import NewStreams
@@ -240,7 +242,15 @@ class _View:
         if len(there) < len(children) and node.keys is None:
             return None  # a sequence must have no gaps
         keys = None if node.keys is None else tuple(key for key, _ in there)
-        return Node(node.type, tuple(child for _, child in there), keys, node.attrs)
+        return Node(node.type, tuple(child for _, child in there), keys, self._attrs(node))
+
+    def _attrs(self, node: Node) -> tuple[tuple[str, Any], ...]:
+        """The attributes of a node. The options of a group are those that the viewer's parameters
+        had: others of one number may have had other ones."""
+        attrs = dict(node.attrs)
+        if node.type == NAMES and OF_RANKS in attrs:
+            attrs[OWN_NAMES] = dict(attrs.pop(OF_RANKS)).get(self._viewer.owner, ["list"])
+        return tuple(sorted(attrs.items()))
 
     def _choose(self, node: Node) -> Node | int | None:
         ranks, paths = node.keys or (), self._tree.schema.paths

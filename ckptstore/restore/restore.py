@@ -6,7 +6,7 @@ Views narrow or rename a commit's trees first, without reading tensors.
 import json
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +21,9 @@ from ckptstore.state.flatten import check_app_state
 from ckptstore.state.inflate import convertible, inflate
 from ckptstore.state.leaf_sources import segment
 from ckptstore.state.match_target import Matching
-from ckptstore.state.optimizers import ParameterNames, new_names
+from ckptstore.state.optimizer_fit import Renames
+from ckptstore.state.optimizer_forms import ShapesByName, new_names, own_new_names
+from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.renaming import Renamer, narrow, rename_tree
 from ckptstore.state.restore import bind
 from ckptstore.state.shared_memory import Place, overlapping, overwritten
@@ -57,10 +59,15 @@ def whole(trees: Mapping[str, Tree]) -> dict[str, View]:
     return {key: View(tree, tree.schema) for key, tree in trees.items()}
 
 
-def selected(trees: Mapping[str, Tree], select: Select, commit: CommitId) -> dict[str, View]:
+def selected(
+    trees: Mapping[str, Tree], select: Select, commit: CommitId, *, keeps_names: bool = False
+) -> dict[str, View]:
     """The trees narrowed to selected leaves. Raises `NotFound` if nothing is selected."""
     is_selected = selector(select)
-    narrowed = ((key, tree, narrow(key, tree.schema, is_selected)) for key, tree in trees.items())
+    narrowed = (
+        (key, tree, narrow(key, tree.schema, is_selected, keeps_names=keeps_names))
+        for key, tree in trees.items()
+    )
     found = {key: View(tree, schema) for key, tree, schema in narrowed if schema is not None}
     if found:
         return found
@@ -211,19 +218,19 @@ class RestoreOperation:
             allow_pickle=options.allow_pickle,
             partial=options.select is not None,
             dtype=None if options.dtype is None else checked_dtype(options.dtype),
+            shape_of=ShapesByName(tree.schema for tree in trees.values()),
         )
-        names = None
+        names: Mapping[str, str] | None = None
         if options.rename is not None:
-            moved = (zip(v.tree.schema.paths, v.schema.paths, strict=True) for v in views.values())
-            names = new_names(chain.from_iterable(moved))
+            names = new_names(chain.from_iterable(map(_moved, views.values())))
         self._bindings = bindings = {
             key: bind(
                 app_state[key],
                 key,
                 view.schema,
-                # Where the caller renames an optimizer's own leaves, names are new already.
-                replace(matching, renames=names and (names if view.is_in_place else {})),
+                replace(matching, renames=None if names is None else _renames(names, view)),
                 content_of=view.tree.content_key,
+                value_of=partial(self._value_of, view.tree),
                 check=view.tree.check,
                 streams=view.tree.streams,
                 uncast=view.tree.uncast_leaves,
@@ -245,6 +252,14 @@ class RestoreOperation:
             problems += [f"{path}: in the commit, not wanted by the target" for path in unexpected]
         _refuse(commit, bindings, problems)
         _refuse(commit, {}, self._overwritten(matching.places))
+
+    def _value_of(self, tree: Tree, leaf: int) -> bytes | None:
+        """A small value that decides what fits; None for one that was thinned away."""
+        if tree.is_gone(leaf):
+            return None
+        return self._reader.leaf_bytes(
+            tree, leaf, self._commit, memory_budget_bytes=self._budget_bytes
+        )
 
     def _overwritten(self, places: Sequence[Place]) -> list[str]:
         """What does not fit since other contents would go to the same memory of the target. Reads
@@ -303,6 +318,18 @@ class RestoreOperation:
                 self._app_state[key] = restored
 
 
+def _moved(view: View) -> Iterable[tuple[str, str]]:
+    """The old and new paths of leaves."""
+    return zip(view.tree.schema.paths, view.schema.paths, strict=True)
+
+
+def _renames(names: Mapping[str, str], view: View) -> Renames:
+    """The new names of parameters; the caller may rename an optimizer's own leaves."""
+    if view.is_in_place:
+        return Renames(names)
+    return Renames({**names, **own_new_names(_moved(view))}, are_in_state=True)
+
+
 def _views(
     commit: CommitId,
     trees: Mapping[str, Tree],
@@ -310,7 +337,9 @@ def _views(
     options: RestoreOptions,
 ) -> dict[str, View]:
     """A view of each tree to restore, by key of the target state."""
-    views = whole(trees) if options.select is None else selected(trees, options.select, commit)
+    views = whole(trees)
+    if options.select is not None:
+        views = selected(trees, options.select, commit, keeps_names=True)
     if options.rename is not None:
         views = renamed(views, options.rename)
     views = {key: view for key, view in views.items() if key not in options.without}

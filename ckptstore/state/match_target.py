@@ -18,6 +18,7 @@ from ckptstore.state import tensors, values
 from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
 from ckptstore.state.inflate import convertible
+from ckptstore.state.optimizer_fit import Renames, ShapeOf
 from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.shards import Held, held_of, is_distributed, with_local
 from ckptstore.state.shared_memory import Place
@@ -72,7 +73,8 @@ class Matching:
     target has stay. With `partial`, skeletons have some leaves only: the target is to keep
     everything else, and lacks nothing. With `dtype`, floating leaves are converted where the target
     has a tensor of that dtype. By `names` an optimizer's parameters are found, under the new ones
-    that `renames` has of the commit's; with `renames`, the rest is matched in order. `claims` maps
+    that `renames` has of the commit's; with `renames`, the rest is matched in order, where
+    `shape_of`, the shapes of the commit's parameters by name, proves it. `claims` maps
     addresses to their claims, so that tensors which are tied across keys get one content, or are
     mismatched. `places` are those of all leaves that get memory of the target, ties once: others
     may overlap (`shared_memory`).
@@ -82,7 +84,8 @@ class Matching:
     strict: bool = True
     allow_pickle: bool = False
     partial: bool = False
-    renames: Mapping[str, str] | None = None
+    renames: Renames | None = None
+    shape_of: ShapeOf = lambda name: None
     dtype: torch.dtype | None = None
     claims: dict[int, Claim] = field(default_factory=dict)
     places: list[Place] = field(default_factory=list)

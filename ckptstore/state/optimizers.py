@@ -9,22 +9,19 @@ its numbers (docs/decisions/021-…), and is restored by position, as torch does
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain, islice
-from typing import Any, NamedTuple, TypeGuard
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ckptstore.core.model import Node, leaves_of
-from ckptstore.state import containers, values
 from ckptstore.state.containers import Named, Names
-from ckptstore.state.leaf_sources import unescape
 from ckptstore.state.stateful import (
     found_in,
+    is_stateful,
     load_optimizer,
     name_without_wrappers,
     named_parameters_of,
@@ -32,8 +29,6 @@ from ckptstore.state.stateful import (
 )
 
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
-_FLAT = ("_fsdp_wrapped_module", "_flat_param")
-"""Parts of the names of FSDP1's flat memory, which a process that commits alone has."""
 
 
 class _Found(NamedTuple):
@@ -71,6 +66,17 @@ class ParameterNames:
             group = next(groups, None)
             if group is not None and stepped <= {id(each) for each in module.parameters()}:
                 return ShardedOptimizer(module, optimizer, group)
+        return None
+
+    def follower(self, optimizer: Optimizer) -> str | None:
+        """The class of an object here that refers to `optimizer`, as a scheduler does, and may have
+        a list of something for its groups."""
+        for _, value in found_in(self._app_state, _is_follower):
+            held = chain.from_iterable(
+                each if isinstance(each, list | tuple) else (each,) for each in vars(value).values()
+            )
+            if any(getattr(each, "param_groups", None) is optimizer.param_groups for each in held):
+                return type(value).__qualname__
         return None
 
     def of(self, optimizer: Optimizer) -> list[list[str]] | None:
@@ -152,215 +158,12 @@ def _is_module(value: Any) -> bool:
     return isinstance(value, torch.nn.Module)
 
 
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """A committed state as a target optimizer takes it.
-
-    `receiver` is what loads it, and `state` what that has now. `models` are the parameters of the
-    skeleton's leaves. `unexpected` are the names and nodes of what the target has no parameter for,
-    `missing` the names that the commit does not know.
-    """
-
-    receiver: "Optimizer | ShardedOptimizer"
-    state: Any
-    skeleton: Node | int
-    models: Mapping[int, torch.Tensor]
-    unexpected: tuple[tuple[str, Node | int], ...] = ()
-    missing: tuple[str, ...] = ()
-
-
-class _Form(NamedTuple):
-    """The skeleton of an optimizer's state: values by parameter, and the groups."""
-
-    skeleton: Node
-    state: Node
-    groups: Node | int | None
-
-    @property
-    def is_named(self) -> bool:
-        return self.state.type == containers.PARAMETERS
-
-    def is_flat(self) -> bool:
-        """Whether some names are those of FSDP1's flat memory."""
-        names = (*map(str, self.state.keys or ()), *self.names())
-        return any(part in name for name in names for part in _FLAT)
-
-    def names(self) -> list[str]:
-        """The names of the parameters, in their order; none where the groups are left out."""
-        return list(chain.from_iterable(map(_names_of, _children(self.groups))))
-
-    def replaced(self, state: Node, counts: Sequence[int] | None) -> Node:
-        """With another state, and in the groups numbers of parameters, so many a group, in place of
-        names."""
-        groups = self.groups
-        if counts is not None and isinstance(groups, Node) and len(groups.children) == len(counts):
-            firsts = accumulate(counts, initial=0)
-            numbered = (
-                _numbered_group(group, range(first, first + count))
-                for group, first, count in zip(groups.children, firsts, counts, strict=False)
-            )
-            groups = replace(groups, children=tuple(numbered))
-        children = tuple(
-            state if child is self.state else groups if child is self.groups else child
-            for child in self.skeleton.children
-        )
-        return replace(self.skeleton, children=children)  # type: ignore[arg-type]  # none is None
-
-
-def _form(skeleton: Node | int) -> _Form | None:
-    """The parts of an optimizer's state; None for one of another form."""
-    if not isinstance(skeleton, Node):
-        return None
-    parts = {key: child for key, child in skeleton.items() if type(key) is str}
-    state = parts.get("state")
-    if not isinstance(state, Node) or state.keys is None:
-        return None
-    return _Form(skeleton, state, parts.get("param_groups"))
-
-
-def is_named(skeleton: Node | int) -> bool:
-    """Whether this is an optimizer's state under the names of its parameters."""
-    form = _form(skeleton)
-    return form is not None and form.is_named
-
-
-def unnamed(skeleton: Node | int) -> Node | int:
-    """An optimizer's state under the numbers that torch gives its parameters, in the order of their
-    names; anything else as it is."""
-    form = _form(skeleton)
-    if form is None or not form.is_named:
-        return skeleton
-    numbers = {name: number for number, name in enumerate(form.names())}
-    keys = _numbered_keys(form.state, numbers)
-    counts = [len(_names_of(group)) for group in _children(form.groups)]
-    return form.replaced(replace(form.state, type="dict", keys=keys), counts)
-
-
-def new_names(paths: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """The new names of parameters, from the old and new paths of leaves: as in one module, and as
-    in one of several. A name that would get two is left out."""
-    found: dict[str, set[str]] = {}
-    for old, new in paths:
-        before, after = (list(map(unescape, path.split("/"))) for path in (old, new))
-        for skip in (1, 0):
-            found.setdefault(".".join(before[skip:]), set()).add(".".join(after[skip:]))
-    return {name: news.pop() for name, news in found.items() if len(news) == 1}
-
-
-def fit(
-    skeleton: Node | int,
-    optimizer: Optimizer,
-    names: ParameterNames,
-    renames: Mapping[str, str] | None = None,
-) -> Fitted:
-    """A state, committed by name or by number, for `optimizer`; one of another form as it is.
-
-    Parameters are found by name, by that of `renames` if it has one. With `renames`, or if none is
-    found so, those without a counterpart are matched in their order, if there are as many on both
-    sides, as torch does.
-    """
-    form, sharded = _form(skeleton), names.sharded(optimizer)
-    if form is None or not form.is_named or form.is_flat():
-        sharded = None
-    receiver = sharded or optimizer
-    state = receiver.state_dict()
-    if form is None:
-        return Fitted(receiver, state, skeleton, {})
-    committed = form.names()
-    known, counts = frozenset(committed), None
-    keys: Mapping[str, int | str]
-    models: Mapping[Any, torch.Tensor]
-    if sharded is not None:
-        own = [name for group in state["param_groups"] for name in group["params"]]
-        keys, models = dict(zip(own, own, strict=True)), sharded.models
-        missing = tuple(name for name in own if name not in known) if known else ()
-    else:
-        models = dict(enumerate(parameters_of(optimizer)))
-        if not form.is_named:
-            return Fitted(receiver, state, skeleton, _models(form.state, models))
-        counts = [len(group["params"]) for group in optimizer.param_groups]
-        keys, missing = _numbers(committed, names.of(optimizer), len(models), renames)
-
-    def is_foreign(key: Any) -> bool:
-        """What is no parameter's at all, as some optimizers have it, is not foreign."""
-        unknown = type(key) is str and key not in keys
-        return unknown and (key in known or not known)
-
-    kept = form.state.filtered(lambda key, child: not is_foreign(key))
-    inner = Node("dict", kept.children, _numbered_keys(kept, keys))
-    foreign = tuple((str(key), child) for key, child in form.state.items() if is_foreign(key))
-    fitted = form.replaced(inner, counts)
-    return Fitted(receiver, state, fitted, _models(inner, models), foreign, missing)
-
-
-def _numbers(
-    committed: Sequence[str],
-    names: Sequence[Sequence[str]] | None,
-    count: int,
-    renames: Mapping[str, str] | None,
-) -> tuple[dict[str, int], tuple[str, ...]]:
-    """The number of each name in a target of `count` parameters with `names`, if these are known,
-    and what the commit does not have. Names in `renames` are found under their new ones.
-
-    `committed` are the names in their order; there are none where only a part of the state is
-    selected.
-    """
-    target = list(chain.from_iterable(names or ()))
-    own = {name: number for number, name in enumerate(target)}
-    new = {name: (renames or {}).get(name, name) for name in committed}
-    found = {name: own[new[name]] for name in committed if new[name] in own}
-    numbers = own | found
-    left = [name for name in committed if name not in found]
-    taken = set(found.values())
-    free = [n for n in range(count) if n not in taken]
-    if len(left) == len(free) and (renames is not None or not taken):
-        numbers.update(zip(left, free, strict=True))
-        free = []
-    return numbers, tuple(target[n] if target else str(n) for n in free) if committed else ()
-
-
-def _numbered_keys(state: Node, numbers: Mapping[str, int | str]) -> tuple[Any, ...]:
-    return tuple(numbers.get(key, key) if type(key) is str else key for key in state.keys or ())
-
-
-def _models(state: Node, models: Mapping[Any, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The parameter of each leaf."""
-    return {
-        leaf: models[key]
-        for key, child in state.items()
-        if isinstance(key, int | str) and key in models
-        for leaf in leaves_of(child)
-    }
-
-
-def _numbered_group(node: Node | int, numbers: range) -> Node | int:
-    """A group with the target's parameters. The names that its optimizer was given the target knows
-    itself."""
-    if not isinstance(node, Node) or node.keys is None:
-        return node
-    node = node.filtered(lambda key, child: key != "param_names" or not _is_names(child))
-    own = Node(
-        containers.NAMES, (), None, (("names", containers.attribute(list(numbers), "names")),)
+def _is_follower(value: Any) -> bool:
+    return (
+        is_stateful(value)
+        and hasattr(value, "__dict__")
+        and not isinstance(value, torch.nn.Module | Optimizer)
     )
-    children = (own if key == "params" and _is_names(each) else each for key, each in node.items())
-    return replace(node, children=tuple(children))
-
-
-def _names_of(group: Node | int) -> list[str]:
-    items = group.items() if isinstance(group, Node) and group.keys is not None else ()
-    found: list[str] = []
-    for key, child in items:
-        if key == "params" and _is_names(child):
-            found = values.decode_value(dict(child.attrs)["names"])
-    return found
-
-
-def _is_names(node: Node | int) -> TypeGuard[Node]:
-    return isinstance(node, Node) and node.type == containers.NAMES
-
-
-def _children(node: Node | int | None) -> tuple[Node | int, ...]:
-    return node.children if isinstance(node, Node) else ()
 
 
 class ShardedOptimizer:

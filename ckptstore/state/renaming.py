@@ -17,6 +17,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.state import containers, values
 from ckptstore.state.containers import LEFT_OUT
 from ckptstore.state.leaf_sources import paths_below, segment, unescape
+from ckptstore.state.optimizer_forms import with_names
 
 Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str]"
 """Old prefixes to new ones, or a function from path to path."""
@@ -220,14 +221,18 @@ def _attrs(node: Node, moved: Mapping[str, str]) -> tuple[tuple[str, Any], ...]:
     return tuple(attrs.items())
 
 
-def narrow(key: str, schema: Schema, is_selected: Selected) -> Schema | None:
+def narrow(
+    key: str, schema: Schema, is_selected: Selected, *, keeps_names: bool = False
+) -> Schema | None:
     """`schema`, that of `key`, with the containers that hold selected leaves, and what is in them
-    of these; None if nothing is selected.
+    of these; None if nothing is selected. With `keeps_names`, an optimizer's state of which some is
+    selected has the names of all of its parameters.
 
     Of selected leaves that share memory the first is the one that the others are aliases of.
     """
     containers.check(schema.skeleton)
-    skeleton = _narrow(schema, schema.skeleton, segment(key), is_selected)
+    above = with_names if keeps_names else _as_narrowed
+    skeleton = _narrow(schema, schema.skeleton, segment(key), is_selected, above)
     if skeleton is LEFT_OUT:
         return None
     aliases = list(schema.aliases)
@@ -239,18 +244,29 @@ def narrow(key: str, schema: Schema, is_selected: Selected) -> Schema | None:
     return replace(schema, skeleton=skeleton, aliases=tuple(aliases))
 
 
-def _narrow(schema: Schema, node: Node | int, path: str, is_selected: Selected) -> Node | int:
+def _as_narrowed(node: Node, narrowed: Node) -> Node:
+    return narrowed
+
+
+def _narrow(
+    schema: Schema,
+    node: Node | int,
+    path: str,
+    is_selected: Selected,
+    completed: Callable[[Node, Node], Node],
+) -> Node | int:
     if isinstance(node, int):
         return node if is_selected(schema.paths[node]) else LEFT_OUT
     if not containers.is_divisible(node.type):
         found = (path, *(schema.paths[leaf] for leaf in leaves_of(node)))
         return node if any(map(is_selected, found)) else LEFT_OUT
     children = tuple(
-        _narrow(schema, child, name, is_selected)
+        _narrow(schema, child, name, is_selected, completed)
         for child, name in zip(node.children, paths_below(node, path), strict=True)
     )
     if all(child is LEFT_OUT for child in children):
         return node if not children and is_selected(path) else LEFT_OUT
     if not containers.is_mapping(node.type):
         return replace(node, children=children)
-    return replace(node, children=children).filtered(lambda key, child: child is not LEFT_OUT)
+    there = replace(node, children=children).filtered(lambda key, child: child is not LEFT_OUT)
+    return completed(node, there)

@@ -5,6 +5,7 @@ filled. In plain containers, tensors are filled in place and other values replac
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +21,9 @@ from ckptstore.state.containers import LEFT_OUT
 from ckptstore.state.inflate import Inflater, counterparts, decode_leaf, keys_of, refuse_pickles
 from ckptstore.state.leaf_sources import segment, segments
 from ckptstore.state.match_target import ContentOf, Landing, Matching, Mismatch, TensorMatch
-from ckptstore.state.optimizers import ParameterNames, ShardedOptimizer, fit
+from ckptstore.state.optimizer_fit import Committed, Difference, Fitted, fit, scaler_difference
+from ckptstore.state.optimizer_forms import ValueOf
+from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.stateful import (
     NewStreams,
     RNGState,
@@ -28,7 +31,6 @@ from ckptstore.state.stateful import (
     classes_in,
     found_in,
     is_stateful,
-    load_optimizer,
     own_loading,
     reseeded,
     state_dict_of,
@@ -44,6 +46,7 @@ def bind(
     matching: Matching | None = None,
     *,
     content_of: ContentOf = lambda leaf: leaf,
+    value_of: ValueOf = lambda leaf: None,
     check: Callable[[int], None] = lambda leaf: None,
     streams: NewStreams | None = None,
     uncast: Mapping[int, str] = MappingProxyType({}),
@@ -51,7 +54,8 @@ def bind(
     """Find the place of every leaf of `schema` in `target`, the object under `key` of an
     application state. Changes nothing. Bindings of one restore share `matching`.
 
-    `check` raises for a leaf of implausible shape before memory is allocated for it. `streams` are
+    `value_of` reads small values that decide what fits. `check` raises for a leaf of implausible
+    shape before memory is allocated for it. `streams` are
     the states of generators that this rank begins anew. `uncast` has, by number, the dtypes of
     leaves that were committed in lower precision: they come back in these.
     """
@@ -60,7 +64,8 @@ def bind(
     if not matching.allow_pickle:
         refuse_pickles(schema)
     tensor_match = TensorMatch(schema, matching, content_of, uncast)
-    binding = Binding(target, schema, matching, tensor_match, streams)
+    committed = Committed(schema, value_of, content_of, matching.shape_of)
+    binding = Binding(target, committed, matching, tensor_match, streams)
     binding.pair(segment(key), check)
     return binding
 
@@ -78,11 +83,12 @@ class Binding(Inflater):
     def __init__(
         self,
         target: Any,
-        schema: Schema,
+        committed: Committed,
         matching: Matching,
         tensor_match: TensorMatch,
         streams: NewStreams | None,
     ) -> None:
+        schema = committed.schema
         super().__init__(
             schema,
             tensor_match.objects,
@@ -92,7 +98,7 @@ class Binding(Inflater):
             clears=matching.strict and not matching.partial,
         )
         self._target, self._matching, self._tensors = target, matching, tensor_match
-        self._streams = streams
+        self._streams, self._committed = streams, committed
         self._wanted = [not matching.partial] * len(schema)
         for leaf in leaves_of(schema.skeleton) if matching.partial else ():
             self._wanted[leaf] = True
@@ -127,6 +133,7 @@ class Binding(Inflater):
             self._pair(node, target, path, report=True)
         else:
             self.late |= isinstance(target, RNGState)
+            self._differ(path, scaler_difference(node, target))
             report = report and not is_stateful(target)
             self._pair(node, state_of(target), path, report=report)
 
@@ -170,15 +177,32 @@ class Binding(Inflater):
         """Match an optimizer's state; returns `node` as the optimizer takes it, without parameters
         it lacks."""
         matching = self._matching
-        fitted = fit(node, optimizer, matching.names, matching.renames)
+        fitted = fit(
+            node,
+            optimizer,
+            matching.names,
+            self._committed,
+            matching.renames,
+            strict=matching.strict,
+            partial=matching.partial,
+        )
+        self._differ(path, *fitted.differences)
+        fitted = replace(fitted, path=path)
         for name, child in fitted.unexpected:
             self._leave_out(child, f"{path}/state/{segment(name)}")
         if not matching.partial:
-            self.missing.extend(f"{path}/state/{segment(name)}" for name in fitted.missing)
+            self.missing.extend(_parts_below(path, fitted.missing))
         self._tensors.models.update(fitted.models)
-        self._receivers[id(optimizer)] = fitted.receiver
+        self._receivers[id(optimizer)] = fitted
         self._pair(fitted.skeleton, fitted.state, path, report=False)
         return fitted.skeleton
+
+    def _differ(self, path: str, *differences: Difference | None) -> None:
+        """Record what an object of the target would refuse."""
+        for part, committed, there, leaf in filter(None, differences):
+            below = f"{path}/{part}" if part else path
+            place = below if leaf is None else self._schema.paths[leaf]
+            self._tensors.mismatch(place, committed, there)
 
     def _leave_out(self, node: Node | int, path: str) -> None:
         self.unexpected.append(path)
@@ -245,7 +269,8 @@ class Binding(Inflater):
         if not self._matching.partial:
             state = self.inflate(node)
         else:
-            state = self._within(node, state_of(receiver))
+            own = receiver.receiver if isinstance(receiver, Fitted) else receiver
+            state = self._within(node, state_of(own))
         if self._streams and isinstance(target, RNGState) and isinstance(node, Node):
             children = zip(keys_of(node, self._classes), node.children, strict=True)
             new = [key for key, child in children if self._streams.leaves & {*leaves_of(child)}]
@@ -288,6 +313,13 @@ def _is_reported(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or is_stateful(value)
 
 
+def _parts_below(path: str, parts: Sequence[str]) -> Iterator[str]:
+    """The paths of parts of an optimizer's state, such as that of a parameter."""
+    for part in parts:
+        kind, _, name = part.partition("/")
+        yield f"{path}/{kind}/{segment(name)}"
+
+
 def _below(path: str, key: Any) -> str:
     return f"{path}/{segments([values.encode_key(key)])[0]}"
 
@@ -295,19 +327,16 @@ def _below(path: str, key: Any) -> str:
 def _load(target: Any, state: Any, *, strict: bool) -> None:
     """`target.load_state_dict(state)`, by torch's function without its side effects. Raises
     `InvalidInput` where a module or optimizer refuses its state."""
+    if isinstance(target, Fitted):
+        target.load(state, strict=strict)
+        return
     try:
         if isinstance(target, torch.nn.Module):
             target.load_state_dict(with_wrappers(target, state), strict=strict)
             return
-        if isinstance(target, Optimizer | ShardedOptimizer) and not strict:
-            # What the commit does not have stays, here too.
-            state = {**state, "state": {**target.state_dict()["state"], **state["state"]}}
-        if isinstance(target, Optimizer):
-            load_optimizer(target, state)
-        else:
-            target.load_state_dict(state)
+        target.load_state_dict(state)
     except (RuntimeError, ValueError) as error:
-        if isinstance(target, torch.nn.Module | Optimizer | ShardedOptimizer):
+        if isinstance(target, torch.nn.Module):
             raise InvalidInput(
                 f"{type(target).__qualname__} refuses the committed state: {error}"
             ) from error

@@ -29,7 +29,7 @@ from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors
 from ckptstore.state.leaf_sources import FlatState, Holding, Mark, Mesh
-from ckptstore.state.optimizers import is_named
+from ckptstore.state.optimizer_forms import is_named
 from ckptstore.state.stateful import RNGState, parameters_of
 from ckptstore.state.tensors import TensorSource
 
