@@ -8,8 +8,8 @@ are written.
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -251,7 +251,12 @@ class AsyncCommits(Generic[S]):
         options: Async,
         route: CommitRoute[S],
     ) -> Pending[S]:
-        """Stage `app_state` and commit it in the background."""
+        """Stage `app_state` and commit it in the background.
+
+        Raises the unseen failure of an earlier commit: with peers before this one begins, since it
+        must reach them all; else when this one is on its way, so that it costs one commit and not
+        two.
+        """
         begun: list[_Begun] = []
         with self._calls, ExitStack() as taken:
             pending: Pending[S] = Pending(label.step, options.on_progress)
@@ -259,6 +264,10 @@ class AsyncCommits(Generic[S]):
             def begin() -> str:
                 if not self._background.admit(wait=options.overlap == "wait"):
                     return "another commit is in flight"
+                if route.peers:
+                    self._background.raise_failure(
+                        "raised by the next commit, which did not begin: repeat it"
+                    )
                 found = self._stage(pending, app_state, label, options, route, taken)
                 if isinstance(found, str):
                     return found
@@ -284,6 +293,11 @@ class AsyncCommits(Generic[S]):
             pending.reached(Milestone.HELD)
         if watch.borrowed:
             pending.wait_staged()
+        self._background.raise_failure(
+            f"raised by the next commit_async: {pending.name} goes on all the same, and `close` "
+            "waits for it",
+            pending,
+        )
         return pending
 
     def _begin(self, job: "_Job[S]", *, eager: bool) -> None:
@@ -304,10 +318,29 @@ class AsyncCommits(Generic[S]):
         for lazy in tuple(self._lazy):
             lazy.hold()
 
+    def wait(self) -> None:
+        """Wait until nothing is in flight, except in a function that a commit calls, which would
+        wait for itself."""
+        self._background.wait()
+
     def settle(self) -> None:
-        """Wait until nothing is in flight; raise a failure that the caller has not seen."""
-        if failed := self.drain():
-            raise failed
+        """`wait`, then raise a failure that the caller has not seen."""
+        if self._background.wait():
+            self.raise_failure("raised by the next call, which did nothing else: repeat it")
+
+    @contextmanager
+    def noting_failures(self) -> Iterator[None]:
+        """Add failures that the caller has not seen to the error that ends the block: one tells of
+        both."""
+        try:
+            yield
+        except BaseException as error:
+            self._background.add_failures(error)
+            raise
+
+    def raise_failure(self, note: str) -> None:
+        """Raise a failure that the caller has not seen, with `note`."""
+        self._background.raise_failure(note)
 
     def drain(self) -> BaseException | None:
         """Wait until nothing is in flight; return a failure that the caller has not seen."""
