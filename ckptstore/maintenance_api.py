@@ -313,7 +313,7 @@ class Maintenance:
         return fsck(
             offline_store_of(self._handle),
             level=parse_level(level),
-            share=parse_share(read_data) if read_data else None,
+            share=None if read_data is None else parse_share(read_data),
         )
 
     @beside_commits
@@ -346,7 +346,7 @@ class Maintenance:
         """
         if apply:
             self._handle.check_writable()
-        share = parse_share(read_data) if read_data else None
+        share = None if read_data is None else parse_share(read_data)
         with ExitStack() as stack:
             options = dict((storage or Storage()).options or {})
             opened = (

@@ -59,6 +59,13 @@ CALLS: dict[str, Callable[[Store, Any], object]] = {
     "tag of 2**200": lambda store, snapshot: store.tag("a", 2**200),
     # a mistake that is made
     "log of text": lambda store, snapshot: store.log("x"),  # type: ignore[arg-type]
+    "fsck(read_data=True)": lambda store, snapshot: store.fsck(
+        read_data=True  # type: ignore[arg-type]
+    ),
+    "fsck(read_data='')": lambda store, snapshot: store.fsck(read_data=""),
+    "repair(read_data=5)": lambda store, snapshot: store.repair(
+        read_data=5  # type: ignore[arg-type]
+    ),
     "log(-1)": lambda store, snapshot: store.log(-1),
     "log(2**70)": lambda store, snapshot: store.log(2**70),
     # a mistake that is made

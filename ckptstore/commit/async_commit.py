@@ -25,6 +25,7 @@ from ckptstore.commit.plan import Flats, Run
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Async, Milestone
+from ckptstore.core.process import survives_forks
 from ckptstore.core.text import bytes_text, selector
 from ckptstore.errors import Busy, Conflict, InvalidInput
 from ckptstore.repository.thread_pool import ThreadPool, shared
@@ -232,11 +233,15 @@ class AsyncCommits(Generic[S]):
             shared,
         )
         self._background = Background(max_in_flight, place)
+        survives_forks(self)
         self._copiers = ThreadPool(min(len(os.sched_getaffinity(0)), COPYING_THREADS))
         self._stagers = ThreadPool(1)
-        self._calls = threading.Lock()
         self._trust = FrozenWeights()
         self._hooks = StepHooks(self.hold)
+
+    def forked(self) -> None:
+        """A child has none of the threads that copy; its writes do not reach its parent's state."""
+        self._calls = threading.Lock()
         self._lazy: list[LazyCopy] = []
 
     @cached_property

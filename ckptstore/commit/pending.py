@@ -101,6 +101,7 @@ class Pending(Generic[T]):
         self._future: Future[T] = Future()
         self._future.set_running_or_notify_cancel()
         self._staged = threading.Event()
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._cancelled = self._publishing = False
         self.help_staging: Callable[[], object] = lambda: None
@@ -149,6 +150,7 @@ class Pending(Generic[T]):
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
         """Wait until `staged`. Raises `TimeoutError`, or the failure of the commit."""
+        self._check_here()
         if timeout_s is None:
             self.help_staging()
         if not self._staged.wait(timeout_s):
@@ -168,6 +170,7 @@ class Pending(Generic[T]):
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
         """Wait for the end; return the failure or None. Raises `TimeoutError` like `wait`."""
+        self._check_here()
         try:
             error = self._future.exception(timeout_s)
         except TimeoutError as late:
@@ -203,6 +206,14 @@ class Pending(Generic[T]):
             return (yield from asyncio.wrap_future(self._future).__await__())
         finally:
             self.seen = self.seen or self.done()
+
+    def _check_here(self) -> None:
+        """Raise `InvalidInput` in a forked child, where nobody ends this commit."""
+        if self._pid != os.getpid() and not self.done():
+            raise InvalidInput(
+                f"{self.name} is made by process {self._pid}, which this one was forked from; wait "
+                "for it there, or open the store again here and look at its log"
+            )
 
     # -- called by the committer --
 

@@ -63,7 +63,7 @@ OPERATIONS: dict[str, Callable[[Store, Path], object]] = {
     "pull": lambda store, out: store.pull(out / "other"),
     "reindex": lambda store, out: store.reindex(),
     "doctor": lambda store, out: store.doctor(),
-    "repair": lambda store, out: store.repair(apply=True, read_data="all"),
+    "repair": lambda store, out: store.repair(apply=True, read_data="100%"),
 }
 
 COMMANDS = [
