@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from numbers import Integral
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ckptstore.core.ids import CommitId
 from ckptstore.core.public_calls import checked_fields
@@ -379,8 +379,8 @@ def _pins(state: State) -> Iterator[tuple[CommitId, str]]:
         yield commit, "best by the store's settings"
 
 
-def _at_least_one(name: str, n: object) -> None:
-    if not isinstance(n, Integral) or isinstance(n, bool) or n < 1:
+def _at_least_one(name: str, n: Any) -> None:
+    if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
         raise InvalidInput(f"{name} is {n!r:.80}; wanted a whole number, at least 1")
 
 

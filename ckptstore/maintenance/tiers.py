@@ -66,12 +66,15 @@ class Tier:
         self._broken: BaseException | None = None
         self._damaged = self._closing = False
         self._remote: tuple[StoreHandle, ExitStack] | None = None
+        self._thread: threading.Thread | None = None
         survives_forks(self)
         # Commits made before this process are uploaded too.
         self._wanted = 1
-        self._thread = threading.Thread(target=self._run, name="ckptstore-tier", daemon=True)
+        self._thread = thread = threading.Thread(
+            target=self._run, name="ckptstore-tier", daemon=True
+        )
         try:
-            start(self._thread, f"no thread can be started that uploads to {place}")
+            start(thread, f"no thread can be started that uploads to {place}")
         except Unavailable:
             own.close()
             raise
@@ -79,7 +82,7 @@ class Tier:
     def forked(self) -> None:
         """A child has no thread that uploads; its parent sends what was wanted before the fork."""
         self._changed, self._remote_lock = threading.Condition(), threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread = None
         self._wanted = self._done = 0
         self._failed = False
 
