@@ -75,7 +75,7 @@ def adopt(
     snapshot = read_twice(make)
     if holds:
         make_hollow(internals, place, snapshot, holds)
-    return snapshot
+    return internals.after_failure(snapshot)
 
 
 class Holds:

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Any, TypeAlias
@@ -20,7 +20,7 @@ from ckptstore.commit.plan import Flats
 from ckptstore.commit.run_watch import RunWatch
 from ckptstore.commit.transaction import CommitStats, Committed, Destination
 from ckptstore.contents import CommitContents, nearest_with
-from ckptstore.core.ids import ChunkId, CommitId, SessionId
+from ckptstore.core.ids import ChunkId, CommitId, SessionId, is_commit_id
 from ckptstore.core.model import CommitDocument
 from ckptstore.core.options import Async, Ranks
 from ckptstore.core.process import survives_forks
@@ -202,13 +202,11 @@ class StoreInternals:
         """A request to commit, now, the flattened state that `flats` returns, whose bytes may come
         from anywhere, as in an import. With `stats`, tensors are measured."""
         self.check_not_within()
-        failed = self.async_commits.drain()
+        self.async_commits.wait()
         started = time.perf_counter()
 
         @cache  # a retry after a full disk reuses the state
         def prepare() -> tuple[CommitMetadata, Flats]:
-            if failed:
-                raise failed
             self.handle.check_writable()
             label = metadata()
             if not label.parents:
@@ -236,6 +234,10 @@ class StoreInternals:
         sizes = [0]
 
         def prepare() -> tuple[CommitMetadata, Flats]:
+            if peers and not behind:  # here, where it reaches them all
+                self.async_commits.raise_failure(
+                    "raised by the next commit, which was not made: repeat it"
+                )
             label, flats = request.prepare()
             sizes[0] = sum(flat.nbytes for flat in flats.values())
             if peers is None or peers.leads:
@@ -243,7 +245,8 @@ class StoreInternals:
             return label, flats
 
         sized = replace(request, prepare=prepare)
-        with self._lock:
+        earlier = nullcontext() if behind else self.async_commits.noting_failures()
+        with self._lock, earlier:
             try:
                 committed = committer.commit(sized, peers)
             except NoSpace as full:
@@ -274,14 +277,22 @@ class StoreInternals:
         With `follow`, it follows this store's last commit, and the next one follows it.
         """
         self.check_not_within()
-        self.async_commits.settle()
+        self.async_commits.wait()
         with self._lock:
             parents = self.parent_tracker.parents() if follow else metadata.parents
             committed = publish(replace(metadata, parents=parents))
             self.handle.follow()
             if follow:
                 self.parent_tracker.now(committed.id)
-        return self.committed(committed)
+        return self.after_failure(self.committed(committed))
+
+    def after_failure(self, snapshot: Snapshot) -> Snapshot:
+        """`snapshot`, which a call has just made. Raises the unseen failure of an earlier commit in
+        the background only now, so that it costs one commit and not two."""
+        self.async_commits.raise_failure(
+            f"raised by the next call, whose commit was made all the same: {snapshot.id[:12]}"
+        )
+        return snapshot
 
     def commit_async(
         self,
@@ -384,7 +395,10 @@ class StoreInternals:
 
     def find(self, ref: str | int) -> tuple[Reader | None, Resolved]:
         """The commit of `ref`, with a reader if only the mirror has it. `latest` is the newest of
-        both."""
+        both. Waits for what is in flight, unless `ref` is an id, which only that commit can have.
+        """
+        if not (isinstance(ref, str) and is_commit_id(ref)):
+            self.async_commits.settle()
         if self.tier and isinstance(named := parse_ref(ref), Latest):
             for found in self.tier.newest_first(named.run or self.run, self.handle.log.replay()):
                 return found

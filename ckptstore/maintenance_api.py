@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ckptstore.core.ids import CommitId, check_run
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.options import Storage
+from ckptstore.core.public_calls import beside_commits, public_methods_of_store
 from ckptstore.errors import InvalidInput, NoSpace
 from ckptstore.history import History, history
 from ckptstore.maintenance import Progress, silent
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from ckptstore.restore.restore import Select
 
 
+@public_methods_of_store
 class Maintenance:
     """Maintains an open store, and needs no torch for it. The command line uses it as it is;
     `Store` adds training.
@@ -52,6 +54,9 @@ class Maintenance:
 
     def __init__(self, handle: StoreHandle, threads: ThreadPool, run: str | None = None) -> None:
         self._handle, self._threads, self._run = handle, threads, run
+
+    def _settle(self) -> None:
+        """Nothing is in flight here; `Store` waits."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -189,6 +194,7 @@ class Maintenance:
         self._handle.follow()
         return tuple(commits)
 
+    @beside_commits
     def gc(
         self,
         *,
@@ -234,6 +240,7 @@ class Maintenance:
             self._handle.follow()
         return report
 
+    @beside_commits
     def compact(
         self,
         policy: CompactPolicy = DEFAULT,
@@ -273,6 +280,7 @@ class Maintenance:
             self._handle.follow()
         return report
 
+    @beside_commits
     def sessions(self) -> tuple[Activity, ...]:
         """Processes that write now, and the condemned packs that wait for each of them."""
         return activities(self._handle)
@@ -282,6 +290,7 @@ class Maintenance:
         every page once."""
         return usage(self._handle)
 
+    @beside_commits
     def fsck(
         self, level: Level | str = Level.CONNECTIVITY, *, read_data: str | None = None
     ) -> Report:
@@ -304,9 +313,10 @@ class Maintenance:
         return fsck(
             offline_store_of(self._handle),
             level=parse_level(level),
-            share=parse_share(read_data) if read_data else None,
+            share=None if read_data is None else parse_share(read_data),
         )
 
+    @beside_commits
     def repair(
         self,
         *mirrors: str | os.PathLike[str],
@@ -336,7 +346,7 @@ class Maintenance:
         """
         if apply:
             self._handle.check_writable()
-        share = parse_share(read_data) if read_data else None
+        share = None if read_data is None else parse_share(read_data)
         with ExitStack() as stack:
             options = dict((storage or Storage()).options or {})
             opened = (
@@ -399,6 +409,7 @@ class Maintenance:
             ends = (self._handle, target)
             return mirror(*ends, wanted, options, self._threads, dry_run=dry_run, progress=progress)
 
+    @beside_commits
     def pull(
         self,
         source: str | os.PathLike[str],
@@ -436,10 +447,12 @@ class Maintenance:
         """
         return self.push(to, force=True, create=True, storage=storage, progress=progress)
 
+    @beside_commits
     def reindex(self, *, progress: Progress = silent) -> Reindexed:
         """Rebuild this host's catalog and chunk index from log and packs."""
         return reindex(self._handle, progress=progress)
 
+    @beside_commits
     def doctor(self) -> tuple[Check, ...]:
         """Test the storage, and check whether the next commit fits."""
         return doctor(self._handle)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Never
 
 from ckptstore.core.options import Async, Storage
+from ckptstore.core.public_calls import public_call
 from ckptstore.core.settings import Settings
 from ckptstore.distributed.gloo import is_several
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
@@ -48,6 +49,7 @@ class Mirror:
     storage: Storage = field(default_factory=Storage)
 
 
+@public_call
 def open(
     place: str | os.PathLike[str],
     *,
@@ -171,6 +173,7 @@ def _like_mirror(settings: Settings, mirror: Mirror) -> Settings:
         return settings
 
 
+@public_call
 def clone(
     source: str | os.PathLike[str],
     to: str | os.PathLike[str],
@@ -255,6 +258,7 @@ def _check_as_made(handle: StoreHandle, asked: Storage) -> None:
             )
 
 
+@public_call
 def open_pointer(
     path: str | os.PathLike[str],
     *,
@@ -294,6 +298,7 @@ def open_commit(
         return snapshot
 
 
+@public_call
 def write_pointer(path: str | os.PathLike[str], store: Store, ref: AnyRef = "latest") -> Snapshot:
     """Make the file at `path` name the commit `ref` of `store`, and return that commit. An existing
     pointer file is replaced atomically.

@@ -10,6 +10,7 @@ from ckptstore.adopt.materializing import Materialized, materialize
 from ckptstore.contents import CommitContents, Leaf, Region, box_of, leaf_of
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Ranks
+from ckptstore.core.public_calls import public_methods
 from ckptstore.core.text import bytes_text, selector
 from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.restore import RankView, own_trees, restore_together, tree_of_rank
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from ckptstore.state.renaming import Rename
 
 
+@public_methods
 class Snapshot:
     """A read handle on one commit. It holds no lock or file of the store; threads may share it.
 

@@ -15,6 +15,7 @@ from ckptstore.commit.schedule import Schedule, rule_of
 from ckptstore.core.ids import CommitId, check_run, check_tag
 from ckptstore.core.model import CommitInfo, Skipped
 from ckptstore.core.options import Async, Ranks, Verify
+from ckptstore.core.public_calls import beside_commits, public_methods_of_store
 from ckptstore.core.settings import Settings
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.gloo import agreed_schedule, collective_of
@@ -37,10 +38,12 @@ from ckptstore.state.staging_buffers import BufferPool
 logger = logging.getLogger("ckptstore")
 
 
+@public_methods_of_store
 class Store(Maintenance):
     """A store, open for one training run. Use it as a context manager, or call `close`.
 
-    Threads may share it. A forked child opens its own.
+    Threads may share it. A forked child opens its own. What looks at the history waits for the
+    commits of this object that are in flight, and raises the unseen failure of one of them.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Store(Maintenance):
         """Id of the store, the same on every host."""
         return self._handle.config.store
 
+    @beside_commits  # waits itself
     def commit(
         self,
         app_state: Mapping[str, Any],
@@ -132,8 +136,9 @@ class Store(Maintenance):
         request = self._internals.request(flats, metadata, ranks, memory_budget_bytes, stats=stats)
         snapshot = self._internals.committed(self._internals.commit(request, peers))
         self._hint(snapshot.step, snapshot.tags, peers)
-        return snapshot
+        return self._internals.after_failure(snapshot)
 
+    @beside_commits
     def commit_async(
         self,
         app_state: Mapping[str, Any],
@@ -162,7 +167,8 @@ class Store(Maintenance):
 
         Raises:
             InvalidInput: A value cannot be stored; or a forked child uses its parent's store.
-            CkptStoreError: An earlier asynchronous commit failed unseen; this one did not begin.
+            CkptStoreError: An earlier asynchronous commit failed unseen; this one goes on. Of
+                several ranks none begins.
 
         Example:
             >>> pending = store.commit_async({"model": model}, background=Async(staging="lazy"))
@@ -187,6 +193,9 @@ class Store(Maintenance):
         self._hint(metadata.step, metadata.tags, peers)
         return pending
 
+    def _settle(self) -> None:
+        self._internals.async_commits.settle()
+
     def _hint(self, step: int | None, tags: Sequence[str], peers: Collective | None) -> None:
         """Say once that a commit can be named."""
         if step is None and not tags and self._hints and (peers is None or peers.leads):
@@ -197,6 +206,7 @@ class Store(Maintenance):
                 self.run,
             )
 
+    @beside_commits
     def every(
         self,
         auto: Literal["auto"] | None = None,
@@ -234,6 +244,7 @@ class Store(Maintenance):
         worker = self._internals.worker
         return worker.pid if worker else None
 
+    @beside_commits
     @contextmanager
     def committing(self) -> Iterator[None]:
         """Wait at the end of the block, also after an exception, for the commits in flight. Raises
@@ -245,6 +256,7 @@ class Store(Maintenance):
         if failed:
             raise failed
 
+    @beside_commits  # `StoreInternals.find` waits, except for an id
     def checkout(
         self,
         ref: AnyRef = "latest",
@@ -404,6 +416,7 @@ class Store(Maintenance):
         """
         return self._tier is None or self._tier.flush(timeout_s)
 
+    @beside_commits  # waits itself
     def adopt(
         self,
         directory: str | os.PathLike[str],
@@ -436,6 +449,7 @@ class Store(Maintenance):
         label = partial(label_of, self.run, step, tag, message, metrics, links)
         return adopt(self._internals, directory, label, hollow=hollow)
 
+    @beside_commits  # waits itself
     def close(self) -> None:
         """Wait for commits in flight, then close files and threads. Idempotent.
 

@@ -3,15 +3,20 @@ limit is left out."""
 
 import re
 from collections.abc import Callable
+from dataclasses import is_dataclass
+from inspect import getmembers, isclass, isfunction, signature
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import ckptstore
-from ckptstore import Store
+from ckptstore import Async, KeepBest, Snapshot, Store
+from ckptstore.commit.schedule import Schedule
 from ckptstore.core.config import MESSAGE_BYTES_MAX, METRIC_NAME_BYTES_MAX, METRICS_MAX, TAGS_MAX
+from ckptstore.core.public_calls import booleans_of
 from ckptstore.errors import InvalidInput, NotFound
 
 LABELS: dict[str, dict[str, Any]] = {
@@ -54,6 +59,13 @@ CALLS: dict[str, Callable[[Store, Any], object]] = {
     "tag of 2**200": lambda store, snapshot: store.tag("a", 2**200),
     # a mistake that is made
     "log of text": lambda store, snapshot: store.log("x"),  # type: ignore[arg-type]
+    "fsck(read_data=True)": lambda store, snapshot: store.fsck(
+        read_data=True  # type: ignore[arg-type]
+    ),
+    "fsck(read_data='')": lambda store, snapshot: store.fsck(read_data=""),
+    "repair(read_data=5)": lambda store, snapshot: store.repair(
+        read_data=5  # type: ignore[arg-type]
+    ),
     "log(-1)": lambda store, snapshot: store.log(-1),
     "log(2**70)": lambda store, snapshot: store.log(2**70),
     # a mistake that is made
@@ -64,6 +76,23 @@ CALLS: dict[str, Callable[[Store, Any], object]] = {
     "open a surrogate": lambda store, snapshot: ckptstore.open("/tmp/\ud800x", create=False),
     "clone to NUL": lambda store, snapshot: ckptstore.clone(store.url, "a\0b"),
 }
+
+OWNERS = (Store, Snapshot, ckptstore.PendingCommit, Schedule)
+
+PUBLIC: list[tuple[type | None, Callable[..., Any]]] = [
+    *(
+        (owner, method)
+        for owner in OWNERS
+        for name, method in getmembers(owner, isfunction)
+        if not name.startswith("_") or name == "__call__"
+    ),
+    *(
+        (None, found.__init__ if isclass(found) else found)
+        for found in (getattr(ckptstore, name) for name in ckptstore.__all__)
+        if isfunction(found) or (isclass(found) and is_dataclass(found))
+    ),
+]
+"""Every method and function that users call, and what makes each dataclass that they give."""
 
 
 @pytest.mark.parametrize("what", LABELS)
@@ -151,3 +180,28 @@ def test_a_commit_that_only_its_id_names_is_hinted_at_once(
         getattr(store, way)({"a": 4})
         (hint,) = caplog.messages
         assert hint.startswith("a commit of run main has neither step nor tag")
+
+
+BOOLEANS = [
+    (owner, function, boolean) for owner, function in PUBLIC for boolean in booleans_of(function)
+]
+
+
+def test_every_boolean_of_a_public_call_is_given_by_name() -> None:
+    """`booleans_of` refuses any other. No annotation is text, which it would not see."""
+    assert len(BOOLEANS) > 40
+    for _, function in PUBLIC:
+        for parameter in signature(function).parameters.values():
+            assert parameter.annotation not in ("bool", "bool | None")
+
+
+@pytest.mark.parametrize("value", ["min", "false", "no", "", 1, 0, 2.0, [], torch.ones(2)])
+def test_no_text_and_no_number_is_true(value: object) -> None:
+    for _, function, boolean in BOOLEANS:
+        with pytest.raises(InvalidInput, match=f"{boolean.name} is .*; wanted True or False"):
+            function(**{boolean.name: value})
+
+
+def test_the_booleans_of_numpy_are_booleans() -> None:
+    assert KeepBest("loss", maximize=np.True_).maximize
+    assert Async(trust_version=False) == Async()

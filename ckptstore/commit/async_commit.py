@@ -8,8 +8,8 @@ are written.
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -25,6 +25,7 @@ from ckptstore.commit.plan import Flats, Run
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Async, Milestone
+from ckptstore.core.process import survives_forks
 from ckptstore.core.text import bytes_text, selector
 from ckptstore.errors import Busy, Conflict, InvalidInput
 from ckptstore.repository.thread_pool import ThreadPool, shared
@@ -232,11 +233,15 @@ class AsyncCommits(Generic[S]):
             shared,
         )
         self._background = Background(max_in_flight, place)
+        survives_forks(self)
         self._copiers = ThreadPool(min(len(os.sched_getaffinity(0)), COPYING_THREADS))
         self._stagers = ThreadPool(1)
-        self._calls = threading.Lock()
         self._trust = FrozenWeights()
         self._hooks = StepHooks(self.hold)
+
+    def forked(self) -> None:
+        """A child has none of the threads that copy; its writes do not reach its parent's state."""
+        self._calls = threading.Lock()
         self._lazy: list[LazyCopy] = []
 
     @cached_property
@@ -251,7 +256,12 @@ class AsyncCommits(Generic[S]):
         options: Async,
         route: CommitRoute[S],
     ) -> Pending[S]:
-        """Stage `app_state` and commit it in the background."""
+        """Stage `app_state` and commit it in the background.
+
+        Raises the unseen failure of an earlier commit: with peers before this one begins, since it
+        must reach them all; else when this one is on its way, so that it costs one commit and not
+        two.
+        """
         begun: list[_Begun] = []
         with self._calls, ExitStack() as taken:
             pending: Pending[S] = Pending(label.step, options.on_progress)
@@ -259,6 +269,10 @@ class AsyncCommits(Generic[S]):
             def begin() -> str:
                 if not self._background.admit(wait=options.overlap == "wait"):
                     return "another commit is in flight"
+                if route.peers:
+                    self._background.raise_failure(
+                        "raised by the next commit, which did not begin: repeat it"
+                    )
                 found = self._stage(pending, app_state, label, options, route, taken)
                 if isinstance(found, str):
                     return found
@@ -284,6 +298,11 @@ class AsyncCommits(Generic[S]):
             pending.reached(Milestone.HELD)
         if watch.borrowed:
             pending.wait_staged()
+        self._background.raise_failure(
+            f"raised by the next commit_async: {pending.name} goes on all the same, and `close` "
+            "waits for it",
+            pending,
+        )
         return pending
 
     def _begin(self, job: "_Job[S]", *, eager: bool) -> None:
@@ -304,10 +323,29 @@ class AsyncCommits(Generic[S]):
         for lazy in tuple(self._lazy):
             lazy.hold()
 
+    def wait(self) -> None:
+        """Wait until nothing is in flight, except in a function that a commit calls, which would
+        wait for itself."""
+        self._background.wait()
+
     def settle(self) -> None:
-        """Wait until nothing is in flight; raise a failure that the caller has not seen."""
-        if failed := self.drain():
-            raise failed
+        """`wait`, then raise a failure that the caller has not seen."""
+        if self._background.wait():
+            self.raise_failure("raised by the next call, which did nothing else: repeat it")
+
+    @contextmanager
+    def noting_failures(self) -> Iterator[None]:
+        """Add failures that the caller has not seen to the error that ends the block: one tells of
+        both."""
+        try:
+            yield
+        except BaseException as error:
+            self._background.add_failures(error)
+            raise
+
+    def raise_failure(self, note: str) -> None:
+        """Raise a failure that the caller has not seen, with `note`."""
+        self._background.raise_failure(note)
 
     def drain(self) -> BaseException | None:
         """Wait until nothing is in flight; return a failure that the caller has not seen."""

@@ -12,8 +12,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -22,6 +23,7 @@ from weakref import WeakSet
 from ckptstore.commit.plan import Run
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import CommitProgress, Milestone
+from ckptstore.core.public_calls import public_methods
 from ckptstore.core.text import seconds_text
 from ckptstore.errors import Busy, Cancelled, InvalidInput
 from ckptstore.repository.thread_pool import step_aside
@@ -69,6 +71,21 @@ class Timings:
     durable_s: float | None = None
 
 
+_thread = threading.local()
+
+
+@contextmanager
+def _calling_back() -> Iterator[None]:
+    """Mark this thread as one that calls a caller's function on behalf of a commit, which goes on
+    when that returns."""
+    _thread.in_callback = True
+    try:
+        yield
+    finally:
+        _thread.in_callback = False
+
+
+@public_methods
 class Pending(Generic[T]):
     """A commit in the background. Thread-safe; `await` gives what `wait` returns."""
 
@@ -83,6 +100,7 @@ class Pending(Generic[T]):
         self._future: Future[T] = Future()
         self._future.set_running_or_notify_cancel()
         self._staged = threading.Event()
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._cancelled = self._publishing = False
         self.help_staging: Callable[[], object] = lambda: None
@@ -131,6 +149,7 @@ class Pending(Generic[T]):
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
         """Wait until `staged`. Raises `TimeoutError`, or the failure of the commit."""
+        self._check_here()
         if timeout_s is None:
             self.help_staging()
         if not self._staged.wait(timeout_s):
@@ -150,6 +169,7 @@ class Pending(Generic[T]):
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
         """Wait for the end; return the failure or None. Raises `TimeoutError` like `wait`."""
+        self._check_here()
         try:
             error = self._future.exception(timeout_s)
         except TimeoutError as late:
@@ -165,7 +185,8 @@ class Pending(Generic[T]):
 
         def call(future: Future[T]) -> None:
             try:
-                callback(self)
+                with _calling_back():
+                    callback(self)
             except BaseException:  # SystemExit, too: it would end the thread of all commits
                 logger.exception("a callback raised at the end of %s", self.name)
 
@@ -186,6 +207,14 @@ class Pending(Generic[T]):
             return (yield from asyncio.wrap_future(self._future).__await__())
         finally:
             self.seen = self.seen or self.done()
+
+    def _check_here(self) -> None:
+        """Raise `InvalidInput` in a forked child, where nobody ends this commit."""
+        if self._pid != os.getpid() and not self.done():
+            raise InvalidInput(
+                f"{self.name} is made by process {self._pid}, which this one was forked from; wait "
+                "for it there, or open the store again here and look at its log"
+            )
 
     # -- called by the committer --
 
@@ -211,7 +240,10 @@ class Pending(Generic[T]):
         self._reached[milestone] = seconds = self.age_s
         if self._on_progress:
             try:
-                self._on_progress(CommitProgress(milestone, self.step, seconds, self.state_bytes))
+                with _calling_back():
+                    self._on_progress(
+                        CommitProgress(milestone, self.step, seconds, self.state_bytes)
+                    )
             except Exception:
                 logger.exception("on_progress raised at %s; the commit goes on", milestone)
 
@@ -249,15 +281,22 @@ class Background:
         self._pid = os.getpid()
         _everybody.add(self)
 
-    def raise_failure(self) -> None:
-        """Raise the first failure that the caller has not seen."""
-        if failed := self._take_failure():
+    def raise_failure(self, note: str, before: Pending[Any] | None = None) -> None:
+        """Raise the first failure that the caller has not seen, of a commit `before` that one.
+        `note` says what became of the call that raises it."""
+        if failed := self._take_failure(before):
+            failed.add_note(note)
             raise failed
 
+    def add_failures(self, error: BaseException) -> None:
+        """Note the failures that the caller has not seen on `error`, which the caller is about to
+        see."""
+        while failed := self._take_failure():
+            error.add_note(f"before, {failed.__notes__[0]}: {failed}")
+
     def admit(self, *, wait: bool) -> bool:
-        """Whether one more commit may start; with `wait`, waits until it may. Then raises like
-        `raise_failure`. Raises `InvalidInput` in a forked child, which has neither the thread nor
-        the staging memory of its parent."""
+        """Whether one more commit may start; with `wait`, waits until it may. Raises `InvalidInput`
+        in a forked child, which has neither the thread nor the staging memory of its parent."""
         if self._pid != os.getpid():
             raise InvalidInput(
                 f"{self._place} was opened by process {self._pid}, which this one was forked from; "
@@ -269,7 +308,6 @@ class Background:
                 if not wait:
                     return False
                 self._changed.wait_for(lambda: len(self._in_flight()) < self._limit)
-        self.raise_failure()
         return True
 
     def start(self, pending: Pending[Any], work: Callable[[], object]) -> None:
@@ -294,14 +332,19 @@ class Background:
         except RuntimeError:
             self._run()
 
-    def drain(self) -> BaseException | None:
-        """Wait until nothing is in flight; return the first failure not yet seen."""
-        if self._pid != os.getpid():
-            return None  # these are the commits of the parent of a forked child
+    def wait(self) -> bool:
+        """Wait until nothing is in flight. False where that cannot be waited for: in a forked
+        child, whose parent has the commits, and in a function that a commit calls."""
+        if self._pid != os.getpid() or getattr(_thread, "in_callback", False):
+            return False
         self._have_worked()
         while self.tell_if_busy():
             pass
-        return self._take_failure()
+        return True
+
+    def drain(self) -> BaseException | None:
+        """Wait until nothing is in flight; return the first failure not yet seen."""
+        return self._take_failure() if self.wait() else None
 
     def tell_if_busy(self) -> bool:
         """Wait up to `NOTICE_S` for commits in flight; report those still running on stderr."""
@@ -331,9 +374,9 @@ class Background:
                     flush=True,
                 )
 
-    def _take_failure(self) -> BaseException | None:
+    def _take_failure(self, before: Pending[Any] | None = None) -> BaseException | None:
         with self._changed:
-            while self._pending and self._pending[0].done():
+            while self._pending and self._pending[0].done() and self._pending[0] is not before:
                 pending = self._pending.pop(0)
                 if not pending.seen and (error := pending.failure()):
                     pending.seen = True

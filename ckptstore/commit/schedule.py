@@ -11,6 +11,7 @@ from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from ckptstore.commit.pending import Pending
 from ckptstore.core.options import Async
+from ckptstore.core.public_calls import public_methods
 from ckptstore.errors import InvalidInput
 
 S = TypeVar("S")
@@ -69,6 +70,7 @@ def best_interval_s(cost_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - cost_s
 
 
+@public_methods
 class Schedule(Generic[S]):
     """Called after each step; commits when that is due. After a signal it commits once more, waits
     for that commit, and sets `stopped`.

@@ -88,6 +88,11 @@ def parse_commit_id(text: object) -> CommitId:
     return CommitId(_parse(_COMMIT, text, "commit id"))
 
 
+def is_commit_id(text: str) -> bool:
+    """Whether a ref is a whole commit id, which names one commit for ever."""
+    return _COMMIT.fullmatch(text) is not None
+
+
 def parse_chunk_id(text: object) -> ChunkId:
     return ChunkId(bytes.fromhex(_parse(_COMMIT, text, "chunk id")))
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, TypeAlias
 
+from ckptstore.core.public_calls import checked_fields
 from ckptstore.errors import InvalidInput
 
 TIMEOUT_S = 300.0
@@ -39,6 +40,7 @@ class CommitProgress:
     state_bytes: int
 
 
+@checked_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
     """How ranks commit and restore together (docs/distributed.md).
@@ -93,6 +95,7 @@ class Ranks:
                 )
 
 
+@checked_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Async:
     """How asynchronous commits run (docs/async.md). `open` takes the defaults of a store;
@@ -141,6 +144,7 @@ class Async:
                 )
 
 
+@checked_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
     """Where and how a store keeps its objects. None means the default.

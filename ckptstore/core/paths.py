@@ -17,6 +17,7 @@ written, is refused with an error. Directories below those in `$CKPTSTORE_SAFE_D
 as this user's alone and as one file system.
 """
 
+import errno
 import fcntl
 import grp
 import os
@@ -105,6 +106,39 @@ def make_directories(path: Path) -> None:
         if path.parent != path:
             make_directories(path.parent)
         path.mkdir(mode=rights(path.parent), exist_ok=True)
+
+
+def make_index_directory(path: Path) -> None:
+    """`make_directories`, for a directory beneath which no link is followed. Raises `OSError` if
+    it is a link itself."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
+    make_directories(path)
+
+
+def index_file(path: str | os.PathLike[str]) -> Path:
+    """One absolute path for each file in an index directory: links above that directory are
+    resolved, itself and `path` are not."""
+    plain = Path(path).absolute()
+    return Path(os.path.realpath(plain.parent.parent), plain.parent.name, plain.name)
+
+
+def is_plain(path: Path) -> bool:
+    """Whether `path` is a regular file itself, in a directory that is no link: a library that
+    opens it by its path follows none."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode) and not path.parent.is_symlink()
+    except OSError:
+        return False
+
+
+def read_plain(path: Path) -> bytes:
+    """The content of a regular file. Raises `OSError`, also for a link, and at once for a FIFO."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "no regular file", os.fspath(path))
+        return file.read()
 
 
 def write_file(path: Path, data: bytes) -> None:

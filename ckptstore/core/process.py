@@ -283,15 +283,14 @@ for again before they were free once."""
 @contextmanager
 def file_lock(path: Path, *, timeout_s: float, exclusive: bool = True) -> Iterator[bool]:
     """Hold the lock on the file `path` (`flock`) within the block; it ends with its process.
-    Yields False after the timeout, or at once if `path` cannot be opened.
+    Yields False after the timeout, or at once if `path` cannot be opened, or if it or its
+    directory is a link.
 
     It protects indexes, which can be rebuilt, and never the store. Not reentrant: a thread that
     holds the lock and asks again waits for itself.
     """
     try:
-        fd = os.open(
-            path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666 & rights(path.parent)
-        )
+        fd = _open_lock(path)
     except OSError:
         yield False
         return
@@ -307,6 +306,15 @@ def file_lock(path: Path, *, timeout_s: float, exclusive: bool = True) -> Iterat
     finally:
         with suppress(OSError):  # the descriptor and its lock are gone whatever close(2) says
             os.close(fd)
+
+
+def _open_lock(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        return os.open(path.name, flags, 0o666 & rights(path.parent), dir_fd=directory)
+    finally:
+        os.close(directory)
 
 
 def _take(fd: int, kind: int, deadline: float) -> bool:

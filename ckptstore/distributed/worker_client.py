@@ -23,6 +23,7 @@ from ckptstore.commit.commit_metadata import CommitRequest
 from ckptstore.commit.pending import Watch
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.options import Milestone
+from ckptstore.core.process import survives_forks
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.framing import cause_of
 from ckptstore.distributed.sockets import SECRET_BYTES
@@ -52,10 +53,19 @@ class WorkerCommitter:
         self._opening = {"place": place, "options": dict(options), "threads": threads}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection[Any, Any] | None = None
-        self._sent: Buffer | None = None
-        self._lock = threading.Lock()
-        self._schemas = LastSchemas()
+        self._parents: subprocess.Popen[bytes] | None = None
         self._groups: dict[Collective, int] = {}
+        survives_forks(self)
+
+    def forked(self) -> None:
+        """Leave the worker to the parent: it goes on for as long as the parent is connected."""
+        self._lock = threading.Lock()
+        self._parents = self._process or self._parents  # referenced: its end is not seen here
+        if self._connection:
+            self._connection.close()  # this process's descriptor alone
+        self._process = self._connection = None
+        self._sent: Buffer | None = None
+        self._schemas = LastSchemas()
         self._met: dict[Collective, subprocess.Popen[bytes]] = {}
         """The worker that is connected to the workers of the other ranks."""
 

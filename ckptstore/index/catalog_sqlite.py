@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckptstore.core.ids import StoreId
-from ckptstore.core.paths import make_directories, write_file
+from ckptstore.core.paths import is_plain, make_index_directory, write_file
 from ckptstore.core.process import file_lock
 from ckptstore.errors import Corrupt, Unavailable
 from ckptstore.index.queries import Ask, Queries, Rows
@@ -88,6 +88,8 @@ def is_busy(error: BaseException) -> bool:
 def _connect(path: Path) -> sqlite3.Connection:
     """Connect read-only. In a directory without write permission, a catalog that nobody has open is
     read as it is."""
+    if not _is_plain_database(path):
+        raise sqlite3.OperationalError(f"{path} is no regular file, or one beside it is none")
     place = path.absolute().as_uri()
     connection = sqlite3.connect(
         f"{place}?mode=ro", uri=True, timeout=5, isolation_level=None, check_same_thread=False
@@ -123,10 +125,10 @@ def prepare(
     `usable` looks at the file; its argument says whether it may change it. Otherwise `fill` makes
     a new one out of an empty file. Raises `OSError` if the directory cannot be written.
     """
-    make_directories(path.parent)
+    make_index_directory(path.parent)
     for exclusive in (False, True):
         with file_lock(beside(path, ".lock"), timeout_s=timeout_s, exclusive=exclusive) as held:
-            if held and path.is_file() and usable(exclusive):
+            if held and _is_plain_database(path) and usable(exclusive):
                 return True
             if held and exclusive:
                 new = beside(path, ".new")
@@ -150,13 +152,19 @@ def remove(path: Path) -> None:
 def inode(path: Path) -> int:
     """The file's inode number, 0 if there is none: tells whether it was replaced."""
     try:
-        return path.stat().st_ino
+        return path.lstat().st_ino
     except OSError:
         return 0
 
 
 def beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
+
+
+def _is_plain_database(path: Path) -> bool:
+    """Whether SQLite, which follows links, writes to no file elsewhere when it opens `path`."""
+    others = (beside(path, suffix) for suffix in _SUFFIXES if suffix)
+    return is_plain(path) and all(is_plain(other) or not os.path.lexists(other) for other in others)
 
 
 def _unlink(path: Path) -> None:

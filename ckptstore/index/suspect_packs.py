@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ckptstore.core.ids import PackId
-from ckptstore.core.paths import make_directories, write_file
+from ckptstore.core.paths import make_index_directory, read_plain, write_file
 from ckptstore.core.process import file_lock
 
 DISTRUST_NAME = "distrusted"
@@ -62,7 +62,7 @@ class SuspectPacks:
     def _change(self, change: Callable[[Set[PackId]], Set[PackId]]) -> bool:
         """Rewrite the file by `change`; whether that succeeded."""
         with suppress(OSError):
-            make_directories(self._path.parent)
+            make_index_directory(self._path.parent)
             with file_lock(
                 self._path.with_name(f"{DISTRUST_NAME}.lock"), timeout_s=_LOCK_TIMEOUT_S
             ) as held:
@@ -77,13 +77,13 @@ class SuspectPacks:
 
     def _read(self) -> frozenset[PackId]:
         try:
-            return frozenset(map(PackId, self._path.read_text(errors="replace").split()))
+            return frozenset(map(PackId, read_plain(self._path).decode(errors="replace").split()))
         except OSError:
             return frozenset()
 
     def _stamp_now(self) -> _Stamp | None:
         try:
-            status = os.stat(self._path)
+            status = os.stat(self._path, follow_symlinks=False)
         except OSError:
             return None
         return status.st_ino, status.st_size, status.st_mtime_ns

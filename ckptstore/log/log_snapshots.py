@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rpds import HashTrieMap, HashTrieSet
 
 from ckptstore.core.ids import StoreId, checkpoint_key
-from ckptstore.core.paths import make_directories, replace_file
+from ckptstore.core.paths import make_index_directory, read_plain, replace_file
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.log.entries import Position, decode_entry, origin, seal, unseal
 from ckptstore.log.log_backend import LogBackend
@@ -151,7 +151,7 @@ class SavedStates:
         if self._memory is None or state.n - self._remembered < least:
             return
         try:
-            make_directories(self._memory.parent)
+            make_index_directory(self._memory.parent)
             replace_file(self._memory, encode_state(state))
         except OSError as error:
             _logger.debug("the state is not saved at %s: %s", self._memory, error)
@@ -173,7 +173,7 @@ class SavedStates:
         if self._memory is None:
             return None
         try:
-            state = self._decode(self._memory.read_bytes())
+            state = self._decode(read_plain(self._memory))
             if not has_position(self._backend, self._genesis.store, state.position):
                 return None
         except (OSError, Corrupt):

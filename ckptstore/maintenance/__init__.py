@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from ckptstore.core.paths import make_directories, replace_file
+from ckptstore.core.paths import make_index_directory, read_plain, replace_file
 
 T = TypeVar("T")
 
@@ -42,14 +42,14 @@ def save_note(path: Path, owner: str, content: object) -> None:
     """Keep JSON `content` for `owner`, a store or a boot. A full disk may prevent that; then the
     next run observes anew."""
     with suppress(OSError):
-        make_directories(path.parent)
+        make_index_directory(path.parent)
         replace_file(path, json.dumps([owner, content]).encode())
 
 
 def load_note(path: Path, owner: str, decode: Callable[[Any], T], default: T) -> T:
     """What was kept for `owner`; `default` if the note is absent, damaged or another's."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        found, content = json.loads(path.read_text())
+        found, content = json.loads(read_plain(path))
         if found == owner:
             return decode(content)
     return default

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from ckptstore.core.ids import new_session_id
-from ckptstore.core.paths import file_system, is_network_filesystem, make_directories
+from ckptstore.core.paths import file_system, is_network_filesystem, make_index_directory
 from ckptstore.core.process import file_lock
 from ckptstore.core.text import bytes_text, seconds_text
 from ckptstore.errors import CkptStoreError
@@ -269,7 +269,7 @@ def _try_lock(directory: Path) -> bool:
     """Whether a lock on a file in the index directory excludes another descriptor."""
     path = directory / f"doctor-{secrets.token_hex(6)}.lock"
     try:
-        make_directories(directory)
+        make_index_directory(directory)
         with file_lock(path, timeout_s=0) as first, file_lock(path, timeout_s=0) as second:
             return first and not second
     except OSError:

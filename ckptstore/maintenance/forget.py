@@ -58,7 +58,7 @@ def forget_by_policy(
         state = handle.log.replay()
         plan = plan_retention(handle, state, policies, reader, run)
         if plan.forgotten or plan.thinned:
-            check_metrics(state, policies)
+            check_metrics(state, policies, run)
         if dry_run or not (plan.forgotten or plan.thinned):
             return plan
         try:

@@ -11,17 +11,15 @@ None is trusted: a chunk counts only if its bytes match its id.
 """
 
 import itertools
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.core.ids import ChunkId, PackId, SessionId, checksum, digest, new_session_id
 from ckptstore.core.model import PackEntry, PackRecord
-from ckptstore.core.paths import make_directories
 from ckptstore.core.text import count_text
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, NotFound, Unavailable
 from ckptstore.log import entries
@@ -48,6 +46,7 @@ from ckptstore.repository.footers import Inventory, read_chunk, read_table_at
 from ckptstore.repository.pack_writer import PackSet
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
+from ckptstore.storage.local_files import Directories, give_name
 
 FLIP_BYTES_MAX = 16384
 """Larger objects are not tried bit by bit: it would take minutes."""
@@ -416,10 +415,10 @@ def _keep(storage: Storage, key: str) -> str:
     if (root := storage.capabilities.local_root) is None:
         copy_object(storage, key, name := next(names))
         return name
+    directories = Directories(str(root), fsync=False)
     for name in names:
-        make_directories((root / name).parent)
         try:
-            os.link(root / key, root / name)
+            directories.having(name, partial(give_name, str(root), key, name))
         except FileExistsError:
             continue
         except OSError:

@@ -11,11 +11,13 @@ and a paused run loses nothing.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Literal, NamedTuple, TypeAlias
+from numbers import Integral
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ckptstore.core.ids import CommitId
+from ckptstore.core.public_calls import checked_fields
 from ckptstore.core.text import BOLD, Column, Table, count_text, near, selector
 from ckptstore.errors import InvalidInput
 from ckptstore.log.admission import best_commits
@@ -86,18 +88,19 @@ class KeepEverySteps(_Keeps):
                 yield commit, f"every {self.steps} steps"
 
 
+@checked_fields
 @dataclass(frozen=True, slots=True)
 class KeepBest(_Keeps):
     """The `n` commits of each run with the smallest value of `metric`, or the largest; the
     newest among equals."""
 
     metric: str
-    maximize: bool = False
-    n: int = 1
+    maximize: bool = field(default=False, kw_only=True)
+    n: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         _at_least_one("keep-best", self.n)
-        if not self.metric:
+        if not (isinstance(self.metric, str) and self.metric):
             raise InvalidInput(
                 "keep-best names no metric; wanted one such as val_loss, or accuracy:max"
             )
@@ -337,16 +340,26 @@ def _shortfalls(run: str, policies: Sequence[Policy], kept: Iterable[int]) -> It
             )
 
 
-def check_metrics(state: State, policies: Sequence[Policy]) -> None:
-    """Raise `InvalidInput` for a policy about a metric that no commit of the store has."""
-    names = {name for row in state.commits.values() for name, _ in row.metrics}
+def check_metrics(state: State, policies: Sequence[Policy], run: str | None = None) -> None:
+    """Raise `InvalidInput` for a policy about a metric that no commit of `run`, or of all, has as a
+    number: it would keep none."""
+    rows = [row for row in state.commits.values() if not row.soft and run in (None, row.run)]
+    values = [metric for row in rows for metric in row.metrics]
+    names = {name for name, value in values if not math.isnan(value)}
+    no_numbers = {name for name, _ in values} - names
     for policy in (each.whole if isinstance(each, Thin) else each for each in policies):
-        if isinstance(policy, KeepBest) and policy.metric not in names:
-            there = f"there are {', '.join(sorted(names)[:10])}" if names else "none has metrics"
+        if not isinstance(policy, KeepBest) or policy.metric in names:
+            continue
+        if policy.metric in no_numbers:
             raise InvalidInput(
-                f"no commit has the metric {policy.metric!r}"
-                f"{near(policy.metric, names) or f'; {there}'}; nothing was forgotten"
+                f"the metric {policy.metric!r} is NaN in every commit that has it, so none is the "
+                "best; nothing was forgotten"
             )
+        there = f"there are {', '.join(sorted(names)[:10])}" if names else "none has metrics"
+        raise InvalidInput(
+            f"no commit has the metric {policy.metric!r}"
+            f"{near(policy.metric, names) or f'; {there}'}; nothing was forgotten"
+        )
 
 
 def plan_commits(state: State, commits: Iterable[CommitId], reason: str) -> ForgetPlan:
@@ -366,9 +379,9 @@ def _pins(state: State) -> Iterator[tuple[CommitId, str]]:
         yield commit, "best by the store's settings"
 
 
-def _at_least_one(name: str, n: int) -> None:
-    if n < 1:
-        raise InvalidInput(f"{name} is {n}; wanted at least 1")
+def _at_least_one(name: str, n: Any) -> None:
+    if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
+        raise InvalidInput(f"{name} is {n!r:.80}; wanted a whole number, at least 1")
 
 
 def _span(seconds: int) -> str:

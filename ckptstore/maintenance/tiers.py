@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
-from ckptstore.core.process import start
+from ckptstore.core.process import start, survives_forks
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, Unavailable
 from ckptstore.log.resolve import Resolved, newest_first
 from ckptstore.log.state import CommitRow, State
@@ -63,20 +63,28 @@ class Tier:
         self._own = own
         self._storage_options, self._index = storage_options, index
         self._threads = ThreadPool(THREADS)
-        self._changed = threading.Condition()
-        # Commits made before this process are uploaded too.
-        self._wanted, self._done = 1, 0
-        self._failed = False
         self._broken: BaseException | None = None
         self._damaged = self._closing = False
         self._remote: tuple[StoreHandle, ExitStack] | None = None
-        self._remote_lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="ckptstore-tier", daemon=True)
+        self._thread: threading.Thread | None = None
+        survives_forks(self)
+        # Commits made before this process are uploaded too.
+        self._wanted = 1
+        self._thread = thread = threading.Thread(
+            target=self._run, name="ckptstore-tier", daemon=True
+        )
         try:
-            start(self._thread, f"no thread can be started that uploads to {place}")
+            start(thread, f"no thread can be started that uploads to {place}")
         except Unavailable:
             own.close()
             raise
+
+    def forked(self) -> None:
+        """A child has no thread that uploads; its parent sends what was wanted before the fork."""
+        self._changed, self._remote_lock = threading.Condition(), threading.Lock()
+        self._thread = None
+        self._wanted = self._done = 0
+        self._failed = False
 
     def wake(self) -> None:
         """Signal that something was committed or tagged here."""
@@ -86,9 +94,11 @@ class Tier:
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all earlier commits have arrived; False after `timeout_s`, or if the mirror
-        is unavailable."""
+        is unavailable, or if this is a forked child that has committed something."""
         with self._changed:
             wanted = self._wanted
+            if self._thread is None:
+                return not wanted
             self._failed = False
             self._changed.notify_all()
             self._changed.wait_for(
@@ -115,7 +125,8 @@ class Tier:
             with self._changed:
                 self._closing = True
                 self._changed.notify_all()
-            self._thread.join()
+            if self._thread:
+                self._thread.join()
             self._threads.close()
             self._own.close()
             if self._remote:

@@ -338,7 +338,7 @@ def index_directory(storage: Storage, store: StoreId, *, read_only: bool) -> Pat
 
     In the store itself if that is a writable local disk, else in a local cache directory, under
     the store's id. A store whose path is not Unicode uses the cache directory too, because LMDB
-    cannot open such a path.
+    cannot open such a path; so does one whose `index` is a link, which is not followed.
     """
     root = storage.capabilities.local_root
     if (
@@ -347,6 +347,7 @@ def index_directory(storage: Storage, store: StoreId, *, read_only: bool) -> Pat
         and _is_unicode(root)
         and not is_network_filesystem(root)
         and os.access(root, os.W_OK)
+        and not (root / "index").is_symlink()
     ):
         return root / "index"
     return _like(root, local_cache_directory() / store)

@@ -2,8 +2,8 @@
 
 Invariants: A file gets its final name only after its bytes were fsynced, and never the name of a
 finished object. A name counts as durable only after its directory was fsynced; this process
-fsyncs the directories above once. No symbolic link is ever opened. Objects get no more
-permissions than the store's directory.
+fsyncs the directories above once. No link beneath the root is followed, at an object or above it.
+Objects get no more permissions than the store's directory.
 """
 
 import os
@@ -26,6 +26,7 @@ from ckptstore.storage.local_files import (
     Descriptor,
     Directories,
     LocalWriter,
+    directory_of,
     failure,
     is_cached,
     listed_bytes,
@@ -117,7 +118,8 @@ class LocalStorage:
 
     def size(self, key: str) -> int | None:
         try:
-            status = os.stat(self._path(key), follow_symlinks=False)
+            directory, name = directory_of(self.url, check_key(key))
+            status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -158,10 +160,11 @@ class LocalStorage:
             self._directories.sync(directory)
 
     def delete(self, key: str) -> None:
-        path = self._path(key)
+        check_key(key)
         check_writable(key, self.url, self._read_only)
         try:
-            os.unlink(path)
+            directory, name = directory_of(self.url, key)
+            os.unlink(name, dir_fd=directory.fd)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
@@ -225,11 +228,9 @@ class LocalStorage:
     ) -> LocalWriter:
         check_key(key)
         check_writable(key, self.url, self._read_only)
-        temporary = f"{self.url}/tmp/{session}-{secrets.token_hex(8)}"
+        temporary = f"tmp/{session}-{secrets.token_hex(8)}"
         try:
-            fd = self._directories.having(
-                temporary, lambda: os.open(temporary, _CREATE, 0o666 & rights(self.url))
-            )
+            fd = self._directories.having(temporary, lambda: self._create(temporary))
         except OSError as error:
             raise failure(error, "create", key, self.url, writing=True) from error
         return LocalWriter(
@@ -243,10 +244,16 @@ class LocalStorage:
             named=self.forget_open_files,
         )
 
+    def _create(self, key: str) -> int:
+        directory, name = directory_of(self.url, key)
+        return os.open(name, _CREATE, 0o666 & rights(self.url), dir_fd=directory.fd)
+
     def _walk(self, directory: str, prefix: str) -> Iterator[tuple[str, int]]:
         base = f"{directory}/" if directory else ""
         try:
-            with os.scandir(f"{self.url}/{directory}") as found:
+            # Open until its entries were looked at, which are named relative to it.
+            opened, _ = directory_of(self.url, f"{base}.", os.O_RDONLY)
+            with os.scandir(opened.fd) as found:
                 entries = {
                     base + e.name + ("/" if e.is_dir(follow_symlinks=False) else ""): e
                     for e in found

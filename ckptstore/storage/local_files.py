@@ -1,6 +1,10 @@
 """How are files and directories of a local store opened, read, written and synced?
 
-Files are opened without following links. A file's name appears only after its bytes are durable: a
+No link beneath the store's directory is followed: each directory on the way to a key is opened by
+the handle of the one above, and the last name by the handle of its directory (openat(2)). The
+store's own directory, and those above it, may be links.
+
+A file's name appears only after its bytes are durable: a
 new object gets it by link(2), which never replaces a file and works on every filesystem with hard
 links; rename(2) replaces. A name counts as durable only after its directory was fsynced; this
 process fsyncs the directories above once.
@@ -28,6 +32,7 @@ LOST = frozenset(
 checksum does not match."""
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
+_DIRECTORY = os.O_DIRECTORY | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 """Without waiting: a FIFO would wait for a writer that never comes."""
 
@@ -47,11 +52,46 @@ class Descriptor:
             close(self.fd)
 
 
+def directory_of(root: str, key: str, flags: int = os.O_PATH) -> tuple[Descriptor, str]:
+    """The directory of `key`, open with `flags`, and the name of `key` in it.
+
+    Raises `OSError`: ELOOP if one of the directories beneath `root` is a link.
+    """
+    first, *rest = key.split("/")
+    if not rest:
+        return Descriptor(os.open(root, flags | _DIRECTORY)), first
+    try:
+        # The path up to the store's directory may lead through links; its last name may not be one.
+        found = Descriptor(os.open(f"{root}/{first}", flags | _DIRECTORY | os.O_NOFOLLOW))
+        for name in rest[:-1]:
+            found = Descriptor(os.open(name, flags | _DIRECTORY | os.O_NOFOLLOW, dir_fd=found.fd))
+    except NotADirectoryError as error:
+        _refuse_links(root, key, error)
+        raise
+    return found, rest[-1]
+
+
+def _refuse_links(root: str, key: str, error: OSError) -> None:
+    """Tell a link on the way to `key` from a file: Linux says ENOTDIR for both."""
+    names = key.split("/")[:-1]
+    for n in range(1, len(names) + 1):
+        if os.path.islink(path := "/".join([root, *names[:n]])):
+            raise OSError(errno.ELOOP, f"{'/'.join(names[:n])} is a symbolic link", path) from error
+
+
+def give_name(root: str, source: str, target: str) -> None:
+    """Give the file at the key `source` a second name, the key `target` (link(2)). Raises
+    `OSError`."""
+    old, new = directory_of(root, source), directory_of(root, target)
+    os.link(old[1], new[1], src_dir_fd=old[0].fd, dst_dir_fd=new[0].fd, follow_symlinks=False)
+
+
 def open_object(root: str, key: str) -> Descriptor:
     """The regular file at `key`, open. Raises `Corrupt` for links, directories, FIFOs, sockets
-    and devices."""
+    and devices, and where a directory above it is a link."""
     try:
-        file = Descriptor(os.open(f"{root}/{check_key(key)}", _READ))
+        directory, name = directory_of(root, check_key(key))
+        file = Descriptor(os.open(name, _READ, dir_fd=directory.fd))
         mode = os.fstat(file.fd).st_mode
     except OSError as error:
         raise unreadable(error, key, root) from error
@@ -151,7 +191,12 @@ def failure(
         )
     if writing and error.errno in (errno.EACCES, errno.EROFS):
         return ReadOnly(f"{what}; open it with read_only=True or get the right to write there")
-    if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+    if error.errno == errno.ELOOP:
+        return Corrupt(
+            f"{what}; no link beneath a store is followed: put what it leads to in its place "
+            "(`mount --bind` for another disk), or delete it and run `ckptstore fsck`"
+        )
+    if error.errno in (errno.EISDIR, errno.ENXIO):
         return Corrupt(f"{what}; wanted a regular file; run `ckptstore fsck`")
     if not writing and error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
         return NotFound(f"there is no {key} in {root}")
@@ -180,13 +225,13 @@ class Directories:
         self._fsync = fsync
         self._anchored: set[str] = set()
 
-    def having(self, path: str, action: Callable[[], T]) -> T:
-        """Run `action`; if the directories above `path` are missing, create them and run it
+    def having(self, key: str, action: Callable[[], T]) -> T:
+        """Run `action`; if the directories above `key` are missing, create them and run it
         again."""
         try:
             return action()
         except FileNotFoundError:
-            self._make(os.path.dirname(path))
+            self._make(os.path.dirname(f"{self.root}/{key}"))
             return action()
 
     def sync(self, directory: str) -> None:
@@ -211,9 +256,11 @@ class Directories:
                 )
 
     def _make_below(self, path: str) -> None:
-        own = len(path) > len(self.root)
-        os.mkdir(path, rights(self.root) if own else 0o777)
-        if not own:
+        if len(path) > len(self.root):
+            directory, name = directory_of(self.root, path[len(self.root) + 1 :])
+            os.mkdir(name, rights(self.root), dir_fd=directory.fd)
+        else:
+            os.mkdir(path, 0o777)
             self._sync_names(os.path.dirname(path))
 
     def _anchor(self, directory: str) -> None:
@@ -229,7 +276,8 @@ class Directories:
         if not self._fsync:
             return
         try:
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            follow = os.O_NOFOLLOW if len(directory) > len(self.root) else 0
+            fd = os.open(directory, os.O_RDONLY | _DIRECTORY | follow)
             try:
                 os.fsync(fd)
             finally:
@@ -243,8 +291,8 @@ _WRITE_BACK_BYTES = 32 * MIB
 
 
 class LocalWriter:
-    """`Writer` of a local file. The bytes go to `temporary`, open as `fd`, which becomes `key`
-    in `directories`.
+    """`Writer` of a local file. The bytes go to the key `temporary`, open as `fd`, which becomes
+    `key` in `directories`.
 
     Without `durable` nothing is fsynced. With `direct_io` a large file bypasses the page cache.
     """
@@ -265,7 +313,6 @@ class LocalWriter:
         object. `replace` allows replacing a finished one."""
         self._directories = directories
         self._key = key
-        self._path = f"{directories.root}/{key}"
         self._temporary = temporary
         self._fd = fd
         self._durable = durable
@@ -311,21 +358,31 @@ class LocalWriter:
         if self._temporary:
             # What cannot be unlinked now is found by gc under the session's name.
             with suppress(OSError):
-                os.unlink(self._temporary)
+                directory, name = directory_of(self._directories.root, self._temporary)
+                os.unlink(name, dir_fd=directory.fd)
             self._temporary = ""
 
     def _rename(self) -> bool:
-        self._directories.having(self._path, partial(os.rename, self._temporary, self._path))
+        self._directories.having(self._key, self._replace_key)
         self._temporary = ""
         return True
 
+    def _replace_key(self) -> None:
+        root = self._directories.root
+        old, new = directory_of(root, self._temporary), directory_of(root, self._key)
+        os.rename(old[1], new[1], src_dir_fd=old[0].fd, dst_dir_fd=new[0].fd)
+
     def _link(self) -> bool:
+        root = self._directories.root
         try:
-            self._directories.having(self._path, partial(os.link, self._temporary, self._path))
+            self._directories.having(
+                self._key, partial(give_name, root, self._temporary, self._key)
+            )
         except FileExistsError:
             # NFS may repeat a link whose answer was lost and call its own success a failure; the
             # count of names tells.
-            return os.stat(self._temporary).st_nlink == 2
+            directory, name = directory_of(root, self._temporary)
+            return os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_nlink == 2
         return True
 
     def _write_back(self) -> None:

@@ -125,7 +125,7 @@ def retention(store: OpenStore, key: str, asked: Mapping[str, str], job: Job) ->
     state = handle.log.replay()
     plan = plan_policies(state, policies, run)
     if plan.forgotten:
-        check_metrics(state, policies)
+        check_metrics(state, policies, run)
     job.partial = _plan(plan)
     commits = state.commits.update(
         (decision.commit, decision.row._replace(soft=state.n)) for decision in plan.forgotten

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,9 @@ def leave_committing(store: ckptstore.Store) -> None:
 
 def test_the_call_returns_while_the_commit_goes_on(store: ckptstore.Store) -> None:
     pending, go_on = held_commit(store, state(), step=1)
-    assert pending.staged() and not pending.done() and store.log() == []
+    assert pending.staged() and not pending.done()
+    with ckptstore.open(store.url) as another:
+        assert another.log() == []
     with pytest.raises(TimeoutError, match="hashed"):
         pending.wait(timeout_s=0.01)
     go_on()
@@ -397,14 +400,31 @@ def test_a_failure_that_nobody_has_seen_is_raised_by_the_next_call_once(
         "close": store.close,
         "committing": lambda: leave_committing(store),
     }
+    while not pending.done():
+        time.sleep(0.01)
+    mend_storage(store)
     with pytest.raises(Unavailable):
         calls[call]()
     assert pending.done()
-    mend_storage(store)
-    with ckptstore.open(store.url) as again:
-        assert [info.id for info in again.log()] == [kept.id]
     if call != "close":
-        assert store.commit_async(state(3)).wait().parents == (kept.id,)
+        leave_committing(store)
+    made = call in ("commit", "commit_async")
+    with ckptstore.open(store.url) as again:
+        last, *before = [info.id for info in again.log()]
+        assert before == [kept.id] * made and again.checkout(last).parents == (kept.id,) * made
+    if call != "close":
+        assert store.commit_async(state(3)).wait().parents == (last,)
+
+
+def test_an_error_tells_of_an_earlier_failure_that_nobody_has_seen(store: ckptstore.Store) -> None:
+    store.commit(state(1))
+    break_storage(store)
+    store.commit_async(state(2), step=2)
+    with pytest.raises(Unavailable) as raised:
+        store.commit(state(3))
+    assert any("before, the commit of step 2" in note for note in raised.value.__notes__)
+    mend_storage(store)
+    store.commit(state(4))
 
 
 def test_a_state_that_cannot_be_stored_is_refused_by_the_call(store: ckptstore.Store) -> None:

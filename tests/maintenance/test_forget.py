@@ -94,9 +94,32 @@ def test_a_metric_that_no_commit_has_is_refused_with_similar_names(tmp_path: Pat
             with pytest.raises(InvalidInput, match=r"'val_los'.*did you mean 'val_loss'"):
                 store.forget([KeepLast(2), KeepBest("val_los", n=3)], dry_run=dry_run)
         with pytest.raises(InvalidInput, match=r"'x'; there are accuracy, val_loss; nothing was"):
-            store.forget(KeepBest("x"))
+            store.forget(KeepBest("x"), all_runs=True)
+        with pytest.raises(InvalidInput, match=r"'accuracy'; there are val_loss; nothing was"):
+            store.forget(KeepBest("accuracy"))
         assert len(store.log()) == 7
         assert not store.forget([KeepLast(6), KeepBest("val_los")]).forgotten
+
+
+def test_a_metric_that_is_nan_in_every_commit_is_refused_as_one_that_none_has(
+    tmp_path: Path,
+) -> None:
+    with open(tmp_path) as store:
+        for step in range(6):
+            metrics = {"m": float("nan"), "loss": float("nan") if step else 1.0}
+            store.commit(state_of(step), step=step, metrics=metrics)
+        with pytest.raises(InvalidInput, match=r"'m' is NaN in every commit.*; nothing was"):
+            store.forget(KeepBest("m"))
+        assert len(store.log()) == 6
+        store.forget(KeepBest("loss"))
+        assert [info.step for info in store.log()] == [5, 4, 0]
+
+
+def test_the_number_of_best_commits_is_not_taken_for_the_direction(tmp_path: Path) -> None:
+    keep_best: Any = KeepBest
+    for given, named in (((2,), {}), (("min",), {}), ((), {"maximize": "min"}), ((), {"n": True})):
+        with pytest.raises((TypeError, InvalidInput)):
+            keep_best("loss", *given, **named)
 
 
 def test_a_policy_that_keeps_fewer_than_it_says_is_logged(

@@ -214,7 +214,12 @@ commits = st.builds(
 policies = st.one_of(
     st.builds(KeepLast, st.integers(1, 5)),
     st.builds(KeepEverySteps, st.integers(1, 5)),
-    st.builds(KeepBest, st.sampled_from(["loss", "acc"]), st.booleans(), st.integers(1, 3)),
+    st.builds(
+        KeepBest,
+        st.sampled_from(["loss", "acc"]),
+        maximize=st.booleans(),
+        n=st.integers(1, 3),
+    ),
     st.builds(KeepWithin, st.integers(1, 1_000_000)),
     st.builds(
         KeepPeriods, st.sampled_from(["hourly", "daily", "weekly", "monthly"]), st.integers(1, 3)

@@ -338,6 +338,35 @@ class TestLocal(BackendContract):
         assert list(storage.list("")) == [("a", 1)]
         assert storage.size("link") is None
 
+    @pytest.mark.parametrize("linked", ["a", "a/b"])
+    def test_no_directory_beneath_the_root_is_followed_through_a_link(
+        self, url: str, storage: Storage, tmp_path: Path, linked: str
+    ) -> None:
+        """The root itself may be one."""
+        storage.put("a/b/c", b"x")
+        outside = tmp_path / "outside"
+        (Path(url) / linked).rename(outside)
+        (Path(url) / linked).symlink_to(outside)
+        before = {path: path.stat() for path in outside.rglob("*")}
+        (tmp_path / "root").symlink_to(url)
+        through = open_storage(tmp_path / "root")
+        for act in (
+            lambda: storage.put("a/b/c", b"y"),
+            lambda: storage.put("a/b/d/e", b"y"),
+            lambda: storage.put_new("a/b/d", b"y"),
+            lambda: storage.create("a/b/d", session=SESSION).finish(),
+            lambda: storage.delete("a/b/c"),
+            lambda: storage.read("a/b/c"),
+            lambda: storage.size("a/b/c"),
+            lambda: list(storage.list("a/b/")),
+            lambda: through.put("a/b/c", b"y"),
+        ):
+            with pytest.raises(Corrupt, match="link"):
+                act()
+        assert {path: path.stat() for path in outside.rglob("*")} == before
+        through.put("d/e", b"z")
+        assert through.read("d/e") == storage.read("d/e") == b"z"
+
     def test_more_files_are_read_than_are_kept_open(self, storage: Storage) -> None:
         for i in range(200):
             storage.put(f"packs/{i}", b"%03d" % i, durable=False)

@@ -6,6 +6,9 @@ says so, and the caller adds the packs again. Nothing is synced, so a file from 
 counts as damaged. A file is checked before it is mapped, and its size before each use: a missing
 page below a mapping would kill the process.
 
+No link is followed: not the folder, not the one that it lies in, and no file in it. A link is
+deleted like damage, and what it leads to stays as it is.
+
 A lock on `<path>.lock` serializes the writers of all processes. Threads may share an index; a child
 process opens its own.
 """
@@ -27,7 +30,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.core.ids import PackId, StoreId
-from ckptstore.core.paths import make_directories, rights, write_file
+from ckptstore.core.paths import (
+    index_file,
+    is_plain,
+    make_index_directory,
+    read_plain,
+    rights,
+    write_file,
+)
 from ckptstore.core.process import file_lock
 from ckptstore.index.chunks import lmdb_check, lmdb_writes
 from ckptstore.index.chunks.lmdb_env import (
@@ -92,7 +102,7 @@ class ChunkIndex:
 
         `map_bytes` is address space, not disk; it grows.
         """
-        index = cls(Path(path).resolve(), store, map_bytes, lock_timeout_s)
+        index = cls(index_file(path), store, map_bytes, lock_timeout_s)
         index._current()
         return index
 
@@ -263,7 +273,7 @@ class ChunkIndex:
         neither works."""
         self._release()
         try:
-            make_directories(self._path.parent)
+            make_index_directory(self._path.parent)
             for exclusive in (False, True):
                 with file_lock(
                     self._lock_path, timeout_s=self._lock_timeout_s, exclusive=exclusive
@@ -282,10 +292,13 @@ class ChunkIndex:
         file lock."""
         if is_open(self._path):
             return True
+        data, lock = self._path / "data.mdb", self._path / "lock.mdb"
+        if not is_plain(data) or not (is_plain(lock) or not os.path.lexists(lock)):
+            return False
         try:
-            lmdb_check.check(self._path / "data.mdb", DATABASES)
-            return (self._path / "stamp").read_text() == self._stamp()
-        except (OSError, UnicodeDecodeError, lmdb_check.Damaged):
+            lmdb_check.check(data, DATABASES)
+            return read_plain(self._path / "stamp") == self._stamp().encode()
+        except (OSError, lmdb_check.Damaged):
             return False
 
     def _make(self) -> None:

@@ -45,7 +45,7 @@ class LmdbEnvironment:
         self.lmdb = _open_lmdb(folder, map_bytes)
         self.lmdb.reader_check()
         self.chunks, self.others, self.packs = (self.lmdb.open_db(name) for name in DATABASES)
-        self._fd = os.open(folder / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = os.open(folder / "data.mdb", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         self._inode, self._bytes = os.fstat(self._fd).st_ino, 0
         self._gate, self._halted = threading.Condition(), False
         self._closed = False
@@ -73,7 +73,7 @@ class LmdbEnvironment:
     def replaced(self) -> bool:
         """Whether the path leads to another file now."""
         try:
-            return (self.folder / "data.mdb").stat().st_ino != self._inode
+            return (self.folder / "data.mdb").lstat().st_ino != self._inode
         except OSError:
             return True
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ckptstore.core.config import MIB
 from ckptstore.core.ids import CHUNK_ID_BYTES, PackId, StoreId, digest
+from ckptstore.core.paths import is_plain
 
 LOCATION_DTYPE = np.dtype(
     {
@@ -177,6 +178,8 @@ def remains(folder: Path, store: StoreId) -> Iterator[tuple[npt.NDArray[np.void]
     """Chunk ids and records of `store` in the index at `folder`, in blocks; none without a readable
     file."""
     seed = seed_of(store)
+    if not is_plain(folder / "data.mdb"):
+        return
     try:
         with open(folder / "data.mdb", "rb") as file:
             tail = b""

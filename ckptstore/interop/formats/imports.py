@@ -94,7 +94,7 @@ def import_path(
         lambda: label_of(store.run, labels.step, labels.tags, message, labels.metrics),
         Ranks(),
     )
-    return internals.committed(internals.commit(request, None))
+    return internals.after_failure(internals.committed(internals.commit(request, None)))
 
 
 def _flats(place: Path, threads: ThreadPool, *, allow_pickle: bool) -> Flats:

@@ -14,7 +14,7 @@ from ckptstore.maintenance.retention import KeepBest, Policy
 class _KeepsByPolicy:
     """The part of `StoreModelCheckpoint` that is not Lightning's.
 
-    `StoreModelCheckpoint(keep=[KeepLast(3), KeepBest("val_loss", 2)], every_n_train_steps=100)`
+    `StoreModelCheckpoint(keep=[KeepLast(3), KeepBest("val_loss", n=2)], every_n_train_steps=100)`
     saves at each trigger, and forgets what no policy keeps after each save. All metrics that the
     trainer has then are on the commit, so any of them can be asked for: `best:val_loss`. The other
     arguments are those of `ModelCheckpoint`, but for `save_top_k`. With `monitor`, the best by it
@@ -33,7 +33,7 @@ class _KeepsByPolicy:
         if "save_top_k" in kwargs:
             raise InvalidInput(
                 "save_top_k and keep= both say what stays; leave save_top_k out: "
-                "keep=[KeepBest(METRIC, K)] is it"
+                "keep=[KeepBest(METRIC, n=K)] is it"
             )
         policies = [keep] if isinstance(keep, Policy) else list(keep)
         if not policies or not all(isinstance(policy, Policy) for policy in policies):
