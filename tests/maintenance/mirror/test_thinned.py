@@ -5,6 +5,7 @@ from pathlib import Path
 
 import ckptstore
 from ckptstore.maintenance.retention import KeepLast
+from tests.golden.reader import reader
 from tests.maintenance.test_thin import GLOB, make, state
 
 POLICY = KeepLast(2).thin(GLOB)
@@ -210,3 +211,30 @@ def test_a_store_with_thinned_commits_forgets_those_that_its_mirror_has_whole(
         assert [info.id for info in store.log()] == [commits[5], commits[4]]
     with ckptstore.open(tmp_path / "whole") as whole:
         assert [info.id for info in whole.log()] == commits[::-1]
+
+
+def test_a_commit_that_was_purged_and_pulled_again_can_be_thinned_again(tmp_path: Path) -> None:
+    commits = make(tmp_path / "a")
+    with ckptstore.open(tmp_path / "a") as store:
+        store.push(tmp_path / "b", create=True)
+        for round_ in range(1, 4):
+            store.forget(POLICY)
+            thinned = store.checkout(0).id
+            store.tag("child", 1)
+            store.forget(thinned)
+            store.gc(grace_s=0)
+            assert store.pull(tmp_path / "b", commits[0]).sent == (commits[0],)
+            assert store.checkout("child~1").id == commits[0]
+            for step in (10 * round_, 10 * round_ + 1):
+                store.commit(state(step), step=step)
+            assert store.forget(POLICY).thinned
+            parent = store.checkout("child~1")
+            assert (parent.step, parent.id != commits[0]) == (0, True)
+            assert len(store.log()) == 6 + 2 * round_
+            assert store.tags() == {"child": store.checkout(1).id}
+            store.undelete(commits[0])
+            assert store.checkout("child~1").id == commits[0]
+        assert not store.fsck(read_data="100%").findings
+        listed = {info.id for info in store.log()}
+    foreign = reader.Store(tmp_path / "a").commits
+    assert {commit for commit, entry in foreign.items() if not entry["forgotten"]} == listed
