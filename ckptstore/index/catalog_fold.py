@@ -136,9 +136,10 @@ class CatalogFold:
         these again."""
         for entry in entries_to_it:
             self._rows[entries].append({"n": entry.n, "data": encode_entry(entry)})
-            row = state.commits.get(entry.body.commit) if isinstance(entry.body, Commit) else None
-            if row is not None and row.n == entry.n:
-                self._insert(entry.body, row.n, row.place, row.time_ns, row.soft)
+            if not isinstance(body := entry.body, Commit):
+                continue
+            if (row := state.commits.get(body.commit)) is not None and row.n == entry.n:
+                self._insert(body, row.n, row.place, row.time_ns, row.soft)
         lasts = {commit: state.in_place_of(commit) for commit in state.replaced}
         self._rows[replaced].extend({"id": c, "commit_id": last} for c, last in lasts.items())
         self._tags.update(state.tags.items())
