@@ -85,7 +85,7 @@ class Store:
         expect(not config["read"], f"{', '.join(config['read'])} is needed to read this store")
         self.id, self.generation = config["store"], config["log"]["generation"]
         self.commits: dict[str, dict[str, Any]] = {}
-        self.tags: dict[str, str | None] = {}
+        self.tags, self.places = dict[str, str | None](), dict[str, str]()
         self.chunks: dict[bytes, list[tuple[Path, Any, Any]]] = {}
         for entry in self._log():
             self._apply(entry)
@@ -99,8 +99,7 @@ class Store:
             head, body = data[:65].decode(), data[65:]
             expect(head == blake3(body).hexdigest() + "\n", f"entry {n} is damaged")
             entry = json.loads(body)
-            named = entry["n"], entry["store"], entry["prev"]
-            expect(named == (n, self.id, prev), f"no entry {n}")
+            expect(entry == entry | {"n": n, "store": self.id, "prev": prev}, f"no entry {n}")
             yield entry
             n, prev = n + 1, [head[:64], len(data)]
         later = [file.name for file in (self.place / "log").glob("[0-9]*") if int(file.name) > n]
@@ -110,16 +109,18 @@ class Store:
         """What an entry changes, as far as a reader needs it (§8.1)."""
         kind = entry["kind"]
         if kind in ("commit", "reduced"):
-            old = self.commits.get(entry.get("replaces", ""), {"age": entry["n"]})
+            id, old = entry["commit"], self.commits.get(entry.get("replaces", ""), {})
             old["forgotten"] = True
-            self.commits[entry["commit"]] = entry | {"forgotten": False, "age": old["age"]}
-            self.tags |= dict.fromkeys(entry["tags"], entry["commit"])
+            self.commits[id] = entry | {"forgotten": False, "age": old.get("age", entry["n"])}
+            both = {self.places.get(each, each) for each in (id, old.get("commit", id))}
+            self.places |= {id: id} | {each: id for each, p in self.places.items() if p in both}
+            self.tags |= dict.fromkeys(entry["tags"], id)
         elif kind == "tag":
             self.tags[entry["name"]] = entry["commit"]
         elif kind in ("forget", "undelete"):
             for id in self.commits.keys() & entry["commits"]:
-                for other in self.commits.values():
-                    other["forgotten"] |= other["age"] == self.commits[id]["age"]
+                for other, its in self.commits.items():
+                    its["forgotten"] |= self.places[other] == self.places[id]
                 self.commits[id]["forgotten"] = kind == "forget"
         elif kind == "condemn":
             self.commits = {id: e for id, e in self.commits.items() if id not in entry["purge"]}
@@ -148,9 +149,8 @@ class Store:
 
     def chunk(self, wanted: bytes) -> bytes:
         """The raw bytes of a chunk, from the first pack that has them as they were."""
-        for file, (_, digest, offset, length, size, _, codec, width, *_), base in self.chunks[
-            wanted
-        ]:
+        for file, record, base in self.chunks[wanted]:
+            _, digest, offset, length, size, _, codec, width, *_ = record
             with file.open("rb") as pack, suppress(ValueError, struct.error, zstandard.ZstdError):
                 pack.seek(offset)
                 raw = decode(codec, stored := pack.read(length), width, size)

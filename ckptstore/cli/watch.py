@@ -16,7 +16,7 @@ from ckptstore.core.text import SECOND_NS, Table, bytes_text, count_text, second
 from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.maintenance.disk_space import free_bytes
 from ckptstore.maintenance.gc.session_monitor import Activity, activities
-from ckptstore.maintenance.mirror_plan import all_commits, find_akin, plan_mirror
+from ckptstore.maintenance.mirror_plan import all_commits, plan_between
 from ckptstore.repository.store_handle import StoreHandle
 
 SHOWN = 12
@@ -85,11 +85,9 @@ def _look(store: StoreHandle, mirror: StoreHandle | None) -> Seen:
     lag = None
     if mirror is not None:
         try:
-            there = mirror.log.replay(refresh=True)
-            mine = store.log.replay(refresh=True)
-            wanted = all_commits(mine)
-            akin = find_akin(store, mirror, wanted)
-            lag = len(plan_mirror(mine, there, wanted, akin).commits)
+            mirror.log.replay(refresh=True)
+            wanted = all_commits(store.log.replay(refresh=True))
+            lag = len(plan_between(store, mirror, wanted).commits)
         except CkptStoreError:
             lag = -1  # the mirror is away
     commits = store.queries().log(limit=SHOWN)

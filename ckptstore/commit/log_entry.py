@@ -14,6 +14,12 @@ def new_packs(entry: entries.Entry) -> list[tuple[int, PackId]]:
     return [(record.number, record.id) for record in entry.body.packs]
 
 
+def new_bytes_of(entry: entries.Entry) -> int:
+    """What the store grew by when a commit was made, by its entry."""
+    assert isinstance(entry.body, entries.Commit)
+    return entry.body.new_bytes
+
+
 def entry_of(
     document: CommitDocument,
     commit: CommitId,

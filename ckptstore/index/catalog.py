@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, partial
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
@@ -23,7 +23,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from ckptstore.core.ids import StoreId
 from ckptstore.errors import Corrupt
-from ckptstore.index.catalog_fold import add_schemas, add_statistics, fold_entries
+from ckptstore.index.catalog_fold import add_schemas, add_statistics, fold_entries, fold_state
 from ckptstore.index.catalog_sqlite import (
     LOCK_TIMEOUT_S,
     catalog_error,
@@ -36,7 +36,8 @@ from ckptstore.index.catalog_sqlite import (
 )
 from ckptstore.index.queries import Queries, Rows
 from ckptstore.index.tables import make_tables, migrate
-from ckptstore.log.entries import Entry, Position
+from ckptstore.log.entries import Entry, Position, kind_of
+from ckptstore.log.state import State
 
 P = ParamSpec("P")
 
@@ -46,6 +47,11 @@ UNUSABLE = (SQLAlchemyError, ValueError)
 """
 
 _REVISION = re.compile(r"\d{4}")
+
+
+class Unfoldable(Corrupt):
+    """An entry that the log admitted cannot be written into the tables: a fault of this program.
+    The log answers instead."""
 
 
 class Catalog:
@@ -72,6 +78,32 @@ class Catalog:
     def temporary(cls, store: StoreId) -> "Catalog":
         """An empty catalog in memory."""
         return cls(None, store)
+
+    @classmethod
+    def of_entries(cls, store: StoreId, entries: Iterable[Entry]) -> "Catalog":
+        """A catalog in memory of a whole log.
+
+        Raises `Unfoldable` for an entry that does not fold.
+        """
+        catalog, remaining = cls.temporary(store), iter(entries)
+        connection = catalog._opened().connection
+        while part := list(islice(remaining, _SLICE)):
+            try:
+                with _transaction(connection):
+                    fold_entries(connection, part)
+            except UNUSABLE:
+                for entry in part:
+                    _fold_alone(connection, entry)
+        return catalog
+
+    @classmethod
+    def of_state(cls, state: State, entries: Iterable[Entry]) -> "Catalog":
+        """A catalog in memory of a state and the entries up to it. Needs no fold: it is what
+        answers if that fails."""
+        catalog = cls.temporary(state.store)
+        with _transaction(catalog._opened().connection) as connection:
+            fold_state(connection, state, takewhile(lambda entry: entry.n <= state.n, entries))
+        return catalog
 
     def position(self) -> Position:
         """The last folded entry. Later entries can be folded next."""
@@ -172,6 +204,18 @@ class Catalog:
 
 _abandoned: "list[CatalogFile]" = []
 """Connections of the parent process, never closed here."""
+
+
+def _fold_alone(connection: Connection, entry: Entry) -> None:
+    try:
+        with _transaction(connection):
+            fold_entries(connection, [entry])
+    except UNUSABLE as error:
+        raise Unfoldable(
+            f"entry {entry.n} of the log ({kind_of(entry.body)}) does not fold into the catalog: "
+            f"{cause(error)}; the log and the commits are sound, and listings are made from the "
+            "log, which takes longer: please report it with the output of `ckptstore fsck`"
+        ) from error
 
 
 @contextmanager

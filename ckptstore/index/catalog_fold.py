@@ -42,9 +42,10 @@ from ckptstore.log.entries import (
     Undelete,
     encode_entry,
 )
+from ckptstore.log.state import State
 
-_INSERTED = (entries, commits, parents, metrics, packs, commit_trees, tags)
-_INSERT = {table: insert(table) for table in (*_INSERTED, schemas, replaced)}
+_INSERTED = (entries, commits, parents, metrics, packs, commit_trees, tags, replaced)
+_INSERT = {table: insert(table) for table in (*_INSERTED, schemas)}
 _DELETE_TAG = delete(tags).where(tags.c.name == bindparam("key"))
 # Worded as the condition of the index `packs_condemned`; otherwise SQLite would not use it.
 _CONDEMNED = select(packs.c.number).where(text("condemned"))
@@ -130,7 +131,27 @@ class CatalogFold:
                 self._each(_DELETE_PACK, body.packs)
                 self._condemned -= body.packs
 
-    def finish(self, last: Entry) -> None:
+    def add_state(self, state: State, entries_to_it: Iterable[Entry]) -> None:
+        """Fill empty tables with `state` and copies of the entries that led to it, without folding
+        these again."""
+        for entry in entries_to_it:
+            self._rows[entries].append({"n": entry.n, "data": encode_entry(entry)})
+            if not isinstance(body := entry.body, Commit):
+                continue
+            if (row := state.commits.get(body.commit)) is not None and row.n == entry.n:
+                self._insert(body, row.n, row.place, row.time_ns, row.soft)
+        lasts = {commit: state.in_place_of(commit) for commit in state.replaced}
+        self._rows[replaced].extend({"id": c, "commit_id": last} for c, last in lasts.items())
+        self._tags.update(state.tags.items())
+        records = (
+            PackRecord(pack.id, pack.bytes, pack.chunks, pack.metadata, number)
+            for number, pack in state.packs.items()
+        )
+        self._list(records)
+        condemned = frozenset(number for number, pack in state.packs.items() if not pack.live)
+        self._set_condemned(condemned, True)
+
+    def finish(self, last: Position) -> None:
         """Write the gathered rows; the catalog's position is `last` afterwards."""
         self._flush()
         self._connection.execute(
@@ -142,7 +163,17 @@ class CatalogFold:
         if reduced and reduced.replaces and (old := self._row(_PLACE, reduced.replaces)):
             place, time_ns = old
             self._set_forgotten([reduced.replaces], n)
-            self._replace(reduced.replaces, body.commit)
+            self._put_in_place(body.commit, reduced.replaces)
+        else:
+            self._put_in_place(body.commit)
+        self._insert(body, n, place, time_ns, 0)
+        self._tags.update((name, body.commit) for name in body.tags)
+        self._list(body.packs)
+        self._set_condemned(body.reused, False)
+
+    def _insert(self, body: Commit, n: int, place: int, time_ns: int, forgotten: int) -> None:
+        """The rows of one commit."""
+        reduced = body if isinstance(body, Reduced) else None
         self._rows[commits].append(
             {
                 "n": n,
@@ -156,6 +187,7 @@ class CatalogFold:
                 "logical_bytes": body.logical_bytes,
                 "new_bytes": body.new_bytes,
                 "leaves": body.leaves,
+                "forgotten": forgotten,
                 "place": place,
                 "thinned": json.dumps(reduced.thinned if reduced else ()),
                 "lossy": json.dumps(reduced.cast if reduced else ()),
@@ -172,21 +204,25 @@ class CatalogFold:
         self._rows[commit_trees].extend(
             {"n": n, "key": key, "schema": self._schemas[schema]} for key, schema in body.schemas
         )
-        self._tags.update((name, body.commit) for name in body.tags)
-        self._list(body.packs)
-        self._set_condemned(body.reused, False)
 
     def _take_back(self, commit: CommitId, n: int) -> None:
         """Undo that another commit has the place of `commit`."""
-        if (last := self._row(_HOLDER, commit)) and self._row(_COMMIT, commit):
-            self._each(_FORGET_HOLDER, last, n)
-            self._each(_NOT_REPLACED, [commit])
-            self._replace(last[0], commit)
+        last = self._in_place_of(commit)
+        if last != commit and self._row(_COMMIT, commit):
+            self._each(_FORGET_HOLDER, [last], n)
+            self._put_in_place(commit)
 
-    def _replace(self, old: CommitId, new: CommitId) -> None:
-        self._flush()
-        self._connection.execute(_REPLACE, {"key": old, "value": new})
-        self._connection.execute(_INSERT[replaced], {"id": old, "commit_id": new})
+    def _put_in_place(self, commit: CommitId, *others: CommitId) -> None:
+        """As `log.state._in_place`; but here each row names the last commit of its place."""
+        for last in {self._in_place_of(each) for each in (commit, *others)} - {commit}:
+            self._connection.execute(_NOT_REPLACED, {"key": commit})
+            self._connection.execute(_REPLACE, {"key": last, "value": commit})
+            self._connection.execute(_INSERT[replaced], {"id": last, "commit_id": commit})
+
+    def _in_place_of(self, commit: CommitId) -> CommitId:
+        # Folding entries leaves no row of this table to be written later.
+        row = self._connection.execute(_HOLDER, {"key": commit}).first()
+        return commit if row is None else CommitId(row[0])
 
     def _row(self, statement: Any, key: str) -> Any:
         self._flush()
@@ -282,7 +318,15 @@ def fold_entries(
     for entry in new:
         folding.add(entry)
     with at_once(connection):
-        folding.finish(new[-1])
+        folding.finish(new[-1].position)
+    return True
+
+
+def fold_state(connection: Connection, state: State, entries_to_it: Iterable[Entry]) -> bool:
+    """Fill the empty tables with `state` within a transaction."""
+    folding = CatalogFold(connection)
+    folding.add_state(state, entries_to_it)
+    folding.finish(state.position)
     return True
 
 

@@ -6,7 +6,7 @@ an entry is appended.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
@@ -107,7 +107,8 @@ def check(state: State, body: Body) -> Refusal | None:
                 or _packs_refused(state, body.session, body.packs)
                 or _reused_gone(state, body.reused)
                 or _commit_known(state, body.commit)
-                or (_irreplaceable(state, body.replaces) if isinstance(body, Reduced) else None)
+                or _place_held(state, body)
+                or (_irreplaceable(state, body) if isinstance(body, Reduced) else None)
             )
         case Tag():
             if body.commit is None:
@@ -258,8 +259,41 @@ def _commit_known(state: State, commit: CommitId) -> Refusal | None:
     return _commits(Code.COMMIT_KNOWN, known, "is in the log already")
 
 
-def _irreplaceable(state: State, commit: CommitId | None) -> Refusal | None:
-    return None if commit is None else _unforgettable(state, (commit,))
+def _place_held(state: State, body: Commit) -> Refusal | None:
+    """A commit that was purged and comes again has its place back, unless what a thinning made of
+    it has that place and does not give way."""
+    last = state.in_place_of(body.commit)
+    row = state.commits.get(last)
+    if row is None or row.soft or (isinstance(body, Reduced) and last == body.replaces):
+        return None
+    return _commits(
+        Code.SAME_PLACE, (last,), f"has the place of {body.commit[:12]}, and would have to give way"
+    )
+
+
+def _irreplaceable(state: State, body: Reduced) -> Refusal | None:
+    if body.replaces is None:
+        return None
+    return irreplaceable(state, body.replaces, body.run, body.metrics, body.thinned)
+
+
+def irreplaceable(
+    state: State,
+    commit: CommitId,
+    run: str,
+    metrics: tuple[tuple[str, float], ...],
+    thinned: tuple[str, ...],
+) -> Refusal | None:
+    """Why no commit of `run`, with `metrics` and `thinned` leaves, may take the place of `commit`.
+
+    One of the newest or the best commits gives way to one that lacks nothing more: the new one is
+    as new and as good.
+    """
+    if refusal := _commits_unknown(state, (commit,)) or _forgotten(state, (commit,)):
+        return refusal
+    row = state.commits[commit]
+    fuller = set(thinned) < set(row.thinned) and (run, metrics) == (row.run, row.metrics)
+    return _tagged(state, (commit,)) if fuller else _pinned(state, (commit,))
 
 
 def _unforgettable(state: State, commits: tuple[CommitId, ...]) -> Refusal | None:
@@ -268,8 +302,8 @@ def _unforgettable(state: State, commits: tuple[CommitId, ...]) -> Refusal | Non
 
 def _places_taken(state: State, commits: tuple[CommitId, ...]) -> Refusal | None:
     """The commit that has a place now is forgotten when another takes it back."""
-    places = Counter(state.commits[c].place for c in commits)
-    doubled = (c for c in commits if places[state.commits[c].place] > 1)
+    places = Counter(map(state.in_place_of, commits))
+    doubled = (c for c in commits if places[state.in_place_of(c)] > 1)
     tagged = set(state.tags.values())
     taken = (by for c in commits if (by := state.in_place_of(c)) in tagged)
     return _commits(
@@ -308,17 +342,25 @@ def _tag_unknown(state: State, name: str) -> Refusal | None:
 
 
 def _pinned(state: State, commits: tuple[CommitId, ...]) -> Refusal | None:
-    tagged = set(state.tags.values())
+    if refusal := _tagged(state, commits):
+        return refusal
     newest = {c for run in {state.commits[c].run for c in commits} for c in state.runs.get(run, ())}
-    for code, pins, why in (
-        (Code.TAGGED, tagged, "has a tag"),
-        (Code.NEWEST, newest, f"is one of the {NEWEST_KEPT} newest of its run"),
-        (Code.BEST, best_commits(state), "is the best by a metric that the settings name"),
-    ):
-        pinned = (c for c in commits if c in pins)
-        if refusal := _commits(code, pinned, f"{why} and cannot be forgotten; leave it out"):
-            return refusal
-    return None
+    return _pinned_as(
+        Code.NEWEST, commits, newest, f"is one of the {NEWEST_KEPT} newest of its run"
+    ) or _pinned_as(
+        Code.BEST, commits, best_commits(state), "is the best by a metric that the settings name"
+    )
+
+
+def _tagged(state: State, commits: tuple[CommitId, ...]) -> Refusal | None:
+    return _pinned_as(Code.TAGGED, commits, set(state.tags.values()), "has a tag")
+
+
+def _pinned_as(
+    code: Code, commits: tuple[CommitId, ...], pins: Set[CommitId], why: str
+) -> Refusal | None:
+    pinned = (c for c in commits if c in pins)
+    return _commits(code, pinned, f"{why} and cannot be forgotten; leave it out")
 
 
 def tags_free(tags: Collection[str], commit: CommitId) -> Demand:

@@ -215,6 +215,18 @@ class Log:
         elif after:
             self._check_has(position)
 
+    def entry(self, n: int) -> Entry:
+        """One entry; its place in the chain is not checked.
+
+        Raises `NotFound` if there is none.
+        """
+        with self._lock:
+            if self._recent and 0 <= n - self._recent[0].n < len(self._recent):
+                return self._recent[n - self._recent[0].n]
+        if (data := self._backend.read(n)) is None:
+            raise NotFound(f"the log has no entry {n}; run `ckptstore fsck`")
+        return decode_entry(data)
+
     def known_behind(self, position: Position) -> list[Entry] | None:
         """The entries after `position` up to the last replayed state, or None if this process no
         longer has them all."""

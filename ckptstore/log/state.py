@@ -107,7 +107,8 @@ class State:
     last `moved` entry names. `over` holds sessions declared over, `ended` those whose entry is in
     the log. `fence` is the last entry that condemned packs. `runs` has the newest commits of each
     run that are not forgotten, oldest first, at most `NEWEST_KEPT`. `replaced` has, for a commit
-    whose place another took, that other one; it outlives both.
+    whose place another took, that other one; it outlives both. A commit that is not forgotten has
+    its place: it is never in `replaced`.
     """
 
     n: int
@@ -157,7 +158,7 @@ class State:
 
     def in_place_of(self, commit: CommitId) -> CommitId:
         """The commit that has, or had last, the place of `commit`: itself, unless it was
-        replaced. In a forged log it may have been replaced by itself."""
+        replaced. In a forged checkpoint it may have been replaced by itself."""
         passed = {commit}
         while (by := self.replaced.get(commit)) is not None and by not in passed:
             passed.add(commit := by)
@@ -211,7 +212,7 @@ def by_age(state: State, run: str | None) -> list[tuple[CommitId, CommitRow]]:
 K = TypeVar("K")
 V = TypeVar("V")
 
-FOLD_VERSION = 5
+FOLD_VERSION = 6
 """Incremented whenever the same log would fold to another state, or a checkpoint is written in
 another form. Checkpoints of other versions are ignored."""
 
@@ -308,14 +309,15 @@ def _committed(state: State, body: Commit, entry: Entry) -> _Changes:
         forgotten_ns=0,
     )
     packs, next_pack = _list(state, body.packs, entry.n)
+    replaced = _in_place(state, body.commit)
     if isinstance(body, Reduced) and body.replaces is not None and body.replaces in state.commits:
         old = state.commits[body.replaces]
         row = row._replace(place=old.place, time_ns=old.time_ns)
-        state = replace(state, replaced=state.replaced.insert(body.replaces, body.commit))
+        replaced = _in_place(state, body.commit, body.replaces)
         state = replace(state, **_with_soft(state, (body.replaces,), entry.n, entry.time_ns))
     commits = state.commits.insert(body.commit, row)
     return {
-        "replaced": state.replaced,
+        "replaced": replaced,
         "packs": _stamp(packs, body.reused, entry.n),
         "next_pack": next_pack,
         "commits": commits,
@@ -332,9 +334,19 @@ def _undeleted(state: State, body: Undelete, entry: Entry) -> _Changes:
             holds = last in state.commits and not state.commits[last].soft
             changes = _with_soft(state, (last,) if holds else (), entry.n, entry.time_ns)
             state = replace(state, **changes)
-            state = replace(state, replaced=state.replaced.discard(commit).insert(last, commit))
+            state = replace(state, replaced=_in_place(state, commit))
         state = replace(state, **_with_soft(state, (commit,), 0, 0))
     return {"replaced": state.replaced, "commits": state.commits, "runs": state.runs}
+
+
+def _in_place(state: State, commit: CommitId, *others: CommitId) -> Replaced:
+    """Let `commit` have its own place, which another may have taken before it was purged and sent
+    again, and those of `others`."""
+    lasts = {state.in_place_of(each) for each in (commit, *others)} - {commit}
+    replaced = state.replaced.discard(commit)
+    for last in lasts:
+        replaced = replaced.insert(last, commit)
+    return replaced
 
 
 def _with_soft(state: State, commits: tuple[CommitId, ...], soft: int, time_ns: int) -> _Changes:

@@ -15,7 +15,7 @@ from ckptstore.maintenance.check.trees import metadata_of, read_document
 from ckptstore.maintenance.forget import plan_retention
 from ckptstore.maintenance.gc.mark import short_keys
 from ckptstore.maintenance.retention import Policy
-from ckptstore.maintenance.usage import Bases, sizes_of
+from ckptstore.maintenance.usage import Bases, beside_gc, sizes_of
 from ckptstore.objects.pages import decode_page
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.store_handle import StoreHandle
@@ -81,8 +81,14 @@ class Forecast:
 def forecast(
     handle: StoreHandle, reader: Reader, policies: Sequence[Policy], run: str | None = None
 ) -> Forecast:
-    """What `policies` would free in `run`, or in all runs. Changes nothing. Raises as
-    `plan_policies`."""
+    """What `policies` would free in `run`, or in all runs. Changes nothing, and a gc may run
+    meanwhile. Raises as `plan_policies`."""
+    return beside_gc(handle, lambda: _forecast(handle, reader, policies, run))
+
+
+def _forecast(
+    handle: StoreHandle, reader: Reader, policies: Sequence[Policy], run: str | None
+) -> Forecast:
     state = handle.log.replay()
     handle.objects.sync(state)
     plan = plan_retention(handle, state, policies, reader, run)
@@ -102,7 +108,8 @@ def forecast(
         if decision is None or decision.word == "keep":
             after[row.run].append(before[row.run][-1])
         elif decision.thin:
-            after[row.run].append(needs.thinned(document, decision.thin))
+            globs = document.thinned.globs if document.thinned else ()
+            after[row.run].append(needs.thinned(document, (*globs, *decision.thin)))
     bases = Bases(handle)
     had = {name: _union([bases.added(_union(keys))]) for name, keys in before.items()}
     has = {name: _union([bases.added(_union(after[name]))]) for name in had}

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import accumulate, compress, groupby, islice
 from operator import itemgetter
 
-from ckptstore.commit.log_entry import entry_of, new_packs
+from ckptstore.commit.log_entry import entry_of, new_bytes_of, new_packs
 from ckptstore.commit.transaction import ATTEMPTS, Destination, Transaction
 from ckptstore.commit.write import write_metadata
 from ckptstore.core.config import RUN_BYTES
@@ -30,7 +30,7 @@ from ckptstore.log.resolve import resolved
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of
 from ckptstore.maintenance.forget import set_tag
-from ckptstore.maintenance.mirror_plan import CommitTransfer, MirrorPlan, find_akin, plan_mirror
+from ckptstore.maintenance.mirror_plan import CommitTransfer, MirrorPlan, plan_between
 from ckptstore.maintenance.signatures import copy_signatures
 from ckptstore.objects import codecs
 from ckptstore.objects.documents import decode_document
@@ -161,10 +161,8 @@ def mirror(
     storage fails. A commit that the source cannot read is skipped and named in the result.
     """
     _check_alike(source, target)
-    ours, theirs = source.log.replay(), target.log.replay()
-    akin = find_akin(source, target, wanted)
     asked = {"tags": options.tags, "force": options.force, "holds": options.holds}
-    plan = plan_mirror(ours, theirs, wanted, akin, **asked)
+    plan = plan_between(source, target, wanted, **asked)
     run = _Mirror(source, target, options, threads, progress, plan)
     if dry_run:
         return Mirrored(plan, load=run.weigh())
@@ -302,6 +300,9 @@ class _Mirror:
         key = document_key(transaction.session, transfer.commit)
         own = (key,) if put_finished(self._target.storage, key, stored) else ()
         replaces, state = transfer.replaces, self._target.log.state
+        # A place in the history has what the target grew by for all commits that had it.
+        old = state.commits.get(replaces) if replaces else None
+        old_bytes = new_bytes_of(self._target.log.entry(old.n)) if old else 0
         body = replace(
             entry_of(
                 document, transfer.commit, len(stored), records, dedup.reused, replaces=replaces
@@ -312,7 +313,7 @@ class _Mirror:
                 for named, there in zip(document.parents, transfer.parents, strict=True)
             ),
             tags=transfer.tags,
-            new_bytes=new_bytes,
+            new_bytes=old_bytes + new_bytes,
         )
         # A commit that takes another's place has its time, and the entry says when that one went.
         time_ns = None if replaces else document.time_ns

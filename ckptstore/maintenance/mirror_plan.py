@@ -17,9 +17,9 @@ from typing import Any
 from ckptstore.core.ids import CommitId, SessionId, document_key, is_hold
 from ckptstore.core.model import CommitDocument, TreeRef
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
-from ckptstore.log.admission import check
-from ckptstore.log.entries import Forget
+from ckptstore.log.admission import irreplaceable
 from ckptstore.log.state import CommitRow, State
+from ckptstore.maintenance.mirror_match import Leaves, compare_leaves
 from ckptstore.objects.documents import decode_document, encode_document
 from ckptstore.repository.init_store import init_store
 from ckptstore.repository.resolve_ref import AnyRef, find_commit
@@ -30,7 +30,7 @@ from ckptstore.repository.store_handle import StoreHandle
 class CommitTransfer:
     """A commit to send; `session` names its document in the source, `tags` appear with it.
     `parents` have the places of its parents in the target. There it takes the place of `replaces`,
-    which was thinned more."""
+    of which it has all leaves, and more."""
 
     commit: CommitId
     session: SessionId
@@ -60,8 +60,8 @@ class MirrorPlan:
     """The commits to send, oldest first; `tags` are those of commits that the target has already.
 
     `rejected` tags name another commit in the target and may not be moved; `forgotten` commits are
-    forgotten in the target and stay so; `pinned` ones were thinned there and stay so, with the
-    reason.
+    forgotten in the target and stay so; `pinned` ones were thinned there and stay so, although they
+    lack leaves that are here, with the reason.
     """
 
     commits: tuple[CommitTransfer, ...]
@@ -80,6 +80,7 @@ class MirrorPlan:
 
 
 NONE_AKIN: Mapping[CommitId, CommitId] = MappingProxyType({})
+NOT_COMPARED: Mapping[CommitId, Leaves] = MappingProxyType({})
 
 
 def plan_mirror(
@@ -87,14 +88,18 @@ def plan_mirror(
     target: State,
     wanted: Collection[CommitId],
     akin: Mapping[CommitId, CommitId] = NONE_AKIN,
+    compared: Mapping[CommitId, Leaves] = NOT_COMPARED,
     *,
     tags: bool = True,
     force: bool = False,
     holds: bool = False,
 ) -> MirrorPlan:
-    """Plan to send those of `wanted` that the target lacks, with the tags that name them; with
-    `force`, tags move, and with `holds`, those of hollow directories are sent too. `akin` is what
-    `find_akin` found."""
+    """Plan to send those of `wanted` that the target lacks, with the tags that name them, and no
+    others; with `force`, tags move, and with `holds`, those of hollow directories are sent too.
+    `akin` is what `find_akin` found, `compared` what `compare_leaves` did.
+
+    A commit takes the place of one that has some of its leaves only if it has them all.
+    """
     rows = sorted(
         (row.age, commit, row) for commit, row in source.commits.items() if commit in wanted
     )
@@ -102,14 +107,14 @@ def plan_mirror(
     there = counterparts(source, target, [*(commit for _, commit, _ in rows), *parents], akin)
     missing, pinned = [], []
     for _, commit, row in rows:
-        if (other := there.get(commit)) is not None and not _is_fuller(commit, row, other, target):
-            continue
-        if other is not None and (refusal := check(target, Forget((other,), ""))):
-            if not target.commits[other].soft:
-                why = refusal.why.partition(";")[0]
-                pinned.append((commit, f"its place has what was thinned of it, and {why}"))
-            continue
-        missing.append((commit, row))
+        other = there.get(commit)
+        if other is None:
+            missing.append((commit, row))
+        elif not _is_settled(commit, other, target, compared):
+            if why := _why_it_stays(commit, row, other, target, compared):
+                pinned.append((commit, why))
+            else:
+                missing.append((commit, row))
     forgotten = tuple(
         commit for _, commit, _ in rows if commit in there and target.commits[there[commit]].soft
     )
@@ -119,7 +124,7 @@ def plan_mirror(
     sent = {
         name: each for name, each in source.tags.items() if tags and (holds or not is_hold(name))
     }
-    moves = _tag_moves(sent, target, named)
+    moves = _tag_moves(sent, target, {commit: named[commit] for commit in named.keys() & wanted})
     rejected = tuple(move for move in moves if move.previous is not None and not force)
     allowed = [move for move in moves if move not in rejected]
     by_commit: dict[CommitId, list[str]] = {}
@@ -144,6 +149,18 @@ def plan_mirror(
         tuple(pinned),
         len(rows) - len(missing) - len(forgotten),
     )
+
+
+def plan_between(
+    source: StoreHandle, target: StoreHandle, wanted: Collection[CommitId], **options: bool
+) -> MirrorPlan:
+    """`plan_mirror` of two stores as their logs are now. Reads documents and pages of commits that
+    the stores have thinned differently."""
+    ours, theirs = source.log.replay(), target.log.replay()
+    akin = find_akin(source, target, wanted)
+    there = counterparts(ours, theirs, wanted, akin)
+    compared = compare_leaves(source, target, ours, theirs, there)
+    return plan_mirror(ours, theirs, wanted, akin, compared, **options)
 
 
 def counterparts(
@@ -228,15 +245,38 @@ def _as_if_empty(document: CommitDocument) -> CommitDocument:
     )
 
 
-def _is_fuller(commit: CommitId, row: CommitRow, other: CommitId, target: State) -> bool:
-    """Whether `commit` has leaves that `other`, which has its place in the target, lost
-    elsewhere."""
-    lost = target.commits[other].thinned
+def _is_settled(
+    commit: CommitId, other: CommitId, target: State, compared: Mapping[CommitId, Leaves]
+) -> bool:
+    """Whether `commit` has nothing to bring to `other`, which has its place in the target: no
+    leaves, or none that the target did not take away itself."""
     return (
-        commit not in target.commits
-        and commit not in target.replaced
-        and not set(lost) <= set(row.thinned)
+        commit in target.commits
+        or commit in target.replaced
+        or target.commits[other].soft > 0
+        or compared.get(commit) is Leaves.NO_MORE
     )
+
+
+def _why_it_stays(
+    commit: CommitId,
+    row: CommitRow,
+    other: CommitId,
+    target: State,
+    compared: Mapping[CommitId, Leaves],
+) -> str:
+    """Why `other` does not give way to `commit`, which has leaves that `other` lacks, or nobody
+    knows; empty if it does."""
+    what = f"its place has {other[:12]}"
+    match compared.get(commit):
+        case Leaves.MORE:
+            refusal = irreplaceable(target, other, row.run, row.metrics, row.thinned)
+            why = refusal.why.partition(";")[0] if refusal else ""
+            return why and f"its place has what was thinned of it, and {why}"
+        case Leaves.OTHERS:
+            return f"{what}, and each has leaves that the other lacks, so both stay where they are"
+        case _:
+            return f"{what}, and which leaves they have cannot be read: run `ckptstore fsck`"
 
 
 def all_commits(state: State, run: str | None = None) -> frozenset[CommitId]:

@@ -3,13 +3,16 @@ written.
 
 A thinned commit is a commit of its own, with the same schemas, in whose pages some leaves are gone.
 One log entry puts it in the place of the original, which is forgotten by the same entry.
+
+What is tied goes together: a content is gone once globs match each of its names, whichever thinning
+of this commit brought which glob. So the order of thinnings does not matter.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
-from ckptstore.commit.log_entry import entry_of, new_packs
+from ckptstore.commit.log_entry import entry_of, new_bytes_of, new_packs
 from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.commit.write import write_metadata
 from ckptstore.core.ids import ChunkId, CommitId, digest, document_key
@@ -40,14 +43,15 @@ class Leaves:
         self._matches = cache(self._match)
 
     def matching(self, commit: CommitId, globs: Sequence[str]) -> tuple[str, ...]:
-        """Those of `globs` that match a leaf which the commit still has."""
+        """Those of `globs` that match a leaf which the commit still has, and which no thinning of
+        it matched."""
         info = self._infos.get(commit)
         found = () if info is None else self._ever(info, globs)
         if info is None or not info.thinned or not found:
             return found
         document = self._reader.document(info.session, commit)
         trees = self._reader.trees(document.trees)
-        return tuple(glob for glob in found if any(map(len, _matched(trees, glob).values())))
+        return tuple(glob for glob in found if _matches_more(trees, info.thinned, (glob,)))
 
     def check(self, globs: Sequence[str]) -> None:
         """Raise `InvalidInput` for a glob that matches no leaf of any commit."""
@@ -73,8 +77,8 @@ def thin_commit(
 ) -> CommitId | None:
     """Replace a commit by one without the leaves that match `globs`; None if it has none of them.
 
-    A leaf that shares memory with one that stays, stays. Raises `Refused` if the commit may not be
-    forgotten, or is not there any more.
+    A leaf that shares memory with one that stays, stays, until that one is thinned too. Raises
+    `Refused` if the commit may not be forgotten, or is not there any more.
     """
     destination = Destination(handle, reader.threads)
     for attempt in range(ATTEMPTS):
@@ -83,12 +87,14 @@ def thin_commit(
             raise Refused(refusal)
         document = reader.document(state.commits[commit].session, commit)
         trees = reader.trees(document.trees)
-        matched = _matched(trees, *globs)
-        if not any(matched.values()):
+        before = document.thinned.globs if document.thinned else ()
+        if not _matches_more(trees, before, globs):
             return None
+        every = (*before, *(glob for glob in globs if glob not in before))
+        old_bytes = new_bytes_of(handle.log.entry(state.commits[commit].n))
         try:
             with Transaction.begin(destination, what="thin") as transaction:
-                return _replace(handle, transaction, commit, document, trees, matched, globs)
+                return _replace(handle, transaction, commit, document, trees, every, old_bytes)
         except Refused as error:
             if not error.refusal.again or attempt == ATTEMPTS - 1:
                 raise
@@ -102,10 +108,14 @@ def _replace(
     commit: CommitId,
     original: CommitDocument,
     trees: Mapping[str, Tree],
-    matched: Mapping[str, frozenset[int]],
-    globs: Sequence[str],
+    globs: tuple[str, ...],
+    old_bytes: int,
 ) -> CommitId:
-    """Write the pages and the document of the thinned commit, and append its entry."""
+    """Write the pages and the document of the thinned commit, and append its entry.
+
+    The place in the history has what the store grew by for the original, `old_bytes`, and for this.
+    """
+    matched = _matched(trees, globs)
     new, refs, ids, lost_bytes = dict[ChunkId, tuple[bytes, int]](), [], list[bytes](), 0
     for key, ref in original.trees:
         tree, gone = trees[key], matched[key]
@@ -124,7 +134,6 @@ def _replace(
     write_metadata(new, transaction.look(), transaction.packs)
     transaction.packs.wait()
     records = [pack.record for pack in transaction.packs.closed]
-    before = original.thinned.globs if original.thinned else ()
     document = replace(
         original,
         session=transaction.session,
@@ -132,8 +141,8 @@ def _replace(
         trees=tuple(refs),
         content=content_id(refs),
         logical_bytes=original.logical_bytes - lost_bytes,
-        new_bytes=sum(record.stored_bytes for record in records),
-        thinned=Thinning(commit, (*before, *(glob for glob in globs if glob not in before))),
+        new_bytes=old_bytes + sum(record.stored_bytes for record in records),
+        thinned=Thinning(commit, globs),
     )
     thinned, stored = encode_document(document)
     key = document_key(transaction.session, thinned)
@@ -146,10 +155,21 @@ def _replace(
     return thinned
 
 
-def _matched(trees: Mapping[str, Tree], *globs: str) -> dict[str, frozenset[int]]:
+def _matched(trees: Mapping[str, Tree], globs: Sequence[str]) -> dict[str, frozenset[int]]:
     """By key, the leaves with content that match one of `globs`, and so do all their aliases."""
     selected = {key: tree.schema.matching(selector(globs)) for key, tree in trees.items()}
     return {
         key: frozenset(i for i in found if not trees[key].is_gone(i))
         for key, found in selected.items()
     }
+
+
+def _matches_more(trees: Mapping[str, Tree], before: Sequence[str], globs: Sequence[str]) -> bool:
+    """Whether `globs` match a leaf that is there and that none of `before` matches."""
+    is_new = selector(globs)
+    is_old = selector(before) if before else lambda _: False
+    return any(
+        is_new(path) and not is_old(path) and not tree.is_gone(i)
+        for tree in trees.values()
+        for i, path in enumerate(tree.schema.paths)
+    )

@@ -15,12 +15,13 @@ from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
 from ckptstore.core.process import start, survives_forks
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, Unavailable
 from ckptstore.log.resolve import Resolved, newest_first
-from ckptstore.log.state import CommitRow, State
+from ckptstore.log.state import State
 from ckptstore.maintenance.check import Share
 from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.forget import forget_commits, plan_retention
 from ckptstore.maintenance.gc import GcOptions, collect
 from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
+from ckptstore.maintenance.mirror_match import Leaves, compare_leaves
 from ckptstore.maintenance.mirror_plan import all_commits, counterparts, find_akin, other_end
 from ckptstore.maintenance.repair import repair
 from ckptstore.maintenance.retention import Policy
@@ -287,8 +288,15 @@ class Tier:
         decided = [each.commit for each in plan.decisions if each.commit not in unsent]
         akin = find_akin(self._own, self._opened(), decided)
         there = counterparts(state, arrived, decided, akin)
-        gone = [each.commit for each in plan.forgotten if each.commit in there]
-        thinned = [each for each in plan.thinned if each.commit in there]
+        compared = compare_leaves(self._own, self._opened(), state, arrived, there)
+        # A commit that has other leaves there, or none that can be read, is no copy of this one.
+        copied = frozenset(
+            commit
+            for commit, other in there.items()
+            if commit == other or compared.get(commit) in (Leaves.NO_MORE, Leaves.MORE)
+        )
+        gone = [each.commit for each in plan.forgotten if each.commit in copied]
+        thinned = [each for each in plan.thinned if each.commit in copied]
         if gone:
             forget_commits(self._own, gone, reason=f"in {self.place}")
         for each in thinned:
@@ -299,15 +307,11 @@ class Tier:
             at_once = frozenset(
                 commit
                 for commit in (*gone, *(each.commit for each in thinned))
-                if _is_whole(arrived.commits[there[commit]], state.commits[commit])
+                if not arrived.commits[there[commit]].soft
+                and (there[commit] == commit or compared[commit] is Leaves.NO_MORE)
             )
             collect(self._own, GcOptions(at_once=at_once))
             self._own.follow()
-
-
-def _is_whole(there: CommitRow, here: CommitRow) -> bool:
-    """Whether the commit in a mirror is not forgotten and has all that the one here has."""
-    return not there.soft and set(there.thinned) <= set(here.thinned)
 
 
 def _id(ids: bytes, i: int) -> ChunkId:

@@ -9,15 +9,16 @@ Chunks are identified by the first 8 bytes of their ids, which suffices for sums
 chunks, the probability of one collision is one in thirty million.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from ckptstore.core.ids import ChunkId, CommitId
 from ckptstore.core.model import NO_BASE
 from ckptstore.core.text import bytes_text
+from ckptstore.errors import NotFound
 from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of, read_document
 from ckptstore.maintenance.gc.mark import short_keys
@@ -36,6 +37,11 @@ SHARED = -1
 
 PAGES_AT_ONCE = 512
 """Pages that are read together and held in memory."""
+
+LOOKS = 5
+"""How often the store is looked at again while a gc changes it."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,26 @@ class Usage:
 def usage(
     handle: StoreHandle, *, detail: Iterable[CommitId] = (), progress: Progress = silent
 ) -> Usage:
-    """Compute the storage use; `shared_bytes` only for the commits of `detail`."""
+    """Compute the storage use; `shared_bytes` only for the commits of `detail`. A gc may run
+    meanwhile."""
+    wanted = frozenset(detail)
+    return beside_gc(handle, lambda: _usage(handle, wanted, progress))
+
+
+def beside_gc(handle: StoreHandle, look: Callable[[], T]) -> T:
+    """What `look` finds in the store; it looks again if a gc takes something away meanwhile."""
+    for _ in range(LOOKS - 1):
+        n = handle.log.replay().n
+        try:
+            return look()
+        except NotFound:
+            # Objects go after the entry that says so.
+            if handle.log.replay(refresh=True).n == n:
+                raise
+    return look()
+
+
+def _usage(handle: StoreHandle, wanted: frozenset[CommitId], progress: Progress) -> Usage:
     state = handle.log.replay()
     handle.objects.sync(state)
     rows = [(row.age, commit, row) for commit, row in state.commits.items() if not row.soft]
@@ -95,7 +120,6 @@ def usage(
     size_of = sizes_of(handle, keys)
     owned = owner != SHARED
     exclusive = np.bincount(owner[owned], size_of[owned], len(documents)).astype(np.int64)
-    wanted = frozenset(detail)
     commits = []
     for (commit, document), own_bytes in zip(documents.items(), exclusive.tolist(), strict=True):
         shared = None

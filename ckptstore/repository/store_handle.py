@@ -36,7 +36,7 @@ from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
 
 if TYPE_CHECKING:
-    from ckptstore.index.catalog import Catalog
+    from ckptstore.index.catalog import Catalog, Unfoldable
     from ckptstore.index.postgres import PostgresCatalog
     from ckptstore.repository.chunk_store import ObjectStore
 
@@ -79,6 +79,7 @@ class StoreHandle:
         self.config = read_config(self.storage)
         self.read_only = read_only
         self._closed = self._has_its_end = False
+        self._unfoldable: Unfoldable | None = None
         self.database = open_log_place(self.config, self.storage, index, of_several)
         self.log = Log(
             self.storage,
@@ -256,11 +257,15 @@ class StoreHandle:
 
         Raises `Corrupt` only if the log is damaged or has lost its end. A catalog that does not
         belong to the log is rebuilt. One that cannot be written, or any while storage is
-        unavailable, stays behind. Log entries stay acknowledged.
+        unavailable, stays behind, and so does one into which an entry does not fold: `queries`
+        answers from the log then. Log entries stay acknowledged.
         """
+        if self._unfoldable is not None:
+            return
         try:
             try:
                 self._fold()
+                self._unfoldable = self._why_empty()
             except Corrupt as error:
                 # a broken log is not the catalog's fault, and `repair` may need what it remembers
                 self.log.replay()
@@ -276,8 +281,34 @@ class StoreHandle:
         if self.database is None:
             position = self.catalog.position()
             known = self.log.known_behind(position)
-            self.catalog.fold(self.log.read_entries(*position) if known is None else known)
+            entries = self.log.read_entries(*position) if known is None else known
+            # A catalog that turns out to be damaged is replaced by an empty one.
+            if not self.catalog.fold(entries) and self.catalog.position().n < position.n:
+                self.catalog.fold(self.log.read_entries())
         self._add_schemas(self.catalog)
+
+    def _why_empty(self) -> "Unfoldable | None":
+        """Why the catalog is empty although the log is not, if an entry is to blame."""
+        if self.database is not None or self.catalog.position().n or not self.log.head_after(0):
+            return None
+        try:
+            self._catalog_of_entries().close()
+        except CkptStoreError as error:
+            from ckptstore.index.catalog import Unfoldable
+
+            if not isinstance(error, Unfoldable):
+                raise
+            logger.error("%s: %s", self.url, error)
+            return error
+        return None
+
+    def remake_catalog(self) -> "Unfoldable | None":
+        """Fold the whole log again into an empty catalog; returns why it stays empty if an entry
+        does not fold."""
+        self.catalog.reset()
+        self._unfoldable = None
+        self.follow()
+        return self._unfoldable
 
     def _add_schemas(self, catalog: "Catalog | PostgresCatalog") -> None:
         """Add the schemas that commits name. An unreadable one is missing in the catalog; `fsck`
@@ -300,12 +331,22 @@ class StoreHandle:
             return found
 
     def _fold_in_memory(self) -> Queries:
-        from ckptstore.index.catalog import Catalog
+        from ckptstore.index.catalog import Catalog, Unfoldable
 
-        catalog = Catalog.temporary(self.config.store)
-        catalog.fold(self.log.read_entries())
+        try:
+            catalog = self._catalog_of_entries()
+        except Unfoldable as error:
+            if self._unfoldable is None:
+                logger.error("%s: %s", self.url, error)
+            self._unfoldable = error
+            catalog = Catalog.of_state(self.log.replay(), self.log.read_entries())
         self._add_schemas(catalog)
         return catalog.queries()
+
+    def _catalog_of_entries(self) -> "Catalog":
+        from ckptstore.index.catalog import Catalog
+
+        return Catalog.of_entries(self.config.store, self.log.read_entries())
 
     def _is_head(self, position: Position) -> bool:
         """Whether `position` is the head of the log. Raises `Corrupt` if the entry right after

@@ -32,6 +32,7 @@ HOLDING = [
     Scope(wants=(), gcs=2, duplicate=True, undeleting=False, sparing=True),
     Scope(wants=(), thinning=True),
     Scope(wants=(), thinning=True, tagging=True, undeleting=False),
+    Scope(wants=(), thinning=True, sending=True, undeleting=False),
 ]
 HOLDING_LONG = [
     Scope(),
@@ -54,6 +55,9 @@ HOLDING_LONG = [
     Scope(wants=(), thinning=True, duplicate=True, sparing=True),
     Scope(wants=(), thinning=True, gcs=2, undeleting=False),
     Scope(wants=(), thinning=True, tagging=True, reading=True, copies=2),
+    Scope(wants=(), thinning=True, sending=True),
+    Scope(wants=(), thinning=True, sending=True, tagging=True),
+    Scope(wants=("b",), thinning=True, sending=True, undeleting=False),
 ]
 
 
@@ -69,6 +73,7 @@ def allow_for(who: str) -> Callable[[Any], Callable[..., Any]]:
 
 
 THINNING = Scope(wants=(), thinning=True, tagging=True)
+SENDING = Scope(wants=(), thinning=True, sending=True, undeleting=False)
 ONE_WRITER = Scope(wants=("a",))
 GC_PAIR = Scope(wants=(), gcs=2, duplicate=True, undeleting=False)
 BROKEN: dict[str, tuple[Scope, str, Callable[[Any], Callable[..., Any]]]] = {
@@ -112,6 +117,16 @@ BROKEN: dict[str, tuple[Scope, str, Callable[[Any], Callable[..., Any]]]] = {
         THINNING,
         "_places_taken",
         lambda _: allow,
+    ),
+    "a commit comes again beside what was thinned of it": (
+        Scope(wants=(), thinning=True, sending=True),
+        "_place_held",
+        lambda _: allow,
+    ),
+    "a commit comes again although its session is over": (
+        SENDING,
+        "_session_closed",
+        allow_for("sd"),
     ),
     "a thinning commits although its session is over": (
         THINNING,
@@ -157,6 +172,17 @@ def test_an_undelete_that_leaves_the_thinned_commit_in_its_place_is_noticed(
 ) -> None:
     monkeypatch.setattr(fold, "_undeleted", keep_the_other)
     assert explore(Scope(wants=(), thinning=True), NO_LIMIT).lost
+
+
+def mark_the_other(state: Any, commit: Any, *others: Any) -> Any:
+    return state.replaced.update((other, commit) for other in others)
+
+
+def test_a_commit_that_comes_again_and_does_not_get_its_place_back_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fold, "_in_place", mark_the_other)
+    assert explore(SENDING, NO_LIMIT).lost
 
 
 RULES = {

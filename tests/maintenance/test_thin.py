@@ -1,5 +1,6 @@
 """Thinning: what a thinned commit keeps, what it says it lacks, whose place it has."""
 
+import itertools
 import json
 import math
 import time
@@ -339,3 +340,56 @@ def test_a_commit_that_is_purged_while_others_are_thinned_is_passed_over(tmp_pat
         assert purged
         assert [info.step for info in store.log() if info.thinned] == [3, 2, 1]
         assert not store.fsck(read_data="100%").findings
+
+
+@pytest.mark.parametrize("order", sorted(itertools.permutations(range(3))))
+def test_tied_leaves_go_once_each_name_was_thinned_in_whichever_order(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    tied = torch.ones(400)
+    with ckptstore.open(tmp_path) as store:
+        for step in range(4):
+            names = {"e": tied * step, "own": torch.ones(5)}
+            store.commit({"m": {**names, "tie": names["e"], "third": names["e"]}}, step=step)
+        globs = [("m/e", "m/tie", "m/third")[i] for i in order]
+        for glob in globs[:2]:
+            assert len(store.forget(KeepLast(2).thin(glob)).thinned) == 2
+            assert not store.forget(KeepLast(2).thin(glob)).thinned
+            assert torch.equal(store.checkout(1).read(f"m/{glob[2:]}"), tied)
+        assert not store.forget(KeepLast(2).thin(*globs[:2])).thinned
+        assert store.forget(KeepLast(2).thin(globs[2])).thinned
+        there = [leaf.path for leaf in store.checkout(1).leaves() if not leaf.gone]
+        assert there == ["m/own"]
+        assert sorted(store.log()[-1].thinned) == sorted(globs)
+        assert not store.fsck(read_data="100%").findings
+
+
+@pytest.mark.parametrize("first", ["m/own", "m/e"])
+def test_tied_leaves_of_a_commit_that_was_thinned_before_go_together(
+    tmp_path: Path, first: str
+) -> None:
+    tied = torch.ones(400)
+    with ckptstore.open(tmp_path) as store:
+        for step in range(4):
+            store.commit({"m": {"e": tied, "tie": tied, "own": torch.ones(5), "x": 1}}, step=step)
+        for globs in ((first,), ("m/e", "m/tie"), ("m/own",)):
+            store.forget(KeepLast(2).thin(*globs))
+        there = [leaf.path for leaf in store.checkout(1).leaves() if not leaf.gone]
+        assert there == ["m/x"]
+
+
+def test_what_is_new_of_a_thinned_commit_is_what_was_new_of_its_place(tmp_path: Path) -> None:
+    make(tmp_path / "a")
+    with ckptstore.open(tmp_path / "a") as store:
+        before = {info.step: info.new_bytes for info in store.log()}
+        store.forget(KeepLast(2).thin(GLOB))
+        after = {info.step: info.new_bytes for info in store.log()}
+        assert all(before[step] <= after[step] < before[step] + 8_000 for step in before)
+        assert sum(after.values()) == store.usage().stored_bytes
+        assert sum(each.new_bytes for each in store.usage().commits) == sum(after.values())
+        ckptstore.clone(tmp_path / "a", tmp_path / "b").close()
+        store.undelete([info.id for info in store.forgotten()])
+        store.push(tmp_path / "b")
+    with ckptstore.open(tmp_path / "b") as mirror:
+        assert not any(info.thinned for info in mirror.log())
+        assert sum(info.new_bytes for info in mirror.log()) == mirror.usage().stored_bytes

@@ -276,6 +276,30 @@ class StoreMachine(RuleBasedStateMachine):
         assert len(origins) == len(set(origins))
         assert {self.origin[commit] for commit in self.live} <= set(origins)
 
+    @rule(who=WRITERS, any=ANY)
+    def push_one(self, who: int, any: int) -> None:
+        """Tags of the others in the mirror stay as they are."""
+        if not self.live or not self.mirror.is_dir():
+            return
+        before = view_of(self.mirror)
+        commit = self.live[any % len(self.live)]
+        self.stores[who].push(self.mirror, commit, force=True)
+        after, own = view_of(self.mirror), {n for n, c in self.tags.items() if c == commit}
+        assert {each for each in after.tags ^ before.tags if each[0] not in own} == set()
+
+    @rule(who=WRITERS)
+    def pull(self, who: int) -> None:
+        """What was purged comes again, as the newest; nothing that is here goes."""
+        if not self.mirror.is_dir():
+            return
+        for commit in self.stores[who].pull(self.mirror, tags=False).sent:
+            origin = self.origin[commit]
+            assert origin not in {self.origin[other] for other in self.order}
+            self.order.append(commit)
+            COUNTS["came again"] += 1
+        here = {self.origin[commit] for commit in self.order}
+        assert {self.origin[commit] for commit in view_of(self.mirror).live} <= here
+
     @rule(who=WRITERS, max_unused=st.sampled_from((0.0, 0.3)), grace_s=st.sampled_from((0, 3600)))
     def gc(self, who: int, max_unused: float, grace_s: int) -> None:
         """With a grace, everything that is forgotten stays: this test takes less than an hour."""

@@ -70,12 +70,14 @@ def open_small(disk: Path) -> Store:
 
 @dataclass(frozen=True)
 class Work:
-    """Something done to a store of `commits`, of which `forgotten` are forgotten, with a checkpoint
-    every so many entries, and with a catalog on which `catalog` (SQL) was done."""
+    """Something done to a store of `commits`, of which `forgotten` are forgotten, and to which
+    `before` was done, with a checkpoint every so many entries, and with a catalog on which
+    `catalog` (SQL) was done."""
 
     do: Callable[[Store], object]
     commits: int = 3
     forgotten: tuple[int, ...] = ()
+    before: Callable[[Store], object] | None = None
     checkpoint_every: int = NEVER
     catalog: str = ""
 
@@ -94,6 +96,8 @@ class Work:
                     store.commit(small(step), step=step, tag="first" if step == 1 else ())
                 if self.forgotten:
                     store.forget(self.forgotten)
+                if self.before:
+                    self.before(store)
         if self.catalog:
             with closing(sqlite3.connect(disk / STORE / "index" / CATALOG_NAME)) as connection:
                 connection.executescript(self.catalog)
@@ -123,6 +127,30 @@ def thin(store: Store) -> None:
     assert store.forget(ckptstore.KeepLast(2).thin("model/own")).thinned
 
 
+def purge(store: Store) -> None:
+    """A mirror gets everything; then the first commit is thinned, forgotten and collected."""
+    store.push(mirror_of(store), create=True)
+    thin(store)
+    store.forget(store.checkout(0).id)
+    store.gc(max_unused=0.0, grace_s=0)
+
+
+def pull(store: Store) -> None:
+    assert store.pull(mirror_of(store), 0).sent
+
+
+def purge_and_pull(store: Store) -> None:
+    purge(store)
+    pull(store)
+    for step in (4, 5):
+        store.commit(small(step), step=step)
+    store.forget([2, 3])
+
+
+def mirror_of(store: Store) -> Path:
+    return Path(store.url).parent / "mirror"
+
+
 def undelete(store: Store) -> None:
     store.undelete(list(view_of(Path(store.url)).forgotten))
 
@@ -150,6 +178,8 @@ WORKS = {
     "a thinning": Work(
         lambda store: store.forget(ckptstore.KeepLast(2).thin("model/own")), commits=4
     ),
+    "a pull of a commit that was purged": Work(pull, commits=4, before=purge),
+    "a thinning of a commit that came again": Work(thin, commits=4, before=purge_and_pull),
     "an undelete": Work(undelete, commits=4, forgotten=(0,)),
     "a gc with repack": Work(gc, commits=4, forgotten=(0,)),
     "a checkpoint of the log": Work(lambda store: store.tag("best", 0), checkpoint_every=1),

@@ -3,11 +3,11 @@ remember of damaged packs, and rebuilt."""
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,9 +25,6 @@ from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.trees import Contents
 from ckptstore.objects.pack import TENSOR, FooterTable
 from ckptstore.repository.store_handle import StoreHandle
-
-if TYPE_CHECKING:
-    from ckptstore.index.catalog import Catalog
 
 _LOOKS = 5
 """How often the catalog is checked again while others change it."""
@@ -53,16 +50,17 @@ def reindex(handle: StoreHandle, *, progress: Progress = silent) -> Reindexed:
     """Discard this host's catalog and chunk index and rebuild them from log and footers. Readers
     and writers may continue meanwhile.
 
-    Raises `Corrupt` for a broken log: `repair` it first.
+    Raises `Corrupt` for a broken log: `repair` it first; and for an entry that does not fold.
     """
     progress("log", 0, 0)
     state = handle.log.replay()
     progress("catalog", 0, state.n)
-    handle.catalog.reset()
-    handle.follow()
+    unfoldable = handle.remake_catalog()
     progress("chunk index", 0, len(state.packs))
     handle.objects.index.reset()
     handle.objects.sync(state, thorough=True)
+    if unfoldable is not None:
+        raise unfoldable
     indexed = len(handle.objects.index.indexed() & set(state.packs))
     return Reindexed(state.n, len(state.commits), indexed, len(state.packs) - indexed)
 
@@ -81,17 +79,17 @@ def drop_indexes(offline_store: OfflineStore) -> None:
 def catalog_findings(offline_store: OfflineStore, contents: Contents) -> list[Finding]:
     """Differences between this host's catalog and a fold of the log up to the same entry. Reads
     every entry again."""
-    from ckptstore.index.catalog import Catalog
+    from ckptstore.index.catalog import Unfoldable
 
     found: list[str] = []
     # Unlike Path.exists, false for a damaged inode, whose file is recreated.
     for _ in range(_LOOKS if os.path.exists(offline_store.catalog_path) else 0):
         stamp = _stamp(offline_store.catalog_path)
-        fresh = Catalog.temporary(offline_store.config.store)
         try:
-            found = list(_catalog_problems(offline_store, contents, fresh))
-        finally:
-            fresh.close()
+            found = list(_catalog_problems(offline_store, contents))
+        except Unfoldable as error:
+            step = "report it; listings are made from the log until then"
+            return [Finding(Kind.CATALOG, f"the catalog is empty: {error}", step, Severity.INDEX)]
         # Others may replace the catalog, or create it.
         if not found or _stamp(offline_store.catalog_path) == stamp:
             break
@@ -101,10 +99,13 @@ def catalog_findings(offline_store: OfflineStore, contents: Contents) -> list[Fi
     ]
 
 
-def _catalog_problems(
-    offline_store: OfflineStore, contents: Contents, fresh: "Catalog"
-) -> Iterator[str]:
-    """Compare a snapshot of the catalog with `fresh`, which is folded from the log."""
+def _catalog_problems(offline_store: OfflineStore, contents: Contents) -> Iterator[str]:
+    """Compare a snapshot of the catalog with a fold of the log.
+
+    Raises `Unfoldable` if the catalog is empty because an entry does not fold.
+    """
+    from ckptstore.index.catalog import Catalog, Unfoldable
+
     catalog = open_catalog(offline_store.catalog_path, offline_store.config.store)
     if catalog is None:
         yield "cannot be read, or is of another store or version"
@@ -112,9 +113,15 @@ def _catalog_problems(
     try:
         with catalog.one_moment():
             head = catalog.position().n
-            entries = offline_store.open_log().read_entries()
-            fresh.fold(takewhile(lambda entry: entry.n <= head, entries))
-            yield from _differences(catalog, fresh.queries(), contents)
+            store = offline_store.config.store
+            read = offline_store.open_log().read_entries
+            if not head:
+                Catalog.of_entries(store, read()).close()
+            entries = takewhile(lambda entry: entry.n <= head, read())
+            with closing(Catalog.of_entries(store, entries)) as fresh:
+                yield from _differences(catalog, fresh.queries(), contents)
+    except Unfoldable:
+        raise
     except CkptStoreError as error:
         yield str(error)
     finally:

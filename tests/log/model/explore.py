@@ -53,7 +53,10 @@ def lost(world: World) -> list[tuple[CommitId, list[str]]]:
     purged += [(KEPT, [world.misled])] if world.misled else []
     one = {KEPT, THIN} & rows.keys()
     purged += [(c, ["it is there again"]) for c in one - world.kept]
-    purged += [(c, ["its place"]) for c in one if rows[c].place != 1 or len(one) > 1]
+    first = 1 if world.sender[0] != "end" else None
+    purged += [(c, ["its place"]) for c in one if rows[c].place != (first or rows[c].place)]
+    purged += [(c, ["its place alone"]) for c in one if len(one) > 1]
+    purged += [(c, ["its place"]) for c in one if world.state.in_place_of(c) != c]
     return purged + [
         (commit, sorted(set(row.content) - have))
         for commit, row in rows.items()
@@ -90,7 +93,8 @@ def key(world: World, scope: Scope) -> object:
     over = frozenset(state.over)
     writers = tuple(w._replace(sent=int(w.sent == state.n + 1)) for w in world.writers)
     places = world.thin, frozenset(state.replaced.items())
-    others = world.planned, world.reader, world.misled, frozenset(state.tags.items()), places
+    seen = world.reader, world.misled, world.sender
+    others = world.planned, seen, frozenset(state.tags.items()), places
     return (
         packs,
         commits,

@@ -2,9 +2,9 @@
 first commit."""
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
-from ckptstore.core.ids import PackId
+from ckptstore.core.ids import CommitId, PackId
 from ckptstore.log.entries import Body, Commit, Forget, Over, Reduced, Register, Tag, Undelete
 from tests.log.model.world import (
     KEPT,
@@ -24,6 +24,7 @@ from tests.log.model.world import (
 )
 
 COMPACTOR = "cp"
+SENDER = "sd"
 
 
 def other_moves(world: World, scope: Scope) -> Iterator[Move]:
@@ -34,6 +35,8 @@ def other_moves(world: World, scope: Scope) -> Iterator[Move]:
         sessions.append(COMPACTOR)
     if world.thin is not None:
         sessions.append(THIN)
+    if world.sender[0] in ("write", "commit"):
+        sessions.append(SENDER)
     for name in sessions:
         over = Over((session_of(name),))
         if session_of(name) not in world.state.over and refusal(world, over) is None:
@@ -46,6 +49,8 @@ def other_moves(world: World, scope: Scope) -> Iterator[Move]:
         yield from compactor_moves(world)
     if scope.thinning:
         yield from thin_moves(world, scope)
+    if scope.sending:
+        yield from sender_moves(world)
     if not scope.forgetting:
         return
     if world.undelete is not None:
@@ -102,13 +107,41 @@ def thin_moves(world: World, scope: Scope) -> Iterator[Move]:
         return
     reused = frozenset(world.numbers[p] for p in holders)
     plain = commit_body(THIN, "ac", (pack,), reused)
-    columns = {field.name: getattr(plain, field.name) for field in fields(Commit)}
-    body = Reduced(**columns | {"run": "main"}, replaces=KEPT, thinned=("b",), cast=())
+    body = _reduced(replace(plain, run="main"), KEPT, ("b",))
     if refusal(world, body) is None:
         kept = world.kept - {KEPT} | {THIN}
         yield ("t0 takes the place of k0",), append(world, body)._replace(thin=None, kept=kept)
     else:
         yield ("the thinning is refused",), world._replace(thin=None)
+
+
+def _reduced(plain: Commit, replaces: CommitId, thinned: tuple[str, ...]) -> Reduced:
+    columns = {field.name: getattr(plain, field.name) for field in fields(Commit)}
+    return Reduced(**columns, replaces=replaces, thinned=thinned, cast=())
+
+
+def sender_moves(world: World) -> Iterator[Move]:
+    """A mirror sends k0 once more after it was purged: in the place of t0 if it saw that one, else
+    as it is."""
+    step, replaces = world.sender
+    pack, thin = record(pack_of(SENDER), mask_of("ab")), world.state.commits.get(THIN)
+    match step:
+        case "idle" if KEPT not in world.state.commits:
+            seen = THIN if thin is not None and not thin.soft else None
+            yield ("the sender plans k0, and saw", seen), world._replace(sender=("write", seen))
+        case "write":
+            written = world.objects | {(pack.id, pack.bytes)}
+            sender = "commit", replaces
+            yield ("the sender writes ab",), world._replace(sender=sender, objects=written)
+        case "commit":
+            plain = commit_body(KEPT, "ab", (pack,), frozenset(), SENDER)
+            body = plain if replaces is None else _reduced(plain, replaces, ())
+            done = world._replace(sender=("end", None))
+            if refusal(world, body) is None:
+                kept = world.kept - {THIN if replaces else None} | {KEPT}
+                yield ("k0 is there again",), append(done, body)._replace(kept=kept)
+            else:
+                yield ("what the sender has is refused",), done
 
 
 def compactor_moves(world: World) -> Iterator[Move]:

@@ -51,6 +51,7 @@ class Scope:
     sparing: bool = False
     compacting: bool = False
     thinning: bool = False
+    sending: bool = False
 
 
 class Writer(NamedTuple):
@@ -87,6 +88,7 @@ class World(NamedTuple):
     misled: str = ""
     compactor: str = "idle"
     thin: tuple[str, frozenset[PackId]] | None = None
+    sender: tuple[str, CommitId | None] = ("idle", None)
 
 
 Label: TypeAlias = tuple[object, ...]

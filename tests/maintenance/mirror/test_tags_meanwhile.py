@@ -1,4 +1,5 @@
-"""Tags that somebody sets in the target while a push is on its way, and commits that go there."""
+"""Tags that a push was not asked to send, that somebody sets in the target while it is on its way,
+and commits that go there."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,35 @@ def at_the_start(action: Callable[[], object]) -> Callable[[str, int, int], None
             action()
 
     return report
+
+
+@pytest.mark.parametrize("pull", [False, True])
+def test_only_tags_of_named_commits_travel(tmp_path: Path, pull: bool) -> None:
+    place, target = make_store(tmp_path / "store"), tmp_path / "target"
+    with ckptstore.open(place) as store, ckptstore.open(target, storage=CUTS) as there:
+
+        def send(ref: str | int, *, force: bool = False) -> None:
+            if pull:
+                there.pull(place, ref, force=force)
+            else:
+                store.push(target, ref, force=force)
+
+        store.push(target, tags=False)
+        parent = store.log(run="main")[0]
+        store.tag("prod", parent.id)
+        there.tag("prod", 0)
+        child = store.commit({"a": 1}, step=50, tag="child")
+        assert store.log()[0].parents == (parent.id,)
+        for force in (False, True):
+            send(50, force=force)
+            assert there.tags()["prod"] == there.checkout(0).id
+        assert there.tags()["child"] == child.id
+        there.untag("prod")
+        store.commit({"a": 2}, step=51)
+        send(51, force=True)
+        assert "prod" not in there.tags()
+        send("prod")
+        assert there.tags()["prod"] == parent.id
 
 
 @pytest.mark.parametrize("tagged", [1, 2], ids=["of a commit that is there", "of one to be sent"])

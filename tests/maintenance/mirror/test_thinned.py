@@ -3,8 +3,13 @@ one place."""
 
 from pathlib import Path
 
+import pytest
+
 import ckptstore
+from ckptstore.errors import Conflict
+from ckptstore.log.entries import Settings
 from ckptstore.maintenance.retention import KeepLast
+from tests.golden.reader import reader
 from tests.maintenance.test_thin import GLOB, make, state
 
 POLICY = KeepLast(2).thin(GLOB)
@@ -210,3 +215,126 @@ def test_a_store_with_thinned_commits_forgets_those_that_its_mirror_has_whole(
         assert [info.id for info in store.log()] == [commits[5], commits[4]]
     with ckptstore.open(tmp_path / "whole") as whole:
         assert [info.id for info in whole.log()] == commits[::-1]
+
+
+def test_a_commit_that_was_purged_and_pulled_again_can_be_thinned_again(tmp_path: Path) -> None:
+    commits = make(tmp_path / "a")
+    with ckptstore.open(tmp_path / "a") as store:
+        store.push(tmp_path / "b", create=True)
+        for round_ in range(1, 4):
+            store.forget(POLICY)
+            thinned = store.checkout(0).id
+            store.tag("child", 1)
+            store.forget(thinned)
+            store.gc(grace_s=0)
+            assert store.pull(tmp_path / "b", commits[0]).sent == (commits[0],)
+            assert store.checkout("child~1").id == commits[0]
+            for step in (10 * round_, 10 * round_ + 1):
+                store.commit(state(step), step=step)
+            assert store.forget(POLICY).thinned
+            parent = store.checkout("child~1")
+            assert (parent.step, parent.id != commits[0]) == (0, True)
+            assert len(store.log()) == 6 + 2 * round_
+            assert store.tags() == {"child": store.checkout(1).id}
+            store.undelete(commits[0])
+            assert store.checkout("child~1").id == commits[0]
+        assert not store.fsck(read_data="100%").findings
+        listed = {info.id for info in store.log()}
+    foreign = reader.Store(tmp_path / "a").commits
+    assert {commit for commit, entry in foreign.items() if not entry["forgotten"]} == listed
+
+
+def leaves(place: Path, ref: str | int) -> set[str]:
+    with ckptstore.open(place) as store:
+        return {leaf.path for leaf in store.checkout(ref).leaves() if not leaf.gone}
+
+
+def thin(place: Path, glob: str, keep: int = 2) -> None:
+    """Thin all but the newest, and make that final."""
+    with ckptstore.open(place) as store:
+        store.forget(KeepLast(keep).thin(glob))
+        store.gc(grace_s=0)
+
+
+def make_two_that_lack_others(path: Path) -> None:
+    """Stores `a` and `b` with the same commits, thinned by policies of their own."""
+    make(path / "a")
+    ckptstore.clone(path / "a", path / "b").close()
+    thin(path / "a", "optimizer/state/**")
+    thin(path / "b", "model/**")
+
+
+@pytest.mark.parametrize("pull", [False, True])
+def test_two_stores_that_thinned_otherwise_keep_what_each_has(tmp_path: Path, pull: bool) -> None:
+    make_two_that_lack_others(tmp_path)
+    before = [leaves(tmp_path / name, 1) for name in "ab"]
+    assert before[0] - before[1] and before[1] - before[0]
+    with ckptstore.open(tmp_path / ("b" if pull else "a")) as store:
+        done = store.pull(tmp_path / "a") if pull else store.push(tmp_path / "b")
+        assert done.sent == ()
+        assert len(done.problems) == 4
+        assert "each has leaves that the other lacks" in done.problems[0]
+    for name in "ab":
+        with ckptstore.open(tmp_path / name) as store:
+            store.gc(grace_s=0)
+            assert not store.fsck(read_data="100%").findings
+    assert [leaves(tmp_path / name, 1) for name in "ab"] == before
+
+
+def test_a_commit_that_was_made_whole_and_thinned_otherwise_takes_no_leaf_from_a_mirror(
+    tmp_path: Path,
+) -> None:
+    commits = make(tmp_path / "a")
+    with ckptstore.open(tmp_path / "a") as store:
+        store.forget(KeepLast(2).thin("model/**"))
+        ckptstore.clone(tmp_path / "a", tmp_path / "b").close()
+        store.undelete(commits[:4])
+        store.forget(POLICY)
+        assert store.push(tmp_path / "b").sent == ()
+        store.gc(grace_s=0)
+    with ckptstore.open(tmp_path / "b") as mirror:
+        mirror.gc(grace_s=0)
+        assert mirror.checkout(1).read("optimizer/state/step") == 1
+
+
+def test_a_glob_that_covers_another_is_no_sign_of_more_leaves(tmp_path: Path) -> None:
+    commits = make(tmp_path / "a")
+    with ckptstore.open(tmp_path / "a") as store:
+        store.forget(KeepLast(2).thin("optimizer/state/exp_avg"))
+        ckptstore.clone(tmp_path / "a", tmp_path / "b").close()
+        store.undelete(commits[:4])
+        store.forget(POLICY)
+        assert store.push(tmp_path / "b").plan.present == 6
+    ckptstore.clone(tmp_path / "a", tmp_path / "c").close()
+    with ckptstore.open(tmp_path / "c") as clone:
+        assert len(clone.pull(tmp_path / "b").sent) == 4
+    for name in "bc":
+        assert leaves(tmp_path / name, 1) >= {"optimizer/state/step", "optimizer/state/shape"}
+
+
+def test_thinned_commits_that_are_the_newest_or_the_best_give_way_to_whole_ones(
+    tmp_path: Path,
+) -> None:
+    commits = make_thinned_clone(tmp_path)
+    with ckptstore.open(tmp_path / "few") as few:
+        few.pull(tmp_path / "behind", 0, 1, 2)
+        few._handle.log.append(Settings((("best", ("loss:max",)),)))
+        assert [bool(info.thinned) for info in few.log()] == [True] * 3
+        pulled = few.pull(tmp_path / "whole", 0, 1, 2)
+        assert pulled.sent == tuple(commits[:3])
+        assert not pulled.problems
+        assert [info.id for info in few.log()] == commits[2::-1]
+        with pytest.raises(Conflict, match="newest"):
+            few.forget(commits[2])
+        assert not few.forget(KeepLast(1).thin(GLOB)).thinned
+
+
+def test_a_tier_keeps_what_its_mirror_thinned_otherwise(tmp_path: Path) -> None:
+    make_two_that_lack_others(tmp_path)
+    before = leaves(tmp_path / "a", 1)
+    mirror = ckptstore.Mirror(str(tmp_path / "b"), keep_local=KeepLast(2))
+    with ckptstore.open(tmp_path / "a", mirror=mirror) as store:
+        assert store.flush_mirror()
+    with ckptstore.open(tmp_path / "a") as store:
+        assert [info.step for info in store.log()] == [5, 4, 3, 2, 1, 0]
+    assert leaves(tmp_path / "a", 1) == before

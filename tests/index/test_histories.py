@@ -1,0 +1,54 @@
+"""What the log admits is folded, by the state and by the catalog, and both say the same."""
+
+from contextlib import closing, suppress
+from random import Random
+
+import pytest
+
+from ckptstore.index.catalog import Catalog, Unfoldable
+from tests.index.building import STORE
+from tests.index.histories import History, differences
+
+HISTORIES = 60
+LENGTH = 200
+
+
+@pytest.mark.parametrize("histories", [HISTORIES, pytest.param(5_000, marks=pytest.mark.soak)])
+def test_every_history_that_is_admitted_is_folded_and_says_what_the_state_says(
+    seed: int, histories: int
+) -> None:
+    counts: dict[str, int] = {}
+    for n in range(histories):
+        history, random = History(seed + n, LENGTH, admitted=True), Random(seed + n)
+        with closing(Catalog.temporary(STORE)) as catalog:
+            while (at := catalog.position().n) < len(history.entries):
+                part = history.entries[at : at + random.randrange(1, 30)]
+                assert catalog.fold(part), f"{part[0].n} to {part[-1].n} of history {seed + n}"
+            assert not list(differences(catalog.queries(), history.state))
+        for name, count in history.counts.items():
+            counts[name] = counts.get(name, 0) + count
+    print(counts)
+    assert min(counts.values()) > histories
+    assert len(counts) == 8
+
+
+def test_a_commit_that_is_not_forgotten_has_its_place_in_every_history(seed: int) -> None:
+    for n in range(2 * HISTORIES):
+        state = History(seed + n, LENGTH, admitted=True).state
+        live = [commit for commit, row in state.commits.items() if not row.soft]
+        assert all(state.in_place_of(commit) == commit for commit in live)
+        places = [state.commits[commit].place for commit in live]
+        assert len(places) == len(set(places))
+
+
+def test_a_history_that_nobody_may_append_is_answered_from_its_state(seed: int) -> None:
+    unfoldable = 0
+    for n in range(HISTORIES):
+        history = History(seed + n, LENGTH, admitted=False)
+        with closing(Catalog.of_state(history.state, history.entries)) as catalog:
+            assert not list(differences(catalog.queries(), history.state))
+        with suppress(Unfoldable):
+            Catalog.of_entries(STORE, history.entries).close()
+            continue
+        unfoldable += 1
+    assert unfoldable
