@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ckptstore.adopt.directory import Listing, list_directory
+from ckptstore.adopt.directory import ListedFile, Listing, list_directory
 from ckptstore.adopt.hashed_files import FileChanged, FileParts, HashedFile, hash_file
 from ckptstore.adopt.manifest import (
     FILES,
@@ -72,8 +72,8 @@ def state_of(listing: Listing, threads: ThreadPool) -> Flats:
     """The state of what is listed. Raises `Unavailable` if it cannot be read or changes."""
     files: dict[str, HashedFile] = {}
 
-    def read(item: tuple[str, Path]) -> None:
-        files[item[0]] = hash_file(item[1])
+    def read(item: tuple[str, ListedFile]) -> None:
+        files[item[0]] = hash_file(item[1].path, item[1].identity)
 
     threads.spread(read, list(listing.files.items()))
     layout = _Layout(files)
@@ -127,7 +127,8 @@ def _parsed(listing: Listing, files: Mapping[str, HashedFile]) -> list[_Found]:
     found: dict[str, _Found] = {}
 
     def window(name: str) -> Window:
-        return Window(files[name].path, 0, files[name].size)
+        # What is parsed is what was hashed: `read` compares it.
+        return Window(files[name].read, 0, files[name].size)
 
     for name in listing.files:
         folder, _, base = name.rpartition("/")

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
 from ckptstore.core.ids import CommitId
@@ -270,13 +271,18 @@ class ForgetPlan:
         return f"{count_text(len(self.forgotten), 'commit')} to forget{thin}, {whole:,} to keep"
 
 
+NOTHING_PINNED: Mapping[CommitId, str] = MappingProxyType({})
+
+
 def plan_policies(
     state: State,
     policies: Sequence[Policy],
     run: str | None = None,
     matching: Matching = lambda commit, globs: tuple(globs),
+    pinned: Mapping[CommitId, str] = NOTHING_PINNED,
 ) -> ForgetPlan:
     """Decide about all commits of `run`, or of every run; `matching` says what can be thinned.
+    Commits in `pinned` stay whole, for the reason there.
     Raises `InvalidInput` without a policy: that would forget nearly everything."""
     if not policies:
         raise InvalidInput(
@@ -289,11 +295,11 @@ def plan_policies(
             runs[row.run].append(Candidate(commit, row))
     reasons: dict[CommitId, list[str]] = defaultdict(list)
     notes: list[str] = []
-    for commit, why in _pins(state):
+    for commit, why in (*_pins(state), *pinned.items()):
         reasons[commit].append(why)
-    pinned = frozenset(reasons)
+    stay = frozenset(reasons)
     globs = dict.fromkeys(glob for policy in policies for glob in _globs(policy))
-    whole: dict[str, set[CommitId]] = {glob: set(pinned) for glob in globs}
+    whole: dict[str, set[CommitId]] = {glob: set(stay) for glob in globs}
     forgets = any(not isinstance(policy, Thin) for policy in policies)
     for name, candidates in sorted(runs.items()):
         candidates.sort(key=lambda c: c.row.place, reverse=True)
