@@ -143,7 +143,7 @@ def _parsed(listing: Listing, files: Mapping[str, HashedFile]) -> list[_Found]:
                 found[where] = _Found(where, folder or _DCP_GROUP, entries)
     for name in listing.files:
         if name not in found:
-            entries = entries_of(window(name))
+            entries = entries_of(window(name), name)
             found[name] = _Found(name, group_of(name, entries), entries)
     return [found[name] for name in sorted(found) if found[name].entries]
 

@@ -2,7 +2,7 @@
 
 import io
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -13,7 +13,10 @@ from ckptstore.adopt.pickle_ops import (
     Name,
     Pairs,
     Persistent,
+    TooLarge,
     counts_of,
+    is_dict,
+    item_of,
     items_of,
     walk,
 )
@@ -41,7 +44,7 @@ _STORAGES = {
     "Untyped": "uint8",
 }
 _NESTING = 100
-_NAME_MAX = 1000
+NAME_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class _Bounded(io.BufferedReader):
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > PICKLE_BYTES_MAX:
-            raise ValueError(f"a table of contents has {size} bytes")
+            raise TooLarge(f"its table of contents has {size} bytes")
         return super().read(size)
 
 
@@ -101,7 +104,7 @@ def torch_archive(file: Window, members: Mapping[str, tuple[int, int]]) -> list[
         return []
     start, nbytes = members[pickled]
     if nbytes > PICKLE_BYTES_MAX:
-        return []
+        raise TooLarge(f"its pickle has {nbytes} bytes")
     found = _storages(walk(io.BytesIO(file.read_at(start, nbytes))))
     places = {key: members.get(f"{root}data/{key}", (0, 0)) for key in found}
     return [entry for key, each in found.items() for entry in _cut(each, *places[key])]
@@ -111,12 +114,14 @@ def legacy_torch(file: Window) -> list[Entry]:
     """The tensors of a file that torch wrote before it used archives."""
     reader = file.reader()
     _, _, system = walk(reader), walk(reader), walk(reader)
-    if dict(items_of(system)).get("little_endian") is not True:
+    if item_of(system, "little_endian") is not True:
         return []
     found, keys = _storages(walk(reader)), walk(reader)
     position, entries = reader.tell(), []
     for key in keys:
-        each = found[str(key)]
+        if not isinstance(key, str):
+            raise ValueError("a storage has no name")
+        each = found[key]
         numel = int.from_bytes(file.read_at(position, 8), "little")
         nbytes = numel * width_of(each.dtype)
         entries += _cut(each, position + 8, nbytes)
@@ -147,42 +152,43 @@ def _storages(root: Any) -> dict[str, _Storage]:
     """The storages that an unpickled object would use, by key, with the tensors in each."""
     found: dict[str, _Storage] = {}
     seen: set[int] = set()
-    todo: list[tuple[str, int, Any]] = [("", 0, root)]
+    # Names are made when they are needed: in a list of many values each would be as long as the way
+    # there.
+    todo: list[tuple[str, Iterator[tuple[str, Any]]]] = [("", iter([("", root)]))]
     while todo:
-        name, depth, node = todo.pop()
-        if id(node) in seen or depth > _NESTING:
+        above, children = todo[-1]
+        if (child := next(children, None)) is None:
+            todo.pop()
+            continue
+        key, node = child
+        if id(node) in seen or len(todo) > _NESTING:
             continue
         seen.add(id(node))
+        name = (f"{above}.{key}" if above and key else above or key)[:NAME_MAX]
         if isinstance(node, Call) and _is_tensor(node) and _note(found, name, node.args):
             continue
         if isinstance(node, Persistent):
             _storage(found, name, node)
-        todo += [
-            (f"{name}.{key}" if name and key else name or key, depth + 1, child)
-            for key, child in reversed(_children(node))
-        ]
+        todo.append((name, _children(node)))
     return found
 
 
-def _children(node: Any) -> list[tuple[str, Any]]:
+def _children(node: Any) -> Iterator[tuple[str, Any]]:
     """What lies in a value, with the part of a name that leads there."""
-    if isinstance(node, Pairs):
-        return [(_text(key), value) for key, value in node.items]
     if isinstance(node, tuple | list):
-        return [(str(i), value) for i, value in enumerate(node)]
-    if isinstance(node, Call):
-        args = node.args if isinstance(node.args, tuple) else ()
-        return [
-            *(("", value) for value in args),
-            *((_text(key), value) for key, value in node.items),
-            *((str(i), value) for i, value in enumerate(node.added)),
-            ("", node.state),
-        ]
-    return []
+        yield from ((str(i), value) for i, value in enumerate(node))
+    elif isinstance(node, Pairs | Call):
+        if isinstance(node, Call) and not is_dict(node) and isinstance(node.args, tuple):
+            # A storage that some object has is not the object.
+            yield from (("storage" if type(v) is Persistent else "", v) for v in node.args)
+        yield from ((_text(key), value) for key, value in items_of(node))
+        if isinstance(node, Call):
+            yield from ((str(i), value) for i, value in enumerate(node.added))
+            yield "", node.state
 
 
 def _text(key: Any) -> str:
-    return str(key)[:_NAME_MAX] if isinstance(key, str | int | float) else type(key).__name__
+    return str(key)[:NAME_MAX] if isinstance(key, str | int | float) else type(key).__name__
 
 
 def _is_tensor(call: Call) -> bool:
@@ -217,7 +223,9 @@ def _storage(found: dict[str, _Storage], name: str, node: Any) -> _Storage | Non
     if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
         return None
     kind, key, numel = pid[1], pid[2], pid[4]
+    if not isinstance(key, str):  # the text of another value may be endless
+        return None
     dtype = _STORAGES.get(kind.name.removesuffix("Storage")) if isinstance(kind, Name) else None
     if dtype is None or type(numel) is not int or numel < 0:
         return None
-    return found.setdefault(str(key), _Storage(dtype, numel, name or f"storage.{key}"))
+    return found.setdefault(key, _Storage(dtype, numel, name or f"storage.{key}"))

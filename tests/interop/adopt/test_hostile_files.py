@@ -39,7 +39,7 @@ pytestmark = [
 
 
 def parsed(path: Path) -> int:
-    return len(entries_of(Window(hash_file(path).read, 0, path.stat().st_size)))
+    return len(entries_of(Window(hash_file(path).read, 0, path.stat().st_size), path.name))
 
 
 # -- forged files --
