@@ -116,9 +116,7 @@ def checked(entries: Iterable[Entry], size: int) -> list[Entry]:
             raise ValueError(f"{entry.name[:80]!r} overlaps another tensor, or lies outside")
         if prod(max(1, sum(ends)) for ends in zip(*entry.box, strict=True)) > _ELEMENTS_MAX:
             raise ValueError(f"{entry.name[:80]!r} has a shape that no tensor has")
-        if entry.dtype not in WIDTHS or nbytes_of(entry.dtype, entry.shape) != (
-            entry.stop - entry.start
-        ):
+        if entry.dtype not in WIDTHS or entry.nbytes != entry.stop - entry.start:
             raise ValueError(f"{entry.name[:80]!r} is not as long as its shape says")
         name = entry.name[:_NAME_MAX].encode("utf-8", "replace").decode()
         if (name, entry.saved_offsets) in names:
@@ -261,14 +259,15 @@ def dcp_entries(metadata: Window, files: Mapping[str, Window]) -> dict[str, list
     entries: dict[str, list[Entry]] = {}
     for index, place in pieces:
         path, name = place.get("relative_path"), index.get("fqn")
-        file = files.get(path) if isinstance(path, str) else None
-        if file is None or not isinstance(name, str) or place.get("transform_descriptors"):
+        if not isinstance(path, str) or not isinstance(name, str) or path not in files:
+            continue
+        if place.get("transform_descriptors"):
             continue
         try:
             boxes = dict(shapes.get(name, ()))
             offset = None if index.get("offset") is None else counts_of(index["offset"])
             start = place["offset"]
-            inner = _dcp_piece(file.part(start, place["length"]), name, offset, boxes)
+            inner = _dcp_piece(files[path].part(start, place["length"]), name, offset, boxes)
         except Exception:
             continue
         mine = entries.setdefault(path, [])

@@ -8,7 +8,7 @@ import io
 import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any, cast
 
 PICKLE_BYTES_MAX = 64 << 20
 DIMENSIONS_MAX = 64
@@ -79,7 +79,8 @@ def walk(file: io.BufferedReader | io.BytesIO) -> Any:
     Raises `ValueError` or another of Python's errors for what is no pickle.
     """
     machine, begin = _Machine(), file.tell()
-    for number, (code, arg, position) in enumerate(pickletools.genops(_Bounded(file))):
+    bounded = cast(IO[bytes], _Bounded(file))  # of which `genops` uses three methods
+    for number, (code, arg, position) in enumerate(pickletools.genops(bounded)):
         if position is not None and position - begin > PICKLE_BYTES_MAX:
             raise TooLarge(f"a pickle in it has more than {PICKLE_BYTES_MAX >> 20} MiB")
         if number >= OPCODES_MAX:

@@ -8,8 +8,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ckptstore.adopt.strides import gather, span_bytes
 from ckptstore.core.config import CHUNK_BYTES
-from ckptstore.core.geometry import byte_ranges, grid, intersect, within
+from ckptstore.core.geometry import byte_ranges, grid, intersect, nbytes_of, within
 from ckptstore.core.model import Box, Shape
 from ckptstore.distributed.tiling import misfit
 from ckptstore.errors import InvalidInput, Unavailable
@@ -29,6 +30,15 @@ class Entry:
     start: int
     stop: int
     saved_offsets: Shape | None = None
+    strides: Shape | None = None
+    """Where its elements lie (`adopt.strides`), if not row by row."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes in the file, with what lies between its elements."""
+        if self.strides is None:
+            return nbytes_of(self.dtype, self.shape)
+        return span_bytes(self.dtype, self.shape, self.strides)
 
     @property
     def box(self) -> Box:
@@ -99,6 +109,23 @@ class FileRange(StagedSource):
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         read_range(self._path, self._offset + start, out[: stop - start])
+
+
+class Strided(StagedSource):
+    """The elements of a tensor with strides, row by row, out of the bytes `span` that it takes in
+    its file."""
+
+    __slots__ = ("_entry", "_span")
+
+    def __init__(self, span: Source, entry: Entry) -> None:
+        super().__init__(nbytes_of(entry.dtype, entry.shape), span.width)
+        self._span, self._entry = span, entry
+
+    def stage(self, start: int, stop: int, out: memoryview) -> None:
+        entry, span = self._entry, memoryview(bytearray(self._span.nbytes))
+        assert entry.strides is not None
+        self._span.stage(0, len(span), span)
+        out[: stop - start] = gather(entry.dtype, entry.shape, entry.strides, span)[start:stop]
 
 
 class Joined(StagedSource):

@@ -2,8 +2,9 @@
 
 import io
 import zipfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -21,6 +22,7 @@ from ckptstore.adopt.pickle_ops import (
     walk,
 )
 from ckptstore.adopt.sources import Entry, Window
+from ckptstore.adopt.strides import can_be_strided, is_row_major
 from ckptstore.core.geometry import nbytes_of, width_of
 from ckptstore.core.model import Shape
 
@@ -49,11 +51,13 @@ NAME_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A tensor in a storage: its bytes from `start` on, or -1 if its elements are strided."""
+    """A tensor in a storage, from byte `start` on; `strides` are None if its elements lie row by
+    row."""
 
     name: str
     dtype: str
     shape: Shape
+    strides: Shape | None
     start: int
 
 
@@ -130,22 +134,35 @@ def legacy_torch(file: Window) -> list[Entry]:
 
 
 def _cut(storage: _Storage, start: int, nbytes: int) -> list[Entry]:
-    """The tensors of a storage at `start`: one each if they lie one behind the other, else the
-    storage as one vector."""
+    """The tensors of a storage at `start`. Of those that overlap, the largest; if none can be
+    described, the storage as one vector, under a name of its own."""
     if nbytes != nbytes_of(storage.dtype, (storage.numel,)) or not nbytes:
         return []
-    rows = {(v.start, v.dtype, v.shape): v.name for v in reversed(storage.views) if v.start >= 0}
-    entries: list[Entry] = []
-    end = 0
-    for (first, dtype, shape), name in sorted(rows.items()):
-        stop = first + nbytes_of(dtype, shape)
-        if not end <= first <= stop <= nbytes:
-            entries = []
-            break
-        entries.append(Entry(name, dtype, shape, start + first, start + stop))
-        end = stop
-    whole = Entry(storage.name, storage.dtype, (storage.numel,), start, start + nbytes)
-    return [entry for entry in entries if entry.stop > entry.start] or [whole]
+    found: dict[tuple[int, str, Shape, Shape | None], Entry] = {}
+    for view in storage.views:
+        entry = Entry(view.name, view.dtype, view.shape, 0, 0, strides=view.strides)
+        first, stop = start + view.start, start + view.start + entry.nbytes
+        may = view.strides is None or can_be_strided(view.dtype, view.shape, view.strides)
+        if may and first < stop <= start + nbytes:
+            key = view.start, view.dtype, view.shape, view.strides
+            found.setdefault(key, replace(entry, start=first, stop=stop))
+    if entries := _apart(found.values()):
+        return entries
+    name = f"{storage.name}.storage" if storage.views else storage.name
+    return [Entry(name, storage.dtype, (storage.numel,), start, start + nbytes)]
+
+
+def _apart(entries: Iterable[Entry]) -> list[Entry]:
+    """Those that do not overlap, the larger ones first."""
+    starts: list[int] = []
+    kept: list[Entry] = []
+    for entry in sorted(entries, key=lambda each: (each.start - each.stop, each.start)):
+        at = bisect_left(starts, entry.start)
+        behind = at < len(kept) and kept[at].start < entry.stop
+        if not behind and (not at or kept[at - 1].stop <= entry.start):
+            starts.insert(at, entry.start)
+            kept.insert(at, entry)
+    return kept
 
 
 def _storages(root: Any) -> dict[str, _Storage]:
@@ -210,11 +227,10 @@ def _note(found: dict[str, _Storage], name: str, args: Any) -> bool:
     named = args[6] if len(args) > 6 and isinstance(args[6], Name) else None
     dtype = named.name if named else storage.dtype
     width = width_of(dtype)
-    rowwise = all(
-        n == 1 or stride == prod(shape[i + 1 :])
-        for i, (n, stride) in enumerate(zip(shape, strides, strict=True))
-    )
-    storage.views.append(_View(name, dtype, shape, args[1] * width if rowwise else -1))
+    if len(shape) != len(strides):
+        return False
+    own = None if not prod(shape) or is_row_major(shape, strides) else strides
+    storage.views.append(_View(name, dtype, shape, own, args[1] * width))
     return True
 
 

@@ -14,7 +14,7 @@ from ckptstore.errors import InvalidInput, Unavailable
 from ckptstore.store import Store
 from tests.interop.adopt.trees import tree_of
 
-DEPTH = 1500
+DEPTH = 1100
 
 
 def test_folders_may_lie_in_each_other_at_any_depth(store: Store, tmp_path: Path) -> None:
