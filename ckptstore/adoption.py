@@ -1,38 +1,30 @@
-"""Commit directories of other programs, and make them small."""
+"""Commit directories of other programs, and make them small.
+
+A hollow directory has a random id in its pointer, and its commit the tag `held/ID`, the *hold*. A
+rename and a move keep the id, and a copy shares it, so the hold says nothing of where a directory
+lies. Since a copy may lie anywhere, on a disk that is not mounted or in another's home, nothing
+here ever finds out that the last directory of an id is gone: only somebody who knows says so, by
+`maintenance.holds.release` (docs/decisions/052-…).
+"""
 
 import logging
 import os
-import socket
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ckptstore.adopt.adopting import adopted_state, read_twice
-from ckptstore.adopt.hollow import (
-    Held,
-    Hollowed,
-    Place,
-    abandoned,
-    copied,
-    held_in,
-    hold_of,
-    hollow_out,
-    is_hollow,
-    is_unchanged,
-    label_of,
-    was_not_copied,
-)
-from ckptstore.adopt.materializing import is_adopted, manifest_of
+from ckptstore.adopt.commit_directory import message_of
+from ckptstore.adopt.hollow import Hollowed, hollow_out, is_hollow
+from ckptstore.adopt.materializing import manifest_of, parts_of
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.core.ids import CommitId
+from ckptstore.core.ids import HoldId, hold_tag, new_hold_id
 from ckptstore.core.options import Ranks
-from ckptstore.core.text import bytes_text, count_text, unicode_text
-from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
+from ckptstore.core.text import bytes_text, count_text
+from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.internals import MakeMetadata, StoreInternals
-from ckptstore.maintenance.forget import remove_tag, set_tag
-from ckptstore.objects.pointer_files import HOLLOW_POINTER, Pointer, is_pointer, read_pointer
+from ckptstore.maintenance.forget import set_tag
+from ckptstore.objects.pointer_files import HOLLOW_POINTER, Pointer, read_pointer, write_pointer
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.snapshot import Snapshot, contents_of
 
@@ -49,22 +41,22 @@ def adopt(
     """Commit `directory`; see `Store.adopt`. A hollow directory stays so, and its commit is
     returned."""
     place = Path(directory).absolute()
-    # A link may lead elsewhere later, while the directory stays.
-    holds = Holds(internals, Path(os.path.realpath(place)).parent) if hollow else None
     if found := _hollow_commit(internals, place):
-        if holds is None:
+        if not hollow:
             raise InvalidInput(
                 f"{place} is hollow: commit {found.id[:12]} has its files already; to adopt it "
                 f"anew, run `ckptstore materialize {place}` first"
             )
-        make_hollow(internals, place, found, holds)
+        make_hollow(internals, place, found)
         return found
+    # The pointer in a whole directory is of an older commit. It never stays behind: a ref to the
+    # directory would mean that commit.
+    hold = new_hold_id() if hollow or os.path.lexists(place / HOLLOW_POINTER) else None
 
     def metadata() -> CommitMetadata:
         given = label()
-        message = given.message or f"adopted from {unicode_text(place.name)}"
-        held = (holds.tag(place),) if holds else ()
-        return replace(given, message=message, tags=(*given.tags, *held))
+        held = (hold_tag(hold),) if hold else ()
+        return replace(given, message=given.message or message_of(place), tags=(*given.tags, *held))
 
     flats = partial(adopted_state, place, internals.threads, internals.handle.url)
 
@@ -73,92 +65,31 @@ def adopt(
         return internals.committed(internals.commit(request, None))
 
     snapshot = read_twice(make)
-    if holds:
-        make_hollow(internals, place, snapshot, holds)
+    if hollow:
+        make_hollow(internals, place, snapshot, hold)
+    elif hold:
+        write_pointer(place / HOLLOW_POINTER, Pointer(internals.handle.url, snapshot.id, hold))
     return internals.after_failure(snapshot)
 
 
-class Holds:
-    """The tags that keep the commits of the directories in `parent`.
-
-    They name a place: the machine, run and path that `parent` had, and its number in its file
-    system. That is the place by which a directory there is held already, if the path or the number
-    is that of `parent`, as after a move; otherwise a new one, as for a copy.
-    """
-
-    def __init__(self, internals: StoreInternals, parent: Path) -> None:
-        self._internals, self._parent, self._identity = internals, parent, _identity(parent)
-        path = label_of(socket.gethostname(), internals.run, os.path.realpath(parent))
-        self._place = Place(path, f"{self._identity[-1]:x}")
-        found = (each.place for each in held_in(parent, self._tags()) if self._is_its_own(each))
-        self._place = next(found, self._place)
-
-    def tag(self, root: Path) -> str:
-        """The hold of the directory `root`."""
-        return hold_of(self._place, root)
-
-    def renew(self) -> None:
-        """Hold the hollow directories that have no hold, such as copies, and remove the holds of
-        directories that somebody deleted. Their commits stay until a policy forgets them.
-
-        Where another directory has taken the place of `parent`, such as a mount point whose file
-        system is away, nothing was deleted."""
-        if _identity(self._parent) != self._identity:
-            return
-        for hold, commit in copied(self._tags(), self._place, self._parent):
-            with suppress(NotFound, Conflict):  # of another store, or forgotten
-                handle = self._internals.handle
-                set_tag(handle, self._internals.reader, hold, find_commit(handle, commit, None))
-        for hold in abandoned(self._tags(), self._place, self._parent):
-            with suppress(NotFound):  # another process has removed it
-                remove_tag(self._internals.handle, hold)
-
-    def _tags(self) -> Mapping[str, CommitId]:
-        return self._internals.handle.log.replay(refresh=True).tags
-
-    def _is_its_own(self, held: Held) -> bool:
-        """Whether the commit is that of the directory, not of another with its name, nor of one
-        that it was copied from: that one needs its holds."""
-        if held.place.path != self._place.path and held.place.number != self._place.number:
-            return False
-        hollow = is_pointer(held.root / HOLLOW_POINTER)
-        if hollow and read_pointer(held.root / HOLLOW_POINTER).id != held.commit:
-            return False
-        try:
-            reader, found = self._internals.find(held.commit)
-            contents = contents_of(self._internals.snapshot(found, reader))
-            is_own = was_not_copied if hollow else is_unchanged
-            return is_adopted(contents) and is_own(held.root, manifest_of(contents, held.commit))
-        except (Corrupt, NotFound):
-            return False
-
-
-def _identity(directory: Path) -> tuple[int, int]:
-    """The file system and the number of a directory; zeros if there is none."""
-    try:
-        found = directory.stat()
-    except FileNotFoundError:
-        return 0, 0
-    except OSError as error:
-        raise Unavailable(f"cannot look at {directory}: {error.strerror}") from error
-    return found.st_dev, found.st_ino
-
-
 def make_hollow(
-    internals: StoreInternals, place: Path, snapshot: Snapshot, holds: Holds
+    internals: StoreInternals, place: Path, snapshot: Snapshot, hold: HoldId | None = None
 ) -> Hollowed:
-    """Make the directory that `snapshot` was adopted from small, after every chunk was read back,
-    and let the commits of its neighbours go that are no longer there.
+    """Make the directory that `snapshot` was adopted from small, after every chunk was read back
+    and everything in the directory was compared with the commit.
 
-    Raises `Corrupt` if the commit is damaged, `FileChanged` if the directory is not what was
-    adopted; then it is whole.
+    `hold` is the id for the directory; default: the one that it has, or a new one. Raises `Corrupt`
+    if the commit is damaged, `NotFound` if it was thinned, `FileChanged` if the directory is not
+    what was adopted: then nothing of it is lost.
     """
     snapshot.verify()
-    handle, hold = internals.handle, holds.tag(place)
-    if hold not in snapshot.tags:
-        set_tag(handle, internals.reader, hold, find_commit(handle, snapshot, None))
-    manifest = manifest_of(contents_of(snapshot), snapshot.id)
-    done = hollow_out(place, manifest, Pointer(handle.url, snapshot.id))
+    contents = contents_of(snapshot)
+    manifest = manifest_of(contents, snapshot.id)
+    for name, recipe in manifest.files.items():
+        parts_of(contents, name, recipe)  # a thinned commit lacks some
+    hold = _held(internals, snapshot, hold or _hold_in(place, snapshot) or new_hold_id())
+    pointer = Pointer(internals.handle.url, snapshot.id, hold)
+    done = hollow_out(place, manifest, pointer, partial(_held, internals, snapshot, hold))
     logger.info(
         "%s is hollow: commit %s has %s, %s",
         place,
@@ -166,8 +97,27 @@ def make_hollow(
         count_text(done.files, "file"),
         bytes_text(done.bytes),
     )
-    holds.renew()
     return done
+
+
+def _held(internals: StoreInternals, snapshot: Snapshot, hold: HoldId) -> HoldId:
+    """Hold the commit by `hold`, or by a new id if another commit has that one, as after somebody
+    wrote a pointer by hand. Returns the id."""
+    tags = internals.handle.log.replay(refresh=True).tags
+    if tags.get(hold_tag(hold), snapshot.id) != snapshot.id:
+        hold = new_hold_id()
+    if hold_tag(hold) not in tags:
+        handle = internals.handle
+        set_tag(handle, internals.reader, hold_tag(hold), find_commit(handle, snapshot, None))
+    return hold
+
+
+def _hold_in(place: Path, snapshot: Snapshot) -> HoldId | None:
+    """The id of a hollow directory of `snapshot`."""
+    if not os.path.lexists(place / HOLLOW_POINTER):
+        return None
+    pointer = read_pointer(place / HOLLOW_POINTER)
+    return pointer.hold if pointer.id == snapshot.id else None
 
 
 def _hollow_commit(internals: StoreInternals, place: Path) -> Snapshot | None:

@@ -29,6 +29,7 @@ from ckptstore.maintenance.forget import (
 )
 from ckptstore.maintenance.gc import GRACE_S, MAX_UNUSED, GcOptions, GcReport, collect
 from ckptstore.maintenance.gc.session_monitor import Activity, activities
+from ckptstore.maintenance.holds import release_named, release_others
 from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose, other_end
 from ckptstore.maintenance.repair import Repaired, repair
@@ -193,6 +194,49 @@ class Maintenance:
         undelete(self._handle, reader, tuple(commits))
         self._handle.follow()
         return tuple(commits)
+
+    def release(
+        self,
+        *holds: str | os.PathLike[str],
+        except_in: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+        dry_run: bool = False,
+    ) -> dict[str, CommitId]:
+        """Let the commits of hollow directories go that nobody needs any more. A hollow directory
+        and its copies keep their commit until this is called, also when they are deleted.
+
+        Args:
+            holds: Hollow directories that are about to go, or holds by name (`held/…`) whose
+                directories are gone.
+            except_in: Instead of these: folders. Every hold is released but those of the hollow
+                directories in the folders, at any depth.
+            dry_run: Release nothing.
+
+        Returns:
+            The holds that were released, with the commit that each kept. Policies decide about the
+            commits from then on.
+
+        Raises:
+            InvalidInput: Both are given, or neither is.
+            NotFound: A directory or a name has no hold, or a folder no hollow directory: its file
+                system may be away.
+            Conflict: A directory has a copy beside it.
+            Unavailable: A folder cannot be read.
+
+        Example:
+            >>> store.release(except_in=["out", "/backup/out"], dry_run=True)
+        """
+        folders = [except_in] if isinstance(except_in, str | os.PathLike) else list(except_in)
+        if bool(holds) == bool(folders):
+            raise InvalidInput(
+                "release takes hollow directories and names of holds, or except_in: the folders "
+                "that have every hollow directory which is left; give one or the other"
+            )
+        if not dry_run:
+            self._handle.check_writable()
+        if holds:
+            return release_named(self._handle, holds, dry_run=dry_run)
+        reader = Reader(self._handle.config, self._handle.objects, self._threads)
+        return release_others(self._handle, reader, folders, dry_run=dry_run)
 
     @beside_commits
     def gc(

@@ -402,7 +402,8 @@ class Store(Maintenance):
         self._internals.wake_tier()
 
     def untag(self, name: str) -> None:
-        """Remove a tag; the commit stays. Raises `NotFound` for an unknown tag."""
+        """Remove a tag; the commit stays. Raises `NotFound` for an unknown tag, `Conflict` for the
+        hold of a hollow directory, which `release` removes."""
         remove_tag(self._handle, name)
 
     def diff(self, a: AnyRef, b: AnyRef) -> Difference:
@@ -435,8 +436,8 @@ class Store(Maintenance):
 
         Args:
             directory: The directory. The store must not lie in it.
-            hollow: Remove its files with tensors when the commit is durable and was read back;
-                else nothing in it is changed.
+            hollow: Remove its files with tensors when the commit is durable and was read back. The
+                commit is kept until `release`.
             step: As in `commit`, and so are `tag`, `message`, `metrics` and `links`.
 
         Raises:

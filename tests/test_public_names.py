@@ -22,7 +22,7 @@ MAINTENANCE = {
         "mirror",
         "pull",
     ),
-    *("push", "reindex", "repair", "sessions", "undelete", "usage"),
+    *("push", "reindex", "release", "repair", "sessions", "undelete", "usage"),
 }
 TRAINING = {
     *("adopt", "checkout", "close", "commit", "commit_async", "committing", "diff", "every"),

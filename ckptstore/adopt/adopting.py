@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ckptstore.adopt.directory import Listing, list_directory
+from ckptstore.adopt.directory import ListedFile, Listing, list_directory
 from ckptstore.adopt.hashed_files import FileChanged, FileParts, HashedFile, hash_file
 from ckptstore.adopt.manifest import (
     FILES,
@@ -24,10 +24,18 @@ from ckptstore.adopt.manifest import (
     encode_manifest,
 )
 from ckptstore.adopt.parsers import dcp_entries, entries_of
-from ckptstore.adopt.sources import Entry, Joined, Window, check_tiling, shape_around
+from ckptstore.adopt.sources import (
+    Entry,
+    Joined,
+    Strided,
+    Window,
+    check_tiling,
+    shape_around,
+)
+from ckptstore.adopt.strides import gaps
 from ckptstore.commit.plan import Flats
 from ckptstore.core.geometry import width_of
-from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape
+from ckptstore.core.model import LeafKind, Node, Schema, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.objects.pointer_files import DIRECTORY_POINTERS
 from ckptstore.repository.thread_pool import ThreadPool
@@ -72,8 +80,8 @@ def state_of(listing: Listing, threads: ThreadPool) -> Flats:
     """The state of what is listed. Raises `Unavailable` if it cannot be read or changes."""
     files: dict[str, HashedFile] = {}
 
-    def read(item: tuple[str, Path]) -> None:
-        files[item[0]] = hash_file(item[1])
+    def read(item: tuple[str, ListedFile]) -> None:
+        files[item[0]] = hash_file(item[1].path, item[1].identity)
 
     threads.spread(read, list(listing.files.items()))
     layout = _Layout(files)
@@ -101,15 +109,20 @@ def state_of(listing: Listing, threads: ThreadPool) -> Flats:
 
 
 def _literals(parts: Iterable[Part], entries: Iterable[Entry]) -> list[tuple[int, int]]:
-    """The ranges of a file that its literal has: what lies between its tensors."""
+    """The ranges of a file that its literal has: what lies between its tensors, and between the
+    elements of one."""
     ranges, position = [], 0
-    stops = iter(entry.stop for entry in entries)
+    tensors = iter(entries)
     for part in parts:
         if isinstance(part, int):
             ranges.append((position, position + part))
             position += part
         else:
-            position = next(stops)
+            entry = next(tensors)
+            if entry.strides is not None:
+                inner = gaps(entry.dtype, entry.shape, entry.strides)
+                ranges += [(entry.start + first, entry.start + stop) for first, stop in inner]
+            position = entry.stop
     return ranges
 
 
@@ -127,7 +140,8 @@ def _parsed(listing: Listing, files: Mapping[str, HashedFile]) -> list[_Found]:
     found: dict[str, _Found] = {}
 
     def window(name: str) -> Window:
-        return Window(files[name].path, 0, files[name].size)
+        # What is parsed is what was hashed: `read` compares it.
+        return Window(files[name].read, 0, files[name].size)
 
     for name in listing.files:
         folder, _, base = name.rpartition("/")
@@ -142,7 +156,7 @@ def _parsed(listing: Listing, files: Mapping[str, HashedFile]) -> list[_Found]:
                 found[where] = _Found(where, folder or _DCP_GROUP, entries)
     for name in listing.files:
         if name not in found:
-            entries = entries_of(window(name))
+            entries = entries_of(window(name), name)
             found[name] = _Found(name, group_of(name, entries), entries)
     return [found[name] for name in sorted(found) if found[name].entries]
 
@@ -208,10 +222,7 @@ class _Layout:
         stored = self._groups[key][name]
         first = stored[0][1]
         width = width_of(first.dtype)
-        pieces: list[tuple[Box, Source]] = [
-            (entry.box, FileParts(self._files[file], [(entry.start, entry.stop)], width))
-            for file, entry in stored
-        ]
+        pieces = [(entry.box, self._source(file, entry)) for file, entry in stored]
         boxes = [box for box, _ in pieces]
         try:
             shape = shape_around(boxes)
@@ -222,6 +233,10 @@ class _Layout:
         return _Leaf(
             first.dtype, shape, pieces[0][1] if len(pieces) == 1 else Joined(shape, width, pieces)
         )
+
+    def _source(self, file: str, entry: Entry) -> Source:
+        whole = FileParts(self._files[file], [(entry.start, entry.stop)], width_of(entry.dtype))
+        return whole if entry.strides is None else Strided(whole, entry)
 
     def _drop(self, key: str, name: str) -> None:
         for file in {file for file, _ in self._groups[key][name]}:
@@ -242,7 +257,8 @@ class _Layout:
                 parts.append(entry.start - position)
             boxes = [other.box for _, other in self._groups[key][entry.name]]
             path, shape = f"{segment(key)}/{segment(entry.name)}", shape_around(boxes)
-            parts.append(LeafPart(path, entry.dtype, shape, entry.box if len(boxes) > 1 else None))
+            box = entry.box if len(boxes) > 1 else None
+            parts.append(LeafPart(path, entry.dtype, shape, box, entry.strides))
             position = entry.stop
         rest = self._files[file].size - position
         return (*parts, rest) if rest else tuple(parts)

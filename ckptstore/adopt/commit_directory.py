@@ -20,9 +20,9 @@ from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 
 
-def described(label: CommitMetadata, place: Path) -> CommitMetadata:
-    """`label`, with the message of an adopted directory if it has none."""
-    return replace(label, message=label.message or f"adopted from {unicode_text(place.name)}")
+def message_of(place: Path) -> str:
+    """The message of the commit of a directory, if no other is given."""
+    return f"adopted from {unicode_text(place.name)}"
 
 
 def commit_directory(
@@ -43,7 +43,7 @@ def commit_directory(
     def prepare() -> tuple[CommitMetadata, Flats]:
         found = flats()
         sizes[0] = sum(flat.nbytes for flat in found.values())
-        return described(label, place), found
+        return replace(label, message=label.message or message_of(place)), found
 
     def make() -> Committed:
         return committer.commit(CommitRequest(prepare, time.perf_counter()))

@@ -4,7 +4,9 @@ A file is read once for its BLAKE3, and the XXH3 of each of its blocks is kept. 
 takes whole blocks and compares them, so that what reaches a chunk is what was hashed.
 """
 
+import errno
 import os
+import stat
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from pathlib import Path
 from blake3 import blake3
 from xxhash import xxh3_64, xxh3_64_digest
 
+from ckptstore.adopt.directory import Identity
 from ckptstore.errors import Unavailable
 from ckptstore.state.leaf_sources import StagedSource
 from ckptstore.storage.local_files import Descriptor, transfer
@@ -21,14 +24,16 @@ from ckptstore.storage.local_files import Descriptor, transfer
 BLOCK_BYTES = 1 << 16
 _SUM_BYTES = 8
 _READ_BYTES = 4 << 20
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
 
 class FileChanged(Unavailable):
-    """A file changed while it was adopted."""
+    """A file is not the one that was listed, hashed or committed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, problem: str = "") -> None:
         super().__init__(
-            f"{path} changed while it was read; nothing was committed: repeat this after the "
+            problem
+            or f"{path} changed while it was read; nothing was committed: repeat this after the "
             "program that writes it is done"
         )
 
@@ -36,9 +41,10 @@ class FileChanged(Unavailable):
 @dataclass(frozen=True, slots=True, eq=False)
 class HashedFile:
     """A regular file as it was when it was hashed: its size, its BLAKE3, and the sums of its
-    blocks."""
+    blocks. No read follows a link that has taken its place."""
 
     path: Path
+    identity: Identity
     size: int
     mode: int
     mtime_ns: int
@@ -52,7 +58,7 @@ class HashedFile:
         end = min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, self.size)
         before, after = bytearray(offset - first), bytearray(end - stop)
         buffers = [memoryview(before), out, memoryview(after)]
-        file = _open(self.path)
+        file = _open(self.path, self.identity)
         try:
             if transfer(os.preadv, file.fd, first, buffers):
                 raise FileChanged(self.path)
@@ -80,10 +86,13 @@ def _sum(buffers: Sequence[memoryview], start: int, stop: int) -> bytes:
     return summed.digest()
 
 
-def hash_file(path: Path) -> HashedFile:
-    """Read a file once. Raises `FileChanged` if it changes meanwhile, `Unavailable` if it cannot be
-    read."""
-    file = _open(path)
+def hash_file(path: Path, identity: Identity | None = None) -> HashedFile:
+    """Read a regular file once, the one that was listed as `identity` if that is given.
+
+    Raises `FileChanged` if it is a link or another file by now, or changes meanwhile, `Unavailable`
+    if it cannot be read.
+    """
+    file = _open(path, identity)
     hashed, sums = blake3(), bytearray()
     buffer = memoryview(bytearray(_READ_BYTES))
     try:
@@ -104,17 +113,31 @@ def hash_file(path: Path) -> HashedFile:
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise FileChanged(path)
     mode = before.st_mode & 0o7777
-    return HashedFile(path, position, mode, before.st_mtime_ns, hashed.hexdigest(), bytes(sums))
+    return HashedFile(
+        path,
+        Identity.of(before),
+        position,
+        mode,
+        before.st_mtime_ns,
+        hashed.hexdigest(),
+        bytes(sums),
+    )
 
 
-def _open(path: Path) -> Descriptor:
+def _open(path: Path, identity: Identity | None) -> Descriptor:
     try:
-        return Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+        file = Descriptor(os.open(path, _READ))
+        status = os.fstat(file.fd)
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise FileChanged(path) from error
         raise Unavailable(
             f"cannot read {path}: {error.strerror}; see that it is there and may be read, then "
             "repeat"
         ) from error
+    if not stat.S_ISREG(status.st_mode) or identity not in (None, Identity.of(status)):
+        raise FileChanged(path)
+    return file
 
 
 class FileParts(StagedSource):

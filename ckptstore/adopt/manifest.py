@@ -6,11 +6,12 @@ name under the key `files`, and leaves, or boxes of leaves.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeAlias
 
 from ckptstore.adopt.directory import Folder, Link
 from ckptstore.adopt.sources import check_tiling
+from ckptstore.adopt.strides import can_be_strided
 from ckptstore.core.geometry import WIDTHS
 from ckptstore.core.model import Box, Shape
 from ckptstore.errors import CkptStoreError, InvalidInput
@@ -29,12 +30,22 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class LeafPart:
-    """All bytes of a tensor, or those of a box of it. `dtype` and `shape` are the tensor's."""
+    """All bytes of a tensor, or those of a box of it. `dtype` and `shape` are the tensor's.
+
+    With `strides`, the elements lie in the file by these, and what lies between them is the next of
+    the literal's bytes.
+    """
 
     path: str
     dtype: str
     shape: Shape
     box: Box | None = None
+    strides: Shape | None = None
+
+    @property
+    def region(self) -> Box:
+        """The box that it takes."""
+        return self.box or Box.whole(self.shape)
 
 
 Part: TypeAlias = int | LeafPart
@@ -86,7 +97,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def _part_to_json(part: Part) -> Any:
     if isinstance(part, int):
         return part
-    return [part.path, part.dtype, list(part.shape), *map(list, part.box or ())]
+    if part.strides is not None:
+        where = [*map(list, part.region), list(part.strides)]
+    else:
+        where = [*map(list, part.box or ())]
+    return [part.path, part.dtype, list(part.shape), *where]
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -144,9 +159,15 @@ def _part(found: Any) -> Part:
         return int(found)
     path, dtype, shape, *box = found
     named = isinstance(path, str) and isinstance(dtype, str) and dtype in WIDTHS
-    if not named or len(box) not in (0, 2) or not all(map(_are_counts, (shape, *box))):
+    if not named or len(box) not in (0, 2, 3) or not all(map(_are_counts, (shape, *box))):
         _refuse(f"{str(found)[:80]} is not a part of a file")
-    return LeafPart(path, dtype, tuple(shape), Box(*map(tuple, box)) if box else None)
+    part = LeafPart(path, dtype, tuple(shape), Box(*map(tuple, box[:2])) if box else None)
+    if len(box) < 3:
+        return part
+    if not can_be_strided(dtype, part.region.lengths, tuple(box[2])):
+        _refuse(f"{str(found)[:80]} has strides that no part of a file has")
+    whole = part.box == Box.whole(part.shape)
+    return replace(part, strides=tuple(box[2]), box=None if whole else part.box)
 
 
 def _are_counts(values: Any) -> bool:
@@ -175,8 +196,7 @@ def _check_parts(manifest: Manifest) -> None:
     for file in manifest.files.values():
         for part in file.parts:
             if isinstance(part, LeafPart):
-                box = part.box or Box.whole(part.shape)
-                boxes.setdefault((part.path, part.dtype, part.shape), []).append(box)
+                boxes.setdefault((part.path, part.dtype, part.shape), []).append(part.region)
     if len({path for path, _, _ in boxes}) != len(boxes):
         _refuse("a leaf is there with two shapes")
     for (path, _, shape), stored in boxes.items():

@@ -7,7 +7,7 @@ Nothing is written outside: names are checked before, links are made last and ne
 import fnmatch
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -28,8 +28,9 @@ from ckptstore.adopt.manifest import (
     Manifest,
     decode_manifest,
 )
+from ckptstore.adopt.strides import scatter, span_bytes
 from ckptstore.core.geometry import nbytes_of
-from ckptstore.core.model import Box
+from ckptstore.core.model import Box, Shape
 from ckptstore.core.paths import check_path, scratch_for, sync_path
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from ckptstore.objects.pointer_files import HOLLOW_POINTER, read_pointer
@@ -256,12 +257,24 @@ def _above(name: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a leaf whose bytes follow each other in a file."""
+    """A box of a leaf whose bytes follow each other in a file, or lie there by `spread`; then
+    `nbytes` are those from the first element to the last."""
 
     tree: Tree
     number: int
     box: Box
     nbytes: int
+    spread: "Spread | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How the elements of a box lie in a file (`adopt.strides`), and what lies between them: the
+    bytes of a literal."""
+
+    dtype: str
+    strides: Shape
+    between: Piece
 
 
 def parts_of(contents: Contents, name: str, recipe: FileRecipe) -> list[Piece]:
@@ -279,6 +292,14 @@ def parts_of(contents: Contents, name: str, recipe: FileRecipe) -> list[Piece]:
         if isinstance(part, LeafPart):
             tree, leaf, box = _leaf(contents, name, part)
             found = Piece(tree, leaf, box, nbytes_of(part.dtype, box.lengths))
+            if part.strides is not None:
+                span = span_bytes(part.dtype, box.lengths, part.strides)
+                gap = span - found.nbytes
+                between = Piece(literal, number, Box((begin,), (gap,)), gap)
+                found = replace(
+                    found, nbytes=span, spread=Spread(part.dtype, part.strides, between)
+                )
+                begin += gap
         else:
             found = Piece(literal, number, Box((begin,), (part,)), part)
             begin += part
@@ -292,7 +313,11 @@ def parts_of(contents: Contents, name: str, recipe: FileRecipe) -> list[Piece]:
 
 
 def split(piece: Piece, limit_bytes: int) -> Iterator[Piece]:
-    """A piece as pieces of at most `limit_bytes`, cut where the grid is if that is possible."""
+    """A piece as pieces of at most `limit_bytes`, cut where the grid is if that is possible; one
+    that is spread stays whole."""
+    if piece.spread:
+        yield piece
+        return
     (offsets, lengths), nbytes = piece.box, piece.nbytes
     dim = next((i for i, n in enumerate(lengths) if n > 1), None)
     if nbytes <= limit_bytes or dim is None:
@@ -332,7 +357,7 @@ def _leaf(contents: Contents, name: str, part: LeafPart) -> tuple[Tree, int, Box
             "--format of `ckptstore export`"
         )
     tree.check(number)  # before it is cut into pieces
-    return tree, number, part.box or Box.whole(part.shape)
+    return tree, number, part.region
 
 
 def _unusable(name: str, why: str) -> InvalidInput:
@@ -377,11 +402,21 @@ def read_pieces(contents: Contents, pieces: Sequence[Piece], out: memoryview) ->
     follow each other in its leaf, are read at once, since many may lie in one chunk."""
     reads: list[ReadRequest] = []
     literals: list[tuple[Piece, memoryview]] = []
+    spread: list[Callable[[], None]] = []
     size = 0
     for piece in pieces:
         here = out[size : size + piece.nbytes]
         size += piece.nbytes
-        if piece.tree.schema.kinds[piece.number] == "bytes":
+        if piece.spread:
+            between = piece.spread.between
+            gap = memoryview(bytearray(between.nbytes))
+            values = memoryview(bytearray(piece.nbytes - between.nbytes))
+            if between.nbytes:
+                literals.append((between, gap))
+            reads.append(ReadRequest(piece.tree, piece.number, Memory(values), piece.box))
+            place = piece.spread.dtype, piece.box.lengths, piece.spread.strides
+            spread.append(partial(scatter, *place, values, gap, here))
+        elif piece.tree.schema.kinds[piece.number] == "bytes":
             literals.append((piece, here))
         else:
             reads.append(ReadRequest(piece.tree, piece.number, Memory(here), piece.box))
@@ -397,6 +432,8 @@ def read_pieces(contents: Contents, pieces: Sequence[Piece], out: memoryview) ->
         for piece, here in literals:
             here[:] = joined[position : position + piece.nbytes]
             position += piece.nbytes
+    for fill in spread:
+        fill()
     return size
 
 
@@ -405,7 +442,7 @@ def _windows(
 ) -> Iterator[memoryview]:
     """The bytes of pieces, window by window. While the caller has one, the next is read; it is
     gone when the caller asks for that."""
-    limit = max((_window_bytes(piece.tree) for piece in pieces), default=0)
+    limit = max((max(_window_bytes(piece.tree), piece.nbytes) for piece in pieces), default=0)
     ends = list(accumulate((piece.nbytes for piece in pieces), initial=0))
 
     def read(window: slice, memory: memoryview) -> memoryview:

@@ -6,12 +6,14 @@ a file of another format or a damaged one: such a file has no tensors.
 
 import ast
 import io
+import logging
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
-from ckptstore.adopt.pickle_ops import attributes, counts_of, items_of, walk
+from ckptstore.adopt.pickle_ops import TooLarge, attributes, counts_of, items_of, walk
 from ckptstore.adopt.safetensors_header import (
     HEADER_BYTES_MAX,
     LENGTH_BYTES,
@@ -28,10 +30,15 @@ from ckptstore.adopt.torch_files import (
 from ckptstore.core.geometry import WIDTHS, nbytes_of
 from ckptstore.core.model import Shape
 
+logger = logging.getLogger("ckptstore")
+
 NPY_MAGIC = b"\x93NUMPY"
 GGUF_MAGIC = b"GGUF"
 
 ENTRIES_MAX = 1 << 20
+_ELEMENTS_MAX = 1 << 53
+"""The dimensions of an empty tensor have no bytes that would limit them: the manifest and torch do.
+"""
 _NAME_MAX = 2000
 _NPY_HEADER_MAX = 1 << 16
 _NUMPY = {
@@ -67,11 +74,15 @@ _GGUF_STRING, _GGUF_ARRAY, _GGUF_UINT32 = 8, 9, 4
 _GGUF_DIMENSIONS_MAX = 8
 
 
-def entries_of(file: Window) -> list[Entry]:
+def entries_of(file: Window, where: str) -> list[Entry]:
     """The tensors in a file, in order of their bytes. Empty for a file of no known format, for one
-    that is damaged, and for one whose tensors overlap."""
+    that is damaged, for one whose tensors overlap, and with a warning that names `where`, for one
+    that is too large to look into."""
     try:
         return checked(_parse(file), file.size)
+    except TooLarge as error:
+        logger.warning("%s is kept as bytes, without tensors: %s", where, error)
+        return []
     except Exception:  # a forged file may raise anything, and is kept as bytes
         return []
 
@@ -103,9 +114,9 @@ def checked(entries: Iterable[Entry], size: int) -> list[Entry]:
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
         if not (end <= entry.start <= entry.stop <= size and len(entry.shape) <= 64):
             raise ValueError(f"{entry.name[:80]!r} overlaps another tensor, or lies outside")
-        if entry.dtype not in WIDTHS or nbytes_of(entry.dtype, entry.shape) != (
-            entry.stop - entry.start
-        ):
+        if prod(max(1, sum(ends)) for ends in zip(*entry.box, strict=True)) > _ELEMENTS_MAX:
+            raise ValueError(f"{entry.name[:80]!r} has a shape that no tensor has")
+        if entry.dtype not in WIDTHS or entry.nbytes != entry.stop - entry.start:
             raise ValueError(f"{entry.name[:80]!r} is not as long as its shape says")
         name = entry.name[:_NAME_MAX].encode("utf-8", "replace").decode()
         if (name, entry.saved_offsets) in names:
@@ -114,7 +125,7 @@ def checked(entries: Iterable[Entry], size: int) -> list[Entry]:
         found.append(replace(entry, name=name))
         end = entry.stop
         if len(found) > ENTRIES_MAX:
-            raise ValueError("it has too many tensors")
+            raise TooLarge(f"it has more than {ENTRIES_MAX:,} tensors")
     if len(names) != len(found):
         raise ValueError("two tensors have one name")
     return found
@@ -229,26 +240,37 @@ def dcp_entries(metadata: Window, files: Mapping[str, Window]) -> dict[str, list
         found = attributes(walk(metadata.reader()))
         shapes: dict[str, list[tuple[Any, Any]]] = {}
         for name, item in items_of(found["state_dict_metadata"]):
+            if not isinstance(name, str):
+                continue
             chunks = [attributes(chunk) for chunk in attributes(item).get("chunks") or ()]
             shapes[name] = [
                 (counts_of(chunk["offsets"]), counts_of(chunk["sizes"])) for chunk in chunks
             ]
         pieces = [(attributes(i), attributes(p)) for i, p in items_of(found["storage_data"])]
+    except TooLarge as error:
+        logger.warning(
+            "%s are kept as bytes, without tensors: of their metadata, %s",
+            ", ".join(sorted(files)[:5]),
+            error,
+        )
+        return {}
     except Exception:  # a forged file may raise anything
         return {}
     entries: dict[str, list[Entry]] = {}
     for index, place in pieces:
-        file = files.get(str(place.get("relative_path")))
-        if file is None or place.get("transform_descriptors"):
+        path, name = place.get("relative_path"), index.get("fqn")
+        if not isinstance(path, str) or not isinstance(name, str) or path not in files:
+            continue
+        if place.get("transform_descriptors"):
             continue
         try:
-            boxes = dict(shapes.get(index["fqn"], ()))
+            boxes = dict(shapes.get(name, ()))
             offset = None if index.get("offset") is None else counts_of(index["offset"])
             start = place["offset"]
-            inner = _dcp_piece(file.part(start, place["length"]), index["fqn"], offset, boxes)
+            inner = _dcp_piece(files[path].part(start, place["length"]), name, offset, boxes)
         except Exception:
             continue
-        mine = entries.setdefault(place["relative_path"], [])
+        mine = entries.setdefault(path, [])
         mine += [_moved(entry, start) for entry in inner]
     return {name: _checked_or_none(found, files[name].size) for name, found in entries.items()}
 
@@ -257,7 +279,7 @@ def _dcp_piece(
     piece: Window, name: str, offset: tuple[int, ...] | None, boxes: Mapping[Any, Any]
 ) -> list[Entry]:
     """The tensors of one item: that of a piece of a tensor, or those of an object."""
-    inner = entries_of(piece)
+    inner = entries_of(piece, name)
     if offset is None:
         return [replace(entry, name=f"{name}.{entry.name}") for entry in inner]
     if len(inner) == 1 and inner[0].shape == boxes.get(offset):

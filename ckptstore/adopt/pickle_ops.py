@@ -8,9 +8,16 @@ import io
 import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any, cast
 
 PICKLE_BYTES_MAX = 64 << 20
+DIMENSIONS_MAX = 64
+OPCODES_MAX = 4 << 20
+"""Each opcode makes a few hundred bytes of records at most, however few bytes it has."""
+
+
+class TooLarge(ValueError):
+    """A file is not looked into, since that would take too much memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,11 +79,33 @@ def walk(file: io.BufferedReader | io.BytesIO) -> Any:
     Raises `ValueError` or another of Python's errors for what is no pickle.
     """
     machine, begin = _Machine(), file.tell()
-    for code, arg, position in pickletools.genops(file):
+    bounded = cast(IO[bytes], _Bounded(file))  # of which `genops` uses three methods
+    for number, (code, arg, position) in enumerate(pickletools.genops(bounded)):
         if position is not None and position - begin > PICKLE_BYTES_MAX:
-            raise ValueError("a pickle is too long")
+            raise TooLarge(f"a pickle in it has more than {PICKLE_BYTES_MAX >> 20} MiB")
+        if number >= OPCODES_MAX:
+            raise TooLarge(f"a pickle in it has more than {OPCODES_MAX:,} operations")
         machine.step(code.name, arg)
     return machine.stack[-1]
+
+
+class _Bounded:
+    """A file that gives no text or bytes longer than a pickle may be, whatever length the pickle
+    says that they have."""
+
+    def __init__(self, file: io.BufferedReader | io.BytesIO) -> None:
+        self._file, self.tell = file, file.tell
+
+    def read(self, size: int) -> bytes:
+        if size > PICKLE_BYTES_MAX:
+            raise TooLarge(f"a pickle in it has a value of {size} bytes")
+        return self._file.read(size)
+
+    def readline(self) -> bytes:
+        line = self._file.readline(PICKLE_BYTES_MAX)
+        if len(line) == PICKLE_BYTES_MAX:
+            raise TooLarge("a pickle in it has a name without an end")
+        return line
 
 
 class _Machine:
@@ -163,7 +192,9 @@ class _Machine:
 
     def _stack_global(self, _: None) -> None:
         name, module = self.stack.pop(), self.stack.pop()
-        self.stack.append(Name(str(module), str(name)))
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise ValueError("a name is no text")
+        self.stack.append(Name(module, name))
 
     def _reduce(self, _: None) -> None:
         args, function = self.stack.pop(), self.stack.pop()
@@ -210,14 +241,62 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """The items of a dict, also of one that a class stands for."""
-    return value.items if isinstance(value, Pairs | Call) else []
+    """The items of a dict, also of one that a class stands for. Python 2 wrote an `OrderedDict` as
+    a call with a list of pairs; these come first, as they do when it is called."""
+    if isinstance(value, Pairs):
+        return value.items
+    if not isinstance(value, Call):
+        return []
+    return [*_given_items(value), *value.items]
+
+
+def _given_items(call: Call) -> list[tuple[Any, Any]]:
+    """The items that a call of a dict's class has as its argument."""
+    if not is_name(call.function, *_DICTS) or not isinstance(call.args, tuple):
+        return []
+    given = call.args[0] if len(call.args) == 1 else None
+    if isinstance(given, Pairs):
+        return given.items
+    pairs = given if isinstance(given, list) else []
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        return []
+    return [(key, value) for key, value in pairs]
+
+
+def is_dict(value: Any) -> bool:
+    """Whether a value is a dict, or a call that makes one, whose items are `items_of`."""
+    return isinstance(value, Pairs) or (
+        isinstance(value, Call) and is_name(value.function, *_DICTS)
+    )
+
+
+def is_name(value: Any, *names: tuple[str, str]) -> bool:
+    """Whether a value is one of these names, each a module and what it has."""
+    return isinstance(value, Name) and (value.module, value.name) in names
+
+
+def item_of(value: Any, wanted: str) -> Any:
+    """The last item of a dict under a name. No other key is hashed, which a forged one may make
+    endless."""
+    found = [item for key, item in items_of(value) if isinstance(key, str) and key == wanted]
+    return found[-1] if found else None
+
+
+_DICTS = (
+    ("collections", "OrderedDict"),
+    ("builtins", "dict"),
+    ("__builtin__", "dict"),
+    ("collections", "Counter"),
+)
 
 
 def counts_of(value: Any) -> tuple[int, ...]:
     """A shape, as a tuple or a `torch.Size`. Raises `ValueError` for anything else."""
-    if isinstance(value, Call) and str(value.function) == "torch.Size" and value.args:
+    if isinstance(value, Call) and is_name(value.function, ("torch", "Size")) and value.args:
         value = value.args[0]
-    if not isinstance(value, tuple | list) or not all(type(n) is int and n >= 0 for n in value):
-        raise ValueError(f"{str(value)[:80]} is no shape")
+    # The text of a value may be endless: one that has another twice has its text twice.
+    if not isinstance(value, tuple | list) or len(value) > DIMENSIONS_MAX:
+        raise ValueError("no shape")
+    if not all(type(n) is int and n >= 0 for n in value):
+        raise ValueError("no shape")
     return tuple(value)

@@ -2,14 +2,15 @@
 
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from ckptstore.adopt.strides import gather, span_bytes
 from ckptstore.core.config import CHUNK_BYTES
-from ckptstore.core.geometry import byte_ranges, grid, intersect, within
+from ckptstore.core.geometry import byte_ranges, grid, intersect, nbytes_of, within
 from ckptstore.core.model import Box, Shape
 from ckptstore.distributed.tiling import misfit
 from ckptstore.errors import InvalidInput, Unavailable
@@ -29,6 +30,15 @@ class Entry:
     start: int
     stop: int
     saved_offsets: Shape | None = None
+    strides: Shape | None = None
+    """Where its elements lie (`adopt.strides`), if not row by row."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes in the file, with what lies between its elements."""
+        if self.strides is None:
+            return nbytes_of(self.dtype, self.shape)
+        return span_bytes(self.dtype, self.shape, self.strides)
 
     @property
     def box(self) -> Box:
@@ -36,18 +46,21 @@ class Entry:
         return Box(self.saved_offsets or (0,) * len(self.shape), self.shape)
 
 
-class Window(io.RawIOBase):
-    """`size` bytes of a file from `start` on, as a file of their own, open only while it is
-    read."""
+ReadRange: TypeAlias = Callable[[int, memoryview], None]
 
-    def __init__(self, path: Path, start: int, size: int) -> None:
+
+class Window(io.RawIOBase):
+    """`size` bytes of a file from `start` on, as a file of their own. `read` fills memory with the
+    bytes of the file from an offset on."""
+
+    def __init__(self, read: ReadRange, start: int, size: int) -> None:
         super().__init__()
-        self._path, self._start, self._position = path, start, 0
+        self._read, self._start, self._position = read, start, 0
         self.size = size
 
     def reader(self) -> io.BufferedReader:
         """The window from its beginning, read ahead."""
-        return io.BufferedReader(Window(self._path, self._start, self.size), 1 << 16)
+        return io.BufferedReader(Window(self._read, self._start, self.size), 1 << 16)
 
     def readable(self) -> bool:
         return True
@@ -68,21 +81,21 @@ class Window(io.RawIOBase):
     def readinto(self, out: Any) -> int:
         here = memoryview(out)[: max(self.size - self._position, 0)]
         if len(here):
-            read_range(self._path, self._start + self._position, here)
+            self._read(self._start + self._position, here)
             self._position += len(here)
         return len(here)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         """Bytes `offset:offset + nbytes`. Raises `ValueError` if they do not lie in the window."""
         data = bytearray(self.part(offset, nbytes).size)
-        read_range(self._path, self._start + offset, memoryview(data))
+        self._read(self._start + offset, memoryview(data))
         return bytes(data)
 
     def part(self, offset: int, nbytes: int) -> "Window":
         """A window on a part of this one. Raises `ValueError` if it does not lie in it."""
         if min(offset, nbytes) < 0 or offset + nbytes > self.size:
             raise ValueError(f"{nbytes} bytes at {offset} are not in {self.size} bytes")
-        return Window(self._path, self._start + offset, nbytes)
+        return Window(self._read, self._start + offset, nbytes)
 
 
 class FileRange(StagedSource):
@@ -96,6 +109,23 @@ class FileRange(StagedSource):
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
         read_range(self._path, self._offset + start, out[: stop - start])
+
+
+class Strided(StagedSource):
+    """The elements of a tensor with strides, row by row, out of the bytes `span` that it takes in
+    its file."""
+
+    __slots__ = ("_entry", "_span")
+
+    def __init__(self, span: Source, entry: Entry) -> None:
+        super().__init__(nbytes_of(entry.dtype, entry.shape), span.width)
+        self._span, self._entry = span, entry
+
+    def stage(self, start: int, stop: int, out: memoryview) -> None:
+        entry, span = self._entry, memoryview(bytearray(self._span.nbytes))
+        assert entry.strides is not None
+        self._span.stage(0, len(span), span)
+        out[: stop - start] = gather(entry.dtype, entry.shape, entry.strides, span)[start:stop]
 
 
 class Joined(StagedSource):

@@ -2,8 +2,9 @@
 
 import io
 import zipfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -13,11 +14,15 @@ from ckptstore.adopt.pickle_ops import (
     Name,
     Pairs,
     Persistent,
+    TooLarge,
     counts_of,
+    is_dict,
+    item_of,
     items_of,
     walk,
 )
 from ckptstore.adopt.sources import Entry, Window
+from ckptstore.adopt.strides import can_be_strided, is_row_major
 from ckptstore.core.geometry import nbytes_of, width_of
 from ckptstore.core.model import Shape
 
@@ -41,16 +46,18 @@ _STORAGES = {
     "Untyped": "uint8",
 }
 _NESTING = 100
-_NAME_MAX = 1000
+NAME_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A tensor in a storage: its bytes from `start` on, or -1 if its elements are strided."""
+    """A tensor in a storage, from byte `start` on; `strides` are None if its elements lie row by
+    row."""
 
     name: str
     dtype: str
     shape: Shape
+    strides: Shape | None
     start: int
 
 
@@ -69,7 +76,7 @@ class _Bounded(io.BufferedReader):
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > PICKLE_BYTES_MAX:
-            raise ValueError(f"a table of contents has {size} bytes")
+            raise TooLarge(f"its table of contents has {size} bytes")
         return super().read(size)
 
 
@@ -101,7 +108,7 @@ def torch_archive(file: Window, members: Mapping[str, tuple[int, int]]) -> list[
         return []
     start, nbytes = members[pickled]
     if nbytes > PICKLE_BYTES_MAX:
-        return []
+        raise TooLarge(f"its pickle has {nbytes} bytes")
     found = _storages(walk(io.BytesIO(file.read_at(start, nbytes))))
     places = {key: members.get(f"{root}data/{key}", (0, 0)) for key in found}
     return [entry for key, each in found.items() for entry in _cut(each, *places[key])]
@@ -111,12 +118,14 @@ def legacy_torch(file: Window) -> list[Entry]:
     """The tensors of a file that torch wrote before it used archives."""
     reader = file.reader()
     _, _, system = walk(reader), walk(reader), walk(reader)
-    if dict(items_of(system)).get("little_endian") is not True:
+    if item_of(system, "little_endian") is not True:
         return []
     found, keys = _storages(walk(reader)), walk(reader)
     position, entries = reader.tell(), []
     for key in keys:
-        each = found[str(key)]
+        if not isinstance(key, str):
+            raise ValueError("a storage has no name")
+        each = found[key]
         numel = int.from_bytes(file.read_at(position, 8), "little")
         nbytes = numel * width_of(each.dtype)
         entries += _cut(each, position + 8, nbytes)
@@ -125,64 +134,78 @@ def legacy_torch(file: Window) -> list[Entry]:
 
 
 def _cut(storage: _Storage, start: int, nbytes: int) -> list[Entry]:
-    """The tensors of a storage at `start`: one each if they lie one behind the other, else the
-    storage as one vector."""
+    """The tensors of a storage at `start`. Of those that overlap, the largest; if none can be
+    described, the storage as one vector, under a name of its own."""
     if nbytes != nbytes_of(storage.dtype, (storage.numel,)) or not nbytes:
         return []
-    rows = {(v.start, v.dtype, v.shape): v.name for v in reversed(storage.views) if v.start >= 0}
-    entries: list[Entry] = []
-    end = 0
-    for (first, dtype, shape), name in sorted(rows.items()):
-        stop = first + nbytes_of(dtype, shape)
-        if not end <= first <= stop <= nbytes:
-            entries = []
-            break
-        entries.append(Entry(name, dtype, shape, start + first, start + stop))
-        end = stop
-    whole = Entry(storage.name, storage.dtype, (storage.numel,), start, start + nbytes)
-    return [entry for entry in entries if entry.stop > entry.start] or [whole]
+    found: dict[tuple[int, str, Shape, Shape | None], Entry] = {}
+    for view in storage.views:
+        entry = Entry(view.name, view.dtype, view.shape, 0, 0, strides=view.strides)
+        first, stop = start + view.start, start + view.start + entry.nbytes
+        may = view.strides is None or can_be_strided(view.dtype, view.shape, view.strides)
+        if may and first < stop <= start + nbytes:
+            key = view.start, view.dtype, view.shape, view.strides
+            found.setdefault(key, replace(entry, start=first, stop=stop))
+    if entries := _apart(found.values()):
+        return entries
+    name = f"{storage.name}.storage" if storage.views else storage.name
+    return [Entry(name, storage.dtype, (storage.numel,), start, start + nbytes)]
+
+
+def _apart(entries: Iterable[Entry]) -> list[Entry]:
+    """Those that do not overlap, the larger ones first."""
+    starts: list[int] = []
+    kept: list[Entry] = []
+    for entry in sorted(entries, key=lambda each: (each.start - each.stop, each.start)):
+        at = bisect_left(starts, entry.start)
+        behind = at < len(kept) and kept[at].start < entry.stop
+        if not behind and (not at or kept[at - 1].stop <= entry.start):
+            starts.insert(at, entry.start)
+            kept.insert(at, entry)
+    return kept
 
 
 def _storages(root: Any) -> dict[str, _Storage]:
     """The storages that an unpickled object would use, by key, with the tensors in each."""
     found: dict[str, _Storage] = {}
     seen: set[int] = set()
-    todo: list[tuple[str, int, Any]] = [("", 0, root)]
+    # Names are made when they are needed: in a list of many values each would be as long as the way
+    # there.
+    todo: list[tuple[str, Iterator[tuple[str, Any]]]] = [("", iter([("", root)]))]
     while todo:
-        name, depth, node = todo.pop()
-        if id(node) in seen or depth > _NESTING:
+        above, children = todo[-1]
+        if (child := next(children, None)) is None:
+            todo.pop()
+            continue
+        key, node = child
+        if id(node) in seen or len(todo) > _NESTING:
             continue
         seen.add(id(node))
+        name = (f"{above}.{key}" if above and key else above or key)[:NAME_MAX]
         if isinstance(node, Call) and _is_tensor(node) and _note(found, name, node.args):
             continue
         if isinstance(node, Persistent):
             _storage(found, name, node)
-        todo += [
-            (f"{name}.{key}" if name and key else name or key, depth + 1, child)
-            for key, child in reversed(_children(node))
-        ]
+        todo.append((name, _children(node)))
     return found
 
 
-def _children(node: Any) -> list[tuple[str, Any]]:
+def _children(node: Any) -> Iterator[tuple[str, Any]]:
     """What lies in a value, with the part of a name that leads there."""
-    if isinstance(node, Pairs):
-        return [(_text(key), value) for key, value in node.items]
     if isinstance(node, tuple | list):
-        return [(str(i), value) for i, value in enumerate(node)]
-    if isinstance(node, Call):
-        args = node.args if isinstance(node.args, tuple) else ()
-        return [
-            *(("", value) for value in args),
-            *((_text(key), value) for key, value in node.items),
-            *((str(i), value) for i, value in enumerate(node.added)),
-            ("", node.state),
-        ]
-    return []
+        yield from ((str(i), value) for i, value in enumerate(node))
+    elif isinstance(node, Pairs | Call):
+        if isinstance(node, Call) and not is_dict(node) and isinstance(node.args, tuple):
+            # A storage that some object has is not the object.
+            yield from (("storage" if type(v) is Persistent else "", v) for v in node.args)
+        yield from ((_text(key), value) for key, value in items_of(node))
+        if isinstance(node, Call):
+            yield from ((str(i), value) for i, value in enumerate(node.added))
+            yield "", node.state
 
 
 def _text(key: Any) -> str:
-    return str(key)[:_NAME_MAX] if isinstance(key, str | int | float) else type(key).__name__
+    return str(key)[:NAME_MAX] if isinstance(key, str | int | float) else type(key).__name__
 
 
 def _is_tensor(call: Call) -> bool:
@@ -204,11 +227,10 @@ def _note(found: dict[str, _Storage], name: str, args: Any) -> bool:
     named = args[6] if len(args) > 6 and isinstance(args[6], Name) else None
     dtype = named.name if named else storage.dtype
     width = width_of(dtype)
-    rowwise = all(
-        n == 1 or stride == prod(shape[i + 1 :])
-        for i, (n, stride) in enumerate(zip(shape, strides, strict=True))
-    )
-    storage.views.append(_View(name, dtype, shape, args[1] * width if rowwise else -1))
+    if len(shape) != len(strides):
+        return False
+    own = None if not prod(shape) or is_row_major(shape, strides) else strides
+    storage.views.append(_View(name, dtype, shape, own, args[1] * width))
     return True
 
 
@@ -217,7 +239,9 @@ def _storage(found: dict[str, _Storage], name: str, node: Any) -> _Storage | Non
     if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
         return None
     kind, key, numel = pid[1], pid[2], pid[4]
+    if not isinstance(key, str):  # the text of another value may be endless
+        return None
     dtype = _STORAGES.get(kind.name.removesuffix("Storage")) if isinstance(kind, Name) else None
     if dtype is None or type(numel) is not int or numel < 0:
         return None
-    return found.setdefault(str(key), _Storage(dtype, numel, name or f"storage.{key}"))
+    return found.setdefault(key, _Storage(dtype, numel, name or f"storage.{key}"))

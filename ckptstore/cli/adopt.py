@@ -1,5 +1,6 @@
 """`adopt` and `materialize`: checkpoint directories in, and out again."""
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from ckptstore.cli.screen import fields_of
 from ckptstore.core.environment import run_or_default, threads_or_default
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import InvalidInput
-from ckptstore.objects.pointer_files import is_pointer
+from ckptstore.objects.pointer_files import HOLLOW_POINTER, is_pointer
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
 
@@ -33,9 +34,9 @@ def adopt(call: Call) -> Answer:
     label = partial(label_of, run, args.step, args.tag, args.message, metrics, links)
     place = Path(args.directory).absolute()
     with call.screen.progress(f"adopting {args.directory}"):
-        # One that is hollow, or becomes so, takes the way of trainers, whose objects are slow to
+        # One that was hollow, or becomes so, takes the way of trainers, whose objects are slow to
         # import.
-        if args.hollow or is_pointer(place):
+        if args.hollow or os.path.lexists(place / HOLLOW_POINTER):
             found, tags = _adopt_by_store(call, handle, place, run, label, hollow=args.hollow)
         else:
             found, tags = _adopt(call, handle, place, label())

@@ -169,6 +169,24 @@ COMMANDS = (
         "step the\nnewest of them, 'latest' the newest of all. `log --forgotten` lists them.",
     ),
     Command(
+        "release",
+        "maintain.release",
+        "let the commits of deleted hollow directories go",
+        (
+            Option("holds", "DIR|HOLD", "hollow directories, or holds by name", nargs="*"),
+            several(
+                "--except-in",
+                "FOLDER",
+                "release all holds but those of the hollow directories in these folders",
+                action="extend",
+                nargs="+",
+            ),
+            _DRY_RUN,
+        ),
+        "Release the holds (tags held/…) of hollow directories that are about to go, or are gone "
+        "with all their\ncopies. A store never does so alone: it cannot know where copies lie.",
+    ),
+    Command(
         "compact",
         "maintain.compact_store",
         "store old commits smaller, without loss",

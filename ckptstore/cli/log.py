@@ -362,9 +362,11 @@ def _rename(call: Call, store: StoreHandle, old: str, new: str) -> Answer:
 
 
 def _remove(store: StoreHandle, names: dict[str, None]) -> Answer:
-    from ckptstore.maintenance.forget import remove_tag
+    from ckptstore.maintenance.forget import refuse_hold, remove_tag
 
     store.check_writable()
+    for name in names:
+        refuse_hold(name)
     there = {tag.name: tag.commit for tag in store.queries().tags()}
     for name in names:
         if name not in there:

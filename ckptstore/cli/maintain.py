@@ -147,6 +147,21 @@ def undelete(call: Call) -> Answer:
     return Answer({"undeleted": restored}, lines or [Hint("no commit is forgotten")])
 
 
+def release(call: Call) -> Answer:
+    args = call.args
+    if bool(args.holds) == bool(args.except_in):
+        raise UsageError(
+            "release takes directories and holds, or --except-in FOLDER", "ckptstore release"
+        )
+    released = _store(call).release(
+        *args.holds, except_in=args.except_in or (), dry_run=args.dry_run
+    )
+    word = "would release" if args.dry_run else "released"
+    lines = [f"{word} {hold}, which keeps {short(commit)}" for hold, commit in released.items()]
+    document = {"dry_run": args.dry_run, "released": released}
+    return Answer(document, lines or [Hint("every hold has a hollow directory")])
+
+
 def gc(call: Call) -> Answer:
     args = call.args
     store = _store(call)

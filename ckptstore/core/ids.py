@@ -19,6 +19,7 @@ SessionId = NewType("SessionId", str)
 PackId = NewType("PackId", str)
 CommitId = NewType("CommitId", str)
 KeyId = NewType("KeyId", str)
+HoldId = NewType("HoldId", str)
 
 CHUNK_ID_BYTES = 32
 CHECKSUM_BYTES = 16
@@ -35,6 +36,7 @@ _SESSION = re.compile(r"[0-9a-f]{24}")
 _PACK = re.compile(r"([0-9a-f]{24})-(0|[1-9][0-9]{0,6})-(0|[1-9][0-9]{0,6})")
 _COMMIT = re.compile(r"[0-9a-f]{64}")
 _SIGNATURE = re.compile(r"signatures/([0-9a-f]{64})-([0-9a-f]{32})")
+_HOLD = re.compile(r"[0-9a-f]{32}")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,199}")
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,199}")
 
@@ -97,17 +99,44 @@ def parse_chunk_id(text: object) -> ChunkId:
     return ChunkId(bytes.fromhex(_parse(_COMMIT, text, "chunk id")))
 
 
+HOLDS = "held/"
+"""The tags with this prefix are holds. Nobody gives such a name to a commit but `adoption`."""
+
+
 def check_tag(name: object) -> str:
-    """`name` if it may be a tag, else `InvalidInput`."""
+    """`name` if somebody may give it to a commit, else `InvalidInput`. Every name that comes from
+    a user passes here."""
+    tag = parse_tag(name)
+    if is_hold(tag):
+        raise InvalidInput(
+            f"{tag[:80]!r} is not a name to give: tags that begin with {HOLDS!r} keep the commits "
+            "of hollow directories; choose another name"
+        )
+    return tag
+
+
+def parse_tag(name: object) -> str:
+    """`name` if a log may have such a tag, which may be a hold; else `InvalidInput`."""
     return _check_label(_TAG, name, "tag")
 
 
-HOLD = "held"
+def new_hold_id() -> HoldId:
+    """An id for a hollow directory, which no other directory has."""
+    return HoldId(secrets.token_hex(16))
+
+
+def parse_hold_id(text: object) -> HoldId:
+    return HoldId(_parse(_HOLD, text, "hold id"))
+
+
+def hold_tag(hold: HoldId) -> str:
+    """The tag that keeps the commit of the hollow directories with this id."""
+    return HOLDS + hold
 
 
 def is_hold(tag: str) -> bool:
-    """Whether a tag is the hold of a hollow directory of some machine (`adopt.hollow`)."""
-    return re.fullmatch(rf"{HOLD}/[0-9a-f]{{12}}-[0-9a-f]+/.+", tag) is not None
+    """Whether a tag is the hold of hollow directories (`adoption`)."""
+    return tag.startswith(HOLDS)
 
 
 def check_run(name: object) -> str:

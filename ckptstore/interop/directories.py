@@ -1,8 +1,8 @@
 """How do the checkpoint directories of a trainer and their commits stay together?
 
-The commit of a directory has a tag, its *hold*, while the directory exists. Trainers delete
-directories on their own; the next adoption removes the hold of one that is gone, and its commit is
-forgotten as soon as a policy says so.
+A whole directory needs no commit, and which one it has is what this process remembers. A hollow one
+has a pointer, and a hold in the store, which stays when a trainer deletes the directory: a copy may
+lie anywhere (`adoption`). Somebody who makes no copies says so with `release`.
 
 One process of a training has such an object, and uses it from one thread.
 """
@@ -15,13 +15,21 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from ckptstore.adopt.commit_directory import message_of
 from ckptstore.adopt.hashed_files import FileChanged
-from ckptstore.adopt.materializing import is_adopted, manifest_of, refill
-from ckptstore.adoption import Holds, make_hollow
+from ckptstore.adopt.materializing import differing, is_adopted, manifest_of, refill
+from ckptstore.adoption import make_hollow
+from ckptstore.core.ids import CommitId, HoldId, hold_tag
 from ckptstore.core.model import Skipped
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound
+from ckptstore.maintenance.forget import forget_by_policy
 from ckptstore.maintenance.retention import Policy
-from ckptstore.objects.pointer_files import HOLLOW_POINTER, is_pointer
+from ckptstore.objects.pointer_files import (
+    HOLLOW_POINTER,
+    Pointer,
+    is_pointer,
+    read_pointer,
+)
 from ckptstore.open_store import open_pointer
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.store import Store, internals_of
@@ -36,11 +44,24 @@ class CheckpointDirectories:
         store: The store; its run has the commits.
         whole: Directories of the newest commits that keep all files; None: all of them.
         keep: Policies; after each adoption, what none of them keeps is forgotten and collected.
-            Commits whose directory exists stay.
+            Commits whose directory exists stay, and those of hollow directories until they are
+            released.
+        release: Release the holds of hollow directories that are deleted from their place, which
+            nobody moves or copies elsewhere.
     """
 
-    def __init__(self, store: Store, *, whole: int | None = 1, keep: Sequence[Policy] = ()) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        whole: int | None = 1,
+        keep: Sequence[Policy] = (),
+        release: bool = False,
+    ) -> None:
         self.store, self._whole, self._keep = store, whole, list(keep)
+        self._let_go, self._told = release, False
+        self._commits: dict[str, CommitId] = {}
+        self._seen: dict[HoldId, str] = {}
         self.skipped: tuple[Skipped, ...] = ()
         self._thread = ThreadPoolExecutor(1, "ckptstore-adopt")
         self._pending: Future[Snapshot] | None = None
@@ -82,6 +103,13 @@ class CheckpointDirectories:
         finally:
             self._thread.shutdown()
 
+    def forget(self, place: Path) -> None:
+        """Prepare for a program that writes all files of the directory `place` again: its commit
+        is none of the directory any more."""
+        self.settle()
+        self._commits.pop(_real(place), None)
+        (place / HOLLOW_POINTER).unlink(missing_ok=True)
+
     def _adopt(
         self,
         place: Path,
@@ -90,51 +118,108 @@ class CheckpointDirectories:
         metrics: Mapping[str, float] | None,
         busy: Callable[[], bool],
     ) -> Snapshot:
-        holds = self._holds_of(place)
-        made = self.store.adopt(place, step=step, metrics=metrics, tag=holds.tag(place))
+        made = self.store.adopt(place, step=step, metrics=metrics)
+        self._commits[_real(place)] = made.id
         try:
-            holds.renew()
             if self._whole is not None and not busy():
-                self._make_hollow(place.parent, self._whole, holds)
-            if self._keep and self.store.forget(self._keep).forgotten:
-                self.store.gc()
+                self._make_hollow(place.parent, self._whole)
+            self._release(place.parent)
+            if self._keep:
+                self._forget(place.parent)
         except CkptStoreError as error:
             logger.warning("commit %s is durable; room was not made: %s", made.id[:12], error)
         return made
 
-    def _holds_of(self, place: Path) -> Holds:
-        """The holds of the directories beside `place`."""
-        return Holds(internals_of(self.store), Path(os.path.realpath(place)).parent)
-
-    def _make_hollow(self, parent: Path, whole: int, holds: Holds) -> None:
+    def _make_hollow(self, parent: Path, whole: int) -> None:
         """Make all but the directories of the newest `whole` commits hollow."""
-        internals, tags = internals_of(self.store), self.store.tags()
-        held = {
-            commit: place
-            for place in parent.iterdir()
-            if place.is_dir() and (commit := tags.get(holds.tag(place)))
-        }
-        newest_first = [info.id for info in self.store.log() if info.id in held]
+        internals = internals_of(self.store)
+        places = self._probable(parent)
+        newest_first = [info.id for info in self.store.log() if info.id in places]
         for commit in newest_first[whole:]:
-            place = held[commit]
+            place = places[commit]
             if not os.path.lexists(place / HOLLOW_POINTER):
                 try:
-                    make_hollow(internals, place, self.store.checkout(commit), holds)
+                    make_hollow(internals, place, self.store.checkout(commit))
                 except FileChanged as error:
                     logger.info("%s stays as it is: %s", place, error)
-                except Corrupt as error:
+                except (Corrupt, NotFound) as error:
                     logger.warning("%s stays whole, its commit is damaged: %s", place, error)
 
+    def _forget(self, parent: Path) -> None:
+        """Forget and collect what no policy keeps. The commits of directories that exist stay."""
+        internals = internals_of(self.store)
+        pinned = {commit: f"of {place.name}" for commit, place in self._probable(parent).items()}
+        plan = forget_by_policy(
+            internals.handle, self._keep, internals.reader, run=self.store.run, pinned=pinned
+        )
+        internals.handle.follow()
+        if plan.forgotten:
+            self.store.gc()
+
+    def _release(self, parent: Path) -> None:
+        """Release the holds of directories that were in `parent` at the last save, and are gone; or
+        say how to, once."""
+        here = {
+            pointer.hold: place.name
+            for place in _directories(parent)
+            if (pointer := _pointer_in(place)) and pointer.hold
+        }
+        gone = {hold: name for hold, name in self._seen.items() if hold not in here}
+        self._seen = here
+        if gone and self._let_go:
+            tags = self.store.tags()
+            holds = [tag for hold in gone if (tag := hold_tag(hold)) in tags]
+            if holds:
+                self.store.release(*holds)
+        elif gone and self._keep and not self._told:
+            self._told = True
+            logger.warning(
+                "%s is gone from %s, and its commit is kept, since copies of a hollow directory "
+                "need it: `ckptstore release --except-in %s` lets such commits go, and "
+                "release=True does so after each save",
+                ", ".join(sorted(gone.values())),
+                parent,
+                parent,
+            )
+
+    def _probable(self, parent: Path) -> dict[CommitId, Path]:
+        """The directories in `parent`, by what is probably their commit: that of the pointer, the
+        one that this process knows, or the newest that was adopted under this name. It serves to
+        keep a commit, or to look for one; nothing is removed before the contents were compared."""
+        adopted: dict[str, CommitId] = {}
+        for info in self.store.log(run=self.store.run):
+            adopted.setdefault(info.message, info.id)
+        found: dict[CommitId, Path] = {}
+        for place in _directories(parent):
+            pointer = _pointer_in(place)
+            known = self._commits.get(_real(place)) or adopted.get(message_of(place))
+            if commit := pointer.id if pointer else known:
+                found[commit] = place
+        return found
+
     def held(self, place: Path) -> Snapshot | None:
-        """The commit of the directory `place`; None if it has none. A hollow one may have been
-        moved, or be of another store."""
+        """The commit of the directory `place`; None if it has none, or is whole and of an earlier
+        process, which cannot be told from one with other bytes but by reading it. A hollow one may
+        have been moved, or be of another store."""
         if is_pointer(place / HOLLOW_POINTER):
             try:
                 return self.store.checkout(place)
             except NotFound:
                 return open_pointer(place)
-        commit = self.store.tags().get(self._holds_of(place).tag(place))
+        commit = self._commits.get(_real(place))
         return self.store.checkout(commit) if commit else None
+
+    def is_saved(self, place: Path) -> bool:
+        """Whether the directory `place` has a commit. One that this process has not made is read
+        and compared."""
+        if is_pointer(place / HOLLOW_POINTER) or _real(place) in self._commits:
+            return True
+        commits = {path: commit for commit, path in self._probable(place.parent).items()}
+        if place not in commits:
+            return False
+        snapshot = self.store.checkout(commits[place])
+        contents = contents_of(snapshot)
+        return is_adopted(contents) and not differing(place, manifest_of(contents, snapshot.id))
 
     def fill(self, place: Path, snapshot: Snapshot) -> None:
         """Make the directory `place` what `snapshot` has; what differs is named and written again.
@@ -151,9 +236,9 @@ class CheckpointDirectories:
                 )
         else:
             snapshot.materialize(place)
-        if self.store.tags().get(hold := self._holds_of(place).tag(place)) != snapshot.id:
-            with suppress(NotFound):  # a commit of another store
-                self.store.tag(hold, snapshot)
+        self._commits.pop(_real(place), None)
+        with suppress(NotFound):  # a commit of another store
+            self._commits[_real(place)] = self.store.checkout(snapshot.id).id
 
     def newest(self, place_of: Callable[[Snapshot], Path], *, required: str) -> Path | None:
         """Fill the directory of the newest commit of this run that verifies; None if the run has
@@ -191,3 +276,17 @@ def files_of(snapshot: Snapshot) -> list[str]:
     """The names of the files in an adopted directory; none for any other commit."""
     contents = contents_of(snapshot)
     return list(manifest_of(contents, snapshot.id).files) if is_adopted(contents) else []
+
+
+def _directories(parent: Path) -> list[Path]:
+    """The directories in `parent`."""
+    return [path for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
+
+
+def _pointer_in(place: Path) -> Pointer | None:
+    pointer = place / HOLLOW_POINTER
+    return read_pointer(pointer) if is_pointer(pointer) else None
+
+
+def _real(place: Path) -> str:
+    return os.path.realpath(place)

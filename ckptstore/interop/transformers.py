@@ -57,6 +57,7 @@ def attach(
     whole: int | None = 1,
     background: bool = True,
     keep: Policy | Sequence[Policy] = (),
+    release: bool = False,
 ) -> "Attached":
     """Commit every checkpoint of `trainer` to `store`, and resume from there.
 
@@ -72,7 +73,11 @@ def attach(
         background: Let training go on while a save is adopted; the next save waits for it. False:
             the commit is durable when the save returns.
         keep: Policies. Commits that no policy keeps are forgotten after a save, and collected;
-            those whose directory exists stay, and the best by `metric_for_best_model`.
+            those whose directory exists stay, and the best by `metric_for_best_model`. So do those
+            of hollow directories that were deleted, since copies of them need the commits, unless
+            `release` is True, or `store.release` is called.
+        release: True says that hollow directories are not copied or moved out of `output_dir`: the
+            commit of one that was deleted is kept by policies alone.
 
     Returns:
         The attachment. Use it as a context manager, or call `close` to detach.
@@ -98,7 +103,7 @@ def attach(
         if peers is None or peers.leads:
             label = run or _UNLABELLED.sub("_", Path(trainer.args.output_dir).resolve().name)
             own = store if isinstance(store, Store) else open_store(store, run=label)
-            opened.append(CheckpointDirectories(own, whole=whole, keep=policies))
+            opened.append(CheckpointDirectories(own, whole=whole, keep=policies, release=release))
 
     if peers is None:
         open_on_first()
@@ -216,8 +221,7 @@ class Attached:
         place = self._folder(trial) / f"checkpoint-{trainer.state.global_step}"
 
         def before(directories: CheckpointDirectories) -> None:
-            directories.settle()
-            (place / HOLLOW_POINTER).unlink(missing_ok=True)  # all of its files are written again
+            directories.forget(place)
 
         def after(directories: CheckpointDirectories) -> None:
             (place / INCOMPLETE).unlink(missing_ok=True)
@@ -289,7 +293,7 @@ class Attached:
         if wanted is True or (newest and _is_directory(wanted) and newest.samefile(wanted)):
             if (found := directories.newest(self._place_of, required=STATE)) is None:
                 return self._without_commits()
-            if newest and not newest.samefile(found) and directories.held(newest) is None:
+            if newest and not newest.samefile(found) and not directories.is_saved(newest):
                 logger.warning(
                     "%s has no commit, so its save did not finish; going on from %s", newest, found
                 )

@@ -13,11 +13,11 @@ from ckptstore.core.ids import (
     SessionId,
     StoreId,
     check_run,
-    check_tag,
     digest,
     parse_commit_id,
     parse_session_id,
     parse_store_id,
+    parse_tag,
 )
 from ckptstore.core.model import PackRecord
 from ckptstore.errors import Conflict, Corrupt
@@ -326,7 +326,7 @@ _COMMIT: dict[str, Field] = {
     "parents": COMMITS,
     "message": TEXT,
     "metrics": pairs_of(float_bits, bits_float),
-    "tags": tuple_of(check_tag),
+    "tags": tuple_of(parse_tag),
     "packs": PACKS,
     "reused": NUMBERS,
     "schemas": pairs_of(as_it_is, parse_hash),
@@ -347,7 +347,7 @@ _KINDS: dict[type[Body], tuple[str, dict[str, Field]]] = {
     Tag: (
         "tag",
         {
-            "name": Field(as_it_is, check_tag),
+            "name": Field(as_it_is, parse_tag),
             "commit": optional(parse_commit_id),
             "reused": NUMBERS,
         },

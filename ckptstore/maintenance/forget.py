@@ -5,10 +5,10 @@ be forgotten.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from ckptstore.core.ids import CommitId, check_tag
+from ckptstore.core.ids import CommitId, is_hold, parse_tag
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.text import near
 from ckptstore.errors import Conflict, NotFound
@@ -18,6 +18,7 @@ from ckptstore.log.log import Refused
 from ckptstore.log.resolve import Resolved, forgotten_alone, resolve, resolved
 from ckptstore.log.state import State
 from ckptstore.maintenance.retention import (
+    NOTHING_PINNED,
     ForgetPlan,
     Policy,
     Thin,
@@ -46,9 +47,11 @@ def forget_by_policy(
     *,
     run: str | None = None,
     dry_run: bool = False,
+    pinned: Mapping[CommitId, str] = NOTHING_PINNED,
 ) -> ForgetPlan:
     """Forget what no policy keeps, and thin what they thin, in `run` or in all runs. Returns the
-    executed plan, or with `dry_run` the plan alone.
+    executed plan, or with `dry_run` the plan alone. Commits in `pinned` stay whole, for the reason
+    there.
 
     Raises `InvalidInput` without any policy, for a metric that no commit of the store has, unless
     there is nothing to forget, and for a glob that matches no leaf. Logs the notes of an executed
@@ -56,7 +59,7 @@ def forget_by_policy(
     """
     for _ in range(ATTEMPTS):
         state = handle.log.replay()
-        plan = plan_retention(handle, state, policies, reader, run)
+        plan = plan_retention(handle, state, policies, reader, run, pinned)
         if plan.forgotten or plan.thinned:
             check_metrics(state, policies, run)
         if dry_run or not (plan.forgotten or plan.thinned):
@@ -85,15 +88,16 @@ def plan_retention(
     policies: Sequence[Policy],
     reader: Reader,
     run: str | None = None,
+    pinned: Mapping[CommitId, str] = NOTHING_PINNED,
 ) -> ForgetPlan:
     """`plan_policies`, with what the commits have to be thinned. Raises `InvalidInput` for a glob
     that matches no leaf."""
     globs = [glob for policy in policies if isinstance(policy, Thin) for glob in policy.globs]
     if not globs:
-        return plan_policies(state, policies, run)
+        return plan_policies(state, policies, run, pinned=pinned)
     leaves = Leaves(handle, reader)
     leaves.check(globs)
-    return plan_policies(state, policies, run, leaves.matching)
+    return plan_policies(state, policies, run, leaves.matching, pinned)
 
 
 def forget_commits(
@@ -200,7 +204,7 @@ def set_tag(
     another one.
     """
     handle.check_writable()
-    check_tag(name)
+    parse_tag(name)
     document = reader.document(info.session, info.id)
     demand = None if move else tags_free((name,), info.id)
     for attempt in range(ATTEMPTS):
@@ -215,12 +219,23 @@ def set_tag(
 
 
 def remove_tag(handle: StoreHandle, name: str) -> None:
-    """Remove a tag; the commit stays. Raises `NotFound` for an unknown tag."""
+    """Remove a tag; the commit stays. Raises `NotFound` for an unknown tag, `Conflict` for the hold
+    of a hollow directory."""
     handle.check_writable()
+    refuse_hold(name)
     if name not in {tag.name for tag in handle.queries().tags()}:
         raise NotFound(f"no tag {name!r}; `ckptstore tag` lists them")
     handle.log.append(Tag(name, None, frozenset()))
     handle.follow()
+
+
+def refuse_hold(name: str) -> None:
+    """Raise `Conflict` for the tag of a hollow directory, which only a release removes."""
+    if is_hold(name):
+        raise Conflict(
+            f"{name} keeps the commit of a hollow directory and of its copies; if none of them is "
+            f"left, `ckptstore release {name}` removes it"
+        )
 
 
 def rename_tag(handle: StoreHandle, reader: Reader, old: str, new: str) -> CommitId:
@@ -228,6 +243,7 @@ def rename_tag(handle: StoreHandle, reader: Reader, old: str, new: str) -> Commi
 
     Raises `NotFound` for an unknown tag, `Conflict` if `new` names another commit.
     """
+    refuse_hold(old)
     state = handle.log.replay()
     commit = state.tags.get(old)
     if commit is None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from numbers import Integral
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ckptstore.core.ids import CommitId
@@ -273,13 +274,18 @@ class ForgetPlan:
         return f"{count_text(len(self.forgotten), 'commit')} to forget{thin}, {whole:,} to keep"
 
 
+NOTHING_PINNED: Mapping[CommitId, str] = MappingProxyType({})
+
+
 def plan_policies(
     state: State,
     policies: Sequence[Policy],
     run: str | None = None,
     matching: Matching = lambda commit, globs: tuple(globs),
+    pinned: Mapping[CommitId, str] = NOTHING_PINNED,
 ) -> ForgetPlan:
     """Decide about all commits of `run`, or of every run; `matching` says what can be thinned.
+    Commits in `pinned` stay whole, for the reason there.
     Raises `InvalidInput` without a policy: that would forget nearly everything."""
     if not policies:
         raise InvalidInput(
@@ -292,11 +298,11 @@ def plan_policies(
             runs[row.run].append(Candidate(commit, row))
     reasons: dict[CommitId, list[str]] = defaultdict(list)
     notes: list[str] = []
-    for commit, why in _pins(state):
+    for commit, why in (*_pins(state), *pinned.items()):
         reasons[commit].append(why)
-    pinned = frozenset(reasons)
+    stay = frozenset(reasons)
     globs = dict.fromkeys(glob for policy in policies for glob in _globs(policy))
-    whole: dict[str, set[CommitId]] = {glob: set(pinned) for glob in globs}
+    whole: dict[str, set[CommitId]] = {glob: set(stay) for glob in globs}
     forgets = any(not isinstance(policy, Thin) for policy in policies)
     for name, candidates in sorted(runs.items()):
         candidates.sort(key=lambda c: c.row.place, reverse=True)

@@ -2,6 +2,9 @@
 
     {"ckptstore_pointer": 1, "store": "..", "commit": "91bc…"}
 
+The pointer of a hollow directory (`adopt.hollow`) has a "hold", too: the random id of that
+directory and its copies, under which the store keeps the commit.
+
 A directory may stand for its pointer: scripts expect a checkpoint to be one. The pointer then has
 the name of the metadata of the library whose checkpoint the directory stands for, so that what
 looks for that file finds it. A hollow directory (`adopt.hollow`) keeps some files, and a pointer
@@ -20,10 +23,10 @@ import json
 import os
 import re
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptstore.core.ids import CommitId, parse_commit_id
+from ckptstore.core.ids import CommitId, HoldId, parse_commit_id, parse_hold_id
 from ckptstore.core.paths import check_path, make_directories, scratch_for, sync_path, write_file
 from ckptstore.core.text import redact
 from ckptstore.errors import (
@@ -52,10 +55,12 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """Commit `id` of the store at `store`, an absolute path or a URL."""
+    """Commit `id` of the store at `store`, an absolute path or a URL. `hold` is the id of a hollow
+    directory; other pointers have none."""
 
     store: str
     id: CommitId
+    hold: HoldId | None = None
 
     def is_in(self, store: str) -> bool:
         """Whether this is a commit of the store at `store`, whichever links lead there."""
@@ -113,8 +118,11 @@ def _decoded(data: bytes, name: str, place: Path | None) -> Pointer:
                 f"{name} is a pointer file of version {version}, this ckptstore reads {VERSION}: "
                 "install a newer one"
             )
+        hold = document.get("hold")
         return Pointer(
-            _place_of(field(document, "store", str), place), parse_commit_id(document.get("commit"))
+            _place_of(field(document, "store", str), place),
+            parse_commit_id(document.get("commit")),
+            None if hold is None else parse_hold_id(hold),
         )
     except Corrupt as error:
         problem = str(error).removesuffix("; run `ckptstore fsck`")
@@ -137,15 +145,26 @@ def write_pointer(path: str | os.PathLike[str], pointer: Pointer) -> None:
     """Make the file at `path` mean `pointer`, durably, at once; directories above it are made if
     need be.
 
-    A pointer file that is there is replaced, or the one in the directory there. Raises `Conflict`
-    for anything else that is there, `InvalidInput` for a store whose URL has secrets in it or is no
-    bucket's, `ReadOnly` or `Unavailable` if the file cannot be written.
+    A pointer file that is there is replaced, or the one in the directory there. A hollow directory
+    keeps its hold. Raises `Conflict` for anything else that is there, and for a hollow directory of
+    another commit; `InvalidInput` for a store whose URL has secrets in it or is no bucket's,
+    `ReadOnly` or `Unavailable` if the file cannot be written.
     """
     place = pointer_file(path)
-    if os.path.lexists(place) and not is_pointer(place):
-        raise Conflict(
-            f"{place} is there and is no pointer file; choose another path, or remove it"
-        )
+    if os.path.lexists(place):
+        if not is_pointer(place):
+            raise Conflict(
+                f"{place} is there and is no pointer file; choose another path, or remove it"
+            )
+        before = read_pointer(place)
+        if before.hold and pointer.hold is None:
+            if before.id != pointer.id:
+                raise Conflict(
+                    f"{place.parent} is a hollow directory of commit {before.id[:12]}, whose files "
+                    f"a pointer to {pointer.id[:12]} would lose; materialize it first, or choose "
+                    "another path"
+                )
+            pointer = replace(pointer, hold=before.hold)
     try:
         make_directories(place.parent)
         data = encode_pointer(pointer, place)
@@ -168,6 +187,7 @@ def encode_pointer(pointer: Pointer, place: Path | None = None) -> bytes:
         _MARK: VERSION,
         "store": _name_of(pointer.store, place),
         "commit": parse_commit_id(pointer.id),
+        **({"hold": pointer.hold} if pointer.hold else {}),
     }
     return json.dumps(document, ensure_ascii=False, indent=1).encode() + b"\n"
 

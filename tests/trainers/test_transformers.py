@@ -253,7 +253,7 @@ def test_the_best_outlives_the_limit_and_its_directory(tmp_path: Path) -> None:
     options = {"max_steps": 8, "save_total_limit": 1, "learning_rate": 1.0, "seed": 5}
     trainer = trainer_in(tmp_path, **options)
     policy = ckptstore.KeepLast(1)
-    with attach(trainer, tmp_path / "store", whole=0, keep=policy) as attached:
+    with attach(trainer, tmp_path / "store", whole=0, keep=policy, release=True) as attached:
         trainer.train()
         assert attached.store
         best = trainer.state.best_global_step
@@ -272,6 +272,28 @@ def test_the_best_outlives_the_limit_and_its_directory(tmp_path: Path) -> None:
     for name, value in again.model.state_dict().items():
         if name in expected:
             assert torch.equal(value, expected[name])
+
+
+def test_a_copy_of_a_deleted_directory_gets_its_files_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_in(tmp_path, max_steps=8, save_total_limit=1)
+    keep = ckptstore.KeepLast(1)
+    with attach(trainer, tmp_path / "store", background=False, whole=0, keep=keep) as attached:
+        save, hollow = trainer._save_checkpoint, tmp_path / "out" / "checkpoint-2"
+
+        def copying(*given: Any) -> None:
+            if (hollow / HOLLOW_POINTER).exists():
+                shutil.copytree(hollow, tmp_path / "mine")
+            save(*given)
+
+        trainer._save_checkpoint = copying  # type: ignore[method-assign]
+        trainer.train()
+        assert attached.store and not hollow.exists()
+        attached.store.checkout(tmp_path / "mine").materialize(tmp_path / "mine")
+    assert (tmp_path / "mine" / "optimizer.pt").exists()
+    told = [record.message for record in caplog.records if "release" in record.message]
+    assert len(told) == 1 and "`ckptstore release --except-in" in told[0]
 
 
 @pytest.mark.oldest

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, TypeAlias
 
 from ckptstore.adopt.adopting import DCP_SHARD, SUFFIX, group_of, state_of
-from ckptstore.adopt.directory import Folder, Listing
+from ckptstore.adopt.directory import Folder, Identity, ListedFile, Listing
 from ckptstore.adopt.manifest import RESERVED
 from ckptstore.adopt.safetensors_header import Header, read_header
 from ckptstore.adopt.sources import Entry, check_tiling, shape_around
@@ -191,7 +191,18 @@ def flats_of(place: Path, threads: ThreadPool) -> Flats:
     root = place if place.is_dir() else place.parent
     folders = {above for name in files for above in _above(name)}
     listed = {name: _folder(root / name) for name in sorted(folders)}
-    return state_of(Listing(listed, {}, files), threads)
+    return state_of(
+        Listing(listed, {}, {name: _listed(path) for name, path in files.items()}), threads
+    )
+
+
+def _listed(path: Path) -> ListedFile:
+    """The file that a path leads to now."""
+    real = path.resolve()
+    try:
+        return ListedFile(real, Identity.of(real.stat()))
+    except OSError as error:
+        raise Unavailable(f"cannot read {path}: {error.strerror}") from error
 
 
 def _above(name: str) -> Iterable[str]:

@@ -1,11 +1,10 @@
 """A hollow directory has a pointer in place of its large files, and comes back whole in place."""
 
+import json
 import os
 import random
 import shutil
 import signal
-import socket
-import subprocess
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,10 +16,12 @@ import torch
 from safetensors.torch import save_file
 
 import ckptstore
-from ckptstore.adoption import Holds, make_hollow
+from ckptstore.adopt import hollow as hollowing
+from ckptstore.adoption import make_hollow
 from ckptstore.cli.call import Exit
-from ckptstore.errors import Conflict, Corrupt, InvalidInput, Unavailable
-from ckptstore.objects.pointer_files import HOLLOW_POINTER
+from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
+from ckptstore.interop.dcp.names import Name
+from ckptstore.objects.pointer_files import HOLLOW_POINTER, Pointer
 from ckptstore.store import Store, internals_of
 from tests.cli.running import call
 from tests.interop.adopt.trees import Tree, hugging_face, tree_of
@@ -121,28 +122,153 @@ def test_a_program_may_save_into_a_hollow_directory_again(store: Store, tmp_path
     del again[HOLLOW_POINTER]
     second = store.adopt(root, hollow=True)
     assert second.id != first.id and store.checkout(root).id == second.id
-    assert list(store.tags().values()) == [second.id]
+    assert set(store.tags().values()) == {first.id, second.id}, "a copy may need the first"
     second.materialize(root)
     assert tree_of(root) == again
 
 
-def test_the_commit_of_a_directory_that_was_deleted_can_be_forgotten(
+def only_hold(store: Store, commit: str) -> str:
+    (hold,) = (tag for tag, named in store.tags().items() if named == commit)
+    return hold
+
+
+def several(store: Store, parent: Path, *numbers: int) -> list[ckptstore.Snapshot]:
+    """Hollow directories beside each other."""
+    return [
+        store.adopt(checkpoint(parent / f"checkpoint-{i}", i), step=i, hollow=True) for i in numbers
+    ]
+
+
+def test_a_deleted_directory_keeps_its_commit_until_it_is_released(
     store: Store, tmp_path: Path
 ) -> None:
-    made = [
-        store.adopt(checkpoint(tmp_path / f"checkpoint-{i}", i), step=i, hollow=True)
-        for i in range(4)
-    ]
-    odd = store.adopt(checkpoint(tmp_path / "epoch=1 (best)", 8), step=4, hollow=True)
-    shutil.rmtree(tmp_path / "checkpoint-0")
-    shutil.rmtree(tmp_path / "checkpoint-1")
-    last = store.adopt(checkpoint(tmp_path / "checkpoint-5", 9), step=5, hollow=True)
-    held = {snapshot.id for snapshot in (*made[2:], odd, last)}
-    assert set(store.tags().values()) == held
+    made = several(store, tmp_path / "out", 0, 1, 2, 3)
+    for number in (0, 1):
+        shutil.rmtree(tmp_path / "out" / f"checkpoint-{number}")
     store.forget(ckptstore.KeepLast(1))
-    assert {info.id for info in store.log()} == held
-    for name in ("checkpoint-2", "epoch=1 (best)"):
-        store.checkout(tmp_path / name).materialize(tmp_path / name)
+    assert {info.id for info in store.log()} == {each.id for each in made}
+    first = only_hold(store, made[0].id)
+    assert store.release(first) == {first: made[0].id}
+    with pytest.raises(NotFound, match="nothing was released"):
+        store.release(first)
+    wanted = {only_hold(store, made[1].id): made[1].id}
+    assert store.release(except_in=tmp_path, dry_run=True) == wanted
+    assert store.release(except_in=[tmp_path / "out"]) == wanted
+    assert store.release(except_in=tmp_path / "out") == {}
+    store.forget(ckptstore.KeepLast(1))
+    assert {info.id for info in store.log()} == {each.id for each in made[2:]}
+
+
+def test_a_directory_that_is_about_to_go_is_released_unless_it_has_a_copy(
+    store: Store, tmp_path: Path
+) -> None:
+    (made,) = several(store, tmp_path / "out", 1)
+    root, best = tmp_path / "out" / "checkpoint-1", tmp_path / "out" / "best"
+    shutil.copytree(root, best, symlinks=True)
+    with pytest.raises(Conflict, match=r"best is a copy of .* nothing was released"):
+        store.release(root)
+    shutil.rmtree(root)
+    assert list(store.release(best).values()) == [made.id]
+    assert store.adopt(best, hollow=True).id == made.id
+    assert list(store.tags().values()) == [made.id], "a directory that stays is held again"
+
+
+def test_what_cannot_be_looked_at_counts_as_there(store: Store, tmp_path: Path) -> None:
+    several(store, tmp_path / "out", 1, 2)
+    before = store.tags()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotFound, match="file system may be away; nothing was released"):
+        store.release(except_in=[tmp_path / "out", tmp_path / "empty"])
+    with pytest.raises(Unavailable, match="nothing was released"):
+        store.release(except_in=[tmp_path / "out", tmp_path / "nowhere"])
+    (tmp_path / "out" / "checkpoint-1" / HOLLOW_POINTER).write_text("{")
+    with pytest.raises(InvalidInput, match="is no pointer file"):
+        store.release(except_in=tmp_path / "out")
+    for wrong in ({}, {"except_in": []}):
+        with pytest.raises(InvalidInput, match="one or the other"):
+            store.release(**wrong)
+    assert store.tags() == before
+
+
+def test_a_release_finds_directories_behind_links(store: Store, tmp_path: Path) -> None:
+    several(store, tmp_path / "elsewhere", 1)
+    several(store, tmp_path / "out", 2)
+    (tmp_path / "out" / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "around").symlink_to(tmp_path / "out")
+    assert store.release(except_in=tmp_path / "out") == {}
+
+
+def test_a_directory_that_becomes_hollow_during_a_release_is_held(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several(store, tmp_path / "out", 1)
+    late = checkpoint(tmp_path / "out" / "checkpoint-2", 2)
+    write = hollowing.write_pointer
+
+    def releasing(path: Path, pointer: Pointer) -> None:
+        store.release(except_in=tmp_path / "out")
+        write(path, pointer)
+
+    monkeypatch.setattr(hollowing, "write_pointer", releasing)
+    made = store.adopt(late, hollow=True)
+    assert made.id in store.tags().values()
+
+
+def test_a_pointer_of_an_older_form_is_given_an_id_and_never_released(
+    store: Store, tmp_path: Path
+) -> None:
+    root = checkpoint(tmp_path / "out" / "checkpoint-1")
+    made = store.adopt(root, hollow=True)
+    pointer = json.loads((root / HOLLOW_POINTER).read_text())
+    hold = pointer.pop("hold")
+    (root / HOLLOW_POINTER).write_text(json.dumps(pointer))
+    with pytest.raises(NotFound, match="has no id; nothing was released"):
+        store.release(root)
+    assert store.adopt(root, hollow=True).id == made.id
+    again = json.loads((root / HOLLOW_POINTER).read_text())["hold"]
+    assert again != hold and set(store.tags()) == {f"held/{hold}", f"held/{again}"}
+
+
+def test_a_pointer_that_is_written_again_keeps_the_hold(store: Store, tmp_path: Path) -> None:
+    first, other = several(store, tmp_path / "out", 1, 2)
+    root = tmp_path / "out" / "checkpoint-1"
+    before = (root / HOLLOW_POINTER).read_text()
+    ckptstore.write_pointer(root, store, first)
+    assert (root / HOLLOW_POINTER).read_text() == before
+    with pytest.raises(Conflict, match="is a hollow directory of commit"):
+        ckptstore.write_pointer(root, store, other)
+
+
+def test_a_whole_directory_never_keeps_the_pointer_of_an_older_commit(
+    store: Store, tmp_path: Path
+) -> None:
+    root = checkpoint(tmp_path / "checkpoint-5")
+    store.adopt(root, hollow=True)
+    rewrite(root)
+    second = store.adopt(root)
+    assert store.checkout(root).id == second.id and (root / "optimizer.pt").exists()
+
+
+@pytest.mark.parametrize("name", ["held/mine", "held/0123456789abcdef0123456789abcdef"])
+def test_no_user_gives_or_takes_the_name_of_a_hold(
+    store: Store, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTSTORE", store.url)
+    made = store.commit({"w": torch.zeros(1)}, step=1, tag="mine")
+    for giving in (
+        lambda: store.tag(name, made),
+        lambda: store.commit({"w": torch.zeros(1)}, tag=name),
+        lambda: Name.of(name),
+    ):
+        with pytest.raises(InvalidInput, match="'held/' keep the commits of hollow directories"):
+            giving()
+    (hold,) = store.adopt(checkpoint(tmp_path / "checkpoint-5"), hollow=True).tags
+    with pytest.raises(Conflict, match=rf"`ckptstore release {hold}`"):
+        store.untag(hold)
+    assert call("tag", "-d", "mine", hold).code != 0
+    assert call("tag", "--rename", hold, "other").code != 0
+    assert call("tag", "--rename", "mine", name).code != 0
+    assert set(store.tags()) == {"mine", hold}
 
 
 def lose_what_may_go(store: Store) -> None:
@@ -152,45 +278,7 @@ def lose_what_may_go(store: Store) -> None:
     store.gc(grace_s=0)
 
 
-def test_directories_of_one_path_on_two_machines_lose_nothing(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Containers have the same paths. Each sees only its own directories."""
-    there, here = tmp_path / "out", {}
-    for host, names in (("one", (1, 2)), ("two", (2, 3)), ("one", (4,))):
-        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-        if host in here:
-            (tmp_path / host).rename(there)
-        for number in names:
-            root = checkpoint(there / f"checkpoint-{number}", number + 10 * (host == "two"))
-            here.setdefault(host, {})[root.name] = tree_of(root)
-            store.adopt(root, hollow=True)
-        there.rename(tmp_path / host)
-    lose_what_may_go(store)
-    for host, trees in here.items():
-        for name, before in trees.items():
-            store.checkout(tmp_path / host / name).materialize(tmp_path / host / name)
-            assert tree_of(tmp_path / host / name) == before
-
-
-def test_directories_that_were_moved_together_are_held_as_before(
-    store: Store, tmp_path: Path
-) -> None:
-    made = [
-        store.adopt(checkpoint(tmp_path / "out" / f"checkpoint-{i}", i), hollow=True)
-        for i in range(3)
-    ]
-    moved = (tmp_path / "out").rename(tmp_path / "kept")
-    again = store.adopt(checkpoint(tmp_path / "out" / "checkpoint-0", 5), hollow=True)
-    assert set(store.tags().values()) == {again.id, *(each.id for each in made)}
-    shutil.rmtree(moved / "checkpoint-1")
-    last = store.adopt(checkpoint(moved / "checkpoint-3", 6), hollow=True)
-    assert set(store.tags().values()) == {again.id, made[0].id, made[2].id, last.id}
-
-
-def test_directories_that_a_moving_link_names_are_held_while_they_are_there(
-    store: Store, tmp_path: Path
-) -> None:
+def test_directories_that_a_moving_link_names_are_held(store: Store, tmp_path: Path) -> None:
     """A link such as `latest` leads to another directory when the next is adopted."""
     latest, before = tmp_path / "latest", {}
     for number in range(3):
@@ -205,67 +293,38 @@ def test_directories_that_a_moving_link_names_are_held_while_they_are_there(
         assert tree_of(root) == tree
 
 
-def test_a_training_that_begins_with_a_copy_takes_no_tags_from_the_first(
-    store: Store, tmp_path: Path
-) -> None:
-    before = {}
-    for number in range(4):
-        root = checkpoint(tmp_path / "out" / f"checkpoint-{number}", number)
-        before[root] = tree_of(root)
+def test_other_bytes_of_the_same_size_and_time_are_never_lost(store: Store, tmp_path: Path) -> None:
+    root = checkpoint(tmp_path / "checkpoint-5")
+    late = root / "adapters" / "a.safetensors"
+    before = late.stat()
+    made = store.adopt(root, hollow=True)
+    other = random.Random(1).randbytes(before.st_size)
+    late.write_bytes(other)
+    os.utime(late, ns=(before.st_mtime_ns, before.st_mtime_ns))
+    with pytest.raises(Unavailable, match=rf"its bytes are not those of commit {made.id[:12]}"):
         store.adopt(root, hollow=True)
-    (tmp_path / "fork").mkdir()
-    subprocess.run(["cp", "-r", tmp_path / "out" / "checkpoint-2", tmp_path / "fork"], check=True)
-    store.adopt(checkpoint(tmp_path / "fork" / "checkpoint-3", 5), hollow=True)
-    lose_what_may_go(store)
-    for root, tree in before.items():
-        store.checkout(root).materialize(root)
-        assert tree_of(root) == tree
+    assert late.read_bytes() == other
 
 
-def test_a_training_and_its_copy_that_both_go_on_keep_their_directories(
-    store: Store, tmp_path: Path
-) -> None:
-    """A copy has the times of the original. The first training then deletes what both had."""
-    first, fork = tmp_path / "out", tmp_path / "fork"
-    for number in range(3):
-        store.adopt(checkpoint(first / f"checkpoint-{number}", number), hollow=True)
-    subprocess.run(["cp", "-a", first, fork], check=True)
-    for number, place in ((3, fork), (3, first), (4, fork)):
-        root = checkpoint(place / f"checkpoint-{number}", number + 10 * (place == first))
-        store.adopt(root, hollow=True)
-    for number in range(2):
-        shutil.rmtree(first / f"checkpoint-{number}")
-    store.adopt(checkpoint(first / "checkpoint-4", 20), hollow=True)
-    lose_what_may_go(store)
-    for place, numbers in ((first, (2, 3, 4)), (fork, range(5))):
-        for number in numbers:
-            root = place / f"checkpoint-{number}"
-            store.checkout(root).materialize(root)
-            seed = number + 10 * (place == first) * (number == 3)
-            if (place, number) != (first, 4):
-                assert (root / "events.log").read_bytes() == random.Random(seed).randbytes(1 << 20)
+def test_what_lies_behind_a_link_is_never_removed(store: Store, tmp_path: Path) -> None:
+    root = checkpoint(tmp_path / "checkpoint-5")
+    made = store.adopt(root, step=5)
+    (root / "adapters").rename(tmp_path / "mine")
+    (root / "adapters").symlink_to(tmp_path / "mine")
+    with pytest.raises(Unavailable, match="is a link by now"):
+        make_hollow(internals_of(store), root, made)
+    assert (tmp_path / "mine" / "a.safetensors").exists() and (root / "optimizer.pt").exists()
 
 
-def test_the_hold_of_a_path_is_another_on_another_machine(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = tmp_path / "out" / "checkpoint-1"
-    mine = Holds(internals_of(store), root.parent).tag(root)
-    assert mine == Holds(internals_of(store), root.parent).tag(root)
-    monkeypatch.setattr(socket, "gethostname", lambda: "another")
-    assert Holds(internals_of(store), root.parent).tag(root) != mine
-
-
-def test_nothing_is_gone_while_the_file_system_is_away(store: Store, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    made = store.adopt(checkpoint(out / "checkpoint-1"), hollow=True)
-    holds = Holds(internals_of(store), out)
-    out.rename(tmp_path / "away")
-    for mount_point in (lambda: None, out.mkdir):
-        mount_point()
-        holds.renew()
-        Holds(internals_of(store), out).renew()
-        assert list(store.tags().values()) == [made.id]
+def test_a_thinned_commit_takes_no_files(store: Store, tmp_path: Path) -> None:
+    root = checkpoint(tmp_path / "checkpoint-5")
+    store.adopt(root, step=5)
+    for step in range(6, 9):
+        store.commit({"other": torch.tensor([step])}, step=step)
+    store.forget(ckptstore.KeepLast(1).thin("optimizer.pt/**"))
+    with pytest.raises(NotFound):
+        make_hollow(internals_of(store), root, store.checkout(5))
+    assert (root / "optimizer.pt").exists() and not (root / HOLLOW_POINTER).exists()
 
 
 def test_files_that_changed_are_never_lost(store: Store, tmp_path: Path) -> None:
@@ -275,7 +334,7 @@ def test_files_that_changed_are_never_lost(store: Store, tmp_path: Path) -> None
     with pytest.raises(Conflict, match=r"config\.json .* changed after it was adopted"):
         made.materialize(root)
     assert (root / "config.json").read_text() == "mine" and not (root / "optimizer.pt").exists()
-    with pytest.raises(Unavailable, match="changed"):
+    with pytest.raises(Unavailable, match="changed after it was adopted"):
         store.adopt(root, hollow=True)
     other = store.adopt(checkpoint(tmp_path / "checkpoint-6", 1))
     with pytest.raises(Conflict, match="is a hollow directory of commit"):
@@ -389,8 +448,7 @@ def test_a_directory_is_whole_or_has_a_durable_commit_wherever_it_is_killed(
         made = store.adopt(root).id
 
     def hollow(store: Store, directory: Path) -> None:
-        holds = Holds(internals_of(store), directory.parent)
-        make_hollow(internals_of(store), directory, store.checkout(made), holds)
+        make_hollow(internals_of(store), directory, store.checkout(made))
 
     def fill(store: Store, directory: Path) -> None:
         store.checkout(directory).materialize(directory)

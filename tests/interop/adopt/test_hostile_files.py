@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from ckptstore.adopt import adopting, hashed_files
+from ckptstore.adopt.directory import Identity
 from ckptstore.adopt.hashed_files import BLOCK_BYTES, FileChanged, FileParts, HashedFile, hash_file
 from ckptstore.adopt.parsers import entries_of
 from ckptstore.adopt.pickle_ops import walk
@@ -38,7 +39,7 @@ pytestmark = [
 
 
 def parsed(path: Path) -> int:
-    return len(entries_of(Window(path, 0, path.stat().st_size)))
+    return len(entries_of(Window(hash_file(path).read, 0, path.stat().st_size), path.name))
 
 
 # -- forged files --
@@ -261,8 +262,8 @@ def changing(
     """Change each file after it was hashed, the first `times` times; returns what was hashed."""
     hashed: list[Path] = []
 
-    def hash_and_change(path: Path) -> HashedFile:
-        found = hash_file(path)
+    def hash_and_change(path: Path, identity: Identity) -> HashedFile:
+        found = hash_file(path, identity)
         hashed.append(path)
         if len(hashed) <= times:
             change(path)
