@@ -360,6 +360,11 @@ def register_class(cls: type, name: str | None = None) -> type:
     return cls
 
 
+def registered_classes() -> set[type]:
+    """The classes that the caller registered, by `register_class` or `register_value`."""
+    return {*_CLASS_NAMES, *_REGISTERED}
+
+
 def registered(cls: type) -> Registered | None:
     """The caller's codec for `cls`."""
     return _REGISTERED.get(cls)

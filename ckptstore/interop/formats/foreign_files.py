@@ -4,50 +4,98 @@ anything else only if allowed.
 
 import io
 import pickle
+import re
+import sys
 import zipfile
 import zlib
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ckptstore.errors import InvalidInput, Unavailable
+from ckptstore.interop.formats.plain_pickles import known_names, outermost, save, settled
 
 
 def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any:
     """The content of a file of torch.save, called `name` in errors.
 
     Tensors stay in the file until they are read. Exceptions are files of torch before 1.6 and
-    compressed archives: their entries are read and compared with their checksums. Raises
-    `InvalidInput` for objects that need their code to run, unless `allow_pickle`, and for a damaged
-    or foreign file; `Unavailable` for one that may not be read.
+    compressed archives: their entries are read and compared with their checksums. Values that a
+    commit stores as they are (dates, paths, arrays, generators) count as plain, and so do classes
+    that the caller registered, here or with torch. Raises `InvalidInput` for other objects, unless
+    `allow_pickle`, and for a damaged or foreign file; `Unavailable` for one that may not be read.
     """
     try:
-        return _load(
-            file,
-            mapped=isinstance(file, Path) and _may_be_mapped(file),
-            weights_only=not allow_pickle,
-        )
+        mapped = isinstance(file, Path) and _may_be_mapped(file)
+        if allow_pickle:
+            return _load(file, mapped=mapped, weights_only=False)
+        with known_names():
+            read = _load(file, mapped=mapped, weights_only=True)
+        return settled(read)
+    except InvalidInput as error:
+        raise InvalidInput(f"{name} is damaged or forged: {error}") from error
     except pickle.UnpicklingError as error:
         if allow_pickle:
             raise InvalidInput(f"{name} is not a file of torch.save: {error}") from error
-        raise InvalidInput(
-            f"{name} holds more than tensors and plain values, and reading it would run its code "
-            f"({_first_line(error)}); "
-            f"if you trust it, import it with --allow-pickle (allow_pickle=True)"
-        ) from error
+        raise InvalidInput(f"{name} {_refusal(file, str(error))}") from error
     except PermissionError as error:
         raise Unavailable(
             f"cannot read {name}: {error}; see that it may be read, then repeat"
         ) from error
     except (ImportError, AttributeError) as error:  # a pickled class, which is imported by name
         raise InvalidInput(
-            f"{name} holds objects of a class that cannot be imported here ({_first_line(error)}); "
-            "install its package or put its folder on PYTHONPATH, or save tensors and plain values "
-            "where it can be imported: torch.save(model.state_dict(), …)"
+            f"{name} holds objects of a class that cannot be imported here "
+            f"({_first_line(str(error))}); install its package or put its folder on PYTHONPATH, or "
+            "save tensors and plain values where it can be imported: "
+            "torch.save(model.state_dict(), …)"
         ) from error
     except Exception as error:  # a pickle may raise anything
         raise InvalidInput(
-            f"{name} is not a file of torch.save, or is damaged: {_first_line(error)}"
+            f"{name} is not a file of torch.save, or is damaged: {_first_line(str(error))}"
         ) from error
+
+
+def check_comes_back(file: Path | io.BytesIO, state: Any, path: str = "") -> None:
+    """Raise `InvalidInput` unless `load_torch` reads `file`, to which the state at `path` was
+    written, without trust in it."""
+    try:
+        load_torch(file, "the export", allow_pickle=False)
+    except InvalidInput as error:
+        found = outermost(state, path)
+        where = next((at for at, value in found if not _comes_back(value)), path or "the state")
+        raise InvalidInput(
+            f"`ckptstore import` would not read {where} from this format without --allow-pickle; "
+            "choose the rest with --select (select=…), or give --allow-pickle (allow_pickle=True) "
+            "here too"
+        ) from error
+
+
+def _comes_back(value: Any) -> bool:
+    data = io.BytesIO()
+    save(value, data)
+    data.seek(0)
+    try:
+        load_torch(data, "it", allow_pickle=False)
+    except InvalidInput:
+        return False
+    return True
+
+
+def _refusal(file: Path | io.BytesIO, message: str) -> str:
+    """What torch does not read without trust in a file, and the ways on."""
+    named = _NAMED.search(message)
+    what = f"a {named[1]}" if named else "more than tensors and plain values"
+    why = "" if named else f" ({_first_line(message.rpartition('error: ')[2])})"
+    directory = str(file.parent) if isinstance(file, Path) else "DIRECTORY"
+    return (
+        f"holds {what}, and reading it would run code that the file names{why}. `ckptstore adopt "
+        f"{directory}` commits the directory of the file as it is, its tensors as leaves, and runs "
+        "nothing; if you trust the file, import it with --allow-pickle (allow_pickle=True)"
+    )
+
+
+_NAMED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
+"""A name in torch's messages about what it does not read."""
 
 
 def _load(file: Path | io.BytesIO, *, mapped: bool, weights_only: bool) -> Any:
@@ -59,6 +107,32 @@ def _load(file: Path | io.BytesIO, *, mapped: bool, weights_only: bool) -> Any:
         if mapped and "mmap can only be used with files saved with" in str(error):
             return _load(file, mapped=False, weights_only=weights_only)
         raise
+    except pickle.UnpicklingError as error:
+        needed = [
+            name
+            for text, names in _NEEDED.items()
+            if text in str(error)
+            for name in names
+            if name not in sys.modules
+        ]
+        if not needed:
+            raise
+        for name in needed:
+            import_module(name)
+        if isinstance(file, io.BytesIO):
+            file.seek(0)
+        return _load(file, mapped=mapped, weights_only=weights_only)
+
+
+_NEEDED = {
+    "``torch.nested`` and ``torch._dynamo`` must be imported": (
+        "torch._dynamo",
+        "torch.nested._internal.nested_tensor",
+    ),
+    "``torch.distributed.tensor`` must be imported": ("torch.distributed.tensor",),
+}
+"""What torch must have imported to read tensors of a kind, by its message. To import them always
+would take a second."""
 
 
 def _may_be_mapped(file: Path) -> bool:
@@ -78,5 +152,5 @@ def _may_be_mapped(file: Path) -> bool:
     return stored
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:200]
+def _first_line(message: str) -> str:
+    return message.strip().partition("\n")[0][:200]
