@@ -126,6 +126,14 @@ def _check_there(target: Path, sizes: Mapping[str, int]) -> None:
 def _format_of(snapshot: Snapshot, target: Path) -> Format:
     if is_adopted(contents_of(snapshot)):
         names = list(manifest_of(contents_of(snapshot), snapshot.id).files)
+        one_file = target.suffix in (SUFFIX, *_TORCH_SUFFIXES)
+        if len(names) != 1 and one_file:
+            raise InvalidInput(
+                f"{target.name} is the name of one file, and commit {snapshot.id[:12]} is a "
+                f"directory of {len(names)}: --format safetensors (format=…) writes its tensors "
+                "into one file, with --select those of a key such as model; --format files writes "
+                "the directory"
+            )
         if len(names) != 1 or target.suffix == "" or _is_single(names, target):
             return "files"
     if target.suffix == SUFFIX:

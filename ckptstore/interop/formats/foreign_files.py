@@ -1,8 +1,10 @@
-"""How is a file of torch.save read without trust in it? Tensors and plain values are read, and
-anything else only if allowed.
+"""What is a file, by its first bytes, and how is one of torch.save read without trust in it?
+
+Tensors and plain values are read, and anything else only if allowed.
 """
 
 import io
+import logging
 import pickle
 import re
 import sys
@@ -10,10 +12,99 @@ import zipfile
 import zlib
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
+from ckptstore.adopt.parsers import GGUF_MAGIC, NPY_MAGIC
+from ckptstore.adopt.safetensors_header import HEADER_BYTES_MAX
+from ckptstore.adopt.torch_files import LEGACY_MAGIC, ZIP_MAGIC
 from ckptstore.errors import InvalidInput, Unavailable
 from ckptstore.interop.formats.plain_pickles import known_names, outermost, save, settled
+from ckptstore.state.stateful import class_name, found_in, is_stateful
+
+_logger = logging.getLogger("ckptstore")
+
+
+FileKind: TypeAlias = Literal["torch", "files"]
+"""What reads a file: torch, or the parsers of an adoption, which run nothing."""
+
+_TAR_MAGIC, _TAR_MAGIC_AT = b"ustar", 257
+_LEGACY_NUMBER = LEGACY_MAGIC[2:]
+"""What is the same in all protocols of the pickle with which files of torch before 1.6 begin."""
+
+_HEAD_BYTES = 512
+_READ = "safetensors, torch.save (also TorchScript), .npy, .npz, GGUF, or a directory"
+
+
+def file_kind(path: Path) -> FileKind:
+    """What reads the file at `path`, by its first bytes; its name says nothing. Raises
+    `InvalidInput` saying what the file is if nothing here reads it."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError as error:
+        raise Unavailable(
+            f"cannot read {path}: {error.strerror}; see that it may be read, then repeat"
+        ) from error
+    if head.startswith(ZIP_MAGIC):
+        return _archive_kind(path)
+    if head[_TAR_MAGIC_AT:].startswith(_TAR_MAGIC) or _LEGACY_NUMBER in head[:32]:
+        return "torch"
+    if _is_pickle(head):
+        raise InvalidInput(
+            f"{path} is a pickle that torch.save did not write; where you trust it, load it with "
+            f"Python's pickle and commit the state. `ckptstore adopt {path.parent}` commits the "
+            "directory that it is in and runs nothing"
+        )
+    if head.startswith((NPY_MAGIC, GGUF_MAGIC)) or is_safetensors(head):
+        return "files"
+    raise _unknown(path, _said(head))
+
+
+def is_safetensors(head: bytes) -> bool:
+    """Whether a file that begins with `head` has the frame of safetensors."""
+    return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= HEADER_BYTES_MAX
+
+
+def _is_pickle(head: bytes) -> bool:
+    return len(head) > 1 and head[0] == 0x80 and head[1] <= pickle.HIGHEST_PROTOCOL
+
+
+def _archive_kind(path: Path) -> FileKind:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError) as error:
+        raise InvalidInput(
+            f"{path} begins as a zip archive, as files of torch.save do, but is damaged or cut off "
+            f"({error}); copy it again"
+        ) from error
+    is_script = any(name.endswith("/constants.pkl") for name in names)
+    if any(name.endswith("/data.pkl") for name in names) and not is_script:
+        return "torch"
+    if is_script or any(name.endswith(".npy") for name in names):
+        return "files"
+    some = ", ".join(names[:3])
+    raise _unknown(path, f"a zip archive of other files ({some:.80})")
+
+
+def _said(head: bytes) -> str:
+    """What a file of no known format is."""
+    if not head:
+        return "empty"
+    try:
+        text = head.decode()
+    except UnicodeDecodeError as error:
+        text = head[: error.start].decode() if error.start > len(head) - 4 else ""
+    if text and "\0" not in text:
+        return f"a text file (it begins with {text.splitlines()[0][:40]!r})"
+    return f"of a format that import does not know (it begins with the bytes {head[:8].hex(' ')})"
+
+
+def _unknown(path: Path, what: str) -> InvalidInput:
+    return InvalidInput(
+        f"{path} is {what}; wanted {_READ}. `ckptstore adopt {path.parent}` commits the directory "
+        "that it is in, any file byte for byte"
+    )
 
 
 def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any:
@@ -28,7 +119,9 @@ def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any
     try:
         mapped = isinstance(file, Path) and _may_be_mapped(file)
         if allow_pickle:
-            return _load(file, mapped=mapped, weights_only=False)
+            loaded = _load(file, mapped=mapped, weights_only=False)
+            _tell_of_objects(name, loaded)
+            return loaded
         with known_names():
             read = _load(file, mapped=mapped, weights_only=True)
         return settled(read)
@@ -53,6 +146,22 @@ def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any
         raise InvalidInput(
             f"{name} is not a file of torch.save, or is damaged: {_first_line(str(error))}"
         ) from error
+
+
+def _tell_of_objects(name: str, loaded: Any) -> None:
+    """Log which objects of a file are committed as their state dict, so that the object itself is
+    in no export."""
+    found = [(keys, type(each)) for keys, each in found_in(loaded, is_stateful)]
+    if found:
+        keys, cls = found[0]
+        where = f"{'/'.join(map(str, keys))} in {name}" if keys else name
+        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        _logger.warning(
+            "%s is a %s%s: its state_dict() is committed, and that is what an export has",
+            where,
+            class_name(cls),
+            more,
+        )
 
 
 def check_comes_back(file: Path | io.BytesIO, state: Any, path: str = "") -> None:
@@ -84,13 +193,17 @@ def _comes_back(value: Any) -> bool:
 def _refusal(file: Path | io.BytesIO, message: str) -> str:
     """What torch does not read without trust in a file, and the ways on."""
     named = _NAMED.search(message)
-    what = f"a {named[1]}" if named else "more than tensors and plain values"
-    why = "" if named else f" ({_first_line(message.rpartition('error: ')[2])})"
+    what = (
+        f"holds a {named[1]}, and reading it would run code that the file names"
+        if named
+        else "is read by Python's own unpickler alone, which runs code that a file names "
+        f"({_first_line(message.rpartition('error: ')[2])})"
+    )
     directory = str(file.parent) if isinstance(file, Path) else "DIRECTORY"
     return (
-        f"holds {what}, and reading it would run code that the file names{why}. `ckptstore adopt "
-        f"{directory}` commits the directory of the file as it is, its tensors as leaves, and runs "
-        "nothing; if you trust the file, import it with --allow-pickle (allow_pickle=True)"
+        f"{what}. `ckptstore adopt {directory}` commits the directory of the file as it is, its "
+        "tensors as leaves, and runs nothing; if you trust the file, import it with --allow-pickle "
+        "(allow_pickle=True)"
     )
 
 

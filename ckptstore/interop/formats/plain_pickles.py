@@ -94,7 +94,7 @@ def _torch_generator(args: tuple[Any, ...], state: Any) -> torch.Generator:
 def _dtype(args: tuple[Any, ...], state: Any) -> np.dtype[Any]:
     """A dtype of numpy from its description. A state may say the byte order only: numpy takes
     fields and units of a state unchecked."""
-    dtype = np.dtype(args[0])
+    dtype: np.dtype[Any] = np.dtype(args[0])
     if state is not None:
         _, order, *more = state
         if any(part is not None for part in more[:3]) or len(more) > 6:
