@@ -111,7 +111,7 @@ def decode(state):
     tensor.label = state["label"]
     return tensor
 ckptstore.register_value(
-    "named", Named, lambda t: {"data": t.as_subclass(torch.Tensor), "label": t.label}, decode
+    "named", Named, lambda t: {"data": t.as_subclass(torch.Tensor), **vars(t)}, decode
 )
 with ckptstore.open(sys.argv[1]) as store:
     store.commit({"t": {"a": decode({"data": torch.ones(3), "label": "x"})}}, step=1)
