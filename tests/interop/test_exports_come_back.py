@@ -30,6 +30,11 @@ pytestmark = [
 ]
 
 
+TORCH_FAILS = ("cannot be written by torch.save", "torch.load does not read what")
+"""Of what torch cannot write (dtypes of less than a byte, memory formats), or not read again (a
+nested tensor without tensors)."""
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     with ckptstore.open(tmp_path_factory.mktemp("back") / "store") as opened:
@@ -66,7 +71,7 @@ def test_an_export_for_torch_comes_back_by_import_bit_for_bit(
     try:
         export(made, path)
     except InvalidInput as error:
-        if "cannot be written by torch.save" in str(error):
+        if any(reason in str(error) for reason in TORCH_FAILS):
             return
         raise
     again = import_path(store, path)
@@ -85,7 +90,7 @@ def test_what_a_dcp_export_holds_comes_back_by_import(
     try:
         export(made, path, format="dcp")
     except InvalidInput as error:
-        reasons = ("cannot be written by torch.save", "for DCP", "which DCP cannot write")
+        reasons = (*TORCH_FAILS, "for DCP", "which DCP cannot write")
         if any(reason in str(error) for reason in reasons):
             return
         raise
@@ -166,6 +171,14 @@ def test_a_value_that_torch_cannot_write_is_named(store: Store, tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_that_torch_does_not_read_again_is_named(store: Store, tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "none": torch.nested.nested_tensor([])}
+    made = store.commit({"s": state}, step=1)
+    with pytest.raises(InvalidInput, match=r"s/none cannot be written: torch\.load does not read"):
+        export(made, tmp_path / "x.pt")
+
+
 def test_a_dtype_that_dcp_cannot_write_is_named(store: Store, tmp_path: Path) -> None:
     bits = torch.zeros(4, dtype=torch.uint8).view(torch.bits8)
     made = store.commit({"s": {"w": torch.ones(2), "bits": bits}}, step=1)
@@ -208,3 +221,22 @@ def test_an_export_that_the_file_system_loses_is_no_success(
     monkeypatch.setattr(exports, "_rename_new", lost)
     with pytest.raises(Unavailable, match="is not there as it was written"):
         export(made, tmp_path / "out", format=format)
+
+
+def test_names_that_others_gave_to_torch_are_left_as_they_were(
+    store: Store, tmp_path: Path
+) -> None:
+    """transformers gives torch numpy's names, without the dtypes of most arrays."""
+    from numpy._core.multiarray import _reconstruct
+
+    theirs = [_reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+    made = store.commit(readme(), step=3)
+    export(made, tmp_path / "state.pt")
+    before = torch.serialization.get_safe_globals()
+    for names in ([], theirs):
+        with torch.serialization.safe_globals(names):
+            inside = torch.serialization.get_safe_globals()
+            again = import_path(store, tmp_path / "state.pt")
+            assert set(torch.serialization.get_safe_globals()) == set(inside)
+        assert describe(again.state_dict("random")) == describe(made.state_dict("random"))
+    assert set(torch.serialization.get_safe_globals()) == set(before)

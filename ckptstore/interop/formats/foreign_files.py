@@ -122,9 +122,7 @@ def load_torch(file: Path | io.BytesIO, name: str, *, allow_pickle: bool) -> Any
             loaded = _load(file, mapped=mapped, weights_only=False)
             _tell_of_objects(name, loaded)
             return loaded
-        with known_names():
-            read = _load(file, mapped=mapped, weights_only=True)
-        return settled(read)
+        return settled(_load_plain(file, mapped=mapped))
     except InvalidInput as error:
         raise InvalidInput(f"{name} is damaged or forged: {error}") from error
     except pickle.UnpicklingError as error:
@@ -172,6 +170,11 @@ def check_comes_back(file: Path | io.BytesIO, state: Any, path: str = "") -> Non
     except InvalidInput as error:
         found = outermost(state, path)
         where = next((at for at, value in found if not _comes_back(value)), path or "the state")
+        if not isinstance(error.__cause__, pickle.UnpicklingError):
+            raise InvalidInput(
+                f"{where} cannot be written: torch.load does not read what torch.save makes of it "
+                f"({error.__cause__!s:.200}); choose the rest with --select (select=…)"
+            ) from error
         raise InvalidInput(
             f"`ckptstore import` would not read {where} from this format without --allow-pickle; "
             "choose the rest with --select (select=…), or give --allow-pickle (allow_pickle=True) "
@@ -209,6 +212,19 @@ def _refusal(file: Path | io.BytesIO, message: str) -> str:
 
 _NAMED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
 """A name in torch's messages about what it does not read."""
+
+
+def _load_plain(file: Path | io.BytesIO, *, mapped: bool) -> Any:
+    """As torch reads it; where that meets another name, with records for the names of values."""
+    try:
+        return _load(file, mapped=mapped, weights_only=True)
+    except pickle.UnpicklingError as error:
+        if not _NAMED.search(str(error)):
+            raise
+    if isinstance(file, io.BytesIO):
+        file.seek(0)
+    with known_names():
+        return _load(file, mapped=mapped, weights_only=True)
 
 
 def _load(file: Path | io.BytesIO, *, mapped: bool, weights_only: bool) -> Any:

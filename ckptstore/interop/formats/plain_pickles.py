@@ -230,7 +230,11 @@ _lock = threading.Lock()
 
 @contextmanager
 def known_names() -> Iterator[None]:
-    """Let torch's reader accept names of plain values, and classes that the caller registered."""
+    """Let torch's reader accept names of plain values, and classes that the caller registered.
+
+    Its table is that of the process: what another thread reads meanwhile may have records too,
+    where it would have been refused, so that whoever reads calls `settled`.
+    """
     with _lock:
         given = serialization.get_safe_globals()
         named = {each[1] if isinstance(each, tuple) else _path(each) for each in given}
