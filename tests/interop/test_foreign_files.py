@@ -82,6 +82,15 @@ def test_a_file_is_read_by_its_bytes_whatever_its_name(
     assert (tmp_path / f"again{Path(name).suffix}").read_bytes() == (tmp_path / name).read_bytes()
 
 
+def test_a_file_without_tensors_is_kept_and_told(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    np.savez_compressed(tmp_path / "small.npz", w=WEIGHT.numpy())
+    made = import_path(store, tmp_path / "small.npz")
+    assert not any(leaf.kind == "tensor" for leaf in made.leaves())
+    assert any("no tensors were found in it" in each.getMessage() for each in caplog.records)
+
+
 def test_a_file_of_torch_is_read_under_any_name(store: Store, tmp_path: Path) -> None:
     (tmp_path / "weights.v3").write_bytes(_torch({"w": WEIGHT}))
     assert torch.equal(import_path(store, tmp_path / "weights.v3").read("model/w"), WEIGHT)

@@ -4,6 +4,7 @@ A directory or a safetensors file is adopted (`ckptstore.adopt`), but strictly: 
 must be valid and fit together, and links to files are followed.
 """
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +35,8 @@ from ckptstore.interop.formats.sources import (
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.snapshot import Snapshot
 from ckptstore.store import Store, internals_of
+
+_logger = logging.getLogger("ckptstore")
 
 Kind: TypeAlias = Literal["files", "torch", "dcp", "torchsnapshot"]
 
@@ -99,7 +102,14 @@ def import_path(
 def _flats(place: Path, threads: ThreadPool, *, allow_pickle: bool) -> Flats:
     kind = kind_of(place)
     if kind == "files":
-        return flats_of(place, threads)
+        flats = flats_of(place, threads)
+        if place.is_file() and not any("tensor" in each.schema.kinds for each in flats.values()):
+            _logger.warning(
+                "%s is kept as it is: no tensors were found in it (compressed archives and damaged "
+                "files have none)",
+                place,
+            )
+        return flats
     if kind == "torch":
         from ckptstore.state.flatten import flatten
 

@@ -385,10 +385,11 @@ def _is_written(value: Any) -> bool:
 
 
 _READ_BY_TORCH = (type(None), bool, float, str, torch.Tensor, torch.nn.Parameter)
+"""With integers of up to 255 bytes."""
 
 
 def _is_plain(value: Any) -> bool:
-    if type(value) in _READ_BY_TORCH:
+    if type(value) in _READ_BY_TORCH or (type(value) is int and value.bit_length() < 2000):
         return True
     if isinstance(value, np.ndarray | np.generic):
         return False
@@ -397,5 +398,5 @@ def _is_plain(value: Any) -> bool:
     data.seek(0)
     try:
         return not serialization.get_unsafe_globals_in_checkpoint(data)
-    except pickle.UnpicklingError:  # an integer of more than 255 bytes
+    except pickle.UnpicklingError:  # of an opcode that torch does not read
         return False
