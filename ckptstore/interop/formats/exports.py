@@ -176,8 +176,9 @@ def _write_files(
 
 
 def _is_single(names: Sequence[str], target: Path) -> bool:
-    """Whether the only file of an import becomes `target` itself."""
-    return len(names) == 1 and target.suffix == Path(names[0]).suffix
+    """Whether the only file of an import becomes `target` itself: a name without a suffix is that
+    of a directory."""
+    return len(names) == 1 and target.suffix == Path(names[0]).suffix != ""
 
 
 Leaf: TypeAlias = tuple[Tree, int]
