@@ -407,8 +407,9 @@ def export_files(call: Call) -> Answer:
     tell_run(call, handle.queries(), args.ref)
     store = call.stack.enter_context(Store(handle, Settings.of()))
     with call.screen.progress(f"exporting {short(found.id)}"):
+        snapshot = store.checkout(found.id)
         done = export(
-            store.checkout(found.id),
+            snapshot,
             args.path,
             format=args.format,
             select=args.select or "*",
@@ -418,5 +419,21 @@ def export_files(call: Call) -> Answer:
     page = [f"{short(found.id)} to {args.path} as {done.format}: {files}"]
     if done.left_out:
         page.append(f"{done.left_out} other leaves are not in it")
+    if done.refused:
+        keys = dict.fromkeys(leaf.path.partition("/")[0] for leaf in snapshot.leaves())
+        page.append(_refused_text(done.refused, [] if args.select else list(keys)))
     written = fields_of(done, "format", "files", "bytes", "left_out")
-    return Answer({"commit": found.id, **written}, page)
+    refused = [{"path": path, "class": name} for path, name in done.refused]
+    return Answer({"commit": found.id, **written, "refused": refused}, page)
+
+
+def _refused_text(refused: Sequence[tuple[str, str]], keys: Sequence[str]) -> str:
+    """What `torch.load` refuses of an export, and the selection of `keys` that leaves it out."""
+    path, name = refused[0]
+    more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+    plain = [key for key in keys if all(at.partition("/")[0] != key for at, _ in refused)]
+    without = "; without it: " + " ".join(f"--select {key}" for key in plain) if plain else ""
+    return (
+        f"`ckptstore import` reads all of it; torch.load asks for weights_only=False because of "
+        f"{path}, a {name}{more}{without}"
+    )

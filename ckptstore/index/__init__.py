@@ -37,7 +37,7 @@ def open_log_place(
     if not way:
         raise InvalidInput(
             f"the log of {storage.url} is in {config.log_place}: name that database, with "
-            'index="postgresql+psycopg://USER@HOST/DATABASE", '
+            'storage=Storage(index="postgresql+psycopg://USER@HOST/DATABASE") (index= in fsspec), '
             f"--index (--to-index, --from-index for the other end of a mirror) or ${VARIABLE}"
         )
     log = database_log(way, config.store, storage)

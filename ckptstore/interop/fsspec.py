@@ -26,6 +26,7 @@ from ckptstore.adopt.commit_files import CommitFiles, Found
 from ckptstore.contents import CommitContents
 from ckptstore.core.config import default_threads
 from ckptstore.core.ids import CONFIG_KEY, CommitId, SessionId
+from ckptstore.core.text import near
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, ReadOnly
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
@@ -39,6 +40,22 @@ PROTOCOL = "ckptstore"
 
 COMMITS_KEPT = 8
 """Commits of one store whose lists of files are kept."""
+
+_OPTIONS = ("target_options", "threads", "index")
+_FSSPEC_OPTIONS = frozenset(
+    {
+        "asynchronous",
+        "batch_size",
+        "listings_expiry_time",
+        "loop",
+        "max_paths",
+        "skip_instance_cache",
+        "use_listings_cache",
+    }
+)
+"""What fsspec passes to every filesystem."""
+
+_OF_OPEN = ("block_size", "cache_type", "cache_options")
 
 _START = f"{PROTOCOL}://"
 _BUCKET = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.DOTALL)
@@ -104,12 +121,15 @@ def pinned(url: str, **options: Any) -> str:
     return _START + _written(place.store, found.commit, place.name)
 
 
-def open_url(url: str, *, target_options: Mapping[str, Any] | None = None) -> "Snapshot":
+def open_url(
+    url: str, *, target_options: Mapping[str, Any] | None = None, index: str | None = None
+) -> "Snapshot":
     """The commit that a URL names, read-only. Use it as a context manager: it closes the store.
 
     Args:
         url: `ckptstore://STORE@REF`; a file behind it is passed over.
         target_options: As in `CheckpointFileSystem`.
+        index: As in `CheckpointFileSystem`.
 
     Raises:
         InvalidInput: The URL names no commit.
@@ -125,7 +145,7 @@ def open_url(url: str, *, target_options: Mapping[str, Any] | None = None) -> "S
     from ckptstore.store import internals_of
 
     place = parse_url(url)
-    options = Storage(options=dict(target_options) if target_options else None)
+    options = Storage(options=dict(target_options) if target_options else None, index=index)
     store = open_store(place.store, create=False, read_only=True, storage=options)
     try:
         found = find_commit(internals_of(store).handle, place.ref, None)
@@ -143,6 +163,12 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
     Args:
         target_options: Options of the bucket's client, as `Storage(options=…)` takes them.
         threads: Threads that read and verify.
+        index: The database of a store whose log is in one, as `Storage(index=…)` takes it; else
+            `$CKPTSTORE_INDEX`.
+        options: Those that fsspec has for every filesystem (`skip_instance_cache`, …).
+
+    Raises:
+        InvalidInput: There is no such option.
 
     Example:
         >>> fs = fsspec.filesystem("ckptstore")
@@ -156,11 +182,14 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
         self,
         target_options: Mapping[str, Any] | None = None,
         threads: int | None = None,
+        index: str | None = None,
         **options: Any,
     ) -> None:
+        for name in options:
+            _check_option(name)
         super().__init__(**options)
         self._target_options = dict(target_options or {})
-        self._threads = threads
+        self._threads, self._index = threads, index
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -171,7 +200,8 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
     def files_of(self, place: Place) -> CommitFiles:
         """The files of a commit. Raises `MissingFile` if there is none."""
         try:
-            return _open(place.store, self._target_options, self._threads).files(place.ref)
+            store = _open(place.store, self._target_options, self._threads, self._index)
+            return store.files(place.ref)
         except NotFound as error:
             raise MissingFile(str(error)) from error
 
@@ -298,6 +328,21 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
     start_transaction = _refuse
 
 
+def _check_option(name: str) -> None:
+    """Raise `InvalidInput` for an option that no filesystem of fsspec has."""
+    if name in _OF_OPEN:
+        raise InvalidInput(
+            f"{name} is said where a file is opened: fsspec.filesystem({PROTOCOL!r}).open(url, "
+            f"{name}=…)"
+        )
+    if name not in _FSSPEC_OPTIONS:
+        raise InvalidInput(
+            f"the filesystem of {PROTOCOL} has no option {name!r}{near(name, _OPTIONS)}; it has "
+            f"{', '.join(_OPTIONS)}, and options of a bucket's client belong in "
+            "target_options={…}"
+        )
+
+
 class CommitFile(AbstractBufferedFile):  # type: ignore[misc]  # fsspec has no types
     """An open file of a commit. What is read of it is verified."""
 
@@ -321,8 +366,12 @@ class CommitFile(AbstractBufferedFile):  # type: ignore[misc]  # fsspec has no t
 class _OpenStore:
     """A store that is open for reading, for the rest of the process."""
 
-    def __init__(self, place: str, options: dict[str, Any], threads: int | None) -> None:
-        self.handle = StoreHandle(place, read_only=True, storage_options=options or None)
+    def __init__(
+        self, place: str, options: dict[str, Any], threads: int | None, index: str | None
+    ) -> None:
+        self.handle = StoreHandle(
+            place, read_only=True, storage_options=options or None, index=index
+        )
         remote = self.handle.storage.capabilities.slow_requests
         count = threads or default_threads()
         self._threads = ThreadPool(reads_at_once(count) if remote else count)
@@ -347,14 +396,17 @@ _stores: dict[tuple[object, ...], _OpenStore] = {}
 _lock = threading.Lock()
 
 
-def _open(place: str, options: dict[str, Any], threads: int | None) -> _OpenStore:
+def _open(
+    place: str, options: dict[str, Any], threads: int | None, index: str | None
+) -> _OpenStore:
     """The open store at `place`: one for all threads of this process. A store that was made anew in
     the same place is another one."""
-    key = (place, json.dumps(options, sort_keys=True, default=repr), threads, _made_at(place))
+    told = json.dumps(options, sort_keys=True, default=repr)
+    key = (place, told, threads, index, _made_at(place))
     if key not in _stores:
         with _lock:  # taken to open a store alone, which may take long
             if key not in _stores:
-                _stores[key] = _OpenStore(place, options, threads)
+                _stores[key] = _OpenStore(place, options, threads, index)
     return _stores[key]
 
 

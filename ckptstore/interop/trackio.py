@@ -29,6 +29,7 @@ class CommitHandler(trackio.ReferenceHandler):  # type: ignore[misc]  # trackio 
     """
 
     def __init__(self, **options: Any) -> None:
+        CheckpointFileSystem(**options)  # which refuses unknown ones, here and not at the first use
         self._options = options
 
     def matches(self, scheme: str, uri: str) -> bool:

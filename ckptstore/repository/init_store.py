@@ -201,7 +201,8 @@ def check_exclusive_create(storage: Storage) -> None:
     raise InvalidInput(
         f"the server of {storage.url} ignores conditional writes (If-None-Match: *), so several "
         "writers could lose each other's commits; "
-        f'keep the log in PostgreSQL: index="postgresql+psycopg://…", or use another server'
+        'keep the log in PostgreSQL: storage=Storage(index="postgresql+psycopg://…") or --index, '
+        "or use another server"
     )
 
 

@@ -271,13 +271,15 @@ def _split_thin_subclass(tensor: Any) -> Parts:
     cls = type(tensor)
     if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):
         raise InvalidInput(
-            f"{class_name(cls)} wraps other tensors and has no __tensor_flatten__; give it one, or "
-            "store its inner tensors"
+            f"{class_name(cls)} wraps other tensors and has no __tensor_flatten__; call "
+            f"ckptstore.register_value(…, {cls.__name__}, encode, decode), or store its inner "
+            "tensors"
         )
     if getattr(tensor, "__dict__", None):
         raise InvalidInput(
-            f"{class_name(cls)} has attributes ({', '.join(vars(tensor))}) beside its data; give "
-            "it __tensor_flatten__"
+            f"{class_name(cls)} has attributes ({', '.join(vars(tensor))}) beside its data; call "
+            f"ckptstore.register_value(…, {cls.__name__}, encode, decode), or commit "
+            "tensor.as_subclass(torch.Tensor) and the attributes"
         )
     return Parts(
         "torch.thin_subclass",

@@ -30,7 +30,13 @@ from ckptstore.state.leaf_sources import (
 )
 from ckptstore.state.optimizers import ParameterNames, named_state
 from ckptstore.state.shards import Held, held_of, is_distributed
-from ckptstore.state.stateful import class_name, registered, state_dict_of, state_of
+from ckptstore.state.stateful import (
+    class_name,
+    registered,
+    state_dict_of,
+    state_of,
+    tell_of_unknown_classes,
+)
 from ckptstore.state.tensors import DTYPE_NAMES, TensorSource
 
 _ITSELF = ""
@@ -53,6 +59,7 @@ def flatten(
     distributed tensor is one leaf, of which this rank holds boxes.
     """
     check_app_state(app_state)
+    tell_of_unknown_classes(app_state)
     names = ParameterNames(app_state)
     return {
         key: _Tree(names, allow_pickle, ranks).flatten(key, value)

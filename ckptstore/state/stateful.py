@@ -8,6 +8,7 @@ Documents name types and classes: registered ones, and those of a restore's targ
 imported.
 """
 
+import logging
 import random
 import re
 import sys
@@ -19,6 +20,7 @@ from enum import Enum
 from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -26,6 +28,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from ckptstore.errors import InvalidInput
+
+_logger = logging.getLogger("ckptstore")
 
 
 @runtime_checkable
@@ -360,6 +364,11 @@ def register_class(cls: type, name: str | None = None) -> type:
     return cls
 
 
+def registered_classes() -> set[type]:
+    """The classes that the caller registered, by `register_class` or `register_value`."""
+    return {*_CLASS_NAMES, *_REGISTERED}
+
+
 def registered(cls: type) -> Registered | None:
     """The caller's codec for `cls`."""
     return _REGISTERED.get(cls)
@@ -381,9 +390,9 @@ def class_name(cls: type) -> str:
 
 
 def class_named(name: str, classes: Classes) -> type:
-    """The class that a document calls `name`: registered, or present in the target. It is never
-    imported."""
-    found = _CLASSES.get(name) or classes(name)
+    """The class that a document calls `name`: registered here or with torch, or present in the
+    target. It is never imported."""
+    found = _CLASSES.get(name) or classes(name) or _safe_globals().get(name)
     if found is None:
         raise InvalidInput(
             f"the class {name} is neither registered nor in the target, and ckptstore imports no "
@@ -391,6 +400,65 @@ def class_named(name: str, classes: Classes) -> type:
             f"call ckptstore.register_class on it, or restore into a target that holds one"
         )
     return found
+
+
+def _safe_globals() -> dict[str, type]:
+    """The classes that `torch.serialization.add_safe_globals` was given, by name: whoever gave them
+    lets files make objects of them."""
+    named = (
+        each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
+        for each in torch.serialization.get_safe_globals()
+    )
+    return {name: cls for cls, name in named if isinstance(cls, type)}
+
+
+_told: "WeakSet[Optimizer]" = WeakSet()
+"""Optimizers whose classes were looked at once they had a state."""
+
+
+def tell_of_unknown_classes(app_state: Mapping[str, Any]) -> None:
+    """Log which classes in the state of optimizers a new process would not know: there an optimizer
+    has no state until its first step, so that a restore finds no object of them in the target."""
+    optimizers = [
+        (keys, each)
+        for keys, each in found_in(app_state, lambda value: isinstance(value, Optimizer))
+        if each not in _told and each.state
+    ]
+    for keys, optimizer in optimizers:
+        _told.add(optimizer)
+        held = {
+            type(value): name
+            for state in optimizer.state.values()
+            if isinstance(state, dict)
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor)
+        }
+        own = {cls: name for cls, name in held.items() if not _is_known(cls)}
+        if not own:
+            continue
+        rest = [each for each in app_state.values() if not isinstance(each, Optimizer)]
+        there = classes_in([*rest, parameters_of(optimizer)])
+        for cls, name in own.items():
+            if there(class_name(cls)) is None:
+                _logger.warning(
+                    "%s has the state %r as a %s, which a new process cannot restore until it calls"
+                    " ckptstore.register_class(%s)",
+                    "/".join(map(str, keys)),
+                    name,
+                    class_name(cls),
+                    cls.__name__,
+                )
+
+
+def _is_known(cls: type) -> bool:
+    """Whether a tensor of this class needs no class in the target."""
+    return (
+        cls in (torch.Tensor, nn.Parameter)
+        or cls in _CLASS_NAMES
+        or cls in _REGISTERED
+        or cls.__module__.startswith("torch.")  # a DTensor is stored as its parts
+        or class_name(cls) in _safe_globals()
+    )
 
 
 def no_classes(name: str) -> None:

@@ -32,8 +32,8 @@ def open_storage(
     if not separator or scheme == "file":
         if storage_options:
             raise InvalidInput(
-                f"storage_options {sorted(storage_options)} mean nothing for the local path "
-                f"{text!r}; leave them out"
+                f"the options {sorted(storage_options)} of a bucket's client mean nothing for the "
+                f"local path {text!r}; leave them out"
             )
         from ckptstore.storage.local import LocalStorage
 

@@ -413,7 +413,7 @@ def _check_url(url: str) -> str:
     if not bucket or ":" in bucket or ("@" in bucket and not scheme.startswith("abfs")):
         raise InvalidInput(
             f"{redact(url)} names no bucket: wanted {scheme}://BUCKET/PATH; key and secret belong "
-            "in storage_options"
+            'in the options of its client: storage=Storage(options={"key": …, "secret": …})'
         )
     return scheme
 

@@ -92,6 +92,21 @@ def test_several_selects_add_up_in_every_format(place: Path) -> None:
     assert torch.load(place / "mixed.pt", weights_only=True).keys() == {"model/w", "step"}
 
 
+def test_an_export_says_what_torch_refuses_and_what_leaves_it_out(place: Path) -> None:
+    with ckptstore.open(place / "store") as store:
+        state = {"model": {"w": torch.ones(3)}, "random": ckptstore.RNGState(), "at": {"step": 0}}
+        store.commit(state, tag="state")
+    done = call("export", "state", str(place / "all.pt"))
+    assert "weights_only=False because of random/numpy/state/key, a numpy.ndarray" in done.out
+    assert "`ckptstore import` reads all of it" in done.out
+    without = done.out.partition("without it: ")[2].split()
+    assert without == ["--select", "model", "--select", "at"]
+    assert call("import", str(place / "all.pt"), "--tag", "back").code == 0
+    rest = call("export", "state", str(place / "rest.pt"), *without, "--json").document
+    assert rest["refused"] == []
+    assert torch.load(place / "rest.pt", weights_only=True).keys() == {"model", "at"}
+
+
 def test_an_export_for_torch_takes_any_name(place: Path) -> None:
     call("import", str(place / "model.safetensors"), "--tag", "a")
     assert call("export", "a", str(place / "plain"), "--format", "torch").code == 0

@@ -21,6 +21,7 @@ from ckptstore.interop.fsspec import (
     url_of,
 )
 from ckptstore.interop.vllm import weights_of
+from ckptstore.objects.documents import decode_config, encode_config
 from ckptstore.store import Store
 from tests.support.servers.s3 import new_url, s3_server
 
@@ -146,3 +147,92 @@ def test_the_weights_that_are_served_are_those_of_their_key_alone(store: Store) 
     assert [(name, tensor.tolist()) for name, tensor in found] == [
         ("model.layer.weight", [1.0, 1.0, 1.0])
     ]
+
+
+# -- options --
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("target_optoins", "did you mean 'target_options'"),
+        ("storage_options", "did you mean 'target_options'"),
+        ("options", "target_options={…}"),
+        ("endpoint_url", r"belong in target_options=\{…\}"),
+        ("key", r"belong in target_options=\{…\}"),
+        ("thread", "did you mean 'threads'"),
+        ("indx", "did you mean 'index'"),
+        ("run", "it has target_options, threads, index"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_one_that_was_meant(
+    name: str, wanted: str, tmp_path: Path
+) -> None:
+    with ckptstore.open(tmp_path / "s") as store:
+        url = url_of(store.commit({"model": {"w": torch.ones(2)}}, step=1), "model.safetensors")
+    for use in (
+        lambda: fsspec.filesystem("ckptstore", **{name: {"a": 1}}),
+        lambda: fsspec.open(url, **{name: {"a": 1}}),
+        lambda: pinned(url, **{name: {"a": 1}}),
+    ):
+        with pytest.raises(InvalidInput, match=f"no option '{name}'.*{wanted}"):
+            use()
+
+
+def test_options_that_fsspec_has_for_every_filesystem_are_taken() -> None:
+    options = {
+        "skip_instance_cache": True,
+        "use_listings_cache": False,
+        "listings_expiry_time": 3,
+        "max_paths": 4,
+        "asynchronous": False,
+        "loop": None,
+        "batch_size": 8,
+    }
+    assert isinstance(fsspec.filesystem("ckptstore", **options), CheckpointFileSystem)
+
+
+def test_an_option_of_an_open_file_is_refused_with_its_place(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "s") as store:
+        url = url_of(store.commit({"model": {"w": torch.ones(2)}}, step=1), "model.safetensors")
+    with pytest.raises(InvalidInput, match=r"filesystem\('ckptstore'\)\.open\(url, cache_type=…\)"):
+        fsspec.open(url, cache_type="none")
+    with fsspec.filesystem("ckptstore").open(url, cache_type="none") as file:
+        assert load(file.read())["w"].tolist() == [1, 1]
+
+
+def test_what_messages_advise_exists_where_they_advise_it(tmp_path: Path) -> None:
+    """Each message that names an option is met, and its advice is followed."""
+    with ckptstore.open(tmp_path / "s") as store:
+        url = url_of(store.commit({"model": {"w": torch.ones(2)}}, step=1), "model.safetensors")
+    # options of a bucket for a local path: leave them out
+    with pytest.raises(InvalidInput, match=r"\['token'\] of a bucket's client .*leave them out"):
+        fsspec.filesystem("ckptstore", target_options={"token": "x"}).cat(url)
+    assert load(fsspec.filesystem("ckptstore").cat(url))["w"].tolist() == [1, 1]
+    # a key in the URL: it belongs into Storage(options=…)
+    with pytest.raises(InvalidInput, match=r"storage=Storage\(options=\{\"key\": …"):
+        ckptstore.open("s3://key:secret@bucket/x")
+    ckptstore.Storage(options={"key": "key", "secret": "secret"})
+    # an index for a store whose log is in itself: leave it out
+    index = "postgresql+psycopg://nobody@localhost/none"
+    for use in (
+        lambda: fsspec.filesystem("ckptstore", index=index).cat(url),
+        lambda: open_url(url, index=index),
+        lambda: ckptstore.open(tmp_path / "s", storage=ckptstore.Storage(index=index)),
+    ):
+        with pytest.raises(InvalidInput, match="leave index out"):
+            use()
+    # a log in a database that nobody named
+    config = tmp_path / "s" / "ckptstore.json"
+    with pytest.raises(
+        InvalidInput, match=r"storage=Storage\(index=\"postgresql.*index= in fsspec"
+    ):
+        _log_elsewhere(config, url)
+
+
+def _log_elsewhere(config: Path, url: str) -> None:
+    """Read a store whose configuration says that a database has its log."""
+    moved = decode_config(config.read_bytes(), "").moved("postgresql://host/database", 2)
+    config.chmod(0o600)
+    config.write_bytes(encode_config(moved))
+    fsspec.filesystem("ckptstore", skip_instance_cache=True).cat(url)

@@ -355,7 +355,7 @@ def test_threads_and_forked_children_read(adopted: Snapshot, tmp_path: Path) -> 
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(read, range(0, len(whole), 5000)))
-    with fsspec.open(url, cache_type="none") as file:
+    with fsspec.filesystem("ckptstore").open(url, cache_type="none") as file:
         parents = file._files
         child = os.fork()
         if not child:

@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from ckptstore.adopt.inert_pickles import load_inert
 from ckptstore.commit.commit_metadata import label_of
 from ckptstore.core.model import Box, Shape
 from ckptstore.core.text import unicode_text
-from ckptstore.errors import Conflict, InvalidInput, Unavailable
+from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, Unavailable
 from ckptstore.interop.dcp.items import (
     Resolved,
     box_item,
@@ -36,6 +36,7 @@ from ckptstore.interop.dcp.items import (
     write_items,
 )
 from ckptstore.interop.dcp.names import FLAT_KEY, CommitItems, Keys, Named, dumped
+from ckptstore.interop.formats.foreign_files import check_comes_back
 from ckptstore.interop.formats.sources import (
     DCP_METADATA,
     Piece,
@@ -123,7 +124,12 @@ def errors_of_dcp(root: Path) -> Iterator[None]:
         failure = next(iter(error.failures.values()))[0]
         if isinstance(failure, OSError):
             raise Unavailable(f"cannot write {root}: {failure}") from failure
-        raise failure from error
+        if isinstance(failure, CkptStoreError):
+            raise failure from error
+        raise InvalidInput(
+            f"DCP cannot write this state ({failure!s:.200}); choose what it can with --select "
+            "(select=…), or export it as torch"
+        ) from failure
 
 
 class _DirectoryWriter(FileSystemWriter):
@@ -150,9 +156,34 @@ class _CommitPlanner(DefaultSavePlanner):
         item = self._items.by_name[name]
         if not item.parts:
             value = self._items.objects([item])[name]
-            return io.BytesIO(value) if item.path in self._items.marks.raw else dumped(value)
+            if item.path in self._items.marks.raw:
+                return io.BytesIO(value)
+            return _exported(value, name, self._items.allow_pickle)
         tensor: torch.Tensor = self._items.snapshot.read(item.tree.schema.paths[item.parts[0][1]])
         return tensor
+
+
+class PlainPlanner(DefaultSavePlanner):
+    """DCP's own planner, whose objects an import reads without trust, unless `allow_pickle`."""
+
+    def __init__(self, allow_pickle: bool) -> None:
+        super().__init__()
+        self._allow_pickle = allow_pickle
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if write_item.type is WriteItemType.BYTE_IO:
+            return _exported(object, write_item.index.fqn, self._allow_pickle)
+        return object
+
+
+def _exported(value: Any, name: str, allow_pickle: bool) -> io.BytesIO:
+    """The bytes of an object. Raises `InvalidInput` for one that an import would not read, unless
+    `allow_pickle`."""
+    data = dumped(value, name)
+    if not allow_pickle:
+        check_comes_back(data, value, name)
+        data.seek(0)
+    return data
 
 
 def _planned(item: Named) -> torch.Tensor | None:
@@ -163,8 +194,16 @@ def _planned(item: Named) -> torch.Tensor | None:
             f"{item.path} is the part of a tensor that one rank saved alone; the commit does not "
             "have the whole"
         )
-    dtype = item.tree.schema.dtypes[item.parts[0][1]]
-    return torch.empty(item.shape, dtype=tensors.dtype_of(dtype), device="meta")
+    dtype = tensors.dtype_of(item.tree.schema.dtypes[item.parts[0][1]])
+    if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
+        try:
+            torch.iinfo(dtype)  # as DCP does for the size of an element
+        except TypeError as error:
+            raise InvalidInput(
+                f"{item.path} is {dtype}, which DCP cannot write; leave it out with --select "
+                "(select=…), or export it as torch"
+            ) from error
+    return torch.empty(item.shape, dtype=dtype, device="meta")
 
 
 def _read_directory(root: Path, allow_pickle: bool) -> tuple[dict[str, Keys], list[Resolved]]:

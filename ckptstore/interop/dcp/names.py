@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
-import torch
 from pydantic import TypeAdapter, ValidationError
 
 from ckptstore.core.ids import CONFIG_KEY, check_tag
@@ -25,6 +24,7 @@ from ckptstore.core.model import Box, Node, Schema, Shape
 from ckptstore.core.options import Storage
 from ckptstore.core.text import redact
 from ckptstore.errors import Conflict, Corrupt, InvalidInput
+from ckptstore.interop.formats.plain_pickles import save
 from ckptstore.interop.formats.sources import DCP_METADATA
 from ckptstore.objects.pointer_files import is_pointer
 from ckptstore.open_store import open
@@ -301,7 +301,7 @@ class CommitItems:
 
     def __init__(self, snapshot: Snapshot, key: str | None, *, allow_pickle: bool) -> None:
         self.snapshot, self.marks = snapshot, Marks.of(snapshot)
-        self._allow_pickle = allow_pickle
+        self.allow_pickle = allow_pickle
         self._whole = frozenset(self.marks.items)
         self.by_name: dict[str, Named] = {}
         unnamed = self.marks.flat if key is None else key
@@ -330,7 +330,7 @@ class CommitItems:
                 contents.commit,
                 tree,
                 [item.node for item in own],
-                allow_pickle=self._allow_pickle,
+                allow_pickle=self.allow_pickle,
             )
             found.update(zip((item.name for item in own), made, strict=True))
         return found
@@ -405,10 +405,10 @@ def _text(key: Any) -> str:
     return str(values.decode_key(key))
 
 
-def dumped(value: Any) -> io.BytesIO:
-    """An object in the bytes of DCP's own planner, for planners that read bytes."""
+def dumped(value: Any, name: str) -> io.BytesIO:
+    """The object `name` in the bytes of DCP's own planner, for planners that read bytes."""
     data = io.BytesIO()
-    torch.save(value, data)
+    save(value, data, name)
     data.seek(0)
     return data
 

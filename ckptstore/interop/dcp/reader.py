@@ -324,7 +324,7 @@ def _hand_over(planner: LoadPlanner, request: ReadItem, value: Any) -> None:
     """
     name, own = request.dest_index.fqn, cast(DefaultLoadPlanner, planner)
     if not keeps(planner, DefaultLoadPlanner, "load_bytes"):
-        planner.load_bytes(request, dumped(value))
+        planner.load_bytes(request, dumped(value, name))
     elif own.flatten_state_dict:
         set_element(own.original_state_dict, own.mappings[name], value)
     else:

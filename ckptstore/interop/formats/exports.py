@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 from ckptstore.adopt.adopting import SUFFIX
 from ckptstore.adopt.commit_files import tensor_name
 from ckptstore.adopt.materializing import is_adopted, manifest_of, write_tree
-from ckptstore.adopt.safetensors_header import Header, encode_header
+from ckptstore.adopt.safetensors_header import Header, encode_header, read_header
 from ckptstore.core.paths import check_path, scratch_for, sync_path
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
 from ckptstore.restore.reader import ReadRequest, Tree
@@ -36,13 +36,23 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 @dataclass(frozen=True, slots=True)
 class Exported:
     """The files written, their bytes, and the leaves left out: not selected, or not supported by
-    the format.
+    the format. `refused` has the path and the class of each object that `torch.load` refuses
+    unless it is told to trust the file; `import_path` reads it.
     """
 
     format: Format
     files: tuple[Path, ...]
     bytes: int
     left_out: int
+    refused: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a format left out or wrote in a way of its own, as in `Exported`."""
+
+    left_out: int = 0
+    refused: tuple[tuple[str, str], ...] = ()
 
 
 def export(
@@ -62,8 +72,13 @@ def export(
     without the key if only one key has tensors. `torch` and `dcp` write one key as its value,
     several keys as a dict, and leaves by their paths; they hold the state in memory.
 
-    Raises `Conflict` if `path` exists, `InvalidInput` for values that the format cannot hold, and
-    `Corrupt` for damaged chunks; then nothing is left at `path`.
+    What was written is looked at before the call returns: `import_path` reads a `torch` or `dcp`
+    export without `allow_pickle`, unless this call had it, and the files have the sizes that they
+    were written with.
+
+    Raises `Conflict` if `path` exists, `InvalidInput` for values that the format cannot hold,
+    `Corrupt` for damaged chunks, and `Unavailable` if files cannot be written, or are not there
+    afterwards. But for the last, nothing is left at `path`.
     """
     target = Path(path)
     check_path(target)
@@ -71,7 +86,7 @@ def export(
         raise Conflict(f"{target} exists; nothing was written, choose another name")
     chosen = format or _format_of(snapshot, target)
     selects = (select,) if isinstance(select, str) else tuple(dict.fromkeys(select))
-    write: Callable[[Snapshot, Path, Selects, bool], int] = {
+    write: Callable[[Snapshot, Path, Selects, bool], Written] = {
         "files": _write_files,
         "safetensors": _write_safetensors,
         "torch": _write_torch,
@@ -79,16 +94,46 @@ def export(
     }[chosen]
     try:
         with _in_place(target) as scratch:
-            left_out = write(snapshot, scratch, selects, allow_pickle)
+            written = write(snapshot, scratch, selects, allow_pickle)
+            sizes = _sizes(scratch)
+        _check_there(target, sizes)
     except OSError as error:
         raise Unavailable(f"cannot write {target}: {error}") from error
-    files = tuple(sorted(path for path in _all(target) if path.is_file()))
-    return Exported(chosen, files, sum(file.stat().st_size for file in files), left_out)
+    files = tuple(sorted(target / name for name in sizes))
+    return Exported(chosen, files, sum(sizes.values()), written.left_out, written.refused)
+
+
+def _sizes(root: Path) -> dict[str, int]:
+    """The size of each file at or below `root`, by its relative name."""
+    return {
+        path.relative_to(root).as_posix(): path.stat().st_size
+        for path in _all(root)
+        if path.is_file()
+    }
+
+
+def _check_there(target: Path, sizes: Mapping[str, int]) -> None:
+    """Raise `Unavailable` unless all that was written is at `target` now."""
+    found = _sizes(target) if os.path.lexists(target) else {}
+    if missing := [name for name, size in sizes.items() if found.get(name) != size]:
+        raise Unavailable(
+            f"{target / missing[0]} is not there as it was written ({len(missing)} of {len(sizes)} "
+            "files): the file system lost it after the rename; see to the storage, remove what is "
+            "there, then repeat"
+        )
 
 
 def _format_of(snapshot: Snapshot, target: Path) -> Format:
     if is_adopted(contents_of(snapshot)):
         names = list(manifest_of(contents_of(snapshot), snapshot.id).files)
+        one_file = target.suffix in (SUFFIX, *_TORCH_SUFFIXES)
+        if len(names) != 1 and one_file:
+            raise InvalidInput(
+                f"{target.name} is the name of one file, and commit {snapshot.id[:12]} is a "
+                f"directory of {len(names)}: --format safetensors (format=…) writes its tensors "
+                "into one file, with --select those of a key such as model; --format files writes "
+                "the directory"
+            )
         if len(names) != 1 or target.suffix == "" or _is_single(names, target):
             return "files"
     if target.suffix == SUFFIX:
@@ -104,7 +149,9 @@ def _format_of(snapshot: Snapshot, target: Path) -> Format:
 # -- the same files again --
 
 
-def _write_files(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool) -> int:
+def _write_files(
+    snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool
+) -> Written:
     if not is_adopted(contents_of(snapshot)):
         raise InvalidInput(
             f"commit {snapshot.id[:12]} was not imported from files: it has no manifest of them; "
@@ -125,12 +172,13 @@ def _write_files(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pick
     else:
         write_tree(contents, manifest, scratch, compare=False)
         scratch.chmod(manifest.folders[""].mode | 0o700)
-    return 0
+    return Written()
 
 
 def _is_single(names: Sequence[str], target: Path) -> bool:
-    """Whether the only file of an import becomes `target` itself."""
-    return len(names) == 1 and target.suffix == Path(names[0]).suffix
+    """Whether the only file of an import becomes `target` itself: a name without a suffix is that
+    of a directory."""
+    return len(names) == 1 and target.suffix == Path(names[0]).suffix != ""
 
 
 Leaf: TypeAlias = tuple[Tree, int]
@@ -156,7 +204,7 @@ def _write_tensors(
 
 def _write_safetensors(
     snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool
-) -> int:
+) -> Written:
     chosen = [
         (tree, i) for tree, i in _selected(snapshot, selects) if tree.schema.kinds[i] == "tensor"
     ]
@@ -170,7 +218,9 @@ def _write_safetensors(
         (name, tree.schema.dtypes[i], tree.schema.shapes[i]) for name, (tree, i) in named.items()
     ]
     _write_tensors(snapshot, scratch, encode_header(listed, {"format": "pt"}), named)
-    return sum(len(tree.schema) for tree in contents_of(snapshot).trees.values()) - len(chosen)
+    read_header(scratch)
+    leaves = sum(len(tree.schema) for tree in contents_of(snapshot).trees.values())
+    return Written(left_out=leaves - len(chosen))
 
 
 def _name(tree: Tree, i: int, one_key: bool) -> str:
@@ -199,33 +249,39 @@ def _selected(snapshot: Snapshot, selects: Selects) -> Iterator[Leaf]:
 # -- torch's own --
 
 
-def _write_torch(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool) -> int:
-    import torch
+def _write_torch(
+    snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool
+) -> Written:
+    from ckptstore.interop.formats.foreign_files import check_comes_back
+    from ckptstore.interop.formats.plain_pickles import refused_by_torch, save
 
     state = _state(snapshot, selects, allow_pickle)
     # torch.save accepts no path that begins with a dot and has no suffix
     with open(scratch, "xb") as file:
-        torch.save(state, file)
-    return 0
+        save(state, file)
+    if not allow_pickle:
+        check_comes_back(scratch, state)
+    return Written(refused=tuple(refused_by_torch(state)))
 
 
-def _write_dcp(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool) -> int:
+def _write_dcp(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool) -> Written:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     from ckptstore.interop.dcp import store_to_dcp
-    from ckptstore.interop.dcp.convert import errors_of_dcp
+    from ckptstore.interop.dcp.convert import PlainPlanner, errors_of_dcp
 
     if selects == (EVERYTHING,):
         store_to_dcp(snapshot, scratch, allow_pickle=allow_pickle)
-        return 0
+        return Written()
     state = _state(snapshot, selects, allow_pickle)
     with errors_of_dcp(scratch):
         save(
             state if isinstance(state, dict) else {selects[0]: state},
             checkpoint_id=scratch,
+            planner=PlainPlanner(allow_pickle),
             no_dist=True,
         )
-    return 0
+    return Written()
 
 
 def _state(snapshot: Snapshot, selects: Selects, allow_pickle: bool) -> object:

@@ -4,6 +4,7 @@ A directory or a safetensors file is adopted (`ckptstore.adopt`), but strictly: 
 must be valid and fit together, and links to files are followed.
 """
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from ckptstore.commit.plan import Flats
 from ckptstore.core.options import Ranks
 from ckptstore.core.text import count_text, redact, unicode_text
 from ckptstore.errors import InvalidInput, Unavailable
+from ckptstore.interop.formats.foreign_files import file_kind, is_safetensors, load_torch
 from ckptstore.interop.formats.sources import (
     DCP_METADATA,
     SNAPSHOT_METADATA,
@@ -34,14 +36,14 @@ from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.snapshot import Snapshot
 from ckptstore.store import Store, internals_of
 
+_logger = logging.getLogger("ckptstore")
+
 Kind: TypeAlias = Literal["files", "torch", "dcp", "torchsnapshot"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
 
 _SKIPPED = frozenset({".git", ".cache"})
 """Private files that tools keep beside a model."""
-
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +102,15 @@ def import_path(
 def _flats(place: Path, threads: ThreadPool, *, allow_pickle: bool) -> Flats:
     kind = kind_of(place)
     if kind == "files":
-        return flats_of(place, threads)
+        flats = flats_of(place, threads)
+        if place.is_file() and not any("tensor" in each.schema.kinds for each in flats.values()):
+            _logger.warning(
+                "%s is kept as it is: no tensors were found in it (compressed archives and damaged "
+                "files have none)",
+                place,
+            )
+        return flats
     if kind == "torch":
-        from ckptstore.interop.formats.foreign_files import load_torch
         from ckptstore.state.flatten import flatten
 
         return flatten(
@@ -115,8 +123,8 @@ def _flats(place: Path, threads: ThreadPool, *, allow_pickle: bool) -> Flats:
 
 
 def kind_of(place: Path) -> Kind:
-    """The kind of checkpoint at `place`. Raises `InvalidInput` for a file of unknown kind, or
-    none.
+    """The kind of checkpoint at `place`: of a file by its bytes, of safetensors also by its name.
+    Raises `InvalidInput` for a file of unknown kind, saying what it is, or none.
     """
     if (place / DCP_METADATA).is_file():
         return "dcp"
@@ -126,14 +134,7 @@ def kind_of(place: Path) -> Kind:
         return "files"
     if not place.is_file():
         raise InvalidInput(f"there is nothing at {place} that could be imported")
-    if place.name.endswith((SUFFIX, INDEX_SUFFIX)):
-        return "files"
-    if place.suffix in _TORCH_SUFFIXES:
-        return "torch"
-    raise InvalidInput(
-        f"{place} is of no known format: wanted {SUFFIX}, {INDEX_SUFFIX}, "
-        f"{', '.join(_TORCH_SUFFIXES)} or a directory"
-    )
+    return "files" if place.name.endswith((SUFFIX, INDEX_SUFFIX)) else file_kind(place)
 
 
 def _files_at(place: Path) -> dict[str, Path]:
@@ -154,7 +155,7 @@ def _files_at(place: Path) -> dict[str, Path]:
     if place.name.endswith(INDEX_SUFFIX):
         names = sorted([place.name, *_indexed_names(place)])
         return {name: place.parent / name for name in names}
-    if _has_other_shards(place):
+    if place.name.endswith(SUFFIX) and _has_other_shards(place):
         raise InvalidInput(
             f"{place} is one of several shards, which are a checkpoint together only; import their "
             f"directory, {place.parent}"
@@ -185,7 +186,11 @@ def flats_of(place: Path, threads: ThreadPool) -> Flats:
     """The application state of a directory or file: as adopted, but each safetensors file is
     valid, and they fit together. Raises `InvalidInput` otherwise, and as `_files_at`."""
     files = _files_at(place)
-    headers = {name: read_header(path) for name, path in files.items() if name.endswith(SUFFIX)}
+    headers = {
+        name: read_header(path)
+        for name, path in files.items()
+        if name.endswith(SUFFIX) or (path == place and _begins_as_safetensors(path))
+    }
     _check_parts(headers)
     _check_groups(files, headers)
     root = place if place.is_dir() else place.parent
@@ -203,6 +208,11 @@ def _listed(path: Path) -> ListedFile:
         return ListedFile(real, Identity.of(real.stat()))
     except OSError as error:
         raise Unavailable(f"cannot read {path}: {error.strerror}") from error
+
+
+def _begins_as_safetensors(path: Path) -> bool:
+    with path.open("rb") as file:
+        return is_safetensors(file.read(9))
 
 
 def _above(name: str) -> Iterable[str]:

@@ -62,12 +62,11 @@ HARMLESS = {
         "ckptstore.adopt.inert_pickles",
         "pickle.Unpickler",
     ): "gives records that do nothing, and refuses every other name",
-    ("ckptstore.interop.formats.exports", "torch.save"): "writes the file that the user asked for",
-    ("ckptstore.interop.deepspeed", "torch.save"): "writes the files that the user asked for",
     (
-        "ckptstore.interop.dcp.names",
+        "ckptstore.interop.formats.plain_pickles",
         "torch.save",
-    ): "writes objects for those who read what DCP writes",
+    ): "writes the file that the user asked for, and objects for those who read what DCP writes",
+    ("ckptstore.interop.deepspeed", "torch.save"): "writes the files that the user asked for",
 }
 """What ckptstore does without being asked for it, and why it may."""
 
