@@ -329,7 +329,8 @@ class Maintenance:
 
         Raises:
             ReadOnly: `apply` is given and the store is read-only.
-            NotFound, Unavailable: A mirror cannot be opened.
+            NotFound: A mirror has nothing of a store; nothing was done.
+            Unavailable: A mirror, or the store's log, cannot be read; nothing was done.
 
         Example:
             >>> store.repair("s3://bucket/mirror", apply=True)

@@ -30,7 +30,7 @@ from ckptstore.maintenance.forget import all_forgotten
 from ckptstore.maintenance.gc.plan import GcPlan
 from ckptstore.maintenance.mirror import MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose, other_end
-from ckptstore.maintenance.repair import repair
+from ckptstore.maintenance.repair import check_source, repair
 from ckptstore.maintenance.retention import (
     ForgetPlan,
     Keep,
@@ -46,6 +46,7 @@ from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage import open_storage
+from ckptstore.storage.contract import Storage
 
 PERIODS: tuple[Period, ...] = ("hourly", "daily", "weekly", "monthly")
 
@@ -252,10 +253,7 @@ def repair_store(call: Call) -> Answer:
     args = call.args
     share = parse_share(args.read_data) if args.read_data else None
     store = call.open_offline()
-    mirrors = [
-        call.stack.enter_context(closing(open_storage(place, read_only=True)))
-        for place in args.mirrors
-    ]
+    mirrors = [_source(call, place) for place in args.mirrors]
     with call.screen.progress() as shown:
         done = repair(store, mirrors=mirrors, apply=args.apply, share=share, progress=shown)
     document = {
@@ -266,6 +264,16 @@ def repair_store(call: Call) -> Answer:
         "damaged_commits": sorted(done.after.damaged_commits),
     }
     return Answer(document, [done], code=_code(done.after))
+
+
+def _source(call: Call, place: str) -> Storage:
+    """A store to repair from, open for the rest of the call."""
+    storage = call.stack.enter_context(closing(open_storage(place, read_only=True)))
+    try:
+        check_source(storage)
+    except NotFound as error:
+        raise NoStore(str(error)) from error
+    return storage
 
 
 def _findings(findings: tuple[Finding, ...]) -> list[dict[str, object]]:

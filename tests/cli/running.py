@@ -6,15 +6,18 @@ import io
 import json
 import os
 import pty
+import shutil
 import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from ckptstore.cli.main import main
 
@@ -71,6 +74,37 @@ def call(*words: str) -> Result:
 def _written(stream: io.TextIOWrapper) -> str:
     stream.seek(0)
     return stream.read()
+
+
+def run_without_privileges(*commands: Sequence[str], home: Path) -> list[Result]:
+    """Run command lines in one new process, for which the modes of files mean something, root's as
+    well."""
+    drop = (
+        ("setpriv", "--bounding-set", "-dac_override,-dac_read_search") if not os.geteuid() else ()
+    )
+    if drop and not shutil.which(drop[0]):
+        pytest.skip("root needs setpriv (util-linux) to run without its privileges")
+    env = {
+        name: value
+        for name, value in environment().items()
+        if name not in ("XDG_CACHE_HOME", "CKPTSTORE_CACHE")
+    }
+    script = (
+        "import dataclasses, json, sys; from tests.cli.running import call; "
+        "results = [call(*words) for words in json.loads(sys.argv[1])]; "
+        "print(json.dumps([dataclasses.astuple(result) for result in results]))"
+    )
+    done = subprocess.run(
+        [*drop, sys.executable, "-c", script, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**env, "HOME": str(home)},
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return [Result(*result) for result in json.loads(done.stdout)]
 
 
 def run_on_terminal(
