@@ -1,10 +1,7 @@
 """Whatever stands where a path should: every command ends with one line of ours and a documented
 exit code, never with a traceback."""
 
-import json
 import os
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
