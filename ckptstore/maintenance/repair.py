@@ -203,11 +203,9 @@ class Repaired:
         text = "there is nothing to repair in what was looked at"
         if not unread:
             return text
-        read = (
-            f"{bytes_text(looked.data_bytes)} of data were" if looked.data_bytes else "no data was"
-        )
+        read = bytes_text(looked.data_bytes) if looked.data_bytes else "no data"
         advice = f"`ckptstore repair --read-data` reads {bytes_text(looked.stored_bytes)}"
-        return f"{text}; {read} read: {advice}"
+        return f"{text}; {read} was read: {advice}"
 
 
 def check_source(storage: Storage) -> None:
@@ -307,8 +305,9 @@ def plan_repair(facts: Facts, mirrors: Sequence[Storage]) -> RepairPlan:
 
 def _damaged(facts: Facts) -> set[CommitId]:
     """The commits to mark. A mark is taken back only when everything could be read."""
-    marked = facts.chain.state.settings.get(DAMAGED_SETTING) or ()
-    still = set(marked) & set(facts.chain.state.commits) if facts.report.unread else set()
+    state, marked = facts.chain.state, facts.chain.state.settings.get(DAMAGED_SETTING)
+    names = marked if isinstance(marked, tuple) and facts.report.unread else ()
+    still = {commit for commit in state.commits if commit in names}
     return still | facts.report.damaged_commits.keys()
 
 
