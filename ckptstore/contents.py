@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from ckptstore.core.geometry import box_of_region
 from ckptstore.core.ids import CommitId
-from ckptstore.core.model import Box, CommitDocument, Shape
+from ckptstore.core.model import Box, CommitDocument, CommitInfo, Shape
 from ckptstore.core.text import near
 from ckptstore.errors import InvalidInput, NotFound, Thinned
 from ckptstore.log.resolve import Resolved, nearest_first
@@ -202,7 +202,9 @@ class CommitContents:
         )
 
 
-def contents_at(handle: StoreHandle, reader: Reader, found: Resolved) -> CommitContents:
+def contents_at(
+    handle: StoreHandle, reader: Reader, found: Resolved | CommitInfo
+) -> CommitContents:
     """The contents of a commit of `handle`, for commands that read files, not objects of a
     training."""
     document = reader.document(found.session, found.id)

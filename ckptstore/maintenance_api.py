@@ -12,6 +12,7 @@ from ckptstore.core.options import Storage
 from ckptstore.core.public_calls import beside_commits, public_methods_of_store
 from ckptstore.errors import InvalidInput, NoSpace
 from ckptstore.history import History, history
+from ckptstore.log.resolve import check_there
 from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check import Level, Report, parse_level, parse_share
 from ckptstore.maintenance.check.fsck import fsck
@@ -25,6 +26,7 @@ from ckptstore.maintenance.forget import (
     find_forgotten,
     forget_by_policy,
     forget_commits,
+    forget_run,
     undelete,
 )
 from ckptstore.maintenance.gc import GRACE_S, MAX_UNUSED, GcOptions, GcReport, collect
@@ -35,7 +37,7 @@ from ckptstore.maintenance.mirror_plan import choose, other_end
 from ckptstore.maintenance.repair import Repaired, repair
 from ckptstore.maintenance.retention import ForgetPlan, Policy
 from ckptstore.maintenance.usage import Usage, usage
-from ckptstore.repository.resolve_ref import AnyRef, find_commit, find_id
+from ckptstore.repository.resolve_ref import AnyRef, find_commit, find_id, trained_last
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader
@@ -80,7 +82,7 @@ class Maintenance:
         Args:
             select: The tensors, a glob or several, such as `"model/*.weight"`.
             refs: The commits, in this order; default: all of the run, from the first to the last.
-            run: Another run than this one; on the command line, that of the newest commit.
+            run: Another run than this one.
 
         Returns:
             A sequence of `HistoryRow`, with `to_pandas()` and `first_bad()`.
@@ -96,40 +98,50 @@ class Maintenance:
             queries = self._handle.queries()
             found = [find_id(self._handle, queries, ref, run or self._run) for ref in refs]
             return history(self._handle, self._threads, queries.commits(found), select)
-        run = run or self._run or next((info.run for info in self._handle.queries().runs()), None)
-        commits = self._handle.queries().log(None if run is None else check_run(run))[::-1]
+        queries = self._handle.queries()
+        run = run or self._run or trained_last(queries)
+        commits = queries.log(None if run is None else check_run(run))[::-1]
         return history(self._handle, self._threads, commits, select)
 
     def forget(
         self,
-        what: Policy | AnyRef | Sequence[Policy | AnyRef],
+        what: Policy | AnyRef | Sequence[Policy | AnyRef] = (),
         *,
+        run: str | None = None,
         all_runs: bool = False,
+        all_commits: bool = False,
         dry_run: bool = False,
     ) -> ForgetPlan:
-        """Forget commits, by name or by policy. A later `gc` deletes them; until then, `undelete`
-        undoes.
+        """Forget commits, by name or by policy, or a whole run. A later `gc` deletes them; until
+        then, `undelete` undoes.
 
-        Tagged commits, the two newest of each run and the best by the store's settings stay.
+        Tagged commits stay. Policies also spare the two newest of each run; refs may name them, but
+        not all that a run has.
 
         Args:
             what: Refs of commits to forget, or policies of commits to keep.
-            all_runs: Apply the policies to every run, not only to this one.
+            run: Another run than this one, for refs that name none and for policies.
+            all_runs: Apply the policies to every run, not only to one.
+            all_commits: Forget every commit of `run`; with refs, also the last of a run.
             dry_run: Return the plan without executing it.
 
         Returns:
             The plan: forgotten commits, and kept ones with the reason.
 
         Raises:
-            InvalidInput: Nothing is given, both refs and policies are, or a policy is about a
-                metric that no commit has.
-            Conflict: A named commit is protected.
+            InvalidInput: Nothing is given, what is given excludes each other, or a policy is about
+                a metric that no commit has.
+            NotFound: A ref names no commit, or `run` has none.
+            Conflict: A named commit is protected; nothing was forgotten.
 
         Example:
             >>> store.forget(ckptstore.KeepLast(5), dry_run=True)
+            >>> store.forget(run="abandoned", all_commits=True)
         """
         if not dry_run:
             self._handle.check_writable()
+        if run is not None:
+            check_run(run)
         wanted = list(what) if isinstance(what, Sequence) and not isinstance(what, str) else [what]
         policies = [item for item in wanted if isinstance(item, Policy)]
         refs = [item for item in wanted if not isinstance(item, Policy)]
@@ -138,16 +150,22 @@ class Maintenance:
                 "policies (--keep options) name commits to keep, refs commits to forget: give one "
                 "or the other"
             )
-        if refs:
-            plan = forget_commits(
-                self._handle,
-                [find_commit(self._handle, ref, self._run).id for ref in refs],
-                dry_run=dry_run,
+        if all_commits and (policies or all_runs or (run is None and not refs)):
+            raise InvalidInput(
+                "--all (all_commits=True) forgets a whole run: name it by --run (run=), and give "
+                "no policy"
             )
+        if refs:
+            commits = [find_commit(self._handle, ref, run or self._run).id for ref in refs]
+            plan = forget_commits(self._handle, commits, all_commits=all_commits, dry_run=dry_run)
+        elif all_commits and run is not None:
+            plan = forget_run(self._handle, run, dry_run=dry_run)
         else:
+            if run is not None:
+                check_there(self._handle.log.replay(), run)
+            within = None if all_runs else run or self._run
             reader = Reader(self._handle.config, self._handle.objects, self._threads)
-            run = None if all_runs else self._run
-            plan = forget_by_policy(self._handle, policies, reader, run=run, dry_run=dry_run)
+            plan = forget_by_policy(self._handle, policies, reader, run=within, dry_run=dry_run)
         if not dry_run:
             self._handle.follow()
         return plan
@@ -383,7 +401,8 @@ class Maintenance:
 
         Raises:
             ReadOnly: `apply` is given and the store is read-only.
-            NotFound, Unavailable: A mirror cannot be opened.
+            NotFound: A mirror has nothing of a store; nothing was done.
+            Unavailable: A mirror, or the store's log, cannot be read; nothing was done.
 
         Example:
             >>> store.repair("s3://bucket/mirror", apply=True)

@@ -90,3 +90,17 @@ def test_the_readme_is_what_a_first_reader_can_take_in() -> None:
     compared = text.partition("## How it compares")[2].partition("\n\n")[2].partition("\n\n")[0]
     assert compared.count("\n") - 1 == 8
     assert text.count("![") == 2
+
+
+def test_the_first_screen_says_how_to_run_the_main_job_and_the_tests() -> None:
+    """A fresh clone needs the README alone; an index that does not have the package is not named as
+    the way to it."""
+    screen = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## ")[0]
+    assert screen.count("\n") < 50
+    targets = re.findall(r"^\* `make (\w+)`", screen, re.M)
+    assert targets == ["demo", "test"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert all(f"\n{target}: " in makefile for target in targets)
+    assert "`pip install .`" in screen
+    for page in (ROOT / "README.md", ROOT / "docs" / "quick-start.md"):
+        assert "$ pip install ckptstore\n" not in page.read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptstore.core.text import unicode_text
-from ckptstore.errors import InvalidInput, Unavailable
+from ckptstore.errors import InvalidInput, NotFound, Unavailable
 from ckptstore.objects.pointer_files import HOLLOW_POINTER
 
 _OURS = re.compile(rf"{re.escape(HOLLOW_POINTER)}|\.{re.escape(HOLLOW_POINTER)}-[0-9a-f]+")
@@ -79,6 +79,8 @@ def list_directory(root: Path) -> Listing:
     something else meanwhile."""
     found = Listing({}, {}, {})
     try:
+        if not os.path.exists(root):
+            raise NotFound(f"there is no directory {root} to adopt")
         if not root.is_dir():
             raise InvalidInput(f"{root} is not a directory; wanted one to adopt")
         root = root.resolve()

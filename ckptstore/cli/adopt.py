@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptstore.cli.call import Answer, Call
-from ckptstore.cli.commits import short
+from ckptstore.cli.commits import commit_text, find_proven, short
 from ckptstore.cli.labels import links_of, metrics_of
 from ckptstore.cli.screen import fields_of
 from ckptstore.core.environment import run_or_default, threads_or_default
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import InvalidInput
 from ckptstore.objects.pointer_files import HOLLOW_POINTER, is_pointer
-from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def materialize(call: Call) -> Answer:
     from ckptstore.repository.thread_pool import reads_at_once
     from ckptstore.restore.reader import Reader
 
-    found = find_commit(handle, args.ref, args.run)
+    found = find_proven(call, handle, args.ref)
     slow, threads = handle.storage.capabilities.slow_requests, threads_or_default()
     pool = call.threads(reads_at_once(threads) if slow else threads)
     reader = Reader(handle.config, handle.objects, pool)
@@ -117,4 +116,4 @@ def materialize(call: Call) -> Answer:
         bytes_text(done.bytes),
     ]
     document = {"commit": found.id, **fields_of(done, "path", "files", "folders", "links", "bytes")}
-    return Answer(document, [f"{short(found.id)} to {directory}: {', '.join(counted)}"])
+    return Answer(document, [f"{commit_text(found)} to {directory}: {', '.join(counted)}"])

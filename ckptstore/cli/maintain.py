@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from functools import partial
 
 from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
-from ckptstore.cli.commits import commit_text, short, tell_run
+from ckptstore.cli.commits import commit_text, find_proven, short, tell_run
 from ckptstore.cli.labels import metrics_of
 from ckptstore.cli.parser import parse_best
 from ckptstore.cli.screen import Hint, Part, columns, fields_of, to_json
@@ -27,11 +27,11 @@ from ckptstore.maintenance.check import (
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.compact.plan import CompactPolicy
 from ckptstore.maintenance.doctor import Verdict
-from ckptstore.maintenance.forget import all_forgotten
+from ckptstore.maintenance.forget import all_forgotten, carry_out, forget_commits
 from ckptstore.maintenance.gc.plan import GcPlan
 from ckptstore.maintenance.mirror import MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose, other_end
-from ckptstore.maintenance.repair import repair
+from ckptstore.maintenance.repair import check_source, repair
 from ckptstore.maintenance.retention import (
     ForgetPlan,
     Keep,
@@ -44,9 +44,10 @@ from ckptstore.maintenance.retention import (
     Policy,
 )
 from ckptstore.maintenance_api import Maintenance
-from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.restore.reader import Reader
 from ckptstore.storage import open_storage
+from ckptstore.storage.contract import Storage
 
 PERIODS: tuple[Period, ...] = ("hourly", "daily", "weekly", "monthly")
 
@@ -58,16 +59,39 @@ def _store(call: Call, refs: Sequence[str] = (), run: str | None = None) -> Main
 def forget(call: Call) -> Answer:
     args = call.args
     policies = policies_of(args, "ckptstore forget")
-    store = _store(call, args.refs, args.run)
-    forgets = partial(store.forget, [*policies, *args.refs], all_runs=args.run is None)
-    asks = bool(policies and call.screen.terminal and not (args.yes or args.dry_run))
+    if args.all and (policies or not (args.run or args.refs)):
+        raise UsageError(
+            "--all forgets a whole run: name it with --run RUN, and give no --keep option",
+            "ckptstore forget",
+        )
+    handle = call.open(*args.refs)
+    store = Maintenance(handle, call.threads())
+    for ref in args.refs:
+        tell_run(call, handle.queries(), ref)
+    forgets = partial(
+        store.forget,
+        [*policies, *args.refs],
+        run=args.run,
+        all_runs=bool(policies) and args.run is None,
+        all_commits=args.all,
+    )
+    asks = bool((policies or args.all) and call.screen.terminal and not (args.yes or args.dry_run))
     plan = forgets(dry_run=args.dry_run or asks)
-    problems = [_too_much(plan)] if asks and plan.halved else []
-    if asks and not problems:
-        plan = forgets()
-    dry_run = args.dry_run or bool(problems)
     page: list[Part] = [plan.table(), plan.summary] if plan.decisions else [plan.summary]
-    if not dry_run:
+    done, problems = not args.dry_run, list[str]()
+    if asks and (plan.forgotten or plan.thinned):
+        call.screen.print(page)
+        page.clear()
+        for note in plan.notes:
+            call.screen.complain(note)
+        done = call.screen.ask(plan.question)
+        if done:
+            _forget_shown(call, handle, plan)
+        else:
+            problems = ["nothing was forgotten; --yes forgets without asking"]
+    elif not done:
+        problems = list(plan.notes)
+    if done:
         thinned = f", thinned {len(plan.thinned):,}" if plan.thinned else ""
         page.append(f"forgot {count_text(len(plan.forgotten), 'commit')}{thinned}")
         if plan.forgotten or plan.thinned:
@@ -88,21 +112,25 @@ def forget(call: Call) -> Answer:
         for commit, row, reasons, thin in plan.decisions
     ]
     document = {
-        "dry_run": dry_run,
+        "dry_run": not done,
         "entry": plan.n,
         **fields_of(plan, "reason", "notes"),
         "commits": commits,
     }
-    code = Exit.FAILED if problems else Exit.OK
-    return Answer(document, page, [*(plan.notes if dry_run else ()), *problems], code)
+    code = Exit.OK if done or args.dry_run else Exit.FAILED
+    return Answer(document, page, problems, code)
 
 
-def _too_much(plan: ForgetPlan) -> str:
-    halved = plan.halved.items()
-    lost = ", ".join(f"{n:,} of the {total:,} commits of run {run}" for run, (n, total) in halved)
-    done = "forgotten or thinned" if plan.thinned else "forgotten"
-    does = "does it" if plan.thinned else "forgets them"
-    return f"nothing was {done}, because these are {lost}; --yes {does}"
+def _forget_shown(call: Call, handle: StoreHandle, plan: ForgetPlan) -> None:
+    """Forget and thin what was shown, and nothing else, whatever others did meanwhile. Raises
+    `Conflict` if they set a tag on it, or have forgotten it."""
+    handle.check_writable()
+    if call.args.all:
+        commits = [each.commit for each in plan.forgotten]
+        forget_commits(handle, commits, all_commits=True, reason=plan.reason)
+    else:
+        carry_out(handle, plan, Reader(handle.config, handle.objects, call.threads()))
+    handle.follow()
 
 
 def policies_of(args: Namespace, command: str) -> Sequence[Policy]:
@@ -143,8 +171,9 @@ def undelete(call: Call) -> Answer:
     store = Maintenance(handle, call.threads(), args.run)
     restored = store.undelete(args.refs or all_forgotten(handle, args.run))
     infos = handle.queries().commits(restored)
-    lines = [f"{commit_text(info)} of run {info.run} is restored" for info in infos]
-    return Answer({"undeleted": restored}, lines or [Hint("no commit is forgotten")])
+    lines = [f"{commit_text(info)} is restored" for info in infos]
+    where = "" if args.run is None else f" of run {args.run}"
+    return Answer({"undeleted": restored}, lines or [f"no commit{where} is forgotten"])
 
 
 def release(call: Call) -> Answer:
@@ -195,7 +224,10 @@ def compact_store(call: Call) -> Answer:
             dry_run=args.dry_run,
             progress=shown,
         )
-    names = "chunks", "deltas", "raw_bytes", "stored_bytes", "coded_bytes", "freed_bytes"
+    names = (
+        *("newest", "waiting", "chunks", "deltas", "raw_bytes", "stored_bytes", "coded_bytes"),
+        *("freed_bytes", "deleted_bytes", "written_bytes"),
+    )
     groups = [{"run": group.run, "commits": group.commits} for group in report.groups]
     document = {"groups": groups, **fields_of(report, "dry_run", *names, "problems")}
     code = Exit.DAMAGED if report.problems else Exit.OK
@@ -221,7 +253,7 @@ def _plan_document(plan: GcPlan) -> dict[str, object]:
         "copies": copies,
         "freed_later": later,
         "missing_chunks": plan.missing,
-        **fields_of(plan, "freed_now_bytes", "copied_bytes", "unreadable", "full"),
+        **fields_of(plan, "freed_now_bytes", "copied_bytes", "left_bytes", "unreadable", "full"),
     }
 
 
@@ -268,10 +300,7 @@ def repair_store(call: Call) -> Answer:
     args = call.args
     share = parse_share(args.read_data) if args.read_data else None
     store = call.open_offline()
-    mirrors = [
-        call.stack.enter_context(closing(open_storage(place, read_only=True)))
-        for place in args.mirrors
-    ]
+    mirrors = [_source(call, place) for place in args.mirrors]
     with call.screen.progress() as shown:
         done = repair(store, mirrors=mirrors, apply=args.apply, share=share, progress=shown)
     document = {
@@ -282,6 +311,16 @@ def repair_store(call: Call) -> Answer:
         "damaged_commits": sorted(done.after.damaged_commits),
     }
     return Answer(document, [done], code=_code(done.after))
+
+
+def _source(call: Call, place: str) -> Storage:
+    """A store to repair from, open for the rest of the call."""
+    storage = call.stack.enter_context(closing(open_storage(place, read_only=True)))
+    try:
+        check_source(storage)
+    except NotFound as error:
+        raise NoStore(str(error)) from error
+    return storage
 
 
 def _findings(findings: tuple[Finding, ...]) -> list[dict[str, object]]:
@@ -403,8 +442,7 @@ def export_files(call: Call) -> Answer:
     from ckptstore.interop.formats import export
     from ckptstore.store import Store
 
-    found = find_commit(handle, args.ref, args.run)
-    tell_run(call, handle.queries(), args.ref)
+    found = find_proven(call, handle, args.ref)
     store = call.stack.enter_context(Store(handle, Settings.of()))
     with call.screen.progress(f"exporting {short(found.id)}"):
         snapshot = store.checkout(found.id)
@@ -416,7 +454,7 @@ def export_files(call: Call) -> Answer:
             allow_pickle=args.allow_pickle,
         )
     files = f"{count_text(len(done.files), 'file')}, {bytes_text(done.bytes)}"
-    page = [f"{short(found.id)} to {args.path} as {done.format}: {files}"]
+    page = [f"{commit_text(found)} to {args.path} as {done.format}: {files}"]
     if done.left_out:
         page.append(f"{done.left_out} other leaves are not in it")
     if done.refused:

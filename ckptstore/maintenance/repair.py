@@ -25,6 +25,7 @@ from ckptstore.core.ids import (
     log_key,
     segment_key,
 )
+from ckptstore.core.text import bytes_text
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, NotFound
 from ckptstore.log import entries
 from ckptstore.log.entries import Position, encode_entry
@@ -42,6 +43,7 @@ from ckptstore.maintenance.rescue import (
     replace_object,
 )
 from ckptstore.objects.documents import decode_document, encode_config
+from ckptstore.repository.init_store import near_stores
 from ckptstore.storage.contract import Storage
 
 DAMAGED_SETTING = "damaged"
@@ -146,7 +148,8 @@ Action: TypeAlias = WriteConfig | PutBack | SetAside | SavePacks | Mark | Rebuil
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RepairPlan:
-    """The actions, in order, and the findings that cannot be repaired with the available sources.
+    """The actions, in order, and the findings that cannot be repaired with the available sources,
+    or that are about what could not be read.
 
     With `more`, the rest can only be planned after this plan was applied.
     """
@@ -185,14 +188,38 @@ class Repaired:
             lines.append("then: what the whole log lists is looked at, and repaired as well")
         lines += lines_of(self.plan.unrepairable if self.dry_run else self.after.findings)
         if not self.plan.actions and not self.applied:
-            lines.append(
-                "there is nothing that could be done"
-                if self.after.damaged
-                else "there is nothing to repair"
-            )
+            lines.append(self._nothing())
         elif self.dry_run:
             lines.append("nothing was changed: add --apply to do it")
         return "\n".join(lines)
+
+    def _nothing(self) -> str:
+        """Why there is no action, and how far repair has looked."""
+        if self.after.damaged:
+            return "there is nothing that could be done"
+        looked = self.after.looked
+        if not (unread := looked.stored_bytes - looked.data_bytes) and not self.after.unread:
+            return "there is nothing to repair"
+        text = "there is nothing to repair in what was looked at"
+        if not unread:
+            return text
+        read = bytes_text(looked.data_bytes) if looked.data_bytes else "no data"
+        advice = f"`ckptstore repair --read-data` reads {bytes_text(looked.stored_bytes)}"
+        return f"{text}; {read} was read: {advice}"
+
+
+def check_source(storage: Storage) -> None:
+    """Raise `NotFound` for a place without anything of a store, and `Unavailable` for one that does
+    not answer: a repair that passed over it would take what it has for lost."""
+    if storage.size(CONFIG_KEY) is not None:
+        return
+    if any(any(storage.list(prefix)) for prefix in ("packs/", "commits/", "log/", "quarantine/")):
+        return
+    near = near_stores(storage.capabilities.local_root)
+    raise NotFound(
+        f"no store to repair from at {storage.url}: it has no {CONFIG_KEY} and no packs{near}; "
+        "nothing was done"
+    )
 
 
 def repair(
@@ -208,8 +235,11 @@ def repair(
     `share` limits the stored data that is read and verified first; packs in which an earlier fsck
     found damage are always read. Other processes may continue: each action checks the current log,
     and the plan is made again if others changed its subject. Raises `Conflict` if that happens
-    repeatedly.
+    repeatedly, and before anything else `NotFound` for a mirror that has nothing of a store and
+    `Unavailable` for one that does not answer.
     """
+    for mirror in mirrors:
+        check_source(mirror)
     facts = examine(offline_store, share=share, progress=progress)
     before, plan = facts.report, plan_repair(facts, mirrors)
     first, applied, rounds, retries = plan, list[Action](), ROUNDS if apply else 0, RETRIES
@@ -244,16 +274,16 @@ def plan_repair(facts: Facts, mirrors: Sequence[Storage]) -> RepairPlan:
         return RepairPlan((*actions, *entries), tuple(unrepairable), more=bool(entries))
     actions += (SetAside(cache.key, cache.problem) for cache in facts.chain.bad_caches)
     for finding in facts.report.findings:
-        if finding.kind is Kind.DOCUMENT:
+        if finding.kind is Kind.DOCUMENT and finding.commits:
             (commit,) = finding.commits
             key = document_key(state.commits[commit].session, commit)
             if found := recover_document(offline_store.storage, key, commit, mirrors):
                 actions.append(PutBack(key, *found, commit))
     save = plan_rescue(facts, mirrors)
     actions += [save] if save.damaged or save.sources else []
-    damaged = tuple(sorted(facts.report.damaged_commits))
     # Marks come last: only then is it known what stays damaged.
-    if not actions and damaged != (state.settings.get(DAMAGED_SETTING) or ()):
+    damaged, marked = tuple(sorted(_damaged(facts))), state.settings.get(DAMAGED_SETTING) or ()
+    if not actions and damaged != marked:
         actions.append(Mark(damaged))
     stale = any(
         finding.severity is Severity.INDEX and finding.kind is not Kind.CHECKPOINT
@@ -267,9 +297,18 @@ def plan_repair(facts: Facts, mirrors: Sequence[Storage]) -> RepairPlan:
     left = (
         finding
         for finding in facts.report.findings
-        if finding.commits and finding.chunk not in healed and finding.key not in put_back
+        if finding.severity is Severity.UNREAD
+        or (finding.commits and finding.chunk not in healed and finding.key not in put_back)
     )
     return RepairPlan(tuple(actions), tuple(left))
+
+
+def _damaged(facts: Facts) -> set[CommitId]:
+    """The commits to mark. A mark is taken back only when everything could be read."""
+    state, marked = facts.chain.state, facts.chain.state.settings.get(DAMAGED_SETTING)
+    names = marked if isinstance(marked, tuple) and facts.report.unread else ()
+    still = {commit for commit in state.commits if commit in names}
+    return still | facts.report.damaged_commits.keys()
 
 
 def _plan_log(facts: Facts, mirrors: Sequence[Storage]) -> tuple[list[PutBack], list[Finding]]:
@@ -323,10 +362,9 @@ def _document_versions(
     target, another session's."""
     for mirror in mirrors:
         yield mirror.url, read_small(mirror, key) or b""
-        with suppress(CkptStoreError):
-            for other, _ in mirror.list("commits/"):
-                if other.endswith(f"-{commit}"):
-                    yield mirror.url, read_small(mirror, other) or b""
+        for other, _ in mirror.list("commits/"):
+            if other.endswith(f"-{commit}"):
+                yield mirror.url, read_small(mirror, other) or b""
     yield from ((_ONE_BIT, data) for data in flipped(read_small(storage, key)))
 
 

@@ -77,19 +77,31 @@ class ChunkSource:
         self.storage = storage
         self._remembered = remembered or {}
 
-    @cached_property
+    @property
     def tables(self) -> Mapping[str, FooterTable]:
         """The footers of all objects that look like packs, including twins and quarantined ones,
         by key; broken ones are left out."""
-        tables = {}
+        return self._footers[0]
+
+    @property
+    def unanswered(self) -> Unavailable | None:
+        """The error of a footer that storage did not return, if there is such a one."""
+        return self._footers[1]
+
+    @cached_property
+    def _footers(self) -> tuple[Mapping[str, FooterTable], Unavailable | None]:
+        tables: dict[str, FooterTable] = {}
+        unanswered = None
         for prefix in ("packs/", "quarantine/packs/"):
             for key, _ in self.storage.list(prefix):
                 try:
                     if _PACK_FILE.fullmatch(key):
                         tables[key] = _read_table(self.storage, key)
-                except CkptStoreError:
+                except Unavailable as error:
+                    unanswered = error
+                except (Corrupt, NotFound):
                     continue
-        return tables
+        return tables, unanswered
 
     @cached_property
     def _inventory(self) -> Inventory:
@@ -105,8 +117,8 @@ def find_source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
     """The first location of `chunk` whose bytes match, or else match with one bit flipped back.
     Source 0 is the store itself.
 
-    Raises `Unavailable` if the chunk is found nowhere and one of its locations did not answer: it
-    may not be lost.
+    Raises `Unavailable` if the chunk is found nowhere, and one of its locations or any footer did
+    not answer: it may not be lost.
     """
     unanswered: Unavailable | None = None
     damaged: list[Source] = []
@@ -126,6 +138,7 @@ def find_source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
         with suppress(Corrupt, NotFound):
             read_source(donors, source)
             return source
+    unanswered = unanswered or next(filter(None, (donor.unanswered for donor in donors)), None)
     if unanswered is not None:
         raise unanswered
     return None
@@ -315,7 +328,7 @@ class _Rescue:
 
     def _suspects(self) -> set[PackId]:
         """The listed packs with damage; those that storage did not return are left alone."""
-        kinds = (Kind.PACK, Kind.TWIN, Kind.CHUNK)
+        kinds = (Kind.PACK, Kind.TWIN, Kind.CHUNK)  # what was unread has no key
         return {
             finding.pack
             for finding in self._facts.report.findings

@@ -9,19 +9,18 @@ and a paused run loses nothing.
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from numbers import Integral
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ckptstore.core.ids import CommitId
+from ckptstore.core.numbers import check_number
 from ckptstore.core.public_calls import checked_fields
 from ckptstore.core.text import BOLD, Column, Table, count_text, near, selector
 from ckptstore.errors import InvalidInput
-from ckptstore.log.admission import best_commits
 from ckptstore.log.state import NEWEST_KEPT, CommitRow, State
 
 Period: TypeAlias = Literal["hourly", "daily", "weekly", "monthly"]
@@ -237,12 +236,12 @@ class ForgetPlan:
         return tuple(decision for decision in self.decisions if decision.thin)
 
     @property
-    def halved(self) -> dict[str, tuple[int, int]]:
-        """The runs of which more than half of the commits that were decided about are forgotten or
-        thinned: how many of how many."""
-        total = Counter(decision.row.run for decision in self.decisions)
-        lost = Counter(decision.row.run for decision in (*self.forgotten, *self.thinned))
-        return {run: (n, total[run]) for run, n in sorted(lost.items()) if 2 * n > total[run]}
+    def question(self) -> str:
+        """What a person is asked before it is carried out."""
+        forget = f"forget {count_text(len(self.forgotten), 'commit')}"
+        thin = f"thin {count_text(len(self.thinned), 'commit')}"
+        does = (forget, self.forgotten), (thin, self.thinned)
+        return f"{' and '.join(text for text, any_of_it in does if any_of_it)}?"
 
     def __repr__(self) -> str:
         return f"<forget: {self.summary}>"
@@ -289,8 +288,8 @@ def plan_policies(
     Raises `InvalidInput` without a policy: that would forget nearly everything."""
     if not policies:
         raise InvalidInput(
-            "forget was given no policy and no commit; say what to keep, such as --keep-last 5, or "
-            "which commits to forget"
+            "forget was given no policy and no commit; say what to keep, such as --keep-last 5, "
+            "which commits to forget, or --all for a whole run"
         )
     runs: dict[str, list[Candidate]] = defaultdict(list)
     for commit, row in state.commits.items():
@@ -369,25 +368,22 @@ def check_metrics(state: State, policies: Sequence[Policy], run: str | None = No
 
 
 def plan_commits(state: State, commits: Iterable[CommitId], reason: str) -> ForgetPlan:
-    """Forget exactly these commits; `log.admission.check` decides whether that is allowed."""
+    """Forget exactly these commits. `log.admission.check` decides whether that is allowed."""
     rows = sorted({(state.commits[c].age, c) for c in commits}, reverse=True)
     return ForgetPlan(state.n, tuple(Decision(c, state.commits[c], ()) for _, c in rows), reason)
 
 
 def _pins(state: State) -> Iterator[tuple[CommitId, str]]:
-    """The commits that `log.admission.check` refuses to forget."""
+    """The commits that no policy forgets: those with a tag, and the newest of each run."""
     for name, commit in sorted(state.tags.items()):
         yield commit, f"tag {name}"
     for commits in state.runs.values():
         for commit in commits:
             yield commit, f"one of the {NEWEST_KEPT} newest of its run"
-    for commit in sorted(best_commits(state)):
-        yield commit, "best by the store's settings"
 
 
 def _at_least_one(name: str, n: Any) -> None:
-    if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
-        raise InvalidInput(f"{name} is {n!r:.80}; wanted a whole number, at least 1")
+    check_number(name, n, "at least 1", least=1, whole=True)
 
 
 def _span(seconds: int) -> str:

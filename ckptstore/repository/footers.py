@@ -178,14 +178,14 @@ class Inventory:
 
 
 def read_chunk(storage: Storage, places: Iterable[Place]) -> memoryview:
-    """The raw bytes of a chunk from the first place where they match its id. Raises `Corrupt`,
-    `NotFound` or `Unavailable` if no place has them."""
+    """The raw bytes of a chunk from the first place where they match its id. If no place has them,
+    raises `Unavailable` where one did not answer, else `Corrupt` or `NotFound`."""
     problem: Problem = NotFound("the chunk lies in no pack")
     for place in places:
         try:
             return read_chunk_at(storage, place.keys, place.entry)
         except (Corrupt, NotFound, Unavailable) as error:
-            problem = error
+            problem = problem if isinstance(problem, Unavailable) else error
     raise problem
 
 

@@ -6,15 +6,18 @@ import io
 import json
 import os
 import pty
+import shutil
 import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from ckptstore.cli.main import main
 
@@ -73,18 +76,54 @@ def _written(stream: io.TextIOWrapper) -> str:
     return stream.read()
 
 
+def run_without_privileges(*commands: Sequence[str], home: Path) -> list[Result]:
+    """Run command lines in one new process, for which the modes of files mean something, root's as
+    well."""
+    drop = (
+        ("setpriv", "--bounding-set", "-dac_override,-dac_read_search") if not os.geteuid() else ()
+    )
+    if drop and not shutil.which(drop[0]):
+        pytest.skip("root needs setpriv (util-linux) to run without its privileges")
+    env = {
+        name: value
+        for name, value in environment().items()
+        if name not in ("XDG_CACHE_HOME", "CKPTSTORE_CACHE")
+    }
+    script = (
+        "import dataclasses, json, sys; from tests.cli.running import call; "
+        "results = [call(*words) for words in json.loads(sys.argv[1])]; "
+        "print(json.dumps([dataclasses.astuple(result) for result in results]))"
+    )
+    done = subprocess.run(
+        [*drop, sys.executable, "-c", script, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**env, "HOME": str(home)},
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return [Result(*result) for result in json.loads(done.stdout)]
+
+
 def run_on_terminal(
-    *words: str, columns: int = 100, env: Mapping[str, str] | None = None
+    *words: str, columns: int = 100, env: Mapping[str, str] | None = None, typed: str | None = None
 ) -> Result:
     """Run `ckptstore words…` with a terminal for output; `err` is empty, since a terminal shows
-    both."""
+    both. With `typed`, the terminal is its input, too, where that was typed ahead."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     command = [sys.executable, "-m", "ckptstore", *words]
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environment(env)
+        command,
+        stdin=subprocess.DEVNULL if typed is None else theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment(env),
     )
     os.close(theirs)
+    os.write(ours, (typed or "").encode())
     with open(ours, "rb", buffering=0) as screen:
         seen = b"".join(_chunks(screen))
     return Result(process.wait(60), seen.decode().replace("\r\n", "\n"), "")

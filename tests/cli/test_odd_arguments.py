@@ -1,12 +1,7 @@
 """Whatever stands where a path should: every command ends with one line of ours and a documented
 exit code, never with a traceback."""
 
-import json
 import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +12,7 @@ import ckptstore
 from ckptstore.cli.call import Exit
 from ckptstore.cli.commands import COMMANDS
 from ckptstore.cli.parser import build
-from tests.cli.running import Result, call, environment
+from tests.cli.running import Result, call, run_without_privileges
 
 ODD = {
     "NUL": lambda root: "a\0b",
@@ -207,37 +202,6 @@ def test_every_command_ends_with_a_message_of_ours(
         new.mkdir()
         words = words_of(text, place, ODD[kind](place), new)
         check_ending(call(*words), words)
-
-
-def run_without_privileges(*commands: Sequence[str], home: Path) -> list[Result]:
-    """Run command lines in one new process, for which the modes of files mean something, root's as
-    well."""
-    drop = (
-        ("setpriv", "--bounding-set", "-dac_override,-dac_read_search") if not os.geteuid() else ()
-    )
-    if drop and not shutil.which(drop[0]):
-        pytest.skip("root needs setpriv (util-linux) to run without its privileges")
-    env = {
-        name: value
-        for name, value in environment().items()
-        if name not in ("XDG_CACHE_HOME", "CKPTSTORE_CACHE")
-    }
-    script = (
-        "import dataclasses, json, sys; from tests.cli.running import call; "
-        "results = [call(*words) for words in json.loads(sys.argv[1])]; "
-        "print(json.dumps([dataclasses.astuple(result) for result in results]))"
-    )
-    done = subprocess.run(
-        [*drop, sys.executable, "-c", script, json.dumps(commands)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**env, "HOME": str(home)},
-        timeout=120,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done
-    return [Result(*result) for result in json.loads(done.stdout)]
 
 
 def test_a_home_that_takes_no_files_hinders_no_command(tmp_path: Path) -> None:

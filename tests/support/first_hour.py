@@ -1,8 +1,8 @@
 """The first hour of a new user: twenty things typed without reading, and nine wrong turns, run for
 real. `python -m tests.support.first_hour` writes docs/first-hour.md anew.
 
-A turn is typed into a shell, or into one Python session that lasts. What it answers must contain
-what the table says, so that a page can only be written of turns that end well.
+A turn is typed into a shell on a terminal, or into one Python session that lasts. What it answers
+must contain what the table says, so that a page can only be written of turns that end well.
 """
 
 import ast
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.running import environment
+from tests.support.terminal import environment_of_terminal, lines_seen, open_terminal
 
 PAGE = Path(__file__).parents[2] / "docs" / "first-hour.md"
 HOME = "/home/me"
@@ -75,7 +76,7 @@ OLD = 'torch.save(model.state_dict(), "old.pt")'
 class Turn:
     """What is typed, and what the answer must contain. `until`: the user has seen enough after a
     line with that text, and presses Ctrl-C. `lines` of a long answer are shown. `as_nobody`: root,
-    who may write anywhere, steps aside for the turn."""
+    who may write anywhere, steps aside for the turn. `answer` is typed where the turn asks."""
 
     title: str
     typed: str
@@ -84,13 +85,14 @@ class Turn:
     until: str = ""
     lines: int = 40
     as_nobody: bool = False
+    answer: str = ""
 
 
 THINGS = (
     Turn("Train, and commit every ten steps", "python train.py", "committed step 30"),
     Turn("Start it again: it resumes", "python train.py", "committed step 60"),
     Turn("Ask for help", "ckptstore help", "usage: ckptstore", lines=4),
-    Turn("What is in the store?", "ckptstore -s checkpoints log", "LOSS"),
+    Turn("What is in the store?", "ckptstore -s checkpoints log", "loss"),
     Turn("One commit", "ckptstore -s checkpoints show 20", "step       20"),
     Turn("Its tensors", "ckptstore -s checkpoints ls 20 model", "model/0.weight"),
     Turn("What changed?", "ckptstore -s checkpoints diff 10 20", "17 changed", lines=6),
@@ -142,7 +144,8 @@ THINGS = (
     Turn(
         "Keep the last three and the tagged ones",
         "ckptstore -s checkpoints forget --keep-last 3",
-        "to forget",
+        "forgot 4 commits",
+        answer="y",
     ),
     Turn(
         "Free the space, which waits an hour for second thoughts",
@@ -256,24 +259,25 @@ class Answers:
 
     def _shell(self, turn: Turn) -> str:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        ours, theirs = open_terminal()
         process = subprocess.Popen(
             ["bash", "-ec", turn.typed],
             cwd=self._folder,
-            env=environment({"PATH": path, "OMP_NUM_THREADS": "1"}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            env=environment({**environment_of_terminal(), "PATH": path, "OMP_NUM_THREADS": "1"}),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
             start_new_session=True,
         )
-        assert process.stdout
+        os.close(theirs)
         lines = []
-        for line in process.stdout:
+        for line in lines_seen(ours, [turn.answer]):
             if not re.match(r"\[?[WE][0-9]{4} |\[rank[0-9]+\]:\[W", line):  # of torch's own
                 lines.append(line)
             if turn.until and turn.until in line:
                 os.killpg(process.pid, signal.SIGINT)  # the launcher ends the ranks
                 break
-        process.stdout.close()
+        os.close(ours)
         code = process.wait()
         assert turn.until or code == 0, f"{turn.title} ended with {code}: {''.join(lines)}"
         return "".join(lines) + ("^C" if turn.until else "")
@@ -324,7 +328,7 @@ def without_chance(text: str) -> str:
     """`text` without what differs from run to run, or with another torch: ids, times, numbers, and
     the widths of columns that depend on them."""
     text = re.sub(r"[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9:.]+(?:Z| \+[0-9]{4})?", "TIME", text)
-    text = re.sub(r"(?<=packs/)[0-9a-f]{2}\b|\b[0-9a-f]{12,64}\b", "ID", text)
+    text = re.sub(r"(?<=packs/)[0-9a-f]{2}\b|\b[0-9a-f]{8,64}\b", "ID", text)
     text = re.sub(r"\b[0-9]+(?:\.[0-9]+)?(?: (?:B|KiB|MiB|s|min)\b|%|×)", "AMOUNT", text)
     text = re.sub(r"\b[0-9]+(?:\.[0-9]+)?\b", "NUMBER", text)
     return re.sub(r"[ ]+", " ", text)

@@ -22,9 +22,11 @@ class Level(IntEnum):
 
 
 class Severity(StrEnum):
-    """`damage` may cost a commit, `index` can be rebuilt from the store, a `note` costs nothing."""
+    """`damage` may cost a commit, `unread` was not readable and may be sound, `index` can be
+    rebuilt from the store, a `note` costs nothing."""
 
     DAMAGE = "damage"
+    UNREAD = "unread"
     INDEX = "index"
     NOTE = "note"
 
@@ -90,6 +92,13 @@ def foreign(key: str, where: str = "there") -> Finding:
     return Finding(Kind.FOREIGN, what, "delete it if it is yours", Severity.NOTE, key)
 
 
+def unread(kind: Kind, what: str, pack: PackId | None = None) -> Finding:
+    """Storage did not return something. Its bytes may be sound, so it costs no commit, and `repair`
+    leaves it alone (it has no key)."""
+    step = "see to the permissions and the storage, then run fsck again"
+    return Finding(kind, what, step, Severity.UNREAD, pack=pack)
+
+
 @dataclass(frozen=True, slots=True)
 class Looked:
     """Amounts that fsck has checked. `data_bytes` were read and verified, of `stored_bytes` in
@@ -115,6 +124,11 @@ class Report:
     def damaged(self) -> bool:
         """Whether anything was found that may cost a commit."""
         return any(finding.severity is Severity.DAMAGE for finding in self.findings)
+
+    @property
+    def unread(self) -> bool:
+        """Whether storage did not return something: what it holds may be sound, or not."""
+        return any(finding.severity is Severity.UNREAD for finding in self.findings)
 
     @property
     def damaged_commits(self) -> dict[CommitId, tuple[Finding, ...]]:
@@ -150,7 +164,12 @@ class Report:
             seen.append(f"{read} of {stored} read")
         unread = looked.stored_bytes - looked.data_bytes
         verdict = "no damage to any commit" if self.findings else "no damage"
-        verdict = "damaged" if self.damaged else f"{verdict} found" if unread else verdict
+        if self.damaged:
+            verdict = "damaged"
+        elif self.unread:
+            verdict = "not all could be read; no damage found in the rest"
+        elif unread:
+            verdict = f"{verdict} found"
         if self.level < Level.DATA and unread:
             seen.append(f"no data read (`ckptstore fsck --read-data` reads {bytes_text(unread)})")
         return f"{verdict}: {', '.join(seen)}"

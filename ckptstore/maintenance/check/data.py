@@ -81,9 +81,14 @@ def verify(
     try:
         for pack in chosen:
             bad = verify_pack(offline_store.storage, pack, contents.tables[pack.id], threads)
-            (suspects.add if bad else suspects.discard)(pack.id)
+            unread = sum(isinstance(chunk.problem, Unavailable) for chunk in bad)
+            if unread < len(bad):
+                suspects.add(pack.id)
+            if not unread:
+                verified[pack.id] = int(time.time())
+            if not bad:
+                suspects.discard(pack.id)
             found += bad
-            verified[pack.id] = int(time.time())
             done += pack.stored_bytes
             progress("data", done, total)
             if time.monotonic() - saved > _SAVE_EVERY_S:

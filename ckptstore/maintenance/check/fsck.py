@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptstore.core.ids import ChunkId, CommitId, PackId, pack_key
 from ckptstore.core.model import PackEntry
-from ckptstore.core.text import bytes_text
+from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.log.state import Pack, State
 from ckptstore.maintenance import Progress, silent
@@ -30,6 +30,7 @@ from ckptstore.maintenance.check import (
     Share,
     foreign,
     severity_of,
+    unread,
 )
 from ckptstore.maintenance.check.data import BadChunk, verify
 from ckptstore.maintenance.check.indexes import catalog_findings, index_findings, remembered
@@ -62,7 +63,8 @@ LOOKS = 20
 @dataclass(frozen=True, slots=True)
 class Facts:
     """Facts learned by fsck, for `repair`: `missing` chunks are needed and absent, `bad` ones
-    are damaged; `needed` are those of both that commits need. `remembered` is the chunk index's
+    are damaged; `needed` are those of both that commits need. What storage did not return is in
+    none of them. `remembered` is the chunk index's
     knowledge of damaged packs."""
 
     offline_store: OfflineStore
@@ -99,10 +101,12 @@ def examine(offline_store: OfflineStore, *, share: Share | None, progress: Progr
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The result of one check: `missing` chunks, affected `commits`, and findings."""
+    """The result of one check: `missing` chunks, `unread` ones, affected `commits`, and
+    findings."""
 
     commits: frozenset[CommitId]
     missing: frozenset[ChunkId]
+    unread: frozenset[ChunkId]
     trees: tuple[Finding, ...]
     packs: tuple[Finding, ...] = ()
     index: tuple[Finding, ...] = ()
@@ -137,12 +141,15 @@ class _Fsck:
         if level >= Level.PACKS:
             orphans = list(orphan_findings(storage, lambda: self._present(chain)))
         state = contents.state
+        silent = [chunk for chunk in bad if isinstance(chunk.problem, Unavailable)]
+        bad = [chunk for chunk in bad if not isinstance(chunk.problem, Unavailable)]
         referrers = contents.referrers({*seen.missing, *(chunk.entry.chunk for chunk in bad)})
         findings = (
             *([offline_store.problem] if offline_store.problem else []),
             *log_findings(chain),
             *ref_findings(state),
             *unreadable(contents),
+            *_unread(seen, silent),
             *catalog,
             *seen.trees,
             *self._signatures(state),
@@ -180,7 +187,12 @@ class _Fsck:
                 self.progress("commits", done, len(rows))
                 if before is None or commit in before.commits:
                     walk.commit(commit, row)
-        seen = _Seen(frozenset(walk.commits), frozenset(walk.missing), tuple(walk.findings))
+        seen = _Seen(
+            frozenset(walk.commits),
+            frozenset(walk.missing),
+            frozenset(walk.unread),
+            tuple(walk.findings),
+        )
         if self.level < Level.PACKS:
             return seen
         suspects = None if before is None else {finding.pack for finding in before.packs}
@@ -233,6 +245,18 @@ class _Fsck:
             self.progress("packs", done, len(listed))
             if pack.id in contents.tables and (suspects is None or pack.id in suspects):
                 yield from pack_findings(self.offline_store.storage, pack, contents.tables[pack.id])
+
+
+def _unread(seen: _Seen, silent: Sequence[BadChunk]) -> Iterator[Finding]:
+    """Chunks that storage did not return, and those that may lie in packs which it did not
+    return."""
+    if seen.unread:
+        chunks = count_text(len(seen.unread), "chunk")
+        commits = count_text(len(seen.commits), "commit")
+        yield unread(Kind.CHUNK, f"{chunks} of {commits} could not be read or looked for")
+    for chunk in silent:
+        name = f"chunk {chunk.entry.chunk.hex()[:12]} at byte {chunk.entry.offset} of {chunk.key}"
+        yield unread(Kind.CHUNK, f"{name} cannot be read: {chunk.problem}", chunk.pack)
 
 
 def _chunk_findings(
@@ -308,15 +332,9 @@ def unreadable(contents: Contents) -> Iterator[Finding]:
             size = f"{bytes_text(pack.bytes)}, {pack.chunks} chunks"
             what = f"pack {pack.id} ({size}) cannot be read: {error}"
             if isinstance(error, Unavailable):
-                yield _unanswered(what, pack.id)
+                yield unread(Kind.PACK, what, pack.id)
             else:
                 yield Finding(Kind.PACK, what, _SAVE, key=pack_key(pack.id), pack=pack.id)
-
-
-def _unanswered(what: str, name: PackId) -> Finding:
-    """Storage did not return an object: its bytes may be sound, so `repair` leaves it alone (it
-    has no key here)."""
-    return Finding(Kind.PACK, what, "check the storage, then run fsck again", pack=name)
 
 
 def pack_findings(storage: Storage, pack: Pack, table: FooterTable) -> Iterator[Finding]:
@@ -337,7 +355,7 @@ def pack_findings(storage: Storage, pack: Pack, table: FooterTable) -> Iterator[
         except (Corrupt, NotFound) as error:
             yield _object(pack, key, f"is damaged: {error}")
         except Unavailable as error:
-            yield _unanswered(str(error), pack.id)
+            yield unread(Kind.PACK, str(error), pack.id)
 
 
 def _object(pack: Pack, key: str, what: str) -> Finding:

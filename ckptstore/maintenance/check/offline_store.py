@@ -339,11 +339,11 @@ def decode_at(n: int, data: bytes, store: StoreId) -> Entry:
 
 
 def read_small(storage: Storage, key: str) -> bytes | None:
-    """The bytes of a small object; None if it is absent, unreadable, or far too large for its
-    kind."""
+    """The bytes of a small object; None if it is absent, damaged on the medium, or far too large
+    for its kind. Raises `Unavailable` if storage does not return it: it may be sound."""
     try:
         data = storage.read(key, 0, ENTRY_BYTES_MAX + 1)
-    except CkptStoreError:
+    except (Corrupt, NotFound):
         return None
     return data if len(data) <= ENTRY_BYTES_MAX else None
 
@@ -391,7 +391,7 @@ def _is_gone(storage: Storage, key: str) -> bool:
 
 def _there(data: bytes | None) -> bytes:
     if data is None:
-        raise NotFound("it is missing or cannot be read")
+        raise NotFound("it is missing, or lost on the medium")
     return data
 
 

@@ -20,9 +20,9 @@ from ckptstore.core.ids import (
     twin_key,
 )
 from ckptstore.core.model import CommitDocument, TreeRef
-from ckptstore.errors import CkptStoreError, Corrupt
+from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.log.state import CommitRow, State
-from ckptstore.maintenance.check import Finding, Kind, severity_of
+from ckptstore.maintenance.check import Finding, Kind, severity_of, unread
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA, FooterTable
 from ckptstore.objects.pages import decode_page, join_pages
@@ -111,10 +111,20 @@ class Contents:
             except CkptStoreError:
                 continue
 
+    @property
+    def unread(self) -> Unavailable | None:
+        """The error of a pack that storage did not return: any chunk that is missing elsewhere may
+        lie in it."""
+        errors = self.problems.values()
+        return next((error for error in errors if isinstance(error, Unavailable)), None)
+
     def read(self, chunk: ChunkId) -> bytes:
         """The bytes of a chunk from any location that matches its id; raises `Corrupt`,
         `NotFound` or `Unavailable`."""
-        return bytes(read_chunk(self._storage, self.inventory.places(chunk)))
+        try:
+            return bytes(read_chunk(self._storage, self.inventory.places(chunk)))
+        except (Corrupt, NotFound) as error:
+            raise self.unread or error from error
 
     def tree(self, key: str, ref: TreeRef, chunk_bytes: int) -> Tree:
         """One key's schema and complete content."""
@@ -190,10 +200,12 @@ def _metadata(document: CommitDocument) -> Iterator[tuple[ChunkId, int, str]]:
 
 class Walk:
     """Connectivity: visits every distinct tree and page of the commits once, and looks up its
-    chunks. `missing` collects absent and unreadable chunks, `commits` the affected commits."""
+    chunks. `missing` collects absent and damaged chunks, `unread` those that storage did not
+    return, or that may lie in packs which it did not return; `commits` are the affected commits."""
 
     def __init__(self, contents: Contents, chunk_bytes: int) -> None:
         self.missing: set[ChunkId] = set()
+        self.unread: set[ChunkId] = set()
         self.commits: set[CommitId] = set()
         self.findings: list[Finding] = []
         self._contents, self._chunk_bytes = contents, chunk_bytes
@@ -210,7 +222,8 @@ class Walk:
             return
         whole = [self._is_whole(chunk, kind) for chunk, kind in metadata_of(document).items()]
         for key, ref in document.trees:
-            if ref not in self._fits and self.missing.isdisjoint((ref.schema, *ref.pages)):
+            lacking = self.missing | self.unread
+            if ref not in self._fits and lacking.isdisjoint((ref.schema, *ref.pages)):
                 found = [_misfit(key, commit, row, what) for what in self._misfits(key, ref)]
                 self.findings += found
                 self._fits[ref] = not found
@@ -221,8 +234,8 @@ class Walk:
         """Whether a location holds the bytes of this chunk, and those that it names exist."""
         try:
             data = self._contents.metadata(chunk)
-        except CkptStoreError:
-            self.missing.add(chunk)
+        except CkptStoreError as error:
+            (self.unread if isinstance(error, Unavailable) else self.missing).add(chunk)
             return False
         try:
             leaves = decode_page(data).leaves if kind == PAGE else ()
@@ -230,7 +243,7 @@ class Walk:
             # The page matches its id but is malformed; the finding is made for its tree.
             return True
         missing = self._contents.inventory.missing(b"".join(content.ids for content in leaves))
-        self.missing.update(missing)
+        (self.unread if self._contents.unread else self.missing).update(missing)
         return not missing
 
     def _misfits(self, key: str, ref: TreeRef) -> Iterator[str]:
@@ -265,10 +278,15 @@ def _misfit(key: str, commit: CommitId, row: CommitRow, what: str) -> Finding:
 
 
 def _no_document(commit: CommitId, row: CommitRow, error: CkptStoreError) -> Finding:
+    what = (
+        f"the document of commit {commit[:12]} (run {row.run}, step {row.step}) cannot be read: "
+        f"{error}"
+    )
+    if isinstance(error, Unavailable):
+        return unread(Kind.DOCUMENT, what)
     return Finding(
         Kind.DOCUMENT,
-        f"the document of commit {commit[:12]} (run {row.run}, step {row.step}) cannot be read: "
-        f"{error}",
+        what,
         "run `ckptstore repair`, with --from and a mirror that has it; no other commit is hit",
         severity_of(hidden=row.soft > 0),
         document_key(row.session, commit),
