@@ -317,6 +317,7 @@ class Snapshot:
                 f"read_into got a {type(tensor).__name__} in the place of the tensor: "
                 "read_into(tensor, path)"
             )
+        tensors.check_surroundings()
         tree, i = self._contents.find_tensor(path)
         box, shape = box_of(tree, i, region)
         committed = tree.schema.dtypes[i]

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.core.process import uncollected
 from ckptstore.errors import InvalidInput
-from ckptstore.state import containers, values
+from ckptstore.state import containers, tensors, values
 from ckptstore.state.containers import LEFT_OUT
 from ckptstore.state.inflate import Inflater, counterparts, decode_leaf, keys_of, refuse_pickles
 from ckptstore.state.leaf_sources import segment, segments
@@ -55,6 +55,7 @@ def bind(
     the states of generators that this rank begins anew. `uncast` has, by number, the dtypes of
     leaves that were committed in lower precision: they come back in these.
     """
+    tensors.check_surroundings()
     containers.check(schema.skeleton)
     matching = matching or Matching(ParameterNames({key: target}))
     if not matching.allow_pickle:

@@ -154,7 +154,10 @@ def reseeded(state: dict[str, Any], names: Iterable[str], seed: int) -> dict[str
     """
 
     def on_cpu() -> torch.Tensor:
-        return torch.Generator().manual_seed(seed).get_state()
+        return torch.Generator("cpu").manual_seed(seed).get_state()
+
+    def on_cuda() -> torch.Tensor:
+        return torch.tensor([seed, 0], dtype=torch.int64, device="cpu").view(torch.uint8)
 
     def of_numpy() -> Any:
         from numpy.random import MT19937, RandomState
@@ -166,7 +169,7 @@ def reseeded(state: dict[str, Any], names: Iterable[str], seed: int) -> dict[str
         "torch": on_cpu,
         "rng_state": on_cpu,
         "numpy": of_numpy,
-        "cuda": lambda: [torch.tensor([seed, 0]).view(torch.uint8)] * torch.cuda.device_count(),
+        "cuda": lambda: [on_cuda()] * torch.cuda.device_count(),
     }
     return {**state, **{name: new[name]() for name in names if name in new}}
 

@@ -57,11 +57,37 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def new(shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A contiguous tensor of any bytes, all of which are to be written; the same whatever the
+    caller has made the default device or dtype, in inference mode too.
+
+    Raises `InvalidInput` where torch makes tensors without memory.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False):  # else training could not write to it afterwards
+            return new(shape, dtype, device)
+    made = torch.empty(shape, dtype=dtype, device=device)
+    if type(made) is not torch.Tensor:
+        raise InvalidInput(
+            f"torch makes {type(made).__name__}s here, which have no memory: leave FakeTensorMode, "
+            "or the mode that traces, before a commit, a restore or a read"
+        )
+    return made
+
+
+def check_surroundings() -> None:
+    """Raise `InvalidInput` where torch makes tensors without memory (FakeTensorMode): what is
+    copied there would be lost."""
+    new((0,), torch.uint8)
+
+
 def empty(name: str, shape: Shape) -> torch.Tensor:
     """A contiguous CPU tensor of any bytes, all of which are to be written."""
     dtype = dtype_of(name)
-    made = in_huge_pages(torch.empty(shape, dtype=_EXPERIMENTAL.get(name, dtype)))
-    return made.view(dtype)
+    stand_in = _EXPERIMENTAL.get(name)
+    if stand_in is None:
+        return in_huge_pages(new(shape, dtype))
+    return as_dtype(in_huge_pages(new(shape, stand_in)), dtype, shape)
 
 
 def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,13 +132,24 @@ def as_dtype(tensor: torch.Tensor, dtype: torch.dtype, shape: Shape) -> torch.Te
     return over(tensor.untyped_storage(), dtype, offset, shape)
 
 
+def wraps_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that dispatches to Python, and has no memory of its own."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):  # by far the most
+        return False
+    return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
+
+
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The raw bytes of a contiguous CPU tensor where they are: flat, writable, format `B`. The view
     keeps the tensor alive."""
     nbytes = tensor.nbytes
     if not nbytes:
         return memoryview(bytearray())
-    array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    # FakeTensor is one that wraps others, and gives an address of 0, with a warning.
+    address = 0 if wraps_others(tensor) else tensor.data_ptr()
+    if not address:
+        raise InvalidInput(f"a {type(tensor).__name__} has no memory to read or write: {_OUTSIDE}")
+    array = (ctypes.c_ubyte * nbytes).from_address(address)
     # whoever holds the view holds the array, and so the tensor
     array.owner = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
@@ -292,7 +329,7 @@ def over(
     """A tensor of the elements in a storage: in row-major order without `stride`."""
     if stand_in := _EXPERIMENTAL.get(DTYPE_NAMES[dtype]):
         return over(storage, stand_in, offset, shape, stride).view(dtype)
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+    return new((0,), dtype, storage.device).set_(storage, offset, shape, stride)
 
 
 def _runs(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
