@@ -26,6 +26,7 @@ from ckptstore.state.stateful import (
     RNGState,
     StateDict,
     classes_in,
+    extra_states,
     found_in,
     is_stateful,
     load_optimizer,
@@ -99,6 +100,7 @@ class Binding(Inflater):
             self._wanted[leaf] = True
         self._narrowed: dict[int, Node | int] = {}
         self._receivers: dict[int, Any] = {}
+        self._replaced: dict[int, list[str]] = {}
         self.destinations: Sequence[Landing] = tensor_match.destinations
         self.mismatched: list[Mismatch] = tensor_match.mismatched
         self.wanted_bytes: list[int] = []
@@ -164,8 +166,21 @@ class Binding(Inflater):
                 if key not in taken:
                     self._leave_out(child, _below(path, key))
             node = node.filtered(lambda key, child: values.decode_key(key, self._classes) in taken)
+        for name in extra_states(module, taken & state.keys()):
+            if self._is_whole(node, name, path):  # its class alone decides what fits
+                self._replaced.setdefault(id(module), []).append(name)
+                del state[name]
         self._pair_items(node, state, path, report=True)
         return node
+
+    def _is_whole(self, node: Node | int, name: str, path: str) -> bool:
+        """Whether all leaves of the commit under `name` are in `node`."""
+        if not self._matching.partial or not isinstance(node, Node):
+            return True
+        children = dict(zip(keys_of(node, self._classes), node.children, strict=True))
+        below = f"{path}/{segment(name)}"
+        every = [each for each in self._schema.paths if f"{each}/".startswith(f"{below}/")]
+        return len(every) == len([*leaves_of(children[name])])
 
     def _pair_optimizer(self, node: Node | int, optimizer: Optimizer, path: str) -> Node | int:
         """Match an optimizer's state; returns `node` as the optimizer takes it, without parameters
@@ -246,7 +261,10 @@ class Binding(Inflater):
         if not self._matching.partial:
             state = self.inflate(node)
         else:
-            state = self._within(node, state_of(receiver))
+            state = state_of(receiver)
+            for name in self._replaced.get(id(receiver), ()):
+                del state[name]
+            state = self._within(node, state)
         if self._streams and isinstance(target, RNGState) and isinstance(node, Node):
             children = zip(keys_of(node, self._classes), node.children, strict=True)
             new = [key for key, child in children if self._streams.leaves & {*leaves_of(child)}]

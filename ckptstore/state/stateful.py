@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA_STATE
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
@@ -226,6 +227,16 @@ def own_loading(module: nn.Module) -> tuple[str, ...]:
         if each._load_state_dict_pre_hooks
         or type(each)._load_from_state_dict is not nn.Module._load_from_state_dict
     )
+
+
+def extra_states(module: nn.Module, names: Iterable[str]) -> set[str]:
+    """Those of `names`, of its `state_dict_of`, under which `set_extra_state` of some module gets
+    whatever its `get_extra_state` returned: anything, of any size."""
+    found = {name for name in names if name.rpartition(".")[2] == _EXTRA_STATE}
+    if found:
+        own = chain(named_parameters_of(module), module.named_buffers())
+        found -= {name for name, _ in own if name.endswith(_EXTRA_STATE)}
+    return found
 
 
 def _wrapper_prefixes(module: nn.Module) -> list[tuple[str, str]]:
