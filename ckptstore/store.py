@@ -108,7 +108,8 @@ class Store(Maintenance):
             metrics: Numbers by name; refs name the best: `best:METRIC`.
             links: Texts by name, such as the URL of the run in a tracker; `show` prints them.
             tag: Names for the commit. An existing tag moves; retention keeps tagged commits.
-            cast: Dtypes of floats by glob, `{"optimizer/**": torch.bfloat16}` (docs/values.md).
+            cast: Dtypes of floats by glob, `{"optimizer/**": torch.bfloat16}`. Refused where
+                values lie beyond the dtype's range, or all would be zero (docs/values.md).
             memory_budget_bytes: Limit for buffers on each rank; default: what the host spares.
             allow_pickle: Pickle values that have no safe encoding.
             ranks: Which ranks commit together, and what they share.

@@ -11,6 +11,7 @@ and packed floats keep their dtype.
 """
 
 import ctypes
+import math
 import mmap
 import warnings
 from collections.abc import Callable, Iterator
@@ -456,6 +457,44 @@ FLOATS = frozenset(
     if dtype.is_floating_point and dtype is not getattr(torch, "float4_e2m1fn_x2", None)
 )
 """The dtypes that floats are converted from and to: one number to an element."""
+
+
+def with_consent(given: Any) -> tuple[Any, bool]:
+    """A dtype, and whether it comes as `(dtype, "unchecked")`: then values that it cannot hold may
+    become infinite, NaN or zero."""
+    if type(given) in (tuple, list) and len(given) == 2 and given[1] == "unchecked":
+        return given[0], True
+    return given, False
+
+
+def losses(before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Of elements that were converted to `dtype`, which are `before` and `after` in one that can
+    be compared: how many lie beyond the range, how many were finite and not zero, and how many of
+    these are not zero now."""
+    finite = before.isfinite()
+    given = finite & (before != 0)
+    # Some dtypes have no infinity, or no sign: torch makes the largest number of what lies beyond.
+    overflows = finite & (~after.isfinite() | (before.abs() > _range_of(dtype)))
+    overflows |= (before.isinf() & ~after.isinf()) | ((before < 0) & (after > 0))
+    return int(overflows.sum()), int(given.sum()), int((given & (after != 0)).sum())
+
+
+@cache
+def _range_of(dtype: torch.dtype) -> float:
+    """The largest number that is rounded to a finite one."""
+    info = torch.finfo(dtype)
+    return float(info.max) + info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2
+
+
+def lost_values(name: str, overflows: int, given: int, kept: int) -> str:
+    """What a conversion to the dtype called `name` loses beside precision, in words; empty if
+    nothing."""
+    if overflows:
+        s, lie = ("", "lies") if overflows == 1 else ("s", "lie")
+        return f"{overflows} value{s} {lie} beyond the range of {name}"
+    if given and not kept:
+        return f"all values, of which {given} are not zero, would become zero in {name}"
+    return ""
 
 
 def checked_dtype(dtype: Any) -> torch.dtype:
