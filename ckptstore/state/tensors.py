@@ -13,12 +13,13 @@ and packed floats keep their dtype.
 import ctypes
 import math
 import mmap
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -427,15 +428,24 @@ class Destination:
     Either `memory` is filled, or every byte is handed to `write`, in any order and from any thread.
     On a device it lands ahead of what the thread that makes this launches next, and behind what it
     launched before. Bytes of another dtype, `committed`, are converted to the tensor's as they are
-    handed over, chunk by chunk.
+    handed over, chunk by chunk; what the tensor's dtype cannot hold is counted in `losses`, unless
+    it is `unchecked`.
     """
 
-    __slots__ = ("_committed", "nbytes", "stream", "tensor")
+    __slots__ = ("_committed", "losses", "nbytes", "stream", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, committed: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        committed: torch.dtype | None = None,
+        *,
+        unchecked: bool = False,
+    ) -> None:
         self.tensor = tensor
         self.stream = current_stream(tensor)
         self._committed = committed
+        narrows = committed is not None and not unchecked and narrows_range(committed, tensor.dtype)
+        self.losses = Losses(committed, tensor.dtype) if committed and narrows else None
         self.nbytes: int = (
             tensor.nbytes if committed is None else tensor.numel() * committed.itemsize
         )
@@ -447,6 +457,8 @@ class Destination:
 
     def write(self, start: int, data: memoryview) -> None:
         """Land `data`, whole elements, at byte `start` of the committed ones."""
+        if self.losses:
+            self.losses.write(start, data)
         with through(self.stream):
             write_range(self.tensor, start, data, self._committed)
 
@@ -457,6 +469,10 @@ FLOATS = frozenset(
     if dtype.is_floating_point and dtype is not getattr(torch, "float4_e2m1fn_x2", None)
 )
 """The dtypes that floats are converted from and to: one number to an element."""
+
+
+AskedDtype: TypeAlias = torch.dtype | tuple[torch.dtype, Literal["unchecked"]]
+"""A dtype to convert to; beside "unchecked", values that it cannot hold are accepted."""
 
 
 def with_consent(given: Any) -> tuple[Any, bool]:
@@ -483,7 +499,57 @@ def losses(before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype) -> tup
 def _range_of(dtype: torch.dtype) -> float:
     """The largest number that is rounded to a finite one."""
     info = torch.finfo(dtype)
-    return float(info.max) + info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2
+    return float(info.max) + info.eps * math.ldexp(1, math.frexp(info.max)[1] - 2)
+
+
+@cache
+def narrows_range(old: torch.dtype, new: torch.dtype) -> bool:
+    """Whether finite values of `old` may lie beyond the range of `new`, or become zero there."""
+    before, after = torch.finfo(old), torch.finfo(new)
+    least = (each.smallest_normal * each.eps for each in (before, after))
+    return before.max > _range_of(new) or next(least) < next(least)
+
+
+class Losses:
+    """What the values of a leaf of dtype `old` lose beside precision where they become `new`.
+    Counts what is written to it, from any thread; nothing is kept."""
+
+    def __init__(self, old: torch.dtype, new: torch.dtype) -> None:
+        self._old, self._new = old, new
+        self._counts = [0, 0, 0]
+        self._lock = threading.Lock()
+
+    def again(self) -> "Losses":
+        """A count of its own of the same conversion."""
+        return Losses(self._old, self._new)
+
+    @property
+    def losses(self) -> "Losses":
+        """As a destination that only counts."""
+        return self
+
+    @property
+    def is_likely(self) -> bool:
+        """Whether the ranges differ by more than the rounding of the largest number."""
+        return torch.finfo(self._old).max > 2 * torch.finfo(self._new).max
+
+    def memory(self) -> None:
+        return None
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Count the losses of `data`, whole elements."""
+        count = len(data) // self._old.itemsize
+        before = as_dtype(_from_memory(data), self._old, (count,))
+        wide = before.dtype if self._old.itemsize > 2 else torch.float32
+        found = losses(before.to(wide), before.to(self._new).to(wide), self._new)
+        with self._lock:
+            self._counts = [a + b for a, b in zip(self._counts, found, strict=True)]
+
+    def said(self, *, whole: bool) -> str:
+        """The losses in words, empty if there are none; that all is zero counts of a `whole`
+        leaf."""
+        overflows, given, kept = self._counts
+        return lost_values(DTYPE_NAMES[self._new], overflows, given if whole else 0, kept)
 
 
 def lost_values(name: str, overflows: int, given: int, kept: int) -> str:
@@ -499,8 +565,9 @@ def lost_values(name: str, overflows: int, given: int, kept: int) -> str:
 
 def checked_dtype(dtype: Any) -> torch.dtype:
     """`dtype` if leaves can be converted to it, else `InvalidInput`."""
-    if isinstance(dtype, torch.dtype) and dtype in FLOATS:
-        return dtype
+    asked, _ = with_consent(dtype)
+    if isinstance(asked, torch.dtype) and asked in FLOATS:
+        return asked
     known = ", ".join(sorted(str(each) for each in FLOATS))
     raise InvalidInput(
         f"dtype is {dtype!r}; wanted one of {known}: only floating leaves are converted, and only "
@@ -508,13 +575,19 @@ def checked_dtype(dtype: Any) -> torch.dtype:
     )
 
 
+def wanted_dtype(dtype: Any) -> tuple[torch.dtype | None, bool]:
+    """The checked dtype that a caller asks for, if any, and whether values that it cannot hold are
+    accepted."""
+    return None if dtype is None else checked_dtype(dtype), with_consent(dtype)[1]
+
+
 def converts(committed: str, dtype: torch.dtype | None) -> bool:
     """Whether a leaf committed as `committed` becomes another one when `dtype` is asked for."""
     return dtype is not None and DTYPES.get(committed) in FLOATS - {dtype}
 
 
-def destination(tensor: torch.Tensor, committed: str) -> Destination:
+def destination(tensor: torch.Tensor, committed: str, *, unchecked: bool = False) -> Destination:
     """Where the bytes of a leaf committed as `committed` land in `tensor`, which has that dtype or
     is converted to."""
     same = DTYPE_NAMES[tensor.dtype] == committed
-    return Destination(tensor, None if same else dtype_of(committed))
+    return Destination(tensor, None if same else dtype_of(committed), unchecked=unchecked)
