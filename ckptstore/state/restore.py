@@ -273,6 +273,21 @@ class Binding(Inflater):
             except InvalidInput as error:
                 raise InvalidInput(f"{self._schema.paths[leaf]}: {error}") from error
             self._tensors.objects[leaf] = made
+        self._check_known(self._schema.skeleton)
+
+    def _check_known(self, node: Node | int) -> None:
+        """Raise `InvalidInput` for a class or a codec below `node` that is not known here."""
+        if isinstance(node, int) or node is LEFT_OUT or id(node) in self._kept:
+            return
+        leaves = [*leaves_of(node)] if node.attrs else []
+        if node.attrs and (not leaves or any(self._wanted[leaf] for leaf in leaves)):
+            try:
+                containers.check_known(node, self._classes)
+            except InvalidInput as error:
+                place = self._schema.paths[leaves[0]] if leaves else node.type
+                raise InvalidInput(f"{place}: {error}") from error
+        for child in node.children:
+            self._check_known(child)
 
     def finish(self) -> Any:
         """Hand over: every destination is filled, and `receive` was called. To be called once.
