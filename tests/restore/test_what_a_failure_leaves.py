@@ -131,7 +131,7 @@ def test_a_class_of_a_container_is_found_before_anything_changes(
             snapshot = store.commit({"a": {"w": torch.ones(300)}, "b": {"c": [made]}})
             names.clear()
             target = {"a": {"w": torch.zeros(300)}, "b": {"c": None}}
-            with pytest.raises(InvalidInput, match="^b/c/0.*register"):
+            with pytest.raises(InvalidInput, match=r"^b/c/0.*register"):
                 snapshot.restore(target)
             assert not target["a"]["w"].any()
             names["hidden"] = known[Hidden]
