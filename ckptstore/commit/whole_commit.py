@@ -77,7 +77,7 @@ def casting_of(flats: Flats, label: CommitMetadata) -> "Casting | None":
     # Imported here: worker processes and commands, which have no torch, cast nothing.
     from ckptstore.state.casting import Casting
 
-    return Casting(flats, label.cast)
+    return Casting(flats, label.cast, label.unchecked)
 
 
 def contended() -> Conflict:

@@ -4,6 +4,7 @@ Views narrow or rename a commit's trees first, without reading tensors.
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -15,7 +16,15 @@ from ckptstore.core.model import Node, Schema, Shape, leaves_of
 from ckptstore.core.text import near, selector
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.restore.mmap import Unmappable
-from ckptstore.restore.reader import ChunkRead, Reader, Reading, ReadRequest, Tree
+from ckptstore.restore.reader import (
+    ChunkRead,
+    Nowhere,
+    Reader,
+    Reading,
+    ReadRequest,
+    Tree,
+    refuse_losses,
+)
 from ckptstore.state import tensors
 from ckptstore.state.flatten import check_app_state
 from ckptstore.state.inflate import convertible, inflate
@@ -27,13 +36,18 @@ from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.renaming import Renamer, narrow, rename_tree
 from ckptstore.state.restore import bind
 from ckptstore.state.shared_memory import Place, overlapping, overwritten
-from ckptstore.state.tensors import checked_dtype, destination
+from ckptstore.state.suggested_names import renaming_hint
+from ckptstore.state.tensors import destination, wanted_dtype
 
 if TYPE_CHECKING:
     import torch
 
+    from ckptstore.state.match_target import Mismatch
     from ckptstore.state.renaming import Rename
     from ckptstore.state.restore import Binding
+    from ckptstore.state.tensors import AskedDtype
+
+logger = logging.getLogger("ckptstore")
 
 SHOWN = 8
 
@@ -104,7 +118,8 @@ def renamed(views: Mapping[str, View], rename: "Rename") -> dict[str, View]:
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """Paths that a restore skipped: those that the commit lacks, and those that the target lacks.
+    """Paths that a restore skipped: those that the commit lacks, those that the target lacks, and
+    those `mismatched` that have another shape, dtype or kind there, which stay as they were.
 
     `needed_bytes` are those of the tensors that this process restored, `read_bytes` the raw bytes
     of the chunks that it read for them: chunks are read whole. `received_bytes` are those of chunks
@@ -116,6 +131,7 @@ class RestoreReport:
     needed_bytes: int = 0
     read_bytes: int = 0
     received_bytes: int = 0
+    mismatched: tuple[str, ...] = ()
 
 
 class Brought(NamedTuple):
@@ -135,9 +151,11 @@ class RestoreOptions:
     allow_pickle: bool = False
     select: Select | None = None
     rename: "Rename | None" = None
-    dtype: "torch.dtype | None" = None
+    dtype: "AskedDtype | None" = None
     memory_budget_bytes: int | None = None
     without: frozenset[str] = frozenset()
+    atomic: bool = False
+    mismatched: str = "refuse"
 
 
 def keys_of(without: str | Iterable[str]) -> frozenset[str]:
@@ -197,8 +215,14 @@ def check_whole(
 
 
 class RestoreOperation:
-    """A restore: bind targets, then `read`, then `finish`. Raises `InvalidInput` before it changes
-    anything. `lacking` are paths that this rank has nothing for."""
+    """A restore: bind targets, then `read`, then `finish`. `lacking` are paths that this rank has
+    nothing for.
+
+    To make one changes nothing. It asks all objects whether they take their state, as far as that
+    is known without a trial, reads and decodes values, and rehearses conversions that may lose
+    some; with `atomic`, it also reads and verifies every chunk. Raises `InvalidInput` and
+    `Corrupt`.
+    """
 
     def __init__(
         self,
@@ -212,12 +236,15 @@ class RestoreOperation:
         self._reader, self._commit, self._app_state = reader, commit, app_state
         self._budget_bytes = options.memory_budget_bytes
         self._views = views = _views(commit, trees, app_state, options)
+        dtype, unchecked = wanted_dtype(options.dtype)
         matching = Matching(
             ParameterNames(app_state),
             strict=options.strict,
             allow_pickle=options.allow_pickle,
             partial=options.select is not None,
-            dtype=None if options.dtype is None else checked_dtype(options.dtype),
+            dtype=dtype,
+            unchecked=unchecked,
+            skips=options.mismatched == "skip",
             shape_of=ShapesByName(tree.schema for tree in trees.values()),
         )
         names: Mapping[str, str] | None = None
@@ -245,13 +272,23 @@ class RestoreOperation:
         for binding in bindings.values():
             missing.update(dict.fromkeys(binding.missing))
             unexpected += binding.unexpected
-        self.report = RestoreReport(tuple(missing), (*spare, *unexpected))
-        problems = []
+        self._skipped = [each for binding in bindings.values() for each in binding.skipped]
+        paths = tuple(each.path for each in self._skipped)
+        self.report = RestoreReport(tuple(missing), (*spare, *unexpected), mismatched=paths)
+        problems, hint = [], ""
         if options.strict:
             problems = [_lacked(path, trees) for path in missing]
             problems += [f"{path}: in the commit, not wanted by the target" for path in unexpected]
-        _refuse(commit, bindings, problems)
+            hint = renaming_hint(
+                [path for path in missing if "/" in path],
+                [path for key in bindings for path in views[key].schema.paths],
+            )
+        _refuse(commit, bindings, problems, hint)
         _refuse(commit, {}, self._overwritten(matching.places))
+        _refuse(commit, {}, matching.stepped_without_weights(app_state, bindings))
+        for key, binding in bindings.items():
+            binding.receive(self._values_of(key, binding))
+        self._rehearse(atomic=options.atomic)
 
     def _value_of(self, tree: Tree, leaf: int) -> bytes | None:
         """A small value that decides what fits; None for one that was thinned away."""
@@ -283,39 +320,72 @@ class RestoreOperation:
             ]
         return found
 
+    def _values_of(self, key: str, binding: "Binding") -> dict[int, bytes]:
+        """The bytes of the leaves that are no tensors."""
+        tree, budget_bytes = self._views[key].tree, self._budget_bytes
+        return {
+            i: self._reader.leaf_bytes(tree, i, self._commit, memory_budget_bytes=budget_bytes)
+            for i in binding.wanted_bytes
+        }
+
+    def _rehearse(self, *, atomic: bool) -> None:
+        """Read, into nothing, what is converted to a dtype of a smaller range, or with `atomic`
+        everything. Raises `InvalidInput` and `Corrupt`."""
+        nowhere = Nowhere()
+        wanted = []
+        for want in self._wanted:
+            losses = getattr(want.destination, "losses", None)
+            if atomic or (losses and losses.is_likely):
+                to = losses.again() if losses else nowhere
+                wanted.append(replace(want, destination=to))
+        self._reader.read(wanted, self._commit, memory_budget_bytes=self._budget_bytes)
+
     @cached_property
-    def reading(self) -> Reading:
-        """The plan of `read`. Raises `Corrupt` for pages that contradict the shapes,
-        `InvalidInput` for too small a budget."""
-        wanted = [
+    def _wanted(self) -> list[ReadRequest]:
+        return [
             ReadRequest(self._views[key].tree, i, part, box)
             for key, binding in self._bindings.items()
             for i, parts in enumerate(binding.destinations)
             for box, part in parts
         ]
-        self.report = replace(self.report, needed_bytes=sum(want.nbytes for want in wanted))
-        return self._reader.reading(wanted, self._commit, memory_budget_bytes=self._budget_bytes)
+
+    @cached_property
+    def reading(self) -> Reading:
+        """The plan of `read`. Raises `Corrupt` for pages that contradict the shapes,
+        `InvalidInput` for too small a budget."""
+        needed_bytes = sum(want.nbytes for want in self._wanted)
+        self.report = replace(self.report, needed_bytes=needed_bytes)
+        return self._reader.reading(
+            self._wanted, self._commit, memory_budget_bytes=self._budget_bytes
+        )
 
     def read(self, brought: Brought | None = None) -> None:
         """Read all tensors into place, except those `brought` already. After an error, tensors mix
-        both states."""
+        both states: one is as it was, as committed, or partly so, and a damaged chunk may have
+        left its bytes."""
         left, read_bytes, received_bytes = brought or Brought(self.reading.jobs, 0, 0)
         read_bytes += self._reader.carry_out(self.reading, left)
+        refuse_losses(self._wanted, self._commit)
         self.report = replace(self.report, read_bytes=read_bytes, received_bytes=received_bytes)
 
     def finish(self) -> None:
-        """Set values that are not tensors, and load states into stateful objects."""
-        for key in sorted(self._bindings, key=lambda k: self._bindings[k].late):
-            binding, tree = self._bindings[key], self._views[key].tree
-            data = {
-                i: self._reader.leaf_bytes(
-                    tree, i, self._commit, memory_budget_bytes=self._budget_bytes
-                )
-                for i in binding.wanted_bytes
-            }
-            restored = binding.finish(data)
+        """Set values that are not tensors, and load states into stateful objects.
+
+        Raises `InvalidInput` if an object refuses its state; those of other keys may have theirs
+        then, and all tensors have."""
+        keys = sorted(self._bindings, key=lambda k: self._bindings[k].late)
+        for n, key in enumerate(keys):
+            try:
+                restored = self._bindings[key].finish()
+            except InvalidInput as error:
+                raise InvalidInput(f"{error}; {_left_by(keys[:n], keys[n:])}") from error
             if restored is not self._app_state[key]:
                 self._app_state[key] = restored
+        if self._skipped:
+            logger.warning(
+                "mismatched='skip': these stay as they were: %s",
+                "; ".join(f"{m.path} ({_described(m)})" for m in self._skipped),
+            )
 
 
 def _moved(view: View) -> Iterable[tuple[str, str]]:
@@ -353,17 +423,34 @@ def _views(
     return {key: view for key, view in views.items() if key in app_state}
 
 
+def _left_by(done: Sequence[str], open_: Sequence[str]) -> str:
+    """What the target holds after an object refused its state."""
+    given = f"{', '.join(done)} and " if done else ""
+    return (
+        f"the target mixes two states now: {given}all tensors are as committed, what else "
+        f"{', '.join(open_)} hold{'s' * (len(open_) == 1)} is as it was, or half loaded; restore "
+        "what fits it, or begin anew"
+    )
+
+
+def _described(mismatch: "Mismatch") -> str:
+    return f"the commit has {mismatch.committed}, the target has {mismatch.target}"
+
+
 def _lacked(path: str, keys: Iterable[str]) -> str:
     hint = "" if "/" in path else near(path, keys)
     return f"{path}: wanted by the target, not in the commit{hint}"
 
 
-def _refuse(commit: CommitId, bindings: Mapping[str, "Binding"], problems: Sequence[str]) -> None:
-    problems = [
-        f"{m.path}: the commit has {m.committed}, the target has {m.target}"
-        for b in bindings.values()
-        for m in b.mismatched
-    ] + [*problems]
+def _refuse(
+    commit: CommitId,
+    bindings: Mapping[str, "Binding"],
+    problems: Sequence[str],
+    hint: str = "",
+) -> None:
+    problems = [f"{m.path}: {_described(m)}" for b in bindings.values() for m in b.mismatched] + [
+        *problems
+    ]
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise InvalidInput(
@@ -371,9 +458,11 @@ def _refuse(commit: CommitId, bindings: Mapping[str, "Binding"], problems: Seque
             "was changed:\n  "
             + "\n  ".join(problems[:SHOWN])
             + more
+            + hint
             + "\npass without=[…] to leave keys as they are, strict=False to leave out what only "
             "one side has, select= to restore some leaves, rename= where names differ, dtype= to "
-            "convert floats; shapes must agree, what is tied must be one content"
+            'convert floats, mismatched="skip" to leave tensors of another shape as they are; what '
+            "is tied must be one content"
         )
 
 
@@ -382,7 +471,7 @@ def assemble(
     commit: CommitId,
     views: Mapping[str, View],
     *,
-    dtype: "torch.dtype | None" = None,
+    dtype: "AskedDtype | None" = None,
     mmap: bool = False,
     allow_pickle: bool = False,
     memory_budget_bytes: int | None = None,
@@ -394,11 +483,12 @@ def assemble(
     """
     wanted: list[ReadRequest] = []
     found: dict[str, list[Any]] = {}
+    asked, unchecked = wanted_dtype(dtype)
     for key, view in views.items():
         schema, tree = view.schema, view.tree
         values: list[Any] = [None] * len(schema)
         found[key] = values
-        converted = frozenset() if dtype is None else convertible(schema, dtype)
+        converted = frozenset() if asked is None else convertible(schema, asked)
         for i in leaves_of(schema.skeleton):
             if schema.kinds[i] != "tensor":
                 values[i] = reader.leaf_bytes(
@@ -408,8 +498,8 @@ def assemble(
                 values[i] = _mapped(reader, commit, view, i) if mmap else None
                 if values[i] is None:
                     tree.check(i)
-                    values[i] = new_tensor(schema, i, dtype if i in converted else None)
-                    to = destination(values[i], schema.dtypes[i])
+                    values[i] = new_tensor(schema, i, asked if i in converted else None)
+                    to = destination(values[i], schema.dtypes[i], unchecked=unchecked)
                     wanted.append(ReadRequest(tree, i, to))
     reader.read(wanted, commit, memory_budget_bytes=memory_budget_bytes)
     return {

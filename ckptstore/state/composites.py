@@ -36,6 +36,9 @@ _COMPRESSED = {
 def split_tensor(tensor: torch.Tensor) -> Parts | torch.Tensor:
     """What `tensor` is made of; a strided tensor that stands for it as it is; or `InvalidInput`
     saying why it cannot be stored."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False):  # in which some tensors cannot be detached
+            return split_tensor(tensor)
     _refuse_without_memory(tensor)
     if is_dtensor(tensor):
         return _whole_local(tensor)
@@ -125,13 +128,16 @@ def _split_coo(tensor: torch.Tensor) -> Parts:
 
 def _join_coo(joint: Joint) -> torch.Tensor:
     indices, values = joint.children
-    return torch.sparse_coo_tensor(
-        indices,
-        values,
-        joint.attrs["shape"],
-        is_coalesced=joint.attrs["coalesced"],
-        check_invariants=True,
-    )
+    with _quiet():
+        return torch.sparse_coo_tensor(
+            indices,
+            values,
+            joint.attrs["shape"],
+            dtype=values.dtype,
+            device=values.device,
+            is_coalesced=joint.attrs["coalesced"],
+            check_invariants=True,
+        )
 
 
 def _split_compressed(tensor: torch.Tensor) -> Parts:
@@ -144,7 +150,14 @@ def _join_compressed(joint: Joint, layout: torch.layout) -> torch.Tensor:
     with _quiet():
         compressed, plain, values = joint.children
         return torch.sparse_compressed_tensor(
-            compressed, plain, values, joint.attrs["shape"], layout=layout, check_invariants=True
+            compressed,
+            plain,
+            values,
+            joint.attrs["shape"],
+            dtype=values.dtype,
+            layout=layout,
+            device=values.device,
+            check_invariants=True,
         )
 
 
@@ -175,6 +188,7 @@ def _join_quantized(joint: Joint) -> torch.Tensor:
                 zero_points=zero_points,
                 axis=joint.attrs["axis"],
                 dtype=dtype,
+                device=scales.device,
             )
         else:
             made = torch._empty_affine_quantized(
@@ -182,6 +196,7 @@ def _join_quantized(joint: Joint) -> torch.Tensor:
                 scale=joint.attrs["scale"],
                 zero_point=joint.attrs["zero_point"],
                 dtype=dtype,
+                device=integers.device,
             )
     # Copied: torch makes no quantized tensor over memory that is there.
     tensors.quantized_integers(made).copy_(integers)
@@ -269,7 +284,7 @@ def _join_subclass(joint: Joint) -> Any:
 def _split_thin_subclass(tensor: Any) -> Parts:
     """A subclass that adds methods to a tensor and no data."""
     cls = type(tensor)
-    if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):
+    if tensors.wraps_others(tensor):
         raise InvalidInput(
             f"{class_name(cls)} wraps other tensors and has no __tensor_flatten__; call "
             f"ckptstore.register_value(…, {cls.__name__}, encode, decode), or store its inner "
@@ -295,8 +310,8 @@ def _join_thin_subclass(joint: Joint) -> Any:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without torch's remarks that quantized, compressed and nested tensors are in beta or
-    deprecated."""
-    with warnings.catch_warnings():
+    deprecated, and outside of inference mode, in which tensors from outside cannot be joined."""
+    with warnings.catch_warnings(), torch.inference_mode(mode=False):
         warnings.simplefilter("ignore", UserWarning)
         yield
 

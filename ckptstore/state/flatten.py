@@ -59,6 +59,7 @@ def flatten(
     distributed tensor is one leaf, of which this rank holds boxes.
     """
     check_app_state(app_state)
+    tensors.check_surroundings()
     tell_of_unknown_classes(app_state)
     names = ParameterNames(app_state)
     return {

@@ -4,6 +4,7 @@ Modules and other objects with `load_state_dict` get a state dict of their own t
 filled. In plain containers, tensors are filled in place and other values replaced.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -15,8 +16,8 @@ from torch.optim.optimizer import Optimizer
 
 from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.core.process import uncollected
-from ckptstore.errors import InvalidInput
-from ckptstore.state import containers, values
+from ckptstore.errors import CkptStoreError, InvalidInput
+from ckptstore.state import containers, tensors, values
 from ckptstore.state.containers import LEFT_OUT
 from ckptstore.state.inflate import Inflater, counterparts, decode_leaf, keys_of, refuse_pickles
 from ckptstore.state.leaf_sources import segment, segments
@@ -29,6 +30,7 @@ from ckptstore.state.stateful import (
     RNGState,
     StateDict,
     classes_in,
+    extra_states,
     found_in,
     is_stateful,
     own_loading,
@@ -59,6 +61,7 @@ def bind(
     the states of generators that this rank begins anew. `uncast` has, by number, the dtypes of
     leaves that were committed in lower precision: they come back in these.
     """
+    tensors.check_surroundings()
     containers.check(schema.skeleton)
     matching = matching or Matching(ParameterNames({key: target}))
     if not matching.allow_pickle:
@@ -75,9 +78,9 @@ class Binding(Inflater):
 
     `destinations` has, per leaf, where its bytes land, if anywhere (an alias' bytes are those of
     the leaf it shares memory with). `wanted_bytes` are the leaves whose bytes `finish` wants
-    instead. `missing`, `unexpected` and `mismatched` say what does not fit; as long as `mismatched`
-    is not empty, no bytes may land. `late` bindings are to be finished after all others: they set
-    random number generators.
+    instead, which `receive` takes. `missing`, `unexpected` and `mismatched` say what does not fit;
+    as long as `mismatched` is not empty, no bytes may land. `skipped` stays as it is. `late`
+    bindings are to be finished after all others: they set random number generators.
     """
 
     def __init__(
@@ -104,8 +107,11 @@ class Binding(Inflater):
             self._wanted[leaf] = True
         self._narrowed: dict[int, Node | int] = {}
         self._receivers: dict[int, Any] = {}
+        self._replaced: dict[int, list[str]] = {}
+        self._places: dict[int, str] = {}
         self.destinations: Sequence[Landing] = tensor_match.destinations
         self.mismatched: list[Mismatch] = tensor_match.mismatched
+        self.skipped: list[Mismatch] = tensor_match.skipped
         self.wanted_bytes: list[int] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -115,7 +121,7 @@ class Binding(Inflater):
         """Match the target under `path`, and make tensors for the leaves that it has none for."""
         self._pair_state(self._schema.skeleton, self._target, path, report=True)
         for leaf, kind in enumerate(self._schema.kinds):
-            if not self._wanted[leaf]:
+            if not self._wanted[leaf] or leaf in self._tensors.unread:
                 continue
             if kind == "tensor":
                 self._tensors.complete(leaf, check)
@@ -125,6 +131,10 @@ class Binding(Inflater):
     def _pair_state(self, node: Node | int, target: Any, path: str, *, report: bool) -> None:
         """Match the state of an object. What does not fit is recorded for modules, dicts restored
         in place and, with `report`, plain containers."""
+        self._places[id(target)] = path
+        # A module's tensors are asked one by one.
+        if not isinstance(target, torch.nn.Module) and (is_stateful(target) or _is_filled(target)):
+            self._tensors.hold(node, target, path)
         if isinstance(target, torch.nn.Module):
             self._narrowed[id(node)] = self._pair_module(node, target, path)
         elif isinstance(target, Optimizer):
@@ -170,8 +180,21 @@ class Binding(Inflater):
                 if key not in taken:
                     self._leave_out(child, _below(path, key))
             node = node.filtered(lambda key, child: values.decode_key(key, self._classes) in taken)
+        for name in extra_states(module, taken & state.keys()):
+            if self._is_whole(node, name, path):  # its class alone decides what fits
+                self._replaced.setdefault(id(module), []).append(name)
+                del state[name]
         self._pair_items(node, state, path, report=True)
         return node
+
+    def _is_whole(self, node: Node | int, name: str, path: str) -> bool:
+        """Whether all leaves of the commit under `name` are in `node`."""
+        if not self._matching.partial or not isinstance(node, Node):
+            return True
+        children = dict(zip(keys_of(node, self._classes), node.children, strict=True))
+        below = f"{path}/{segment(name)}"
+        every = [each for each in self._schema.paths if f"{each}/".startswith(f"{below}/")]
+        return len(every) == len([*leaves_of(children[name])])
 
     def _pair_optimizer(self, node: Node | int, optimizer: Optimizer, path: str) -> Node | int:
         """Match an optimizer's state; returns `node` as the optimizer takes it, without parameters
@@ -241,6 +264,8 @@ class Binding(Inflater):
     @uncollected()
     def _pair_items(self, node: Node, target: Any, path: str, *, report: bool) -> None:
         there = counterparts(node, target, self._classes)
+        if report:
+            self._hold_items(node, there, path)
         names = range(len(node.children)) if node.keys is None else segments(node.keys)
         for child, below, name in zip(node.children, there, names, strict=True):
             if isinstance(child, int):  # by far the most
@@ -249,14 +274,44 @@ class Binding(Inflater):
             elif below is not None or self._matching.partial:
                 self._pair(child, below, f"{path}/{name}", report=report)
 
-    def finish(self, content: Mapping[int, bytes]) -> Any:
-        """Hand over: `content` has the bytes of `wanted_bytes`, and every destination is filled. To
-        be called once.
+    def _hold_items(self, node: Node, there: Sequence[Any], path: str) -> None:
+        """Look at the items of a plain container that are filled in place."""
+        names = range(len(node.children)) if node.keys is None else segments(node.keys)
+        for child, below, name in zip(node.children, there, names, strict=True):
+            if _is_filled(below) and not is_stateful(below):
+                self._tensors.hold(child, below, f"{path}/{name}")
+
+    def receive(self, content: Mapping[int, bytes]) -> None:
+        """Take the bytes of `wanted_bytes`. Changes nothing of the target. Raises `InvalidInput`
+        for a class or codec that is not known here, with the path."""
+        for leaf, data in content.items():
+            try:
+                made = decode_leaf(self._schema, leaf, data, self._classes)
+            except InvalidInput as error:
+                raise InvalidInput(f"{self._schema.paths[leaf]}: {error}") from error
+            self._tensors.objects[leaf] = made
+        self._check_known(self._schema.skeleton)
+
+    def _check_known(self, node: Node | int) -> None:
+        """Raise `InvalidInput` for a class or a codec below `node` that is not known here."""
+        if isinstance(node, int) or node is LEFT_OUT or id(node) in self._kept:
+            return
+        leaves = [*leaves_of(node)] if node.attrs else []
+        if node.attrs and (not leaves or any(self._wanted[leaf] for leaf in leaves)):
+            try:
+                containers.check_known(node, self._classes)
+            except InvalidInput as error:
+                place = self._schema.paths[leaves[0]] if leaves else node.type
+                raise InvalidInput(f"{place}: {error}") from error
+        for child in node.children:
+            self._check_known(child)
+
+    def finish(self) -> Any:
+        """Hand over: every destination is filled, and `receive` was called. To be called once.
 
         Returns the target, or what replaces it where it cannot be changed (a number, a tuple).
+        Raises `InvalidInput`, with the path, if an object refuses its state.
         """
-        for leaf, data in content.items():
-            self._tensors.objects[leaf] = decode_leaf(self._schema, leaf, data, self._classes)
         return self._fill_state(self._schema.skeleton, self._target)
 
     def _fill_state(self, node: Node | int, target: Any) -> Any:
@@ -270,12 +325,23 @@ class Binding(Inflater):
             state = self.inflate(node)
         else:
             own = receiver.receiver if isinstance(receiver, Fitted) else receiver
-            state = self._within(node, state_of(own))
+            state = state_of(own)
+            for name in self._replaced.get(id(own), ()):
+                del state[name]
+            state = self._within(node, state)
         if self._streams and isinstance(target, RNGState) and isinstance(node, Node):
             children = zip(keys_of(node, self._classes), node.children, strict=True)
             new = [key for key, child in children if self._streams.leaves & {*leaves_of(child)}]
             state = reseeded(state, new, self._streams.seed)
-        _load(receiver, state, strict=self._matching.strict)
+        try:
+            _load(receiver, state, strict=self._matching.strict)
+        except CkptStoreError:
+            raise
+        except Exception as error:
+            place, kind = self._places[id(target)], type(target).__qualname__
+            raise InvalidInput(
+                f"{place}: {kind} refuses the committed state: {type(error).__name__}: {error}"
+            ) from error
         return target
 
     def _fill_leaf(self, leaf: int, target: Any) -> Any:
@@ -325,19 +391,15 @@ def _below(path: str, key: Any) -> str:
 
 
 def _load(target: Any, state: Any, *, strict: bool) -> None:
-    """`target.load_state_dict(state)`, by torch's function without its side effects. Raises
-    `InvalidInput` where a module or optimizer refuses its state."""
+    """`target.load_state_dict(state)`, by torch's function without its side effects."""
     if isinstance(target, Fitted):
         target.load(state, strict=strict)
-        return
-    try:
-        if isinstance(target, torch.nn.Module):
-            target.load_state_dict(with_wrappers(target, state), strict=strict)
-            return
+    elif isinstance(target, torch.nn.Module):
+        target.load_state_dict(with_wrappers(target, state), strict=strict)
+    else:
         target.load_state_dict(state)
-    except (RuntimeError, ValueError) as error:
-        if isinstance(target, torch.nn.Module):
-            raise InvalidInput(
-                f"{type(target).__qualname__} refuses the committed state: {error}"
-            ) from error
-        raise
+
+
+def _is_filled(target: Any) -> bool:
+    """Whether a plain object may be filled in place."""
+    return isinstance(target, dict | list | deque | bytearray)

@@ -57,10 +57,16 @@ def test_a_pickle_hidden_in_another_container_is_not_read() -> None:
             with pytest.raises(CkptStoreError):
                 inflate(schema, [data], allow_pickle=allow_pickle)
         with pytest.raises(CkptStoreError):
-            bind({}, "s", schema).finish({0: data})
+            _restored(schema, data)
 
 
 @pytest.mark.pickles
 def test_an_unpicklable_value_is_reported() -> None:
     with pytest.raises(InvalidInput, match=r"^s/a: .*register_value"):
         carry({"a": lambda: 0}, allow_pickle=True)
+
+
+def _restored(schema: Schema, data: bytes) -> object:
+    binding = bind({}, "s", schema)
+    binding.receive({0: data})
+    return binding.finish()
