@@ -60,10 +60,9 @@ def flatten(
     """
     check_app_state(app_state)
     tensors.check_surroundings()
-    tell_of_unknown_classes(app_state)
     names = ParameterNames(app_state)
     return {
-        key: _Tree(names, allow_pickle, ranks).flatten(key, value)
+        key: _Tree(app_state, names, allow_pickle, ranks).flatten(key, value)
         for key, value in app_state.items()
     }
 
@@ -87,7 +86,14 @@ class _Tree:
     """A schema on its way, column by column. Little is kept of a leaf: Python's cycle collector
     looks through all of it afterwards."""
 
-    def __init__(self, names: ParameterNames, allow_pickle: bool, ranks: bool) -> None:
+    def __init__(
+        self,
+        app_state: Mapping[str, Any],
+        names: ParameterNames,
+        allow_pickle: bool,
+        ranks: bool,
+    ) -> None:
+        self._app_state = app_state
         self._names, self._allow_pickle, self._ranks = names, allow_pickle, ranks
         self._paths: list[str] = []
         self._kinds: list[LeafKind] = []
@@ -100,9 +106,11 @@ class _Tree:
         self._open: dict[int, str] = {}
 
     def flatten(self, key: str, value: Any) -> FlatState:
-        state = self._state_of_optimizer(value) if isinstance(value, Optimizer) else state_of(value)
+        path = segment(values.encode_key(key))
+        is_optimizer = isinstance(value, Optimizer)
+        state = self._state_of_optimizer(value, path) if is_optimizer else state_of(value)
         with uncollected():
-            skeleton = self._visit(state, segment(values.encode_key(key)))
+            skeleton = self._visit(state, path)
             schema = Schema(
                 skeleton,
                 tuple(self._paths),
@@ -131,7 +139,7 @@ class _Tree:
             return self._distributed(value, path)
         if type(value) is bytes:
             return self._leaf(path, "bytes", BytesSource(value))
-        parts = self._split(value)
+        parts = self._split(value, path)
         if parts is not None:
             return parts
         encoded = values.encode_value(value)
@@ -139,7 +147,7 @@ class _Tree:
             return self._leaf(path, "value", BytesSource(values.encode_leaf(encoded)))
         return containers.split(value) or self._pickle(value)
 
-    def _split(self, value: Any) -> Parts | None:
+    def _split(self, value: Any, path: str) -> Parts | None:
         """The parts of what is neither a value nor a container that a target fills: the caller's
         types, tensors, wrapped modules."""
         known = registered(type(value))
@@ -148,13 +156,14 @@ class _Tree:
         if isinstance(value, torch.nn.Module):
             return Parts("stateful", [state_dict_of(value)])
         if isinstance(value, Optimizer):
-            return Parts("stateful", [self._state_of_optimizer(value)])
+            return Parts("stateful", [self._state_of_optimizer(value, path)])
         if isinstance(value, torch.Tensor):
             parts = split_tensor(value)
             return parts if isinstance(parts, Parts) else Parts(_ITSELF, [parts])
         return None
 
-    def _state_of_optimizer(self, optimizer: Optimizer) -> Any:
+    def _state_of_optimizer(self, optimizer: Optimizer, path: str) -> Any:
+        tell_of_unknown_classes(optimizer, path, self._app_state)
         return named_state(optimizer, self._names, ranks=self._ranks)
 
     def _pickle(self, value: Any) -> Parts:

@@ -430,38 +430,34 @@ _told: "WeakSet[Optimizer]" = WeakSet()
 """Optimizers whose classes were looked at once they had a state."""
 
 
-def tell_of_unknown_classes(app_state: Mapping[str, Any]) -> None:
-    """Log which classes in the state of optimizers a new process would not know: there an optimizer
+def tell_of_unknown_classes(optimizer: Optimizer, path: str, app_state: Any) -> None:
+    """Log, once, which classes in the state of an optimizer a new process would not know: there it
     has no state until its first step, so that a restore finds no object of them in the target."""
-    optimizers = [
-        (keys, each)
-        for keys, each in found_in(app_state, lambda value: isinstance(value, Optimizer))
-        if each not in _told and each.state
-    ]
-    for keys, optimizer in optimizers:
-        _told.add(optimizer)
-        held = {
-            type(value): name
-            for state in optimizer.state.values()
-            if isinstance(state, dict)
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor)
-        }
-        own = {cls: name for cls, name in held.items() if not _is_known(cls)}
-        if not own:
-            continue
-        rest = [each for each in app_state.values() if not isinstance(each, Optimizer)]
-        there = classes_in([*rest, parameters_of(optimizer)])
-        for cls, name in own.items():
-            if there(class_name(cls)) is None:
-                _logger.warning(
-                    "%s has the state %r as a %s, which a new process cannot restore until it calls"
-                    " ckptstore.register_class(%s)",
-                    "/".join(map(str, keys)),
-                    name,
-                    class_name(cls),
-                    cls.__name__,
-                )
+    if optimizer in _told or not optimizer.state:
+        return
+    _told.add(optimizer)
+    held = {
+        type(value): name
+        for state in optimizer.state.values()
+        if isinstance(state, dict)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+    own = {cls: name for cls, name in held.items() if not _is_known(cls)}
+    if not own:
+        return
+    rest = [each for each in app_state.values() if not isinstance(each, Optimizer)]
+    there = classes_in([*rest, parameters_of(optimizer)])
+    for cls, name in own.items():
+        if there(class_name(cls)) is None:
+            _logger.warning(
+                "%s has the state %r as a %s, which a new process cannot restore until it calls"
+                " ckptstore.register_class(%s)",
+                path,
+                name,
+                class_name(cls),
+                cls.__name__,
+            )
 
 
 def _is_known(cls: type) -> bool:
