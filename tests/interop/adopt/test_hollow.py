@@ -485,3 +485,22 @@ def test_hollow_and_whole_by_the_command_line(
     assert done["commit"] == made["commit"] and tree_of(root) == before
     wrong = call("materialize", "latest")
     assert wrong.code == Exit.USAGE and "name the directory" in wrong.err
+
+
+def test_holds_are_released_by_the_command_line(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTSTORE", store.url)
+    made = several(store, tmp_path / "out", 1, 2, 3)
+    first, second, third = (only_hold(store, each.id) for each in made)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-1")
+    tried = call("release", "--except-in", str(tmp_path / "out"), "--dry-run", "--json").document
+    assert tried["dry_run"] and tried["released"] == {first: made[0].id}
+    done = call("release", "--except-in", str(tmp_path / "out"))
+    assert done.code == 0 and f"released {first}" in done.out
+    again = call("release", "--except-in", str(tmp_path / "out"))
+    assert again.code == 0 and again.out == "", "nothing is left to release"
+    assert call("release", str(tmp_path / "out" / "checkpoint-2")).code == 0
+    assert call("release", third, "--except-in", "x").code == Exit.USAGE
+    assert call("release").code == Exit.USAGE
+    assert set(store.tags()) == {third} and second != third
