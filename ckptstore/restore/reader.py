@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 SHOWN = 8
 
 WIDER = (
-    'give a dtype of a wider range, such as torch.bfloat16, or dtype=(dtype, "unchecked") to take '
-    "them so"
+    "take a dtype of a wider range, such as torch.bfloat16, or read as committed and convert then; "
+    'dtype=(dtype, "unchecked") of restore and read converts them so'
 )
 """The next step where a conversion loses values."""
 
@@ -451,7 +451,7 @@ def refuse_losses(wanted: Iterable[ReadRequest], commit: CommitId) -> None:
     """Raise `InvalidInput` if `losses_in` finds any."""
     if found := losses_in(wanted):
         raise InvalidInput(
-            f"dtype= would lose more than precision of commit {commit[:12]}:\n  "
+            f"to convert commit {commit[:12]} would lose more than precision:\n  "
             + "\n  ".join(found[:SHOWN])
             + (f"\n  and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
             + f"\n{WIDER}"

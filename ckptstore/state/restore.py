@@ -338,7 +338,8 @@ class Binding(Inflater):
         except CkptStoreError:
             raise
         except Exception as error:
-            place, kind = self._places[id(target)], type(target).__qualname__
+            place = self._places.get(id(target), "the target")
+            kind = type(target).__qualname__
             raise InvalidInput(
                 f"{place}: {kind} refuses the committed state: {type(error).__name__}: {error}"
             ) from error
