@@ -4,6 +4,7 @@ Views narrow or rename a commit's trees first, without reading tensors.
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from ckptstore.state.restore import Binding
 
 SHOWN = 8
+
+logger = logging.getLogger("ckptstore")
 
 Select = str | Sequence[str] | Callable[[str], bool]
 """A glob for paths, in full or below their key, or several, or a function that says of a path
@@ -99,6 +102,9 @@ def renamed(views: Mapping[str, View], rename: "Rename") -> dict[str, View]:
 class RestoreReport:
     """Paths that a restore skipped: those that the commit lacks, and those that the target lacks.
 
+    `replaced` are paths at which a new object stands, since the target's could not be filled: an
+    array of another shape, a deque of another length, an object without a state to set. Whoever
+    else holds the target's object still has its old content.
     `needed_bytes` are those of the tensors that this process restored, `read_bytes` the raw bytes
     of the chunks that it read for them: chunks are read whole. `received_bytes` are those of chunks
     that another rank read and sent.
@@ -109,6 +115,7 @@ class RestoreReport:
     needed_bytes: int = 0
     read_bytes: int = 0
     received_bytes: int = 0
+    replaced: tuple[str, ...] = ()
 
 
 class Brought(NamedTuple):
@@ -290,6 +297,7 @@ class RestoreOperation:
 
     def finish(self) -> None:
         """Set values that are not tensors, and load states into stateful objects."""
+        replaced: list[str] = []
         for key in sorted(self._bindings, key=lambda k: self._bindings[k].late):
             binding, tree = self._bindings[key], self._views[key].tree
             data = {
@@ -299,8 +307,19 @@ class RestoreOperation:
                 for i in binding.wanted_bytes
             }
             restored = binding.finish(data)
+            replaced += binding.replaced_paths(key)
             if restored is not self._app_state[key]:
                 self._app_state[key] = restored
+        self.report = replace(self.report, replaced=tuple(replaced))
+        if replaced:
+            more = f" and {len(replaced) - SHOWN} more" if len(replaced) > SHOWN else ""
+            logger.warning(
+                "restored commit %s with new objects for %s%s: the target's could not be filled; "
+                "what else holds one of them still has its old content",
+                self._commit[:12],
+                ", ".join(replaced[:SHOWN]),
+                more,
+            )
 
 
 def _views(

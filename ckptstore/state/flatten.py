@@ -30,7 +30,7 @@ from ckptstore.state.leaf_sources import (
 )
 from ckptstore.state.optimizers import ParameterNames, named_state
 from ckptstore.state.shards import Held, held_of, is_distributed
-from ckptstore.state.stateful import class_name, registered, state_dict_of, state_of
+from ckptstore.state.stateful import class_name, committed_state_of, registered
 from ckptstore.state.tensors import DTYPE_NAMES, TensorSource
 
 _ITSELF = ""
@@ -92,7 +92,14 @@ class _Tree:
         self._open: dict[int, str] = {}
 
     def flatten(self, key: str, value: Any) -> FlatState:
-        state = self._state_of_optimizer(value) if isinstance(value, Optimizer) else state_of(value)
+        try:
+            state = (
+                self._state_of_optimizer(value)
+                if isinstance(value, Optimizer)
+                else committed_state_of(value)
+            )
+        except InvalidInput as error:
+            raise InvalidInput(f"{segment(key)}: {error}") from error
         with uncollected():
             skeleton = self._visit(state, segment(values.encode_key(key)))
             schema = Schema(
@@ -108,7 +115,7 @@ class _Tree:
     def _visit(self, value: Any, path: str) -> Node | int:
         try:
             strided = type(value) is torch.Tensor and tensors.is_strided(value)
-            if strided and not value.requires_grad:  # by far the most
+            if strided and not value.requires_grad and not vars(value):  # by far the most
                 return self._tensor(value, path)
             found = self._leaf_or_parts(value, path)
             if isinstance(found, int):
@@ -138,7 +145,7 @@ class _Tree:
         if known:
             return Parts("registered", [known.encode(value)], attrs=(("name", known.name),))
         if isinstance(value, torch.nn.Module):
-            return Parts("stateful", [state_dict_of(value)])
+            return Parts("stateful", [committed_state_of(value)])
         if isinstance(value, Optimizer):
             return Parts("stateful", [self._state_of_optimizer(value)])
         if isinstance(value, torch.Tensor):

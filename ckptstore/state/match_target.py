@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.nn.parameter import is_lazy
 
+from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Box, Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors, values
 from ckptstore.state.composites import split_tensor
-from ckptstore.state.containers import Parts
+from ckptstore.state.containers import ATTRIBUTES, Parts
 from ckptstore.state.inflate import convertible
 from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.shards import Held, held_of, is_distributed, with_local
@@ -101,8 +102,8 @@ class TensorMatch:
 
     After `pair` and `complete`, `objects[i]` is the restored object of tensor leaf `i`, and
     `direct[i]` says whether it is the target's own; `destinations[i]` is where its bytes land, an
-    alias' where those of the leaf do that it shares memory with, if any. `kept` maps a node's id
-    to the target's object for it. A leaf of `models` that has no match is placed as that tensor is.
+    alias' where those of the leaf do that it shares memory with, if any. `kept` maps a node to
+    the target's object for it. A leaf of `models` that has no match is placed as that tensor is.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class TensorMatch:
         self.objects: list[Any] = [None] * count
         self.destinations: list[Landing] = [()] * count
         self.direct = [False] * count
-        self.kept: dict[int, Any] = {}
+        self.kept: IdentityDict[Node, Any] = IdentityDict()
         self.models: dict[int, torch.Tensor] = {}
         self.mismatched: list[Mismatch] = []
         self._new_dtypes = dict(uncast)
@@ -159,7 +160,7 @@ class TensorMatch:
         if isinstance(node, int):
             self.objects[node] = target if self.direct[node] else self.objects[node]
         elif all(self.direct[leaf] for leaf in leaves_of(node)):
-            self.kept[id(node)] = target
+            self.kept[node] = target
 
     def complete(self, leaf: int, check: Callable[[int], None]) -> None:
         """Give an unmatched tensor leaf the tensor of the leaf it aliases, or a new one.
@@ -259,7 +260,7 @@ class TensorMatch:
     def _places(self, node: Node, parts: Parts) -> Iterator[tuple[int, torch.Tensor] | None]:
         """Where each leaf of a composite tensor can be restored in place; None for what cannot."""
         if (parts.type, *(parts.keys or ())) != (node.type, *(node.keys or ())) or (
-            tuple(sorted(parts.attrs)) != node.attrs
+            _form(parts.attrs) != _form(node.attrs)
         ):
             yield None
             return
@@ -279,6 +280,11 @@ class TensorMatch:
     def _is_like(self, leaf: int, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         schema = self.schema
         return shape == schema.shapes[leaf] and tensors.DTYPE_NAMES[dtype] == schema.dtypes[leaf]
+
+
+def _form(attrs: tuple[tuple[str, Any], ...]) -> list[tuple[str, Any]]:
+    """The attributes that tell how bytes become a tensor; those beside them can be set."""
+    return sorted((name, value) for name, value in attrs if name != ATTRIBUTES)
 
 
 def _landing(held: Held) -> Landing:

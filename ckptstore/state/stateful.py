@@ -11,7 +11,7 @@ imported.
 import random
 import re
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -25,7 +25,8 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from ckptstore.errors import InvalidInput
+from ckptstore.core.identity import IdentityDict
+from ckptstore.errors import CkptStoreError, InvalidInput
 
 
 @runtime_checkable
@@ -50,6 +51,31 @@ def state_of(value: Any) -> Any:
     if isinstance(value, nn.Module):
         return state_dict_of(value)
     return value.state_dict() if is_stateful(value) else value
+
+
+def committed_state_of(value: Any) -> Any:
+    """As `state_of`, for a commit. Raises `InvalidInput` for an object that cannot give its
+    state."""
+    try:
+        return state_of(value)
+    except CkptStoreError:
+        raise
+    except Exception as error:
+        raise InvalidInput(
+            f"{type(value).__qualname__}.state_dict() raised {type(error).__name__}: {error}; "
+            "bring the object to where it has a state (run it once, set what it misses), or leave "
+            "it out of the state"
+        ) from error
+
+
+def state_now(value: Any) -> Any:
+    """As `state_of`, of a restore's target; None of an object that cannot give its state yet, as
+    some cannot before their first call: that it has nothing to fill does not matter to its
+    `load_state_dict`."""
+    try:
+        return state_of(value)
+    except Exception:
+        return None
 
 
 def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -399,27 +425,29 @@ def no_classes(name: str) -> None:
 
 def classes_in(target: Any) -> Classes:
     """The classes of the objects in `target`; looked for when the first is asked for."""
-    found = cache(lambda: {class_name(cls): cls for cls in _classes_in(target, set())})
+    found = cache(lambda: {class_name(cls): cls for cls in _classes_in(target, IdentityDict())})
     return lambda name: found().get(name)
 
 
-def _classes_in(value: Any, seen: set[int]) -> Iterator[type]:
-    if id(value) in seen:
+def _classes_in(value: Any, seen: IdentityDict[Any, bool]) -> Iterator[type]:
+    if value in seen:
         return
-    seen.add(id(value))
+    seen[value] = True
     cls = type(value)
     if isinstance(value, Enum | torch.Tensor) or is_dataclass(cls) or hasattr(cls, "_fields"):
         yield cls
-    value = state_of(value)
+    is_container = isinstance(value, dict | tuple | torch.Tensor) or is_dataclass(cls)
+    beside = getattr(value, "__dict__", {}).values() if is_container else ()
+    value = state_now(value)
     below: Any = ()
     if isinstance(value, dict):
         factory = getattr(value, "default_factory", None)
         if isinstance(factory, type):
             yield factory
         below = (*value.keys(), *value.values())
-    elif isinstance(value, list | tuple | set | frozenset):
+    elif isinstance(value, list | tuple | set | frozenset | deque):
         below = value
     elif is_dataclass(type(value)):
         below = [getattr(value, field.name, None) for field in fields(value)]
-    for child in below:
+    for child in (*beside, *below):
         yield from _classes_in(child, seen)

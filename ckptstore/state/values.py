@@ -231,7 +231,9 @@ def _decode_deque(payload: list[Any], classes: Classes) -> Any:
 
 
 def _encode_mapping(value: Mapping[Any, Any], room: _Room) -> list[Any] | None:
-    items = _encode_items(map(list, value.items()), room) if room.mappings else None
+    # An attribute of the mapping itself would have no place in its payload.
+    is_value = room.mappings and not getattr(value, "__dict__", None)
+    items = _encode_items(map(list, value.items()), room) if is_value else None
     return items and [item[1:] for item in items]
 
 
