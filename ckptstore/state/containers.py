@@ -556,7 +556,7 @@ def _add_wrappers() -> None:
     add_node_type(
         "registered",
         "wrapper",
-        lambda joint: registered_name(joint.attrs["name"]).decode(joint.children[0]),
+        lambda joint: registered_name(joint.attrs["name"]).object_of(joint.children[0]),
     )
 
 

@@ -143,7 +143,7 @@ class _Tree:
         types, tensors, wrapped modules."""
         known = registered(type(value))
         if known:
-            return Parts("registered", [known.encode(value)], attrs=(("name", known.name),))
+            return Parts("registered", [known.content_of(value)], attrs=(("name", known.name),))
         if isinstance(value, torch.nn.Module):
             return Parts("stateful", [committed_state_of(value)])
         if isinstance(value, Optimizer):

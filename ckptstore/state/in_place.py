@@ -6,7 +6,7 @@ one as pickle would give it. What can do neither is replaced, which a restore re
 
 import copyreg
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -64,37 +64,42 @@ class Fillings:
     def __init__(self) -> None:
         self._contents: IdentityDict[Any, Any] = IdentityDict()
 
-    def fill(self, target: Any, made: Any) -> Any:
-        """`target` with the content of `made`, which it shares, or `made` if it cannot take it."""
+    def fill(self, target: Any, made: Any) -> tuple[Any, bool]:
+        """`target` with the content of `made`, or `made` if it cannot take that; and whether all
+        that somebody may hold of the target was filled."""
         if target is made or target is None:
-            return made
+            return made, True
         if isinstance(target, torch.Tensor):
-            return overwrite(target, made)
-        cls = type(target)
-        if cls is not type(made):
-            return made
-        if cls is tuple:
-            return self._items(target, made)
+            filled = overwrite(target, made)
+            return filled, filled is target
         if not can_change(target):
-            return made
-        fill = _FILLS.get(cls)
-        if fill is not None and target in self._contents:
-            earlier = self._contents[target]
-            return target if _are_equal(earlier, made) else made
-        if fill is None:
-            fill = _fill_array if _is_array(target) else _fill_object
-        content = self._items(target, made) if cls in (list, deque) else made
+            return (
+                self._items(target, made) if type(target) is type(made) is tuple else (made, True)
+            )
+        if type(target) is not type(made) or not self._may_fill(target, made):
+            return made, False
+        content, whole = made, True
+        if type(made) in (list, deque):
+            content, whole = self._items(target, made)
+        fill = _FILLS.get(type(target)) or (_fill_array if _is_array(target) else _fill_object)
         if not fill(target, content):
-            return made
+            return made, False
         self._contents[target] = made
-        return target
+        return target, whole
 
-    def _items(self, target: Any, made: Any) -> Any:
-        """`made` with objects of `target` that take the content of those in their place."""
+    def _may_fill(self, target: Any, made: Any) -> bool:
+        if target in self._contents:
+            return _are_equal(self._contents[target], made)
+        return not isinstance(target, deque) or target.maxlen == made.maxlen
+
+    def _items(self, target: Any, made: Any) -> tuple[Any, bool]:
+        """The items of `made`, objects of `target` that took the content of those in their place
+        among them."""
         if not any(type(item) in _NESTED for item in made):
-            return made
-        there = [*target, *[None] * len(made)]
-        return type(made)(map(self.fill, there, made))
+            return made, True
+        filled = list(map(self.fill, [*target, *[None] * len(made)], made))
+        items = [item for item, _ in filled]
+        return tuple(items) if type(made) is tuple else items, all(whole for _, whole in filled)
 
 
 def _are_equal(one: Any, other: Any) -> bool:
@@ -112,9 +117,7 @@ def _fill_list(target: list[Any], made: list[Any]) -> bool:
     return True
 
 
-def _fill_deque(target: deque[Any], made: deque[Any]) -> bool:
-    if target.maxlen != made.maxlen:
-        return False
+def _fill_deque(target: deque[Any], made: Iterable[Any]) -> bool:
     target.clear()
     target.extend(made)
     return True

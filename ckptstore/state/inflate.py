@@ -15,7 +15,7 @@ from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.state import containers, tensors, values
 from ckptstore.state.containers import LEFT_OUT
-from ckptstore.state.in_place import Fillings, can_change
+from ckptstore.state.in_place import Fillings
 from ckptstore.state.leaf_sources import pickled_paths
 from ckptstore.state.stateful import Classes, no_classes
 
@@ -138,8 +138,8 @@ class Inflater:
     def _fill(self, target: Any, made: Any, node: Node | int) -> Any:
         """`target` with the content of `made`, or `made`, which replaces it; noted, unless nobody
         who holds the target's can expect it to change."""
-        filled = self._fillings.fill(target, made)
-        if filled is not target and target is not None and can_change(target):
+        filled, is_whole = self._fillings.fill(target, made)
+        if not is_whole:
             self.replaced.append(node)
         return filled
 
@@ -169,22 +169,27 @@ def pickled(value: Any) -> bytes:
     """`value` pickled; `InvalidInput` if it cannot be."""
     try:
         return pickle.dumps(value, protocol=_PROTOCOL)
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+    except Exception as error:  # the class's own code may raise anything
         raise InvalidInput(
-            f"a {type(value).__qualname__} cannot be pickled: {error}; register it with "
-            "ckptstore.register_value"
+            f"a {type(value).__qualname__} cannot be pickled: {error or type(error).__name__}; "
+            "register it with ckptstore.register_value"
         ) from error
 
 
 def unpickled(data: bytes | memoryview) -> Any:
     """The object pickled in `data`. Runs whatever code `data` says: only for stores that the caller
-    trusts. Raises `InvalidInput` if a class cannot be imported here."""
+    trusts. Raises `InvalidInput` if a class cannot be imported here, or its code raises."""
     try:
         return pickle.loads(data)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
+        if isinstance(error, ImportError) or str(error).startswith("Can't get attribute"):
+            raise InvalidInput(
+                f"a pickled object's class cannot be imported here ({error}); install its package "
+                "or put its folder on PYTHONPATH"
+            ) from error
         raise InvalidInput(
-            f"a pickled object's class cannot be imported here ({error}); install its package or "
-            "put its folder on PYTHONPATH"
+            f"a pickled object cannot be made again: {type(error).__name__}: {error}; restore with "
+            "the code that wrote it"
         ) from error
 
 

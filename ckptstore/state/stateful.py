@@ -334,6 +334,26 @@ class Registered:
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
 
+    def content_of(self, value: Any) -> Any:
+        """What is stored for `value`. Raises `InvalidInput` if the codec raises."""
+        return self._run(self.encode, value, "encode")
+
+    def object_of(self, content: Any) -> Any:
+        """The object of what was stored. Raises `InvalidInput` if the codec raises."""
+        return self._run(self.decode, content, "decode")
+
+    def _run(self, function: Callable[[Any], Any], argument: Any, what: str) -> Any:
+        try:
+            return function(argument)
+        except CkptStoreError:
+            raise
+        except Exception as error:
+            raise InvalidInput(
+                f"the codec {self.name!r} cannot {what} {argument!r:.80}: {type(error).__name__}: "
+                f"{error}; mend what was registered for {class_name(self.cls)} with "
+                "ckptstore.register_value"
+            ) from error
+
 
 STORED_AS_THEY_ARE: set[type] = set()
 """Types that need no codec of the caller's (`values.add_codec`)."""

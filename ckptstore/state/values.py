@@ -244,12 +244,12 @@ def _decode_all(payload: list[Any], classes: Classes) -> Iterable[Any]:
 def _encode_registered(value: Any, room: _Room) -> list[Any] | None:
     known = registered(type(value))
     assert known is not None
-    payload = _encode_items([known.encode(value)], room)
+    payload = _encode_items([known.content_of(value)], room)
     return payload and [known.name, *payload]
 
 
 def _decode_registered(payload: list[Any], classes: Classes) -> Any:
-    return registered_name(payload[0]).decode(decode_value(payload[1], classes))
+    return registered_name(payload[0]).object_of(decode_value(payload[1], classes))
 
 
 def _encode_enum(value: Enum, room: _Room) -> list[Any]:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
 import ckptstore
 from ckptstore.errors import InvalidInput
-from ckptstore.state.stateful import StateDict, classes_in
+from ckptstore.state.stateful import StateDict, classes_in, register_value
 from tests.state.carrying import carry
 
 
@@ -232,3 +232,32 @@ def test_classes_are_found_although_an_object_cannot_give_its_state() -> None:
     target = {"late": Late(ready=False), "note": Note()}
     carry({"late": Late(ready=True), "note": Note("x")}).restore(target)
     assert target["note"] == Note("x")
+
+
+def refuse(argument: Any) -> Any:
+    raise KeyError("gone")
+
+
+class Refusing:
+    """Its codec refuses it, on the way in or out."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+
+register_value(
+    "within.Refusing",
+    Refusing,
+    lambda each: refuse(each) if each.way == "encode" else each.way,
+    lambda way: refuse(way) if way == "decode" else Refusing(way),
+)
+
+
+def test_what_a_codec_of_the_callers_raises_names_the_codec() -> None:
+    with pytest.raises(
+        InvalidInput, match=r"^s/a: the codec 'within.Refusing' cannot encode .*Key"
+    ):
+        carry({"a": Refusing("encode")})
+    carried = carry({"a": Refusing("decode")})
+    with pytest.raises(InvalidInput, match=r"the codec 'within.Refusing' cannot decode .*KeyErr"):
+        carried.inflate()
