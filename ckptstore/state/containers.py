@@ -26,9 +26,9 @@ from ckptstore.state.stateful import (
     Classes,
     class_name,
     class_named,
-    committed_state_of,
     is_stateful,
     registered_name,
+    state_of,
 )
 
 _SCALARS = (int, float, complex, str, bool, bytes)
@@ -150,7 +150,7 @@ def split(value: Any) -> Parts | None:
         attrs = (("class", class_name(cls)), *attributes_of(value))
         return Parts("namedtuple", list(value), list(cls._fields), attrs)
     if is_stateful(value):
-        return Parts("stateful", [committed_state_of(value)])
+        return Parts("stateful", [state_of(value)])
     if dataclasses.is_dataclass(cls) and not _is_builtin(cls):
         return _split_dataclass(value)
     return None

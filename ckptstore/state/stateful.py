@@ -53,21 +53,6 @@ def state_of(value: Any) -> Any:
     return value.state_dict() if is_stateful(value) else value
 
 
-def committed_state_of(value: Any) -> Any:
-    """As `state_of`, for a commit. Raises `InvalidInput` for an object that cannot give its
-    state."""
-    try:
-        return state_of(value)
-    except CkptStoreError:
-        raise
-    except Exception as error:
-        raise InvalidInput(
-            f"{type(value).__qualname__}.state_dict() raised {type(error).__name__}: {error}; "
-            "bring the object to where it has a state (run it once, set what it misses), or leave "
-            "it out of the state"
-        ) from error
-
-
 def state_now(value: Any) -> Any:
     """As `state_of`, of a restore's target; None of an object that cannot give its state yet, as
     some cannot before their first call: that it has nothing to fill does not matter to its
