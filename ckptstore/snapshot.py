@@ -216,7 +216,8 @@ class Snapshot:
             ranks: Which ranks restore together, and what each takes.
 
         Returns:
-            Leaves that were missing or unexpected, and the bytes read.
+            Leaves that were missing or unexpected, paths at which a new object stands since the
+            target's could not be filled, and the bytes read.
 
         Raises:
             InvalidInput: `app_state` does not fit; nothing was changed.
