@@ -143,9 +143,9 @@ def split(value: Any) -> Parts | None:
     cls = type(value)
     if cls in _SPLITS:
         parts = _SPLITS[cls](value)
-        if cls not in _HELD_OTHERWISE:
-            return parts
-        return parts._replace(attrs=parts.attrs + attributes_of(value, _HELD_OTHERWISE[cls]))
+        held = cls in _HELD_OTHERWISE and vars(value)
+        more = attributes_of(value, _HELD_OTHERWISE[cls]) if held else ()
+        return parts._replace(attrs=parts.attrs + more) if more else parts
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         attrs = (("class", class_name(cls)), *attributes_of(value))
         return Parts("namedtuple", list(value), list(cls._fields), attrs)
