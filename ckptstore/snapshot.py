@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from ckptstore.adopt.materializing import Materialized, materialize
 from ckptstore.contents import CommitContents, Leaf, Region, box_of, leaf_of
@@ -34,7 +34,7 @@ from ckptstore.state import tensors
 from ckptstore.state.flatten import check_app_state
 from ckptstore.state.inflate import inflate_leaf
 from ckptstore.state.optimizers import unnamed
-from ckptstore.state.tensors import checked_dtype, converts, destination
+from ckptstore.state.tensors import converts, destination, wanted_dtype
 
 if TYPE_CHECKING:
     import os
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from ckptstore.commit.transaction import CommitStats
     from ckptstore.state.renaming import Rename
+    from ckptstore.state.tensors import AskedDtype
 
 
 class Snapshot:
@@ -191,16 +192,18 @@ class Snapshot:
         without: str | Iterable[str] = (),
         select: Select | None = None,
         rename: "Rename | None" = None,
-        dtype: "torch.dtype | None" = None,
+        dtype: "AskedDtype | None" = None,
         memory_budget_bytes: int | None = None,
         allow_pickle: bool = False,
         ranks: Ranks | None = None,
+        mismatched: Literal["refuse", "skip"] = "refuse",
+        atomic: bool = False,
     ) -> RestoreReport:
         """Restore `app_state` to this commit, in place: existing tensors are filled, not replaced.
 
         The commit may have more keys than `app_state`: `{"model": model}` takes the weights alone.
-        After an error while reading, tensors may hold bytes of both states. With several ranks,
-        all of them call this, and an error on one raises on all (docs/distributed.md).
+        What the target holds after an error says docs/training-loop.md. With several ranks, all of
+        them call this, and an error on one raises on all (docs/distributed.md).
 
         Args:
             app_state: Objects with `load_state_dict()`, or plain containers, by name.
@@ -210,24 +213,34 @@ class Snapshot:
             select: Restore only leaves that match a glob, or several, or whose path a function
                 accepts (docs/partial.md).
             rename: Prefixes of paths, `{"old.": "new."}`, or a function from path to path.
-            dtype: Convert floating leaves where the target has a tensor of this dtype.
+            dtype: Convert floating leaves where the target has a tensor of this dtype. Values that
+                it cannot hold are refused, but taken with `(dtype, "unchecked")`.
             memory_budget_bytes: Limit for buffers; default: what the host can spare.
             allow_pickle: Unpickle values that were pickled; that can run any code.
             ranks: Which ranks restore together, and what each takes.
+            mismatched: "skip" leaves tensors of another shape, dtype or kind as they are, and warns
+                with their paths.
+            atomic: Read and verify every chunk before the first byte is replaced: reads twice.
 
         Returns:
-            Leaves that were missing or unexpected, paths at which a new object stands since the
-            target's could not be filled, and the bytes read.
+            Leaves that were missing, unexpected or skipped, paths at which a new object stands
+            since the target's could not be filled, and the bytes read.
 
         Raises:
-            InvalidInput: `app_state` does not fit; nothing was changed.
-            Corrupt, Unavailable: A chunk is damaged or cannot be read.
+            InvalidInput: `app_state` does not fit, and nothing was changed; or an object refused
+                its state, and the message says what was changed.
+            Corrupt, Unavailable: A chunk is damaged or cannot be read. Tensors may hold bytes of
+                both states, and damaged ones; with `atomic`, nothing was changed by damage.
 
         Example:
             >>> store.checkout("latest").restore({"model": model})
         """
         budget, left = memory_budget_bytes, keys_of(without)
-        options = RestoreOptions(strict, allow_pickle, select, rename, dtype, budget, left)
+        if mismatched not in ("refuse", "skip"):
+            raise InvalidInput(f'mismatched is {mismatched!r:.80}; wanted "refuse" or "skip"')
+        options = RestoreOptions(
+            strict, allow_pickle, select, rename, dtype, budget, left, atomic, mismatched
+        )
         ranks = ranks or Ranks()
         peers = collective_of(ranks.process_group, ranks.timeout_s)
         view = RankView(
@@ -271,7 +284,7 @@ class Snapshot:
         path: str,
         region: Region | None = None,
         *,
-        dtype: "torch.dtype | None" = None,
+        dtype: "AskedDtype | None" = None,
         memory_budget_bytes: int | None = None,
         allow_pickle: bool = False,
     ) -> Any:
@@ -291,9 +304,11 @@ class Snapshot:
             return inflate_leaf(tree.schema, i, data, allow_pickle=allow_pickle)
         box, shape = box_of(tree, i, region)
         tree.check(i)  # before memory is allocated for a shape that may be damaged
-        converted = dtype is not None and converts(tree.schema.dtypes[i], checked_dtype(dtype))
-        out = new_tensor(tree.schema, i, dtype if converted else None, shape)
-        wanted = ReadRequest(tree, i, destination(out, tree.schema.dtypes[i]), box)
+        asked, unchecked = wanted_dtype(dtype)
+        converted = converts(tree.schema.dtypes[i], asked)
+        out = new_tensor(tree.schema, i, asked if converted else None, shape)
+        to = destination(out, tree.schema.dtypes[i], unchecked=unchecked)
+        wanted = ReadRequest(tree, i, to, box)
         self._contents.read([wanted], memory_budget_bytes=memory_budget_bytes)
         return out
 
@@ -303,7 +318,7 @@ class Snapshot:
         path: str,
         region: Region | None = None,
         *,
-        dtype: "torch.dtype | None" = None,
+        dtype: "AskedDtype | None" = None,
         memory_budget_bytes: int | None = None,
     ) -> None:
         """As `read`, into an existing tensor on any device, with any strides.
@@ -318,14 +333,12 @@ class Snapshot:
                 f"read_into got a {type(tensor).__name__} in the place of the tensor: "
                 "read_into(tensor, path)"
             )
+        tensors.check_surroundings()
         tree, i = self._contents.find_tensor(path)
         box, shape = box_of(tree, i, region)
         committed = tree.schema.dtypes[i]
-        converted = (
-            dtype is not None
-            and tensor.dtype == dtype
-            and converts(committed, checked_dtype(dtype))
-        )
+        asked, unchecked = wanted_dtype(dtype)
+        converted = tensor.dtype == asked and converts(committed, asked)
         if tuple(tensor.shape) != shape or not (
             converted or tensors.DTYPE_NAMES[tensor.dtype] == committed
         ):
@@ -342,7 +355,8 @@ class Snapshot:
                 f"{path} cannot be read into a tensor without memory of its own for each element; "
                 "use read, and copy"
             )
-        request = ReadRequest(tree, i, destination(tensor, committed), box)
+        to = destination(tensor, committed, unchecked=unchecked)
+        request = ReadRequest(tree, i, to, box)
         self._contents.read([request], memory_budget_bytes=memory_budget_bytes)
 
     def open(self, path: str, *, verify: bool = False) -> "torch.Tensor":
@@ -369,7 +383,7 @@ class Snapshot:
         key: str | None = None,
         *,
         select: Select | None = None,
-        dtype: "torch.dtype | None" = None,
+        dtype: "AskedDtype | None" = None,
         mmap: bool = False,
         memory_budget_bytes: int | None = None,
         allow_pickle: bool = False,
@@ -397,8 +411,7 @@ class Snapshot:
             raise InvalidInput(
                 "mmap takes tensors as they are stored, dtype converts them; give one or the other"
             )
-        if dtype is not None:
-            checked_dtype(dtype)
+        wanted_dtype(dtype)
         trees = self._trees if key is None else {key: self._contents.tree(key)}
         views = whole(trees) if select is None else selected(trees, select, self.id)
         states = assemble(

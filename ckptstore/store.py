@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from types import TracebackType
 from typing import Any, Literal, Never, Self, get_args
 
@@ -18,7 +19,7 @@ from ckptstore.core.options import Async, Ranks, Verify
 from ckptstore.core.settings import Settings
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.gloo import agreed_schedule, collective_of
-from ckptstore.distributed.restore import on_all
+from ckptstore.distributed.restore import agreed, on_all
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.internals import PendingCommit, StoreInternals, flats_of
 from ckptstore.log.resolve import Resolved
@@ -31,6 +32,7 @@ from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.diff import Difference, compare
 from ckptstore.restore.reader import Reader
 from ckptstore.restore.restore import check_whole, keys_of
+from ckptstore.resuming import has_all_of
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state.staging_buffers import BufferPool
 
@@ -108,7 +110,8 @@ class Store(Maintenance):
             metrics: Numbers by name; refs name the best: `best:METRIC`.
             links: Texts by name, such as the URL of the run in a tracker; `show` prints them.
             tag: Names for the commit. An existing tag moves; retention keeps tagged commits.
-            cast: Dtypes of floats by glob, `{"optimizer/**": torch.bfloat16}` (docs/values.md).
+            cast: Dtypes of floats by glob, `{"optimizer/**": torch.bfloat16}`. Refused where
+                values lie beyond the dtype's range, or all would be zero (docs/values.md).
             memory_budget_bytes: Limit for buffers on each rank; default: what the host spares.
             allow_pickle: Pickle values that have no safe encoding.
             ranks: Which ranks commit together, and what they share.
@@ -295,9 +298,11 @@ class Store(Maintenance):
     ) -> Snapshot | None:
         """Restore the newest commit of this run that is intact.
 
-        A damaged commit is skipped with a warning; `skipped` lists it. Several ranks resume the
-        same commit. Without any commit, the log says where this looked, as a warning if another
-        run or a store with nearly this path has commits.
+        A damaged commit is skipped with a warning; `skipped` lists it. All leaves then have the
+        bytes of the commit that is returned: one that has leaves which the one before lacks is
+        verified first, and so read twice. Several ranks resume the same commit. Without any
+        commit, the log says where this looked, as a warning if another run or a store with nearly
+        this path has commits.
 
         Args:
             app_state: Objects with `load_state_dict()`, or plain containers, by name.
@@ -311,8 +316,10 @@ class Store(Maintenance):
             The restored commit; None if the run has no commits.
 
         Raises:
-            Corrupt: The run has commits, and none can be restored.
-            InvalidInput: The newest commit does not fit `app_state`.
+            Corrupt: The run has commits, and none can be restored; the message says whether
+                `app_state` was changed.
+            InvalidInput: The newest intact commit does not fit `app_state`, and nothing was
+                changed; or an object refused its state, and the message says what was changed.
 
         Example:
             >>> snap = store.resume({"model": model, "optimizer": optimizer})
@@ -346,15 +353,23 @@ class Store(Maintenance):
     def _resume(
         self,
         look: Callable[[Resolved, Reader | None], Snapshot],
-        restore: Callable[[Snapshot], object],
+        restore: Callable[..., object],
         peers: Collective | None,
     ) -> Snapshot | None:
         skipped: list[Skipped] = []
-        for reader, info in self._internals.candidates(peers):
+        torn: Snapshot | None = None
+        candidates = [*self._internals.candidates(peers)]
+        for (reader, info), after in zip_longest(candidates, candidates[1:]):
             begin = partial(look, info, reader)
             try:
                 snapshot = on_all(peers, begin) if peers else begin()
-                restore(snapshot)
+                plan = self._plan_of_fallback(snapshot, after, torn)
+                whole, atomic = agreed(peers, plan) if peers else plan
+                if not whole:
+                    break
+                if not atomic:
+                    torn = snapshot
+                restore(snapshot, atomic=atomic)
             except (Corrupt, NotFound) as error:
                 skipped.append(Skipped(info.id, info.step, str(error)))
                 logger.warning("skipped commit %s (step %s): %s", info.id[:12], info.step, error)
@@ -363,11 +378,30 @@ class Store(Maintenance):
             return snapshot
         self.skipped = tuple(skipped)
         if skipped:
+            left = (
+                f"the state may hold bytes of commit {torn.id[:12]}: begin anew"
+                if torn
+                else "nothing was changed"
+            )
             raise Corrupt(
-                f"none of the {len(skipped)} commits of run {self.run} can be restored; the "
-                f"newest: {skipped[0].reason}"
+                f"none of the {len(candidates)} commits of run {self.run} can be restored; {left}; "
+                f"the newest: {skipped[0].reason}"
             )
         return None
+
+    def _plan_of_fallback(
+        self,
+        snapshot: Snapshot,
+        after: tuple[Reader | None, Resolved] | None,
+        torn: Snapshot | None,
+    ) -> list[bool]:
+        """Whether `snapshot` replaces all that was read of `torn`, and whether it is to be verified
+        before it replaces anything, since the next commit, `after`, lacks some of it."""
+        whole = torn is None or has_all_of(torn, lambda: snapshot)
+        if after is None:
+            return [whole, False]
+        reader, info = after
+        return [whole, not has_all_of(snapshot, lambda: self._internals.snapshot(info, reader))]
 
     def log(self, limit: int | None = None, *, run: str | None = None) -> list[CommitInfo]:
         """Commits of all runs, or of `run`, newest first, without forgotten ones."""

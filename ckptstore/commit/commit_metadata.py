@@ -33,7 +33,8 @@ _STEPS = 2**53 + 1
 @dataclass(frozen=True, slots=True)
 class CommitMetadata:
     """A commit's run, step and description. Without `parents`, its parent is the run's newest
-    commit. `cast` has dtypes by glob of leaves that are committed in lower precision."""
+    commit. `cast` has dtypes by glob of leaves that are committed in lower precision, `unchecked`
+    the globs of which values may become infinite, NaN or zero."""
 
     run: str
     step: int | None = None
@@ -43,6 +44,7 @@ class CommitMetadata:
     parents: tuple[CommitId, ...] = ()
     links: tuple[tuple[str, str], ...] = ()
     cast: tuple[tuple[str, str], ...] = ()
+    unchecked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ def label_of(
 ) -> CommitMetadata:
     """Checked metadata without parents. Raises `InvalidInput` for wrong values and for those beyond
     a limit of `core.config`."""
+    dtypes, unchecked = ((), ()) if cast is None else _cast(cast)
     return CommitMetadata(
         run,
         _step(step),
@@ -79,11 +82,12 @@ def label_of(
         _metrics(metrics),
         _tags(tag),
         links=_links(links),
-        cast=() if cast is None else _cast(cast),
+        cast=dtypes,
+        unchecked=unchecked,
     )
 
 
-def _cast(cast: object) -> tuple[tuple[str, str], ...]:
+def _cast(cast: object) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     # Imported here, because only a cast needs torch.
     from ckptstore.state.casting import cast_globs
 

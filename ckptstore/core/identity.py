@@ -31,3 +31,7 @@ class IdentityDict(Generic[_Key, _Value]):
         """The value of `key`, or `default`."""
         found = self._items.get(id(key))
         return default if found is None else found[1]
+
+    def setdefault(self, key: _Key, value: _Value) -> _Value:
+        """The value of `key`, which becomes `value` if it has none."""
+        return self._items.setdefault(id(key), (key, value))[1]

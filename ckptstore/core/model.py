@@ -125,7 +125,7 @@ class Thinning:
 
 class CastError(NamedTuple):
     """What the conversion of a leaf from `dtype` cost: the largest absolute and relative error of
-    its finite elements, how many are NaN, and how many finite ones became infinite."""
+    its finite elements, how many are NaN, and how many lay beyond the new dtype's range."""
 
     path: str
     dtype: str

@@ -318,7 +318,7 @@ def _casting(flats: Flats, label: CommitMetadata) -> "Casting | None":
     # Imported here: worker processes, which have no torch, cast nothing.
     from ckptstore.state.casting import Casting
 
-    return Casting(flats, label.cast)
+    return Casting(flats, label.cast, label.unchecked)
 
 
 def _contended() -> Conflict:

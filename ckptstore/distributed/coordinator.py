@@ -199,7 +199,7 @@ def _merged(label: CommitMetadata, errors: Sequence[Any]) -> Cast | None:
     # Imported here: worker processes, which have no torch, cast nothing.
     from ckptstore.state.casting import merged
 
-    return merged(label.cast, errors)
+    return merged(label.cast, errors, label.unchecked)
 
 
 def _check_labels(heads: Sequence[list[Any]], label: CommitMetadata) -> None:

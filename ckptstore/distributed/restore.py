@@ -65,11 +65,9 @@ def restore_together(
     return restoring
 
 
-def agreed(peers: Collective, candidates: Sequence[CommitId]) -> list[CommitId]:
-    """The coordinator's candidates, on every rank."""
-    found: list[CommitId] = peers.share(
-        "resume: choose", lambda: candidates, lambda handed_in: handed_in[0]
-    )
+def agreed(peers: Collective, mine: list[T]) -> list[T]:
+    """The coordinator's list, on every rank."""
+    found: list[T] = peers.share("resume: choose", lambda: mine, lambda handed_in: handed_in[0])
     return found
 
 

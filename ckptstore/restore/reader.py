@@ -17,7 +17,7 @@ from ckptstore.core.geometry import Grid, grid
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, SessionId, document_key
 from ckptstore.core.model import Box, CommitDocument, LeafContent, Schema, Shape, TreeRef
 from ckptstore.core.process import uncollected
-from ckptstore.errors import Corrupt, Thinned
+from ckptstore.errors import Corrupt, InvalidInput, Thinned
 from ckptstore.objects.documents import Layout, decode_document, decode_layout
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
@@ -34,6 +34,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckptstore.state.stateful import NewStreams
+
+SHOWN = 8
+
+WIDER = (
+    'give a dtype of a wider range, such as torch.bfloat16, or dtype=(dtype, "unchecked") to take '
+    "them so"
+)
+"""The next step where a conversion loses values."""
 
 RECENT = 16
 """Number of decoded documents and trees to cache."""
@@ -274,11 +282,15 @@ class Reader:
         budget allows.
 
         Returns the number of raw bytes read from packs. Raises `Corrupt` naming leaf, pack and
-        commit, and `InvalidInput` for a budget that is too small. After an error while reading,
-        destinations hold some new bytes and some old.
+        commit, `InvalidInput` for a budget that is too small, and for values that a destination of
+        another dtype cannot hold. After an error while reading, destinations hold some new bytes
+        and some old.
         """
+        wanted = list(wanted)
         reading = self.reading(wanted, commit, memory_budget_bytes=memory_budget_bytes)
-        return self.carry_out(reading, reading.jobs)
+        read_bytes = self.carry_out(reading, reading.jobs)
+        refuse_losses(wanted, commit)
+        return read_bytes
 
     @uncollected()
     def reading(
@@ -409,7 +421,7 @@ class Reader:
     def verify(self, trees: Iterable[Tree], commit: CommitId) -> None:
         """Read every chunk of `trees` from the store through scratch memory, and compare it with
         its id. What this host keeps of it proves nothing."""
-        nowhere, reader = _Nowhere(), self.verifying_ids()
+        nowhere, reader = Nowhere(), self.verifying_ids()
         reader._past_cache = True
         reader.read(
             (
@@ -422,7 +434,25 @@ class Reader:
         )
 
 
-class _Nowhere:
+def losses_in(wanted: Iterable[ReadRequest]) -> list[str]:
+    """What destinations of another dtype could not hold of what was read, with the paths."""
+    counted = ((want, getattr(want.destination, "losses", None)) for want in wanted)
+    said = ((want, losses.said(whole=want.box is None)) for want, losses in counted if losses)
+    return [f"{want.tree.schema.paths[want.number]}: {lost}" for want, lost in said if lost]
+
+
+def refuse_losses(wanted: Iterable[ReadRequest], commit: CommitId) -> None:
+    """Raise `InvalidInput` if `losses_in` finds any."""
+    if found := losses_in(wanted):
+        raise InvalidInput(
+            f"dtype= would lose more than precision of commit {commit[:12]}:\n  "
+            + "\n  ".join(found[:SHOWN])
+            + (f"\n  and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
+            + f"\n{WIDER}"
+        )
+
+
+class Nowhere:
     """A destination that discards bytes, for verification."""
 
     def memory(self) -> None:

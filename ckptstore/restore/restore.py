@@ -16,7 +16,15 @@ from ckptstore.core.model import Node, Schema, Shape, leaves_of
 from ckptstore.core.text import near, selector
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.restore.mmap import Unmappable
-from ckptstore.restore.reader import ChunkRead, Reader, Reading, ReadRequest, Tree
+from ckptstore.restore.reader import (
+    ChunkRead,
+    Nowhere,
+    Reader,
+    Reading,
+    ReadRequest,
+    Tree,
+    refuse_losses,
+)
 from ckptstore.state import tensors
 from ckptstore.state.flatten import check_app_state
 from ckptstore.state.inflate import convertible, inflate
@@ -26,17 +34,20 @@ from ckptstore.state.optimizers import ParameterNames, new_names
 from ckptstore.state.renaming import Renamer, narrow, rename_tree
 from ckptstore.state.restore import bind
 from ckptstore.state.shared_memory import Place, overlapping, overwritten
-from ckptstore.state.tensors import checked_dtype, destination
+from ckptstore.state.suggested_names import renaming_hint
+from ckptstore.state.tensors import destination, wanted_dtype
 
 if TYPE_CHECKING:
     import torch
 
+    from ckptstore.state.match_target import Mismatch
     from ckptstore.state.renaming import Rename
     from ckptstore.state.restore import Binding
-
-SHOWN = 8
+    from ckptstore.state.tensors import AskedDtype
 
 logger = logging.getLogger("ckptstore")
+
+SHOWN = 8
 
 Select = str | Sequence[str] | Callable[[str], bool]
 """A glob for paths, in full or below their key, or several, or a function that says of a path
@@ -100,7 +111,8 @@ def renamed(views: Mapping[str, View], rename: "Rename") -> dict[str, View]:
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """Paths that a restore skipped: those that the commit lacks, and those that the target lacks.
+    """Paths that a restore skipped: those that the commit lacks, those that the target lacks, and
+    those `mismatched` that have another shape, dtype or kind there, which stay as they were.
 
     `replaced` are paths at which a new object stands, since the target's could not be filled: an
     array of another shape, a deque of another length, an object without a state to set. Whoever
@@ -115,6 +127,7 @@ class RestoreReport:
     needed_bytes: int = 0
     read_bytes: int = 0
     received_bytes: int = 0
+    mismatched: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
 
 
@@ -135,9 +148,11 @@ class RestoreOptions:
     allow_pickle: bool = False
     select: Select | None = None
     rename: "Rename | None" = None
-    dtype: "torch.dtype | None" = None
+    dtype: "AskedDtype | None" = None
     memory_budget_bytes: int | None = None
     without: frozenset[str] = frozenset()
+    atomic: bool = False
+    mismatched: str = "refuse"
 
 
 def keys_of(without: str | Iterable[str]) -> frozenset[str]:
@@ -197,8 +212,14 @@ def check_whole(
 
 
 class RestoreOperation:
-    """A restore: bind targets, then `read`, then `finish`. Raises `InvalidInput` before it changes
-    anything. `lacking` are paths that this rank has nothing for."""
+    """A restore: bind targets, then `read`, then `finish`. `lacking` are paths that this rank has
+    nothing for.
+
+    To make one changes nothing. It asks all objects whether they take their state, as far as that
+    is known without a trial, reads and decodes values, and rehearses conversions that may lose
+    some; with `atomic`, it also reads and verifies every chunk. Raises `InvalidInput` and
+    `Corrupt`.
+    """
 
     def __init__(
         self,
@@ -212,12 +233,15 @@ class RestoreOperation:
         self._reader, self._commit, self._app_state = reader, commit, app_state
         self._budget_bytes = options.memory_budget_bytes
         self._views = views = _views(commit, trees, app_state, options)
+        dtype, unchecked = wanted_dtype(options.dtype)
         matching = Matching(
             ParameterNames(app_state),
             strict=options.strict,
             allow_pickle=options.allow_pickle,
             partial=options.select is not None,
-            dtype=None if options.dtype is None else checked_dtype(options.dtype),
+            dtype=dtype,
+            unchecked=unchecked,
+            skips=options.mismatched == "skip",
         )
         names = None
         if options.rename is not None:
@@ -245,13 +269,23 @@ class RestoreOperation:
         for binding in bindings.values():
             missing.update(dict.fromkeys(binding.missing))
             unexpected += binding.unexpected
-        self.report = RestoreReport(tuple(missing), (*spare, *unexpected))
-        problems = []
+        self._skipped = [each for binding in bindings.values() for each in binding.skipped]
+        paths = tuple(each.path for each in self._skipped)
+        self.report = RestoreReport(tuple(missing), (*spare, *unexpected), mismatched=paths)
+        problems, hint = [], ""
         if options.strict:
             problems = [_lacked(path, trees) for path in missing]
             problems += [f"{path}: in the commit, not wanted by the target" for path in unexpected]
-        _refuse(commit, bindings, problems)
+            hint = renaming_hint(
+                [path for path in missing if "/" in path],
+                [path for key in bindings for path in views[key].schema.paths],
+            )
+        _refuse(commit, bindings, problems, hint)
         _refuse(commit, {}, self._overwritten(matching.places))
+        _refuse(commit, {}, matching.stepped_without_weights(app_state, bindings))
+        for key, binding in bindings.items():
+            binding.receive(self._values_of(key, binding))
+        self._rehearse(atomic=options.atomic)
 
     def _overwritten(self, places: Sequence[Place]) -> list[str]:
         """What does not fit since other contents would go to the same memory of the target. Reads
@@ -275,39 +309,67 @@ class RestoreOperation:
             ]
         return found
 
+    def _values_of(self, key: str, binding: "Binding") -> dict[int, bytes]:
+        """The bytes of the leaves that are no tensors."""
+        tree, budget_bytes = self._views[key].tree, self._budget_bytes
+        return {
+            i: self._reader.leaf_bytes(tree, i, self._commit, memory_budget_bytes=budget_bytes)
+            for i in binding.wanted_bytes
+        }
+
+    def _rehearse(self, *, atomic: bool) -> None:
+        """Read, into nothing, what is converted to a dtype of a smaller range, or with `atomic`
+        everything. Raises `InvalidInput` and `Corrupt`."""
+        nowhere = Nowhere()
+        wanted = []
+        for want in self._wanted:
+            losses = getattr(want.destination, "losses", None)
+            if atomic or (losses and losses.is_likely):
+                to = losses.again() if losses else nowhere
+                wanted.append(replace(want, destination=to))
+        self._reader.read(wanted, self._commit, memory_budget_bytes=self._budget_bytes)
+
     @cached_property
-    def reading(self) -> Reading:
-        """The plan of `read`. Raises `Corrupt` for pages that contradict the shapes,
-        `InvalidInput` for too small a budget."""
-        wanted = [
+    def _wanted(self) -> list[ReadRequest]:
+        return [
             ReadRequest(self._views[key].tree, i, part, box)
             for key, binding in self._bindings.items()
             for i, parts in enumerate(binding.destinations)
             for box, part in parts
         ]
-        self.report = replace(self.report, needed_bytes=sum(want.nbytes for want in wanted))
-        return self._reader.reading(wanted, self._commit, memory_budget_bytes=self._budget_bytes)
+
+    @cached_property
+    def reading(self) -> Reading:
+        """The plan of `read`. Raises `Corrupt` for pages that contradict the shapes,
+        `InvalidInput` for too small a budget."""
+        needed_bytes = sum(want.nbytes for want in self._wanted)
+        self.report = replace(self.report, needed_bytes=needed_bytes)
+        return self._reader.reading(
+            self._wanted, self._commit, memory_budget_bytes=self._budget_bytes
+        )
 
     def read(self, brought: Brought | None = None) -> None:
         """Read all tensors into place, except those `brought` already. After an error, tensors mix
-        both states."""
+        both states: one is as it was, as committed, or partly so, and a damaged chunk may have
+        left its bytes."""
         left, read_bytes, received_bytes = brought or Brought(self.reading.jobs, 0, 0)
         read_bytes += self._reader.carry_out(self.reading, left)
+        refuse_losses(self._wanted, self._commit)
         self.report = replace(self.report, read_bytes=read_bytes, received_bytes=received_bytes)
 
     def finish(self) -> None:
-        """Set values that are not tensors, and load states into stateful objects."""
+        """Set values that are not tensors, and load states into stateful objects.
+
+        Raises `InvalidInput` if an object refuses its state; those of other keys may have theirs
+        then, and all tensors have."""
         replaced: list[str] = []
-        for key in sorted(self._bindings, key=lambda k: self._bindings[k].late):
-            binding, tree = self._bindings[key], self._views[key].tree
-            data = {
-                i: self._reader.leaf_bytes(
-                    tree, i, self._commit, memory_budget_bytes=self._budget_bytes
-                )
-                for i in binding.wanted_bytes
-            }
-            restored = binding.finish(data)
-            replaced += binding.replaced_paths(key)
+        keys = sorted(self._bindings, key=lambda k: self._bindings[k].late)
+        for n, key in enumerate(keys):
+            try:
+                restored = self._bindings[key].finish()
+            except InvalidInput as error:
+                raise InvalidInput(f"{error}; {_left_by(keys[:n], keys[n:])}") from error
+            replaced += self._bindings[key].replaced_paths(key)
             if restored is not self._app_state[key]:
                 self._app_state[key] = restored
         self.report = replace(self.report, replaced=tuple(replaced))
@@ -319,6 +381,11 @@ class RestoreOperation:
                 self._commit[:12],
                 ", ".join(replaced[:SHOWN]),
                 more,
+            )
+        if self._skipped:
+            logger.warning(
+                "mismatched='skip': these stay as they were: %s",
+                "; ".join(f"{m.path} ({_described(m)})" for m in self._skipped),
             )
 
 
@@ -343,17 +410,34 @@ def _views(
     return {key: view for key, view in views.items() if key in app_state}
 
 
+def _left_by(done: Sequence[str], open_: Sequence[str]) -> str:
+    """What the target holds after an object refused its state."""
+    given = f"{', '.join(done)} and " if done else ""
+    return (
+        f"the target mixes two states now: {given}all tensors are as committed, what else "
+        f"{', '.join(open_)} hold{'s' * (len(open_) == 1)} is as it was, or half loaded; restore "
+        "what fits it, or begin anew"
+    )
+
+
+def _described(mismatch: "Mismatch") -> str:
+    return f"the commit has {mismatch.committed}, the target has {mismatch.target}"
+
+
 def _lacked(path: str, keys: Iterable[str]) -> str:
     hint = "" if "/" in path else near(path, keys)
     return f"{path}: wanted by the target, not in the commit{hint}"
 
 
-def _refuse(commit: CommitId, bindings: Mapping[str, "Binding"], problems: Sequence[str]) -> None:
-    problems = [
-        f"{m.path}: the commit has {m.committed}, the target has {m.target}"
-        for b in bindings.values()
-        for m in b.mismatched
-    ] + [*problems]
+def _refuse(
+    commit: CommitId,
+    bindings: Mapping[str, "Binding"],
+    problems: Sequence[str],
+    hint: str = "",
+) -> None:
+    problems = [f"{m.path}: {_described(m)}" for b in bindings.values() for m in b.mismatched] + [
+        *problems
+    ]
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise InvalidInput(
@@ -361,9 +445,11 @@ def _refuse(commit: CommitId, bindings: Mapping[str, "Binding"], problems: Seque
             "was changed:\n  "
             + "\n  ".join(problems[:SHOWN])
             + more
+            + hint
             + "\npass without=[…] to leave keys as they are, strict=False to leave out what only "
             "one side has, select= to restore some leaves, rename= where names differ, dtype= to "
-            "convert floats; shapes must agree, what is tied must be one content"
+            'convert floats, mismatched="skip" to leave tensors of another shape as they are; what '
+            "is tied must be one content"
         )
 
 
@@ -372,7 +458,7 @@ def assemble(
     commit: CommitId,
     views: Mapping[str, View],
     *,
-    dtype: "torch.dtype | None" = None,
+    dtype: "AskedDtype | None" = None,
     mmap: bool = False,
     allow_pickle: bool = False,
     memory_budget_bytes: int | None = None,
@@ -384,11 +470,12 @@ def assemble(
     """
     wanted: list[ReadRequest] = []
     found: dict[str, list[Any]] = {}
+    asked, unchecked = wanted_dtype(dtype)
     for key, view in views.items():
         schema, tree = view.schema, view.tree
         values: list[Any] = [None] * len(schema)
         found[key] = values
-        converted = frozenset() if dtype is None else convertible(schema, dtype)
+        converted = frozenset() if asked is None else convertible(schema, asked)
         for i in leaves_of(schema.skeleton):
             if schema.kinds[i] != "tensor":
                 values[i] = reader.leaf_bytes(
@@ -398,8 +485,8 @@ def assemble(
                 values[i] = _mapped(reader, commit, view, i) if mmap else None
                 if values[i] is None:
                     tree.check(i)
-                    values[i] = new_tensor(schema, i, dtype if i in converted else None)
-                    to = destination(values[i], schema.dtypes[i])
+                    values[i] = new_tensor(schema, i, asked if i in converted else None)
+                    to = destination(values[i], schema.dtypes[i], unchecked=unchecked)
                     wanted.append(ReadRequest(tree, i, to))
     reader.read(wanted, commit, memory_budget_bytes=memory_budget_bytes)
     return {

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -20,25 +20,47 @@ SLICE_ELEMENTS = 1 << 18
 """Elements that are converted at a time: in double precision, 2 MiB."""
 
 
-def cast_globs(cast: object) -> tuple[tuple[str, str], ...]:
-    """The dtype's name by glob, checked. Raises `InvalidInput`."""
+SHOWN = 8
+
+
+class CastGlobs(NamedTuple):
+    """The dtype's name by glob, and the globs whose losses are accepted."""
+
+    dtypes: tuple[tuple[str, str], ...]
+    unchecked: tuple[str, ...]
+
+
+def cast_globs(cast: object) -> CastGlobs:
+    """What `cast` asks for. Raises `InvalidInput`."""
     if not isinstance(cast, Mapping) or not cast:
         raise InvalidInput(
             f"cast is {cast!r:.80}; wanted dtypes by glob: {{'optimizer/**': torch.bfloat16}}"
         )
-    for glob, dtype in cast.items():
+    dtypes, unchecked = [], []
+    for glob, given in cast.items():
         selector(glob)
+        dtype, accepts = tensors.with_consent(given)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise InvalidInput(f"cast[{glob!r}] is {dtype!r:.80}; wanted a dtype of floats")
-    return tuple((glob, DTYPE_NAMES[dtype]) for glob, dtype in cast.items())
+            raise InvalidInput(
+                f"cast[{glob!r}] is {given!r:.80}; wanted a dtype of floats, or "
+                '(dtype, "unchecked")'
+            )
+        dtypes.append((glob, DTYPE_NAMES[dtype]))
+        unchecked += [glob] * accepts
+    return CastGlobs(tuple(dtypes), tuple(unchecked))
 
 
 class Casting:
     """The conversions of one commit. `flats` is the state whose sources convert as they are
     read."""
 
-    def __init__(self, flats: Mapping[str, FlatState], globs: Sequence[tuple[str, str]]) -> None:
-        self._globs = tuple(globs)
+    def __init__(
+        self,
+        flats: Mapping[str, FlatState],
+        globs: Sequence[tuple[str, str]],
+        unchecked: Sequence[str] = (),
+    ) -> None:
+        self._globs, self._unchecked = tuple(globs), unchecked
         self._sources: list[tuple[str, object, CastSource]] = []
         unused = dict.fromkeys(glob for glob, _ in globs)
         self.flats = {key: self._cast(flat, unused) for key, flat in flats.items()}
@@ -57,8 +79,8 @@ class Casting:
         ]
 
     def report(self) -> Cast:
-        """The errors of all leaves, which must have been read."""
-        return merged(self._globs, [self.errors()])
+        """The errors of all leaves, which must have been read. Raises as `merged`."""
+        return merged(self._globs, [self.errors()], self._unchecked)
 
     def _cast(self, flat: FlatState, unused: dict[str, None]) -> FlatState:
         schema, dtypes = flat.schema, list(flat.schema.dtypes)
@@ -141,7 +163,7 @@ class CastSource(StagedSource):
         back = after.double()
         for begin, end in self._uncovered(start, stop):
             part = slice((begin - start) // self.width, (end - start) // self.width)
-            figures = _measured(before[part], back[part])
+            figures = _measured(before[part], back[part], self._new)
             with self._lock:
                 self._measured.append([begin, end, *figures])
 
@@ -171,37 +193,59 @@ class CastSource(StagedSource):
             return list(self._measured)
 
 
-Figures: TypeAlias = tuple[float, float, int, int]
-"""The largest absolute and relative error, NaN, and overflows."""
+Figures: TypeAlias = tuple[float, float, int, int, int, int]
+"""The largest absolute and relative error, NaN, overflows, and how many elements were finite and
+not zero, before and after."""
 
 
-def merged(globs: Sequence[tuple[str, str]], told: Sequence[list[list[Any]]]) -> Cast:
+def merged(
+    globs: Sequence[tuple[str, str]],
+    told: Sequence[list[list[Any]]],
+    unchecked: Sequence[str] = (),
+) -> Cast:
     """The errors that ranks tell of their parts, leaf by leaf. What several of them read of one
-    part counts once."""
+    part counts once.
+
+    Raises `InvalidInput` where elements lie beyond the dtype's range, or all of a leaf becomes
+    zero, unless the leaf's glob is in `unchecked`.
+    """
+    problems = []
     parts: dict[tuple[str, str], dict[str, list[list[Any]]]] = {}
     for path, dtype, holds, ranges in chain.from_iterable(told):
         parts.setdefault((path, dtype), {}).setdefault(repr(holds), []).extend(ranges)
     errors = []
     for (path, dtype), of in parts.items():
-        total: Figures = (0.0, 0.0, 0, 0)
+        total: Figures = (0.0, 0.0, 0, 0, 0, 0)
         for ranges in of.values():
             at = 0
             for _, stop, *figures in sorted(ranges, key=lambda each: (each[0], -each[1])):
                 if stop > at:
                     total, at = _added(total, figures), stop
-        errors.append(CastError(path, dtype, *total))
+        errors.append(CastError(path, dtype, *total[:4]))
+        glob, name = next((glob, name) for glob, name in globs if selector(glob)(path))
+        lost = tensors.lost_values(name, *total[3:])
+        if lost and glob not in unchecked:
+            problems.append(f"{path}: {lost}")
+    if problems:
+        raise InvalidInput(
+            "cast would lose more than precision; nothing was committed:\n  "
+            + "\n  ".join(problems[:SHOWN])
+            + (f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else "")
+            + "\ngive a dtype of a wider range, such as torch.bfloat16, a glob that leaves them "
+            'out, or cast={glob: (dtype, "unchecked")} to commit them so'
+        )
     return Cast(tuple(sorted(globs)), tuple(errors))
 
 
 def _added(a: Figures, b: Sequence[Any]) -> Figures:
-    return max(a[0], b[0]), max(a[1], b[1]), a[2] + b[2], a[3] + b[3]
+    return max(a[0], b[0]), max(a[1], b[1]), a[2] + b[2], a[3] + b[3], a[4] + b[4], a[5] + b[5]
 
 
-def _measured(before: torch.Tensor, after: torch.Tensor) -> Figures:
-    """The largest absolute and relative error, NaN, and finite elements that are none any more."""
+def _measured(before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype) -> Figures:
+    """The figures of elements that are `before`, and became `after` in `dtype`."""
     finite = before.isfinite()
     kept = finite & after.isfinite()
     gap = (after - before).abs().where(kept, 0.0)
     relative = (gap / before.abs()).where(kept & (before != 0), 0.0)
-    nans, overflows = int(before.isnan().sum()), int((finite & ~kept).sum())
-    return float(gap.max()), float(relative.max()), nans, overflows
+    losses = tensors.losses(before, after, dtype)
+    return float(gap.max()), float(relative.max()), int(before.isnan().sum()), *losses

@@ -38,6 +38,9 @@ _COMPRESSED = {
 def split_tensor(tensor: torch.Tensor) -> Parts | torch.Tensor:
     """What `tensor` is made of; a strided tensor that stands for it as it is; or `InvalidInput`
     saying why it cannot be stored."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False):  # in which some tensors cannot be detached
+            return split_tensor(tensor)
     _refuse_without_memory(tensor)
     if is_dtensor(tensor):
         return _whole_local(tensor)
@@ -70,13 +73,9 @@ def _attributes_of(tensor: torch.Tensor) -> tuple[tuple[str, Any], ...]:
     """What a tensor holds beside its data; not of one that wraps others, whose class says what it
     holds (`__tensor_flatten__`)."""
     held = vars(tensor)
-    if not held or hasattr(tensor, "__tensor_flatten__") or _wraps_others(tensor):
+    if not held or hasattr(tensor, "__tensor_flatten__") or tensors.wraps_others(tensor):
         return ()
     return attributes_of(tensor, [*filter(_MARK.fullmatch, map(str, held))])
-
-
-def _wraps_others(tensor: torch.Tensor) -> bool:
-    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
 
 
 def _refuse_without_memory(tensor: torch.Tensor) -> None:
@@ -146,13 +145,16 @@ def _split_coo(tensor: torch.Tensor) -> Parts:
 
 def _join_coo(joint: Joint) -> torch.Tensor:
     indices, values = joint.children
-    return torch.sparse_coo_tensor(
-        indices,
-        values,
-        joint.attrs["shape"],
-        is_coalesced=joint.attrs["coalesced"],
-        check_invariants=True,
-    )
+    with _quiet():
+        return torch.sparse_coo_tensor(
+            indices,
+            values,
+            joint.attrs["shape"],
+            dtype=values.dtype,
+            device=values.device,
+            is_coalesced=joint.attrs["coalesced"],
+            check_invariants=True,
+        )
 
 
 def _split_compressed(tensor: torch.Tensor) -> Parts:
@@ -165,7 +167,14 @@ def _join_compressed(joint: Joint, layout: torch.layout) -> torch.Tensor:
     with _quiet():
         compressed, plain, values = joint.children
         return torch.sparse_compressed_tensor(
-            compressed, plain, values, joint.attrs["shape"], layout=layout, check_invariants=True
+            compressed,
+            plain,
+            values,
+            joint.attrs["shape"],
+            dtype=values.dtype,
+            layout=layout,
+            device=values.device,
+            check_invariants=True,
         )
 
 
@@ -196,6 +205,7 @@ def _join_quantized(joint: Joint) -> torch.Tensor:
                 zero_points=zero_points,
                 axis=joint.attrs["axis"],
                 dtype=dtype,
+                device=scales.device,
             )
         else:
             made = torch._empty_affine_quantized(
@@ -203,6 +213,7 @@ def _join_quantized(joint: Joint) -> torch.Tensor:
                 scale=joint.attrs["scale"],
                 zero_point=joint.attrs["zero_point"],
                 dtype=dtype,
+                device=integers.device,
             )
     # Copied: torch makes no quantized tensor over memory that is there.
     tensors.quantized_integers(made).copy_(integers)
@@ -290,7 +301,7 @@ def _join_subclass(joint: Joint) -> Any:
 def _split_thin_subclass(tensor: Any) -> Parts:
     """A subclass that adds methods to a tensor and no data."""
     cls = type(tensor)
-    if _wraps_others(tensor):
+    if tensors.wraps_others(tensor):
         raise InvalidInput(
             f"{class_name(cls)} wraps other tensors and has no __tensor_flatten__; give it one, or "
             "store its inner tensors"
@@ -307,8 +318,8 @@ def _join_thin_subclass(joint: Joint) -> Any:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without torch's remarks that quantized, compressed and nested tensors are in beta or
-    deprecated."""
-    with warnings.catch_warnings():
+    deprecated, and outside of inference mode, in which tensors from outside cannot be joined."""
+    with warnings.catch_warnings(), torch.inference_mode(mode=False):
         warnings.simplefilter("ignore", UserWarning)
         yield
 

@@ -54,6 +54,7 @@ def flatten(
     distributed tensor is one leaf, of which this rank holds boxes.
     """
     check_app_state(app_state)
+    tensors.check_surroundings()
     names = ParameterNames(app_state)
     return {
         key: _Tree(names, allow_pickle, ranks).flatten(key, value)

@@ -4,13 +4,14 @@ A leaf is read directly into the tensor of the same path, dtype and shape. Two l
 only if their contents are equal, across all trees. A leaf without a match gets a new tensor.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import Optimizer
 
 from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Box, Node, Schema, leaves_of
@@ -22,6 +23,7 @@ from ckptstore.state.inflate import convertible
 from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.shards import Held, held_of, is_distributed, with_local
 from ckptstore.state.shared_memory import Place
+from ckptstore.state.stateful import parameters_of
 from ckptstore.state.tensors import Destination, destination
 
 _MARKS = ("torch.Parameter", "torch.Tensor")
@@ -72,11 +74,13 @@ class Matching:
     With `strict`, a plain container becomes what was committed; without it, entries that only the
     target has stay. With `partial`, skeletons have some leaves only: the target is to keep
     everything else, and lacks nothing. With `dtype`, floating leaves are converted where the target
-    has a tensor of that dtype. By `names` an optimizer's parameters are found, under the new ones
-    that `renames` has of the commit's; with `renames`, the rest is matched in order. `claims` maps
-    addresses to their claims, so that tensors which are tied across keys get one content, or are
-    mismatched. `places` are those of all leaves that get memory of the target, ties once: others
-    may overlap (`shared_memory`).
+    has a tensor of that dtype, if `unchecked` also where it cannot hold all values. Where it
+    `skips`, tensors that do not fit stay as they are, and `left` has their addresses. By `names` an
+    optimizer's parameters are found, under the new ones that `renames` has of the commit's; with
+    `renames`, the rest is matched in order. `claims` maps addresses to their claims, so that
+    tensors which are tied across keys get one content, or are mismatched; `held` does so for
+    objects, by their ids, with a path and a content. `places` are those of all leaves that get
+    memory of the target, ties once: others may overlap (`shared_memory`).
     """
 
     names: ParameterNames
@@ -85,16 +89,34 @@ class Matching:
     partial: bool = False
     renames: Mapping[str, str] | None = None
     dtype: torch.dtype | None = None
+    unchecked: bool = False
+    skips: bool = False
+    left: set[int] = field(default_factory=set)
+    held: IdentityDict[Any, tuple[str, object]] = field(default_factory=IdentityDict)
     claims: dict[int, Claim] = field(default_factory=dict)
     places: list[Place] = field(default_factory=list)
+
+    def stepped_without_weights(
+        self, app_state: Mapping[str, Any], keys: Iterable[str]
+    ) -> list[str]:
+        """The optimizers under `keys` that step tensors which were left as they are: the state that
+        was committed for them is that of other weights."""
+        optimizers = ((key, app_state[key]) for key in keys if self.left)
+        return [
+            f'{key}: its state is that of weights which mismatched="skip" leaves as they are; '
+            f"without=[{key!r}] leaves it as it is, too"
+            for key, optimizer in optimizers
+            if isinstance(optimizer, Optimizer)
+            and self.left & {each.data_ptr() for each in parameters_of(optimizer)} - {0}
+        ]
 
 
 class _Differs(Exception):
     """A node does not fit a tensor: both, in words other than those of `describe_node` and
     `describe_tensor`."""
 
-    def __init__(self, committed: str = "", target: str = "") -> None:
-        self.committed, self.target = committed, target
+    def __init__(self, committed: str = "", target: str = "", *, is_tied: bool = False) -> None:
+        self.committed, self.target, self.is_tied = committed, target, is_tied
 
 
 class TensorMatch:
@@ -102,8 +124,9 @@ class TensorMatch:
 
     After `pair` and `complete`, `objects[i]` is the restored object of tensor leaf `i`, and
     `direct[i]` says whether it is the target's own; `destinations[i]` is where its bytes land, an
-    alias' where those of the leaf do that it shares memory with, if any. `kept` maps a node to
-    the target's object for it. A leaf of `models` that has no match is placed as that tensor is.
+    alias' where those of the leaf do that it shares memory with, if any. Nothing is read of those
+    that are `unread`: what `skipped` describes stays as it is. `kept` maps a node
+    to the target's object for it. A leaf of `models` that has no match is placed as that tensor is.
     """
 
     def __init__(
@@ -114,6 +137,7 @@ class TensorMatch:
         uncast: Mapping[int, str],
     ) -> None:
         self.schema, self.content_of = schema, content_of
+        self._matching = matching
         self._claims, self._taken, count = matching.claims, matching.places, len(schema)
         self._converted = {i: tensors.dtype_of(name) for i, name in uncast.items()}
         if matching.dtype is not None:
@@ -125,6 +149,8 @@ class TensorMatch:
         self.kept: IdentityDict[Node, Any] = IdentityDict()
         self.models: dict[int, torch.Tensor] = {}
         self.mismatched: list[Mismatch] = []
+        self.skipped: list[Mismatch] = []
+        self.unread: set[int] = set()
         self._new_dtypes = dict(uncast)
 
     def pair(self, node: Node | int, target: torch.Tensor, path: str, *, report: bool) -> None:
@@ -141,15 +167,30 @@ class TensorMatch:
                 self._pair_tensor(node, target, path, report)
         except _Differs as found:
             if report:
-                self.mismatch(
-                    path if isinstance(node, Node) else self.schema.paths[node],
-                    found.committed or describe_node(self.schema, node),
-                    found.target or describe_tensor(target),
-                )
+                self._differs(node, target, path, found)
         except InvalidInput as error:
             if report:
                 described = f"{describe_tensor(target)}: {error}"
                 self.mismatch(path, describe_node(self.schema, node), described)
+
+    def _differs(self, node: Node | int, target: torch.Tensor, path: str, found: _Differs) -> None:
+        """Record what does not fit, or leave it as it is where that was asked for."""
+        at = path if isinstance(node, Node) else self.schema.paths[node]
+        mismatch = Mismatch(
+            at,
+            found.committed or describe_node(self.schema, node),
+            found.target or describe_tensor(target),
+        )
+        if not self._matching.skips or found.is_tied:
+            self.mismatched.append(mismatch)
+            return
+        self.skipped.append(mismatch)
+        self._matching.left.add(target.data_ptr() if tensors.is_strided(target) else 0)
+        self.unread.update(leaves_of(node))
+        if isinstance(node, int):
+            self.objects[node], self.direct[node] = target, True
+        else:
+            self.kept[node] = target
 
     def mismatch(self, path: str, committed: str, target: str) -> None:
         """Record what does not fit."""
@@ -167,10 +208,10 @@ class TensorMatch:
 
         `check` raises for a leaf of implausible shape before memory is allocated for it.
         """
-        if self.objects[leaf] is not None:
+        if self.objects[leaf] is not None or leaf in self.unread:
             return
         alias = self.schema.aliases[leaf]
-        if alias >= 0 and self.objects[alias] is not None:
+        if alias >= 0 and self.objects[alias] is not None and alias not in self.unread:
             self.objects[leaf] = self.objects[alias]
             return
         check(leaf)
@@ -228,12 +269,33 @@ class TensorMatch:
             raise _Differs
         if not tensors.is_writable_by_range(strided):
             return
-        landing = ((None, destination(strided, self.schema.dtypes[leaf])),)
+        unchecked = self._matching.unchecked
+        to = destination(strided, self.schema.dtypes[leaf], unchecked=unchecked)
+        landing = ((None, to),)
         mine = Claim(self, leaf, strided.shape, strided.stride())
         address = strided.data_ptr()
         is_first = self._claim(mine, address, landing, target)
         if address and (is_first or (report and not self.direct[leaf])):
             self._taken.append(Place(self.schema, leaf, strided))
+
+    def hold(self, node: Node | int, target: Any, path: str) -> None:
+        """Record what does not fit since the target holds an object, which is filled in place,
+        under two paths that the commit has two contents for."""
+        content = self._content(node)
+        at, known = self._matching.held.setdefault(target, (path, content))
+        if known != content:
+            kind = type(target).__qualname__
+            self.mismatch(path, "a content of its own", f"one {kind} for it and {at}")
+
+    def _content(self, node: Node | int) -> object:
+        """Equal for nodes that become equal objects; of a leaf that only a read could compare, what
+        is equal to nothing else."""
+        if isinstance(node, int):
+            found = self.content_of(node)
+            shape, dtype = self.schema.shapes[node], self.schema.dtypes[node]
+            return (self, node) if found is None else (self.schema.kinds[node], dtype, shape, found)
+        children = tuple(map(self._content, node.children))
+        return node.type, repr(node.keys), repr(node.attrs), children
 
     def _claim(self, mine: Claim, address: int, landing: Landing, target: torch.Tensor) -> bool:
         """Let the bytes of a leaf land in `target`, unless other contents have its memory. True for
@@ -301,7 +363,7 @@ def _are_one(first: Claim, mine: Claim) -> bool:
     there, here = first.content(), mine.content()
     if there is not None and here is not None and there != here:
         tied = first.match.schema.paths[first.leaf]
-        raise _Differs("a content of its own", f"one tensor for it and {tied}")
+        raise _Differs("a content of its own", f"one tensor for it and {tied}", is_tied=True)
     return here is not None and there == here
 
 

@@ -4,6 +4,7 @@ Modules and other objects with `load_state_dict` get a state dict of their own t
 filled. In plain containers, tensors are filled in place and other values replaced.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from types import MappingProxyType
@@ -15,8 +16,8 @@ from torch.optim.optimizer import Optimizer
 from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.core.process import uncollected
-from ckptstore.errors import InvalidInput
-from ckptstore.state import containers, values
+from ckptstore.errors import CkptStoreError, InvalidInput
+from ckptstore.state import containers, tensors, values
 from ckptstore.state.containers import LEFT_OUT
 from ckptstore.state.inflate import Inflater, counterparts, decode_leaf, keys_of, refuse_pickles
 from ckptstore.state.leaf_sources import paths_below, segment, segments
@@ -27,6 +28,7 @@ from ckptstore.state.stateful import (
     RNGState,
     StateDict,
     classes_in,
+    extra_states,
     found_in,
     is_stateful,
     load_optimizer,
@@ -56,6 +58,7 @@ def bind(
     the states of generators that this rank begins anew. `uncast` has, by number, the dtypes of
     leaves that were committed in lower precision: they come back in these.
     """
+    tensors.check_surroundings()
     containers.check(schema.skeleton)
     matching = matching or Matching(ParameterNames({key: target}))
     if not matching.allow_pickle:
@@ -71,9 +74,9 @@ class Binding(Inflater):
 
     `destinations` has, per leaf, where its bytes land, if anywhere (an alias' bytes are those of
     the leaf it shares memory with). `wanted_bytes` are the leaves whose bytes `finish` wants
-    instead. `missing`, `unexpected` and `mismatched` say what does not fit; as long as `mismatched`
-    is not empty, no bytes may land. `late` bindings are to be finished after all others: they set
-    random number generators.
+    instead, which `receive` takes. `missing`, `unexpected` and `mismatched` say what does not fit;
+    as long as `mismatched` is not empty, no bytes may land. `skipped` stays as it is. `late`
+    bindings are to be finished after all others: they set random number generators.
     """
 
     def __init__(
@@ -100,8 +103,11 @@ class Binding(Inflater):
         self._narrowed: IdentityDict[Node | int, Node | int] = IdentityDict()
         self._receivers: IdentityDict[Any, Any] = IdentityDict()
         self._objects: IdentityDict[Node, Any] = IdentityDict()
+        self._handed_over: IdentityDict[torch.nn.Module, list[str]] = IdentityDict()
+        self._places: IdentityDict[Any, str] = IdentityDict()
         self.destinations: Sequence[Landing] = tensor_match.destinations
         self.mismatched: list[Mismatch] = tensor_match.mismatched
+        self.skipped: list[Mismatch] = tensor_match.skipped
         self.wanted_bytes: list[int] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -113,7 +119,7 @@ class Binding(Inflater):
         within = is_stateful(self._target) and not isinstance(self._target, StateDict)
         self._check_objects(self._schema.skeleton, path, within_state=within)
         for leaf, kind in enumerate(self._schema.kinds):
-            if not self._wanted[leaf]:
+            if not self._wanted[leaf] or leaf in self._tensors.unread:
                 continue
             if kind == "tensor":
                 self._tensors.complete(leaf, check)
@@ -123,6 +129,10 @@ class Binding(Inflater):
     def _pair_state(self, node: Node | int, target: Any, path: str, *, report: bool) -> None:
         """Match the state of an object. What does not fit is recorded for modules, dicts restored
         in place and, with `report`, plain containers."""
+        self._places[target] = path
+        # A module's tensors are asked one by one.
+        if not isinstance(target, torch.nn.Module) and (is_stateful(target) or _is_filled(target)):
+            self._tensors.hold(node, target, path)
         if isinstance(target, torch.nn.Module):
             self._narrowed[node] = self._pair_module(node, target, path)
         elif isinstance(target, Optimizer):
@@ -131,6 +141,13 @@ class Binding(Inflater):
             self._pair(node, target, path, report=True)
         else:
             self.late |= isinstance(target, RNGState)
+            if _is_refused_when_empty(target) and isinstance(node, Node) and not node.children:
+                self._tensors.mismatch(
+                    path,
+                    "the empty state of a disabled GradScaler",
+                    f"an enabled one, which refuses it: leave {path} out, or make it with "
+                    "enabled=False",
+                )
             report = report and not is_stateful(target)
             self._pair(node, state_now(target), path, report=report)
 
@@ -171,8 +188,23 @@ class Binding(Inflater):
                 if key not in taken:
                     self._leave_out(child, _below(path, key))
             node = node.filtered(lambda key, child: values.decode_key(key, self._classes) in taken)
+        below = dict(zip(keys_of(node, self._classes), node.children, strict=True))
+        for name in extra_states(module, taken & state.keys()):
+            # Its class alone decides what fits; objects in it are the target's own.
+            if self._is_whole(node, name, path) and not _has_objects(below[name]):
+                self._handed_over.setdefault(module, []).append(name)
+                del state[name]
         self._pair_items(node, state, path, report=True)
         return node
+
+    def _is_whole(self, node: Node | int, name: str, path: str) -> bool:
+        """Whether all leaves of the commit under `name` are in `node`."""
+        if not self._matching.partial or not isinstance(node, Node):
+            return True
+        children = dict(zip(keys_of(node, self._classes), node.children, strict=True))
+        below = f"{path}/{segment(name)}"
+        every = [each for each in self._schema.paths if f"{each}/".startswith(f"{below}/")]
+        return len(every) == len([*leaves_of(children[name])])
 
     def _pair_optimizer(self, node: Node | int, optimizer: Optimizer, path: str) -> Node | int:
         """Match an optimizer's state; returns `node` as the optimizer takes it, without parameters
@@ -244,6 +276,8 @@ class Binding(Inflater):
     @uncollected()
     def _pair_items(self, node: Node, target: Any, path: str, *, report: bool) -> None:
         there = counterparts(node, target, self._classes)
+        if report:
+            self._hold_items(node, there, path)
         names = range(len(node.children)) if node.keys is None else segments(node.keys)
         for child, below, name in zip(node.children, there, names, strict=True):
             if isinstance(child, int):  # by far the most
@@ -252,14 +286,29 @@ class Binding(Inflater):
             elif below is not None or self._matching.partial:
                 self._pair(child, below, f"{path}/{name}", report=report)
 
-    def finish(self, content: Mapping[int, bytes]) -> Any:
-        """Hand over: `content` has the bytes of `wanted_bytes`, and every destination is filled. To
-        be called once.
+    def _hold_items(self, node: Node, there: Sequence[Any], path: str) -> None:
+        """Look at the items of a plain container that are filled in place."""
+        names = range(len(node.children)) if node.keys is None else segments(node.keys)
+        for child, below, name in zip(node.children, there, names, strict=True):
+            if _is_filled(below) and not is_stateful(below):
+                self._tensors.hold(child, below, f"{path}/{name}")
+
+    def receive(self, content: Mapping[int, bytes]) -> None:
+        """Take the bytes of `wanted_bytes`. Changes nothing of the target. Raises `InvalidInput`
+        for a class or codec that is not known here, with the path."""
+        for leaf, data in content.items():
+            try:
+                made = decode_leaf(self._schema, leaf, data, self._classes)
+            except InvalidInput as error:
+                raise InvalidInput(f"{self._schema.paths[leaf]}: {error}") from error
+            self._tensors.objects[leaf] = made
+
+    def finish(self) -> Any:
+        """Hand over: every destination is filled, and `receive` was called. To be called once.
 
         Returns the target, or what replaces it where it cannot be changed (a number, a tuple).
+        Raises `InvalidInput`, with the path, if an object refuses its state.
         """
-        for leaf, data in content.items():
-            self._tensors.objects[leaf] = decode_leaf(self._schema, leaf, data, self._classes)
         return self._fill_state(self._schema.skeleton, self._target)
 
     def replaced_paths(self, key: str) -> list[str]:
@@ -285,14 +334,24 @@ class Binding(Inflater):
         if not self._matching.partial:
             state = self.inflate(node)
         else:
-            noted = len(self.replaced)
-            state = self._within(node, state_of(receiver))
+            noted, state = len(self.replaced), state_of(receiver)
+            for name in self._handed_over.get(receiver, []):
+                del state[name]
+            state = self._within(node, state)
             del self.replaced[noted:]  # what is in a state, its object takes from there
         if self._streams and isinstance(target, RNGState) and isinstance(node, Node):
             children = zip(keys_of(node, self._classes), node.children, strict=True)
             new = [key for key, child in children if self._streams.leaves & {*leaves_of(child)}]
             state = reseeded(state, new, self._streams.seed)
-        _load(receiver, state, strict=self._matching.strict)
+        try:
+            _load(receiver, state, strict=self._matching.strict)
+        except CkptStoreError:
+            raise
+        except Exception as error:
+            place, kind = self._places[target], type(target).__qualname__
+            raise InvalidInput(
+                f"{place}: {kind} refuses the committed state: {type(error).__name__}: {error}"
+            ) from error
         return target
 
     def _fill_leaf(self, leaf: int, target: Any) -> Any:
@@ -331,7 +390,6 @@ def _paths_of(node: Node | int, path: str, wanted: IdentityDict[Node, bool]) -> 
         return
     if node in wanted:
         yield path
-        return
     for child, below in zip(node.children, _below_node(node, path), strict=True):
         yield from _paths_of(child, below, wanted)
 
@@ -356,22 +414,24 @@ def _below(path: str, key: Any) -> str:
 
 
 def _load(target: Any, state: Any, *, strict: bool) -> None:
-    """`target.load_state_dict(state)`, by torch's function without its side effects. Raises
-    `InvalidInput` where a module or optimizer refuses its state."""
-    try:
-        if isinstance(target, torch.nn.Module):
-            target.load_state_dict(with_wrappers(target, state), strict=strict)
-            return
-        if isinstance(target, Optimizer | ShardedOptimizer) and not strict:
-            # What the commit does not have stays, here too.
-            state = {**state, "state": {**target.state_dict()["state"], **state["state"]}}
-        if isinstance(target, Optimizer):
-            load_optimizer(target, state)
-        else:
-            target.load_state_dict(state)
-    except (RuntimeError, ValueError) as error:
-        if isinstance(target, torch.nn.Module | Optimizer | ShardedOptimizer):
-            raise InvalidInput(
-                f"{type(target).__qualname__} refuses the committed state: {error}"
-            ) from error
-        raise
+    """`target.load_state_dict(state)`, by torch's function without its side effects."""
+    if isinstance(target, torch.nn.Module):
+        target.load_state_dict(with_wrappers(target, state), strict=strict)
+        return
+    if isinstance(target, Optimizer | ShardedOptimizer) and not strict:
+        # What the commit does not have stays, here too.
+        state = {**state, "state": {**target.state_dict()["state"], **state["state"]}}
+    if isinstance(target, Optimizer):
+        load_optimizer(target, state)
+    else:
+        target.load_state_dict(state)
+
+
+def _is_filled(target: Any) -> bool:
+    """Whether a plain object may be filled in place."""
+    return isinstance(target, dict | list | deque | set | bytearray)
+
+
+def _is_refused_when_empty(target: Any) -> bool:
+    """Whether `target` refuses an empty state: torch's scaler of gradients, which is enabled."""
+    return isinstance(target, torch.amp.GradScaler) and target.is_enabled()

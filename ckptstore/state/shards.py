@@ -110,7 +110,7 @@ def empty_local(
     local_shape = (
         (0,) if where is None else _placed(mesh, tuple(placements), shape, tuple(where))[-1].shape
     )
-    local = tensors.in_huge_pages(torch.empty(local_shape, dtype=dtype))
+    local = tensors.in_huge_pages(tensors.new(local_shape, dtype))
     return _dtensor(local, mesh, placements, shape, stride)
 
 

@@ -46,7 +46,7 @@ def overwritten(group: Sequence[Place], contents: Sequence[torch.Tensor]) -> lis
     the CPU, were written to memory that is shared as that of `group` is."""
     spans = [(start, stop) for start, stop, _ in _spans(group)]
     first = min(start for start, _ in spans) // _ALIGNMENT * _ALIGNMENT
-    scratch = torch.empty(max(stop for _, stop in spans) - first, dtype=torch.uint8)
+    scratch = tensors.new((max(stop for _, stop in spans) - first,), torch.uint8)
     views = [
         tensors.over(
             scratch.untyped_storage(),

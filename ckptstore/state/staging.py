@@ -284,7 +284,7 @@ def _pin(arena: Buffer, device: torch.device) -> None:
     if error:
         # CUDA reports it once more, to whoever launches a kernel next: that must not be training.
         with suppress(RuntimeError):
-            torch.ones(1, device=device)
+            torch.ones(1, dtype=torch.uint8, device=device)
         logger.warning(
             "%d bytes of staging memory could not be pinned (CUDA error %d): copies from the "
             "device are slower",

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA_STATE
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
@@ -165,7 +166,10 @@ def reseeded(state: dict[str, Any], names: Iterable[str], seed: int) -> dict[str
     """
 
     def on_cpu() -> torch.Tensor:
-        return torch.Generator().manual_seed(seed).get_state()
+        return torch.Generator("cpu").manual_seed(seed).get_state()
+
+    def on_cuda() -> torch.Tensor:
+        return torch.tensor([seed, 0], dtype=torch.int64, device="cpu").view(torch.uint8)
 
     def of_numpy() -> Any:
         from numpy.random import MT19937, RandomState
@@ -177,7 +181,7 @@ def reseeded(state: dict[str, Any], names: Iterable[str], seed: int) -> dict[str
         "torch": on_cpu,
         "rng_state": on_cpu,
         "numpy": of_numpy,
-        "cuda": lambda: [torch.tensor([seed, 0]).view(torch.uint8)] * torch.cuda.device_count(),
+        "cuda": lambda: [on_cuda()] * torch.cuda.device_count(),
     }
     return {**state, **{name: new[name]() for name in names if name in new}}
 
@@ -234,6 +238,16 @@ def own_loading(module: nn.Module) -> tuple[str, ...]:
         if each._load_state_dict_pre_hooks
         or type(each)._load_from_state_dict is not nn.Module._load_from_state_dict
     )
+
+
+def extra_states(module: nn.Module, names: Iterable[str]) -> set[str]:
+    """Those of `names`, of its `state_dict_of`, under which `set_extra_state` of some module gets
+    whatever its `get_extra_state` returned: anything, of any size."""
+    found = {name for name in names if name.rpartition(".")[2] == _EXTRA_STATE}
+    if found:
+        own = chain(named_parameters_of(module), module.named_buffers())
+        found -= {name for name, _ in own if name.endswith(_EXTRA_STATE)}
+    return found
 
 
 def _wrapper_prefixes(module: nn.Module) -> list[tuple[str, str]]:

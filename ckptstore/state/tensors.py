@@ -11,13 +11,15 @@ and packed floats keep their dtype.
 """
 
 import ctypes
+import math
 import mmap
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -57,11 +59,37 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def new(shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A contiguous tensor of any bytes, all of which are to be written; the same whatever the
+    caller has made the default device or dtype, in inference mode too.
+
+    Raises `InvalidInput` where torch makes tensors without memory.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False):  # else training could not write to it afterwards
+            return new(shape, dtype, device)
+    made = torch.empty(shape, dtype=dtype, device=device)
+    if type(made) is not torch.Tensor:
+        raise InvalidInput(
+            f"torch makes {type(made).__name__}s here, which have no memory: leave FakeTensorMode, "
+            "or the mode that traces, before a commit, a restore or a read"
+        )
+    return made
+
+
+def check_surroundings() -> None:
+    """Raise `InvalidInput` where torch makes tensors without memory (FakeTensorMode): what is
+    copied there would be lost."""
+    new((0,), torch.uint8)
+
+
 def empty(name: str, shape: Shape) -> torch.Tensor:
     """A contiguous CPU tensor of any bytes, all of which are to be written."""
     dtype = dtype_of(name)
-    made = in_huge_pages(torch.empty(shape, dtype=_EXPERIMENTAL.get(name, dtype)))
-    return made.view(dtype)
+    stand_in = _EXPERIMENTAL.get(name)
+    if stand_in is None:
+        return in_huge_pages(new(shape, dtype))
+    return as_dtype(in_huge_pages(new(shape, stand_in)), dtype, shape)
 
 
 def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,13 +134,24 @@ def as_dtype(tensor: torch.Tensor, dtype: torch.dtype, shape: Shape) -> torch.Te
     return over(tensor.untyped_storage(), dtype, offset, shape)
 
 
+def wraps_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that dispatches to Python, and has no memory of its own."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):  # by far the most
+        return False
+    return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
+
+
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The raw bytes of a contiguous CPU tensor where they are: flat, writable, format `B`. The view
     keeps the tensor alive."""
     nbytes = tensor.nbytes
     if not nbytes:
         return memoryview(bytearray())
-    array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    # FakeTensor is one that wraps others, and gives an address of 0, with a warning.
+    address = 0 if wraps_others(tensor) else tensor.data_ptr()
+    if not address:
+        raise InvalidInput(f"a {type(tensor).__name__} has no memory to read or write: {_OUTSIDE}")
+    array = (ctypes.c_ubyte * nbytes).from_address(address)
     # whoever holds the view holds the array, and so the tensor
     array.owner = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
@@ -292,7 +331,7 @@ def over(
     """A tensor of the elements in a storage: in row-major order without `stride`."""
     if stand_in := _EXPERIMENTAL.get(DTYPE_NAMES[dtype]):
         return over(storage, stand_in, offset, shape, stride).view(dtype)
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+    return new((0,), dtype, storage.device).set_(storage, offset, shape, stride)
 
 
 def _runs(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
@@ -389,15 +428,24 @@ class Destination:
     Either `memory` is filled, or every byte is handed to `write`, in any order and from any thread.
     On a device it lands ahead of what the thread that makes this launches next, and behind what it
     launched before. Bytes of another dtype, `committed`, are converted to the tensor's as they are
-    handed over, chunk by chunk.
+    handed over, chunk by chunk; what the tensor's dtype cannot hold is counted in `losses`, unless
+    it is `unchecked`.
     """
 
-    __slots__ = ("_committed", "nbytes", "stream", "tensor")
+    __slots__ = ("_committed", "losses", "nbytes", "stream", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, committed: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        committed: torch.dtype | None = None,
+        *,
+        unchecked: bool = False,
+    ) -> None:
         self.tensor = tensor
         self.stream = current_stream(tensor)
         self._committed = committed
+        narrows = committed is not None and not unchecked and narrows_range(committed, tensor.dtype)
+        self.losses = Losses(committed, tensor.dtype) if committed and narrows else None
         self.nbytes: int = (
             tensor.nbytes if committed is None else tensor.numel() * committed.itemsize
         )
@@ -409,6 +457,8 @@ class Destination:
 
     def write(self, start: int, data: memoryview) -> None:
         """Land `data`, whole elements, at byte `start` of the committed ones."""
+        if self.losses:
+            self.losses.write(start, data)
         with through(self.stream):
             write_range(self.tensor, start, data, self._committed)
 
@@ -421,10 +471,103 @@ FLOATS = frozenset(
 """The dtypes that floats are converted from and to: one number to an element."""
 
 
+AskedDtype: TypeAlias = torch.dtype | tuple[torch.dtype, Literal["unchecked"]]
+"""A dtype to convert to; beside "unchecked", values that it cannot hold are accepted."""
+
+
+def with_consent(given: Any) -> tuple[Any, bool]:
+    """A dtype, and whether it comes as `(dtype, "unchecked")`: then values that it cannot hold may
+    become infinite, NaN or zero."""
+    if type(given) in (tuple, list) and len(given) == 2 and given[1] == "unchecked":
+        return given[0], True
+    return given, False
+
+
+def losses(before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Of elements that were converted to `dtype`, which are `before` and `after` in one that can
+    be compared: how many lie beyond the range, how many were finite and not zero, and how many of
+    these are not zero now."""
+    finite = before.isfinite()
+    given = finite & (before != 0)
+    # Some dtypes have no infinity, or no sign: torch makes the largest number of what lies beyond.
+    overflows = finite & (~after.isfinite() | (before.abs() > _range_of(dtype)))
+    overflows |= (before.isinf() & ~after.isinf()) | ((before < 0) & (after > 0))
+    return int(overflows.sum()), int(given.sum()), int((given & (after != 0)).sum())
+
+
+@cache
+def _range_of(dtype: torch.dtype) -> float:
+    """The largest number that is rounded to a finite one."""
+    info = torch.finfo(dtype)
+    return float(info.max) + info.eps * math.ldexp(1, math.frexp(info.max)[1] - 2)
+
+
+@cache
+def narrows_range(old: torch.dtype, new: torch.dtype) -> bool:
+    """Whether finite values of `old` may lie beyond the range of `new`, or become zero there."""
+    before, after = torch.finfo(old), torch.finfo(new)
+    least = (each.smallest_normal * each.eps for each in (before, after))
+    return before.max > _range_of(new) or next(least) < next(least)
+
+
+class Losses:
+    """What the values of a leaf of dtype `old` lose beside precision where they become `new`.
+    Counts what is written to it, from any thread; nothing is kept."""
+
+    def __init__(self, old: torch.dtype, new: torch.dtype) -> None:
+        self._old, self._new = old, new
+        self._counts = [0, 0, 0]
+        self._lock = threading.Lock()
+
+    def again(self) -> "Losses":
+        """A count of its own of the same conversion."""
+        return Losses(self._old, self._new)
+
+    @property
+    def losses(self) -> "Losses":
+        """As a destination that only counts."""
+        return self
+
+    @property
+    def is_likely(self) -> bool:
+        """Whether the ranges differ by more than the rounding of the largest number."""
+        return torch.finfo(self._old).max > 2 * torch.finfo(self._new).max
+
+    def memory(self) -> None:
+        return None
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Count the losses of `data`, whole elements."""
+        count = len(data) // self._old.itemsize
+        before = as_dtype(_from_memory(data), self._old, (count,))
+        wide = before.dtype if self._old.itemsize > 2 else torch.float32
+        found = losses(before.to(wide), before.to(self._new).to(wide), self._new)
+        with self._lock:
+            self._counts = [a + b for a, b in zip(self._counts, found, strict=True)]
+
+    def said(self, *, whole: bool) -> str:
+        """The losses in words, empty if there are none; that all is zero counts of a `whole`
+        leaf."""
+        overflows, given, kept = self._counts
+        return lost_values(DTYPE_NAMES[self._new], overflows, given if whole else 0, kept)
+
+
+def lost_values(name: str, overflows: int, given: int, kept: int) -> str:
+    """What a conversion to the dtype called `name` loses beside precision, in words; empty if
+    nothing."""
+    if overflows:
+        s, lie = ("", "lies") if overflows == 1 else ("s", "lie")
+        return f"{overflows} value{s} {lie} beyond the range of {name}"
+    if given and not kept:
+        return f"all values, of which {given} are not zero, would become zero in {name}"
+    return ""
+
+
 def checked_dtype(dtype: Any) -> torch.dtype:
     """`dtype` if leaves can be converted to it, else `InvalidInput`."""
-    if isinstance(dtype, torch.dtype) and dtype in FLOATS:
-        return dtype
+    asked, _ = with_consent(dtype)
+    if isinstance(asked, torch.dtype) and asked in FLOATS:
+        return asked
     known = ", ".join(sorted(str(each) for each in FLOATS))
     raise InvalidInput(
         f"dtype is {dtype!r}; wanted one of {known}: only floating leaves are converted, and only "
@@ -432,13 +575,19 @@ def checked_dtype(dtype: Any) -> torch.dtype:
     )
 
 
+def wanted_dtype(dtype: Any) -> tuple[torch.dtype | None, bool]:
+    """The checked dtype that a caller asks for, if any, and whether values that it cannot hold are
+    accepted."""
+    return None if dtype is None else checked_dtype(dtype), with_consent(dtype)[1]
+
+
 def converts(committed: str, dtype: torch.dtype | None) -> bool:
     """Whether a leaf committed as `committed` becomes another one when `dtype` is asked for."""
     return dtype is not None and DTYPES.get(committed) in FLOATS - {dtype}
 
 
-def destination(tensor: torch.Tensor, committed: str) -> Destination:
+def destination(tensor: torch.Tensor, committed: str, *, unchecked: bool = False) -> Destination:
     """Where the bytes of a leaf committed as `committed` land in `tensor`, which has that dtype or
     is converted to."""
     same = DTYPE_NAMES[tensor.dtype] == committed
-    return Destination(tensor, None if same else dtype_of(committed))
+    return Destination(tensor, None if same else dtype_of(committed), unchecked=unchecked)

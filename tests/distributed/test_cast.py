@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 import ckptstore
-from ckptstore.errors import Conflict
+from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.snapshot import contents_of
 from tests.distributed.layouts import full, layout, meet
 from tests.distributed.pool import Pool
 
-CAST = {"model/**": torch.float16, "own/**": torch.bfloat16}
+CAST = {"model/**": (torch.float16, "unchecked"), "own/**": torch.bfloat16}
 LAYOUTS = ("rows", "columns", "replicate")
 
 
@@ -41,6 +41,18 @@ def commit_cast(rank: int, path: Path) -> list[str]:
         return [first.id, again.id, last.id]
 
 
+def commit_beyond(rank: int, path: Path) -> str:
+    n = 4
+    meet(n)
+    with ckptstore.open(path) as store:
+        try:
+            store.commit(state(rank, n), step=1, cast={"model/**": torch.float16})
+        except InvalidInput as error:
+            assert store.log() == []
+            return str(error)
+    return ""
+
+
 def commit_disagreeing(rank: int, path: Path) -> str:
     n = 4
     meet(n)
@@ -57,7 +69,7 @@ def test_ranks_cast_what_one_process_would(pool: Pool, tmp_path: Path) -> None:
     first, *others = pool.run(commit_cast, tmp_path / "store")
     assert all(other == first for other in others)
     with ckptstore.open(tmp_path / "one") as alone:
-        wanted = alone.commit({"model": {"whole": values()}}, cast={"model/**": torch.float16})
+        wanted = alone.commit({"model": {"whole": values()}}, cast={"model/**": CAST["model/**"]})
         (figures,) = contents_of(wanted).document.cast.errors  # type: ignore[union-attr]
     assert (figures.nans, figures.overflows) == (5, 3)
     with ckptstore.open(tmp_path / "store") as store:
@@ -75,6 +87,12 @@ def test_ranks_cast_what_one_process_would(pool: Pool, tmp_path: Path) -> None:
             assert torch.equal(snap.read("own/noise/3"), noise)
         assert len({store.checkout(commit).content_id for commit in first}) == 1
         assert not store.fsck(read_data="100%").damaged
+
+
+def test_a_value_beyond_the_dtype_on_any_rank_is_refused_on_all(pool: Pool, tmp_path: Path) -> None:
+    for said in pool.run(commit_beyond, tmp_path / "store"):
+        for name in (*LAYOUTS, "whole"):
+            assert f"model/{name}: 3 values lie beyond the range of float16" in said
 
 
 def test_ranks_that_cast_otherwise_commit_nothing(pool: Pool, tmp_path: Path) -> None:

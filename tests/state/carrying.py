@@ -56,7 +56,8 @@ class Carried:
         for i, landing in enumerate(binding.destinations):
             for _, destination in landing:
                 land(destination, self.bytes_of(i))
-        return binding.finish({i: self.bytes_of(i) for i in binding.wanted_bytes})
+        binding.receive({i: self.bytes_of(i) for i in binding.wanted_bytes})
+        return binding.finish()
 
 
 def carry(state: Any, **options: Any) -> Carried:

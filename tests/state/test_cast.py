@@ -72,7 +72,8 @@ def test_nan_and_overflow_are_counted_and_do_not_count_as_errors(tmp_path: Path)
     flat = given["optimizer"]["exp_avg"].view(-1)
     flat[:3], flat[3], flat[4] = float("nan"), 1e30, float("inf")
     with ckptstore.open(tmp_path) as store:
-        error = errors(store.commit(given, cast={GLOB: torch.float16}))["optimizer/exp_avg"]
+        cast = {GLOB: (torch.float16, "unchecked")}
+        error = errors(store.commit(given, cast=cast))["optimizer/exp_avg"]
     assert (error.nans, error.overflows) == (3, 1)
     assert 0 < error.absolute < 1
     assert 0 < error.relative <= 1
@@ -168,6 +169,46 @@ def test_the_first_glob_that_matches_counts(tmp_path: Path) -> None:
         snap = store.commit(state(), cast=cast)
         assert snap.read("optimizer/small").dtype == torch.float16
         assert snap.read("optimizer/exp_avg").dtype == torch.bfloat16
+
+
+BEYOND = [
+    (
+        torch.float16,
+        [1.0, 1e6, -1e5, float("inf"), float("nan")],
+        "2 values lie beyond the range of float16",
+    ),
+    (torch.float8_e4m3fn, [1.0, 500.0], "1 value lies beyond the range of float8_e4m3fn"),
+    (torch.float8_e4m3fn, [1.0, float("inf")], "1 value lies beyond the range of float8_e4m3fn"),
+    (torch.float8_e8m0fnu, [1.0, -1.0], "1 value lies beyond the range of float8_e8m0fnu"),
+    (torch.bfloat16, [3.4e38], "1 value lies beyond"),
+    (torch.float16, [1e-9, 0.0, -1e-10], "all values, of which 2 are not zero, would become zero"),
+]
+
+
+@pytest.mark.parametrize("way", ["commit", "commit_async"])
+@pytest.mark.parametrize(("dtype", "values", "why"), BEYOND)
+def test_a_cast_that_loses_more_than_precision_is_refused_unless_it_is_asked_for(
+    dtype: torch.dtype, values: list[float], why: str, way: str, tmp_path: Path
+) -> None:
+    given = {"m": {"w": torch.tensor(values), "n": torch.ones(3)}}
+
+    def commit(cast: Any) -> Any:
+        done = getattr(store, way)(given, cast={"m/*": cast})
+        return done.wait() if way == "commit_async" else done
+
+    with ckptstore.open(tmp_path) as store:
+        with pytest.raises(InvalidInput, match=f"(?s)nothing was committed.*m/w: {why}"):
+            commit(dtype)
+        assert store.log() == []
+        snap = commit((dtype, "unchecked"))
+        wanted = given["m"]["w"].to(dtype).view(torch.uint8)
+        assert torch.equal(snap.read("m/w").view(torch.uint8), wanted)
+
+
+def test_infinities_zeros_and_nan_that_are_there_are_no_loss(tmp_path: Path) -> None:
+    given = {"zeros": torch.zeros(9), "special": torch.tensor([float("inf"), float("nan"), 1e-30])}
+    with ckptstore.open(tmp_path) as store:
+        store.commit({"m": {**given, "special": given["special"][:2]}}, cast={"**": torch.float16})
 
 
 TIED = torch.ones(5, 5)

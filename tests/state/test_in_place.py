@@ -238,15 +238,15 @@ def test_lists_within_lists_and_tuples_are_filled() -> None:
     assert target["b"][0] is seen
 
 
-def test_one_list_for_two_contents_takes_one_of_them() -> None:
+def test_one_list_within_a_list_for_two_contents_takes_one_of_them() -> None:
     there = [0]
-    target = {"a": there, "b": there, "c": [there, there]}
-    carried = carry({"a": [1], "b": [2], "c": [[1], [3]]})
+    target = {"c": [there, there]}
+    carried = carry({"c": [[1], [3]]})
     binding = carried.bind(target)
     carried.finish(binding)
-    assert target == {"a": [1], "b": [2], "c": [[1], [3]]}
-    assert target["a"] is target["c"][0] is there
-    assert binding.replaced_paths("s") == ["s/b", "s/c"]
+    assert target == {"c": [[1], [3]]}
+    assert target["c"][0] is there
+    assert binding.replaced_paths("s") == ["s/c"]
 
 
 def test_what_cannot_be_filled_within_a_list_of_values_is_said() -> None:
@@ -256,6 +256,16 @@ def test_what_cannot_be_filled_within_a_list_of_values_is_said() -> None:
     carried.finish(binding)
     assert target == {"a": [(1, deque([1]))]}
     assert binding.replaced_paths("s") == ["s/a"]
+
+
+def test_what_cannot_be_filled_in_a_tuple_is_said() -> None:
+    inner = [1]
+    target = {"a": (np.zeros(1), [inner])}
+    carried = carry({"a": (np.zeros(2), [[2]])})
+    binding = carried.bind(target)
+    carried.finish(binding)
+    assert target["a"][1][0] is inner
+    assert binding.replaced_paths("s") == ["s/a/0"]
 
 
 def test_frozen_dataclasses_are_never_changed() -> None:

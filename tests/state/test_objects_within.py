@@ -54,14 +54,15 @@ def test_an_object_in_the_state_of_another_is_filled_and_handed_over() -> None:
     assert meter.seen.tolist() == [7, 7]
 
 
-def test_objects_within_objects_within_objects_are_filled() -> None:
+def test_objects_within_objects_within_objects_are_filled(tmp_path: Path) -> None:
     def make(n: int) -> Trainer:
         inner = Trainer(n=n, meter=Meter(n))
         return Trainer(inner=inner, again=inner, progress=StateDict(n=n))
 
     target = make(0)
     inner, meter = target.inner, target.inner.meter
-    carry({"all": [make(3)]}).restore({"all": [target]})
+    with ckptstore.open(tmp_path / "store") as store:
+        store.commit({"all": [make(3)]}).restore({"all": [target]})
     assert (inner.n, meter.n) == (3, 3)
     assert target.inner is target.again is inner
     assert inner.meter is meter

@@ -57,7 +57,7 @@ def test_a_pickle_hidden_in_another_container_is_not_read() -> None:
             with pytest.raises(CkptStoreError):
                 inflate(schema, [data], allow_pickle=allow_pickle)
         with pytest.raises(CkptStoreError):
-            bind({}, "s", schema).finish({0: data})
+            _restored(schema, data)
 
 
 @pytest.mark.pickles
@@ -78,3 +78,9 @@ def test_what_a_pickled_objects_own_code_raises_is_said_as_that() -> None:
     carried = carry({"a": made}, allow_pickle=True)
     with pytest.raises(InvalidInput, match=r"cannot be made again: AttributeError: .*old_name"):
         carried.inflate(allow_pickle=True)
+
+
+def _restored(schema: Schema, data: bytes) -> object:
+    binding = bind({}, "s", schema)
+    binding.receive({0: data})
+    return binding.finish()

@@ -333,7 +333,8 @@ def test_a_damaged_skeleton_is_corrupt_or_makes_something(data: st.DataObject) -
         with suppress(CkptStoreError):
             binding = bind(target, "s", schema)
             if not binding.mismatched:
-                binding.finish({i: leaf_values[i] for i in binding.wanted_bytes})
+                binding.receive({i: leaf_values[i] for i in binding.wanted_bytes})
+                binding.finish()
 
 
 def _wrap(data: st.DataObject, numbers: list[int]) -> Node:

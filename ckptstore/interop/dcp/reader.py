@@ -247,6 +247,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
         self, requests: Iterable[ReadItem], planner: LoadPlanner, load: _Load
     ) -> None:
         targets, wanted, copied = [], [], []
+        tensors.check_surroundings()
         for request in requests:
             item = load.item(request)
             target = planner.resolve_tensor(request)
@@ -255,7 +256,7 @@ class StoreReader(AtPlace[_Load], StorageReader):
             self._check(item, request, target, committed)
             landing = target.detach()
             if not tensors.is_strided(landing) or not tensors.is_writable_by_range(landing):
-                landing = torch.empty(landing.shape, dtype=landing.dtype)
+                landing = tensors.new(landing.shape, landing.dtype)
                 copied.append((target, landing))
             wanted.append(ReadRequest(item.tree, number, destination(landing, committed), box))
             targets.append((request, target))

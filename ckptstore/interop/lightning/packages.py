@@ -151,7 +151,7 @@ def _device(map_location: Any) -> torch.device | None:
     if isinstance(map_location, Mapping):
         map_location = map_location.get("cpu")
     elif callable(map_location):
-        found = map_location(torch.empty(0).untyped_storage(), "cpu")
+        found = map_location(torch.UntypedStorage(0, device="cpu"), "cpu")
         map_location = None if found is None else found.device
     device = None if map_location is None else torch.device(map_location)
     return None if device is None or device.type == "cpu" else device

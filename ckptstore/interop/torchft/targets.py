@@ -252,7 +252,7 @@ def _without_groups(path: str, wanted: Placed) -> "DeviceMesh":
             "or pass meshes= to the transport"
         )
     try:
-        ranks = torch.tensor(name.ranks, dtype=torch.int).reshape(name.shape)
+        ranks = torch.tensor(name.ranks, dtype=torch.int, device="cpu").reshape(name.shape)
         return DeviceMesh(
             wanted.device, ranks, mesh_dim_names=name.names or None, _init_backend=False
         )
