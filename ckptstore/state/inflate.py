@@ -15,7 +15,7 @@ from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.state import containers, tensors, values
 from ckptstore.state.containers import LEFT_OUT
-from ckptstore.state.in_place import Fillings
+from ckptstore.state.in_place import Fillings, can_change
 from ckptstore.state.leaf_sources import pickled_paths
 from ckptstore.state.stateful import Classes, no_classes
 
@@ -122,7 +122,13 @@ class Inflater:
             return self._fill(target, self._join_once(node), node)
         if isinstance(target, torch.Tensor):
             return self._fill(target, self.inflate(node), node)
-        return self._fill(target, self._join(node, target), node)
+        made = self._join(node, target)
+        if containers.is_wrapper(node.type):
+            return self._fill(target, made, node)
+        # Its children are filled already.
+        if made is not target and target is not None and can_change(target):
+            self.replaced.append(node)
+        return made
 
     def _fill_state(self, node: Node | int, target: Any) -> Any:
         """The object at `node`, the state of another: for `target`, which takes it or is none."""

@@ -331,7 +331,6 @@ def _paths_of(node: Node | int, path: str, wanted: IdentityDict[Node, bool]) -> 
         return
     if node in wanted:
         yield path
-        return
     for child, below in zip(node.children, _below_node(node, path), strict=True):
         yield from _paths_of(child, below, wanted)
 

@@ -258,6 +258,16 @@ def test_what_cannot_be_filled_within_a_list_of_values_is_said() -> None:
     assert binding.replaced_paths("s") == ["s/a"]
 
 
+def test_what_cannot_be_filled_in_a_tuple_is_said() -> None:
+    inner = [1]
+    target = {"a": (np.zeros(1), [inner])}
+    carried = carry({"a": (np.zeros(2), [[2]])})
+    binding = carried.bind(target)
+    carried.finish(binding)
+    assert target["a"][1][0] is inner
+    assert binding.replaced_paths("s") == ["s/a/0"]
+
+
 def test_frozen_dataclasses_are_never_changed() -> None:
     @register_class
     @dataclass(frozen=True, eq=False)
