@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 SHOWN = 8
 
 WIDER = (
-    'give a dtype of a wider range, such as torch.bfloat16, or dtype=(dtype, "unchecked") to take '
-    "them so"
+    "take a dtype of a wider range, such as torch.bfloat16, or read as committed and convert then; "
+    'dtype=(dtype, "unchecked") of restore and read converts them so'
 )
 """The next step where a conversion loses values."""
 
@@ -325,9 +325,15 @@ class Reader:
             self.fetch([job for job, _ in direct], [place for _, place in direct], reading)
         aside = [job for job in jobs if job.place is None]
         ends = list(accumulate((job.piece.raw_bytes for job in aside), initial=0))
-        # The others share scratch memory, or have one chunk's alone.
-        for some in coalesce(ends[:-1], ends[1:], limit_bytes=reading.room.aside_bytes):
-            out = [memoryview(bytearray(job.piece.raw_bytes)) for job in aside[some]]
+        # The others share scratch memory, or have one chunk's alone. It is used again for each
+        # group: fresh pages would cost more than the bytes that go through them.
+        groups = list(coalesce(ends[:-1], ends[1:], limit_bytes=reading.room.aside_bytes))
+        sizes = (ends[some.stop] - ends[some.start] for some in groups)
+        scratch = memoryview(bytearray(max(sizes, default=0)))
+        for some in groups:
+            first = ends[some.start]
+            spans = zip(ends[some], ends[some.start + 1 : some.stop + 1], strict=True)
+            out = [scratch[start - first : stop - first] for start, stop in spans]
             self.fetch(aside[some], out, reading)
             for job, data in zip(aside[some], out, strict=True):
                 job.land(data)
@@ -445,7 +451,7 @@ def refuse_losses(wanted: Iterable[ReadRequest], commit: CommitId) -> None:
     """Raise `InvalidInput` if `losses_in` finds any."""
     if found := losses_in(wanted):
         raise InvalidInput(
-            f"dtype= would lose more than precision of commit {commit[:12]}:\n  "
+            f"to convert commit {commit[:12]} would lose more than precision:\n  "
             + "\n  ".join(found[:SHOWN])
             + (f"\n  and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
             + f"\n{WIDER}"

@@ -320,6 +320,16 @@ def check(node: Node | int) -> None:
         check(child)
 
 
+def check_known(node: Node, classes: Classes) -> None:
+    """Raise `InvalidInput` for a class or a codec of `node` that is not known here, as `join`
+    does."""
+    for name, encoded in node.attrs:
+        if name == "class" and type(encoded) is str:
+            class_named(encoded, classes)
+        elif name == "name" and node.type == "registered" and type(encoded) is str:
+            registered_name(encoded)
+
+
 def attribute(value: Any, what: str) -> Any:
     """An attribute as JSON. Raises `InvalidInput`, naming `what`, unless it is a plain value."""
     encoded = values.encode_attribute(value)

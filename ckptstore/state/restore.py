@@ -302,6 +302,21 @@ class Binding(Inflater):
             except InvalidInput as error:
                 raise InvalidInput(f"{self._schema.paths[leaf]}: {error}") from error
             self._tensors.objects[leaf] = made
+        self._check_known(self._schema.skeleton)
+
+    def _check_known(self, node: Node | int) -> None:
+        """Raise `InvalidInput` for a class or a codec below `node` that is not known here."""
+        if isinstance(node, int) or node is LEFT_OUT or node in self._kept:
+            return
+        leaves = [*leaves_of(node)] if node.attrs else []
+        if node.attrs and (not leaves or any(self._wanted[leaf] for leaf in leaves)):
+            try:
+                containers.check_known(node, self._classes)
+            except InvalidInput as error:
+                place = self._schema.paths[leaves[0]] if leaves else node.type
+                raise InvalidInput(f"{place}: {error}") from error
+        for child in node.children:
+            self._check_known(child)
 
     def finish(self) -> Any:
         """Hand over: every destination is filled, and `receive` was called. To be called once.
@@ -348,7 +363,8 @@ class Binding(Inflater):
         except CkptStoreError:
             raise
         except Exception as error:
-            place, kind = self._places[target], type(target).__qualname__
+            place = self._places.get(target, "the target")
+            kind = type(target).__qualname__
             raise InvalidInput(
                 f"{place}: {kind} refuses the committed state: {type(error).__name__}: {error}"
             ) from error

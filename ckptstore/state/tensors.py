@@ -48,6 +48,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _HUGE_PAGE = 2 << 20
 
+ALONE_ELEMENTS = 1 << 14
+"""At most so many elements torch reduces on the calling thread alone: threads of a pool that each
+call more threads wait for each other."""
+
 
 def dtype_of(name: str) -> torch.dtype:
     """The dtype called `name`; `InvalidInput` if this torch has none."""
@@ -516,6 +520,8 @@ class Losses:
 
     def __init__(self, old: torch.dtype, new: torch.dtype) -> None:
         self._old, self._new = old, new
+        self._is_unsigned = "e8m0" in DTYPE_NAMES[new]
+        self._least = torch.finfo(new).smallest_normal
         self._counts = [0, 0, 0]
         self._lock = threading.Lock()
 
@@ -539,11 +545,19 @@ class Losses:
     def write(self, start: int, data: memoryview) -> None:
         """Count the losses of `data`, whole elements."""
         count = len(data) // self._old.itemsize
-        before = as_dtype(_from_memory(data), self._old, (count,))
-        wide = before.dtype if self._old.itemsize > 2 else torch.float32
-        found = losses(before.to(wide), before.to(self._new).to(wide), self._new)
+        if not count:
+            return
+        whole = as_dtype(_from_memory(data), self._old, (count,))
+        found = [self._of(part) for part in whole.split(ALONE_ELEMENTS)]
         with self._lock:
-            self._counts = [a + b for a, b in zip(self._counts, found, strict=True)]
+            self._counts = [sum(each) for each in zip(self._counts, *found, strict=True)]
+
+    def _of(self, before: torch.Tensor) -> tuple[int, int, int]:
+        wide = before.to(torch.float32) if self._old.itemsize < 4 else before
+        least, most = map(float, torch.aminmax(wide))
+        if self._least <= max(-least, most) <= _range_of(self._new) and not self._is_unsigned:
+            return 0, 1, 1  # all is within the range, and not all becomes zero
+        return losses(wide, before.to(self._new).to(wide.dtype), self._new)
 
     def said(self, *, whole: bool) -> str:
         """The losses in words, empty if there are none; that all is zero counts of a `whole`

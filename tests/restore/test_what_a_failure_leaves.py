@@ -3,8 +3,9 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 import ckptstore
 from ckptstore.errors import Corrupt, InvalidInput
+from ckptstore.state import stateful
 
 
 def described(value: Any) -> str:
@@ -101,6 +103,38 @@ def test_a_class_that_is_not_known_is_found_before_anything_changes(tmp_path: Pa
         with pytest.raises(InvalidInput, match=r"^b/c: the class .*color is neither registered"):
             snapshot.restore(target)
     assert not target["a"]["w"].any()
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass
+class Record:
+    value: Any
+
+
+class Hidden(Exception):
+    """Registered with a codec, then not."""
+
+
+def test_a_class_of_a_container_is_found_before_anything_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: dict[Any, Any] = {}
+    monkeypatch.setattr(stateful, "_REGISTERED", known)
+    monkeypatch.setattr(stateful, "_REGISTERED_NAMES", names := {})
+    ckptstore.register_value("hidden", Hidden, lambda each: {"x": torch.ones(3)}, Hidden)
+    for made in (Pair(torch.ones(3), 1), Record(torch.ones(3)), Hidden()):
+        with ckptstore.open(tmp_path / "store") as store:
+            snapshot = store.commit({"a": {"w": torch.ones(300)}, "b": {"c": [made]}})
+            names.clear()
+            target = {"a": {"w": torch.zeros(300)}, "b": {"c": None}}
+            with pytest.raises(InvalidInput, match=r"^b/c/0.*register"):
+                snapshot.restore(target)
+            assert not target["a"]["w"].any()
+            names["hidden"] = known[Hidden]
 
 
 def state(seed: int) -> dict[str, Any]:
