@@ -225,7 +225,8 @@ class Snapshot:
             atomic: Read and verify every chunk before the first byte is replaced: reads twice.
 
         Returns:
-            Leaves that were missing, unexpected or skipped, and the bytes read.
+            Leaves that were missing, unexpected or skipped, paths at which a new object stands
+            since the target's could not be filled, and the bytes read.
 
         Raises:
             InvalidInput: `app_state` does not fit, and nothing was changed; or an object refused

@@ -121,6 +121,9 @@ class RestoreReport:
     """Paths that a restore skipped: those that the commit lacks, those that the target lacks, and
     those `mismatched` that have another shape, dtype or kind there, which stay as they were.
 
+    `replaced` are paths at which a new object stands, since the target's could not be filled: an
+    array of another shape, a deque of another length, an object without a state to set. Whoever
+    else holds the target's object still has its old content.
     `needed_bytes` are those of the tensors that this process restored, `read_bytes` the raw bytes
     of the chunks that it read for them: chunks are read whole. `received_bytes` are those of chunks
     that another rank read and sent.
@@ -132,6 +135,7 @@ class RestoreReport:
     read_bytes: int = 0
     received_bytes: int = 0
     mismatched: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
 
 
 class Brought(NamedTuple):
@@ -373,14 +377,26 @@ class RestoreOperation:
 
         Raises `InvalidInput` if an object refuses its state; those of other keys may have theirs
         then, and all tensors have."""
+        replaced: list[str] = []
         keys = sorted(self._bindings, key=lambda k: self._bindings[k].late)
         for n, key in enumerate(keys):
             try:
                 restored = self._bindings[key].finish()
             except InvalidInput as error:
                 raise InvalidInput(f"{error}; {_left_by(keys[:n], keys[n:])}") from error
+            replaced += self._bindings[key].replaced_paths(key)
             if restored is not self._app_state[key]:
                 self._app_state[key] = restored
+        self.report = replace(self.report, replaced=tuple(replaced))
+        if replaced:
+            more = f" and {len(replaced) - SHOWN} more" if len(replaced) > SHOWN else ""
+            logger.warning(
+                "restored commit %s with new objects for %s%s: the target's could not be filled; "
+                "what else holds one of them still has its old content",
+                self._commit[:12],
+                ", ".join(replaced[:SHOWN]),
+                more,
+            )
         if self._skipped:
             logger.warning(
                 "mismatched='skip': these stay as they were: %s",

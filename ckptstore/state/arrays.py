@@ -18,6 +18,10 @@ from ckptstore.state.values import add_codec, decode_value, encode_value
 _BIT_GENERATORS: dict[str, type[np.random.BitGenerator]] = {
     name: getattr(np.random, name) for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 }
+_SEEDS = ("entropy", "spawn_key", "pool_size", "n_children_spawned")
+_SEEDLESS = np.random.bit_generator.SeedlessSequence  # type: ignore[attr-defined]  # of old seeds
+_LARGEST_POOL = 1024
+"""Words of a seed sequence's pool; numpy's default is 4."""
 _TENSOR_KINDS = "biufc"
 
 
@@ -95,8 +99,20 @@ def _split_numpy_generator(generator: np.random.Generator) -> Parts:
         raise InvalidInput(
             f"a numpy Generator on {name} cannot be stored; use one of {', '.join(_BIT_GENERATORS)}"
         )
-    return Parts(
-        "numpy.Generator", [generator.bit_generator.state], attrs=(("bit_generator", name),)
+    state = {**generator.bit_generator.state, "seed_sequence": _split_seeds(generator)}
+    return Parts("numpy.Generator", [state], attrs=(("bit_generator", name),))
+
+
+def _split_seeds(generator: np.random.Generator) -> dict[str, Any] | None:
+    """The sequence from which children are spawned, by the arguments that make it again."""
+    seeds = generator.bit_generator.seed_seq
+    if type(seeds) is np.random.SeedSequence and seeds.pool_size <= _LARGEST_POOL:
+        return {name: getattr(seeds, name) for name in _SEEDS}
+    if seeds is None or type(seeds) is _SEEDLESS:
+        return None  # it can spawn none
+    raise InvalidInput(
+        f"a numpy Generator with the seeds {seeds!r:.80} cannot be stored; use a "
+        f"numpy.random.SeedSequence with a pool of at most {_LARGEST_POOL} words"
     )
 
 
@@ -105,7 +121,17 @@ def _make_generator(joint: Joint) -> np.random.Generator:
 
 
 def _fill_generator(target: np.random.Generator, joint: Joint) -> None:
-    target.bit_generator.state = joint.children[0]
+    state = dict(joint.children[0])
+    # Without it in commits of earlier versions; the target's sequence stays.
+    seeds = state.pop("seed_sequence", target.bit_generator.seed_seq)
+    if seeds is None:
+        seeds = _SEEDLESS()
+    elif isinstance(seeds, dict):
+        if seeds["pool_size"] > _LARGEST_POOL:  # before that memory is asked for
+            raise ValueError(f"a pool of {seeds['pool_size']} words")
+        seeds = np.random.SeedSequence(**seeds)
+    # The one way to give a generator that is there a sequence of seeds.
+    target.bit_generator.__setstate__((state, seeds))  # type: ignore[attr-defined]  # it has one
 
 
 def _add_numpy() -> None:

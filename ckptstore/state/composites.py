@@ -4,6 +4,7 @@
 strided tensors that share their memory. It refuses tensors without memory of their own.
 """
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from ckptstore.state.containers import (
     add_filled,
     add_node_type,
     attribute,
+    attributes_of,
 )
 from ckptstore.state.shards import check_finished, is_dtensor
 from ckptstore.state.stateful import class_name, class_named
@@ -44,13 +46,12 @@ def split_tensor(tensor: torch.Tensor) -> Parts | torch.Tensor:
         return _whole_local(tensor)
     if isinstance(tensor, torch.nn.Parameter):
         return _split_parameter(tensor)
-    if tensor.requires_grad:
-        marked = (("requires_grad", True),)
-        return (
-            Parts("torch.Tensor", [tensor.detach()], attrs=marked)
-            if tensor.is_leaf
-            else tensor.detach()
-        )
+    attributes = _attributes_of(tensor)
+    if tensor.requires_grad or (attributes and type(tensor) is torch.Tensor):
+        is_marked = tensor.requires_grad and tensor.is_leaf
+        marks = (("requires_grad", is_marked), *attributes)
+        plain = tensor.detach()
+        return Parts("torch.Tensor", [plain], attrs=marks) if is_marked or attributes else plain
     if tensor.is_nested:
         return _split_jagged(tensor) if tensor.layout == torch.jagged else _split_nested(tensor)
     if type(tensor) is not torch.Tensor:
@@ -59,7 +60,22 @@ def split_tensor(tensor: torch.Tensor) -> Parts | torch.Tensor:
         return _split_coo(tensor)
     if tensor.layout in _COMPRESSED:
         return _split_compressed(tensor)
-    return _split_quantized(tensor) if tensor.is_quantized else tensor
+    if tensor.is_quantized:
+        return _split_quantized(tensor)
+    return tensor.detach() if vars(tensor) else tensor  # without torch's own marks
+
+
+_MARK = re.compile("_is_param|.*_dynamo_.*|_specialize_on")
+"""Attributes that torch itself writes on tensors, for the code that runs now."""
+
+
+def _attributes_of(tensor: torch.Tensor) -> tuple[tuple[str, Any], ...]:
+    """What a tensor holds beside its data; not of one that wraps others, whose class says what it
+    holds (`__tensor_flatten__`)."""
+    held = vars(tensor)
+    if not held or hasattr(tensor, "__tensor_flatten__") or tensors.wraps_others(tensor):
+        return ()
+    return attributes_of(tensor, [*filter(_MARK.fullmatch, map(str, held))])
 
 
 def _refuse_without_memory(tensor: torch.Tensor) -> None:
@@ -104,6 +120,7 @@ def _split_parameter(parameter: torch.nn.Parameter) -> Parts:
     attrs: tuple[tuple[str, Any], ...] = (("requires_grad", parameter.requires_grad),)
     if type(parameter) is not torch.nn.Parameter and torch.nn.Parameter in type(parameter).__mro__:
         attrs = (("class", class_name(type(parameter))), *attrs)
+    attrs += _attributes_of(parameter)
     return Parts("torch.Parameter", [parameter.detach()], attrs=attrs)
 
 
@@ -290,17 +307,9 @@ def _split_thin_subclass(tensor: Any) -> Parts:
             f"ckptstore.register_value(…, {cls.__name__}, encode, decode), or store its inner "
             "tensors"
         )
-    if getattr(tensor, "__dict__", None):
-        raise InvalidInput(
-            f"{class_name(cls)} has attributes ({', '.join(vars(tensor))}) beside its data; call "
-            f"ckptstore.register_value(…, {cls.__name__}, encode, decode), or commit "
-            "tensor.as_subclass(torch.Tensor) and the attributes"
-        )
-    return Parts(
-        "torch.thin_subclass",
-        [tensor.as_subclass(torch.Tensor)],
-        attrs=(("class", class_name(cls)),),
-    )
+    plain = tensor.as_subclass(torch.Tensor)
+    attrs = (("class", class_name(cls)), *_attributes_of(tensor))
+    return Parts("torch.thin_subclass", [plain], attrs=attrs)
 
 
 def _join_thin_subclass(joint: Joint) -> Any:

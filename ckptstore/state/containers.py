@@ -2,21 +2,34 @@
 
 `split` takes an object apart into children and attributes, `join` makes an equal object of the same
 type from them (docs/values.md). Flattening, inflating and restoring all use this definition.
+
+An instance may hold attributes beside what its type describes. A dataclass's are children like its
+fields. Those of all other objects are plain values in the node's attribute `attributes`, or the
+commit is refused.
 """
 
 import dataclasses
 import io
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from inspect import getattr_static
 from types import BuiltinMethodType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ckptstore.core.model import Node
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.state import values
-from ckptstore.state.stateful import Classes, class_name, class_named, is_stateful, registered_name
+from ckptstore.state.stateful import (
+    Classes,
+    class_name,
+    class_named,
+    is_stateful,
+    registered_name,
+    state_of,
+)
 
 _SCALARS = (int, float, complex, str, bool, bytes)
 _COLLECTIONS = (dict, list, set, tuple, frozenset, deque, OrderedDict, Counter, defaultdict)
@@ -25,6 +38,9 @@ PARAMETERS, NAMES = "parameters", "names"
 """Node types of an optimizer's state: values by parameter name, and ordered names (not a leaf)."""
 
 _DIVISIBLE = ("list", "tuple", "deque", "namedtuple", "dataclass", "stateful")
+
+ATTRIBUTES = "attributes"
+"""The attribute of a node that has what an instance holds beside its content, by name."""
 
 LEFT_OUT = Node("left out", ())
 """Stands, by identity, for unselected nodes of a narrowed skeleton; never stored."""
@@ -84,12 +100,17 @@ class NodeType:
 
 
 _SPLITS: dict[type, Split] = {}
+_HELD_OTHERWISE: dict[type, frozenset[str]] = {}
+"""Classes whose instances can have attributes, and the names of those that `split` handles."""
 _TYPES: dict[str, NodeType] = {}
 
 
-def add_container(cls: type, split: Split) -> None:
-    """Register a class; `split` handles its instances, not those of subclasses."""
+def add_container(cls: type, split: Split, held_otherwise: Sequence[str] = ()) -> None:
+    """Register a class; `split` handles its instances, not those of subclasses, and their
+    attributes called `held_otherwise`."""
     _SPLITS[cls] = split
+    if cls.__dictoffset__:
+        _HELD_OTHERWISE[cls] = frozenset(held_otherwise)
 
 
 def add_node_type(
@@ -107,10 +128,11 @@ def add_filled(
     make: Callable[[Joint], Any],
     fill: Callable[[Any, Joint], object],
     fits: Callable[[Any, Joint], bool] = lambda target, joint: True,
+    held_otherwise: Sequence[str] = (),
 ) -> None:
     """Register a class whose objects are filled in place, those of a target for which `fits`
     holds."""
-    add_container(cls, split)
+    add_container(cls, split, held_otherwise)
     _TYPES[name] = NodeType(
         form, make, fill, lambda target, joint: type(target) is cls and fits(target, joint)
     )
@@ -120,20 +142,94 @@ def split(value: Any) -> Parts | None:
     """Split `value`, or return None if it is no container. Raises `InvalidInput` if unsupported."""
     cls = type(value)
     if cls in _SPLITS:
-        return _SPLITS[cls](value)
+        parts = _SPLITS[cls](value)
+        held = cls in _HELD_OTHERWISE and vars(value)
+        more = attributes_of(value, _HELD_OTHERWISE[cls]) if held else ()
+        return parts._replace(attrs=parts.attrs + more) if more else parts
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        return Parts("namedtuple", list(value), list(cls._fields), (("class", class_name(cls)),))
+        attrs = (("class", class_name(cls)), *attributes_of(value))
+        return Parts("namedtuple", list(value), list(cls._fields), attrs)
     if is_stateful(value):
-        return Parts("stateful", [value.state_dict()])
+        return Parts("stateful", [state_of(value)])
     if dataclasses.is_dataclass(cls) and not _is_builtin(cls):
-        names = [field.name for field in dataclasses.fields(cls) if hasattr(value, field.name)]
-        return Parts(
-            "dataclass",
-            [getattr(value, name) for name in names],
-            names,
-            (("class", class_name(cls)),),
-        )
+        return _split_dataclass(value)
     return None
+
+
+def attributes_of(
+    value: Any, held_otherwise: Collection[str] = ()
+) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """The attribute of a node for what `value` holds beside its content; none if it holds nothing.
+    Raises `InvalidInput` for an attribute that is no plain value."""
+    held = getattr(value, "__dict__", None)
+    if not held or held.keys() <= set(held_otherwise):
+        return ()
+    found = {}
+    for name, each in held.items():
+        if name in held_otherwise:
+            continue
+        if type(name) is not str or values.encode_attribute(each) is values.NOT_A_VALUE:
+            cls = type(value)
+            is_own = cls not in _SPLITS and not cls.__module__.startswith("torch")
+            way_out = f", or ckptstore.register_value(…, {class_name(cls)}, …)" if is_own else ""
+            raise InvalidInput(
+                f"its attribute {name!r} is {each!r:.80}, not a plain value, which is all that "
+                f"attributes of a {class_name(cls)} can be; store that under a key of its own and "
+                f"delete the attribute (a tensor's: commit its detach()){way_out}"
+            )
+        found[name] = each
+    return ((ATTRIBUTES, values.encode_attribute(found)),)
+
+
+def fields_of(value: Any, names: Sequence[str]) -> list[Any]:
+    """What an instance has under the names of fields, and of attributes beside them; else None."""
+    fields = getattr(type(value), "__dataclass_fields__", ())
+    return [
+        getattr(value, name, None) if name in fields else _own_attribute(value, name)
+        for name in names
+    ]
+
+
+def _own_attribute(value: Any, name: str) -> Any:
+    """An attribute that the instance itself holds, or None; runs no code of its class."""
+    held = getattr(value, "__dict__", {})
+    if name in held:
+        return held[name]
+    return getattr(value, name, None) if name in slots_of(type(value)) else None
+
+
+def slots_of(cls: type) -> tuple[str, ...]:
+    """The names of an instance's slots, in the order of the classes that have them."""
+    found: list[str] = []
+    for base in reversed(cls.__mro__):
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{base.__name__.lstrip('_')}{name}"
+            if not name.startswith("__"):
+                found.append(name)
+    return tuple(dict.fromkeys(found))
+
+
+def _split_dataclass(value: Any) -> Parts:
+    """The fields, then what the instance holds beside them."""
+    cls = type(value)
+    fields = [field.name for field in dataclasses.fields(cls)]
+    names = [name for name in fields if hasattr(value, name)]
+    held = getattr(value, "__dict__", {})
+    slots = (name for name in slots_of(cls) if hasattr(value, name))
+    beside = [name for name in dict.fromkeys((*held, *slots)) if name not in fields]
+    beside = [name for name in beside if name != "__orig_class__"]  # typing's note of a generic
+    if not all(type(name) is str for name in beside):
+        raise InvalidInput(
+            f"a {class_name(cls)} has attributes whose names are no strings: {beside!r:.80}"
+        )
+    children = [getattr(value, name) for name in names]
+    children += [_own_attribute(value, name) for name in beside]
+    attrs: tuple[tuple[str, Any], ...] = (("class", class_name(cls)),)
+    if beside:
+        attrs += (("beside", attribute(beside, "a list of names")),)
+    return Parts("dataclass", children, [*names, *beside], attrs)
 
 
 def _is_builtin(cls: type) -> bool:
@@ -168,6 +264,20 @@ def join(
             f"a container of type {node.type[:40]!r} cannot be put together: {error}; run "
             "`ckptstore fsck`"
         ) from error
+
+
+def set_attributes(node: Node, made: Any, classes: Classes) -> None:
+    """Give `made`, the object of `node`, what was held beside the content."""
+    encoded = next((value for name, value in node.attrs if name == ATTRIBUTES), None)
+    if encoded is None:
+        return
+    found = values.decode_value(encoded, classes)
+    held = getattr(made, "__dict__", None)
+    if type(found) is not dict or not all(type(name) is str for name in found) or held is None:
+        raise Corrupt(
+            f"a {node.type[:40]!r} cannot have the attributes {found!r:.80}; run `ckptstore fsck`"
+        )
+    held.update(found)
 
 
 def is_wrapper(name: str) -> bool:
@@ -267,6 +377,12 @@ def _make_ordered(joint: Joint) -> OrderedDict[Any, Any]:
     return made
 
 
+def _fill_ordered(target: dict[Any, Any], joint: Joint) -> None:
+    _fill_mapping(target, joint)
+    if joint.clears and type(target) is OrderedDict:
+        vars(target).update(vars(_make_ordered(joint)))
+
+
 def _split_named(value: Named) -> Parts:
     return _split_mapping(value)._replace(type=PARAMETERS)
 
@@ -312,7 +428,9 @@ def _make_dataclass(joint: Joint) -> Any:
     """An instance, built without running the class's code."""
     cls = class_named(joint.attrs["class"], joint.classes)
     fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
-    if unknown := set(joint.keys) - {field.name for field in fields}:
+    beside = joint.attrs.get("beside", [])
+    unknown = set(joint.keys).difference((field.name for field in fields), beside)
+    if unknown:
         raise InvalidInput(
             f"{class_name(cls)} is no dataclass with the fields {', '.join(sorted(unknown))}; "
             "restore with the code that wrote it"
@@ -321,8 +439,23 @@ def _make_dataclass(joint: Joint) -> Any:
 
 
 def _fill_dataclass(target: Any, joint: Joint) -> None:
+    cls, held = type(target), getattr(target, "__dict__", {})
+    beside = {*joint.attrs.get("beside", ())}.difference(slots_of(cls))
+    beside.difference_update(field.name for field in dataclasses.fields(cls))
+    if beside and not cls.__dictoffset__:
+        raise InvalidInput(
+            f"a {class_name(cls)} cannot have the attributes {', '.join(sorted(beside))}; restore "
+            "with the code that wrote it"
+        )
+    for name in list(held) if joint.clears else ():
+        # It was computed from fields that change now.
+        if isinstance(getattr_static(cls, name, None), cached_property) and name not in joint.keys:
+            del held[name]
     for name, value in joint.items():
-        object.__setattr__(target, name, value)
+        if name in beside:
+            held[name] = value
+        else:
+            object.__setattr__(target, name, value)
 
 
 def _takes_dataclass(target: Any, joint: Joint) -> bool:
@@ -339,10 +472,11 @@ def _split_bytesio(value: io.BytesIO) -> Parts:
     return Parts("BytesIO", [value.getvalue()], attrs=(("position", value.tell()),))
 
 
-def _join_bytesio(joint: Joint) -> io.BytesIO:
-    made = io.BytesIO(joint.children[0])
-    made.seek(joint.attrs["position"])
-    return made
+def _fill_bytesio(target: io.BytesIO, joint: Joint) -> None:
+    target.seek(0)
+    target.truncate()
+    target.write(joint.children[0])
+    target.seek(joint.attrs["position"])
 
 
 def _fill_mapping(target: dict[Any, Any], joint: Joint) -> None:
@@ -359,7 +493,7 @@ def _only_child(joint: Joint) -> Any:
 def _add_containers() -> None:
     for cls in (dict, Counter):
         add_container(cls, _split_mapping)
-    add_container(OrderedDict, _split_ordered)
+    add_container(OrderedDict, _split_ordered, held_otherwise=["_metadata"])
     add_container(defaultdict, _split_defaultdict)
     add_container(Named, _split_named)
     add_container(Names, _split_names)
@@ -371,8 +505,9 @@ def _add_containers() -> None:
         **dict.fromkeys(("dict", "ranks", PARAMETERS), lambda joint: {}),
     }
     for name, make in makers.items():
+        fill = _fill_ordered if name == "OrderedDict" else _fill_mapping
         _TYPES[name] = NodeType(
-            "mapping", make, _fill_mapping, lambda target, joint: isinstance(target, dict)
+            "mapping", make, fill, lambda target, joint: isinstance(target, dict)
         )
     add_node_type(NAMES, "sequence", lambda joint: list(joint.attrs["names"]))
     add_filled(
@@ -414,16 +549,24 @@ def _add_wrappers() -> None:
         "wrapper",
         lambda joint: random.Random(),
         lambda target, joint: target.setstate(joint.children[0]),
+        held_otherwise=["gauss_next"],
     )
-    add_container(io.BytesIO, _split_bytesio)
-    add_node_type("BytesIO", "wrapper", _join_bytesio)
+    add_filled(
+        io.BytesIO,
+        _split_bytesio,
+        "BytesIO",
+        "wrapper",
+        lambda joint: io.BytesIO(),
+        _fill_bytesio,
+        lambda target, joint: not target.closed,
+    )
     # `inflate` decides whether the bytes of a pickle may be unpickled.
     for name in ("stateful", "pickle"):
         add_node_type(name, "wrapper", _only_child)
     add_node_type(
         "registered",
         "wrapper",
-        lambda joint: registered_name(joint.attrs["name"]).decode(joint.children[0]),
+        lambda joint: registered_name(joint.attrs["name"]).object_of(joint.children[0]),
     )
 
 

@@ -5,7 +5,8 @@ Nothing is copied: the result of `flatten` refers to tensors and keeps them aliv
 are encoded immediately.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import GeneratorType, ModuleType
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from ckptstore.core.model import LeafKind, Node, Schema, Shape
 from ckptstore.core.process import uncollected
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.state import containers, tensors, values
 from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
@@ -33,7 +34,6 @@ from ckptstore.state.shards import Held, held_of, is_distributed
 from ckptstore.state.stateful import (
     class_name,
     registered,
-    state_dict_of,
     state_of,
     tell_of_unknown_classes,
 )
@@ -108,7 +108,8 @@ class _Tree:
     def flatten(self, key: str, value: Any) -> FlatState:
         path = segment(values.encode_key(key))
         is_optimizer = isinstance(value, Optimizer)
-        state = self._state_of_optimizer(value, path) if is_optimizer else state_of(value)
+        with _noted(path):
+            state = self._state_of_optimizer(value, path) if is_optimizer else state_of(value)
         with uncollected():
             skeleton = self._visit(state, path)
             schema = Schema(
@@ -124,7 +125,7 @@ class _Tree:
     def _visit(self, value: Any, path: str) -> Node | int:
         try:
             strided = type(value) is torch.Tensor and tensors.is_strided(value)
-            if strided and not value.requires_grad:  # by far the most
+            if strided and not value.requires_grad and not vars(value):  # by far the most
                 return self._tensor(value, path)
             found = self._leaf_or_parts(value, path)
             if isinstance(found, int):
@@ -132,6 +133,9 @@ class _Tree:
             names = None if found.keys is None else segments(found.keys)
         except InvalidInput as error:
             raise InvalidInput(f"{path}: {error}") from error
+        except Exception as error:
+            _note(error, path)
+            raise
         return self._container(value, found, names, path)
 
     def _leaf_or_parts(self, value: Any, path: str) -> int | Parts:
@@ -152,9 +156,9 @@ class _Tree:
         types, tensors, wrapped modules."""
         known = registered(type(value))
         if known:
-            return Parts("registered", [known.encode(value)], attrs=(("name", known.name),))
+            return Parts("registered", [known.content_of(value)], attrs=(("name", known.name),))
         if isinstance(value, torch.nn.Module):
-            return Parts("stateful", [state_dict_of(value)])
+            return Parts("stateful", [state_of(value)])
         if isinstance(value, Optimizer):
             return Parts("stateful", [self._state_of_optimizer(value, path)])
         if isinstance(value, torch.Tensor):
@@ -281,6 +285,25 @@ class _Tree:
         self._aliases.append(alias)
         self._leaves.append(source)
         return len(self._leaves) - 1
+
+
+@contextmanager
+def _noted(path: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        _note(error, path)
+        raise
+
+
+def _note(error: Exception, path: str) -> None:
+    """Say in the traceback of what an object's own code raised where in the state that object is.
+    The error stays what it is, since the caller may know it."""
+    if not isinstance(error, CkptStoreError):
+        error.add_note(
+            f"raised when the state of {path} was asked for, for a commit: bring that object to "
+            "where it can give its state (run it once, set what it misses), or leave it out"
+        )
 
 
 def _memory_of(held: Held) -> tuple[Any, ...]:

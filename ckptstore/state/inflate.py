@@ -5,16 +5,17 @@ Only this file pickles and unpickles, and only with `allow_pickle=True`.
 """
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.state import containers, tensors, values
 from ckptstore.state.containers import LEFT_OUT
+from ckptstore.state.in_place import Fillings, can_change
 from ckptstore.state.leaf_sources import pickled_paths
 from ckptstore.state.stateful import Classes, no_classes
 
@@ -77,9 +78,10 @@ def _refusal(path: str) -> InvalidInput:
 class Inflater:
     """Makes the objects of one schema, in place where a target has them.
 
-    `leaves` may be filled until `inflate` is called; `kept` has what stands for a node, by its id.
+    `leaves` may be filled until `inflate` is called; `kept` has what stands for a node.
     `classes` are those that documents may refer to besides the registered ones. With `clears`, a
     target's mapping becomes what was committed; without it, entries that only it has stay.
+    `replaced` are the nodes and leaves for which the target's object could not be filled.
     """
 
     def __init__(
@@ -89,12 +91,15 @@ class Inflater:
         *,
         allow_pickle: bool,
         classes: Classes = no_classes,
-        kept: Mapping[int, Any] = MappingProxyType({}),
+        kept: IdentityDict[Node, Any] | None = None,
         clears: bool = True,
     ) -> None:
         self._schema, self._leaves, self._allow_pickle = schema, leaves, allow_pickle
-        self._classes, self._kept, self._clears = classes, kept, clears
+        self._classes, self._clears = classes, clears
+        self._kept: IdentityDict[Node, Any] = IdentityDict() if kept is None else kept
         self._tied: dict[tuple[Any, ...], Any] = {}
+        self._fillings = Fillings()
+        self.replaced: list[Node | int] = []
 
     def inflate(self, node: Node | int, target: Any = None) -> Any:
         """The object at `node`: `target`, filled, if it can be, otherwise a new one."""
@@ -102,28 +107,47 @@ class Inflater:
             return self._leaves[node] if target is None else self._fill_leaf(node, target)
         if node is LEFT_OUT:
             return target
-        if id(node) in self._kept:
-            return self._kept[id(node)]
+        made = self._inflate_node(node, target)
+        containers.set_attributes(node, made, self._classes)
+        return made
+
+    def _inflate_node(self, node: Node, target: Any) -> Any:
+        if node in self._kept:
+            return self._kept[node]
         if node.type == "stateful":
-            return self._fill_state(node.children[0], target)
+            return self._fill_state(node.children[0], self._receiver(node, target))
         if node.type == "pickle":
-            return overwrite(target, self._unpickle(node))
+            return self._fill(target, self._unpickle(node), node)
         if containers.copies(node.type):
-            return overwrite(target, self._join_once(node))
+            return self._fill(target, self._join_once(node), node)
         if isinstance(target, torch.Tensor):
-            return overwrite(target, self.inflate(node))
-        return self._join(node, target)
+            return self._fill(target, self.inflate(node), node)
+        made = self._join(node, target)
+        if containers.is_wrapper(node.type):
+            return self._fill(target, made, node)
+        # Its children are filled already.
+        if made is not target and target is not None and can_change(target):
+            self.replaced.append(node)
+        return made
 
     def _fill_state(self, node: Node | int, target: Any) -> Any:
         """The object at `node`, the state of another: for `target`, which takes it or is none."""
         return self.inflate(node, target)
 
+    def _receiver(self, node: Node, target: Any) -> Any:
+        """What takes the state below `node`."""
+        return target
+
     def _fill_leaf(self, leaf: int, target: Any) -> Any:
-        made = self._leaves[leaf]
-        if type(made) is list and type(target) is list:
-            target[:] = made
-            return target
-        return overwrite(target, made)
+        return self._fill(target, self._leaves[leaf], leaf)
+
+    def _fill(self, target: Any, made: Any, node: Node | int) -> Any:
+        """`target` with the content of `made`, or `made`, which replaces it; noted, unless nobody
+        who holds the target's can expect it to change."""
+        filled, is_whole = self._fillings.fill(target, made)
+        if not is_whole:
+            self.replaced.append(node)
+        return filled
 
     def _join(self, node: Node, target: Any = None) -> Any:
         there = counterparts(node, target, self._classes)
@@ -151,22 +175,27 @@ def pickled(value: Any) -> bytes:
     """`value` pickled; `InvalidInput` if it cannot be."""
     try:
         return pickle.dumps(value, protocol=_PROTOCOL)
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+    except Exception as error:  # the class's own code may raise anything
         raise InvalidInput(
-            f"a {type(value).__qualname__} cannot be pickled: {error}; register it with "
-            "ckptstore.register_value"
+            f"a {type(value).__qualname__} cannot be pickled: {error or type(error).__name__}; "
+            "register it with ckptstore.register_value"
         ) from error
 
 
 def unpickled(data: bytes | memoryview) -> Any:
     """The object pickled in `data`. Runs whatever code `data` says: only for stores that the caller
-    trusts. Raises `InvalidInput` if a class cannot be imported here."""
+    trusts. Raises `InvalidInput` if a class cannot be imported here, or its code raises."""
     try:
         return pickle.loads(data)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
+        if isinstance(error, ImportError) or str(error).startswith("Can't get attribute"):
+            raise InvalidInput(
+                f"a pickled object's class cannot be imported here ({error}); install its package "
+                "or put its folder on PYTHONPATH"
+            ) from error
         raise InvalidInput(
-            f"a pickled object's class cannot be imported here ({error}); install its package or "
-            "put its folder on PYTHONPATH"
+            f"a pickled object cannot be made again: {type(error).__name__}: {error}; restore with "
+            "the code that wrote it"
         ) from error
 
 
@@ -179,12 +208,16 @@ def _wraps(node: Node | int) -> bool:
 
 def counterparts(node: Node, target: Any, classes: Classes) -> Sequence[Any]:
     """For each child of `node`, its counterpart in `target`, or None."""
+    if containers.is_wrapper(node.type):
+        return [None]
     if node.keys is None:
         is_sequence = isinstance(target, list | tuple) or type(target).__name__ == "deque"
         there = [*target] if is_sequence else []
         return [*there, *[None] * len(node.children)][: len(node.children)]
-    if node.type in ("namedtuple", "dataclass"):
+    if node.type == "namedtuple":
         return [getattr(target, key, None) for key in node.keys]
+    if node.type == "dataclass":
+        return containers.fields_of(target, node.keys)
     if not isinstance(target, dict):
         return [None] * len(node.children)
     return [target.get(key) for key in keys_of(node, classes)]
@@ -193,30 +226,6 @@ def counterparts(node: Node, target: Any, classes: Classes) -> Sequence[Any]:
 def keys_of(node: Node, classes: Classes) -> list[Any]:
     keys = node.keys or ()
     return [key if type(key) is str else values.decode_key(key, classes) for key in keys]
-
-
-def overwrite(target: Any, made: Any) -> Any:
-    """`target` with the values of `made` where one tensor takes them from another as they are, else
-    `made`."""
-    if (
-        not _is_block(target)
-        or not _is_block(made)
-        or target.dtype != made.dtype
-        or target.shape != made.shape
-    ):
-        return made
-    if tensors.is_writable_by_range(target):
-        tensors.write_range(target, 0, tensors.memory_of(made))
-    elif target.is_conj() or target.is_neg():
-        with torch.no_grad():
-            target.copy_(made)
-    else:
-        return made
-    return target
-
-
-def _is_block(value: Any) -> bool:
-    return type(value) in (torch.Tensor, torch.nn.Parameter) and tensors.is_strided(value)
 
 
 _COMPOSITES = (

@@ -13,11 +13,12 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 
+from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Box, Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors, values
 from ckptstore.state.composites import split_tensor
-from ckptstore.state.containers import Parts
+from ckptstore.state.containers import ATTRIBUTES, Parts
 from ckptstore.state.inflate import convertible
 from ckptstore.state.optimizer_fit import Renames, ShapeOf
 from ckptstore.state.optimizers import ParameterNames
@@ -94,7 +95,7 @@ class Matching:
     unchecked: bool = False
     skips: bool = False
     left: set[int] = field(default_factory=set)
-    held: dict[int, tuple[str, object]] = field(default_factory=dict)
+    held: IdentityDict[Any, tuple[str, object]] = field(default_factory=IdentityDict)
     claims: dict[int, Claim] = field(default_factory=dict)
     places: list[Place] = field(default_factory=list)
 
@@ -127,7 +128,7 @@ class TensorMatch:
     After `pair` and `complete`, `objects[i]` is the restored object of tensor leaf `i`, and
     `direct[i]` says whether it is the target's own; `destinations[i]` is where its bytes land, an
     alias' where those of the leaf do that it shares memory with, if any. Nothing is read of those
-    that are `unread`: what `skipped` describes stays as it is. `kept` maps a node's id
+    that are `unread`: what `skipped` describes stays as it is. `kept` maps a node
     to the target's object for it. A leaf of `models` that has no match is placed as that tensor is.
     """
 
@@ -148,7 +149,7 @@ class TensorMatch:
         self.objects: list[Any] = [None] * count
         self.destinations: list[Landing] = [()] * count
         self.direct = [False] * count
-        self.kept: dict[int, Any] = {}
+        self.kept: IdentityDict[Node, Any] = IdentityDict()
         self.models: dict[int, torch.Tensor] = {}
         self.mismatched: list[Mismatch] = []
         self.skipped: list[Mismatch] = []
@@ -192,7 +193,7 @@ class TensorMatch:
         if isinstance(node, int):
             self.objects[node], self.direct[node] = target, True
         else:
-            self.kept[id(node)] = target
+            self.kept[node] = target
 
     def mismatch(self, path: str, committed: str, target: str) -> None:
         """Record what does not fit."""
@@ -203,7 +204,7 @@ class TensorMatch:
         if isinstance(node, int):
             self.objects[node] = target if self.direct[node] else self.objects[node]
         elif all(self.direct[leaf] for leaf in leaves_of(node)):
-            self.kept[id(node)] = target
+            self.kept[node] = target
 
     def complete(self, leaf: int, check: Callable[[int], None]) -> None:
         """Give an unmatched tensor leaf the tensor of the leaf it aliases, or a new one.
@@ -284,7 +285,7 @@ class TensorMatch:
         """Record what does not fit since the target holds an object, which is filled in place,
         under two paths that the commit has two contents for."""
         content = self._content(node)
-        at, known = self._matching.held.setdefault(id(target), (path, content))
+        at, known = self._matching.held.setdefault(target, (path, content))
         if known != content:
             kind = type(target).__qualname__
             self.mismatch(path, "a content of its own", f"one {kind} for it and {at}")
@@ -324,7 +325,7 @@ class TensorMatch:
     def _places(self, node: Node, parts: Parts) -> Iterator[tuple[int, torch.Tensor] | None]:
         """Where each leaf of a composite tensor can be restored in place; None for what cannot."""
         if (parts.type, *(parts.keys or ())) != (node.type, *(node.keys or ())) or (
-            tuple(sorted(parts.attrs)) != node.attrs
+            _form(parts.attrs) != _form(node.attrs)
         ):
             yield None
             return
@@ -344,6 +345,11 @@ class TensorMatch:
     def _is_like(self, leaf: int, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         schema = self.schema
         return shape == schema.shapes[leaf] and tensors.DTYPE_NAMES[dtype] == schema.dtypes[leaf]
+
+
+def _form(attrs: tuple[tuple[str, Any], ...]) -> list[tuple[str, Any]]:
+    """The attributes that tell how bytes become a tensor; those beside them can be set."""
+    return sorted((name, value) for name, value in attrs if name != ATTRIBUTES)
 
 
 def _landing(held: Held) -> Landing:

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.core.process import uncollected
 from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.state import containers, tensors, values
 from ckptstore.state.containers import LEFT_OUT
 from ckptstore.state.inflate import Inflater, counterparts, decode_leaf, keys_of, refuse_pickles
-from ckptstore.state.leaf_sources import segment, segments
+from ckptstore.state.leaf_sources import paths_below, segment, segments
 from ckptstore.state.match_target import ContentOf, Landing, Matching, Mismatch, TensorMatch
 from ckptstore.state.optimizer_fit import Committed, Difference, Fitted, fit, scaler_difference
 from ckptstore.state.optimizer_forms import ValueOf
@@ -35,7 +36,7 @@ from ckptstore.state.stateful import (
     is_stateful,
     own_loading,
     reseeded,
-    state_dict_of,
+    state_now,
     state_of,
     with_wrappers,
 )
@@ -105,10 +106,11 @@ class Binding(Inflater):
         self._wanted = [not matching.partial] * len(schema)
         for leaf in leaves_of(schema.skeleton) if matching.partial else ():
             self._wanted[leaf] = True
-        self._narrowed: dict[int, Node | int] = {}
-        self._receivers: dict[int, Any] = {}
-        self._replaced: dict[int, list[str]] = {}
-        self._places: dict[int, str] = {}
+        self._narrowed: IdentityDict[Node | int, Node | int] = IdentityDict()
+        self._receivers: IdentityDict[Any, Any] = IdentityDict()
+        self._objects: IdentityDict[Node, Any] = IdentityDict()
+        self._handed_over: IdentityDict[torch.nn.Module, list[str]] = IdentityDict()
+        self._places: IdentityDict[Any, str] = IdentityDict()
         self.destinations: Sequence[Landing] = tensor_match.destinations
         self.mismatched: list[Mismatch] = tensor_match.mismatched
         self.skipped: list[Mismatch] = tensor_match.skipped
@@ -120,6 +122,8 @@ class Binding(Inflater):
     def pair(self, path: str, check: Callable[[int], None]) -> None:
         """Match the target under `path`, and make tensors for the leaves that it has none for."""
         self._pair_state(self._schema.skeleton, self._target, path, report=True)
+        within = is_stateful(self._target) and not isinstance(self._target, StateDict)
+        self._check_objects(self._schema.skeleton, path, within_state=within)
         for leaf, kind in enumerate(self._schema.kinds):
             if not self._wanted[leaf] or leaf in self._tensors.unread:
                 continue
@@ -131,21 +135,21 @@ class Binding(Inflater):
     def _pair_state(self, node: Node | int, target: Any, path: str, *, report: bool) -> None:
         """Match the state of an object. What does not fit is recorded for modules, dicts restored
         in place and, with `report`, plain containers."""
-        self._places[id(target)] = path
+        self._places[target] = path
         # A module's tensors are asked one by one.
         if not isinstance(target, torch.nn.Module) and (is_stateful(target) or _is_filled(target)):
             self._tensors.hold(node, target, path)
         if isinstance(target, torch.nn.Module):
-            self._narrowed[id(node)] = self._pair_module(node, target, path)
+            self._narrowed[node] = self._pair_module(node, target, path)
         elif isinstance(target, Optimizer):
-            self._narrowed[id(node)] = self._pair_optimizer(node, target, path)
+            self._narrowed[node] = self._pair_optimizer(node, target, path)
         elif isinstance(target, StateDict):
             self._pair(node, target, path, report=True)
         else:
             self.late |= isinstance(target, RNGState)
             self._differ(path, scaler_difference(node, target))
             report = report and not is_stateful(target)
-            self._pair(node, state_of(target), path, report=report)
+            self._pair(node, state_now(target), path, report=report)
 
     def _pair(self, node: Node | int, target: Any, path: str, *, report: bool) -> None:
         """Match the leaves below `node` with tensors of `target`."""
@@ -156,6 +160,8 @@ class Binding(Inflater):
         elif isinstance(node, int):
             return
         elif node.type == "stateful":
+            if is_stateful(target):
+                self._objects[node] = target
             self._pair_state(node.children[0], target, path, report=False)
         elif containers.is_wrapper(node.type):
             self._pair_array(node, target, path)
@@ -168,7 +174,9 @@ class Binding(Inflater):
             kind = type(module).__qualname__
             self._tensors.mismatch(path, "no state dict of a module", kind)
             return node
-        state, adapting = state_dict_of(module), own_loading(module)
+        state, adapting = state_now(module), own_loading(module)
+        if state is None:
+            return node
         keys = keys_of(node, self._classes)
         lacking, taken = state.keys() - keys, {*keys} & state.keys()
         for name in state if lacking and not self._matching.partial else ():
@@ -180,9 +188,11 @@ class Binding(Inflater):
                 if key not in taken:
                     self._leave_out(child, _below(path, key))
             node = node.filtered(lambda key, child: values.decode_key(key, self._classes) in taken)
+        below = dict(zip(keys_of(node, self._classes), node.children, strict=True))
         for name in extra_states(module, taken & state.keys()):
-            if self._is_whole(node, name, path):  # its class alone decides what fits
-                self._replaced.setdefault(id(module), []).append(name)
+            # Its class alone decides what fits; objects in it are the target's own.
+            if self._is_whole(node, name, path) and not _has_objects(below[name]):
+                self._handed_over.setdefault(module, []).append(name)
                 del state[name]
         self._pair_items(node, state, path, report=True)
         return node
@@ -216,7 +226,7 @@ class Binding(Inflater):
         if not matching.partial:
             self.missing.extend(_parts_below(path, fitted.missing))
         self._tensors.models.update(fitted.models)
-        self._receivers[id(optimizer)] = fitted
+        self._receivers[optimizer] = fitted
         self._pair(fitted.skeleton, fitted.state, path, report=False)
         return fitted.skeleton
 
@@ -227,13 +237,32 @@ class Binding(Inflater):
             place = below if leaf is None else self._schema.paths[leaf]
             self._tensors.mismatch(place, committed, there)
 
+    def _check_objects(self, node: Node | int, path: str, *, within_state: bool) -> None:
+        """Record objects in the state of another for which the target's state has none: it would be
+        handed a dict in place of its object."""
+        node = self._narrowed.get(node, node)
+        if isinstance(node, int) or node is LEFT_OUT or not _has_objects(node):
+            return
+        if node.type == "stateful":
+            receiver = self._objects.get(node, None)
+            if receiver is None and within_state:
+                self._tensors.mismatch(
+                    path,
+                    "the state of an object, in the state of another",
+                    "no object with load_state_dict there; make it before the restore",
+                )
+            within_state |= receiver is not None and not isinstance(receiver, StateDict)
+        for child, below in zip(node.children, _below_node(node, path), strict=True):
+            self._check_objects(child, below, within_state=within_state)
+
     def _leave_out(self, node: Node | int, path: str) -> None:
         self.unexpected.append(path)
         for leaf in leaves_of(node):
             self._wanted[leaf] = False
 
     def _pair_array(self, node: Node, target: Any, path: str) -> None:
-        """Match a numpy array, to be filled in place. Other shapes and wrappers are replaced."""
+        """Match a numpy array, to be filled in place. Other shapes and wrappers are replaced, or
+        filled later (`in_place`)."""
         if node.type != "numpy.ndarray" or type(target).__module__ != "numpy":
             return
         parts = containers.split(target)
@@ -294,7 +323,7 @@ class Binding(Inflater):
 
     def _check_known(self, node: Node | int) -> None:
         """Raise `InvalidInput` for a class or a codec below `node` that is not known here."""
-        if isinstance(node, int) or node is LEFT_OUT or id(node) in self._kept:
+        if isinstance(node, int) or node is LEFT_OUT or node in self._kept:
             return
         leaves = [*leaves_of(node)] if node.attrs else []
         if node.attrs and (not leaves or any(self._wanted[leaf] for leaf in leaves)):
@@ -314,21 +343,35 @@ class Binding(Inflater):
         """
         return self._fill_state(self._schema.skeleton, self._target)
 
+    def replaced_paths(self, key: str) -> list[str]:
+        """The paths whose objects could not be filled by `finish`: new ones stand there now."""
+        leaves = {node for node in self.replaced if isinstance(node, int)}
+        nodes: IdentityDict[Node, bool] = IdentityDict()
+        for node in self.replaced:
+            if isinstance(node, Node):
+                nodes[node] = True
+        found = [self._schema.paths[leaf] for leaf in sorted(leaves)]
+        return found + list(_paths_of(self._schema.skeleton, segment(key), nodes))
+
+    def _receiver(self, node: Node, target: Any) -> Any:
+        return self._objects.get(node, target)
+
     def _fill_state(self, node: Node | int, target: Any) -> Any:
         """Hand the state at `node` to an object with `load_state_dict`; a part of a state within
         the object's own state. Containers are filled."""
         if isinstance(target, StateDict) or not is_stateful(target):
             return self.inflate(node, target)
-        node = self._narrowed.get(id(node), node)
-        receiver = self._receivers.get(id(target), target)
+        node = self._narrowed.get(node, node)
+        receiver = self._receivers.get(target, target)
         if not self._matching.partial:
             state = self.inflate(node)
         else:
-            own = receiver.receiver if isinstance(receiver, Fitted) else receiver
-            state = state_of(own)
-            for name in self._replaced.get(id(own), ()):
+            own: Any = receiver.receiver if isinstance(receiver, Fitted) else receiver
+            noted, state = len(self.replaced), state_of(own)
+            for name in self._handed_over.get(own, []):
                 del state[name]
             state = self._within(node, state)
+            del self.replaced[noted:]  # what is in a state, its object takes from there
         if self._streams and isinstance(target, RNGState) and isinstance(node, Node):
             children = zip(keys_of(node, self._classes), node.children, strict=True)
             new = [key for key, child in children if self._streams.leaves & {*leaves_of(child)}]
@@ -338,7 +381,7 @@ class Binding(Inflater):
         except CkptStoreError:
             raise
         except Exception as error:
-            place = self._places.get(id(target), "the target")
+            place = self._places.get(target, "the target")
             kind = type(target).__qualname__
             raise InvalidInput(
                 f"{place}: {kind} refuses the committed state: {type(error).__name__}: {error}"
@@ -354,7 +397,8 @@ class Binding(Inflater):
         versions = getattr(state, "_metadata", None)
         if versions is not None and isinstance(node, Node):
             # A module goes by these to bring what an older one committed up to date.
-            committed = getattr(self.inflate(node), "_metadata", {})
+            encoded = dict(node.attrs).get("metadata")
+            committed = {} if encoded is None else values.decode_value(encoded, self._classes)
             modules = {str(key).rpartition(".")[0] for key in node.keys or ()}
             versions.update((name, entry) for name, entry in committed.items() if name in modules)
         return filled
@@ -367,6 +411,25 @@ def places_in(
     for key, value in app_state.items():
         for keys, found in found_in(value, is_wanted):
             yield reduce(_below, keys, segment(key)), found
+
+
+def _has_objects(node: Node | int) -> bool:
+    return isinstance(node, Node) and (
+        node.type == "stateful" or any(map(_has_objects, node.children))
+    )
+
+
+def _paths_of(node: Node | int, path: str, wanted: IdentityDict[Node, bool]) -> Iterator[str]:
+    if not wanted or isinstance(node, int):
+        return
+    if node in wanted:
+        yield path
+    for child, below in zip(node.children, _below_node(node, path), strict=True):
+        yield from _paths_of(child, below, wanted)
+
+
+def _below_node(node: Node, path: str) -> list[str]:
+    return [path] if containers.is_wrapper(node.type) else paths_below(node, path)
 
 
 def _has_places(node: Node, target: Any) -> bool:
@@ -403,4 +466,4 @@ def _load(target: Any, state: Any, *, strict: bool) -> None:
 
 def _is_filled(target: Any) -> bool:
     """Whether a plain object may be filled in place."""
-    return isinstance(target, dict | list | deque | bytearray)
+    return isinstance(target, dict | list | deque | set | bytearray)

@@ -12,7 +12,7 @@ import logging
 import random
 import re
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -28,7 +28,8 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA_STATE
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from ckptstore.errors import InvalidInput
+from ckptstore.core.identity import IdentityDict
+from ckptstore.errors import CkptStoreError, InvalidInput
 
 _logger = logging.getLogger("ckptstore")
 
@@ -55,6 +56,16 @@ def state_of(value: Any) -> Any:
     if isinstance(value, nn.Module):
         return state_dict_of(value)
     return value.state_dict() if is_stateful(value) else value
+
+
+def state_now(value: Any) -> Any:
+    """As `state_of`, of a restore's target; None of an object that cannot give its state yet, as
+    some cannot before their first call: that it has nothing to fill does not matter to its
+    `load_state_dict`."""
+    try:
+        return state_of(value)
+    except Exception:
+        return None
 
 
 def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -326,6 +337,26 @@ class Registered:
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
 
+    def content_of(self, value: Any) -> Any:
+        """What is stored for `value`. Raises `InvalidInput` if the codec raises."""
+        return self._run(self.encode, value, "encode")
+
+    def object_of(self, content: Any) -> Any:
+        """The object of what was stored. Raises `InvalidInput` if the codec raises."""
+        return self._run(self.decode, content, "decode")
+
+    def _run(self, function: Callable[[Any], Any], argument: Any, what: str) -> Any:
+        try:
+            return function(argument)
+        except CkptStoreError:
+            raise
+        except Exception as error:
+            raise InvalidInput(
+                f"the codec {self.name!r} cannot {what} {argument!r:.80}: {type(error).__name__}: "
+                f"{error}; mend what was registered for {class_name(self.cls)} with "
+                "ckptstore.register_value"
+            ) from error
+
 
 STORED_AS_THEY_ARE: set[type] = set()
 """Types that need no codec of the caller's (`values.add_codec`)."""
@@ -477,27 +508,29 @@ def no_classes(name: str) -> None:
 
 def classes_in(target: Any) -> Classes:
     """The classes of the objects in `target`; looked for when the first is asked for."""
-    found = cache(lambda: {class_name(cls): cls for cls in _classes_in(target, set())})
+    found = cache(lambda: {class_name(cls): cls for cls in _classes_in(target, IdentityDict())})
     return lambda name: found().get(name)
 
 
-def _classes_in(value: Any, seen: set[int]) -> Iterator[type]:
-    if id(value) in seen:
+def _classes_in(value: Any, seen: IdentityDict[Any, bool]) -> Iterator[type]:
+    if value in seen:
         return
-    seen.add(id(value))
+    seen[value] = True
     cls = type(value)
     if isinstance(value, Enum | torch.Tensor) or is_dataclass(cls) or hasattr(cls, "_fields"):
         yield cls
-    value = state_of(value)
+    is_container = isinstance(value, dict | tuple | torch.Tensor) or is_dataclass(cls)
+    beside = getattr(value, "__dict__", {}).values() if is_container else ()
+    value = state_now(value)
     below: Any = ()
     if isinstance(value, dict):
         factory = getattr(value, "default_factory", None)
         if isinstance(factory, type):
             yield factory
         below = (*value.keys(), *value.values())
-    elif isinstance(value, list | tuple | set | frozenset):
+    elif isinstance(value, list | tuple | set | frozenset | deque):
         below = value
     elif is_dataclass(type(value)):
         below = [getattr(value, field.name, None) for field in fields(value)]
-    for child in below:
+    for child in (*beside, *below):
         yield from _classes_in(child, seen)

@@ -231,7 +231,9 @@ def _decode_deque(payload: list[Any], classes: Classes) -> Any:
 
 
 def _encode_mapping(value: Mapping[Any, Any], room: _Room) -> list[Any] | None:
-    items = _encode_items(map(list, value.items()), room) if room.mappings else None
+    # An attribute of the mapping itself would have no place in its payload.
+    is_value = room.mappings and not getattr(value, "__dict__", None)
+    items = _encode_items(map(list, value.items()), room) if is_value else None
     return items and [item[1:] for item in items]
 
 
@@ -242,12 +244,12 @@ def _decode_all(payload: list[Any], classes: Classes) -> Iterable[Any]:
 def _encode_registered(value: Any, room: _Room) -> list[Any] | None:
     known = registered(type(value))
     assert known is not None
-    payload = _encode_items([known.encode(value)], room)
+    payload = _encode_items([known.content_of(value)], room)
     return payload and [known.name, *payload]
 
 
 def _decode_registered(payload: list[Any], classes: Classes) -> Any:
-    return registered_name(payload[0]).decode(decode_value(payload[1], classes))
+    return registered_name(payload[0]).object_of(decode_value(payload[1], classes))
 
 
 def _encode_enum(value: Enum, room: _Room) -> list[Any]:

@@ -55,7 +55,7 @@ class _Describer:
 
     def lines(self, value: Any, path: str) -> Iterator[str]:
         yield f"{path} {type(value).__module__}.{type(value).__qualname__} {self._own(value)}"
-        for name, child in self._below(value):
+        for name, child in (*self._below(value), *_beside(value).items()):
             yield from self.lines(child, f"{path}/{name}")
 
     def _own(self, value: Any) -> str:
@@ -116,6 +116,7 @@ class _Describer:
             yield "state", value.getstate()
         elif isinstance(value, np.random.Generator):
             yield "state", value.bit_generator.state
+            yield "seeds", value.bit_generator.seed_seq.state
         elif isinstance(value, np.random.RandomState):
             yield "state", value.get_state(legacy=False)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -154,6 +155,20 @@ class _Describer:
             tensor.is_neg(),
         )
         return f"memory {self._seen.setdefault(memory, len(self._seen))}"
+
+
+def _beside(value: Any) -> dict[str, Any]:
+    """What an instance holds beside what it is."""
+    if hasattr(value, "__tensor_flatten__") or isinstance(value, type | Enum):
+        return {}
+    of_these = dict | tuple | torch.Tensor | io.BytesIO | random.Random
+    if not isinstance(value, of_these) and not dataclasses.is_dataclass(value):
+        return {}
+    known = {"_metadata", "gauss_next"}
+    if dataclasses.is_dataclass(value):
+        known |= {field.name for field in dataclasses.fields(value)}
+    held = getattr(value, "__dict__", {})
+    return {f".{name}": each for name, each in sorted(held.items()) if name not in known}
 
 
 def _parts(tensor: Any) -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,9 @@ import torch
 from hypothesis import strategies as st
 
 from ckptstore.state import tensors as tensors_of
+from tests.state.test_attributes import Frozen as FrozenTuned
+from tests.state.test_attributes import Point as WithDict
+from tests.state.test_attributes import Tuned
 from tests.state.test_composites import COMPOSITES
 from tests.state.test_structures import Config, Frozen, Point
 from tests.state.test_tensors import CONJUGATES, LAYOUTS, SHAPE, STORED
@@ -100,6 +103,17 @@ def buffer(data: bytes, position: int) -> io.BytesIO:
     return made
 
 
+def spawned(bits: Any, seed: Any, children: int) -> Any:
+    made = np.random.Generator(bits(np.random.SeedSequence(seed, spawn_key=(children,))))
+    made.spawn(children)
+    return made
+
+
+def marked(value: Any, attributes: dict[str, Any]) -> Any:
+    vars(value).update(attributes)
+    return value
+
+
 text = st.text(max_size=8)
 shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 pairs = st.tuples(st.integers(0, 9), st.text(max_size=2))
@@ -154,7 +168,10 @@ tensors = st.one_of(
 generators = st.one_of(
     st.builds(random.Random, seeds) | st.builds(np.random.RandomState, seeds),
     st.builds(
-        lambda bits, seed: np.random.Generator(bits(seed)), st.sampled_from(BIT_GENERATORS), seeds
+        spawned,
+        st.sampled_from(BIT_GENERATORS),
+        st.integers(0, 2**130) | st.lists(seeds, max_size=3) | st.tuples(seeds),
+        st.integers(0, 3),
     ),
     st.builds(lambda seed: torch.Generator().manual_seed(seed), seeds),
 )
@@ -165,6 +182,16 @@ buffers = st.builds(bytearray, st.binary(max_size=8)) | st.builds(
 leaves = plain_values | library_values | numpy_values | tensors | generators | sets | buffers
 metadata = st.none() | st.dictionaries(
     text, st.fixed_dictionaries({"version": st.integers(0, 9)}), max_size=2
+)
+
+attributes = st.dictionaries(
+    st.sampled_from(["name", "_hidden", "lr_scale"]),
+    st.recursive(
+        plain_values.filter(lambda each: not isinstance(each, bytes) or len(each) <= 512),
+        lambda below: st.lists(below, max_size=2) | st.dictionaries(text, below, max_size=2),
+        max_leaves=3,
+    ),
+    max_size=2,
 )
 
 states = st.recursive(
@@ -182,6 +209,18 @@ states = st.recursive(
         st.builds(Plain, st.integers() | text)
         | st.builds(lambda inner: Heavy({"inner": inner}), below),
         st.builds(lambda one: [one, {"again": one}], tensors),
+        st.builds(
+            marked,
+            st.dictionaries(keys, below, max_size=2).map(OrderedDict)
+            | st.dictionaries(keys, st.integers(), max_size=2).map(Counter)
+            | st.builds(WithDict, below, below)
+            | st.builds(buffer, st.binary(max_size=8), st.integers(0, 9))
+            | st.builds(random.Random, seeds)
+            | st.builds(tensor, st.just("float32"), st.sampled_from(list(LAYOUTS)), seeds)
+            | seeds.map(lambda seed: torch.nn.Parameter(tensor("float32", "contiguous", seed))),
+            attributes,
+        ),
+        st.builds(Tuned, st.floats(0, 9), below) | st.builds(FrozenTuned, st.floats(0, 9)),
     ),
     max_leaves=12,
 )

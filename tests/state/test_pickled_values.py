@@ -66,6 +66,20 @@ def test_an_unpicklable_value_is_reported() -> None:
         carry({"a": lambda: 0}, allow_pickle=True)
 
 
+class Raising:
+    def __setstate__(self, state: Any) -> None:
+        raise AttributeError("no attribute 'old_name'")
+
+
+@pytest.mark.pickles
+def test_what_a_pickled_objects_own_code_raises_is_said_as_that() -> None:
+    made = Raising()
+    made.n = 1  # type: ignore[attr-defined]
+    carried = carry({"a": made}, allow_pickle=True)
+    with pytest.raises(InvalidInput, match=r"cannot be made again: AttributeError: .*old_name"):
+        carried.inflate(allow_pickle=True)
+
+
 def _restored(schema: Schema, data: bytes) -> object:
     binding = bind({}, "s", schema)
     binding.receive({0: data})

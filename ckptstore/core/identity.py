@@ -1,0 +1,37 @@
+"""How is something remembered of an object that cannot be hashed, or equals others?"""
+
+from typing import Generic, TypeVar
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class IdentityDict(Generic[_Key, _Value]):
+    """Values by the identity of their keys.
+
+    It keeps its keys alive: another object cannot get the `id()` of a key that is gone.
+    """
+
+    def __init__(self) -> None:
+        self._items: dict[int, tuple[_Key, _Value]] = {}
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, key: object) -> bool:
+        return id(key) in self._items
+
+    def __getitem__(self, key: _Key) -> _Value:
+        return self._items[id(key)][1]
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        self._items[id(key)] = key, value
+
+    def get(self, key: _Key, default: _Value) -> _Value:
+        """The value of `key`, or `default`."""
+        found = self._items.get(id(key))
+        return default if found is None else found[1]
+
+    def setdefault(self, key: _Key, value: _Value) -> _Value:
+        """The value of `key`, which becomes `value` if it has none."""
+        return self._items.setdefault(id(key), (key, value))[1]
