@@ -376,7 +376,9 @@ def outermost(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _is_written(value: Any) -> bool:
-    sample = torch.empty(0, dtype=value.dtype) if type(value) is torch.Tensor else value
+    sample = (
+        torch.empty(0, dtype=value.dtype, device="cpu") if type(value) is torch.Tensor else value
+    )
     try:
         torch.save(sample, io.BytesIO(), pickle_module=sys.modules[__name__])
     except Exception:  # of any class, by the object
