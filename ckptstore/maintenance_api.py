@@ -11,6 +11,7 @@ from ckptstore.core.model import CommitInfo
 from ckptstore.core.options import Storage
 from ckptstore.errors import InvalidInput, NoSpace
 from ckptstore.history import History, history
+from ckptstore.log.resolve import check_there
 from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check import Level, Report, parse_level, parse_share
 from ckptstore.maintenance.check.fsck import fsck
@@ -24,6 +25,7 @@ from ckptstore.maintenance.forget import (
     find_forgotten,
     forget_by_policy,
     forget_commits,
+    forget_run,
     undelete,
 )
 from ckptstore.maintenance.gc import GRACE_S, MAX_UNUSED, GcOptions, GcReport, collect
@@ -96,34 +98,43 @@ class Maintenance:
 
     def forget(
         self,
-        what: Policy | AnyRef | Sequence[Policy | AnyRef],
+        what: Policy | AnyRef | Sequence[Policy | AnyRef] = (),
         *,
+        run: str | None = None,
         all_runs: bool = False,
+        all_commits: bool = False,
         dry_run: bool = False,
     ) -> ForgetPlan:
-        """Forget commits, by name or by policy. A later `gc` deletes them; until then, `undelete`
-        undoes.
+        """Forget commits, by name or by policy, or a whole run. A later `gc` deletes them; until
+        then, `undelete` undoes.
 
-        Tagged commits, the two newest of each run and the best by the store's settings stay.
+        Tagged commits stay. Policies also spare the two newest of each run; refs may name them, but
+        not all that a run has.
 
         Args:
             what: Refs of commits to forget, or policies of commits to keep.
-            all_runs: Apply the policies to every run, not only to this one.
+            run: Another run than this one, for refs that name none and for policies.
+            all_runs: Apply the policies to every run, not only to one.
+            all_commits: Forget every commit of `run`; with refs, also the last of a run.
             dry_run: Return the plan without executing it.
 
         Returns:
             The plan: forgotten commits, and kept ones with the reason.
 
         Raises:
-            InvalidInput: Nothing is given, both refs and policies are, or a policy is about a
-                metric that no commit has.
-            Conflict: A named commit is protected.
+            InvalidInput: Nothing is given, what is given excludes each other, or a policy is about
+                a metric that no commit has.
+            NotFound: A ref names no commit, or `run` has none.
+            Conflict: A named commit is protected; nothing was forgotten.
 
         Example:
             >>> store.forget(ckptstore.KeepLast(5), dry_run=True)
+            >>> store.forget(run="abandoned", all_commits=True)
         """
         if not dry_run:
             self._handle.check_writable()
+        if run is not None:
+            check_run(run)
         wanted = list(what) if isinstance(what, Sequence) and not isinstance(what, str) else [what]
         policies = [item for item in wanted if isinstance(item, Policy)]
         refs = [item for item in wanted if not isinstance(item, Policy)]
@@ -132,16 +143,22 @@ class Maintenance:
                 "policies (--keep options) name commits to keep, refs commits to forget: give one "
                 "or the other"
             )
-        if refs:
-            plan = forget_commits(
-                self._handle,
-                [find_commit(self._handle, ref, self._run).id for ref in refs],
-                dry_run=dry_run,
+        if all_commits and (policies or all_runs or (run is None and not refs)):
+            raise InvalidInput(
+                "--all (all_commits=True) forgets a whole run: name it by --run (run=), and give "
+                "no policy"
             )
+        if refs:
+            commits = [find_commit(self._handle, ref, run or self._run).id for ref in refs]
+            plan = forget_commits(self._handle, commits, all_commits=all_commits, dry_run=dry_run)
+        elif all_commits and run is not None:
+            plan = forget_run(self._handle, run, dry_run=dry_run)
         else:
+            if run is not None:
+                check_there(self._handle.log.replay(), run)
+            within = None if all_runs else run or self._run
             reader = Reader(self._handle.config, self._handle.objects, self._threads)
-            run = None if all_runs else self._run
-            plan = forget_by_policy(self._handle, policies, reader, run=run, dry_run=dry_run)
+            plan = forget_by_policy(self._handle, policies, reader, run=within, dry_run=dry_run)
         if not dry_run:
             self._handle.follow()
         return plan

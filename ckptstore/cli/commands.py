@@ -149,12 +149,13 @@ COMMANDS = (
             Option("refs", "REF", "commits to forget, instead of --keep options", nargs="*"),
             *_KEEP,
             Option("--run", "RUN", "this run only (default: all); REFs are resolved in it"),
-            flag("--yes", "on a terminal, do so to more than half of a run by --keep options too"),
+            flag("--all", "forget the whole run that --run names; with REFs, also a run's last"),
+            flag("--yes", "do not ask, on a terminal, before --keep options or --all forget"),
             _DRY_RUN,
         ),
-        "Forget the commits that no --keep option keeps, in each run, or the commits REF. Tagged "
-        "commits, the\ntwo newest of each run and the best by the store's settings stay. "
-        "`undelete` restores forgotten\ncommits, and what --thin dropped, until `gc` deletes them.",
+        "Forget the commits that no --keep option keeps, in each run, or the commits REF, or a "
+        "whole run.\nTagged commits stay, and by --keep options also the two newest of each run. "
+        "`undelete` restores\nforgotten commits, and what --thin dropped, until `gc` deletes them.",
     ),
     Command(
         "undelete",

@@ -26,7 +26,7 @@ from ckptstore.maintenance.check import (
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.compact.plan import CompactPolicy
 from ckptstore.maintenance.doctor import Verdict
-from ckptstore.maintenance.forget import all_forgotten
+from ckptstore.maintenance.forget import all_forgotten, carry_out, forget_commits
 from ckptstore.maintenance.gc.plan import GcPlan
 from ckptstore.maintenance.mirror import MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose, other_end
@@ -45,6 +45,7 @@ from ckptstore.maintenance.retention import (
 from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.restore.reader import Reader
 from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
 
@@ -58,16 +59,37 @@ def _store(call: Call, refs: Sequence[str] = (), run: str | None = None) -> Main
 def forget(call: Call) -> Answer:
     args = call.args
     policies = policies_of(args, "ckptstore forget")
-    store = _store(call, args.refs, args.run)
-    forgets = partial(store.forget, [*policies, *args.refs], all_runs=args.run is None)
-    asks = bool(policies and call.screen.terminal and not (args.yes or args.dry_run))
+    if args.all and (policies or not (args.run or args.refs)):
+        raise UsageError(
+            "--all forgets a whole run: name it with --run RUN, and give no --keep option",
+            "ckptstore forget",
+        )
+    handle = call.open(*args.refs)
+    store = Maintenance(handle, call.threads())
+    forgets = partial(
+        store.forget,
+        [*policies, *args.refs],
+        run=args.run,
+        all_runs=bool(policies) and args.run is None,
+        all_commits=args.all,
+    )
+    asks = bool((policies or args.all) and call.screen.terminal and not (args.yes or args.dry_run))
     plan = forgets(dry_run=args.dry_run or asks)
-    problems = [_too_much(plan)] if asks and plan.halved else []
-    if asks and not problems:
-        plan = forgets()
-    dry_run = args.dry_run or bool(problems)
     page: list[Part] = [plan.table(), plan.summary] if plan.decisions else [plan.summary]
-    if not dry_run:
+    done, problems = not args.dry_run, list[str]()
+    if asks and (plan.forgotten or plan.thinned):
+        call.screen.print(page)
+        page.clear()
+        for note in plan.notes:
+            call.screen.complain(note)
+        done = call.screen.ask(plan.question)
+        if done:
+            _forget_shown(call, handle, plan)
+        else:
+            problems = ["nothing was forgotten; --yes forgets without asking"]
+    elif not done:
+        problems = list(plan.notes)
+    if done:
         thinned = f", thinned {len(plan.thinned):,}" if plan.thinned else ""
         page.append(f"forgot {count_text(len(plan.forgotten), 'commit')}{thinned}")
         if plan.forgotten or plan.thinned:
@@ -88,21 +110,25 @@ def forget(call: Call) -> Answer:
         for commit, row, reasons, thin in plan.decisions
     ]
     document = {
-        "dry_run": dry_run,
+        "dry_run": not done,
         "entry": plan.n,
         **fields_of(plan, "reason", "notes"),
         "commits": commits,
     }
-    code = Exit.FAILED if problems else Exit.OK
-    return Answer(document, page, [*(plan.notes if dry_run else ()), *problems], code)
+    code = Exit.OK if done or args.dry_run else Exit.FAILED
+    return Answer(document, page, problems, code)
 
 
-def _too_much(plan: ForgetPlan) -> str:
-    halved = plan.halved.items()
-    lost = ", ".join(f"{n:,} of the {total:,} commits of run {run}" for run, (n, total) in halved)
-    done = "forgotten or thinned" if plan.thinned else "forgotten"
-    does = "does it" if plan.thinned else "forgets them"
-    return f"nothing was {done}, because these are {lost}; --yes {does}"
+def _forget_shown(call: Call, handle: StoreHandle, plan: ForgetPlan) -> None:
+    """Forget and thin what was shown, and nothing else, whatever others did meanwhile. Raises
+    `Conflict` if they set a tag on it, or have forgotten it."""
+    handle.check_writable()
+    if call.args.all:
+        commits = [each.commit for each in plan.forgotten]
+        forget_commits(handle, commits, all_commits=True, reason=plan.reason)
+    else:
+        carry_out(handle, plan, Reader(handle.config, handle.objects, call.threads()))
+    handle.follow()
 
 
 def policies_of(args: Namespace, command: str) -> Sequence[Policy]:
@@ -144,7 +170,8 @@ def undelete(call: Call) -> Answer:
     restored = store.undelete(args.refs or all_forgotten(handle, args.run))
     infos = handle.queries().commits(restored)
     lines = [f"{commit_text(info)} of run {info.run} is restored" for info in infos]
-    return Answer({"undeleted": restored}, lines or [Hint("no commit is forgotten")])
+    where = "" if args.run is None else f" of run {args.run}"
+    return Answer({"undeleted": restored}, lines or [f"no commit{where} is forgotten"])
 
 
 def gc(call: Call) -> Answer:

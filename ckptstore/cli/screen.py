@@ -93,6 +93,16 @@ class Screen:
         self._out.flush()
         print(f"ckptstore: {printable(text)}", file=sys.stderr)
 
+    def ask(self, question: str) -> bool:
+        """Whether a person says yes; no without a terminal to type at."""
+        if not sys.stdin.isatty():
+            return False
+        print(f"{question} [y/N] ", end="", file=self._out, flush=True)
+        answer = sys.stdin.readline()
+        if not answer.endswith("\n"):
+            print(file=self._out)
+        return answer.strip().lower() in ("y", "yes")
+
     @contextmanager
     def progress(self, doing: str = "") -> Iterator[Callable[[str, int, int], None]]:
         """Show the progress of a long job on standard error: a line that changes on a terminal,

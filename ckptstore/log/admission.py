@@ -5,7 +5,7 @@ commit that is not forgotten lies in a pack that the state lists as live. It is 
 an entry is appended.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -27,7 +27,7 @@ from ckptstore.log.entries import (
     Tag,
     Undelete,
 )
-from ckptstore.log.state import NEWEST_KEPT, State, best
+from ckptstore.log.state import NEWEST_KEPT, State
 
 
 class Code(StrEnum):
@@ -52,7 +52,7 @@ class Code(StrEnum):
     NOT_FORGOTTEN = "not-forgotten"
     TAGGED = "tagged"
     NEWEST = "newest"
-    BEST = "best"
+    LAST = "last"
     SAME_PLACE = "same-place"
     TAG_TAKEN = "tag-taken"
 
@@ -123,7 +123,7 @@ def check(state: State, body: Body) -> Refusal | None:
         case Undelete():
             return (
                 _commits_unknown(state, body.commits)
-                or _not_forgotten(state, body.commits, state.n)
+                or _never_forgotten(state, body.commits)
                 or _places_taken(state, body.commits)
                 or _reused_gone(state, body.reused)
             )
@@ -255,15 +255,17 @@ def _fenced(state: State, mark: int, fence: int) -> Refusal | None:
 
 def _commit_known(state: State, commit: CommitId) -> Refusal | None:
     known = (commit,) if commit in state.commits else ()
-    return _commits(Code.COMMIT_KNOWN, known, "is in the log already")
+    return _commits(state, Code.COMMIT_KNOWN, known, "is in the log already")
 
 
 def _irreplaceable(state: State, commit: CommitId | None) -> Refusal | None:
-    return None if commit is None else _unforgettable(state, (commit,))
+    if commit is None:
+        return None
+    return _unforgettable(state, (commit,)) or _among_newest(state, (commit,))
 
 
 def _unforgettable(state: State, commits: tuple[CommitId, ...]) -> Refusal | None:
-    return _commits_unknown(state, commits) or _forgotten(state, commits) or _pinned(state, commits)
+    return _commits_unknown(state, commits) or _forgotten(state, commits) or _tagged(state, commits)
 
 
 def _places_taken(state: State, commits: tuple[CommitId, ...]) -> Refusal | None:
@@ -273,9 +275,9 @@ def _places_taken(state: State, commits: tuple[CommitId, ...]) -> Refusal | None
     tagged = set(state.tags.values())
     taken = (by for c in commits if (by := state.in_place_of(c)) in tagged)
     return _commits(
-        Code.SAME_PLACE, doubled, "would have one place in the history; name one of them"
+        state, Code.SAME_PLACE, doubled, "would have one place in the history; name one of them"
     ) or _commits(
-        Code.TAGGED, taken, "has this place and a tag; remove the tag before the undelete"
+        state, Code.TAGGED, taken, "has this place and a tag; remove the tag before the undelete"
     )
 
 
@@ -291,14 +293,20 @@ def _commits_unknown(state: State, commits: Iterable[CommitId]) -> Refusal | Non
 
 def _forgotten(state: State, commits: Iterable[CommitId]) -> Refusal | None:
     soft = (c for c in commits if state.commits[c].soft)
-    return _commits(Code.FORGOTTEN, soft, "is forgotten; undelete it first, or leave it out")
+    why = "is forgotten: leave it out, or `ckptstore undelete` brings it back until a gc purges it"
+    return _commits(state, Code.FORGOTTEN, soft, why)
+
+
+def _never_forgotten(state: State, commits: Iterable[CommitId]) -> Refusal | None:
+    there = (c for c in commits if not state.commits[c].soft)
+    why = "is not forgotten: `ckptstore log` lists it, and there is nothing to bring back"
+    return _commits(state, Code.NOT_FORGOTTEN, there, why)
 
 
 def _not_forgotten(state: State, commits: Iterable[CommitId], mark: int) -> Refusal | None:
     other = (c for c in commits if not 0 < state.commits[c].soft <= mark)
-    return _commits(
-        Code.NOT_FORGOTTEN, other, f"is not forgotten, or was after entry {mark}; leave it out"
-    )
+    why = f"is not forgotten, or was after entry {mark}; leave it out"
+    return _commits(state, Code.NOT_FORGOTTEN, other, why)
 
 
 def _tag_unknown(state: State, name: str) -> Refusal | None:
@@ -307,18 +315,48 @@ def _tag_unknown(state: State, name: str) -> Refusal | None:
     return None
 
 
-def _pinned(state: State, commits: tuple[CommitId, ...]) -> Refusal | None:
-    tagged = set(state.tags.values())
-    newest = {c for run in {state.commits[c].run for c in commits} for c in state.runs.get(run, ())}
-    for code, pins, why in (
-        (Code.TAGGED, tagged, "has a tag"),
-        (Code.NEWEST, newest, f"is one of the {NEWEST_KEPT} newest of its run"),
-        (Code.BEST, best_commits(state), "is the best by a metric that the settings name"),
-    ):
-        pinned = (c for c in commits if c in pins)
-        if refusal := _commits(code, pinned, f"{why} and cannot be forgotten; leave it out"):
-            return refusal
-    return None
+def _tagged(state: State, commits: tuple[CommitId, ...]) -> Refusal | None:
+    tags = {tag: commit for tag, commit in sorted(state.tags.items()) if commit in commits}
+    held = [commit for commit in commits if commit in tags.values()]
+    why = f"has a tag and stays: `ckptstore tag -d {' '.join(tags)}` removes it, or leave it out"
+    return _commits(state, Code.TAGGED, held, why)
+
+
+def _among_newest(state: State, commits: Iterable[CommitId]) -> Refusal | None:
+    pinned = [c for c in commits if c in state.runs.get(state.commits[c].run, ())]
+    return _commits(
+        state, Code.NEWEST, pinned, f"is one of the {NEWEST_KEPT} newest of its run; leave it out"
+    )
+
+
+def newest_spared(commits: Collection[CommitId]) -> Demand:
+    """Demand that none of `commits` is one of the newest of its run: what policies keep, whatever
+    they say."""
+    return lambda state: _among_newest(state, commits)
+
+
+def one_left(commits: Collection[CommitId]) -> Demand:
+    """Demand that each run of `commits` keeps a commit that is not one of them."""
+
+    def demand(state: State) -> Refusal | None:
+        runs = {state.commits[commit].run for commit in commits}
+        left = {
+            row.run
+            for commit, row in state.commits.items()
+            if row.run in runs and not row.soft and commit not in commits
+        }
+        last = tuple(commit for commit in commits if state.commits[commit].run in runs - left)
+        if not last:
+            return None
+        run = state.commits[last[0]].run
+        return Refusal(
+            Code.LAST,
+            f"nothing else is in run {run} than {_told(state, last)}: `ckptstore forget --run "
+            f"{run} --all` (run={run!r}, all_commits=True) forgets a whole run",
+            commits=last,
+        )
+
+    return demand
 
 
 def tags_free(tags: Collection[str], commit: CommitId) -> Demand:
@@ -344,23 +382,26 @@ def _packs(code: Code, numbers: Iterable[int], why: str) -> Refusal | None:
     return Refusal(code, f"packs {_few(packs)} {why}", packs=packs) if packs else None
 
 
-def _commits(code: Code, commits: Iterable[CommitId], why: str) -> Refusal | None:
-    """Refuse because of `commits`, if there are any."""
-    found = tuple(commits)
-    return Refusal(code, f"commit {_few(found)} {why}", commits=found) if found else None
+def _commits(state: State, code: Code, commits: Iterable[CommitId], why: str) -> Refusal | None:
+    """Refuse because of `commits`, if there are any, and name all of them."""
+    if not (found := tuple(commits)):
+        return None
+    is_one = len(found) == 1
+    told = f"{_told(state, found)} {why}" if is_one else f"{_told(state, found)}: each {why}"
+    return Refusal(code, told, commits=found)
 
 
-def best_commits(state: State) -> frozenset[CommitId]:
-    """The best commit by each metric of the setting `best`: the smallest value, or the largest
-    after `:max`; the newest among equals."""
-    named = state.settings.get("best")
-    metrics = named if isinstance(named, tuple) else ()
-    found = (_best(state, *metric.partition(":")[::2]) for metric in metrics)
-    return frozenset(commit for commit in found if commit is not None)
-
-
-def _best(state: State, metric: str, order: str) -> CommitId | None:
-    return best(((c, row) for c, row in state.commits.items() if not row.soft), metric, order)
+def _told(state: State, commits: Collection[CommitId]) -> str:
+    """`commit 91bc8f3a1c77 (step 5 of run main, tag good)`, for each of them."""
+    tags: dict[CommitId, list[str]] = defaultdict(list)
+    for tag, commit in sorted(state.tags.items()):
+        tags[commit].append(f"tag {tag}")
+    told = []
+    for commit in commits:
+        row = state.commits[commit]
+        step = "" if row.step is None else f"step {row.step} of "
+        told.append(f"{commit[:12]} ({', '.join([f'{step}run {row.run}', *tags[commit]])})")
+    return f"{'commit' if len(told) == 1 else 'commits'} {', '.join(told)}"
 
 
 def _few(names: Collection[object], limit: int = 4) -> str:

@@ -8,7 +8,7 @@ from rpds import HashTrieMap
 
 from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.core.refs import Ancestor, Best, Latest, Name, Step, find, parse_ref
-from ckptstore.core.text import selector
+from ckptstore.core.text import near, selector
 from ckptstore.errors import NotFound
 from ckptstore.log.state import CommitRow, State, by_age
 
@@ -33,6 +33,21 @@ def resolve(state: State, text: str | int, run: str | None) -> Resolved:
         named = ref.base if isinstance(ref, Ancestor) else ref
         raise NotFound(_unknown(state, named, getattr(named, "run", None) or run))
     return resolved(state, commit)
+
+
+def check_there(state: State, run: str) -> None:
+    """Raise `NotFound` for a run of which no commit is there, with similar names."""
+    rows = state.commits.values()
+    if any(row.run == run and not row.soft for row in rows):
+        return
+    if any(row.run == run for row in rows):
+        raise NotFound(
+            f"every commit of run {run!r} is forgotten; `ckptstore undelete --run {run} --all` "
+            "brings back what no gc has purged"
+        )
+    runs = list(dict.fromkeys(row.run for _, row in by_age(state, None)))
+    there = f"runs with commits: {', '.join(runs[:10])}" if runs else "the store has no commits"
+    raise NotFound(f"no run {run!r}{near(run, runs)}; {there}")
 
 
 def newest_first(state: State, run: str) -> list[Resolved]:
@@ -109,6 +124,8 @@ def _unknown(state: State, ref: Step | Latest | Best | Name, run: str | None) ->
             near = get_close_matches(ref.name, tags, n=5, cutoff=0.5) or tags[:5]
             tagged = f"there are the tags {', '.join(near)}" if near else "there are no tags"
             there = tagged if near else f"{tagged}; {there}"
+            if any(row.run == ref.name for _, row in rows):
+                there = f"it is a run, and '{ref.name}@latest' names its newest commit; {tagged}"
             if get_close_matches(ref.name, ["latest"], cutoff=0.7):
                 there = f"did you mean 'latest'?; {there}"
             return f"no tag {'or commit ' if ref.prefix else ''}{ref.name!r}; {there}"

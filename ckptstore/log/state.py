@@ -14,7 +14,7 @@ number of the last entry that referred to it.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias, TypedDict, TypeVar
 
@@ -43,7 +43,7 @@ from ckptstore.log.entries import (
 from ckptstore.objects.fields import Setting
 
 NEWEST_KEPT = 2
-"""This many of the newest commits of each run cannot be forgotten."""
+"""This many of the newest commits of each run are spared by policies, and cannot be thinned."""
 
 
 class Pack(NamedTuple):
@@ -211,7 +211,7 @@ def by_age(state: State, run: str | None) -> list[tuple[CommitId, CommitRow]]:
 K = TypeVar("K")
 V = TypeVar("V")
 
-FOLD_VERSION = 5
+FOLD_VERSION = 6
 """Incremented whenever the same log would fold to another state, or a checkpoint is written in
 another form. Checkpoints of other versions are ignored."""
 
@@ -338,7 +338,7 @@ def _undeleted(state: State, body: Undelete, entry: Entry) -> _Changes:
 
 
 def _with_soft(state: State, commits: tuple[CommitId, ...], soft: int, time_ns: int) -> _Changes:
-    rows, runs = state.commits, state.runs
+    rows, runs, lost = state.commits, state.runs, set[str]()
     for commit in commits:
         if (row := rows.get(commit)) is None:
             continue
@@ -346,8 +346,20 @@ def _with_soft(state: State, commits: tuple[CommitId, ...], soft: int, time_ns: 
         if not soft:
             runs = _with_newest(runs, rows, row.run, commit)
         elif commit in runs.get(row.run, ()):
-            runs = runs.insert(row.run, tuple(c for c in runs[row.run] if c != commit))
-    return {"commits": rows, "runs": runs}
+            lost.add(row.run)
+    return {"commits": rows, "runs": runs.update(_newest_of(rows, lost)) if lost else runs}
+
+
+def _newest_of(commits: Commits, runs: Collection[str]) -> dict[str, tuple[CommitId, ...]]:
+    """The newest commits of `runs`, looked for among all: it is rare that one of them goes."""
+    found: dict[str, list[tuple[int, CommitId]]] = {run: [] for run in runs}
+    for commit, row in commits.items():
+        if row.run in found and not row.soft:
+            found[row.run].append((row.place, commit))
+    return {
+        run: tuple(commit for _, commit in sorted(places)[-NEWEST_KEPT:])
+        for run, places in found.items()
+    }
 
 
 def _with_newest(runs: Runs, commits: Commits, run: str, commit: CommitId) -> Runs:

@@ -12,11 +12,11 @@ from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.text import near
 from ckptstore.errors import Conflict, NotFound
-from ckptstore.log.admission import Code, check, tags_free
+from ckptstore.log.admission import Code, Demand, check, newest_spared, one_left, tags_free
 from ckptstore.log.entries import Forget, Tag, Undelete
 from ckptstore.log.log import Refused
-from ckptstore.log.resolve import Resolved, forgotten_alone, resolve, resolved
-from ckptstore.log.state import State
+from ckptstore.log.resolve import Resolved, check_there, forgotten_alone, resolve, resolved
+from ckptstore.log.state import State, by_age
 from ckptstore.maintenance.retention import (
     ForgetPlan,
     Policy,
@@ -34,9 +34,7 @@ from ckptstore.storage.reserve import room
 logger = logging.getLogger("ckptstore")
 
 ATTEMPTS = 5
-_CHANGED_MEANWHILE = frozenset(
-    {Code.TAGGED, Code.NEWEST, Code.BEST, Code.FORGOTTEN, Code.NO_SUCH_COMMIT}
-)
+_CHANGED_MEANWHILE = frozenset({Code.TAGGED, Code.NEWEST, Code.FORGOTTEN, Code.NO_SUCH_COMMIT})
 
 
 def forget_by_policy(
@@ -62,21 +60,27 @@ def forget_by_policy(
         if dry_run or not (plan.forgotten or plan.thinned):
             return plan
         try:
-            if plan.forgotten:
-                _append(handle, plan)
-            for decision in plan.thinned:
-                thin_commit(handle, reader, decision.commit, decision.thin)
+            carry_out(handle, plan, reader)
         except Refused as error:
             if error.refusal.code not in _CHANGED_MEANWHILE:
                 raise
             last = error
             continue
-        for note in plan.notes:
-            logger.warning("%s", note)
         return plan
     raise Conflict(
         f"others changed the store {ATTEMPTS} times while forget looked; repeat it"
     ) from last
+
+
+def carry_out(handle: StoreHandle, plan: ForgetPlan, reader: Reader) -> None:
+    """Forget and thin exactly what a plan of policies says. Raises `Refused` for what others have
+    pinned, forgotten or purged meanwhile. Logs the notes of the plan."""
+    if plan.forgotten:
+        _append(handle, plan, newest_spared([each.commit for each in plan.forgotten]))
+    for decision in plan.thinned:
+        thin_commit(handle, reader, decision.commit, decision.thin)
+    for note in plan.notes:
+        logger.warning("%s", note)
 
 
 def plan_retention(
@@ -97,20 +101,38 @@ def plan_retention(
 
 
 def forget_commits(
-    handle: StoreHandle, commits: Iterable[CommitId], *, reason: str = "", dry_run: bool = False
+    handle: StoreHandle,
+    commits: Iterable[CommitId],
+    *,
+    all_commits: bool = False,
+    reason: str = "",
+    dry_run: bool = False,
 ) -> ForgetPlan:
-    """Forget exactly these commits. Raises `Conflict` if one of them is pinned or forgotten
-    already, `NotFound` if it is unknown."""
+    """Forget exactly these commits, or none of them. With `all_commits`, a run may lose its last
+    one. Raises `Conflict` if one of them is tagged or forgotten already, or is the last of its run,
+    and `NotFound` if it is unknown."""
     state = handle.log.replay()
-    wanted = tuple(commits)
+    wanted = tuple(dict.fromkeys(commits))
     if unknown := [c for c in wanted if c not in state.commits]:
         raise _no_such_commit(unknown)
     plan = plan_commits(state, wanted, reason)
-    if refusal := check(state, _body(plan)):
-        raise Conflict(refusal.why)
-    if not dry_run:
-        _append(handle, plan)
+    demand = None if all_commits else one_left(wanted)
+    refusal = check(state, _body(plan)) or (demand(state) if demand else None)
+    if refusal:
+        raise Conflict(f"{refusal.why}; nothing was forgotten")
+    if not dry_run and wanted:
+        _append(handle, plan, demand)
     return plan
+
+
+def forget_run(handle: StoreHandle, run: str, *, dry_run: bool = False) -> ForgetPlan:
+    """Forget every commit of a run. Raises `NotFound` for a run without commits, `Conflict` if one
+    of them has a tag; nothing was forgotten then."""
+    state = handle.log.replay()
+    check_there(state, run)
+    commits = [commit for commit, _ in by_age(state, run)]
+    reason = f"all of run {run}"
+    return forget_commits(handle, commits, all_commits=True, reason=reason, dry_run=dry_run)
 
 
 def find_forgotten(handle: StoreHandle, ref: AnyRef, run: str | None) -> CommitId:
@@ -169,9 +191,9 @@ def undelete(handle: StoreHandle, reader: Reader, commits: Sequence[CommitId]) -
     ) from last
 
 
-def _append(handle: StoreHandle, plan: ForgetPlan) -> None:
+def _append(handle: StoreHandle, plan: ForgetPlan, demand: Demand | None) -> None:
     with room(handle.storage):
-        handle.log.append(_body(plan))
+        handle.log.append(_body(plan), demand=demand)
 
 
 def _body(plan: ForgetPlan) -> Forget:

@@ -9,7 +9,7 @@ and a paused run loses nothing.
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple, TypeAlias
 from ckptstore.core.ids import CommitId
 from ckptstore.core.text import BOLD, Column, Table, count_text, near, selector
 from ckptstore.errors import InvalidInput
-from ckptstore.log.admission import best_commits
 from ckptstore.log.state import NEWEST_KEPT, CommitRow, State
 
 Period: TypeAlias = Literal["hourly", "daily", "weekly", "monthly"]
@@ -233,12 +232,12 @@ class ForgetPlan:
         return tuple(decision for decision in self.decisions if decision.thin)
 
     @property
-    def halved(self) -> dict[str, tuple[int, int]]:
-        """The runs of which more than half of the commits that were decided about are forgotten or
-        thinned: how many of how many."""
-        total = Counter(decision.row.run for decision in self.decisions)
-        lost = Counter(decision.row.run for decision in (*self.forgotten, *self.thinned))
-        return {run: (n, total[run]) for run, n in sorted(lost.items()) if 2 * n > total[run]}
+    def question(self) -> str:
+        """What a person is asked before it is carried out."""
+        forget = f"forget {count_text(len(self.forgotten), 'commit')}"
+        thin = f"thin {count_text(len(self.thinned), 'commit')}"
+        does = (forget, self.forgotten), (thin, self.thinned)
+        return f"{' and '.join(text for text, any_of_it in does if any_of_it)}?"
 
     def __repr__(self) -> str:
         return f"<forget: {self.summary}>"
@@ -280,8 +279,8 @@ def plan_policies(
     Raises `InvalidInput` without a policy: that would forget nearly everything."""
     if not policies:
         raise InvalidInput(
-            "forget was given no policy and no commit; say what to keep, such as --keep-last 5, or "
-            "which commits to forget"
+            "forget was given no policy and no commit; say what to keep, such as --keep-last 5, "
+            "which commits to forget, or --all for a whole run"
         )
     runs: dict[str, list[Candidate]] = defaultdict(list)
     for commit, row in state.commits.items():
@@ -350,20 +349,18 @@ def check_metrics(state: State, policies: Sequence[Policy]) -> None:
 
 
 def plan_commits(state: State, commits: Iterable[CommitId], reason: str) -> ForgetPlan:
-    """Forget exactly these commits; `log.admission.check` decides whether that is allowed."""
+    """Forget exactly these commits. `log.admission.check` decides whether that is allowed."""
     rows = sorted({(state.commits[c].age, c) for c in commits}, reverse=True)
     return ForgetPlan(state.n, tuple(Decision(c, state.commits[c], ()) for _, c in rows), reason)
 
 
 def _pins(state: State) -> Iterator[tuple[CommitId, str]]:
-    """The commits that `log.admission.check` refuses to forget."""
+    """The commits that no policy forgets: those with a tag, and the newest of each run."""
     for name, commit in sorted(state.tags.items()):
         yield commit, f"tag {name}"
     for commits in state.runs.values():
         for commit in commits:
             yield commit, f"one of the {NEWEST_KEPT} newest of its run"
-    for commit in sorted(best_commits(state)):
-        yield commit, "best by the store's settings"
 
 
 def _at_least_one(name: str, n: int) -> None:

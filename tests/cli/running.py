@@ -108,17 +108,22 @@ def run_without_privileges(*commands: Sequence[str], home: Path) -> list[Result]
 
 
 def run_on_terminal(
-    *words: str, columns: int = 100, env: Mapping[str, str] | None = None
+    *words: str, columns: int = 100, env: Mapping[str, str] | None = None, typed: str | None = None
 ) -> Result:
     """Run `ckptstore words…` with a terminal for output; `err` is empty, since a terminal shows
-    both."""
+    both. With `typed`, the terminal is its input, too, where that was typed ahead."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     command = [sys.executable, "-m", "ckptstore", *words]
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environment(env)
+        command,
+        stdin=subprocess.DEVNULL if typed is None else theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment(env),
     )
     os.close(theirs)
+    os.write(ours, (typed or "").encode())
     with open(ours, "rb", buffering=0) as screen:
         seen = b"".join(_chunks(screen))
     return Result(process.wait(60), seen.decode().replace("\r\n", "\n"), "")

@@ -52,17 +52,58 @@ def test_forget_gc_undelete_together(place: Path) -> None:
     verify(place, [1, 3, 4, 5, 6, 7])
 
 
-def test_forgetting_more_than_half_of_a_run_needs_yes_on_a_terminal(place: Path) -> None:
-    at = ("-s", str(place), "forget", "--keep-last")
-    refused = run_on_terminal(*at, "3")
-    assert refused.code == Exit.FAILED
-    assert "nothing was forgotten" in refused.out
-    assert "5 of the 8 commits of run main" in refused.out
-    assert "--yes" in refused.out
-    assert run_on_terminal(*at, "3", "-n").code == Exit.OK
+@pytest.mark.parametrize(
+    ("words", "left"), [(("--keep-last", "3"), 3), (("--run", "main", "--all"), 0)]
+)
+def test_a_terminal_shows_what_would_go_and_asks(
+    place: Path, words: tuple[str, ...], left: int
+) -> None:
+    at = ("-s", str(place), "forget", *words)
+    for typed in ("\n", "\x04", None) if left else ("no\n",):
+        refused = run_on_terminal(*at, typed=typed)
+        assert refused.code == Exit.FAILED
+        assert f"{8 - left} commits to forget, {left} to keep" in refused.out
+        assert (f"forget {8 - left} commits? [y/N]" in refused.out) == (typed is not None)
+        assert "nothing was forgotten; --yes forgets without asking" in refused.out
+    assert run_on_terminal(*at, "-n", typed="").code == Exit.OK
     assert call("log", "--json").document["total"] == 8
-    assert run_on_terminal(*at, "3", "--yes").code == Exit.OK
-    assert call("log", "--json").document["total"] == 3
+    done = run_on_terminal(*at, typed="y\n")
+    assert (done.code, f"forgot {8 - left} commits" in done.out) == (Exit.OK, True)
+    assert call("log", "--json").document["total"] == left
+    assert call("undelete", "--all").code == Exit.OK
+    assert "[y/N]" not in run_on_terminal(*at, "--yes", typed="").out
+    assert call("log", "--json").document["total"] == left
+
+
+def test_nothing_is_asked_where_nothing_would_go_or_commits_are_named(place: Path) -> None:
+    for words in (("--keep-last", "9"), ("3",)):
+        done = run_on_terminal("-s", str(place), "forget", *words, typed="")
+        assert done.code == Exit.OK
+        assert "[y/N]" not in done.out
+    assert call("log", "--json").document["total"] == 7
+
+
+@pytest.mark.parametrize(
+    "words", [("--all",), ("--all", "--run", "main", "--keep-last", "1"), ("--run", "main")]
+)
+def test_all_of_a_run_is_forgotten_only_where_both_are_said(
+    place: Path, words: tuple[str, ...]
+) -> None:
+    done = call("forget", *words)
+    assert done.code == Exit.USAGE
+    assert "--all" in done.err
+    assert call("log", "--json").document["total"] == 8
+
+
+def test_a_script_forgets_a_whole_run_and_undeletes_it(place: Path) -> None:
+    assert "forgot 8 commits" in call("forget", "--run", "main", "--all").out
+    assert call("log", "--json").document["total"] == 0
+    assert call("undelete", "--run", "main", "--all").code == Exit.OK
+    assert call("undelete", "--all").out == "no commit is forgotten\n"
+    mistyped = call("forget", "--run", "mian", "--all")
+    assert (mistyped.code, "did you mean 'main'" in mistyped.err) == (Exit.FAILED, True)
+    named = call("forget", "main")
+    assert "it is a run, and 'main@latest' names its newest commit" in named.err
 
 
 def test_a_script_needs_no_yes(place: Path) -> None:
@@ -90,7 +131,7 @@ def test_a_policy_that_keeps_fewer_than_it_says_is_said_on_standard_error(place:
         (["forget", "--keep-best", "loss", "9" * 5_000], Exit.USAGE, "a count"),
         (["forget", "--keep-within", "2026-01-01"], Exit.USAGE, "a span"),
         (["forget", "--keep-best", "val_los", "3"], Exit.USAGE, "no commit has the metric"),
-        (["forget", "7"], Exit.FAILED, "newest"),
+        (["forget", *"01234567"], Exit.FAILED, "forget --run main --all"),
         (["undelete", "latest"], Exit.FAILED, "not forgotten"),
         (["undelete", "99"], Exit.FAILED, "no commit is forgotten"),
         (["undelete"], Exit.USAGE, "--all"),

@@ -1,8 +1,10 @@
 """What the state refuses: one example for each demand on an entry."""
 
+import re
+
 import pytest
 
-from ckptstore.log.admission import Code, best_commits, check
+from ckptstore.log.admission import Code, check, newest_spared, one_left
 from ckptstore.log.entries import (
     Body,
     Condemn,
@@ -88,12 +90,6 @@ REFUSED: list[tuple[str, tuple[Body, ...], Body, Code]] = [
         (*THREE, Tag("a", commit_id(1), just())),
         Forget((commit_id(1),), ""),
         Code.TAGGED,
-    ),
-    (
-        "forgetting one of a run's newest two",
-        THREE,
-        Forget((commit_id(1), commit_id(2)), ""),
-        Code.NEWEST,
     ),
     ("undeleting what is not there", THREE, Undelete((commit_id(9),), just()), Code.NO_SUCH_COMMIT),
     (
@@ -224,7 +220,7 @@ def test_the_state_refuses(before: tuple[Body, ...], body: Body, code: Code) -> 
 def test_every_code_of_a_refusal_is_in_the_table_or_concerns_numbers_and_metrics() -> None:
     assert {case[3] for case in REFUSED} == set(Code) - {
         Code.PACKS_MISNUMBERED,
-        Code.BEST,
+        Code.LAST,
         Code.TAG_TAKEN,
     }
 
@@ -234,7 +230,8 @@ def test_a_refusal_names_just_the_packs_and_commits_that_are_in_the_way() -> Non
     assert check(state, Condemn(2, 0, just(1, 2, 3), ())) == check(
         state, Condemn(2, 0, just(3), ())
     )
-    refusal = check(state, Forget((commit_id(1), commit_id(3)), ""))
+    tagged = step(state, Tag("a", commit_id(3), just()))
+    refusal = check(tagged, Forget((commit_id(1), commit_id(3)), ""))
     assert refusal is not None
     assert refusal.commits == (commit_id(3),)
 
@@ -245,18 +242,32 @@ def test_wrongly_numbered_packs_are_refused() -> None:
     assert refusal.code is Code.PACKS_MISNUMBERED
 
 
-def test_the_best_by_each_metric_of_the_settings_cannot_be_forgotten() -> None:
-    values = ((0.5, 0.1), (0.2, 0.9), (0.2, 0.3), (float("nan"), 0.0), (0.7, 0.2), (0.8, 0.2))
-    state = folded(
-        *(
-            commit(i, metrics=(("acc", acc), ("loss", loss)))
-            for i, (loss, acc) in enumerate(values, 1)
-        ),
-        Settings((("best", ("loss", "acc:max", "speed")),)),
-    )
-    assert best_commits(state) == {commit_id(3), commit_id(2)}
-    refusal = check(state, Forget(tuple(commit_id(i) for i in range(1, 5)), ""))
+def test_policies_spare_the_newest_of_a_run_and_names_leave_one() -> None:
+    state = folded(*THREE)
+    ids = tuple(map(commit_id, (1, 2, 3)))
+    refusal = newest_spared(ids)(state)
     assert refusal is not None
-    assert (refusal.code, refusal.commits) == (Code.BEST, (commit_id(2), commit_id(3)))
-    without = step(state, Settings((("best", None),)))
-    assert check(without, Forget((commit_id(3),), "")) is None
+    assert (refusal.code, refusal.commits) == (Code.NEWEST, ids[1:])
+    assert newest_spared(ids[:1])(state) is None
+    assert one_left(ids[1:])(state) is None
+    refusal = one_left(ids)(state)
+    assert refusal is not None
+    assert (refusal.code, refusal.commits) == (Code.LAST, ids)
+
+
+def test_the_older_ones_are_the_newest_when_the_newest_are_forgotten() -> None:
+    state = step(folded(*THREE, commit(4)), Forget((commit_id(4), commit_id(3)), ""))
+    assert list(state.runs.values()) == [(commit_id(1), commit_id(2))]
+    state = step(state, Undelete((commit_id(4),), just(4)))
+    assert list(state.runs.values()) == [(commit_id(2), commit_id(4))]
+    left = tuple(commit for commit, row in state.commits.items() if not row.soft)
+    assert list(step(state, Forget(left, "")).runs.values()) == [()]
+
+
+def test_a_refusal_names_every_commit_with_step_run_and_tags() -> None:
+    state = folded(*THREE, Tag("a", commit_id(1), just()), Tag("b", commit_id(3), just()))
+    refusal = check(state, Forget(tuple(map(commit_id, (1, 2, 3))), ""))
+    assert refusal is not None
+    for i, tag in ((1, "a"), (3, "b")):
+        assert re.search(rf"{commit_id(i)[:12]} \([^)]*run \w+, tag {tag}\)", refusal.why)
+    assert "`ckptstore tag -d a b`" in refusal.why

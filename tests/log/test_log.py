@@ -49,9 +49,9 @@ def test_an_entry_is_refused_before_anything_is_written(storage: Storage) -> Non
     log = open_log(storage)
     log.append(commit(1))
     with pytest.raises(Refused) as caught:
-        log.append(Forget((commit_id(1),), ""))
+        log.append(Forget((commit_id(2),), ""))
     assert isinstance(caught.value, Conflict)
-    assert caught.value.refusal.code is Code.NEWEST
+    assert caught.value.refusal.code is Code.NO_SUCH_COMMIT
     assert not log.head_after(1)
     assert log.append(commit(2)).n == 2
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import Conflict, InvalidInput, NotFound, ReadOnly
-from ckptstore.log.entries import Body, Entry, Settings, Undelete
+from ckptstore.log.entries import Body, Entry, Undelete
 from ckptstore.log.log import Log
 from ckptstore.maintenance.retention import KeepBest, KeepEverySteps, KeepLast
 from ckptstore.open_store import open
@@ -59,20 +59,74 @@ def test_a_policy_is_about_the_stores_own_run_unless_all_are_wanted(tmp_path: Pa
 def test_what_is_pinned_cannot_be_forgotten_by_name(tmp_path: Path) -> None:
     commits = collecting.make(tmp_path, 5)
     with open(tmp_path) as store:
-        store._handle.log.append(Settings((("best", ("loss",)),)))
-        best = store.commit(state_of(9), step=9, metrics={"loss": 0.1}).id
-        for step in (10, 11):
-            store.commit(state_of(step), step=step, metrics={"loss": 1.0})
         store.tag("keep", commits[0])
-        for ref, why in ((commits[0], "tag"), (11, "newest"), (10, "newest"), (best, "best")):
-            with pytest.raises(Conflict, match=why):
-                store.forget(ref)
-            with pytest.raises(Conflict, match=why):
-                store.forget([commits[1], ref], dry_run=True)
+        with pytest.raises(Conflict, match=r"step 0 of run main, tag keep.*nothing was forgotten"):
+            store.forget(commits[0])
+        with pytest.raises(Conflict, match="`ckptstore tag -d keep`"):
+            store.forget([commits[1], commits[0]], dry_run=True)
+        with pytest.raises(Conflict, match="tag keep"):
+            store.forget(run="main", all_commits=True)
+        assert len(store.log()) == 5
         store.forget(commits[1])
         store.untag("keep")
         store.forget(commits[0])
-        assert [info.step for info in store.log()] == [11, 10, 9, 4, 3, 2]
+        assert [info.step for info in store.log()] == [4, 3, 2]
+
+
+def test_the_newest_commits_are_forgotten_by_name_as_long_as_one_is_left(tmp_path: Path) -> None:
+    commits = collecting.make(tmp_path, 4)
+    with open(tmp_path) as store:
+        store.forget(["latest", 2])
+        assert [info.step for info in store.log()] == [1, 0]
+        with pytest.raises(
+            Conflict, match=r"step 0 of run main\), .*--run main --all.*nothing was"
+        ):
+            store.forget([0, 1])
+        assert store.forget(KeepLast(1)).forgotten == ()
+        assert store.undelete(commits[3]) == (commits[3],)
+        store.forget([0, 1])
+        store.forget(3, all_commits=True)
+        assert store.log() == []
+        assert store.resume({"model": {}}) is None
+
+
+def test_a_whole_run_is_forgotten_and_comes_back_until_a_gc_has_purged_it(tmp_path: Path) -> None:
+    for run in ("keep", "abandoned"):
+        with open(tmp_path, run=run) as store:
+            for step in range(3):
+                store.commit(state_of(step), step=step)
+    with open(tmp_path, run="keep") as store:
+        plan = store.forget(run="abandoned", all_commits=True, dry_run=True)
+        assert {each.row.run for each in plan.forgotten} == {"abandoned"}
+        assert store.forget(run="abandoned", all_commits=True) == plan
+        assert store.runs() == ["keep"]
+        with pytest.raises(NotFound, match="undelete --run abandoned --all"):
+            store.forget(run="abandoned", all_commits=True)
+        store.undelete([info.id for info in store.forgotten(all_runs=True)])
+        assert store.checkout("abandoned@latest").step == 2
+        store.forget(run="abandoned", all_commits=True)
+        store.gc(grace_s=0)
+        assert store.forgotten(all_runs=True) == []
+        with pytest.raises(NotFound, match=r"no run 'abandoned'.*runs with commits: keep"):
+            store.forget(run="abandoned", all_commits=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"all_commits": True},
+        {"what": KeepLast(1), "run": "main", "all_commits": True},
+        {"run": "main", "all_runs": True, "all_commits": True},
+    ],
+)
+def test_all_commits_needs_the_name_of_a_run_and_no_policy(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    collecting.make(tmp_path, 3)
+    with open(tmp_path) as store:
+        with pytest.raises(InvalidInput, match="name it by --run"):
+            store.forget(**options)
+        assert len(store.log()) == 3
 
 
 def test_forgetting_without_anything_to_go_by_is_refused(tmp_path: Path) -> None:

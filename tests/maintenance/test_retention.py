@@ -140,16 +140,11 @@ def test_each_run_is_looked_at_by_itself() -> None:
     assert {d.row.n for d in plan_policies(state, [KeepLast(1)], "a").forgotten} == {1}
 
 
-def test_tags_the_newest_two_and_the_best_by_the_settings_are_kept_whatever_the_policies() -> None:
-    state = replace(
-        LOSSES,
-        tags=LOSSES.tags.insert("release", commit_id(3)),
-        settings=LOSSES.settings.insert("best", ("loss", "loss:max")),
-    )
+def test_tags_and_the_newest_two_are_kept_whatever_the_policies() -> None:
+    state = replace(LOSSES, tags=LOSSES.tags.insert("release", commit_id(3)))
     plan = plan_policies(state, [KeepLast(1)])
     assert {d.row.n: d.reasons[0] for d in plan.kept} == {
         3: "tag release",
-        4: "best by the store's settings",
         5: "one of the 2 newest of its run",
         6: "one of the 2 newest of its run",
     }
@@ -173,12 +168,6 @@ def test_a_policy_that_keeps_fewer_than_it_says_is_noted_where_something_is_forg
     ]
     everything = plan_policies(state_of(*rows), [KeepLast(9), KeepBest("loss", n=3)])
     assert (everything.forgotten, everything.notes) == ((), ())
-
-
-def test_a_plan_names_the_runs_that_lose_more_than_half() -> None:
-    rows = [row(step, run=run) for run, steps in (("a", 6), ("b", 5)) for step in range(steps)]
-    assert plan_policies(state_of(*rows), [KeepLast(2)]).halved == {"a": (4, 6), "b": (3, 5)}
-    assert plan_policies(state_of(*rows), [KeepLast(3)]).halved == {}
 
 
 def test_no_policy_at_all_is_refused() -> None:

@@ -147,6 +147,16 @@ def gc_page(names: Names, stack: ExitStack) -> None:
     environment(stack, CKPTSTORE="checkpoints")
 
 
+def delete_a_run_page(names: Names, stack: ExitStack) -> None:
+    """Two runs beside `main`."""
+    gc_page(names, stack)
+    for run in ("noisy", "abandoned"):
+        with ckptstore.open("checkpoints", run=run) as store:
+            for step in (100, 200, 300):
+                names["train_one_step"]()
+                store.commit(names["app_state"], step=step)
+
+
 def compact_page(names: Names, stack: ExitStack) -> None:
     gc_page(names, stack)
 

@@ -5,8 +5,9 @@ A block's language says what becomes of it:
 
 * `python` runs in the page's namespace, which begins with what `tests.support.page_state` prepares.
   With `title="NAME"` it is written to the file NAME instead.
-* `console`: each line that begins with `$ ` is given to one shell; the lines below it are what the
-  command prints. `# exit code N` at its end says what it ends with.
+* `console`: each line that begins with `$ ` is given to one shell on a terminal; the lines below it
+  are what appears. What they show behind `[y/N]` is typed at that question. `# exit code N` at the
+  end of a command says what it ends with.
 * `output` is what the `python` block above it prints.
 * Any other language is an illustration.
 
@@ -21,12 +22,18 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.support.page_state import prepared
+from tests.support.terminal import (
+    answers_in,
+    environment_of_terminal,
+    lines_seen,
+    open_terminal,
+)
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(
@@ -125,34 +132,41 @@ class Run:
 
 
 class Shell:
-    """A bash that keeps its directory and variables from one command to the next."""
+    """A bash that keeps its directory and variables from one command to the next, which it gives a
+    terminal for input and output."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        self._ours, theirs = open_terminal()
         self._bash = subprocess.Popen(
             ["bash"],
             cwd=folder,
-            env={**os.environ, "PATH": path, "TZ": "UTC", "COLUMNS": "100", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **environment_of_terminal(), "PATH": path, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=theirs,
+            stderr=theirs,
             text=True,
+            start_new_session=True,
         )
+        self._terminal = os.ttyname(theirs)
+        os.close(theirs)
 
     def __enter__(self) -> "Shell":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bash.communicate()
+        os.close(self._ours)
 
     def answer(self, command: str, output: str) -> str:
         """The command, and what it prints if the page shows output."""
-        assert self._bash.stdin and self._bash.stdout
+        assert self._bash.stdin
         end = "--end of the answer--"
-        self._bash.stdin.write(f"{{ {command}\n}} </dev/null\nprintf '\\n{end} %d\\n' $?\n")
+        asked = f"{{ {command}\n}} <{self._terminal}"
+        self._bash.stdin.write(f"{asked}\nprintf '\\n{end} %d\\n' $?\n")
         self._bash.stdin.flush()
-        printed = "".join(self._until(end))
+        printed = "".join(self._until(end, answers_in(output)))
         printed, _, code = printed.rpartition(f"\n{end} ")
         printed = printed.replace(str(self._folder), "/data")
         wanted = EXIT_CODE.search(command)
@@ -161,9 +175,8 @@ class Shell:
         line = "$ " + command.replace("\n", "\n> ") + "\n"
         return line + (shown(output, printed) if output else "")
 
-    def _until(self, end: str) -> Iterator[str]:
-        assert self._bash.stdout
-        for line in self._bash.stdout:
+    def _until(self, end: str, answers: Iterable[str]) -> Iterator[str]:
+        for line in lines_seen(self._ours, answers):
             # bash in a script says where it was when a signal ended its child
             yield re.sub(r"^bash: line \d+: +\d+ (\w+) .*", r"\1", line)
             if line.startswith(end):

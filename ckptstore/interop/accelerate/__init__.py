@@ -51,6 +51,9 @@ __all__ = ["Attached", "attach"]
 logger = logging.getLogger("ckptstore")
 
 OLDEST = (1, 6)
+
+PROTECTED = 2
+"""So many of the newest commits of a run are not forgotten when their directories go."""
 """The oldest Accelerate that this has been tested with."""
 
 _ELSEWHERE = {
@@ -283,10 +286,14 @@ class Attached:
 
     def _forget(self, leaving: Sequence[CommitId]) -> list[CommitId]:
         """Forget the commits of removed directories, and collect what nothing needs any more.
-        Returns the protected ones (a tag, the best, the two newest of the run), which are asked for
-        again after the next save, also by a later process."""
+        Returns the protected ones (a tag, the two newest of the run), which are asked for again
+        after the next save, also by a later process."""
         forgotten, protected = 0, []
+        newest = {info.id for info in self.store.log(PROTECTED, run=self.store.run)}
         for commit in leaving:
+            if commit in newest:
+                protected.append(commit)
+                continue
             try:
                 self.store.forget(commit)
                 forgotten += 1

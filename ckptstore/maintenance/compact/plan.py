@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId
 from ckptstore.errors import InvalidInput
-from ckptstore.log.admission import best_commits
 from ckptstore.log.state import State
 from ckptstore.restore.reader import Tree
 
@@ -72,7 +71,7 @@ class Place(NamedTuple):
 
 def plan_groups(state: State, policy: CompactPolicy) -> tuple[Group, ...]:
     """The groups of every run, oldest first."""
-    pinned = frozenset(state.tags.values()) | best_commits(state)
+    pinned = frozenset(state.tags.values())
     groups: list[Group] = []
     for run, commits in _runs(state).items():
         old = commits[: _old(commits, policy)]
