@@ -144,8 +144,11 @@ def history(
                     found[keys[i]] = _encoded(moves)
             handle.keep_statistics(found)
     if not table.rows:
+        runs = ", ".join(dict.fromkeys(info.run for info in commits))
+        where = f" of run {runs}" if runs else ""
         raise NotFound(
-            f"none of {len(commits)} commits has a tensor of numbers that matches {select!r:.80}; "
+            f"none of {len(commits)} commits{where} has a tensor of numbers that matches "
+            f"{select!r:.80}; "
             "`ckptstore ls` lists leaves"
         )
     return History(table.rows)

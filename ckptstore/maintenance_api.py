@@ -35,7 +35,7 @@ from ckptstore.maintenance.mirror_plan import choose, other_end
 from ckptstore.maintenance.repair import Repaired, repair
 from ckptstore.maintenance.retention import ForgetPlan, Policy
 from ckptstore.maintenance.usage import Usage, usage
-from ckptstore.repository.resolve_ref import AnyRef, find_commit, find_id
+from ckptstore.repository.resolve_ref import AnyRef, find_commit, find_id, trained_last
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader
@@ -76,7 +76,7 @@ class Maintenance:
         Args:
             select: The tensors, a glob or several, such as `"model/*.weight"`.
             refs: The commits, in this order; default: all of the run, from the first to the last.
-            run: Another run than this one; on the command line, that of the newest commit.
+            run: Another run than this one.
 
         Returns:
             A sequence of `HistoryRow`, with `to_pandas()` and `first_bad()`.
@@ -92,8 +92,9 @@ class Maintenance:
             queries = self._handle.queries()
             found = [find_id(self._handle, queries, ref, run or self._run) for ref in refs]
             return history(self._handle, self._threads, queries.commits(found), select)
-        run = run or self._run or next((info.run for info in self._handle.queries().runs()), None)
-        commits = self._handle.queries().log(None if run is None else check_run(run))[::-1]
+        queries = self._handle.queries()
+        run = run or self._run or trained_last(queries)
+        commits = queries.log(None if run is None else check_run(run))[::-1]
         return history(self._handle, self._threads, commits, select)
 
     def forget(

@@ -224,7 +224,7 @@ def test_commits_may_be_named_in_any_order_and_of_any_run(
         assert rows[1].drift == pytest.approx(rows[1].norm, rel=1e-6)
         assert [row.leaf for row in other.history()] == ["model/big", "model/new"]
         assert len(other.history(run="main")) == 3 * 4
-    with pytest.raises(NotFound, match="none of 3 commits has a tensor"):
+    with pytest.raises(NotFound, match="none of 3 commits of run main has a tensor"):
         store.history("nothing*")
 
 

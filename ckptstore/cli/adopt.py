@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptstore.cli.call import Answer, Call, UsageError
-from ckptstore.cli.commits import short
+from ckptstore.cli.commits import commit_text, find_proven, short
 from ckptstore.cli.maintain import metrics_of
 from ckptstore.cli.screen import fields_of
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import InvalidInput
 from ckptstore.objects.pointer_files import is_pointer
-from ckptstore.repository.resolve_ref import find_commit
 
 
 def adopt(call: Call) -> Answer:
@@ -72,7 +71,7 @@ def materialize(call: Call) -> Answer:
     from ckptstore.core.settings import Settings
     from ckptstore.store import Store
 
-    found = find_commit(handle, args.ref, args.run)
+    found = find_proven(call, handle, args.ref)
     store = call.stack.enter_context(Store(handle, Settings.of()))
     with call.screen.progress(f"writing {short(found.id)}"):
         done = store.checkout(found.id).materialize(Path(directory), select=args.select)
@@ -82,4 +81,4 @@ def materialize(call: Call) -> Answer:
         bytes_text(done.bytes),
     ]
     document = {"commit": found.id, **fields_of(done, "path", "files", "folders", "links", "bytes")}
-    return Answer(document, [f"{short(found.id)} to {directory}: {', '.join(counted)}"])
+    return Answer(document, [f"{commit_text(found)} to {directory}: {', '.join(counted)}"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptstore.cli.call import VARIABLE, Answer, Call, UsageError
-from ckptstore.cli.commits import commit_document, short
+from ckptstore.cli.commits import commit_document, commit_text, find_in_one_run, short
 from ckptstore.cli.maintain import metrics_of
 from ckptstore.cli.screen import Part, columns, fields_of
 from ckptstore.core.ids import CommitId
@@ -110,7 +110,9 @@ def bisect(call: Call) -> Answer:
     store = _opened(call)
     from ckptstore.analysis import bisect as search
     from ckptstore.core.ids import parse_commit_id
+    from ckptstore.store import internals_of
 
+    good, bad = find_in_one_run(call, internals_of(store).handle, (args.good, args.bad))
     kept = Path(args.verdicts) if args.verdicts else None
     if kept:
         check_path(kept)
@@ -126,7 +128,7 @@ def bisect(call: Call) -> Answer:
             _keep(kept, {**known, snapshot.id: bad})
         return bad
 
-    found = search(store, args.good, args.bad, ask, known=known)
+    found = search(store, good.id, bad.id, ask, known=known)
     first, last = (store.checkout(commit) for commit in (found.first_bad, found.last_good))
     page = [*said, f"the first bad commit is {_named(first)}; the last good one {_named(last)}"]
     document = {
@@ -140,10 +142,13 @@ def bisect(call: Call) -> Answer:
 
 def average(call: Call) -> Answer:
     args = call.args
-    refs, metrics = args.refs, metrics_of(args.metric, "ckptstore average")
-    store = _opened(call, run=args.run)
+    metrics = metrics_of(args.metric, "ckptstore average")
+    store = _opened(call)
     from ckptstore.averages import RUN, combine, mean, moving, spherical, weighted
+    from ckptstore.store import internals_of
 
+    summands = find_in_one_run(call, internals_of(store).handle, args.refs)
+    refs = [info.id for info in summands]
     factors: Sequence[float] | Factors
     if args.weights is not None:
         factors = weighted(_numbers(args.weights, "--weights"))
@@ -172,7 +177,7 @@ def average(call: Call) -> Answer:
         **fields_of(made, "run", "step", "tags", "parents", "logical_bytes", "new_bytes"),
     }
     size = f"{bytes_text(made.logical_bytes)}, {bytes_text(made.new_bytes)} of them new"
-    parents = ", ".join(map(short, made.parents))
+    parents = ", ".join(map(commit_text, summands))
     return Answer(document, [f"{short(made.id)} of run {made.run}, from {parents}: {size}"])
 
 
@@ -187,12 +192,12 @@ def _numbers(text: str, option: str, count: int | None = None) -> list[float]:
     return found
 
 
-def _opened(call: Call, *, run: str | None = None) -> "Store":
-    handle = call.open()
+def _opened(call: Call) -> "Store":
+    handle = call.open(*(getattr(call.args, "refs", None) or ()))
     from ckptstore.core.settings import Settings
     from ckptstore.store import Store
 
-    return call.stack.enter_context(Store(handle, Settings.of(run=run)))
+    return call.stack.enter_context(Store(handle, Settings.of()))
 
 
 def _read(path: Path) -> dict[str, bool]:
@@ -215,7 +220,8 @@ def _keep(path: Path, verdicts: dict[CommitId, bool]) -> None:
 
 
 def _named(snapshot: "Snapshot") -> str:
-    return short(snapshot.id) + ("" if snapshot.step is None else f" (step {snapshot.step})")
+    step = "" if snapshot.step is None else f" (step {snapshot.step})"
+    return f"{short(snapshot.id)}{step} of run {snapshot.run}"
 
 
 def _question(call: Call) -> "Callable[[Snapshot], bool]":

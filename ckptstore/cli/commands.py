@@ -345,7 +345,7 @@ COMMANDS = (
             ),
             several("--select", "GLOB", "add these leaves only; others are the last REF's"),
             several("-o --tag", "TAG", "a tag for it"),
-            Option("--run", "RUN", "the run of steps (default: main)"),
+            Option("--run", "RUN", "resolve REFs in this run (default: the one trained last)"),
             Option("--into", "RUN", "the run of the new commit (default: averages)"),
             Option("--step", "N", "its step", type=count),
             Option("--message", "TEXT", "its message (default: the origin)", default=""),

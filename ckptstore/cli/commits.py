@@ -16,7 +16,7 @@ from ckptstore.errors import Corrupt, NotFound
 from ckptstore.index.queries import Queries
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.schema import decode_schema
-from ckptstore.repository.resolve_ref import find_id
+from ckptstore.repository.resolve_ref import find_commit, find_id, trained_last
 from ckptstore.repository.store_handle import StoreHandle
 
 if TYPE_CHECKING:
@@ -38,9 +38,14 @@ def short(commit: CommitId) -> str:
     return commit[:ID_DIGITS]
 
 
-def commit_text(info: CommitInfo) -> str:
+def step_text(info: CommitInfo) -> str:
     """`8f3a1c9e02b7 (step 100)`."""
     return short(info.id) if info.step is None else f"{short(info.id)} (step {info.step})"
+
+
+def commit_text(info: CommitInfo) -> str:
+    """`8f3a1c9e02b7 (step 100) of run main`."""
+    return f"{step_text(info)} of run {info.run}"
 
 
 def find_info(call: Call, store: StoreHandle, ref: str) -> CommitInfo:
@@ -49,6 +54,21 @@ def find_info(call: Call, store: StoreHandle, ref: str) -> CommitInfo:
     info = queries.commit(find_id(store, queries, ref, call.args.run))
     tell_run(call, queries, ref)
     return info
+
+
+def find_proven(call: Call, store: StoreHandle, ref: str) -> CommitInfo:
+    """The commit that `ref` names by the log, for what restores or changes."""
+    found = find_commit(store, ref, call.args.run)
+    tell_run(call, store.queries(), ref)
+    return store.queries().commit(found.id)
+
+
+def find_in_one_run(call: Call, store: StoreHandle, refs: Sequence[str]) -> list[CommitInfo]:
+    """The commits that `refs` name by the log, for what is about one run: that of --run, else the
+    one that was trained last."""
+    queries = store.queries()
+    run = call.args.run or trained_last(queries)
+    return [queries.commit(find_commit(store, ref, run).id) for ref in refs]
 
 
 def tell_run(call: Call, queries: Queries, ref: str) -> None:

@@ -28,8 +28,7 @@ def diff(call: Call) -> Answer:
     reader = reader_of(call, store)
     before, after = trees_of(reader, old), trees_of(reader, new)
     found = compare(before, after)
-    ends = [f"{commit_text(info)} of run {info.run}" for info in (old, new)]
-    page: list[Part] = [Hint(f"from {ends[0]} to {ends[1]}")]
+    page: list[Part] = [Hint(f"from {commit_text(old)} to {commit_text(new)}")]
     if call.args.stat:
         page += [_stat(before, after), found.summary]
     elif found.changes:

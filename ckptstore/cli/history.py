@@ -23,14 +23,16 @@ def history(call: Call) -> Answer:
     with call.screen.progress("measuring tensors"):
         found = store.history(args.globs or "*", args.refs or None, run=args.run)
     commits = list(dict.fromkeys(row.commit for row in found))
+    where = f"of run {', '.join(dict.fromkeys(row.run for row in found))}"
     if args.nan:
         bad = found.first_bad()
-        text = f"{count_text(len(commits), 'commit')} of run {found[0].run}"
-        page: list[Part] = [_table(bad)] if bad else [f"no NaN and no infinity in {text}"]
+        text = f"{count_text(len(commits), 'commit')} {where}"
+        page: list[Part] = [_table(bad), text] if bad else [f"no NaN and no infinity in {text}"]
         return Answer({"commits": len(commits), "rows": bad}, page)
     last = set(commits[-args.limit :] if args.limit else commits)
     rows = [row for row in found if row.commit in last]
-    return Answer({"commits": len(last), "rows": rows}, [_table(rows)])
+    text = f"{count_text(len(last), 'commit')} {where}"
+    return Answer({"commits": len(last), "rows": rows}, [_table(rows), text])
 
 
 def _table(rows: Iterable["HistoryRow"]) -> Table:

@@ -348,7 +348,7 @@ def _set(call: Call, store: StoreHandle, name: str) -> Answer:
     before = next((found.commit for found in queries.tags() if found.name == name), None)
     set_tag(store, reader_of(call, store), name, info)
     was = f", was {short(before)}" if before and before != info.id else ""
-    line = f"{name} is {commit_text(info)} of run {info.run}{was}"
+    line = f"{name} is {commit_text(info)}{was}"
     return Answer({"tag": name, "commit": info.id, "previous": before}, [line])
 
 

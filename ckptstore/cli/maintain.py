@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from functools import partial
 
 from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
-from ckptstore.cli.commits import commit_text, short, tell_run
+from ckptstore.cli.commits import commit_text, find_proven, short, tell_run
 from ckptstore.cli.parser import parse_best
 from ckptstore.cli.screen import Hint, Part, columns, fields_of, to_json
 from ckptstore.core.config import default_threads
@@ -43,7 +43,6 @@ from ckptstore.maintenance.retention import (
     Policy,
 )
 from ckptstore.maintenance_api import Maintenance
-from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.reader import Reader
 from ckptstore.storage import open_storage
@@ -66,6 +65,8 @@ def forget(call: Call) -> Answer:
         )
     handle = call.open(*args.refs)
     store = Maintenance(handle, call.threads())
+    for ref in args.refs:
+        tell_run(call, handle.queries(), ref)
     forgets = partial(
         store.forget,
         [*policies, *args.refs],
@@ -169,7 +170,7 @@ def undelete(call: Call) -> Answer:
     store = Maintenance(handle, call.threads(), args.run)
     restored = store.undelete(args.refs or all_forgotten(handle, args.run))
     infos = handle.queries().commits(restored)
-    lines = [f"{commit_text(info)} of run {info.run} is restored" for info in infos]
+    lines = [f"{commit_text(info)} is restored" for info in infos]
     where = "" if args.run is None else f" of run {args.run}"
     return Answer({"undeleted": restored}, lines or [f"no commit{where} is forgotten"])
 
@@ -441,8 +442,7 @@ def export_files(call: Call) -> Answer:
     from ckptstore.interop.formats import export
     from ckptstore.store import Store
 
-    found = find_commit(handle, args.ref, args.run)
-    tell_run(call, handle.queries(), args.ref)
+    found = find_proven(call, handle, args.ref)
     store = call.stack.enter_context(Store(handle, Settings.of()))
     with call.screen.progress(f"exporting {short(found.id)}"):
         done = export(
@@ -453,7 +453,7 @@ def export_files(call: Call) -> Answer:
             allow_pickle=args.allow_pickle,
         )
     files = f"{count_text(len(done.files), 'file')}, {bytes_text(done.bytes)}"
-    page = [f"{short(found.id)} to {args.path} as {done.format}: {files}"]
+    page = [f"{commit_text(found)} to {args.path} as {done.format}: {files}"]
     if done.left_out:
         page.append(f"{done.left_out} other leaves are not in it")
     written = fields_of(done, "format", "files", "bytes", "left_out")

@@ -73,13 +73,17 @@ def _size(call: Call, store: StoreHandle) -> Chart:
 def _tensor(call: Call, store: StoreHandle) -> Chart:
     args = call.args
     measured = Maintenance(store, call.threads(THREADS))
-    run = args.runs[0] if args.runs else None
+    named = args.runs[0] if args.runs else None
     found: dict[str, list[tuple[float, float]]] = {}
-    for row in measured.history(args.words or "*", run=run):
+    history = measured.history(args.words or "*", run=named)
+    run = history[0].run
+    for row in history:
         value = getattr(row, args.of)
         if row.step is not None and value is not None and math.isfinite(value):
             found.setdefault(row.leaf, []).append((row.step, value))
-    return Chart(f"{args.of} of tensors", "step", args.of, _lines(found, call), log=args.log)
+    leaf = next(iter(found)) if len(found) == 1 else "tensors"
+    lines = _lines(found, call, f"of run {run}")
+    return Chart(f"{args.of} of {leaf} of run {run}", "step", args.of, lines, log=args.log)
 
 
 def _diff(call: Call, store: StoreHandle) -> Chart:
@@ -116,7 +120,9 @@ def _commits(call: Call, store: StoreHandle) -> list[CommitInfo]:
     return [info for info in infos if not call.args.runs or info.run in call.args.runs]
 
 
-def _lines(found: Mapping[str, Sequence[tuple[float, float]]], call: Call) -> list[Series]:
+def _lines(
+    found: Mapping[str, Sequence[tuple[float, float]]], call: Call, where: str = "in this store"
+) -> list[Series]:
     """Lines without what the axis does not have, at most as many as people can tell apart."""
     lines = [
         Series(name, *_columns(sorted(points)))
@@ -125,7 +131,7 @@ def _lines(found: Mapping[str, Sequence[tuple[float, float]]], call: Call) -> li
     ]
     if not lines:
         raise NotFound(
-            f"there is nothing to plot: no {call.args.kind} of these names in this store"
+            f"there is nothing to plot: no {call.args.kind} of these names with a step {where}"
         )
     if len(lines) > LINES:
         call.screen.complain(f"the first {LINES} of {len(lines)} lines are drawn; name fewer")

@@ -104,7 +104,7 @@ QUESTIONS = (
         "show how tensors moved over the commits of a run",
         (
             Option("globs", "GLOB", "tensors by their paths (default: all)", nargs="*"),
-            Option("--run", "RUN", "commits of this run (default: that of the newest commit)"),
+            Option("--run", "RUN", "commits of this run (default: the one trained last)"),
             several("--ref", "REF", "this commit, instead of all of a run", dest="refs"),
             Option("-n", "N", "show the last N commits", type=count, dest="limit"),
             flag("--nan", "for each tensor, show the first commit with a NaN or an infinity"),
@@ -126,7 +126,12 @@ QUESTIONS = (
             ),
             Option("words", "WORD", "metrics, GLOBs of tensors, or two REFs", nargs="*"),
             Option("-o", "FILE", "an .svg, .png or .pdf file (default: here)", dest="output"),
-            several("--run", "RUN", "this run (default: all; for tensors the newest)", dest="runs"),
+            several(
+                "--run",
+                "RUN",
+                "this run (default: all; of tensors the one trained last)",
+                dest="runs",
+            ),
             Option(
                 "--of",
                 "NUMBER",
@@ -159,6 +164,7 @@ QUESTIONS = (
         (
             Option("--good", "REF", "a commit that is good"),
             Option("--bad", "REF", "a later one that is bad (default: latest)", default="latest"),
+            Option("--run", "RUN", "resolve REFs in this run (default: the one trained last)"),
             Option(
                 "--command",
                 "CMD",

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from ckptstore.cli.call import Answer, Call, Exit, UsageError
 from ckptstore.cli.commits import (
     commit_document,
-    commit_text,
     config_text,
     document_of,
     find_info,
     schemas_of,
     short,
+    step_text,
     tensor_bytes,
 )
 from ckptstore.cli.screen import columns, fields_of, to_json
@@ -172,7 +172,7 @@ def _page(
         ("tags", ", ".join(info.tags)),
         ("time", when),
         ("parents", _several(parents)),
-        ("children", _several([commit_text(child) for child in children])),
+        ("children", _several([step_text(child) for child in children])),
         ("log entry", f"{info.n}, session {info.session}"),
         ("lossy", ", ".join(f"{glob} as {dtype}" for glob, dtype in info.cast.items())),
         ("without", ", ".join(info.thinned) + (f", which {short(source)} had" if source else "")),
@@ -221,7 +221,7 @@ def _several(names: Sequence[str]) -> str:
 
 def _known(queries: Queries, commit: CommitId) -> str:
     try:
-        return commit_text(queries.commit(commit))
+        return step_text(queries.commit(commit))
     except NotFound:
         return f"{short(commit)} (purged)"
 

@@ -102,7 +102,7 @@ def _tell(call: Call, info: CommitInfo) -> None:
         return
     metrics = "".join(f", {name} {value:g}" for name, value in info.metrics.items())
     size = f"{bytes_text(info.logical_bytes)}, {bytes_text(info.new_bytes)} new"
-    call.screen.print([f"{commit_text(info)} of run {info.run}: {size}{metrics}"])
+    call.screen.print([f"{commit_text(info)}: {size}{metrics}"])
 
 
 def _page(store: StoreHandle, seen: Seen, told: int) -> list[Part]:

@@ -90,6 +90,15 @@ def find_id(handle: StoreHandle, queries: Queries, ref: AnyRef, run: str | None)
     return through_pointers(ref, look)
 
 
+def trained_last(queries: Queries) -> str | None:
+    """The run whose commits are meant where one run is needed and none was named: that of the
+    newest commit, but not one whose newest commit has several parents, as averages have, while
+    there is another. None without commits."""
+    runs = queries.runs()
+    trained = (info.run for info in runs if len(queries.commit(info.latest).parents) < 2)
+    return next(trained, runs[0].run if runs else None)
+
+
 def through_pointers(ref: AnyRef, find: Callable[[str | int], T]) -> T:
     """Apply `find` to a ref, or to the id in the pointer file that `ref` is the path of. Text
     that could be a tag counts as a path only if `find` knows no such tag."""

@@ -172,7 +172,8 @@ def test_history_names_the_first_commit_with_a_nan(place: Path) -> None:
 
 def test_history_lists_tensors_of_chosen_commits(place: Path) -> None:
     words = ("history", "0.weight", "--run", "slip", "-s", str(place))
-    lines = call(*words, "-n", "2").out.splitlines()
+    *lines, last = call(*words, "-n", "2").out.splitlines()
+    assert last == "2 commits of run slip"
     assert [line.split()[0] for line in lines] == ["STEP", "90", "100"]
     assert lines[0].split()[-3:] == ["DRIFT", "FROM", "FIRST"]
     rows = call(*words, "--ref", "100", "--ref", "10", "--json").document["rows"]
@@ -223,7 +224,7 @@ def test_bisect_finds_a_nan_a_norm_and_what_a_command_says(place: Path, tmp_path
     words = ("bisect", "--good", "nan@10", "--bad", "nan@100", "-s", str(place))
     found = call(*words, "--nan")
     assert found.code == 0
-    assert f"(step {NAN_AT}); the last good one" in found.out
+    assert f"(step {NAN_AT}) of run nan; the last good one" in found.out
     norm = call(*words, "--leaf", "model/2.weight", "--above", "100", "--json").document
     show = f"{sys.executable} -m ckptstore show $CKPTSTORE_REF --fast"
     command = f"{show} | grep -q '^step  *[1-5]0$'"
