@@ -12,6 +12,7 @@ from ckptstore.cli.commits import config_text
 from ckptstore.cli.parser import build
 from ckptstore.cli.screen import Hint, fields_of
 from ckptstore.core.config import StoreConfig
+from ckptstore.core.paths import check_path
 from ckptstore.core.text import count_text
 from ckptstore.errors import NotFound
 from ckptstore.index.catalog_sqlite import REVISION
@@ -32,6 +33,7 @@ def init(call: Call) -> Answer:
     args = call.args
     place = args.path or args.store or os.environ.get(VARIABLE) or "."
     if "://" not in place:
+        check_path(place)
         place = os.path.abspath(place)
     config = init_store(
         place, chunk_bytes=args.chunk_size, codec=args.codec, private=args.private, index=args.index

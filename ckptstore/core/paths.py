@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptstore.core.ids import CONFIG_KEY
+from ckptstore.core.text import redact
 from ckptstore.errors import InvalidInput
 
 _NETWORK = (
@@ -41,13 +42,23 @@ _NETWORK = (
 """Types of file systems that other hosts may write to."""
 
 _MOUNT_TABLE = Path("/proc/self/mountinfo")
+_URL_WITHOUT_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(?!/)(.*)", re.DOTALL)
 _OCTAL = re.compile(rb"\\([0-3][0-7]{2})")
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
     """Raise `InvalidInput` for text that no file system accepts as a path: it has a NUL, or
-    surrogates that stand for no byte."""
+    surrogates that stand for no byte; and for a URL that has lost a slash, as `pathlib` does to it:
+    it would silently be a directory of this host."""
     text = os.fspath(path)
+    if lost := _URL_WITHOUT_SLASH.fullmatch(text):
+        scheme, rest = lost.groups()
+        url = f"{scheme}:///{rest}" if scheme.lower() == "file" else f"{scheme}://{rest}"
+        raise InvalidInput(
+            f"{redact(text)} would be a path below a directory {scheme + ':'!r} of this host; if "
+            f"the URL {redact(url)} is meant, write it so, as text: pathlib.Path drops one of its "
+            f"slashes. ./{redact(text)} is that directory"
+        )
     try:
         os.fsencode(text)
         possible = "\0" not in text

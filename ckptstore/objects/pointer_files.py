@@ -141,6 +141,7 @@ def write_pointer(path: str | os.PathLike[str], pointer: Pointer) -> None:
     for anything else that is there, `InvalidInput` for a store whose URL has secrets in it or is no
     bucket's, `ReadOnly` or `Unavailable` if the file cannot be written.
     """
+    check_path(path)
     place = pointer_file(path)
     if os.path.lexists(place) and not is_pointer(place):
         raise Conflict(

@@ -55,8 +55,10 @@ def place_text(place: str | os.PathLike[str]) -> str:
         if isinstance(text, str) and text:
             check_path(text)
             return text
-    except (TypeError, InvalidInput) as error:
+    except TypeError as error:
         raise _no_place(place) from error
+    except InvalidInput as error:
+        raise InvalidInput(f"{_no_place(place)}; {error}") from error
     raise _no_place(place)
 
 
