@@ -1,7 +1,7 @@
 """The first hour of a new user: twenty things typed without reading, and nine wrong turns, run for
 real. `python -m tests.support.first_hour` writes docs/first-hour.md anew.
 
-A turn is typed into a shell, or into one Python session that lasts. What it answers must contain
+A turn is typed into a shell on a terminal, or into one Python session that lasts. What it answers must contain
 what the table says, so that a page can only be written of turns that end well.
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.running import environment
+from tests.support.terminal import environment_of_terminal, lines_seen, open_terminal
 
 PAGE = Path(__file__).parents[2] / "docs" / "first-hour.md"
 HOME = "/home/me"
@@ -75,7 +76,7 @@ OLD = 'torch.save(model.state_dict(), "old.pt")'
 class Turn:
     """What is typed, and what the answer must contain. `until`: the user has seen enough after a
     line with that text, and presses Ctrl-C. `lines` of a long answer are shown. `as_nobody`: root,
-    who may write anywhere, steps aside for the turn."""
+    who may write anywhere, steps aside for the turn. `answer` is typed where the turn asks."""
 
     title: str
     typed: str
@@ -84,6 +85,7 @@ class Turn:
     until: str = ""
     lines: int = 40
     as_nobody: bool = False
+    answer: str = ""
 
 
 THINGS = (
@@ -142,7 +144,8 @@ THINGS = (
     Turn(
         "Keep the last three and the tagged ones",
         "ckptstore -s checkpoints forget --keep-last 3",
-        "to forget",
+        "forgot 4 commits",
+        answer="y",
     ),
     Turn(
         "Free the space, which waits an hour for second thoughts",
@@ -256,24 +259,25 @@ class Answers:
 
     def _shell(self, turn: Turn) -> str:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        ours, theirs = open_terminal()
         process = subprocess.Popen(
             ["bash", "-ec", turn.typed],
             cwd=self._folder,
-            env=environment({"PATH": path, "OMP_NUM_THREADS": "1"}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            env=environment({**environment_of_terminal(), "PATH": path, "OMP_NUM_THREADS": "1"}),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
             start_new_session=True,
         )
-        assert process.stdout
+        os.close(theirs)
         lines = []
-        for line in process.stdout:
+        for line in lines_seen(ours, [turn.answer]):
             if not re.match(r"\[?[WE][0-9]{4} |\[rank[0-9]+\]:\[W", line):  # of torch's own
                 lines.append(line)
             if turn.until and turn.until in line:
                 os.killpg(process.pid, signal.SIGINT)  # the launcher ends the ranks
                 break
-        process.stdout.close()
+        os.close(ours)
         code = process.wait()
         assert turn.until or code == 0, f"{turn.title} ended with {code}: {''.join(lines)}"
         return "".join(lines) + ("^C" if turn.until else "")
