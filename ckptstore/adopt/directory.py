@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptstore.core.text import unicode_text
-from ckptstore.errors import InvalidInput, Unavailable
+from ckptstore.errors import InvalidInput, NotFound, Unavailable
 from ckptstore.objects.pointer_files import HOLLOW_POINTER
 
 _OURS = re.compile(rf"{re.escape(HOLLOW_POINTER)}|\.{re.escape(HOLLOW_POINTER)}-[0-9a-f]+")
@@ -55,6 +55,8 @@ def list_directory(root: Path) -> Listing:
     a device, and for names that are not Unicode; `Unavailable` for what cannot be read."""
     found = Listing({}, {}, {})
     try:
+        if not os.path.exists(root):
+            raise NotFound(f"there is no directory {root} to adopt")
         if not root.is_dir():
             raise InvalidInput(f"{root} is not a directory; wanted one to adopt")
         _list(root, "", os.stat(root), found)

@@ -200,7 +200,10 @@ def _utf8_bytes(text: str, noun: str) -> int:
 
 def _number(value: Any) -> float:
     """A number, or the single element of a tensor, which may require grad."""
-    return float(value.item() if hasattr(value, "item") else value)
+    number = value.item() if hasattr(value, "item") else value
+    if isinstance(number, str | bytes):  # which `float` would parse
+        raise TypeError("a text is no number")
+    return float(number)
 
 
 class ParentTracker:

@@ -12,7 +12,9 @@ without it they are looked for in the run that the store was opened with.
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import index
 from typing import Literal, Protocol, TypeAlias
 
 from ckptstore.core.ids import CommitId, check_run
@@ -77,8 +79,11 @@ Ref: TypeAlias = Step | Latest | Best | Name | Ancestor
 
 def parse_ref(ref: str | int) -> Ref:
     """The parsed form of `ref`; an integer is a step. Raises `InvalidInput` for anything else."""
-    if isinstance(ref, int) and not isinstance(ref, bool) and abs(ref) <= _STEP_MAX:
-        return Step(ref)
+    if not isinstance(ref, str | bool):
+        with suppress(TypeError):
+            # numpy's and torch's integers too, as a commit takes them for its step
+            if abs(step := index(ref)) <= _STEP_MAX:
+                return Step(step)
     if not isinstance(ref, str) or "\0" in ref or not ref.isprintable():
         raise InvalidInput(f"{ref!r:.80} is no ref: wanted {_FORMS}")
     ancestor = _ANCESTOR.fullmatch(ref)

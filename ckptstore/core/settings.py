@@ -6,6 +6,7 @@ not for queries.
 """
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -55,13 +56,20 @@ class Settings(BaseModel):
         try:
             return cls(**_without_none(named))
         except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, e['loc']))}{_given(e['loc'], e['input'])}: {e['msg']}"
-                for e in error.errors()
-            )
+            # pydantic's own traceback would say all of it again.
+            problems = "; ".join(map(_problem, error.errors(include_url=False)))
             raise InvalidInput(
                 f"a store cannot be opened with these settings: {problems}"
-            ) from error
+            ) from None
+
+
+def _problem(found: Mapping[str, Any]) -> str:
+    """What is wrong with one setting."""
+    given = _given(found["loc"], found["input"])
+    own = found.get("ctx", {}).get("error")
+    if own is not None and given:  # a check of ours, which names the value
+        return str(own)
+    return f"{'.'.join(map(str, found['loc']))}{given}: {found['msg']}"
 
 
 def _given(where: tuple[int | str, ...], value: object) -> str:

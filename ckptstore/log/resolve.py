@@ -103,6 +103,15 @@ def _unknown(state: State, ref: Step | Latest | Best | Name, run: str | None) ->
             nearest = sorted(steps, key=lambda step: abs(step - ref.step))[:6]
             if nearest:
                 there = f"the nearest steps are {', '.join(map(str, sorted(nearest)))}"
+            forgotten = {
+                row.run for row in state.commits.values() if row.soft and row.step == ref.step
+            }
+            if forgotten and (run is None or run in forgotten):
+                name = f"{run or min(forgotten)}@{ref.step}"
+                return (
+                    f"the commit of step {ref.step}{where} is forgotten: `ckptstore undelete "
+                    f"{name}` brings it back until a gc purges it; {there}"
+                )
             return f"no commit of step {ref.step}{where}; {there}"
         case Best():
             runs_with = {name: row.run for _, row in reversed(rows) for name, _ in row.metrics}

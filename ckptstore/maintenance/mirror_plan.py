@@ -51,8 +51,9 @@ class TagMove:
     previous: CommitId | None
 
     def __str__(self) -> str:
-        there = f"{self.previous[:12]} there" if self.previous else "absent there"
-        return f"{self.tag} is {there} and {self.commit[:12]} here"
+        if self.previous is None:
+            return f"{self.tag} is new there: {self.commit[:12]}"
+        return f"{self.tag} is {self.previous[:12]} there and {self.commit[:12]} here"
 
 
 @dataclass(frozen=True, slots=True, repr=False)

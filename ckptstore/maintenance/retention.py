@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from typing import Literal, NamedTuple, TypeAlias
 
 from ckptstore.core.ids import CommitId
+from ckptstore.core.numbers import check_number
 from ckptstore.core.text import BOLD, Column, Table, count_text, near, selector
 from ckptstore.errors import InvalidInput
 from ckptstore.log.state import NEWEST_KEPT, CommitRow, State
@@ -364,8 +365,7 @@ def _pins(state: State) -> Iterator[tuple[CommitId, str]]:
 
 
 def _at_least_one(name: str, n: int) -> None:
-    if n < 1:
-        raise InvalidInput(f"{name} is {n}; wanted at least 1")
+    check_number(name, n, "at least 1", least=1, whole=True)
 
 
 def _span(seconds: int) -> str:

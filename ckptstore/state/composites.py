@@ -67,8 +67,8 @@ def _refuse_without_memory(tensor: torch.Tensor) -> None:
         )
     if tensor.is_meta:
         raise InvalidInput(
-            "a meta tensor has no values; materialize it (module.to_empty(device=…)) and fill it "
-            "first"
+            "a meta tensor has no memory for values; materialize it first "
+            "(module.to_empty(device=…))"
         )
     if tensor.is_mkldnn:
         raise InvalidInput("an mkldnn tensor's memory is opaque; store tensor.to_dense()")

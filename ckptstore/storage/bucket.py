@@ -306,14 +306,15 @@ class BucketStorage:
         told = f"cannot {what} in {self.url}: {self._told(error)}"
         if _NO_BUCKET.search(f"{error} {error.__cause__}"):
             if writing:
-                return InvalidInput(f"{told}; make the bucket first")
+                return NotFound(f"{told}; make the bucket first")
             return NotFound(f"there is no bucket for {self.url}")
         if isinstance(error, FileNotFoundError):
             return NotFound(f"cannot {what}: not in {self.url}")
         if isinstance(error, PermissionError) or type(error).__name__ in _DENIED:
             if writing:
                 return ReadOnly(
-                    f"{told}; get the right to write there, or open it with read_only=True"
+                    f"{told}; get the right to write there, or only read (in Python, open it with "
+                    "read_only=True)"
                 )
             return Unavailable(
                 f"{told}; get the right to read there, and look whether key and secret are the "

@@ -17,7 +17,15 @@ from typing import TypeVar, cast
 
 from ckptstore.core.config import MIB
 from ckptstore.core.paths import is_network_filesystem, rights
-from ckptstore.errors import CkptStoreError, Corrupt, NoSpace, NotFound, ReadOnly, Unavailable
+from ckptstore.errors import (
+    CkptStoreError,
+    Corrupt,
+    InvalidInput,
+    NoSpace,
+    NotFound,
+    ReadOnly,
+    Unavailable,
+)
 from ckptstore.storage.contract import as_bytes, check_key, name_taken
 from ckptstore.storage.direct_io_file import GrowingFile, pieces
 
@@ -150,7 +158,12 @@ def failure(
             "`gc` make room, then repeat"
         )
     if writing and error.errno in (errno.EACCES, errno.EROFS):
-        return ReadOnly(f"{what}; open it with read_only=True or get the right to write there")
+        return ReadOnly(
+            f"{what}; get the right to write there, or only read (in Python, open it with "
+            "read_only=True)"
+        )
+    if writing and error.errno == errno.ENOTDIR:
+        return InvalidInput(f"{what}: a part of that path is a file; choose another path")
     if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
         return Corrupt(f"{what}; wanted a regular file; run `ckptstore fsck`")
     if not writing and error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):

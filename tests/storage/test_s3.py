@@ -361,7 +361,7 @@ def test_a_bucket_that_is_not_there_is_named(s3: S3Server, client: str) -> None:
     with pytest.raises(NotFound, match="no-such-bucket"):
         storage.read("a")
     assert list(storage.list("")) == []
-    with pytest.raises(InvalidInput, match="make the bucket first"):
+    with pytest.raises(NotFound, match="make the bucket first"):
         storage.put("a", b"x")
 
 

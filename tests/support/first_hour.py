@@ -1,8 +1,8 @@
 """The first hour of a new user: twenty things typed without reading, and nine wrong turns, run for
 real. `python -m tests.support.first_hour` writes docs/first-hour.md anew.
 
-A turn is typed into a shell on a terminal, or into one Python session that lasts. What it answers must contain
-what the table says, so that a page can only be written of turns that end well.
+A turn is typed into a shell on a terminal, or into one Python session that lasts. What it answers
+must contain what the table says, so that a page can only be written of turns that end well.
 """
 
 import ast

@@ -21,7 +21,7 @@ from ckptstore.commit.commit_metadata import label_of
 from ckptstore.commit.plan import Flats
 from ckptstore.core.options import Ranks
 from ckptstore.core.text import count_text, redact, unicode_text
-from ckptstore.errors import InvalidInput, Unavailable
+from ckptstore.errors import InvalidInput, NotFound, Unavailable
 from ckptstore.interop.formats.sources import (
     DCP_METADATA,
     SNAPSHOT_METADATA,
@@ -64,9 +64,9 @@ def import_path(
     """Commit the checkpoint at `path`. Bytes go from the files into chunks a few MiB at a time;
     chunks in the store are not written again.
 
-    Raises `InvalidInput` for a file that does not match its format, for names and offsets that lead
-    elsewhere, and for pickles that could run code, unless `allow_pickle`. Raises `Unavailable` if
-    files change during the import.
+    Raises `NotFound` if nothing is at `path`; `InvalidInput` for a file that does not match its
+    format, for names and offsets that lead elsewhere, and for pickles that could run code, unless
+    `allow_pickle`; `Unavailable` if files change during the import.
     """
     labels = labels or Labels()
     if "://" in os.fspath(path):
@@ -115,9 +115,11 @@ def _flats(place: Path, threads: ThreadPool, *, allow_pickle: bool) -> Flats:
 
 
 def kind_of(place: Path) -> Kind:
-    """The kind of checkpoint at `place`. Raises `InvalidInput` for a file of unknown kind, or
-    none.
+    """The kind of checkpoint at `place`. Raises `NotFound` if nothing is there, `InvalidInput` for
+    a file of unknown kind.
     """
+    if not os.path.exists(place):
+        raise NotFound(f"there is nothing at {place} that could be imported")
     if (place / DCP_METADATA).is_file():
         return "dcp"
     if (place / SNAPSHOT_METADATA).is_file():
@@ -125,7 +127,7 @@ def kind_of(place: Path) -> Kind:
     if place.is_dir():
         return "files"
     if not place.is_file():
-        raise InvalidInput(f"there is nothing at {place} that could be imported")
+        raise InvalidInput(f"{place} is neither a file nor a directory, so it cannot be imported")
     if place.name.endswith((SUFFIX, INDEX_SUFFIX)):
         return "files"
     if place.suffix in _TORCH_SUFFIXES:

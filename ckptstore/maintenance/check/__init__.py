@@ -206,7 +206,7 @@ def parse_level(level: Level | str) -> Level:
 def parse_share(text: str) -> Share:
     """`5%`, `10G` (also `K`, `M`, `T`: powers of 1024), or a number of bytes. Raises
     `InvalidInput`."""
-    found = re.fullmatch(r"([0-9]*\.?[0-9]+)([%KMGT]?)", text.upper())
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+)([%KMGT]?)", str(text).upper())
     value, unit = (float(found[1]), found[2]) if found else (0.0, "")
     if not 0 < value < 1 << 60 or (unit == "%" and value > 100):
         raise InvalidInput(

@@ -20,8 +20,9 @@ from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitDocument
+from ckptstore.core.numbers import check_number
 from ckptstore.core.text import Column, Table, bytes_text, count_text
-from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.errors import NotFound
 from ckptstore.log.entries import Register, Settings
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.compact.coding import (
@@ -145,8 +146,7 @@ def compact(
     Raises `InvalidInput` for less than one thread, `Corrupt` if a document or page cannot be read,
     and what `collect` raises.
     """
-    if threads < 1:
-        raise InvalidInput(f"threads is {threads}; wanted 1 or more")
+    check_number("threads", threads, "1 or more", least=1, whole=True)
     if not dry_run:
         handle.check_writable()
     pool = ThreadPool(threads, aside=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId
-from ckptstore.errors import InvalidInput
+from ckptstore.core.numbers import check_number
 from ckptstore.log.state import State
 from ckptstore.restore.reader import Tree
 
@@ -18,7 +18,7 @@ from ckptstore.restore.reader import Tree
 @dataclass(frozen=True, slots=True)
 class CompactPolicy:
     """What `compact` codes: all but the `newest` commits of each run, `every` so many with one base
-    in their middle, or at a commit that has a tag or is the best.
+    in their middle, or at a commit that has a tag.
 
     With `newest=0` the last group may be smaller; otherwise it waits for more commits.
     """
@@ -27,10 +27,8 @@ class CompactPolicy:
     every: int = 8
 
     def __post_init__(self) -> None:
-        if self.newest < 0:
-            raise InvalidInput(f"newest is {self.newest}; wanted a number of commits, 0 or more")
-        if self.every < 1:
-            raise InvalidInput(f"every is {self.every}; wanted a number of commits, 1 or more")
+        check_number("newest", self.newest, "a number of commits, 0 or more", whole=True)
+        check_number("every", self.every, "a number of commits, 1 or more", least=1, whole=True)
 
     @property
     def setting(self) -> tuple[str, ...]:

@@ -20,8 +20,9 @@ from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.core.config import default_threads
 from ckptstore.core.ids import CommitId, PackId, SessionId
 from ckptstore.core.model import NO_BASE
+from ckptstore.core.numbers import check_number
 from ckptstore.core.text import SECOND_NS, bytes_text, count_text
-from ckptstore.errors import Conflict, Corrupt, InvalidInput, NoSpace, NotFound
+from ckptstore.errors import Conflict, Corrupt, NoSpace, NotFound
 from ckptstore.log.admission import Code, Refusal
 from ckptstore.log.entries import Body, Condemn, Delete, Entry, Over, Register
 from ckptstore.log.log import Refused
@@ -70,16 +71,11 @@ class GcOptions:
     at_once: frozenset[CommitId] = frozenset()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.max_unused <= 1:
-            raise InvalidInput(
-                f"max_unused is {self.max_unused}; wanted a share from 0 to 1, such as 0.05"
-            )
-        if self.max_repack_bytes is not None and self.max_repack_bytes < 0:
-            raise InvalidInput(
-                f"max_repack_bytes is {self.max_repack_bytes}; wanted 0 or more, or None"
-            )
-        if not self.grace_s >= 0:
-            raise InvalidInput(f"grace_s is {self.grace_s}; wanted a number of seconds, 0 or more")
+        share = "a share from 0 to 1, such as 0.05"
+        check_number("max_unused", self.max_unused, share, most=1)
+        if self.max_repack_bytes is not None:
+            check_number("max_repack_bytes", self.max_repack_bytes, "0 or more, or None")
+        check_number("grace_s", self.grace_s, "a number of seconds, 0 or more, such as 3600")
 
 
 @dataclass(slots=True, repr=False)
