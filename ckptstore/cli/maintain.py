@@ -208,7 +208,10 @@ def compact_store(call: Call) -> Answer:
             dry_run=args.dry_run,
             progress=shown,
         )
-    names = "chunks", "deltas", "raw_bytes", "stored_bytes", "coded_bytes", "freed_bytes"
+    names = (
+        *("newest", "waiting", "chunks", "deltas", "raw_bytes", "stored_bytes", "coded_bytes"),
+        *("freed_bytes", "deleted_bytes", "written_bytes"),
+    )
     groups = [{"run": group.run, "commits": group.commits} for group in report.groups]
     document = {"groups": groups, **fields_of(report, "dry_run", *names, "problems")}
     code = Exit.DAMAGED if report.problems else Exit.OK
@@ -234,7 +237,7 @@ def _plan_document(plan: GcPlan) -> dict[str, object]:
         "copies": copies,
         "freed_later": later,
         "missing_chunks": plan.missing,
-        **fields_of(plan, "freed_now_bytes", "copied_bytes", "unreadable", "full"),
+        **fields_of(plan, "freed_now_bytes", "copied_bytes", "left_bytes", "unreadable", "full"),
     }
 
 

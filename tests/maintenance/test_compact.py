@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckptstore.core.text import bytes_text
 from ckptstore.errors import InvalidInput
 from ckptstore.log.entries import Settings
 from ckptstore.maintenance.compact import remember
@@ -317,3 +318,33 @@ def test_a_base_that_only_differences_need_is_not_unreferenced(store: Store) -> 
     store.gc(grace_s=0, max_unused=0)
     grown = store.usage().commits[-1].exclusive_bytes - exclusive[-1]
     assert grown > weights / 2, "the base is now needed by one commit alone"
+
+
+def test_a_compaction_says_what_it_left_and_why(tmp_path: Path) -> None:
+    make(tmp_path, steps=8)
+    none = call("-s", str(tmp_path), "compact")
+    assert "0 commits in 0 groups" in none.out
+    assert "left 2 commits as they are: the newest 2 of each run (--newest)" in none.out
+    assert "left 6 commits for later: a group waits until it has 8 (--every; --newest 0" in none.out
+    document = call("-s", str(tmp_path), "compact", "--json").document
+    assert (document["newest"], document["waiting"], document["freed_bytes"]) == (2, 6, 0)
+    words = ("-s", str(tmp_path), "compact", "--newest", "2", "--every", "6")
+    assert "for later" not in call(*words).out
+    again = call(*words)
+    assert "left all chunks of these groups: they are coded already" in again.out
+
+
+def test_what_was_freed_is_what_the_disk_gained(tmp_path: Path) -> None:
+    make(tmp_path)
+
+    def packs() -> int:
+        return sum(path.stat().st_size for path in files(tmp_path, "packs"))
+
+    before = packs()
+    with at(tmp_path).open() as store:
+        report = store.compact(POLICY)
+    assert report.written_bytes > 0
+    orphans = report.deleted_bytes - (before - packs() + report.written_bytes)
+    assert report.freed_bytes == before - packs() + orphans
+    assert abs(orphans) < 20_000  # session files and documents, which are no packs
+    assert f"deleted {bytes_text(report.deleted_bytes)}, wrote " in str(report)

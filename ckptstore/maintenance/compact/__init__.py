@@ -72,15 +72,21 @@ class RunEstimate:
 @dataclass(frozen=True, slots=True, repr=False)
 class CompactReport:
     """The result of `compact`, or with `dry_run` an estimate: `chunks` took `stored_bytes` and take
-    `coded_bytes`; `deltas` of them are differences. `collected` are the reports of the gcs that
-    deleted the old packs. An estimate says what is true of each of the `runs`, too."""
+    `coded_bytes`; `deltas` of them are differences. `packed_bytes` were written for that, and
+    `collected` are the reports of the gcs that deleted the old packs. `newest` commits stay as they
+    are by `policy`, and `waiting` ones until their group is complete. An estimate says what is true
+    of each of the `runs`, too."""
 
     groups: tuple[Group, ...]
+    policy: CompactPolicy
+    newest: int
+    waiting: int
     chunks: int = 0
     deltas: int = 0
     raw_bytes: int = 0
     stored_bytes: int = 0
     coded_bytes: int = 0
+    packed_bytes: int = 0
     problems: tuple[str, ...] = ()
     collected: tuple[GcReport, ...] = ()
     dry_run: bool = False
@@ -92,9 +98,19 @@ class CompactReport:
         return sum(len(group.commits) for group in self.groups)
 
     @property
-    def freed_bytes(self) -> int:
+    def deleted_bytes(self) -> int:
         """Bytes of what the gcs deleted."""
         return sum(report.freed_bytes for report in self.collected)
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of new packs, those of the gcs among them."""
+        return self.packed_bytes + sum(report.copied_bytes for report in self.collected)
+
+    @property
+    def freed_bytes(self) -> int:
+        """What the disk gained: what was deleted less what was written."""
+        return self.deleted_bytes - self.written_bytes
 
     def __repr__(self) -> str:
         return f"<compact: {str(self).splitlines()[-1]}>"
@@ -119,9 +135,28 @@ class CompactReport:
             f"{count_text(self.chunks, 'chunk')} {would} coded, {self.deltas:,} of them as "
             f"differences: {bytes_text(self.stored_bytes)} in {bytes_text(self.coded_bytes)}",
         ]
+        lines += self._left
         if self.collected:
-            lines.append(f"freed {bytes_text(self.freed_bytes)}")
+            deleted, written = bytes_text(self.deleted_bytes), bytes_text(self.written_bytes)
+            gained = f"freed {bytes_text(self.freed_bytes)}"
+            if self.freed_bytes < 0:
+                gained = f"freed nothing, the store grew by {bytes_text(-self.freed_bytes)}"
+            lines.append(f"{gained}: deleted {deleted}, wrote {written}")
         return "\n".join(lines)
+
+    @property
+    def _left(self) -> Iterator[str]:
+        """What was not compacted, and why."""
+        if self.newest:
+            stay = count_text(self.newest, "commit")
+            yield f"left {stay} as they are: the newest {self.policy.newest} of each run (--newest)"
+        if self.waiting:
+            yield (
+                f"left {count_text(self.waiting, 'commit')} for later: a group waits until it has "
+                f"{self.policy.every} (--every; --newest 0 takes a smaller one, too)"
+            )
+        if self.groups and not self.chunks:
+            yield "left all chunks of these groups: they are coded already, or would not be smaller"
 
     @property
     def summary(self) -> str:
@@ -173,9 +208,11 @@ class _Compaction:
         self._state = handle.log.replay()
         handle.objects.sync(self._state)
         self._reader = Reader(handle.config, handle.objects, threads)
-        self._groups = plan_groups(self._state, policy)
+        self._policy, self._groups = policy, plan_groups(self._state, policy)
+        self._newest = newest_commits(self._state, policy)
+        self._packed_bytes = 0
         kept: set[bytes] = set()
-        for commit in newest_commits(self._state, policy):
+        for commit in self._newest:
             with self._unless_purged([commit]):
                 trees = self._trees(commit).values()
                 kept.update(content.ids for tree in trees for content in tree.contents)
@@ -216,13 +253,19 @@ class _Compaction:
 
     def _report(self, collected: Sequence[GcReport]) -> CompactReport:
         coded = self._coded
+        grouped = sum(len(group.commits) for group in self._groups)
+        there = sum(not row.soft for row in self._state.commits.values())
         return CompactReport(
             self._groups,
+            self._policy,
+            len(self._newest),
+            there - grouped - len(self._newest),
             round(coded.chunks),
             round(coded.deltas),
             round(coded.raw_bytes),
             round(coded.stored_bytes),
             round(coded.coded_bytes),
+            self._packed_bytes,
             tuple(coded.problems),
             tuple(collected),
         )
@@ -237,6 +280,7 @@ class _Compaction:
             write.packs.wait()
             records = tuple(pack.record for pack in write.packs.closed)
             if records:
+                self._packed_bytes += sum(record.bytes for record in records)
                 state = self._handle.log.replay()
                 body = Register(write.session, state.n, state.fence, records, frozenset())
                 write.index(new_packs(write.append(body)))

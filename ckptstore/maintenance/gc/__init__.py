@@ -34,6 +34,7 @@ from ckptstore.maintenance.gc.plan import (
     GcPlan,
     choose,
     doomed_packs,
+    left_bytes,
     list_objects,
     live_rows,
     orphans,
@@ -300,6 +301,7 @@ class _Gc:
             missing=marked.missing,
             unreadable=tuple(use.pack.id for use in marked.uses if not use.readable),
             full=full,
+            left_bytes=left_bytes(marked.uses, chosen),
         )
 
     def execute(self, plan: GcPlan) -> GcReport:

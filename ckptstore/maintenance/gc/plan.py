@@ -182,7 +182,8 @@ class GcPlan:
     The sources of `copies` are deleted when the sessions `copies_wait` have ended. `missing` needed
     chunks are in no live pack, and the footers of the packs `unreadable` cannot be read. Both are
     for `fsck`, and possible sources for repair are left alone. The commits `recent` were forgotten
-    within the grace and stay. With `full` the disk is full, so gc waits for no session.
+    within the grace and stay. With `full` the disk is full, so gc waits for no session. The bytes
+    `left_bytes` stay dead in packs that are neither deleted nor copied from.
     """
 
     mark: int = 0
@@ -197,6 +198,7 @@ class GcPlan:
     missing: int = 0
     unreadable: tuple[PackId, ...] = ()
     full: bool = False
+    left_bytes: int = 0
 
     @property
     def condemn(self) -> frozenset[int]:
@@ -256,12 +258,27 @@ class GcPlan:
             stay = count_text(len(self.recent), "commit")
             lines.append(f"keep {stay}: just forgotten; `ckptstore gc --now` deletes them, too")
         lines.append(result)
+        if self.copies and self._copies_gain_little:
+            lines.append(
+                "copying frees next to nothing: small packs became larger ones, so that reads and "
+                "later gcs look through fewer; --max-repack limits it"
+            )
+        if self.left_bytes:
+            lines.append(
+                f"left {bytes_text(self.left_bytes)} that no commit needs in packs that hold more "
+                "than that: within --max-unused, or beyond --max-repack"
+            )
         for sessions, size in self.freed_later_bytes.items():
             which = ", ".join(sessions)
             lines.append(f"frees {bytes_text(size)} when these sessions have ended: {which}")
         if self.full:
             lines.append("the disk is full, so commits in flight are not waited for")
         return "\n".join(lines)
+
+    @property
+    def _copies_gain_little(self) -> bool:
+        freed = sum(copy.freed_bytes for copy in self.copies)
+        return freed - self.copied_bytes <= LITTLE * self.copied_bytes
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -280,6 +297,10 @@ class GcPlan:
     @property
     def empty(self) -> bool:
         return not (self.over or self.purge or self.doomed or self.orphans or self.copies)
+
+
+LITTLE = 0.05
+"""Copies that free less than this share of what they write are told."""
 
 
 def doomed_packs(
@@ -328,6 +349,12 @@ def choose(
     ):
         chosen.extend(use for use in group if use.number not in taken and budget.take(use))
     return sorted(chosen, key=lambda use: (use.pack.metadata, use.number))
+
+
+def left_bytes(uses: Iterable[PackUse], chosen: Iterable[PackUse]) -> int:
+    """The dead bytes of packs that are neither deleted nor copied from."""
+    copied = {use.number for use in chosen}
+    return sum(_unused_bytes(use) for use in uses if not use.dead and use.number not in copied)
 
 
 def plan_copies(storage: Storage, chosen: Iterable[PackUse], pack_bytes: int) -> Iterator[Copy]:
