@@ -78,7 +78,7 @@ def test_a_directory_that_is_removed_takes_its_name_with_it_and_the_commit_can_b
     with pytest.raises(CheckpointException, match="no pointer file at"):
         load(place, paths[0])
     with ckptstore.open(place) as store:
-        # As docs/migrating.md has it; the two newest commits of a run are never forgotten.
+        # As docs/migrating.md has it, which leaves the two newest commits.
         kept = {store.checkout(path).id for path in tmp_path.glob("step-*")}
         store.forget([info.id for info in store.log()[2:] if info.id not in kept])
         assert [info.id for info in store.log()] == [

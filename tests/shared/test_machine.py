@@ -25,7 +25,6 @@ from hypothesis.stateful import (
 from ckptstore.core.ids import CommitId
 from ckptstore.core.settings import Settings
 from ckptstore.errors import Conflict
-from ckptstore.log.state import NEWEST_KEPT
 from ckptstore.maintenance.gc.session_monitor import STALE_S
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.store import Store
@@ -113,8 +112,8 @@ class SharedMachine(RuleBasedStateMachine):
         if not self.live():
             return
         commit = self.live()[any % len(self.live())]
-        pinned = {*self.tags.values(), *(c for run in RUNS for c in self.live(run)[-NEWEST_KEPT:])}
-        if commit in pinned:
+        lasts = {self.live(run)[0] for run in RUNS if len(self.live(run)) == 1}
+        if commit in self.tags.values() or commit in lasts:
             with pytest.raises(Conflict):
                 self.stores[who].forget(commit)
         else:
