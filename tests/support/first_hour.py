@@ -92,7 +92,7 @@ THINGS = (
     Turn("Train, and commit every ten steps", "python train.py", "committed step 30"),
     Turn("Start it again: it resumes", "python train.py", "committed step 60"),
     Turn("Ask for help", "ckptstore help", "usage: ckptstore", lines=4),
-    Turn("What is in the store?", "ckptstore -s checkpoints log", "LOSS"),
+    Turn("What is in the store?", "ckptstore -s checkpoints log", "loss"),
     Turn("One commit", "ckptstore -s checkpoints show 20", "step       20"),
     Turn("Its tensors", "ckptstore -s checkpoints ls 20 model", "model/0.weight"),
     Turn("What changed?", "ckptstore -s checkpoints diff 10 20", "17 changed", lines=6),
