@@ -328,7 +328,7 @@ def without_chance(text: str) -> str:
     """`text` without what differs from run to run, or with another torch: ids, times, numbers, and
     the widths of columns that depend on them."""
     text = re.sub(r"[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9:.]+(?:Z| \+[0-9]{4})?", "TIME", text)
-    text = re.sub(r"(?<=packs/)[0-9a-f]{2}\b|\b[0-9a-f]{12,64}\b", "ID", text)
+    text = re.sub(r"(?<=packs/)[0-9a-f]{2}\b|\b[0-9a-f]{8,64}\b", "ID", text)
     text = re.sub(r"\b[0-9]+(?:\.[0-9]+)?(?: (?:B|KiB|MiB|s|min)\b|%|×)", "AMOUNT", text)
     text = re.sub(r"\b[0-9]+(?:\.[0-9]+)?\b", "NUMBER", text)
     return re.sub(r"[ ]+", " ", text)
