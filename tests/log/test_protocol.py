@@ -95,7 +95,7 @@ BROKEN: dict[str, tuple[Scope, str, Callable[[Any], Callable[..., Any]]]] = {
     "two gcs do not know of each other": (GC_PAIR, "_fenced", lambda _: allow),
     "a forget that was planned before a tag forgets the tagged commit": (
         Scope(wants=(), tagging=True),
-        "_pinned",
+        "_tagged",
         lambda _: allow,
     ),
     "a tag that was planned before a forget names a forgotten commit": (
