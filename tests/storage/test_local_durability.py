@@ -51,7 +51,16 @@ def calls(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[str]:
         real = getattr(os, name)
 
         def recorded(*args: str | int, **named: object) -> object:
-            what = " ".join([name, *(short(a) for a in args)])
+            folders = [fd for key, fd in named.items() if key.endswith("dir_fd")]
+            paths = (
+                [
+                    f"{os.readlink(f'/proc/self/fd/{fd}')}/{a}"
+                    for fd, a in zip(folders, args, strict=True)
+                ]
+                if folders
+                else args
+            )
+            what = " ".join([name, *(short(path) for path in paths)])
             result = real(*args, **named)
             done.append(what)
             return result
