@@ -5,6 +5,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -280,9 +281,9 @@ def test_a_link_whose_answer_was_lost_counts_as_made(
 ) -> None:
     link = os.link
 
-    def answer_lost(source: str, target: str) -> None:
-        link(source, target)
-        link(source, target)
+    def answer_lost(source: str, target: str, **named: Any) -> None:
+        link(source, target, **named)
+        link(source, target, **named)
 
     monkeypatch.setattr(os, "link", answer_lost)
     storage = open_storage(root)
