@@ -118,7 +118,13 @@ def test_a_log_that_cannot_be_written_any_more_is_reported_within_seconds(
         entry = disk / STORE / log_key(handle.log.replay().n + 1)
     started = time.monotonic()
     assert not traced(
-        child, scratch / "log", "-P", str(entry.parent), "-e", "inject=linkat:error=EIO", calls="linkat"
+        child,
+        scratch / "log",
+        "-P",
+        str(entry.parent),
+        "-e",
+        "inject=linkat:error=EIO",
+        calls="linkat",
     )
     assert time.monotonic() - started < APPEND_TIMEOUT_S / 2
     ((kind, message),) = child.reports("error")
