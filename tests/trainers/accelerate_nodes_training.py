@@ -1,5 +1,6 @@
 """Ranks with disks of their own, of which the first has the pointer and a hook that changes
-weights. Returns what a rank has of these weights after loads by directory, by tag and of the newest."""
+weights. Returns what a rank has of these weights after loads by directory, by tag and of the
+newest."""
 
 from pathlib import Path
 from typing import Any
