@@ -307,11 +307,11 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
 
 def _check_free(directory: Path) -> None:
-    """Raises `Conflict` if DeepSpeed's own files are in `directory`: pointers would replace them."""
+    """Raises `Conflict` if DeepSpeed's own files are in `directory`, where pointers are to be."""
     for each in sorted(directory.glob("*_states.pt")):
         if not is_pointer(each):
             raise Conflict(
-                f"{each} is a file of DeepSpeed, and a save into the store would replace it: choose "
+                f"{each} is a file of DeepSpeed, which a save into the store would replace: choose "
                 f"another tag, or commit it with `ckptstore adopt {directory}` and remove it; "
                 "nothing was saved"
             )
