@@ -42,6 +42,7 @@ from ckptstore.core.process import file_lock
 from ckptstore.index.chunks import lmdb_check, lmdb_writes
 from ckptstore.index.chunks.lmdb_env import (
     DATABASES,
+    LOCK_BYTES,
     MAP_BYTES,
     UNSOUND,
     LmdbEnvironment,
@@ -293,9 +294,12 @@ class ChunkIndex:
         if is_open(self._path):
             return True
         data, lock = self._path / "data.mdb", self._path / "lock.mdb"
-        if not is_plain(data) or not (is_plain(lock) or not os.path.lexists(lock)):
+        if not is_plain(data) or not is_plain(lock):
             return False
         try:
+            # A process that has a lost or a shorter lock file open would not see others' locks.
+            if lock.stat().st_size < LOCK_BYTES:
+                return False
             lmdb_check.check(data, DATABASES)
             return read_plain(self._path / "stamp") == self._stamp().encode()
         except (OSError, lmdb_check.Damaged):
@@ -309,6 +313,7 @@ class ChunkIndex:
             self._path.rename(aside)
             _delete(aside)
         self._path.mkdir(mode=rights(self._path.parent))
+        write_file(self._path / "lock.mdb", bytes(LOCK_BYTES))
         write_file(self._path / "stamp", self._stamp().encode())
 
     def _stamp(self) -> str:
