@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 from ckptstore.core.ids import CommitId, PackId, SessionId
 from ckptstore.core.model import CommitInfo, Schema
 from ckptstore.core.refs import Best
-from ckptstore.errors import Corrupt, NotFound
+from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.log.entries import Position
 from ckptstore.objects.schema import decode_schema
 
@@ -112,6 +112,7 @@ def _pair(texts: list[Any]) -> tuple[str, str]:
 
 
 Ask: TypeAlias = Callable[[str, Mapping[str, Any]], Rows]
+Other: TypeAlias = "Callable[[Corrupt | Unavailable], Queries]"
 
 _MAYBE_INT = (int, NoneType)
 _MAYBE_STR = (str, NoneType)
@@ -136,13 +137,13 @@ class Queries:
 
     def __init__(self, ask: Ask, close: Callable[[], None] = lambda: None) -> None:
         self._ask = ask
-        self._other: Callable[[Corrupt], Queries] | None = None
+        self._other: Other | None = None
         self.close = close
         """Close the connection, if these queries own it."""
 
-    def or_else(self, other: "Callable[[Corrupt], Queries]") -> Self:
-        """If this catalog turns out to be damaged, answer from the one that `other` returns for the
-        error."""
+    def or_else(self, other: "Other") -> Self:
+        """If this catalog turns out to be damaged or does not answer, answer from the one that
+        `other` returns for the error."""
         self._other = other
         return self
 
@@ -256,15 +257,16 @@ class Queries:
     def _rows(
         self, types: Types, sql: str, values: Mapping[str, Any] = _NO_VALUES, *, one: bool = False
     ) -> list[tuple[Any, ...]]:
-        """The rows, each column checked against its type. If this catalog is damaged, use the other
-        one."""
+        """The rows, each column checked against its type. If this catalog is damaged or does not
+        answer, use the other one."""
         try:
             return typed(types, self._ask(sql, values), one=one)
-        except Corrupt as error:
+        except (Corrupt, Unavailable) as error:
             if self._other is None:
                 raise
-            self._ask, self._other = self._other(error)._ask, None
-            return typed(types, self._ask(sql, values), one=one)
+            other = self._other(error)
+            self._ask, self._other = other._ask, other._other
+            return self._rows(types, sql, values, one=one)
 
     def _one(self, types: Types, sql: str) -> tuple[Any, ...]:
         return self._rows(types, sql, one=True)[0]

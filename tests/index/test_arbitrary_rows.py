@@ -19,7 +19,9 @@ PACKS = range(1, 6)
 HELD = [chunk for number in PACKS for chunk in footer(40, number // 2)["chunk"].tolist()]
 
 CHUNK = st.sampled_from(HELD) | st.binary(min_size=32, max_size=32)
-NUMBER = (st.sampled_from(PACKS) | st.integers(0, 2**32 - 1)).map(lambda n: n.to_bytes(NUMBER_BYTES))
+NUMBER = (st.sampled_from(PACKS) | st.integers(0, 2**32 - 1)).map(
+    lambda n: n.to_bytes(NUMBER_BYTES)
+)
 KEY = NUMBER | CHUNK | st.tuples(CHUNK, NUMBER).map(b"".join) | st.binary(min_size=1, max_size=511)
 VALUE = (
     st.binary(min_size=RECORD_BYTES, max_size=RECORD_BYTES)

@@ -114,6 +114,11 @@ class ChunkIndex:
         ends."""
         return self._current() is not None
 
+    @property
+    def whole_on_disk(self) -> bool:
+        """Whether every pack is in the file, so that the next process finds it."""
+        return self.on_disk and not self._memory.packs
+
     def get_many(self, ids: bytes) -> Locations:
         """The location of each of `ids`, 32 bytes each, as rows of `LOCATION_DTYPE` in the same
         order."""
