@@ -1,5 +1,4 @@
-"""Whatever rows lie in an index, in any of its tables, it answers rightly or is rebuilt, and nothing
-else is raised."""
+"""Whatever rows lie in an index, it answers rightly or is rebuilt, and nothing else is raised."""
 
 from contextlib import closing
 from pathlib import Path
