@@ -188,9 +188,16 @@ def unreadable(error: OSError, key: str, root: str) -> CkptStoreError:
 
 
 def failure(
-    error: OSError, verb: str, key: str, root: str, *, writing: bool = False, nbytes: int = 0
+    error: OSError,
+    verb: str,
+    key: str,
+    root: str,
+    *,
+    writing: bool = False,
+    linking: bool = False,
+    nbytes: int = 0,
 ) -> CkptStoreError:
-    """Translate `error` into an error of this package."""
+    """Translate `error` into an error of this package. `linking` says that link(2) failed."""
     what = f"cannot {verb} {key} in {root}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpace(
@@ -215,6 +222,12 @@ def failure(
         return NotFound(f"there is no {key} in {root}")
     if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
         return Unavailable(f"{what}; a store needs a filesystem with hard links")
+    if linking and error.errno in (errno.EIO, errno.ENOSYS):
+        return Unavailable(
+            f"{what}; a store needs a filesystem with hard links, and this one seems to have none "
+            "(rclone's mounts answer so): choose another place; if it has them, see to the "
+            "storage, then repeat"
+        )
     return Unavailable(f"{what}; see to the storage, then repeat")
 
 
@@ -417,7 +430,9 @@ class LocalWriter:
             os.close(fd)
 
     def _failure(self, error: OSError, verb: str, nbytes: int = 0) -> CkptStoreError:
-        return failure(error, verb, self._key, self._directories.root, writing=True, nbytes=nbytes)
+        linking = not self._replace and error.filename2 is not None
+        root = self._directories.root
+        return failure(error, verb, self._key, root, writing=True, linking=linking, nbytes=nbytes)
 
 
 @cache
