@@ -187,6 +187,11 @@ def unreadable(error: OSError, key: str, root: str) -> CkptStoreError:
     )
 
 
+def _is_below_a_file(root: Path) -> bool:
+    """Whether the path of a store leads through a file, so that no store can be there."""
+    return any(path.is_file() for path in (root, *root.parents))
+
+
 def failure(
     error: OSError,
     verb: str,
@@ -209,7 +214,7 @@ def failure(
             f"{what}; get the right to write there, or only read (in Python, open it with "
             "read_only=True)"
         )
-    if writing and error.errno == errno.ENOTDIR:
+    if writing and error.errno == errno.ENOTDIR and _is_below_a_file(Path(root)):
         return InvalidInput(f"{what}: a part of that path is a file; choose another path")
     if error.errno == errno.ELOOP:
         return Corrupt(
