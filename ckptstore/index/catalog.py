@@ -323,9 +323,10 @@ def _migrated(connection: Connection, store: StoreId) -> bool:
     return is_current(lambda sql, values: _rows(connection, sql, values), store)
 
 
-def _connect(path: Path | None, *, journal: str = "WAL") -> Connection:
+def _connect(path: Path | None, *, journal: str = "") -> Connection:
     """One connection for all threads, which serialize their use; transactions are begun
     explicitly."""
+    journal = journal or _journal(path)
     engine = _engine()
     before = _database.set(str(path) if path else _MEMORY)
     try:
@@ -339,6 +340,24 @@ def _connect(path: Path | None, *, journal: str = "WAL") -> Connection:
         connection.close()
         raise
     return connection
+
+
+_WRITTEN_BYTES = 4096
+
+
+def _journal(path: Path | None) -> str:
+    """The kind of SQLite's journal for a catalog at `path`.
+
+    With a write-ahead log SQLite maps a file, in which it first writes one byte of each
+    `_WRITTEN_BYTES`. Where blocks are smaller, others would have none, and a full disk would end
+    the process.
+    """
+    if path is None:
+        return "WAL"
+    try:
+        return "WAL" if os.statvfs(path.parent).f_frsize >= _WRITTEN_BYTES else "DELETE"
+    except OSError:
+        return "WAL"
 
 
 _MEMORY = ":memory:"

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ ALL_BLOCKS = range(105)
 
 SOME_BLOCKS = (0, 1, 2, 3, 4, *range(8, 105, 8))
 
-DISK_BYTES = {"tmpfs": 24 << 20, "ext4": 48 << 20, "xfs": 320 << 20}
+DISK_BYTES = {"tmpfs": 24 << 20, "ext4": 48 << 20, "ext4 -b 1024": 48 << 20, "xfs": 320 << 20}
 
 
 def sweep(store: Path, blocks: Iterable[int]) -> None:
@@ -40,9 +41,12 @@ def sweep(store: Path, blocks: Iterable[int]) -> None:
                 try:
                     work(store)
                     code = 0
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(code)
-            assert os.waitpid(child, 0)[1] == 0, f"{work.__name__} with {wanted_bytes} bytes free"
+            status = os.waitpid(child, 0)[1]
+            assert not status, f"{work.__name__} with {wanted_bytes} bytes free: {status}"
             ballast.unlink()
     print("survived")
 
@@ -82,7 +86,11 @@ def disk(kind: str, folder: Path) -> Iterator[Path]:
         file.truncate(DISK_BYTES[kind])
     place.mkdir()
     # No blocks are kept for root, who would find room where others find none.
-    make = {"ext4": ("mkfs.ext4", "-q", "-m", "0"), "xfs": ("mkfs.xfs", "-q")}[kind]
+    make = {
+        "ext4": ("mkfs.ext4", "-q", "-m", "0", "-b", "4096"),
+        "ext4 -b 1024": ("mkfs.ext4", "-q", "-m", "0", "-b", "1024"),
+        "xfs": ("mkfs.xfs", "-q"),
+    }[kind]
     subprocess.run([*make, str(image)], check=True)
     subprocess.run(["mount", "-o", "loop", str(image), str(place)], check=True)
     try:
@@ -104,8 +112,8 @@ def disk(kind: str, folder: Path) -> Iterator[Path]:
 def test_indexes_that_do_not_fit_cost_no_process(tmp_path: Path, kind: str, blocks: str) -> None:
     if problem := small_disk_problem():
         pytest.skip(problem)
-    if kind != "tmpfs" and not shutil.which(f"mkfs.{kind}"):
-        pytest.skip(f"mkfs.{kind} is not installed")
+    if kind != "tmpfs" and not shutil.which(f"mkfs.{kind.split()[0]}"):
+        pytest.skip(f"mkfs.{kind.split()[0]} is not installed")
     code = (
         "import sys; from tests.maintenance.test_nearly_full_disk import *; "
         f"sweep(Path(sys.argv[1]), {blocks})"
