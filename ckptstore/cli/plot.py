@@ -76,7 +76,8 @@ def _tensor(call: Call, store: StoreHandle) -> Chart:
     measured = Maintenance(store, call.threads(THREADS))
     named = args.runs[0] if args.runs else None
     found: dict[str, list[tuple[float, float]]] = {}
-    history = measured.history(args.words or "*", run=named)
+    with call.screen.progress("measuring tensors") as shown:
+        history = measured.history(args.words or "*", run=named, progress=shown)
     run = history[0].run
     for row in history:
         value = getattr(row, args.of)
@@ -92,7 +93,9 @@ def _diff(call: Call, store: StoreHandle) -> Chart:
     if len(args.words) != 2:
         raise UsageError("plot diff takes two commits: plot diff A B", "ckptstore plot")
     run = args.runs[0] if args.runs else None
-    rows = Maintenance(store, call.threads(THREADS)).history("*", args.words, run=run)
+    measured = Maintenance(store, call.threads(THREADS))
+    with call.screen.progress("measuring tensors") as shown:
+        rows = measured.history("*", args.words, run=run, progress=shown)
     ends = list(dict.fromkeys(row.commit for row in rows))
     norms = {row.leaf: row.norm for row in rows if row.commit == ends[0]}
     moved = [

@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 from keyword import iskeyword
 
-from ckptstore.adopt.materializing import FILES, is_adopted
+from ckptstore.adopt.manifest import FILES
+from ckptstore.adopt.materializing import is_adopted
 from ckptstore.contents import CommitContents
 from ckptstore.core.model import CommitInfo
 from ckptstore.restore.reader import Tree
