@@ -231,6 +231,9 @@ class StoreInternals:
         is promising. With `follow`, it becomes the parent of the next one. Every rank of `peers`
         calls this and gets the same commit."""
         committer = self.background_committer if behind else self.committer
+        make: Callable[[CommitRequest], Committed] = partial(committer.commit, peers=peers)
+        if peers is None and isinstance(committer, Committer):
+            make = committer.whole.commit
         sizes = [0]
 
         def prepare() -> tuple[CommitMetadata, Flats]:
@@ -248,11 +251,11 @@ class StoreInternals:
         earlier = nullcontext() if behind else self.async_commits.noting_failures()
         with self._lock, earlier:
             try:
-                committed = committer.commit(sized, peers)
+                committed = make(sized)
             except NoSpace as full:
                 self._disk.relieve(full, sizes[0], peers, collect=True)
                 try:
-                    committed = committer.commit(sized, peers)
+                    committed = make(sized)
                 except NoSpace as still_full:
                     self._disk.relieve(still_full, sizes[0], peers, collect=False)
                     raise

@@ -1,5 +1,6 @@
 """How a place becomes a store, who may open it, and what is refused before anything is touched."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
+from ckptstore import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.repository import init_store as creation
 from ckptstore.repository.init_store import init_store
 from ckptstore.repository.store_handle import StoreHandle
@@ -218,6 +219,22 @@ def test_init_is_refused_where_there_is_a_store(place: Path) -> None:
     init_store(place)
     with pytest.raises(Conflict, match="is a store already"):
         init_store(place)
+
+
+def test_an_init_that_is_refused_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(source: str, target: str, **_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), source, None, target)
+
+    monkeypatch.setattr(os, "link", no_links)
+    with pytest.raises(Unavailable, match="hard links"):
+        init_store(tmp_path / "new" / "store")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "there").mkdir()
+    with pytest.raises(Unavailable, match="hard links"):
+        init_store(tmp_path / "there")
+    assert list((tmp_path / "there").iterdir()) == []
 
 
 def test_opening_reads_without_torch_know_the_position(place: Path) -> None:

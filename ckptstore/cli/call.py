@@ -4,7 +4,7 @@ import os
 import sqlite3
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ckptstore.cli.screen import Hint, Part, Screen
 from ckptstore.core.ids import CONFIG_KEY
 from ckptstore.core.paths import base_of, distrust, search
+from ckptstore.core.text import redact
 from ckptstore.errors import Busy, CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
 from ckptstore.repository.resolve_ref import is_path
@@ -95,7 +96,10 @@ class Call:
         return [self._open(place, of_several=len(places) > 1) for place in places]
 
     def _open(self, place: str, *, of_several: bool = False) -> StoreHandle:
-        with _opening():
+        # A terminal is told what it waits for: a bucket that does not answer takes a minute.
+        remote = "://" in place
+        waiting = self.screen.progress(f"asking {redact(place)}") if remote else nullcontext()
+        with _opening(), waiting:
             handle = StoreHandle(place, index=self.args.index, of_several=of_several)
             self.stack.enter_context(closing(handle))
         self.url = handle.url

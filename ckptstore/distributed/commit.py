@@ -72,12 +72,12 @@ class _Described:
 
 class Committer:
     """Commits states to one store, one at a time, alone or with other ranks, each of which has one.
-    Keeps the plan, and this rank's task, for the next commit.
+    Keeps the plan, and this rank's task, for the next commit. `whole` commits alone.
     """
 
     def __init__(self, to: Destination) -> None:
         self._to = to
-        self._alone = WholeCommitter(to)
+        self.whole = WholeCommitter(to)
         self._coordinator = Coordinator(to)
         self._schemas = LastSchemas()
         self._described_last = b""
@@ -97,7 +97,7 @@ class Committer:
         replicas that differ, and exceptions of `watch`. Many ranks raise one error, of the class
         that the causes share; `causes` names the ranks. After any of them the store is as before.
         """
-        return self._alone.commit(request) if peers is None else self._together(request, peers)
+        return self.whole.commit(request) if peers is None else self._together(request, peers)
 
     def _together(self, request: CommitRequest, peers: Collective) -> Committed:
         try:

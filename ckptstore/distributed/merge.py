@@ -18,8 +18,7 @@ from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import Box, LeafContent, LeafKind, Node, Schema, Shape, leaves_of
 from ckptstore.distributed.framing import damaged, pack, unpack
 from ckptstore.objects.schema import LastSchemas, decode_schema
-from ckptstore.state.containers import NAMES
-from ckptstore.state.leaf_sources import FlatState, Holding, Mark, Mesh
+from ckptstore.state.leaf_sources import NAMES, FlatState, Holding, Mark, Mesh
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from ckptstore.distributed.shared_reads import Broadcast
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.restore.reader import Tree
 from ckptstore.restore.restore import RestoreOperation, RestoreOptions, targets
-from ckptstore.state.containers import NAMES
+from ckptstore.state.leaf_sources import NAMES
 from ckptstore.state.optimizer_forms import OWN_NAMES
 from ckptstore.state.restore import places_in
 from ckptstore.state.shards import is_bound_to_world_size, is_each_ranks

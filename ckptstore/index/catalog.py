@@ -145,11 +145,20 @@ class Catalog:
         return self._write(add_statistics, found)
 
     def reset(self) -> None:
-        """Start again with empty tables: for `reindex`, and for a catalog ahead of its log."""
+        """Start again with empty tables: for `reindex`, and for a catalog ahead of its log. In
+        memory, if the file cannot be removed."""
         with self.lock:
             self.close()
             if self._path:
-                remove(self._path)
+                try:
+                    remove(self._path)
+                except OSError:
+                    self._path = None
+
+    def in_memory(self) -> bool:
+        """Whether the tables could not be written to a file, and are lost with this process."""
+        with self.lock:
+            return self._opened().in_memory
 
     def close(self) -> None:
         """Close the connection; the next use opens it again."""

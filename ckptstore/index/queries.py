@@ -6,6 +6,7 @@ SQLAlchemy. Answers are as of the last folded log entry.
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,15 +16,16 @@ from typing import Any, NamedTuple, Self, TypeAlias
 from ckptstore.core.ids import CommitId, PackId, SessionId
 from ckptstore.core.model import CommitInfo, Schema
 from ckptstore.core.refs import Best
-from ckptstore.errors import Corrupt, NotFound
+from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.log.entries import Position
 from ckptstore.objects.schema import decode_schema
 
 Rows: TypeAlias = Sequence[Any]
 """Rows, each indexed and unpacked as a tuple is."""
 
-Column: TypeAlias = "type | tuple[type, ...] | Callable[[Any], Any]"
-"""A column's values: of a type, of one of several, or converted by a function."""
+Column: TypeAlias = "type | tuple[type, ...] | Callable[[Sequence[Any]], Sequence[Any]]"
+"""A column's values: of a type, of one of several, or as a function returns them all. It raises
+what `typed` takes for damage."""
 
 Types: TypeAlias = tuple[Column, ...]
 
@@ -68,7 +70,7 @@ def typed(types: Types, rows: Rows, *, one: bool) -> list[tuple[Any, ...]]:
     try:
         columns = zip(types, zip(*rows, strict=True), strict=True) if rows else ()
         found = list(zip(*(_decoded(type_, values) for type_, values in columns), strict=True))
-    except (TypeError, ValueError, LookupError) as error:
+    except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
         raise Corrupt(
             f"the catalog has an invalid row: {error}; run `ckptstore reindex`"
         ) from error
@@ -81,10 +83,30 @@ def _decoded(type_: Column, values: Sequence[Any]) -> Sequence[Any]:
     """The values of a column, decoded. Types are compared once each: pages ask for 100,000
     values."""
     if not isinstance(type_, type | tuple):
-        return [type_(value) for value in values]
+        return type_(values)
     for wrong in {each for each in map(type, values) if not issubclass(each, type_)}:
         value = next(value for value in values if type(value) is wrong)
         raise TypeError(f"{value!r:.60} has the wrong type")
+    return values
+
+
+def _each(decode: Callable[[Any], Any]) -> Column:
+    """A column whose values `decode` converts, one by one."""
+    return lambda values: [decode(value) for value in values]
+
+
+def _hex_ids(values: Sequence[Any]) -> Sequence[Any]:
+    """A column of ids of commits, contents or schemas."""
+    _decoded(str, values)
+    if {*map(len, values)} - {_ID_DIGITS} or not _DIGITS.fullmatch("".join(values)):
+        raise ValueError("an id is none")
+    return values
+
+
+def _counts(values: Sequence[Any]) -> Sequence[Any]:
+    """A column of numbers that are not negative."""
+    if min(_decoded(int, values), default=0) < 0:
+        raise ValueError(f"{min(values)} counts nothing")
     return values
 
 
@@ -112,16 +134,19 @@ def _pair(texts: list[Any]) -> tuple[str, str]:
 
 
 Ask: TypeAlias = Callable[[str, Mapping[str, Any]], Rows]
+Other: TypeAlias = "Callable[[Corrupt | Unavailable], Queries]"
 
+_ID_DIGITS = 64
+_DIGITS = re.compile("[0-9a-f]*")
 _MAYBE_INT = (int, NoneType)
 _MAYBE_STR = (str, NoneType)
 _MAYBE_FLOAT = (int, float, NoneType)
 _ANY_BYTES = (bytes, memoryview)
 _NO_VALUES: Mapping[str, Any] = {}
 _COMMIT_TYPES: Types = (
-    *(int, str, str, str, str, _MAYBE_INT, str, int, int, int, int, int),
-    _texts,
-    _texts_by_name,
+    *(_counts, _hex_ids, _hex_ids, str, str, _MAYBE_INT, str, int, _counts, _counts, _counts, int),
+    _each(_texts),
+    _each(_texts_by_name),
 )
 _COMMIT = (
     "n, id, content, session, run, step, message, time_ns, logical_bytes, new_bytes, "
@@ -136,13 +161,13 @@ class Queries:
 
     def __init__(self, ask: Ask, close: Callable[[], None] = lambda: None) -> None:
         self._ask = ask
-        self._other: Callable[[Corrupt], Queries] | None = None
+        self._other: Other | None = None
         self.close = close
         """Close the connection, if these queries own it."""
 
-    def or_else(self, other: "Callable[[Corrupt], Queries]") -> Self:
-        """If this catalog turns out to be damaged, answer from the one that `other` returns for the
-        error."""
+    def or_else(self, other: "Other") -> Self:
+        """If this catalog turns out to be damaged or does not answer, answer from the one that
+        `other` returns for the error."""
         self._other = other
         return self
 
@@ -158,7 +183,7 @@ class Queries:
 
     def position(self) -> Position:
         """The last folded log entry; `n` is 0 before the first."""
-        return Position(*self._one((int, str, int), "SELECT n, hash, bytes FROM position"))
+        return Position(*self._one((_counts, str, _counts), "SELECT n, hash, bytes FROM position"))
 
     def log(
         self,
@@ -199,12 +224,12 @@ class Queries:
             "SELECT t.name, t.commit_id, c.run, c.step FROM tags t JOIN commits c ON c.id = "
             "t.commit_id ORDER BY t.name"
         )
-        return [TagInfo(*row) for row in self._rows((str, str, str, _MAYBE_INT), sql)]
+        return [TagInfo(*row) for row in self._rows((str, _hex_ids, str, _MAYBE_INT), sql)]
 
     def runs(self) -> list[RunInfo]:
         """Runs with commits that are not forgotten, the most recent first."""
         rows = self._rows(
-            (str, int, str, _MAYBE_INT, int),
+            (str, int, _hex_ids, _MAYBE_INT, int),
             "SELECT c.run, g.commits, c.id, c.step, c.time_ns"
             " FROM (SELECT MAX(place) AS place, COUNT(*) AS commits FROM commits"
             " WHERE forgotten = 0 GROUP BY run) g"
@@ -215,13 +240,13 @@ class Queries:
     def schema(self, schema: str) -> Schema | None:
         """The schema of that id, or None if it is missing."""
         sql = "SELECT data FROM schemas WHERE id = :id AND data IS NOT NULL"
-        rows = self._rows((decode_schema,), sql, {"id": schema})
+        rows = self._rows((_each(decode_schema),), sql, {"id": schema})
         return rows[0][0] if rows else None
 
     def missing_schemas(self) -> list[str]:
         """The schemas that commits name and that were not added yet."""
         sql = "SELECT id FROM schemas WHERE data IS NULL ORDER BY number"
-        return [row[0] for row in self._rows((str,), sql)]
+        return [row[0] for row in self._rows((_hex_ids,), sql)]
 
     def statistics(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         """What was measured of chunks, by key; without those that nobody measured."""
@@ -240,7 +265,7 @@ class Queries:
 
     def packs(self) -> list[PackInfo]:
         sql = "SELECT number, id, bytes, chunks, metadata, condemned FROM packs ORDER BY number"
-        rows = self._rows((int, str, int, int, int, int), sql)
+        rows = self._rows((_counts, str, _counts, _counts, int, int), sql)
         return [
             PackInfo(row[0], row[1], row[2], row[3], bool(row[4]), bool(row[5])) for row in rows
         ]
@@ -256,15 +281,16 @@ class Queries:
     def _rows(
         self, types: Types, sql: str, values: Mapping[str, Any] = _NO_VALUES, *, one: bool = False
     ) -> list[tuple[Any, ...]]:
-        """The rows, each column checked against its type. If this catalog is damaged, use the other
-        one."""
+        """The rows, each column checked against its type. If this catalog is damaged or does not
+        answer, use the other one."""
         try:
             return typed(types, self._ask(sql, values), one=one)
-        except Corrupt as error:
+        except (Corrupt, Unavailable) as error:
             if self._other is None:
                 raise
-            self._ask, self._other = self._other(error)._ask, None
-            return typed(types, self._ask(sql, values), one=one)
+            other = self._other(error)
+            self._ask, self._other = other._ask, other._other
+            return self._rows(types, sql, values, one=one)
 
     def _one(self, types: Types, sql: str) -> tuple[Any, ...]:
         return self._rows(types, sql, one=True)[0]
@@ -290,7 +316,7 @@ class Queries:
 
     def beginning(self, prefix: str) -> list[CommitId]:
         sql = "SELECT id FROM commits WHERE id >= :low AND id < :high ORDER BY id LIMIT 6"
-        return self._column(str, sql, {"low": prefix, "high": f"{prefix}g"})
+        return self._column(_hex_ids, sql, {"low": prefix, "high": f"{prefix}g"})
 
     def parents_of(self, commit: CommitId) -> list[CommitId] | None:
         found = self._column(
@@ -306,7 +332,7 @@ class Queries:
         return [value for (value,) in self._rows((type_,), sql, values)]
 
     def _first(self, sql: str, values: Mapping[str, Any]) -> CommitId | None:
-        return next(iter(self._column(str, sql, values)), None)
+        return next(iter(self._column(_hex_ids, sql, values)), None)
 
     def _infos(self, rows: Rows) -> list[CommitInfo]:
         numbers = [row[0] for row in rows]
@@ -356,7 +382,7 @@ class Queries:
         """Parents, metrics, schemas and tags of commits, in that order, by number or id."""
         for types, sql, of in (
             (
-                (int, str),
+                (int, _hex_ids),
                 "SELECT p.n, COALESCE(r.commit_id, p.parent) FROM parents p LEFT JOIN replaced r "
                 "ON r.id = p.parent WHERE p.n IN ({}) ORDER BY p.n, p.position",
                 numbers,
@@ -367,7 +393,7 @@ class Queries:
                 numbers,
             ),
             (
-                (int, str, str),
+                (int, str, _hex_ids),
                 "SELECT t.n, t.key, s.id FROM commit_trees t JOIN schemas s ON s.number = t.schema "
                 "WHERE t.n IN ({}) ORDER BY t.n, t.key",
                 numbers,

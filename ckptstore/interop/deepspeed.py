@@ -154,6 +154,9 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self, original: Callable[..., bool], save_dir: str, *args: Any, **kwargs: Any
     ) -> bool:
         self.wait()
+        tag = (args[0] if args else kwargs.get("tag")) or f"global_step{self._engine.global_steps}"
+        look = partial(_check_free, Path(save_dir).absolute() / str(tag))
+        together(self._ranks, "save: look", look)
         self._handed = {}
         try:
             saved = original(save_dir, *args, **kwargs)
@@ -301,6 +304,17 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def preserves_storage_sharing(self) -> bool:
         """False, so that no tensor is cloned for a file."""
         return False
+
+
+def _check_free(directory: Path) -> None:
+    """Raises `Conflict` if DeepSpeed's own files are in `directory`, where pointers are to be."""
+    for each in sorted(directory.glob("*_states.pt")):
+        if not is_pointer(each):
+            raise Conflict(
+                f"{each} is a file of DeepSpeed, which a save into the store would replace: choose "
+                f"another tag, or commit it with `ckptstore adopt {directory}` and remove it; "
+                "nothing was saved"
+            )
 
 
 def _write_pointers(directory: Path, pointer: Pointer, names: Iterable[str]) -> None:

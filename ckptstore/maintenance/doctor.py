@@ -18,7 +18,7 @@ from ckptstore.core.ids import new_session_id
 from ckptstore.core.paths import file_system, is_network_filesystem, make_index_directory
 from ckptstore.core.process import file_lock
 from ckptstore.core.text import bytes_text, seconds_text
-from ckptstore.errors import CkptStoreError
+from ckptstore.errors import CkptStoreError, ReadOnly
 from ckptstore.maintenance.disk_space import (
     COMMITS_AHEAD,
     MAKE_ROOM,
@@ -71,6 +71,8 @@ class StorageFacts:
     locks: bool
     clock_skew_s: float
     newest_entry_s: float
+    read_only: bool = False
+    """Whether the storage takes no writes at all, for this user; a full one does."""
 
 
 def doctor(handle: StoreHandle) -> tuple[Check, ...]:
@@ -88,7 +90,9 @@ def judge(facts: StorageFacts, space: DiskRoom) -> tuple[Check, ...]:
         "get the right to write there, or use the store read-only",
     )
     tried = () if facts.writable else _tried(facts)
-    return (write, *tried, _filesystem(facts), _locks(facts), _newest(facts), *_space(space))
+    # Whoever may not write makes no commit, and can free nothing.
+    room = () if facts.read_only else _space(space)
+    return (write, *tried, _filesystem(facts), _locks(facts), _newest(facts), *room)
 
 
 def _check(name: str, verdict: Verdict, fine: str, seen: str, step: str) -> Check:
@@ -203,7 +207,7 @@ def probe(handle: StoreHandle) -> StorageFacts:
     """Test the storage. Writes a few small objects under `tmp/` and deletes them."""
     storage = handle.storage
     scratch = f"tmp/{new_session_id()}-doctor"
-    writable, exclusive, rename, fsync_s, skew_s = "", "", "", 0.0, 0.0
+    writable, exclusive, rename, fsync_s, skew_s, read_only = "", "", "", 0.0, 0.0, False
     try:
         fsync_s = _put_seconds(storage, scratch)
         exclusive, rename, skew_s = (
@@ -212,7 +216,7 @@ def probe(handle: StoreHandle) -> StorageFacts:
             _clock_skew(storage, scratch),
         )
     except CkptStoreError as error:
-        writable = str(error)
+        writable, read_only = str(error), isinstance(error, ReadOnly)
     finally:
         with suppress(CkptStoreError):
             for suffix in ("", ".new"):
@@ -231,6 +235,7 @@ def probe(handle: StoreHandle) -> StorageFacts:
         _try_lock(directory),
         skew_s,
         newest / 1e9 - time.time() if newest else 0.0,
+        read_only,
     )
 
 

@@ -87,6 +87,7 @@ def init_store(
     """
     config = StoreConfig(new_store_id(), check_chunk_bytes(chunk_bytes), check_codec(codec))
     storage = open_storage(place_text(place), storage_options=storage_options)
+    made = _missing_directories(storage)
     try:
         if not _is_store(storage):
             _refuse_foreign(storage)
@@ -97,7 +98,13 @@ def init_store(
             if _create(storage, config, index):
                 return decode_config(storage.read(CONFIG_KEY), storage.url)
         raise Conflict(f"{storage.url} is a store already; open it, or choose another directory")
-    except ReadOnly as error:
+    except BaseException as error:
+        for directory in made:
+            # Not empty, if another process makes a store there.
+            with suppress(OSError):
+                directory.rmdir()
+        if not isinstance(error, ReadOnly):
+            raise
         why = str(error).partition(";")[0]
         raise ReadOnly(
             f"no store can be made at {storage.url} ({why}); choose another place, or get the "
@@ -105,6 +112,15 @@ def init_store(
         ) from error
     finally:
         storage.close()
+
+
+def _missing_directories(storage: Storage) -> list[Path]:
+    """The directories that a store makes before its first file, and that are not there yet; the
+    deepest first."""
+    root = storage.capabilities.local_root
+    if root is None:
+        return []
+    return [path for path in (root / "tmp", root, *root.parents) if not os.path.lexists(path)]
 
 
 def _create(storage: Storage, config: StoreConfig, index: str | None) -> bool:

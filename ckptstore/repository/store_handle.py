@@ -28,7 +28,7 @@ from ckptstore.errors import (
 )
 from ckptstore.index import open_log_place
 from ckptstore.index.catalog_sqlite import open_catalog
-from ckptstore.index.queries import Queries
+from ckptstore.index.queries import Other, Queries
 from ckptstore.log.entries import Position, check_follows, decode_entry
 from ckptstore.log.log import Log
 from ckptstore.repository.init_store import place_text, read_config
@@ -216,8 +216,8 @@ class StoreHandle:
     def queries(self) -> Queries:
         """The catalog's read side, as of the head of the log.
 
-        An up-to-date catalog is read without SQLAlchemy. If a catalog cannot be updated, because
-        it is locked or its disk is full, this call uses one in memory. A damaged catalog is
+        An up-to-date catalog is read without SQLAlchemy. If a catalog cannot be updated or read,
+        because it is locked or its disk is full, this call uses one in memory. A damaged catalog is
         rebuilt. One in PostgreSQL always matches the log.
         """
         if self.database is not None:
@@ -229,11 +229,11 @@ class StoreHandle:
             else None
         )
         if quick is not None:
-            queries = quick.or_else(self._made_anew)
+            queries = quick.or_else(self._instead)
             if self._is_head(queries.position()):
                 return queries
             quick.close()
-        return self._queries_at_head().or_else(self._made_anew)
+        return self._queries_at_head()
 
     def _queries_at_head(self) -> Queries:
         self.log.replay()
@@ -241,16 +241,24 @@ class StoreHandle:
             logger.warning("%s", lost)
             return self._fold_in_memory()
         self.follow()
-        queries = self.catalog.queries()
-        if self._is_head(queries.position()):
-            return queries
-        return self._fold_in_memory()
+        return self._folded(self._instead)
 
-    def _made_anew(self, error: Corrupt) -> Queries:
-        """Rebuild a damaged catalog from the log; it is derived, so nothing is lost."""
+    def _folded(self, other: Other) -> Queries:
+        """The catalog, or `other`, if it could be folded up to the head of the log; else one in
+        memory."""
+        queries = self.catalog.queries().or_else(other)
+        return queries if self._is_head(queries.position()) else self._fold_in_memory()
+
+    def _instead(self, error: Corrupt | Unavailable) -> Queries:
+        """Answer from the log, which the catalog is derived from: a damaged one is rebuilt; one
+        whose disk is full, or that is locked, is left alone."""
+        if isinstance(error, Unavailable):
+            logger.warning("the catalog of %s stays behind: %s", self.url, error)
+            return self._fold_in_memory()
         logger.warning("the catalog of %s is made anew: %s", self.url, error)
         self.catalog.reset()
-        return self._queries_at_head()
+        self.follow()
+        return self._folded(lambda _: self._fold_in_memory())
 
     def follow(self) -> None:
         """Fold new log entries into the catalog.

@@ -287,9 +287,10 @@ class RestoreOperation:
                 [path for path in missing if "/" in path],
                 [path for key in bindings for path in views[key].schema.paths],
             )
+        # First: that an optimizer's moments do not fit follows from the weights that were skipped.
+        _refuse(commit, {}, matching.stepped_without_weights(app_state, bindings))
         _refuse(commit, bindings, problems, hint)
         _refuse(commit, {}, self._overwritten(matching.places))
-        _refuse(commit, {}, matching.stepped_without_weights(app_state, bindings))
         for key, binding in bindings.items():
             binding.receive(self._values_of(key, binding))
         self._rehearse(atomic=options.atomic)

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from ckptstore.core.model import Node
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.state import values
+from ckptstore.state.leaf_sources import NAMES
 from ckptstore.state.stateful import (
     Classes,
     class_name,
@@ -34,7 +35,7 @@ from ckptstore.state.stateful import (
 _SCALARS = (int, float, complex, str, bool, bytes)
 _COLLECTIONS = (dict, list, set, tuple, frozenset, deque, OrderedDict, Counter, defaultdict)
 _FACTORIES: dict[str, Any] = {cls.__name__: cls for cls in (*_SCALARS, *_COLLECTIONS)}
-PARAMETERS, NAMES = "parameters", "names"
+PARAMETERS = "parameters"
 """Node types of an optimizer's state: values by parameter name, and ordered names (not a leaf)."""
 
 _DIVISIBLE = ("list", "tuple", "deque", "namedtuple", "dataclass", "stateful")

@@ -16,6 +16,9 @@ from ckptstore.core.model import Box, Node, Schema, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.objects import canonical
 
+NAMES = "names"
+"""The type of the node that lists the names of an optimizer's parameters."""
+
 
 class NotCopied(Exception):
     """Bytes of a source with known ids that it does not have: they were left to the store. It is

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeGuard
 from ckptstore.core.model import Node, Schema, Shape
 from ckptstore.state import containers, values
 from ckptstore.state.containers import LEFT_OUT
-from ckptstore.state.leaf_sources import unescape
+from ckptstore.state.leaf_sources import NAMES, unescape
 
 _FLAT_MEMORY = ("_fsdp_wrapped_module", "_flat_param")
 """Parts of the names of FSDP1's flat memory, which a process that commits alone has."""
@@ -172,14 +172,14 @@ def _node(node: Node | int) -> Node:
 
 
 def _is_names(node: Node | int | None) -> TypeGuard[Node]:
-    return isinstance(node, Node) and node.type == containers.NAMES
+    return isinstance(node, Node) and node.type == NAMES
 
 
 def group_node(options: Node, params: Sequence[int | str]) -> Node:
     """A group with the target's parameters, after its options as in torch. The names that its
     optimizer was given the target knows itself."""
     listed = containers.attribute(list(params), "the numbers of parameters")
-    own = Node(containers.NAMES, (), None, (("names", listed),))
+    own = Node(NAMES, (), None, (("names", listed),))
     return replace(
         options, children=(*options.children, own), keys=(*(options.keys or ()), "params")
     )

@@ -97,9 +97,18 @@ class StateDict(dict[str, Any]):
     modules.
 
     progress = StateDict(epoch=0); store.commit({"progress": progress}); …; progress["epoch"]
+
+    It keeps items. `state_dict` raises `InvalidInput` if it was given attributes, which would be
+    lost.
     """
 
     def state_dict(self) -> dict[str, Any]:
+        if held := vars(self):
+            name = next(iter(held))
+            raise InvalidInput(
+                f"a StateDict keeps items, and has the attribute {name!r}, which would be lost; "
+                f"set [{name!r}] in place of .{name}"
+            )
         return dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -187,10 +187,22 @@ def unreadable(error: OSError, key: str, root: str) -> CkptStoreError:
     )
 
 
+def _is_below_a_file(root: Path) -> bool:
+    """Whether the path of a store leads through a file, so that no store can be there."""
+    return any(path.is_file() for path in (root, *root.parents))
+
+
 def failure(
-    error: OSError, verb: str, key: str, root: str, *, writing: bool = False, nbytes: int = 0
+    error: OSError,
+    verb: str,
+    key: str,
+    root: str,
+    *,
+    writing: bool = False,
+    linking: bool = False,
+    nbytes: int = 0,
 ) -> CkptStoreError:
-    """Translate `error` into an error of this package."""
+    """Translate `error` into an error of this package. `linking` says that link(2) failed."""
     what = f"cannot {verb} {key} in {root}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpace(
@@ -202,7 +214,7 @@ def failure(
             f"{what}; get the right to write there, or only read (in Python, open it with "
             "read_only=True)"
         )
-    if writing and error.errno == errno.ENOTDIR:
+    if writing and error.errno == errno.ENOTDIR and _is_below_a_file(Path(root)):
         return InvalidInput(f"{what}: a part of that path is a file; choose another path")
     if error.errno == errno.ELOOP:
         return Corrupt(
@@ -215,6 +227,12 @@ def failure(
         return NotFound(f"there is no {key} in {root}")
     if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
         return Unavailable(f"{what}; a store needs a filesystem with hard links")
+    if linking and error.errno in (errno.EIO, errno.ENOSYS):
+        return Unavailable(
+            f"{what}; a store needs a filesystem with hard links, and this one seems to have none "
+            "(rclone's mounts answer so): choose another place; if it has them, see to the "
+            "storage, then repeat"
+        )
     return Unavailable(f"{what}; see to the storage, then repeat")
 
 
@@ -417,7 +435,9 @@ class LocalWriter:
             os.close(fd)
 
     def _failure(self, error: OSError, verb: str, nbytes: int = 0) -> CkptStoreError:
-        return failure(error, verb, self._key, self._directories.root, writing=True, nbytes=nbytes)
+        linking = not self._replace and error.filename2 is not None
+        root = self._directories.root
+        return failure(error, verb, self._key, root, writing=True, linking=linking, nbytes=nbytes)
 
 
 @cache

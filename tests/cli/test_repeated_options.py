@@ -19,6 +19,7 @@ ADDED_UP = {
     "forget": {"--keep-best", "--thin"},
     "stats": {"--keep-best", "--thin"},
     "repair": {"--from"},
+    "release": {"--except-in"},
     "import": {"--metric", "--tag"},
     "adopt": {"--link", "--metric", "--tag"},
     "export": {"--select"},

@@ -114,3 +114,9 @@ def test_json_on_a_terminal_is_indented_and_has_no_colours(made_store: Path) -> 
 def test_what_takes_a_while_is_said_and_wiped_off(made_store: Path) -> None:
     assert "share …\r\x1b[K" in run_on_terminal("stats", "-s", str(made_store)).out
     assert run("stats", "-s", str(made_store)).err == ""
+
+
+def test_a_terminal_is_told_which_bucket_it_waits_for() -> None:
+    result = run_on_terminal("log", "-s", "memory://nobody/here", columns=80)
+    assert result.code == 10
+    assert "asking memory://nobody/here" in result.out

@@ -22,7 +22,7 @@ from tests.support.workloads import STORE, WORKS, small
 
 STEP = 3
 SAMPLED = 5
-WRITES = "pwritev,pwritev2,pwrite64,fsync,fdatasync,rename,link,mkdir,unlink"
+WRITES = "pwritev,pwritev2,pwrite64,fsync,fdatasync,renameat,linkat,mkdir,mkdirat,unlink,unlinkat"
 READS = "pread64,preadv,preadv2"
 
 
@@ -118,7 +118,13 @@ def test_a_log_that_cannot_be_written_any_more_is_reported_within_seconds(
         entry = disk / STORE / log_key(handle.log.replay().n + 1)
     started = time.monotonic()
     assert not traced(
-        child, scratch / "log", "-P", str(entry), "-e", "inject=link:error=EIO", calls="link"
+        child,
+        scratch / "log",
+        "-P",
+        str(entry.parent),
+        "-e",
+        "inject=linkat:error=EIO",
+        calls="linkat",
     )
     assert time.monotonic() - started < APPEND_TIMEOUT_S / 2
     ((kind, message),) = child.reports("error")

@@ -101,7 +101,7 @@ def test_a_ref_is_resolved_by_catalog_and_log(
 
 
 REFUSED: list[tuple[str | int, type[CkptStoreError], str]] = [
-    (4, NotFound, "step 4 in run 'main'; the nearest steps are 1, 2, 3"),
+    (4, NotFound, "step 4 in run 'main' is forgotten.*; the nearest steps are 1, 2, 3"),
     ("nope@3", NotFound, "in run 'nope'; runs with commits: b, main"),
     ("nope@latest", NotFound, "runs with commits: b, main"),
     ("god", NotFound, "no tag 'god'; there are the tags good"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.interop.formats import Labels, export, import_path
 from ckptstore.store import Store
 
@@ -195,7 +195,7 @@ def test_a_directory_with_something_else_in_it_is_refused(store: Store, tmp_path
     os.mkfifo(tmp_path / "odd" / "pipe")
     with pytest.raises(InvalidInput, match="pipe"):
         import_path(store, tmp_path / "odd")
-    with pytest.raises(InvalidInput, match="nothing at"):
+    with pytest.raises(NotFound, match="nothing at"):
         import_path(store, tmp_path / "absent")
     (tmp_path / "notes.txt").touch()
     with pytest.raises(InvalidInput, match=r"notes\.txt is empty"):

@@ -1,13 +1,16 @@
 """An invalid row of the catalog: the query is still answered, from a rebuilt catalog."""
 
+import math
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from shutil import copyfile
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.refs import find, parse_ref
@@ -19,6 +22,10 @@ from tests.maintenance.collecting import opened
 from tests.maintenance.stores import make_store
 
 NONSENSE = ("x'ff00'", "'text'", "-7")
+
+
+class NotText(bytes):
+    """Bytes to be stored as text, which they may not be."""
 
 
 def answers(queries: Queries) -> list[Any]:
@@ -112,6 +119,73 @@ def test_every_question_is_answered_whatever_any_row_says(store: Path) -> None:
                 # fsck knows.
                 healed += answers(handle.queries()) == wanted
     assert healed > tried // 3 > 0
+
+
+VALUES = (
+    st.none()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.sampled_from([2**63 - 1, -(2**63), -1, 0, math.inf, 1e300])
+    | st.floats()
+    | st.text(max_size=70)
+    | st.sampled_from(["[" * 100_000, '[["a", 1]]', "9" * 5000, "a" * 70_000, "f" * 64, "\0"])
+    | st.binary(max_size=80)
+    | st.binary(min_size=1, max_size=8).map(NotText)
+)
+CHANGES = st.lists(
+    st.tuples(
+        st.sampled_from(("update", "update one", "insert", "delete")),
+        st.integers(0, 100),
+        st.lists(VALUES, min_size=16, max_size=16),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def rewrite(catalog: Path, changes: list[tuple[str, int, list[object]]]) -> None:
+    """Change rows as no constraint would allow it: the file is damaged, or another's."""
+    with closing(sqlite3.connect(catalog, isolation_level=None)) as connection:
+        connection.execute("PRAGMA writable_schema = ON")
+        loose = "sql"
+        for word in (" NOT NULL", "VARCHAR(64)", "BIGINT", "TEXT", "BOOLEAN", "DOUBLE"):
+            loose = f"replace({loose}, '{word}', '')"
+        connection.execute(f"UPDATE sqlite_master SET sql = {loose} WHERE type = 'table'")
+    places = list(columns(catalog))
+    with closing(sqlite3.connect(catalog, isolation_level=None)) as connection:
+        for kind, at, values in changes:
+            table, column = places[at % len(places)]
+            names = [name for of, name in places if of == table]
+            marks = ["CAST(? AS TEXT)" if isinstance(v, NotText) else "?" for v in values]
+            one = f'WHERE "{column}" = (SELECT max("{column}") FROM "{table}")'
+            statement, count = {
+                "update": (f'UPDATE OR REPLACE "{table}" SET "{column}" = {marks[0]}', 1),
+                "update one": (f'UPDATE OR REPLACE "{table}" SET "{column}" = {marks[0]} {one}', 1),
+                "insert": (
+                    f'INSERT OR REPLACE INTO "{table}" VALUES ({", ".join(marks[: len(names)])})',
+                    len(names),
+                ),
+                "delete": (f'DELETE FROM "{table}" {one}', 0),
+            }[kind]
+            # A row id is a number whatever is asked for.
+            with suppress(sqlite3.IntegrityError):
+                connection.execute(statement, values[:count])
+
+
+@given(changes=CHANGES)
+def test_any_rows_are_answered_from_or_the_catalog_is_made_anew(
+    store: Path, changes: list[tuple[str, int, list[object]]]
+) -> None:
+    catalog = store / "index" / CATALOG_NAME
+    with opened(store) as handle:
+        reindex(handle)
+        wanted = answers(handle.queries())
+        handle.catalog.close()
+    rewrite(catalog, changes)
+    with opened(store) as handle:
+        answers(handle.queries())
+        handle.follow()
+        reindex(handle)
+        assert answers(handle.queries()) == wanted
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_a_whole_store_leaves_with_0(store: Path, capsys: pytest.CaptureFixture[
     code, text = run(capsys, "fsck", "--read-data", "-s", store)
     assert code == 0
     assert text.startswith("no damage: 5 log entries, 4 commits")
-    assert run(capsys, "repair", "-s", store) == (0, "there is nothing to repair\n")
+    assert run(capsys, "repair", "--read-data", "-s", store) == (0, "there is nothing to repair\n")
 
 
 def test_damage_leaves_with_3_and_is_healed_by_apply(

@@ -66,6 +66,13 @@ def test_free_space_is_compared_with_the_next_commit(free: int, verdict: Verdict
     assert verdicts(judge(FINE, replace(ROOMY, free=free))).get("space", Verdict.OK) is verdict
 
 
+def test_who_may_not_write_is_not_told_to_make_room() -> None:
+    full = DiskRoom(free=0, new=(1000,), logical=9000, reserve=0)
+    read_only = replace(FINE, writable="Read-only file system", read_only=True)
+    assert verdicts(judge(read_only, full)) == {"write": Verdict.FAILED}
+    assert "space" in verdicts(judge(replace(FINE, writable="No space left"), full))
+
+
 def test_a_bucket_has_no_end_and_no_reserve() -> None:
     assert verdicts(judge(FINE, DiskRoom(None, (10**18,), 10**18, None))) == {}
 

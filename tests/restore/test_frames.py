@@ -65,6 +65,7 @@ def test_a_restore_reaches_the_disk_in_ten_frames(tmp_path: Path, megabytes: int
         assert all(torch.equal(target[name], state[name]) for name in state)
     assert len(stacks) >= megabytes
     for stack in stacks:
+        assert stack.pop() == "_checked.<locals>.call"  # the check of every public call
         assert stack[-1] == "Snapshot.restore"
         assert len(stack) <= FRAMES_MAX, stack
     threaded = [stack for stack in stacks if "Pool._work" in stack]

@@ -8,12 +8,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import pytest
 import torch
 from torch import nn
 
+import ckptstore
 from ckptstore.errors import InvalidInput
 from ckptstore.state.values import register_class
 from tests.state.carrying import Carried, carry
@@ -242,3 +244,13 @@ def test_a_state_dict_keeps_its_versions_where_a_target_has_others() -> None:
     got = restored(made, target)
     assert got is target
     assert got._metadata == made._metadata  # type: ignore[attr-defined]
+
+
+def test_attributes_of_a_state_dict_are_refused_by_name(tmp_path: Path) -> None:
+    progress = ckptstore.StateDict(step=1)
+    progress.epoch = 3  # type: ignore[attr-defined]
+    with (
+        ckptstore.open(tmp_path / "store") as store,
+        pytest.raises(InvalidInput, match="attribute 'epoch'"),
+    ):
+        store.commit({"progress": progress}, step=1)

@@ -3,6 +3,7 @@ not restore is said at the commit."""
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,10 @@ def test_a_class_that_the_parameters_have_is_not_warned_of(
 
 def test_the_way_out_that_a_tensor_with_attributes_is_told_works(tmp_path: Path) -> None:
     tensor = torch.ones(3).as_subclass(Named)
-    tensor.label = "x"
+    tensor.label = threading.Lock()  # plain values are kept
     with (
         ckptstore.open(tmp_path / "s") as store,
-        pytest.raises(InvalidInput, match=r"register_value\(…, Named, encode, decode\)"),
+        pytest.raises(InvalidInput, match=r"register_value\(…, \S*Named, …\)"),
     ):
         store.commit({"t": {"a": tensor}}, step=1)
     code = """

@@ -5,6 +5,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,16 @@ def calls(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[str]:
         real = getattr(os, name)
 
         def recorded(*args: str | int, **named: object) -> object:
-            what = " ".join([name, *(short(a) for a in args)])
+            folders = [fd for key, fd in named.items() if key.endswith("dir_fd")]
+            paths = (
+                [
+                    f"{os.readlink(f'/proc/self/fd/{fd}')}/{a}"
+                    for fd, a in zip(folders, args, strict=True)
+                ]
+                if folders
+                else args
+            )
+            what = " ".join([name, *(short(path) for path in paths)])
             result = real(*args, **named)
             done.append(what)
             return result
@@ -271,9 +281,9 @@ def test_a_link_whose_answer_was_lost_counts_as_made(
 ) -> None:
     link = os.link
 
-    def answer_lost(source: str, target: str) -> None:
-        link(source, target)
-        link(source, target)
+    def answer_lost(source: str, target: str, **named: Any) -> None:
+        link(source, target, **named)
+        link(source, target, **named)
 
     monkeypatch.setattr(os, "link", answer_lost)
     storage = open_storage(root)

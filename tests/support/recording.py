@@ -190,7 +190,8 @@ class _Watcher:
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
-    def open(self, path: str, flags: int, mode: int = 0o777) -> int:
+    def open(self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        path = _path(path, dir_fd)
         name = self._name(path)
         if flags & os.O_CREAT:
             fd = self._do(
@@ -220,19 +221,25 @@ class _Watcher:
         else:
             self._do(f"fsync {name}", lambda: os.fsync(fd), lambda disk: disk.sync(name))
 
-    def rename(self, old: str, new: str) -> None:
+    def rename(self, old: str, new: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        old, new = _path(old, src_dir_fd), _path(new, dst_dir_fd)
         a, b = self._name(old), self._name(new)
         self._do(f"rename {a} to {b}", lambda: os.rename(old, new), lambda disk: disk.rename(a, b))
 
-    def link(self, old: str, new: str) -> None:
+    def link(
+        self, old: str, new: str, *, src_dir_fd: int, dst_dir_fd: int, follow_symlinks: bool
+    ) -> None:
+        old, new = _path(old, src_dir_fd), _path(new, dst_dir_fd)
         a, b = self._name(old), self._name(new)
         self._do(f"link {a} to {b}", lambda: os.link(old, new), lambda disk: disk.link(a, b))
 
-    def unlink(self, path: str) -> None:
+    def unlink(self, path: str, *, dir_fd: int) -> None:
+        path = _path(path, dir_fd)
         name = self._name(path)
         self._do(f"unlink {name}", lambda: os.unlink(path), lambda disk: disk.unlink(name))
 
-    def mkdir(self, path: str, mode: int = 0o777) -> None:
+    def mkdir(self, path: str, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        path = _path(path, dir_fd)
         name = self._name(path)
         self._do(
             f"make directory {name}",
@@ -249,6 +256,11 @@ class _Watcher:
             result = act()
             self._changed(what, change)
             return result
+
+
+def _path(name: str, dir_fd: int | None) -> str:
+    """The path of a name in an open directory."""
+    return name if dir_fd is None else f"{os.readlink(f'/proc/self/fd/{dir_fd}')}/{name}"
 
 
 class _IndexCopies:

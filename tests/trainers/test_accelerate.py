@@ -5,6 +5,7 @@ import logging
 import os
 import pickle
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -262,6 +263,47 @@ def test_a_hook_may_write_files_and_take_weights_away(tmp_path: Path, training: 
     attached.close()
 
 
+@pytest.mark.parametrize("damage", ["flip a bit", "cut the file", "delete the directory"])
+def test_what_hooks_write_is_in_the_commit(
+    tmp_path: Path, training: Training, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = training.accelerator
+    attached = attach(accelerator, tmp_path / "store")
+
+    def save(models: list[Any], weights: list[Any], directory: str) -> None:
+        (Path(directory) / "lora").mkdir(exist_ok=True)
+        (Path(directory) / "empty").touch()
+        save_file(weights.pop(), Path(directory) / "lora/own.safetensors")
+
+    def load(models: list[Any], directory: str) -> None:
+        assert not (Path(directory) / "empty").read_bytes()
+        models.pop().load_state_dict(load_file(Path(directory) / "lora/own.safetensors"))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    training.steps(2)
+    directory = accelerator.save_state(tag="good")
+    wanted = digest(*training.state())
+    attached.wait()
+    place = directory / "lora/own.safetensors"
+    data = place.read_bytes()
+    if damage == "flip a bit":
+        place.write_bytes(data[:-1] + bytes([data[-1] ^ 16]))
+    elif damage == "cut the file":
+        place.write_bytes(data[:-9])
+    else:
+        shutil.rmtree(directory)
+    training.steps(2)
+    with caplog.at_level(logging.WARNING, "ckptstore"):
+        accelerator.load_state("good" if damage == "delete the directory" else directory)
+    assert digest(*training.state()) == wanted
+    assert directory.exists() == (damage != "delete the directory")
+    if directory.exists():
+        assert place.read_bytes() == data
+        assert "own.safetensors was not as it was saved" in caplog.text
+    attached.close()
+
+
 def test_weights_that_a_hook_changes_are_saved_as_it_left_them(
     tmp_path: Path, training: Training
 ) -> None:
@@ -307,6 +349,37 @@ def test_a_place_in_the_data_comes_back(tmp_path: Path) -> None:
     assert attached.resume()
     rest = [x for x, _ in again.loader]
     assert digest(*rest) == digest(*batches)
+    attached.close()
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11
+@pytest.mark.parametrize("seedable", [True, False])
+@pytest.mark.parametrize("stateful", [True, False])
+def test_each_sample_of_a_resumed_epoch_comes_once_or_a_warning_says_why_not(
+    tmp_path: Path, seedable: bool, stateful: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"use_stateful_dataloader": stateful, "use_seedable_sampler": seedable}
+    training = Training(new_accelerator(tmp_path, **options))
+    attached = attach(training.accelerator, tmp_path / "store")
+    at, seen = random.Random().randrange(1, 11), []
+    print("interrupted at batch", at)
+    with caplog.at_level(logging.WARNING, "ckptstore"):
+        for number, (x, _) in enumerate(training.loader, 1):
+            seen += x.tolist()
+            if number == at:
+                training.accelerator.save_state()
+                training.accelerator.save_state()
+                break
+    attached.close()
+    assert caplog.text.count("some samples come twice") == (not seedable)
+    again = another(tmp_path, **options)
+    attached = attach(again.accelerator, tmp_path / "store")
+    assert attached.resume()
+    rest = again.loader if stateful else again.accelerator.skip_first_batches(again.loader, at)
+    seen += [row for x, _ in rest for row in x.tolist()]
+    assert len(seen) == 96
+    if seedable:
+        assert len(set(map(tuple, seen))) == 96
     attached.close()
 
 
@@ -357,6 +430,11 @@ def test_shards_are_committed_as_the_tensors_that_they_are(tmp_path: Path) -> No
 def test_a_hook_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     found = trained("tests.trainers.accelerate_hooks_training", tmp_path, ranks=2)
     assert found == [[True, True]] * 2
+
+
+def test_ranks_of_which_one_has_the_pointer_and_the_hook_load_the_same(tmp_path: Path) -> None:
+    found = trained("tests.trainers.accelerate_nodes_training", tmp_path, ranks=2)
+    assert found == [[3.0, 3.0, 3.0]] * 2
 
 
 def test_the_place_of_one_rank_is_no_place_of_two(tmp_path: Path) -> None:

@@ -222,6 +222,24 @@ def test_latest_names_only_what_is_durable(
     assert not list((out / "second").iterdir())
 
 
+def test_a_tag_with_deepspeeds_own_files_is_refused_before_the_work(
+    tmp_path: Path, store: ckptstore.Store
+) -> None:
+    engine, out = new_engine(), tmp_path / "out"
+    engine.save_checkpoint(str(out), tag="global_step0")
+    files = {each.name: each.read_bytes() for each in (out / "global_step0").iterdir()}
+    saves = StoreCheckpointEngine.install(engine, store)
+    for tag in ({"tag": "global_step0"}, {}):
+        with pytest.raises(ckptstore.Conflict, match=r"is a file of DeepSpeed.*choose another tag"):
+            engine.save_checkpoint(str(out), **tag)
+    saves.wait()
+    assert not store.log()
+    assert files == {each.name: each.read_bytes() for each in (out / "global_step0").iterdir()}
+    engine.save_checkpoint(str(out), tag="other")
+    saves.wait()
+    assert len(store.log()) == 1
+
+
 def test_pointer_files_have_the_names_of_files_and_are_made_again(
     tmp_path: Path, store: ckptstore.Store
 ) -> None:

@@ -40,8 +40,10 @@ from ckptstore.core.paths import (
 )
 from ckptstore.core.process import file_lock
 from ckptstore.index.chunks import lmdb_check, lmdb_writes
+from ckptstore.index.chunks.lmdb_check import Damaged
 from ckptstore.index.chunks.lmdb_env import (
     DATABASES,
+    LOCK_BYTES,
     MAP_BYTES,
     UNSOUND,
     LmdbEnvironment,
@@ -112,6 +114,11 @@ class ChunkIndex:
         ends."""
         return self._current() is not None
 
+    @property
+    def whole_on_disk(self) -> bool:
+        """Whether every pack is in the file, so that the next process finds it."""
+        return self.on_disk and not self._memory.packs
+
     def get_many(self, ids: bytes) -> Locations:
         """The location of each of `ids`, 32 bytes each, as rows of `LOCATION_DTYPE` in the same
         order."""
@@ -180,11 +187,7 @@ class ChunkIndex:
     def _get(self, keys: npt.NDArray[np.void]) -> Locations:
         listed = keys.tolist()
         env = self._env if not self._forked else self._current()
-        records = (
-            self._read(env, lambda _, txn: bytearray().join(map(txn.get, listed, repeat(NOTHING))))
-            if env
-            else None
-        )
+        records = self._read(env, lambda _, txn: _records(txn, listed)) if env else None
         if records is None:
             records = bytearray(len(listed) * RECORD_BYTES)
         rows, whole = decode(self._seed, keys, records)
@@ -205,11 +208,9 @@ class ChunkIndex:
 
     def _list_packs(self, env: LmdbEnvironment, txn: Transaction) -> bool:
         if txn.id() != self._packs_at[0]:
-            rows = [(int.from_bytes(key), row) for key, row in txn.cursor(env.packs)]
-            packs = {number: decode_pack(self._seed, number, row) for number, row in rows}
-            if None in packs.values():
-                raise lmdb_check.Damaged(f"{self._path} lists an invalid pack")
-            self._packs_at = txn.id(), {number: pack for number, pack in packs.items() if pack}
+            rows = txn.cursor(env.packs)
+            packs = dict(decode_pack(self._seed, key, row) for key, row in rows)
+            self._packs_at = txn.id(), packs
         return True
 
     def _insert(
@@ -245,7 +246,7 @@ class ChunkIndex:
                 except lmdb.Error as error:
                     if isinstance(error, lmdb.DiskError) or error.code in _DISK_REFUSES:
                         break
-                except lmdb_check.Damaged:
+                except Damaged:
                     pass
             self._give_up(env)
         return None
@@ -293,12 +294,15 @@ class ChunkIndex:
         if is_open(self._path):
             return True
         data, lock = self._path / "data.mdb", self._path / "lock.mdb"
-        if not is_plain(data) or not (is_plain(lock) or not os.path.lexists(lock)):
+        if not is_plain(data) or not is_plain(lock):
             return False
         try:
+            # A process that has a lost or a shorter lock file open would not see others' locks.
+            if lock.stat().st_size < LOCK_BYTES:
+                return False
             lmdb_check.check(data, DATABASES)
             return read_plain(self._path / "stamp") == self._stamp().encode()
-        except (OSError, lmdb_check.Damaged):
+        except (OSError, Damaged):
             return False
 
     def _make(self) -> None:
@@ -309,6 +313,7 @@ class ChunkIndex:
             self._path.rename(aside)
             _delete(aside)
         self._path.mkdir(mode=rights(self._path.parent))
+        write_file(self._path / "lock.mdb", bytes(LOCK_BYTES))
         write_file(self._path / "stamp", self._stamp().encode())
 
     def _stamp(self) -> str:
@@ -325,6 +330,14 @@ class ChunkIndex:
         self._lock = threading.RLock()
         self._forked, self._closed = True, False
         self._env = None
+
+
+def _records(txn: Transaction, keys: list[bytes]) -> bytearray:
+    """The records of `keys`, `NOTHING` for absent ones."""
+    records = bytearray().join(map(txn.get, keys, repeat(NOTHING)))
+    if len(records) != len(keys) * RECORD_BYTES:
+        raise Damaged("a record does not have the size that all have")
+    return records
 
 
 _indexes: "weakref.WeakSet[ChunkIndex]" = weakref.WeakSet()

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import lmdb
 
@@ -32,6 +32,16 @@ UNSOUND = (lmdb.Error, Damaged)
 
 _MAP_BYTES_MIN = 1 << 20
 _MAX_READERS = 1024
+
+LOCK_BYTES = 64 * _MAX_READERS + 4096
+"""Bytes of `lock.mdb`: a line of the processor's cache for each reader, and more than the header
+takes on any platform. liblmdb would make a shorter file longer without blocks of its own, and the
+first write through its mapping would end the process on a full disk."""
+
+_ENGINE: dict[str, Any] = {"lib_version": 0} if hasattr(lmdb.Environment, "lib_version") else {}
+"""Since lmdb 3 there is a second engine with a format of its own, which
+`$LMDB_DEFAULT_LIB_VERSION` may prefer. `lmdb_check` reads that of 0.9."""
+
 _T = TypeVar("_T")
 Transaction: TypeAlias = "lmdb.Transaction[bytes]"
 Work: TypeAlias = Callable[["LmdbEnvironment", Transaction], _T]
@@ -212,8 +222,19 @@ def _in_child() -> None:
 os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
+def _reserve_lock(folder: Path) -> None:
+    """Give `lock.mdb` all its blocks: a copy may have holes. Raises `OSError` if the disk is
+    full."""
+    fd = os.open(folder / "lock.mdb", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        os.posix_fallocate(fd, 0, os.fstat(fd).st_size)
+    finally:
+        os.close(fd)
+
+
 def _open_lmdb(folder: Path, map_bytes: int) -> lmdb.Environment:
     """Open with as much address space as the process may have."""
+    _reserve_lock(folder)
     while True:
         try:
             return lmdb.open(
@@ -224,6 +245,7 @@ def _open_lmdb(folder: Path, map_bytes: int) -> lmdb.Environment:
                 max_dbs=len(DATABASES),
                 max_readers=_MAX_READERS,
                 mode=0o666 & rights(folder),
+                **_ENGINE,
             )
         except (lmdb.MemoryError, MemoryError):
             if map_bytes <= _MAP_BYTES_MIN:

@@ -6,11 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.core.ids import CHUNK_ID_BYTES
+from ckptstore.index.chunks.lmdb_check import Damaged
 from ckptstore.index.chunks.lmdb_env import LmdbEnvironment, Transaction
 from ckptstore.index.chunks.records import (
     LOCATION_DTYPE,
     NOTHING,
     NUMBER_BYTES,
+    RECORD_BYTES,
     Locations,
     as_values,
 )
@@ -87,6 +89,9 @@ def _chunks_of(env: LmdbEnvironment, txn: Transaction, packs: set[int]) -> list[
     chunks: list[bytes] = []
     cursor, wanted = iter(txn.cursor(env.chunks)), np.array(sorted(packs), np.uint32)
     while batch := list(islice(cursor, _BATCH)):
-        rows = np.frombuffer(b"".join(value for _, value in batch), LOCATION_DTYPE)
+        values = b"".join(value for _, value in batch)
+        if len(values) != len(batch) * RECORD_BYTES:
+            raise Damaged("a record does not have the size that all have")
+        rows = np.frombuffer(values, LOCATION_DTYPE)
         chunks.extend(batch[i][0] for i in np.flatnonzero(np.isin(rows["pack"], wanted)).tolist())
     return chunks

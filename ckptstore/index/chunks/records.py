@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ckptstore.core.config import MIB
 from ckptstore.core.ids import CHUNK_ID_BYTES, PackId, StoreId, digest
 from ckptstore.core.paths import is_plain
+from ckptstore.index.chunks.lmdb_check import Damaged
 
 LOCATION_DTYPE = np.dtype(
     {
@@ -122,13 +123,17 @@ def encode_pack(seed: int, number: int, pack: PackId) -> bytes:
     return _pack_check(seed, number, pack.encode()) + pack.encode()
 
 
-def decode_pack(seed: int, number: int, row: bytes) -> PackId | None:
-    """The pack's id, or None if the row is damaged."""
-    return PackId(row[8:].decode()) if _pack_check(seed, number, row[8:]) == row[:8] else None
+def decode_pack(seed: int, key: bytes, row: bytes) -> tuple[int, PackId]:
+    """The pack's number and id. Raises `Damaged` unless `encode_pack` made the row for this key:
+    any bytes may lie there."""
+    number = int.from_bytes(key)
+    if len(key) != NUMBER_BYTES or _pack_check(seed, number, row[8:]) != row[:8]:
+        raise Damaged(f"the row {key[:16].hex()} lists no pack")
+    return number, PackId(row[8:].decode())
 
 
 def _pack_check(seed: int, number: int, pack: bytes) -> bytes:
-    return digest(seed.to_bytes(8, "little") + number.to_bytes(4, "little") + pack)[:8]
+    return digest(seed.to_bytes(8, "little") + number.to_bytes(NUMBER_BYTES, "little") + pack)[:8]
 
 
 _Contents = tuple[npt.NDArray[np.void], Locations]

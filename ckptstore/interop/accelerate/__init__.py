@@ -9,10 +9,12 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Ranks
@@ -36,11 +38,20 @@ try:
         number_of,
         numbered,
         numbered_folder,
+        own_directory,
         read_leaving,
         step_of,
         write_leaving,
     )
-    from ckptstore.interop.accelerate.state import is_sharded, key_of, live_state, state_to_save
+    from ckptstore.interop.accelerate.hook_files import KEY, Listing, files_in, fill, written_since
+    from ckptstore.interop.accelerate.state import (
+        call_save_hooks,
+        is_sharded,
+        key_of,
+        live_state,
+        loaders_with_lost_order,
+        state_to_save,
+    )
 except ImportError as error:
     raise ImportError(
         f'attach needs Accelerate: pip install "ckptstore[accelerate]" ({error})'
@@ -159,6 +170,7 @@ class Attached:
         self._accelerator, self._owned, self._waits = accelerator, owned, wait
         self._ranks, self._allow_pickle = ranks, allow_pickle
         self._saves = BackgroundSaves(ranks)
+        self._warned: set[int] = set()
         self._class = type(accelerator)
         accelerator._attached, accelerator.__class__ = self, _with_store(self._class)
 
@@ -218,9 +230,19 @@ class Attached:
         """
         accelerator = self._accelerator
         self.wait()
-        directory = together(self._ranks, "save: directory", partial(self._directory, output_dir))
+        directory, before = together(
+            self._ranks, "save: directory", partial(self._directory, output_dir)
+        )
+        hooked = together(
+            self._ranks, "save: hooks", partial(call_save_hooks, accelerator, directory)
+        )
+        origins, name = as_first_rank(
+            self._ranks, "save: weights", lambda: [hooked and hooked.origins, str(directory)]
+        )
+        files = together(self._ranks, "save: files", partial(self._written, before, directory))
+        self._warn_of_lost_orders()
         pending = self.store.commit_async(
-            together(self._ranks, "save: hooks", partial(state_to_save, accelerator, directory)),
+            {**state_to_save(accelerator, name, hooked, origins), **files},
             step=step_of(directory) if step is None else step,
             metrics=metrics,
             tag=tag,
@@ -233,10 +255,33 @@ class Attached:
             self.wait()
         return directory
 
-    def _directory(self, asked: str | os.PathLike[str] | None) -> Path:
+    def _directory(self, asked: str | os.PathLike[str] | None) -> tuple[Path, Listing]:
+        """The directory, and what lies in it if hooks may write there."""
         directory = self._place(asked)
         directory.mkdir(parents=True, exist_ok=True)
-        return directory
+        hooks = self._accelerator._save_model_state_pre_hook
+        return directory, files_in(directory) if hooks else {}
+
+    def _written(self, before: Listing, directory: Path) -> dict[str, Any]:
+        """What the hooks of all processes have written, from one process of each node."""
+        accelerator = self._accelerator
+        if not accelerator._save_model_state_pre_hook or not accelerator.is_local_main_process:
+            return {}
+        found = written_since(before, directory)
+        return {KEY: found} if found else {}
+
+    def _warn_of_lost_orders(self) -> None:
+        """Say once of each loader that a resumed epoch would have another order of its samples."""
+        for number in loaders_with_lost_order(self._accelerator):
+            if number not in self._warned:
+                self._warned.add(number)
+                logger.warning(
+                    "data loader %d is saved within an epoch whose shuffled order cannot be drawn "
+                    "again: resumed there, some samples come twice and others never. Use "
+                    "DataLoaderConfiguration(use_seedable_sampler=True), also with "
+                    "use_stateful_dataloader=True",
+                    number,
+                )
 
     def _place(self, asked: str | os.PathLike[str] | None) -> Path:
         accelerator = self._accelerator
@@ -336,7 +381,12 @@ class Attached:
         if location not in (None, "cpu", "on_device"):
             raise InvalidInput(f"map_location is {location!r}; wanted None, 'cpu' or 'on_device'")
         if input_dir is not None:
-            self._load(existing(input_dir), kwargs)
+            is_directory = as_first_rank(
+                self._ranks, "load: look", lambda: isinstance(existing(input_dir), Path)
+            )
+            self._load(
+                own_directory(input_dir) if is_directory else cast(str | int, input_dir), kwargs
+            )
             self._number_behind()
         elif not self._load_newest(kwargs):
             raise NotFound(
@@ -388,26 +438,62 @@ class Attached:
         return directories or [(each.id, False) for each in self.store.log(run=self.store.run)]
 
     def _load(self, ref: str | int | Path, kwargs: dict[str, Any]) -> None:
-        if isinstance(ref, Path) and not os.path.lexists(ref / POINTER):
+        """Load a ref, or what a directory has. The first rank looks: a pointer need not be on the
+        disks of other nodes."""
+        found = as_first_rank(self._ranks, "load: find", partial(self._found, ref))
+        if found is None:
             self._class.load_state(self._accelerator, str(ref), **kwargs)
             return
-
-        def find() -> tuple[Snapshot, dict[str, Any]]:
-            snapshot = self.store.checkout(commit_at(ref) if isinstance(ref, Path) else ref)
-            if "accelerate" not in (keys := snapshot.keys()):
-                raise InvalidInput(
-                    f"commit {snapshot.id[:12]} was not made by save_state: it has "
-                    f"{', '.join(keys)}; store.checkout(…).restore takes parts of it"
-                )
-            return snapshot, snapshot.state_dict("accelerate")
-
-        snapshot, made = together(self._ranks, "load: open", find)
-        directory = ref if isinstance(ref, Path) else Path(made["directory"])
-        prepare = partial(self._prepare, snapshot, made, directory)
-        state = together(self._ranks, "load: hooks", prepare)
+        commit, made, has_files = found
+        snapshot = together(self._ranks, "load: open", partial(self.store.checkout, commit))
+        wanted = ref if isinstance(ref, Path) else Path(made["directory"])
+        reads_files = has_files and bool(self._accelerator._load_model_state_pre_hook)
+        with self._directory_of(snapshot, wanted, ref, reads_files) as directory:
+            prepare = partial(self._prepare, snapshot, made, directory)
+            state = together(self._ranks, "load: hooks", prepare)
         strict = kwargs.get("strict", True)
         snapshot.restore(state, strict=strict, allow_pickle=self._allow_pickle, ranks=self._ranks)
         logger.info("loaded commit %s (step %s)", snapshot.id[:12], snapshot.step)
+
+    def _found(self, ref: str | int | Path) -> list[Any] | None:
+        """The commit, what `save_state` noted there, and whether hooks had written files; None for
+        a directory without a pointer."""
+        if isinstance(ref, Path) and not os.path.lexists(ref / POINTER):
+            return None
+        snapshot = self.store.checkout(commit_at(ref) if isinstance(ref, Path) else ref)
+        if "accelerate" not in (keys := snapshot.keys()):
+            raise InvalidInput(
+                f"commit {snapshot.id[:12]} was not made by save_state: it has "
+                f"{', '.join(keys)}; store.checkout(…).restore takes parts of it"
+            )
+        return [snapshot.id, snapshot.of_rank(0).state_dict("accelerate"), KEY in keys]
+
+    @contextmanager
+    def _directory_of(
+        self, snapshot: Snapshot, wanted: Path, ref: str | int | Path, reads_files: bool
+    ) -> Iterator[Path]:
+        """The directory for load hooks, with the files of the commit if they read some. A ref whose
+        directory is gone, or has another commit by now, gets one for the time of the block."""
+        if not reads_files:
+            yield wanted
+            return
+
+        def choose() -> str | None:
+            is_its_own = isinstance(ref, Path) or (
+                is_pointer(wanted / POINTER) and read_pointer(wanted / POINTER).id == snapshot.id
+            )
+            return None if is_its_own else tempfile.mkdtemp(prefix="ckptstore-hooks-")
+
+        passing = as_first_rank(self._ranks, "load: place", choose)
+        directory = wanted if passing is None else Path(passing)
+        fills = self._accelerator.is_local_main_process
+        try:
+            if_first = partial(fill, directory, snapshot, self._accelerator.process_index)
+            together(self._ranks, "load: files", if_first if fills else lambda: None)
+            yield directory
+        finally:
+            if passing is not None and fills:
+                shutil.rmtree(directory, ignore_errors=True)
 
     def _prepare(self, snapshot: Snapshot, made: dict[str, Any], directory: Path) -> dict[str, Any]:
         """Call the hooks, load the weights that a hook had changed, and return the live objects
@@ -427,6 +513,6 @@ class Attached:
         edited = [place for place in made["edited"] if place < len(models)]
         state = live_state(accelerator, models)
         for place in edited:
-            own = snapshot.of_rank(accelerator.process_index).state_dict(key_of("model", place))
-            state.pop(key_of("model", place)).load_state_dict(own)
+            saved_weights = snapshot.of_rank(0).state_dict(key_of("model", place))
+            state.pop(key_of("model", place)).load_state_dict(saved_weights)
         return state

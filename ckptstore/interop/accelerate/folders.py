@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from accelerate import Accelerator
 
@@ -35,6 +36,11 @@ def existing(asked: str | int | os.PathLike[str]) -> str | int | Path:
     if isinstance(asked, str) and os.sep not in asked:
         return asked
     raise NotFound(f"{path} is no directory, so that nothing can be loaded from it")
+
+
+def own_directory(asked: str | int | os.PathLike[str]) -> Path:
+    """The directory on this process's node."""
+    return Path(os.fspath(cast(str, asked))).expanduser().absolute()
 
 
 def numbered_folder(accelerator: Accelerator) -> Path | None:

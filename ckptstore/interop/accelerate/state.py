@@ -1,45 +1,76 @@
 """Which objects of an accelerator are its state, and what save hooks leave of models' weights."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import DistributedType
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ckptstore.state.stateful import RNGState
 
 
-def state_to_save(accelerator: Accelerator, directory: Path) -> dict[str, Any]:
-    """The application state, after the hooks have seen and changed the weights."""
+@dataclass(frozen=True, slots=True)
+class Hooked:
+    """What save hooks have left of the models' weights.
+
+    Attributes:
+        weights: Those that are left, in order.
+        origins: Of each, the number of the model that it is as it was; -1 if a hook changed it.
+    """
+
+    weights: list[dict[str, Any]]
+    origins: list[int]
+
+
+def call_save_hooks(accelerator: Accelerator, directory: Path) -> Hooked | None:
+    """Let the hooks see and change the weights; None if they have no say in what is saved."""
+    hooks = list(accelerator._save_model_state_pre_hook.values())
+    if not hooks:
+        return None
+    sharded, models = is_sharded(accelerator), accelerator._models
+    weights = (
+        [] if sharded else [accelerator.get_state_dict(model, unwrap=False) for model in models]
+    )
+    given = [(each, dict(each)) for each in weights]
+    for hook in hooks:
+        hook(models, weights, str(directory))
+    return None if sharded else Hooked(weights, [_origin(left, given) for left in weights])
+
+
+def _origin(left: dict[str, Any], given: Sequence[tuple[Any, dict[str, Any]]]) -> int:
+    """The number of the model whose weights `left` are, as they were given to hooks."""
+    for number, (weights, before) in enumerate(given):
+        same = left is weights and left.keys() == before.keys()
+        if same and all(left[name] is tensor for name, tensor in before.items()):
+            return number
+    return -1
+
+
+def state_to_save(
+    accelerator: Accelerator, directory: str, hooked: Hooked | None, origins: Sequence[int] | None
+) -> dict[str, Any]:
+    """The application state after the hooks.
+
+    As with Accelerate, the first process decides: `directory` and `origins` are its own, and so are
+    weights that a hook has changed. Hooks often act on that process only.
+    """
     models, edited = list(accelerator._models), []
-    if hooks := list(accelerator._save_model_state_pre_hook.values()):
-        sharded = is_sharded(accelerator)
-        weights = (
-            [] if sharded else [accelerator.get_state_dict(model, unwrap=False) for model in models]
-        )
-        given = [(each, dict(each), model) for each, model in zip(weights, models, strict=False)]
-        for hook in hooks:
-            hook(accelerator._models, weights, str(directory))
-        if not sharded:
-            models = [_as_given(left, given) for left in weights]
-            edited = [place for place, model in enumerate(models) if isinstance(model, dict)]
+    if origins is not None:
+        models = [accelerator._models[number] if number >= 0 else None for number in origins]
+        edited = [place for place, number in enumerate(origins) if number < 0]
+    state = live_state(accelerator, models)
+    if hooked is not None and accelerator.is_main_process:
+        state |= {key_of("model", place): hooked.weights[place] for place in edited}
     made = {
-        "directory": str(directory),
+        "directory": directory,
         "edited": edited,
         "custom_objects": len(accelerator._custom_objects),
     }
-    return {**live_state(accelerator, models), "accelerate": made}
-
-
-def _as_given(left: dict[str, Any], given: Iterable[tuple[Any, dict[str, Any], Any]]) -> Any:
-    """The model whose weights a hook has left as they were, else the weights."""
-    for weights, before, model in given:
-        same = left is weights and left.keys() == before.keys()
-        if same and all(left[name] is tensor for name, tensor in before.items()):
-            return model
-    return left
+    return {**state, "accelerate": made}
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
@@ -47,7 +78,8 @@ def is_sharded(accelerator: Accelerator) -> bool:
 
 
 def live_state(accelerator: Accelerator, models: Sequence[Any]) -> dict[str, Any]:
-    """What is committed and restored, by name: the live objects of the accelerator."""
+    """What is committed and restored, by name: the live objects of the accelerator. A model that
+    is None is left out."""
     optimizers = [getattr(each, "optimizer", each) for each in accelerator._optimizers]
     loaders = [_loader_state(each) for each in accelerator._dataloaders]
     groups: tuple[tuple[str, Sequence[Any]], ...] = (
@@ -60,7 +92,12 @@ def live_state(accelerator: Accelerator, models: Sequence[Any]) -> dict[str, Any
         ("step", (_Step(accelerator),)),
         ("random", (RNGState(),)),
     )
-    return {key_of(name, place): each for name, found in groups for place, each in enumerate(found)}
+    return {
+        key_of(name, place): each
+        for name, found in groups
+        for place, each in enumerate(found)
+        if each is not None
+    }
 
 
 def key_of(name: str, place: int) -> str:
@@ -78,6 +115,23 @@ class _Step:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._accelerator.step = state["step"]
+
+
+def loaders_with_lost_order(accelerator: Accelerator) -> list[int]:
+    """The numbers of prepared loaders that are within an epoch, in an order that nothing can draw
+    again: that of a random sampler which has no seed of its own for each epoch, and no state."""
+    under_way = accelerator.gradient_state.dataloader_references
+    return [
+        number
+        for number, loader in enumerate(accelerator._dataloaders)
+        if any(each is loader for each in under_way) and _draws_anew(loader.get_sampler())
+    ]
+
+
+def _draws_anew(sampler: Any) -> bool:
+    is_random = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+    is_repeatable = isinstance(sampler, SeedableRandomSampler) or hasattr(sampler, "state_dict")
+    return is_random and not is_repeatable
 
 
 class _Epoch:

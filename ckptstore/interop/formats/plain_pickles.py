@@ -17,7 +17,7 @@ import sys
 import threading
 import uuid
 import zoneinfo
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal
@@ -72,9 +72,10 @@ def _uuid(args: tuple[Any, ...], state: Any) -> uuid.UUID:
 
 
 def _buffer(args: tuple[Any, ...], state: Any) -> io.BytesIO:
-    data, position, _ = state
+    data, position, held = state
     buffer = io.BytesIO(data)
     buffer.seek(position)
+    vars(buffer).update(held or {})
     return buffer
 
 
@@ -325,6 +326,8 @@ class Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         cls = type(value)
+        if cls in (Counter, random.Random) and vars(value):  # neither pickles its attributes
+            raise TypeError(f"it would lose its attributes: {', '.join(vars(value))}")
         if cls is deque:
             return deque, (list(value), value.maxlen)
         if cls is defaultdict:
@@ -376,7 +379,9 @@ def outermost(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _is_written(value: Any) -> bool:
-    sample = torch.empty(0, dtype=value.dtype) if type(value) is torch.Tensor else value
+    sample = (
+        torch.empty(0, dtype=value.dtype, device="cpu") if type(value) is torch.Tensor else value
+    )
     try:
         torch.save(sample, io.BytesIO(), pickle_module=sys.modules[__name__])
     except Exception:  # of any class, by the object

@@ -38,8 +38,7 @@ from ckptstore.restore.reader import Tree
 from ckptstore.restore.restore import assemble_nodes
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state import tensors, values
-from ckptstore.state.containers import NAMES
-from ckptstore.state.leaf_sources import FlatState
+from ckptstore.state.leaf_sources import NAMES, FlatState
 from ckptstore.state.shards import held_of, is_distributed
 
 logger = logging.getLogger("ckptstore")

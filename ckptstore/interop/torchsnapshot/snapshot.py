@@ -108,7 +108,7 @@ class Snapshot:
                 ranks=taking.ranks,
             )
         for pending in tuple(_unfinished):
-            if pending.path == taking.path:
+            if pending._taking.is_at_place_of(taking):
                 pending._ended.wait()  # its pointer is written a moment after its commit ends
         taking.point_together(commit)
         snapshot = cls(taking.path, pg, storage_options)

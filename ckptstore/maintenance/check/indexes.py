@@ -2,6 +2,7 @@
 remember of damaged packs, and rebuilt."""
 
 import os
+import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 
 from ckptstore.core.ids import ChunkId, PackId, parse_chunk_id
 from ckptstore.core.model import PackEntry
-from ckptstore.errors import CkptStoreError
+from ckptstore.errors import CkptStoreError, NoSpace, Unavailable
 from ckptstore.index.catalog_sqlite import open_catalog
 from ckptstore.index.chunks import ChunkIndex
 from ckptstore.index.chunks.records import remains
@@ -25,6 +26,9 @@ from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.trees import Contents
 from ckptstore.objects.pack import TENSOR, FooterTable
 from ckptstore.repository.store_handle import StoreHandle
+
+_ROOM_BYTES = 1 << 20
+"""A disk with less is full, for an index that could not be written."""
 
 _LOOKS = 5
 """How often the catalog is checked again while others change it."""
@@ -51,6 +55,7 @@ def reindex(handle: StoreHandle, *, progress: Progress = silent) -> Reindexed:
     and writers may continue meanwhile.
 
     Raises `Corrupt` for a broken log: `repair` it first; and for an entry that does not fold.
+    Raises `NoSpace` or `Unavailable` if the new indexes could not be written.
     """
     progress("log", 0, 0)
     state = handle.log.replay()
@@ -61,8 +66,42 @@ def reindex(handle: StoreHandle, *, progress: Progress = silent) -> Reindexed:
     handle.objects.sync(state, thorough=True)
     if unfoldable is not None:
         raise unfoldable
+    _check_written(handle, state)
     indexed = len(handle.objects.index.indexed() & set(state.packs))
     return Reindexed(state.n, len(state.commits), indexed, len(state.packs) - indexed)
+
+
+def _check_written(handle: StoreHandle, state: State) -> None:
+    """Raise if a new index could not be written: this process has it in memory, the next one would
+    not."""
+    folded = _folded(handle, state)
+    if folded and handle.objects.index.whole_on_disk:
+        return
+    place = handle.index_directory
+    try:
+        free_bytes = shutil.disk_usage(place).free
+    except OSError as error:
+        raise Unavailable(
+            f"{place} does not answer: {error}; see to its disk, then repeat"
+        ) from error
+    full = free_bytes < _ROOM_BYTES
+    raise (NoSpace if full else Unavailable)(
+        f"the {'chunk index' if folded else 'catalog'} of {handle.url} could not be written to "
+        f"{place}, where {free_bytes} bytes are free; the store is sound and answers from its log; "
+        f"{'free some' if full else 'see to the rights there and to the disk'}, then repeat"
+    )
+
+
+def _folded(handle: StoreHandle, state: State) -> bool:
+    """Whether the catalog has the log up to `state`, for the next process as well."""
+    from ckptstore.index.catalog import Catalog
+
+    catalog = handle.catalog
+    try:
+        kept = not isinstance(catalog, Catalog) or not catalog.in_memory()
+        return kept and catalog.position().n >= state.n
+    except Unavailable:
+        return False
 
 
 def drop_indexes(offline_store: OfflineStore) -> None:

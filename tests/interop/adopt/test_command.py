@@ -38,7 +38,7 @@ def test_adopt_then_materialize(place: Path) -> None:
 
 
 def test_mistakes_are_told(place: Path) -> None:
-    assert call("adopt", str(place / "absent")).code == Exit.USAGE
+    assert call("adopt", str(place / "absent")).code == Exit.FAILED
     wrong = call("adopt", str(place / "source"), "--metric", "loss")
     assert wrong.code == Exit.USAGE and "ckptstore adopt" in wrong.err
     call("adopt", str(place / "source"))

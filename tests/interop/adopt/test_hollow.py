@@ -360,10 +360,10 @@ def test_a_file_that_changes_while_the_directory_becomes_hollow_stays(
     root = checkpoint(tmp_path / "checkpoint-5")
     rename, late = os.rename, root / "optimizer.pt"
 
-    def renaming(source: Any, target: Any) -> None:
+    def renaming(source: Any, target: Any, **folders: int) -> None:
         if source == late:
             late.write_text("written at the last moment")
-        rename(source, target)
+        rename(source, target, **folders)
 
     monkeypatch.setattr(os, "rename", renaming)
     with pytest.raises(Unavailable, match=r"optimizer\.pt changed"):

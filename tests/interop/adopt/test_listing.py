@@ -10,7 +10,7 @@ import pytest
 
 from ckptstore.adopt import adopting
 from ckptstore.adopt.directory import list_directory
-from ckptstore.errors import InvalidInput, Unavailable
+from ckptstore.errors import NotFound, Unavailable
 from ckptstore.store import Store
 from tests.interop.adopt.trees import tree_of
 
@@ -112,5 +112,5 @@ def test_a_link_to_a_directory_is_adopted_as_that(store: Store, tmp_path: Path) 
         "files/f",
         "manifest",
     ]
-    with pytest.raises(InvalidInput, match="is not a directory"):
+    with pytest.raises(NotFound, match="there is no directory"):
         store.adopt(tmp_path / "nowhere")

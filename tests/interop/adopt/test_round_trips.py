@@ -286,8 +286,11 @@ def test_what_has_content_is_not_overwritten(
 
 
 def test_what_a_commit_cannot_hold_is_refused(store: Store, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="is not a directory"):
+    with pytest.raises(NotFound, match="there is no directory"):
         store.adopt(tmp_path / "absent")
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidInput, match="is not a directory"):
+        store.adopt(tmp_path / "file")
     with pytest.raises(InvalidInput, match=r"the store .* lies in"):
         store.adopt(tmp_path)
     (tmp_path / "odd").mkdir()

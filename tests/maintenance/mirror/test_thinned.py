@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.errors import Conflict
-from ckptstore.log.entries import Settings
 from ckptstore.maintenance.retention import KeepLast
 from tests.golden.reader import reader
 from tests.maintenance.test_thin import GLOB, make, state
@@ -312,20 +310,17 @@ def test_a_glob_that_covers_another_is_no_sign_of_more_leaves(tmp_path: Path) ->
         assert leaves(tmp_path / name, 1) >= {"optimizer/state/step", "optimizer/state/shape"}
 
 
-def test_thinned_commits_that_are_the_newest_or_the_best_give_way_to_whole_ones(
+def test_thinned_commits_that_are_the_newest_give_way_to_whole_ones(
     tmp_path: Path,
 ) -> None:
     commits = make_thinned_clone(tmp_path)
     with ckptstore.open(tmp_path / "few") as few:
         few.pull(tmp_path / "behind", 0, 1, 2)
-        few._handle.log.append(Settings((("best", ("loss:max",)),)))
         assert [bool(info.thinned) for info in few.log()] == [True] * 3
         pulled = few.pull(tmp_path / "whole", 0, 1, 2)
         assert pulled.sent == tuple(commits[:3])
         assert not pulled.problems
         assert [info.id for info in few.log()] == commits[2::-1]
-        with pytest.raises(Conflict, match="newest"):
-            few.forget(commits[2])
         assert not few.forget(KeepLast(1).thin(GLOB)).thinned
 
 
