@@ -17,6 +17,7 @@ from ckptstore.core.process import uncollected
 from ckptstore.core.statistics import is_measured, key_of
 from ckptstore.core.text import selector
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
+from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.measurements import Measurements, Tensor
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.store_handle import StoreHandle
@@ -115,8 +116,10 @@ def history(
     threads: ThreadPool,
     commits: Sequence[CommitInfo],
     select: "Select" = "*",
+    progress: Progress = silent,
 ) -> History:
-    """The history of the selected tensors over `commits`, from the first to the last.
+    """The history of the selected tensors over `commits`, from the first to the last. `progress`
+    is called with phase, done and total.
 
     Raises:
         NotFound: None of the commits has a selected tensor.
@@ -133,7 +136,7 @@ def history(
         table.add(commit, leaves, moves)
         number += 1
     if number < len(commits):
-        walk = _Walk(handle, threads, selection)
+        walk = _Walk(handle, threads, selection, progress)
         walk.begin(commits[:number], table)
         for start in range(number, len(commits), COMMITS_AT_ONCE):
             some = commits[start : start + COMMITS_AT_ONCE]
@@ -275,10 +278,16 @@ class _Seen(NamedTuple):
 class _Walk:
     """Goes from commit to commit and measures what changed."""
 
-    def __init__(self, handle: StoreHandle, threads: ThreadPool, selection: _Selection) -> None:
-        self._known = Measurements(handle, threads)
+    def __init__(
+        self,
+        handle: StoreHandle,
+        threads: ThreadPool,
+        selection: _Selection,
+        progress: Progress,
+    ) -> None:
+        self._known = Measurements(handle, threads, progress=progress)
         self._reader = Reader(handle.config, handle.objects, threads)
-        self._selection = selection
+        self._selection, self._progress = selection, progress
         self._before: dict[str, Tensor] = {}
         self._first: dict[str, Tensor] = {}
 
@@ -293,7 +302,11 @@ class _Walk:
 
     def moves(self, commits: Sequence[CommitInfo]) -> list[Moves]:
         """What changed in each of the next commits."""
-        changed = [dict(self._changed(commit)) for commit in commits]
+        counter = Counter(self._progress, "read commits", len(commits))
+        changed = []
+        for commit in commits:
+            changed.append(dict(self._changed(commit)))
+            counter.add()
         everything = [seen for each in changed for seen in each.values()]
         self._known.look_up(
             (seen.tensor for seen in everything),

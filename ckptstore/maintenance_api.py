@@ -72,6 +72,7 @@ class Maintenance:
         refs: Sequence[AnyRef] | None = None,
         *,
         run: str | None = None,
+        progress: Progress = silent,
     ) -> History:
         """How tensors moved: norm, mean, standard deviation, minimum, maximum, zeros, NaN and drift
         of each, in each commit.
@@ -83,6 +84,7 @@ class Maintenance:
             select: The tensors, a glob or several, such as `"model/*.weight"`.
             refs: The commits, in this order; default: all of the run, from the first to the last.
             run: Another run than this one.
+            progress: Called with phase, done and total.
 
         Returns:
             A sequence of `HistoryRow`, with `to_pandas()` and `first_bad()`.
@@ -97,11 +99,11 @@ class Maintenance:
         if refs is not None:
             queries = self._handle.queries()
             found = [find_id(self._handle, queries, ref, run or self._run) for ref in refs]
-            return history(self._handle, self._threads, queries.commits(found), select)
+            return history(self._handle, self._threads, queries.commits(found), select, progress)
         queries = self._handle.queries()
         run = run or self._run or trained_last(queries)
         commits = queries.log(None if run is None else check_run(run))[::-1]
-        return history(self._handle, self._threads, commits, select)
+        return history(self._handle, self._threads, commits, select, progress)
 
     def forget(
         self,

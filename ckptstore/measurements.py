@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from ckptstore.commit.transaction import Committed
@@ -29,6 +28,7 @@ from ckptstore.core.statistics import (
 )
 from ckptstore.distributed.collective import Collective
 from ckptstore.errors import CkptStoreError
+from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Memory, Reader, ReadRequest, Tree
@@ -106,9 +106,14 @@ class Measurements:
     """Statistics of chunks, from the catalog or measured now, by the threads of a store."""
 
     def __init__(
-        self, handle: StoreHandle, threads: ThreadPool, known: Mapping[bytes, bytes] | None = None
+        self,
+        handle: StoreHandle,
+        threads: ThreadPool,
+        known: Mapping[bytes, bytes] | None = None,
+        *,
+        progress: Progress = silent,
     ) -> None:
-        self._handle, self._threads = handle, threads
+        self._handle, self._threads, self._progress = handle, threads, progress
         self._known = dict(known or {})
 
     def statistics(self, tensor: Tensor) -> Statistics:
@@ -151,7 +156,13 @@ class Measurements:
         found: dict[bytes, bytes] = {}
         with closing(ThreadPool(1)) as alone:  # what a thread reads, it measures
             reader = Reader(self._handle.config, self._handle.objects, alone)
-            self._threads.spread(partial(_measure, reader, found), list(_batches(missing)))
+            counter = Counter(self._progress, "measure tensors", len(missing))
+
+            def measure(batch: Batch) -> None:
+                _measure(reader, found, batch)
+                counter.add(len(batch))
+
+            self._threads.spread(measure, list(_batches(missing)))
         self._known |= found
         self._handle.keep_statistics(found)
 

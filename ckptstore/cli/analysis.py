@@ -39,7 +39,8 @@ def parted(call: Call) -> Answer:
     store = _opened(call)
     from ckptstore.analysis import distance, parting
 
-    found = parting(store, args.a, args.b, select=args.select or "*")
+    with call.screen.progress("comparing commits"):
+        found = parting(store, args.a, args.b, select=args.select or "*")
     equal = found.equal_steps
     text = f"equal at {count_text(len(equal), 'step')}" if equal else "equal at no step"
     if len(equal) > 1:
@@ -122,7 +123,8 @@ def bisect(call: Call) -> Answer:
     is_bad, said = _question(call), []
 
     def ask(snapshot: "Snapshot") -> bool:
-        bad = is_bad(snapshot)
+        with call.screen.progress(f"looking at {_named(snapshot)}"):
+            bad = is_bad(snapshot)
         said.append(f"{_named(snapshot)} is {'bad' if bad else 'good'}")
         if kept:
             _keep(kept, {**known, snapshot.id: bad})
@@ -233,9 +235,10 @@ def _question(call: Call) -> "Callable[[Snapshot], bool]":
     def command_fails(snapshot: "Snapshot") -> bool:
         environment = {**os.environ, VARIABLE: place, REF: snapshot.id}
         out = STDERR if call.screen.json else None  # standard output has the document alone
-        done = subprocess.run(
-            args.command_line, shell=True, env=environment, stdout=out, check=False
-        )
+        with call.screen.left_to_others():
+            done = subprocess.run(
+                args.command_line, shell=True, env=environment, stdout=out, check=False
+            )
         if done.returncode not in VERDICTS:
             raise InvalidInput(
                 f"the command ended with {done.returncode} for {_named(snapshot)}, which is no "

@@ -9,8 +9,9 @@ from importlib import import_module
 
 from ckptstore.cli.call import Answer, Call, Exit, exit_of
 from ckptstore.cli.commands import COMMANDS
+from ckptstore.cli.interrupts import end_at_once, told
 from ckptstore.cli.parser import build, parse
-from ckptstore.cli.screen import Screen
+from ckptstore.cli.screen import ERASE, Screen
 from ckptstore.core.text import printable, redact
 from ckptstore.errors import CkptStoreError
 
@@ -18,6 +19,8 @@ from ckptstore.errors import CkptStoreError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:  # the process is ours
+        end_at_once()
     _open_closed_streams()
     # All that is known before the words are parsed.
     asked = Namespace(json="--json" in words, debug="--debug" in words)
@@ -31,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Exit.OK
     except KeyboardInterrupt as error:
         _discard_output()
+        told.set()
         return _fail(error, Namespace(json=False, debug=asked.debug))
     except Exception as error:
         return _fail(error, asked)
@@ -52,14 +56,16 @@ def _run(words: Sequence[str]) -> int:
     _log_to_stderr(debug=args.debug)
     module, _, name = args.run_command.partition(".")
     run: Callable[[Call], Answer] = getattr(import_module(f"ckptstore.cli.{module}"), name)
-    call = Call(args, Screen(json=args.json))
+    screen = Screen(json=args.json)
+    call = Call(args, screen)
     with call.stack:
-        answer = run(call)
-        store = {"store": call.url} if call.url else {}
-        call.screen.document({**store, **answer.document})
-        call.screen.print(answer.page)
-        for problem in answer.problems:
-            call.screen.complain(problem)
+        with screen.working("" if args.draws else f"ckptstore {args.command}"):
+            answer = run(call)
+            store = {"store": call.url} if call.url else {}
+            screen.document({**store, **answer.document})
+            screen.print(answer.page)
+            for problem in answer.problems:
+                screen.complain(problem)
         answer.then()
     return answer.code
 
@@ -91,9 +97,11 @@ def _open_closed_streams() -> None:
 def _log_to_stderr(*, debug: bool) -> None:
     import logging
 
+    erase = ERASE if sys.stderr.isatty() else ""  # a line of progress may be there
+
     class Printable(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
-            return _printable_lines(super().format(record))
+            return erase + _printable_lines(super().format(record))
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Printable("ckptstore: %(message)s"))

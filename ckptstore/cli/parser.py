@@ -88,7 +88,8 @@ Options: TypeAlias = tuple[Option | tuple[Option, ...], ...]
 class Command:
     """`run` is the function of this room that runs the command: `module.function`. `summary` is
     for the list of commands, `description` for the command's own help. With `several_stores`, `-s`
-    may be repeated behind the command; the further ones are in `more_stores`."""
+    may be repeated behind the command; the further ones are in `more_stores`. A command that
+    `draws` shows on a terminal itself that it works; all others do without being asked."""
 
     name: str
     run: str
@@ -96,6 +97,7 @@ class Command:
     options: Options = ()
     description: str = ""
     several_stores: bool = False
+    draws: bool = False
 
 
 def flag(
@@ -303,7 +305,7 @@ def _add(command: Command, commands: Any, common: ArgumentParser) -> None:
         description=command.description or f"{command.summary.capitalize()}.",
         parents=[common],
     )
-    parser.set_defaults(run_command=command.run, more_stores=[])
+    parser.set_defaults(run_command=command.run, more_stores=[], draws=command.draws)
     parser.several_stores = command.several_stores
     for item in command.options:
         if isinstance(item, Option):

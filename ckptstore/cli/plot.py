@@ -49,7 +49,7 @@ def _metrics(call: Call, store: StoreHandle) -> Chart:
             if info.step is not None and math.isfinite(value) and (not names or name in names):
                 label = f"{info.run}: {name}" if several else name
                 found.setdefault(label, []).append((info.step, value))
-    return Chart("metrics", "step", "", _lines(found, call), log=call.args.log)
+    return Chart(f"metrics {_of_runs(commits)}", "step", "", _lines(found, call), log=call.args.log)
 
 
 def _size(call: Call, store: StoreHandle) -> Chart:
@@ -67,7 +67,8 @@ def _size(call: Call, store: StoreHandle) -> Chart:
         name: [(number, size / nbytes) for number, size in enumerate(column, 1)]
         for name, column in columns.items()
     }
-    return Chart("size of all commits", "commit", unit, _lines(found, call), log=call.args.log)
+    title = f"size of all commits {_of_runs(commits)}"
+    return Chart(title, "commit", unit, _lines(found, call), log=call.args.log)
 
 
 def _tensor(call: Call, store: StoreHandle) -> Chart:
@@ -75,7 +76,8 @@ def _tensor(call: Call, store: StoreHandle) -> Chart:
     measured = Maintenance(store, call.threads(THREADS))
     named = args.runs[0] if args.runs else None
     found: dict[str, list[tuple[float, float]]] = {}
-    history = measured.history(args.words or "*", run=named)
+    with call.screen.progress("measuring tensors") as shown:
+        history = measured.history(args.words or "*", run=named, progress=shown)
     run = history[0].run
     for row in history:
         value = getattr(row, args.of)
@@ -91,7 +93,9 @@ def _diff(call: Call, store: StoreHandle) -> Chart:
     if len(args.words) != 2:
         raise UsageError("plot diff takes two commits: plot diff A B", "ckptstore plot")
     run = args.runs[0] if args.runs else None
-    rows = Maintenance(store, call.threads(THREADS)).history("*", args.words, run=run)
+    measured = Maintenance(store, call.threads(THREADS))
+    with call.screen.progress("measuring tensors") as shown:
+        rows = measured.history("*", args.words, run=run, progress=shown)
     ends = list(dict.fromkeys(row.commit for row in rows))
     norms = {row.leaf: row.norm for row in rows if row.commit == ends[0]}
     moved = [
@@ -102,7 +106,8 @@ def _diff(call: Call, store: StoreHandle) -> Chart:
     bars = sorted((bar for bar in moved if math.isfinite(bar[1])), key=lambda bar: -bar[1])
     if not bars:
         raise NotFound("no tensor differs in its numbers between the two commits")
-    title = f"largest changes from {args.words[0]} to {args.words[1]}"
+    runs = " and ".join(dict.fromkeys(row.run for row in rows))
+    title = f"largest changes from {args.words[0]} to {args.words[1]} of run {runs}"
     return Chart(title, "norm of the change / norm", "", bars=bars[:BARS], log=args.log)
 
 
@@ -118,6 +123,11 @@ def _commits(call: Call, store: StoreHandle) -> list[CommitInfo]:
     """The commits of the chosen runs, oldest first."""
     infos = store.queries().log()[::-1]
     return [info for info in infos if not call.args.runs or info.run in call.args.runs]
+
+
+def _of_runs(commits: Iterable[CommitInfo]) -> str:
+    runs = {info.run for info in commits}
+    return f"of run {runs.pop()}" if len(runs) == 1 else f"of {len(runs)} runs"
 
 
 def _lines(

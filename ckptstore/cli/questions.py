@@ -160,6 +160,7 @@ QUESTIONS = (
         ),
         "Show the last commits, their rate, when the disk will be full, and which processes write, "
         "until Ctrl-C.\nIn a pipe, print a line for each new commit.",
+        draws=True,
     ),
     Command(
         "bisect",

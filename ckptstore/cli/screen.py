@@ -5,9 +5,10 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from shutil import get_terminal_size
 from typing import Any, TextIO, TypeAlias
@@ -15,6 +16,11 @@ from typing import Any, TextIO, TypeAlias
 from ckptstore.core.text import BOLD, CYAN, DIM, TAG, Column, Table, Terminal, printable, style
 
 PROGRESS_PAUSE_S = 0.1
+QUIET_S = 2.0
+"""A command that has been silent for so long says on a terminal that it works, """
+TICK_S = 1.0
+"""and for how long, again after each such time."""
+ERASE = "\r\x1b[K"
 _ASCII = str.maketrans(
     {**dict(zip("●○│─╯╮├┤┼┴┬×", "*o|-'.+++'.x", strict=True)), "…": "...", "→": "->"}
 )
@@ -61,6 +67,69 @@ Part: TypeAlias = object
 of."""
 
 
+class _Working:
+    """The line of a terminal that says what a command does: the phase, its share of the work, and
+    the time since the beginning. Its thread shows it again, so that it changes while the command
+    waits. It may be used by several threads."""
+
+    def __init__(self, out: TextIO, doing: str) -> None:
+        self._out, self._doing = out, doing
+        self._began_s = self._said_s = time.monotonic()
+        self._text, self._is_shown, self._is_hidden = "", False, False
+        self._lock = threading.RLock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._tick, name="progress", daemon=True)
+        with suppress(RuntimeError):  # no thread can be started: what is told is shown all the same
+            self._thread.start()
+
+    def say(self, phase: str, done: int = 0, total: int = 0) -> None:
+        """Show what is being done now; with an empty phase, nothing before `QUIET_S` have gone."""
+        with self._lock:
+            self._said_s = time.monotonic()
+            self._text = f"{printable(phase)}{f' {done / total:.0%}' if total else ''}"
+            if phase and not self._is_hidden:
+                self._show()
+            elif not phase:
+                self._erase()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Leave the terminal to others within the block."""
+        with self._lock:
+            before, self._is_hidden = self._is_hidden, True
+            self._erase()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_hidden, self._said_s = before, time.monotonic()
+
+    def end(self) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._erase()
+
+    def _tick(self) -> None:
+        while not self._ended.wait(TICK_S):
+            with self._lock:
+                silent_s = time.monotonic() - self._said_s
+                if not self._is_hidden and (self._is_shown or silent_s >= QUIET_S):
+                    self._show()
+
+    def _show(self) -> None:
+        took_s = int(time.monotonic() - self._began_s)
+        text = f"{self._text or self._doing}{f', {took_s} s' if took_s >= QUIET_S else ''}"
+        cut = text[: get_terminal_size().columns - 1]  # what is wrapped is not erased
+        print(f"{ERASE}{cut}", end="", file=self._out, flush=True)
+        self._is_shown = True
+
+    def _erase(self) -> None:
+        if self._is_shown:
+            print(ERASE, end="", file=self._out, flush=True)
+            self._is_shown = False
+
+
 class Screen:
     """Standard output and standard error, as a command uses them. `json` is what the user asked
     for; `terminal` is None unless a person is looking."""
@@ -73,6 +142,27 @@ class Screen:
         if not json and self._out.isatty() and os.environ.get("TERM") != "dumb":
             colors = not os.environ.get("NO_COLOR")
             self.terminal = Terminal(get_terminal_size().columns, colors, time.time_ns())
+        self._working: _Working | None = None
+
+    @contextmanager
+    def working(self, doing: str) -> Iterator[None]:
+        """On a terminal, show that a command works whenever it has been silent for `QUIET_S`, on
+        standard error; nothing with `--json`, or with an empty `doing`."""
+        if self.json or not doing or not sys.stderr.isatty():
+            yield
+            return
+        self._working = _Working(sys.stderr, doing)
+        try:
+            yield
+        finally:
+            self._working.end()
+            self._working = None
+
+    @contextmanager
+    def left_to_others(self) -> Iterator[None]:
+        """Show no progress within the block: a person, or another program, has the terminal."""
+        with self._working.hidden() if self._working else nullcontext():
+            yield
 
     def document(self, document: Mapping[str, object]) -> None:
         """Print the one JSON document of a command. Nothing without `--json`."""
@@ -84,21 +174,25 @@ class Screen:
         """Print a page. Nothing with `--json`."""
         if not self.json:
             for part in parts:
-                for line in self.lines(part):
-                    print(line if self._unicode else line.translate(_ASCII), file=self._out)
-            self._out.flush()
+                lines = [*self.lines(part)]
+                with self.left_to_others():
+                    for line in lines:
+                        print(line if self._unicode else line.translate(_ASCII), file=self._out)
+                    self._out.flush()
 
     def complain(self, text: str) -> None:
         """Print a problem on standard error."""
         self._out.flush()
-        print(f"ckptstore: {printable(text)}", file=sys.stderr)
+        with self.left_to_others():
+            print(f"ckptstore: {printable(text)}", file=sys.stderr)
 
     def ask(self, question: str) -> bool:
         """Whether a person says yes; no without a terminal to type at."""
         if not sys.stdin.isatty():
             return False
-        print(f"{question} [y/N] ", end="", file=self._out, flush=True)
-        answer = sys.stdin.readline()
+        with self.left_to_others():
+            print(f"{question} [y/N] ", end="", file=self._out, flush=True)
+            answer = sys.stdin.readline()
         if not answer.endswith("\n"):
             print(file=self._out)
         return answer.strip().lower() in ("y", "yes")
@@ -111,7 +205,8 @@ class Screen:
         The function takes the phase, the work done and the total. The beginning and the end of each
         phase are always shown.
         """
-        show = _print_json if self.json else _print_line if sys.stderr.isatty() else None
+        line = self._working
+        show = _print_json if self.json else line.say if line else None
         next_s = 0.0
 
         def shown(phase: str, done: int, total: int) -> None:
@@ -120,16 +215,14 @@ class Screen:
                 next_s = time.monotonic() + PROGRESS_PAUSE_S
                 show(phase, done, total)
 
-        if show is not _print_line:
-            yield shown
-            return
         self._out.flush()
-        if doing:
-            _print_line(f"{doing} …", 0, 0)
+        if line and doing:
+            line.say(f"{doing} …")
         try:
             yield shown
         finally:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            if line:
+                line.say("")
 
     def lines(self, part: Part) -> Iterable[str]:
         """A part of a page as lines."""
@@ -166,8 +259,3 @@ def to_json(value: Any) -> Any:
 
 def _print_json(phase: str, done: int, total: int) -> None:
     print(json.dumps({"phase": phase, "done": done, "total": total}), file=sys.stderr, flush=True)
-
-
-def _print_line(phase: str, done: int, total: int) -> None:
-    share = f" {done / total:.0%}" if total else ""
-    print(f"\r\x1b[K{printable(phase)}{share}", end="", file=sys.stderr, flush=True)

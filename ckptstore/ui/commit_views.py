@@ -15,6 +15,7 @@ from ckptstore.restore.diff import LeafAt, LeafChange, compare
 from ckptstore.restore.reader import Tree
 from ckptstore.ui.history_views import brief, children_of
 from ckptstore.ui.jobs import Job
+from ckptstore.ui.lines import left_out, lines_for
 from ckptstore.ui.opened import OpenStore
 from ckptstore.ui.values import TEXT_CHARACTERS, Json, clip
 
@@ -36,9 +37,11 @@ def commit(store: OpenStore, id_: str) -> Json:
     children = children_of(history, info.id)
     problems: list[str] = []
     said, layout = None, None
+    lines, incomplete = lines_for(store, info, None), list[str]()
     try:
         contents = store.contents(info)
         said, layout = contents.document, contents.layout
+        lines, incomplete = lines_for(store, info, contents), left_out(info, contents)
     except (Corrupt, NotFound) as error:
         problems.append(f"links, leaves and layout cannot be read: {error}")
     groups = Counter(map(_placement, layout.leaves.values())) if layout else Counter[Json]()
@@ -62,7 +65,8 @@ def commit(store: OpenStore, id_: str) -> Json:
         "keys": [clip(key) for key in info.schemas],
         "world": layout.world if layout else 1,
         "layout": [[*group, count] for group, count in groups.most_common(100)],
-        "lines": _lines(store, info),
+        "lines": lines,
+        "incomplete": [clip(key) for key in incomplete],
         "problems": [clip(problem, TEXT_CHARACTERS) for problem in problems],
     }
 
@@ -78,31 +82,6 @@ def _placement(leaf: Placed) -> tuple[str, str, int]:
     ranks = {rank for group in leaf.ranks for rank in group}
     boxes = f"{len(leaf.boxes)} boxes" if leaf.boxes else "whole"
     return ", ".join(leaf.placements) or boxes, "×".join(map(str, leaf.mesh or ())), len(ranks)
-
-
-def _lines(store: OpenStore, info: CommitInfo) -> list[Json]:
-    """How to load the commit, as lines to copy."""
-    place, ref = store.name, info.id[:12]
-    named = {key: key if key.isidentifier() else "…" for key in info.schemas}
-    keys = ", ".join(f"{key!r}: {name}" for key, name in named.items())
-    first = "model" if "model" in named else next(iter(named), "model")
-    opened = f"import ckptstore\n\nwith ckptstore.open({place!r}) as store:\n"
-    return [
-        {
-            "what": "Restore in place",
-            "text": clip(
-                f"{opened}    store.checkout({ref!r}).restore({{{keys}}})", TEXT_CHARACTERS
-            ),
-        },
-        {
-            "what": "Load the weights",
-            "text": clip(
-                f"{opened}    weights = store.checkout({ref!r}).state_dict({first!r})",
-                TEXT_CHARACTERS,
-            ),
-        },
-        {"what": "Export", "text": f"ckptstore export {ref} weights.safetensors"},
-    ]
 
 
 def leaves_of(store: OpenStore, info: CommitInfo) -> list[Found]:
@@ -142,6 +121,7 @@ def _leaf_columns(found: list[Found]) -> dict[str, Json]:
         "value": [
             leaf.text.value if leaf.tree.schema.kinds[leaf.i] == "value" else None for leaf in at
         ],
+        "gone": [tree.is_gone(i) for tree, i in found],
         "alias": [
             clip(schema.paths[schema.aliases[i]]) if schema.aliases[i] >= 0 else None
             for schema, i in schemas

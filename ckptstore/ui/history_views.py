@@ -4,9 +4,10 @@ They read the catalog alone, so they are quick. Each is a function of a store an
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitInfo
@@ -120,22 +121,88 @@ def run(store: OpenStore, key: str) -> Json:
 
 def lineage(store: OpenStore) -> Json:
     """All commits as columns, oldest first; parents are places in them, or ids of commits that are
-    not among them."""
+    not among them. `lane` is the place of a commit's branch among those of its run, and `tracks`
+    are lines along lanes, each from a place to a place; the last of the three says if it is known
+    that the commits are parents."""
     history = store.history()
     infos = history.commits[::-1]
     runs = {run: number for number, run in enumerate(history.runs)}
     place_of: Mapping[CommitId, int] = {info.id: place for place, info in enumerate(infos)}
+    tracks = [each for of_run in branches(infos) for each in lanes(of_run)]
+    lane = {place: lane for lane, track in tracks for place in track.places}
     return {
         "n": history.n,
         "older": history.totals.commits - len(infos),
         "runs": [{"run": clip(run), "key": run_key(run)} for run in runs],
         **_columns(infos),
         "run": [runs[info.run] for info in infos],
+        "lane": [lane[place] for place in range(len(infos))],
+        "tracks": [part for _, track in tracks for part in track.parts],
         "message": [clip(info.message, 80) for info in infos],
         "parents": [
             [place_of.get(parent, parent[:12]) for parent in info.parents] for info in infos
         ],
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """Commits of one run, by their places among all: each has the one before as its first parent,
+    or, at the places in `gaps`, a parent that is not known. `begin` is where the line to them
+    leaves its lane: at their parent if that is of the run, else at the first of them."""
+
+    begin: int
+    places: list[int]
+    gaps: set[int]
+
+    @property
+    def parts(self) -> list[tuple[int, int, bool]]:
+        """The first and the last place of each piece of the line, and whether each commit of the
+        piece is known to be the parent of the next."""
+        first, parts = self.places[0], list[tuple[int, int, bool]]()
+        for before, place in pairwise(self.places):
+            if place in self.gaps:
+                parts += [(first, before, True), (before, place, False)]
+                first = place
+        return [*parts, (first, self.places[-1], True)]
+
+
+def branches(infos: Sequence[CommitInfo]) -> list[list[Track]]:
+    """The lines of descent in each run, of commits from old to new.
+
+    A commit continues the track of its first parent unless another commit has, and then begins
+    one. If its parent is forgotten, or too old to be known, it continues the track of its run that
+    was last added to, which has a gap there.
+    """
+    place_of = {info.id: place for place, info in enumerate(infos)}
+    of_run: dict[str, list[Track]] = {}
+    newest: dict[str, Track] = {}
+    ending: dict[int, Track] = {}
+    for place, info in enumerate(infos):
+        parent = place_of.get(info.parents[0]) if info.parents else None
+        track = ending.get(parent) if parent is not None else None
+        if track and infos[track.places[0]].run != info.run:
+            track = None
+        if info.parents and parent is None and (track := newest.get(info.run)):
+            track.gaps.add(place)
+        if track is None:
+            is_branch = parent is not None and infos[parent].run == info.run
+            track = Track(parent if is_branch and parent is not None else place, [], set())
+            of_run.setdefault(info.run, []).append(track)
+        else:
+            del ending[track.places[-1]]
+        track.places.append(place)
+        ending[place] = newest[info.run] = track
+    return list(of_run.values())
+
+
+def lanes(tracks: Iterable[Track]) -> Iterator[tuple[int, Track]]:
+    """The tracks of a run, each with the first lane that no other has meanwhile."""
+    ends: list[int] = []
+    for track in sorted(tracks, key=lambda track: (track.begin, track.places[0])):
+        free = next((lane for lane, end in enumerate(ends) if end < track.begin), len(ends))
+        ends[free : free + 1] = [track.places[-1]]
+        yield free, track
 
 
 def _columns(infos: Sequence[CommitInfo]) -> dict[str, Json]:

@@ -131,3 +131,15 @@ def test_too_many_lines_are_cut_and_that_is_said(tmp_path: Path) -> None:
             store.commit({"x": step}, step=step, metrics={f"m{i}": 1.0 for i in range(LINES + 1)})
     result = call("plot", "metrics", "-s", str(tmp_path / "store"), "-o", str(tmp_path / "a.svg"))
     assert f"the first {LINES} of {LINES + 1} lines are drawn" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "title"),
+    [
+        ("metrics", "metrics of run right"),
+        ("size --run right", "size of all commits of run right"),
+        ("diff 10 100 --run right", "largest changes from 10 to 100 of run right"),
+    ],
+)
+def test_a_title_names_the_runs(words: str, title: str, place: Path) -> None:
+    assert call("plot", *words.split(), "-s", str(place), "--json").document["title"] == title

@@ -88,7 +88,9 @@ export async function render(context) {
           ["Without", found.thinned.length ? found.thinned.join(", ") : null, "thinned away"],
           [
             "Lossy",
-            found.cast.length ? found.cast.map(([glob, dtype]) => `${glob} as ${dtype}`).join(", ") : null,
+            found.cast.length
+              ? found.cast.map(([glob, dtype]) => `${glob} as ${dtype}`).join(", ")
+              : null,
           ],
           ["Content", h("span", { class: "mono" }, short(found.content)), "equal for equal states"],
           ["Log entry", number(found.entry), `session ${found.session}`],
@@ -106,7 +108,7 @@ export async function render(context) {
           )
         : null,
       card(
-        "Load it",
+        found.forgotten ? "Bring it back" : "Load it",
         found.lines.map((line) =>
           h(
             "div",
@@ -116,6 +118,16 @@ export async function render(context) {
             h("pre", {}, line.text),
           ),
         ),
+        found.incomplete.length
+          ? h(
+              "p",
+              { class: "quiet" },
+              `Leaves of ${found.incomplete.join(", ")} were thinned away; other commits have them.`,
+            )
+          : null,
+        found.lines.length || found.incomplete.length
+          ? null
+          : h("p", { class: "quiet" }, "Nothing of it can be read."),
       ),
       found.world > 1
         ? card(
@@ -166,7 +178,7 @@ function compareForm(context, found) {
 async function addParts(context, id, leaves) {
   for (let part = 1; part * leaves.part < leaves.total; part += 1) {
     const more = await view(context.store, `leaves/${id}/${part}.json`, context.signal);
-    for (const name of ["path", "type", "shape", "bytes", "value", "alias"])
+    for (const name of ["path", "type", "shape", "bytes", "value", "alias", "gone"])
       leaves[name] = leaves[name].concat(more[name]);
   }
 }
@@ -191,6 +203,7 @@ function leavesCard(context, found) {
         "leaf",
         "leaves",
       );
+      save.hidden = leaves.gone.some((gone, i) => gone && (!accepts || accepts(leaves.path[i])));
       const glob = filter.value.trim();
       const plain = glob.replaceAll("[", "[[]");
       const select = /[*?]/.test(glob) ? plain : `*${plain}*`;

@@ -1,5 +1,5 @@
-// The commits of all runs as a graph: time goes right, each run has a line, and links between runs
-// bend once. Drawn from columns of numbers, so that thousands of commits stay fluid.
+// The commits of all runs as a graph: time goes right, each branch of a run has a line, and links
+// between lines bend once. A line is dashed where the parent is forgotten. Drawn from columns of numbers, so that thousands of commits stay fluid.
 
 import { axis, chart, css, palette, zooms } from "./charts.js";
 import { lineage, resolve } from "./data.js";
@@ -52,20 +52,28 @@ export async function render(context) {
   ];
 }
 
-// Lanes in the order of the runs' first commits; a run reuses a lane that ended before it began.
+// Lanes in the order of the runs' first commits, as many for a run as it has branches at once; a run
+// reuses lanes that ended before it began.
 function lanes(found) {
-  const spans = found.runs.map(() => [Infinity, -1]);
+  const spans = found.runs.map(() => [Infinity, -1, 0]);
   found.run.forEach((run, i) => {
-    spans[run] = [Math.min(spans[run][0], i), Math.max(spans[run][1], i)];
+    const [first, last, depth] = spans[run];
+    spans[run] = [Math.min(first, i), Math.max(last, i), Math.max(depth, found.lane[i] + 1)];
   });
   const order = spans.map((_, run) => run).sort((a, b) => spans[a][0] - spans[b][0]);
   const ends = [];
   const lane = [];
   const gap = order.length > 16 ? found.id.length / 30 : Infinity;
   for (const run of order) {
-    let free = ends.findIndex((end) => end + gap < spans[run][0]);
-    if (free < 0) free = ends.length;
-    ends[free] = spans[run][1];
+    const [first, last, depth] = spans[run];
+    let free = 0;
+    for (let i = 0; i < depth && free + i < ends.length; i += 1) {
+      if (ends[free + i] + gap < first) continue;
+      free += i + 1;
+      i = -1;
+    }
+    ends.length = Math.max(ends.length, free + depth);
+    ends.fill(last, free, free + depth);
     lane[run] = free;
   }
   return { lane, count: ends.length, spans };
@@ -74,7 +82,7 @@ function lanes(found) {
 function draw(context, found) {
   const { lane, count, spans } = lanes(found);
   const colors = palette();
-  const y = (i) => lane[found.run[i]];
+  const y = (i) => lane[found.run[i]] + found.lane[i];
   const links = [];
   found.parents.forEach((parents, i) =>
     parents.forEach((parent, place) => {
@@ -88,12 +96,12 @@ function draw(context, found) {
     }),
   );
   // Neighbours on one lane are one line: fewer things to draw.
-  const tracks = found.runs.map((_, run) => ({
+  const tracks = found.tracks.map(([from, to, known]) => ({
     coords: [
-      [spans[run][0], lane[run]],
-      [spans[run][1], lane[run]],
+      [from, y(from)],
+      [to, y(to)],
     ],
-    lineStyle: { color: colors[run % colors.length] },
+    lineStyle: { color: colors[found.run[from] % colors.length], type: known ? "solid" : "dashed" },
   }));
   const points = found.id.map((_, i) => [i, y(i), found.run[i]]);
   const named = found.runs.map((run, place) => ({

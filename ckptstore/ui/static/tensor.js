@@ -30,9 +30,10 @@ async function exported(context, id, place) {
     value: leaves.value[i],
     bytes: leaves.bytes[i],
     alias: leaves.alias[i],
+    gone: leaves.gone[i],
     chunks: null,
     boxes: 1,
-    numbers: tensor,
+    numbers: tensor && !leaves.gone[i],
   };
 }
 
@@ -135,7 +136,7 @@ function moves(context, found, place) {
       );
       box.replaceChildren(
         h("p", { class: "quiet" }, `${number(told.rows.length)} of ${number(told.total)} commits`),
-        movesChart(context, told.rows),
+        movesChart(context, found, told.rows),
       );
     } catch (error) {
       const stopped = error.name === "AbortError";
@@ -150,10 +151,10 @@ function moves(context, found, place) {
     h("p", { class: "quiet" }, "Reads this tensor in every commit of the run, once."),
     button,
   );
-  return card("Over the run", box);
+  return card(`${found.path.slice(0, 80)} over run ${found.run}`, box);
 }
 
-function movesChart(context, rows) {
+function movesChart(context, found, rows) {
   const line = (name, column, yAxisIndex) => ({
     name,
     type: "line",
@@ -162,7 +163,7 @@ function movesChart(context, rows) {
     data: rows.map((row, i) => ({ value: [row[1] ?? i, row[column]], id: row[0] })),
   });
   return chart(
-    "Norm and drift over the commits of the run",
+    `Norm and drift of ${found.path} over the commits of run ${found.run}`,
     {
       grid: grid({ top: 56 }),
       legend: legend(),

@@ -58,13 +58,15 @@ def test_a_page_loads(chromium: Browser, small_url: str, view: str, width: int, 
         background = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert background == ("rgb(20, 25, 27)" if dark else "rgb(246, 247, 248)")
         assert "token" not in tab.page.url
+        frame = "getComputedStyle(document.activeElement).outlineStyle"
+        assert tab.page.evaluate(frame) == "none"
 
 
 def test_a_tensor_shows_how_it_moved_over_the_run(chromium: Browser, small_url: str) -> None:
     with tab_of(chromium, small_url) as tab:
         tab.open(address_of(tab, "tensor"))
         tab.page.get_by_role("button", name="Read its history").click()
-        tab.page.locator("[aria-label='Norm and drift over the commits of the run']").wait_for()
+        tab.page.locator("[aria-label^='Norm and drift of model/embedding.weight over']").wait_for()
         tab.page.get_by_text("5 of 5 commits").wait_for()
 
 
