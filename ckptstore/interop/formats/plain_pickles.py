@@ -326,8 +326,9 @@ class Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         cls = type(value)
-        if cls in (Counter, random.Random) and vars(value):  # neither pickles its attributes
-            raise TypeError(f"it would lose its attributes: {', '.join(vars(value))}")
+        # Neither pickles its attributes, but for this one, which is in the state.
+        if cls in (Counter, random.Random) and (lost := vars(value).keys() - {"gauss_next"}):
+            raise TypeError(f"it would lose its attributes: {', '.join(sorted(lost))}")
         if cls is deque:
             return deque, (list(value), value.maxlen)
         if cls is defaultdict:

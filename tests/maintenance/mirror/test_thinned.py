@@ -321,7 +321,8 @@ def test_thinned_commits_that_are_the_newest_give_way_to_whole_ones(
         assert pulled.sent == tuple(commits[:3])
         assert not pulled.problems
         assert [info.id for info in few.log()] == commits[2::-1]
-        assert not few.forget(KeepLast(1).thin(GLOB)).thinned
+        thinned = few.forget(KeepLast(1).thin(GLOB)).thinned
+        assert [each.commit for each in thinned] == commits[:1]
 
 
 def test_a_tier_keeps_what_its_mirror_thinned_otherwise(tmp_path: Path) -> None:
