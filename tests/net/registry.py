@@ -197,7 +197,6 @@ READERS = (
 )
 
 
-
 # -- operations, each by a store of its own: P1 runs one within another --
 
 
@@ -297,3 +296,44 @@ OPERATIONS = (
     Operation("push", ("Store.push", "$ push"), op_push),
     Operation("pull", ("Store.pull", "$ pull"), op_pull),
 )
+
+# -- places, and what other tests try --
+
+PLACES = (Entry("directory", ("open", "Store", "Storage", "Store.close"), ckptstore.open),)
+
+APART: dict[str, str] = {
+    "errors: tests/test_arguments.py and the tests of what raises them": (
+        "Busy Cancelled CkptStoreError Conflict Corrupt InvalidInput NoSpace NotFound ReadOnly "
+        "Thinned Unavailable Untrusted"
+    ),
+    "what a commit says about itself, and one line each of it": (
+        "CommitProgress Snapshot Snapshot.close Snapshot.content_id Snapshot.keys "
+        "Snapshot.links Snapshot.logical_bytes Snapshot.message Snapshot.metrics "
+        "Snapshot.new_bytes Snapshot.parents Snapshot.run Snapshot.step Snapshot.time "
+        "Store.chunk_bytes Store.id Store.log Store.runs Store.tags Store.url Store.worker_pid "
+        "Store.staging Store.sessions Store.usage Store.forgotten Store.forecast Store.diff"
+    ),
+    "retention: tests/maintenance/test_retention.py": (
+        "KeepBest KeepEverySteps KeepPeriods KeepWithin Store.undelete Store.untag"
+    ),
+    "ranks: tests/distributed": (
+        "Ranks Snapshot.layout Snapshot.numbered Snapshot.of_rank Snapshot.only"
+    ),
+    "objects and values: tests/state": "RNGState StateDict register_class register_value",
+    "files and hollow directories: tests/interop/adopt": (
+        "Store.adopt Store.release Snapshot.materialize write_pointer open_pointer $adopt "
+        "$materialize $release"
+    ),
+    "mirrors by the store itself: tests/maintenance/mirror": (
+        "Mirror Store.mirror Store.flush_mirror clone $clone"
+    ),
+    "checks and repair: tests/maintenance": (
+        "Store.fsck Store.repair Store.reindex Store.doctor Snapshot.verify $fsck $repair "
+        "$reindex $doctor $verify $migrate $sign $sessions"
+    ),
+    "questions and averages: tests/cli, tests/test_history.py, tests/test_averages.py": (
+        "Store.history $average $bisect $completion $diff $history $init $log $ls $parted $plot "
+        "$show $stats $tag $ui $undelete $watch $which"
+    ),
+}
+"""Public names that no entry covers yet, by where they are tried."""

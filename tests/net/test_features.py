@@ -5,8 +5,8 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from fnmatch import fnmatchcase
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -52,9 +52,9 @@ class History:
 
     def act(self) -> None:
         table: dict[Callable[[], None], int] = {
-            **{self.commit: 8, self.train: 4, self.reorder: 2, self.read: 8},
-            **{self.compact: 1, self.thin: 1, self.forget: 1, self.gc: 2},
-            **{self.push: 1, self.pull: 1, self.reopen: 1, self.tag: 1},
+            self.commit: 8, self.train: 4, self.reorder: 2, self.read: 8,
+            self.compact: 1, self.thin: 1, self.forget: 1, self.gc: 2,
+            self.push: 1, self.pull: 1, self.reopen: 1, self.tag: 1,
         }
         action = self.random.choices(list(table), list(table.values()))[0]
         self.told.append(action.__name__)
@@ -75,7 +75,7 @@ class History:
         if self.random.random() < 0.2:
             state.pop("optimizer", None)
         tensors = copies(tensors_of(state))
-        cast = self.training.cast() if self.random.random() < 0.5 else None
+        cast = self.training.cast(state) if self.random.random() < 0.5 else None
         self.told.append(f"  {self.step}: {way.name} cast={cast} keys={list(state)}")
         way.act(self.store, state, step=self.step, cast=cast)
         self.wanted[self.step] = {
@@ -120,7 +120,9 @@ class History:
     def read(self) -> None:
         infos = self.store.log()
         if infos:
-            self.look(self.store, self.random.choice(infos).id, self.random.choice(registry.READERS))
+            self.look(
+                self.store, self.random.choice(infos).id, self.random.choice(registry.READERS)
+            )
 
     def look(self, store: ckptstore.Store, commit: str, way: registry.Reader) -> None:
         snapshot = store.checkout(commit)
@@ -154,7 +156,8 @@ def matches(name: str, globs: Mapping[str, Any]) -> bool:
 
 
 def rounded(value: torch.Tensor) -> torch.Tensor:
-    return value.to(torch.bfloat16).to(value.dtype) if value.is_floating_point() else value
+    """As a cast leaves it: a tensor without dimensions stays as it is."""
+    return value.to(torch.bfloat16).to(value.dtype) if value.dim() else value
 
 
 def walk(seed: int) -> None:

@@ -1,6 +1,7 @@
 """Random trainings, and what each of their tensors holds, by name."""
 
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from random import Random
 from typing import Any
 
@@ -72,26 +73,26 @@ class Training:
         state["plain"] = {"text": "", "n": 0, "x": 0.0, "list": [0, 0], "none": None}
         return state
 
-    def cast(self) -> dict[str, torch.dtype]:
-        """A cast of all, of moments, of a model, or of a weight under each of its names: what is
-        tied stays tied."""
+    def cast(self, state: dict[str, Any]) -> dict[str, torch.dtype] | None:
+        """A cast of all, of moments, of weights, or of one weight under each of its names: what is
+        tied is cast under all names. None if what is drawn has no floats of some dimension."""
         one = self.random.choice(sorted(self.parameters))
-        names = {one} | ({"tie"} if one == self.tied else set())
+        names = [one, *(["tie"] if one == self.tied else [])]
+        shares = [f"ema/{name}" for name in self.shared]
         globs = self.random.choice(
             [
-                ["**"],
+                [] if self.buffers else ["**"],
                 ["optimizer/**"],
-                ["model/*", "ema/*"],
-                [*(f"model/{name}" for name in sorted(names)), f"ema/{one}"],
+                ["model/p*", *(["model/tie"] if self.tied else []), *shares],
+                [f"model/{name}" for name in names] + [f"ema/{one}"] * (one in self.shared),
             ]
         )
-        paths = self.state.keys()
-        found = [glob for glob in globs if glob == "**" or glob.split("/")[0] in paths]
-        return {
-            glob: torch.bfloat16
-            for glob in found
-            if not glob.startswith("ema/") or (self.shared if glob == "ema/*" else one in self.shared)
+        tensors = tensors_of(state)
+        dims = {
+            glob: any(tensor.dim() for name, tensor in tensors.items() if fnmatchcase(name, glob))
+            for glob in globs
         }
+        return dict.fromkeys(globs, torch.bfloat16) if globs and all(dims.values()) else None
 
     def reorder(self) -> None:
         """The same training, its parameters registered in another order."""
@@ -113,8 +114,8 @@ class Training:
                 self.fill(tensor)
         number = self.random.randint(0, 1 << 40)
         self.state["plain"] = {
-            **{"text": f"{number}", "n": number, "x": number / 3},
-            **{"list": [number, -number], "none": None},
+            "text": f"{number}", "n": number, "x": number / 3,
+            "list": [number, -number], "none": None,
         }
 
     def fill(self, tensor: torch.Tensor) -> None:
