@@ -107,7 +107,7 @@ def read_slices(h: Any, snapshot: Any, step: int) -> None:
 
 
 def read_into(h: Any, snapshot: Any, step: int) -> None:
-    names, got = tensors_there(h, snapshot, step), Tensors()
+    names, got = tensors_there(h, snapshot, step), dict[str, torch.Tensor]()
     for name in names:
         wanted = snapshot.read(name)
         got[name] = torch.zeros_like(wanted)

@@ -52,9 +52,18 @@ class History:
 
     def act(self) -> None:
         table: dict[Callable[[], None], int] = {
-            self.commit: 8, self.train: 4, self.reorder: 2, self.read: 8,
-            self.compact: 1, self.thin: 1, self.forget: 1, self.gc: 2,
-            self.push: 1, self.pull: 1, self.reopen: 1, self.tag: 1,
+            self.commit: 8,
+            self.train: 4,
+            self.reorder: 2,
+            self.read: 8,
+            self.compact: 1,
+            self.thin: 1,
+            self.forget: 1,
+            self.gc: 2,
+            self.push: 1,
+            self.pull: 1,
+            self.reopen: 1,
+            self.tag: 1,
         }
         action = self.random.choices(list(table), list(table.values()))[0]
         self.told.append(action.__name__)
@@ -179,7 +188,8 @@ def walk(seed: int) -> None:
 def test_what_comes_back_is_what_was_committed(seed: int, seconds: float) -> None:
     """Each walk has a seed of its own, which its failure names: CKPTSTORE_NET_WALK=N runs it."""
     if only := os.environ.get("CKPTSTORE_NET_WALK"):
-        return walk(int(only))
+        walk(int(only))
+        return
     begun, walks = time.monotonic(), Counter[str]()
     while time.monotonic() - begun < seconds or not walks:
         walk(seed + walks["walks"])

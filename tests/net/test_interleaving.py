@@ -69,7 +69,7 @@ class Interruption:
 
 
 @contextmanager
-def interrupted(watched: Path, interruption: Interruption) -> Iterator[None]:
+def interrupted(interruption: Interruption) -> Iterator[None]:
     """Storage objects that the watched thread's operation opened count; those of the other do
     not."""
     foreign: set[int] = set()
@@ -108,9 +108,8 @@ def interrupted(watched: Path, interruption: Interruption) -> Iterator[None]:
 def contents(random: Random, blocks: list[torch.Tensor], number: int) -> dict[str, Any]:
     """Tensors of blocks that other commits have too, in other places, and now and then of one that
     nobody else has."""
-    draw = lambda count: torch.cat(random.choices(blocks, k=count))  # noqa: E731
-    x = draw(3)
-    state: dict[str, Any] = {"x": x, "tie": x, "y": draw(2), "n": number}
+    x, y = (torch.cat(random.choices(blocks, k=count)) for count in (3, 2))
+    state: dict[str, Any] = {"x": x, "tie": x, "y": y, "n": number}
     if random.random() < 0.6:
         state["own"] = torch.full((BLOCK + 5,), random.random())
     return state
@@ -146,7 +145,7 @@ def step_of(world: World, first: Operation, second: Operation, at: int | None) -
     with ckptstore.open(world.store, threads=1) as store:
         prepared = store.checkout(6)
         prepared.leaves()
-        with interrupted(world.store, interruption):
+        with interrupted(interruption):
             world.prepared = prepared
             try:
                 first.act(world, store, 100)
@@ -178,9 +177,8 @@ def draw(base: Path, seed: int, counts: Counter[str]) -> None:
         at = random.randint(1, max(calls, 1))
         steps = f"{first.name}, at call {at} of {calls} {second.name}"
         there = world.at(copied(base, f"{number}"))
-        interruption = None
         try:
-            interruption = step_of(there, first, second, at)
+            step_of(there, first, second, at)
             checked(there)
         except BaseException as error:
             error.add_note(f"world of seed {seed}, pair {number}: {steps}")

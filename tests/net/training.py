@@ -114,8 +114,11 @@ class Training:
                 self.fill(tensor)
         number = self.random.randint(0, 1 << 40)
         self.state["plain"] = {
-            "text": f"{number}", "n": number, "x": number / 3,
-            "list": [number, -number], "none": None,
+            "text": f"{number}",
+            "n": number,
+            "x": number / 3,
+            "list": [number, -number],
+            "none": None,
         }
 
     def fill(self, tensor: torch.Tensor) -> None:
