@@ -1,0 +1,1 @@
+"""The net over the whole: properties that draw from one registry of what a store can do."""
