@@ -12,6 +12,7 @@ from tests.support.snippets import ROOT, RUNS, Block, blocks, masked, pages, pag
 
 NOT_RUN = Counter(
     {
+        "docs/formats.md": 2,
         "docs/accelerate.md": 2,
         "docs/deepspeed.md": 3,
         "docs/megatron.md": 2,
