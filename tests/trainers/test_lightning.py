@@ -161,6 +161,23 @@ def test_removed_checkpoints_are_forgotten_a_step_later_unless_tagged(
     assert len(store.forgotten()) == 3
 
 
+def test_a_commit_that_lost_its_path_is_forgotten_by_a_later_process(tmp_path: Path) -> None:
+    def save(plugin: StoreCheckpointIO, step: int) -> None:
+        checkpoint = {"global_step": step, "state_dict": {"w": torch.ones(2) * step}}
+        plugin.save_checkpoint(checkpoint, tmp_path / f"step={step}.ckpt")
+
+    before = StoreCheckpointIO(tmp_path / "store")
+    save(before, 1)
+    save(before, 2)
+    before.remove_checkpoint(tmp_path / "step=1.ckpt")
+    assert [info.step for info in before.store.log()] == [2, 1], "a step to fall back to"
+    before.teardown()
+    after = StoreCheckpointIO(tmp_path / "store")
+    save(after, 3)
+    assert [info.step for info in after.store.log()] == [3, 2]
+    after.teardown()
+
+
 def test_removing_a_directory_or_nothing_is_no_error(tmp_path: Path) -> None:
     plugin = StoreCheckpointIO(tmp_path / "store")
     (tmp_path / "old.ckpt").write_bytes(b"PK file")

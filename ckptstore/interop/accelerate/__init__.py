@@ -35,13 +35,12 @@ try:
         commit_at,
         existing,
         is_checkpoint,
+        leaving_file,
         number_of,
         numbered,
         numbered_folder,
         own_directory,
-        read_leaving,
         step_of,
-        write_leaving,
     )
     from ckptstore.interop.accelerate.hook_files import KEY, Listing, files_in, fill, written_since
     from ckptstore.interop.accelerate.state import (
@@ -52,6 +51,7 @@ try:
         loaders_with_lost_order,
         state_to_save,
     )
+    from ckptstore.interop.leaving import read_leaving, write_leaving
 except ImportError as error:
     raise ImportError(
         f'attach needs Accelerate: pip install "ckptstore[accelerate]" ({error})'
@@ -323,11 +323,12 @@ class Attached:
                 shutil.rmtree(each)
             return
         places = [each / POINTER for each in removed if is_pointer(each / POINTER)]
-        leaving = [*read_leaving(folder), *(read_pointer(place).id for place in places)]
-        write_leaving(folder, leaving)
+        file = leaving_file(folder)
+        leaving = [*read_leaving(file), *(read_pointer(place).id for place in places)]
+        write_leaving(file, leaving)
         for each in removed:
             shutil.rmtree(each)
-        write_leaving(folder, self._forget(leaving))
+        write_leaving(file, self._forget(leaving))
 
     def _forget(self, leaving: Sequence[CommitId]) -> list[CommitId]:
         """Forget the commits of removed directories, and collect what nothing needs any more.

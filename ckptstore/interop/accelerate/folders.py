@@ -2,14 +2,12 @@
 
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 from accelerate import Accelerator
 
 from ckptstore.core.ids import CommitId
-from ckptstore.core.paths import scratch_for, sync_path, write_file
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.objects.pointer_files import DIRECTORY_POINTERS, read_pointer
 
@@ -71,24 +69,7 @@ def step_of(directory: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def read_leaving(folder: Path) -> list[CommitId]:
-    """The commits whose numbered directories were removed, and which the store still protected."""
-    place = _leaving_file(folder)
-    return [CommitId(line) for line in place.read_text().split()] if place.is_file() else []
-
-
-def write_leaving(folder: Path, commits: Sequence[CommitId]) -> None:
-    """Keep what `read_leaving` returns, for this process and those after a restart."""
-    if list(commits) == read_leaving(folder):
-        return
-    place = _leaving_file(folder)
-    with scratch_for(place) as new:
-        write_file(new, "".join(f"{commit}\n" for commit in commits).encode())
-        sync_path(new)
-        new.replace(place)
-    sync_path(place.parent)
-
-
-def _leaving_file(folder: Path) -> Path:
-    """Beside the folder: Accelerate takes everything in it for a checkpoint."""
+def leaving_file(folder: Path) -> Path:
+    """The list of commits whose directories were removed (`interop.leaving`). It lies beside the
+    folder: Accelerate takes everything in it for a checkpoint."""
     return folder.with_name(f".{folder.name}.leaving")

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptstore.core.ids import CommitId
+from ckptstore.core.ids import CommitId, digest
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.options import Async, Ranks, Storage
 from ckptstore.core.paths import sync_path
@@ -25,6 +25,7 @@ from ckptstore.core.refs import parse_ref
 from ckptstore.distributed.gloo import ALONE, collective_of
 from ckptstore.distributed.restore import agreed, on_all
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound
+from ckptstore.interop.leaving import read_leaving, write_leaving
 from ckptstore.interop.lightning.packages import (
     checkpoint_of,
     fabrics,
@@ -119,7 +120,7 @@ class StoreCheckpointIO:
     def _begin(self) -> None:
         self._opened: tuple[int, Store] | None = None
         self._labels: dict[str, Any] = {}
-        self._dropped: dict[CommitId, None] = {}
+        self._leaving: list[CommitId] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: self.__dict__[key] for key in ("_place", "_options", "_allow_pickle")}
@@ -256,7 +257,7 @@ class StoreCheckpointIO:
         """Make the file at `place` a pointer to the commit, whatever it was."""
         before = pointer_at(place)
         publish(place, Pointer(self.store.url, snapshot.id))
-        self._drop(before)
+        self._drop(before, place)
 
     def _remove(self, path: str | os.PathLike[str]) -> None:
         if os.path.islink(path):
@@ -265,19 +266,33 @@ class StoreCheckpointIO:
             torch_io().remove_checkpoint(path)
         else:
             remove(path)
-            self._drop(pointer)
+            self._drop(pointer, path)
 
-    def _drop(self, pointer: Pointer | None) -> None:
-        """Note that a commit has lost its path, and forget those whose turn it is."""
+    def _drop(self, pointer: Pointer | None, path: str | os.PathLike[str]) -> None:
+        """Note that a commit has lost its path, and forget those whose turn it is: in this process,
+        or in a later one, which finds the others listed beside the path. Those of URLs are listed
+        in memory."""
+        file = None if is_url(path) else self._leaving_file(Path(path))
+        listed = self._leaving if file is None else read_leaving(file)
+        leaving = dict.fromkeys(listed)
         if pointer is not None and pointer.is_in(self.store.url):
-            self._dropped[pointer.id] = None
-        if not self._dropped:
+            leaving[pointer.id] = None
+        if not leaving:
             return
         recent = _of_two_steps(self.store.log(_RECENT, run=self.store.run))
-        for commit in [commit for commit in self._dropped if commit not in recent]:
-            del self._dropped[commit]
+        for commit in [commit for commit in leaving if commit not in recent]:
+            del leaving[commit]
             with suppress(Conflict, NotFound):  # tagged, or forgotten by somebody else
                 self.store.forget(commit)
+        if file is None:
+            self._leaving = list(leaving)
+        else:
+            write_leaving(file, list(leaving))
+
+    def _leaving_file(self, path: Path) -> Path:
+        """The list of the commits of this run that have lost their paths in a directory."""
+        run = digest(self.store.run.encode()).hex()[:16]
+        return path.absolute().with_name(f".ckptstore-{run}.leaving")
 
     def _found(self, path: str | os.PathLike[str]) -> tuple[Snapshot, bool]:
         """The commit at `path`, or of a ref, and whether it is one of this store."""
