@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptstore.cli.screen import Hint, Part, Screen
-from ckptstore.core.ids import CONFIG_KEY
+from ckptstore.core.ids import CONFIG_KEY, CommitId
 from ckptstore.core.paths import base_of, distrust, search
 from ckptstore.core.text import redact
 from ckptstore.errors import Busy, CkptStoreError, Corrupt, InvalidInput, NotFound
+from ckptstore.log.entries import Commit
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
 from ckptstore.repository.resolve_ref import is_path
 from ckptstore.repository.store_handle import StoreHandle
@@ -76,6 +77,13 @@ class Call:
     stack: ExitStack = field(default_factory=ExitStack)
     url: str = ""
     found: str = ""
+    _handles: list[StoreHandle] = field(default_factory=list)
+
+    def made(self) -> CommitId | None:
+        """The commit that this run of the command has made; None if it has made none."""
+        entries = (handle.log.appended for handle in self._handles)
+        bodies = [entry.body for entry in entries if entry is not None]
+        return next((body.commit for body in bodies if isinstance(body, Commit)), None)
 
     def open(self, *refs: str) -> StoreHandle:
         """Open the store that the command line names, or the one of a pointer file among `refs`:
@@ -103,6 +111,7 @@ class Call:
             handle = StoreHandle(place, index=self.args.index, of_several=of_several)
             self.stack.enter_context(closing(handle))
         self.url = handle.url
+        self._handles.append(handle)
         return handle
 
     def open_offline(self) -> "OfflineStore":

@@ -60,7 +60,12 @@ def _run(words: Sequence[str]) -> int:
     call = Call(args, screen)
     with call.stack:
         with screen.working("" if args.draws else f"ckptstore {args.command}"):
-            answer = run(call)
+            try:
+                answer = run(call)
+            except KeyboardInterrupt as error:
+                if commit := call.made():  # it was too late: nobody must make it again
+                    raise KeyboardInterrupt(f"commit {commit} was made before") from error
+                raise
             store = {"store": call.url} if call.url else {}
             screen.document({**store, **answer.document})
             screen.print(answer.page)
@@ -138,7 +143,7 @@ def _discard_output() -> None:
 
 def _message(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+        return "; ".join(["interrupted", *map(str, error.args)])
     if isinstance(error, CkptStoreError):
         return "; ".join([str(error), *getattr(error, "__notes__", ())])
     if isinstance(error, OSError):

@@ -101,6 +101,9 @@ class Log:
         self._is_far = storage.capabilities.slow_requests
         self._gathering: threading.Thread | None = None
         self._met = Met()
+        self.appended: Entry | None = None
+        """The last entry that this object appended. It is set before anything else is done with
+        it, so that a call which is interrupted can tell."""
         # On a bucket the check would cost one more request.
         self._looks_for_config = with_config and not storage.capabilities.slow_requests
         survives_forks(self)
@@ -298,6 +301,7 @@ class Log:
             attempted_at_s = time.monotonic()
             there = self._create(data, entry, deadline)
             if there.attempt == entry.attempt:
+                self.appended = entry
                 self.check_config()
                 self._check_successor(entry)
                 self._advance(entry)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import ckptstore
 from tests.cli.running import call, environment, run
 
 
@@ -222,3 +223,29 @@ def test_without_a_command_the_help_is_shown_and_the_usage_is_wrong(tmp_path: Pa
     result = run(cwd=tmp_path)
     assert result.code == 2
     assert "commands:" in result.out
+
+
+def test_an_interrupt_that_comes_after_the_commit_says_that_it_was_made(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "config.json").write_text("{}")
+    ckptstore.open(tmp_path / "store").close()
+    code = """
+from ckptstore.cli.main import main
+from ckptstore.repository.store_handle import StoreHandle
+def interrupted(handle): raise KeyboardInterrupt
+StoreHandle.follow = interrupted
+raise SystemExit(main())
+"""
+    words = ["adopt", str(tmp_path / "files"), "-s", str(tmp_path / "store")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (130, ""), done.stderr
+    with ckptstore.open(tmp_path / "store") as store:
+        (made,) = store.log()
+    assert done.stderr == f"ckptstore: interrupted; commit {made.id} was made before\n"
