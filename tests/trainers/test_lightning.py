@@ -4,6 +4,8 @@ does with them."""
 import argparse
 import copy
 import pickle
+import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +178,70 @@ def test_a_commit_that_lost_its_path_is_forgotten_by_a_later_process(tmp_path: P
     save(after, 3)
     assert [info.step for info in after.store.log()] == [3, 2]
     after.teardown()
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.full((32,), float(i))
+
+
+class Sees(Model):
+    def __init__(self, seen: list[int]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        self.seen += [int(number) for number in batch[:, 0]]
+        return super().training_step(batch, batch_idx)
+
+
+class Breaks(pl.Callback):  # type: ignore[misc]
+    """Saves after some batches, and ends the training."""
+
+    def __init__(self, after: int, path: Path) -> None:
+        self.after, self.path = after, path
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.after:
+            trainer.save_checkpoint(self.path)
+            raise ckptstore.NoSpace("this job is over")
+
+
+@pytest.mark.parametrize("stateful", [False, True], ids=["of torch", "of torchdata"])
+def test_each_sample_of_a_resumed_epoch_comes_once_or_a_warning_says_why_not(
+    tmp_path: Path, stateful: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    kind = StatefulDataLoader if stateful else torch.utils.data.DataLoader
+    loader, seen = partial(kind, Numbers(), batch_size=4, shuffle=True), list[int]()
+    path, after = tmp_path / "c.ckpt", random.Random().randrange(1, 15)
+    print("interrupted after batch", after)
+    first = trainer(
+        tmp_path,
+        StoreCheckpointIO(tmp_path / "store"),
+        callbacks=[Breaks(after, path)],
+        max_epochs=1,
+        limit_train_batches=1.0,
+        limit_val_batches=0,
+    )
+    with pytest.raises(ckptstore.NoSpace, match="over"):
+        first.fit(Sees(seen), loader())
+    assert ("is within an epoch" in caplog.text) == (not stateful)
+    again = trainer(
+        tmp_path,
+        StoreCheckpointIO(tmp_path / "store"),
+        max_epochs=1,
+        limit_train_batches=1.0,
+        limit_val_batches=0,
+    )
+    again.fit(Sees(seen), loader(), ckpt_path=path)
+    assert len(seen) == 64
+    if stateful:
+        assert sorted(seen) == list(range(64))
 
 
 def test_removing_a_directory_or_nothing_is_no_error(tmp_path: Path) -> None:

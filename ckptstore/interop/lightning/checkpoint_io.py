@@ -22,6 +22,7 @@ from ckptstore.core.model import CommitInfo
 from ckptstore.core.options import Async, Ranks, Storage
 from ckptstore.core.paths import sync_path
 from ckptstore.core.refs import parse_ref
+from ckptstore.core.text import count_text
 from ckptstore.distributed.gloo import ALONE, collective_of
 from ckptstore.distributed.restore import agreed, on_all
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound
@@ -121,6 +122,7 @@ class StoreCheckpointIO:
         self._opened: tuple[int, Store] | None = None
         self._labels: dict[str, Any] = {}
         self._leaving: list[CommitId] = []
+        self._warned_of_order = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: self.__dict__[key] for key in ("_place", "_options", "_allow_pickle")}
@@ -158,6 +160,7 @@ class StoreCheckpointIO:
             torch_io().save_checkpoint(checkpoint, path, storage_options)
             return
         place = place_of(path)
+        self._warn_of_order(checkpoint)
         label = self._label(checkpoint, place, storage_options)
         self._save(storable(checkpoint), place, label)
 
@@ -230,6 +233,19 @@ class StoreCheckpointIO:
             if pointer is not None and pointer.id in gone:
                 with suppress(FileNotFoundError):
                     remove(path)
+
+    def _warn_of_order(self, checkpoint: Mapping[str, Any]) -> None:
+        """Warn once of a save within an epoch whose order Lightning does not keep: a resumed epoch
+        skips as many batches of another order."""
+        if not self._warned_of_order and (batches := _batches_without_order(checkpoint)):
+            self._warned_of_order = True
+            logger.warning(
+                "this checkpoint is within an epoch, after %s: a resume skips as many, and where "
+                "the loader shuffles it draws another order, so some samples come twice and others "
+                "never; use torchdata's StatefulDataLoader, or save at the ends of epochs "
+                "(docs/lightning.md)",
+                count_text(batches, "batch", "batches"),
+            )
 
     def _save(self, state: dict[str, Any], place: str, label: dict[str, Any]) -> None:
         snapshot = self.store.commit(
@@ -400,6 +416,17 @@ def _scores(checkpoint: Mapping[str, Any], place: str) -> dict[str, float]:
         and state.get("monitor")
         and place in state.get("best_k_models", {})
     }
+
+
+def _batches_without_order(checkpoint: Mapping[str, Any]) -> int:
+    """The batches of the epoch that a checkpoint of Lightning is within, if no loader gave its
+    state; 0 between epochs, and for Fabric, which has no loops."""
+    loop = (checkpoint.get("loops") or {}).get("fit_loop") or {}
+    progress = loop.get("epoch_loop.batch_progress") or {}
+    loaders = (loop.get("state_dict") or {}).get("combined_loader")
+    if loaders or progress.get("is_last_batch", True):
+        return 0
+    return int(progress["current"]["ready"])
 
 
 def _of_two_steps(rows: Sequence[CommitInfo]) -> frozenset[CommitId]:
