@@ -343,7 +343,8 @@ class RestoreOperation:
             if atomic or (losses and losses.is_likely):
                 to = losses.again() if losses else nowhere
                 wanted.append(replace(want, destination=to))
-        self._reader.read(wanted, self._commit, memory_budget_bytes=self._budget_bytes)
+        if wanted:
+            self._reader.read(wanted, self._commit, memory_budget_bytes=self._budget_bytes)
 
     @cached_property
     def _wanted(self) -> list[ReadRequest]:

@@ -95,7 +95,7 @@ class Matching:
     unchecked: bool = False
     skips: bool = False
     left: set[int] = field(default_factory=set)
-    held: IdentityDict[Any, tuple[str, object]] = field(default_factory=IdentityDict)
+    held: IdentityDict[Any, tuple[str, Callable[[], object]]] = field(default_factory=IdentityDict)
     claims: dict[int, Claim] = field(default_factory=dict)
     places: list[Place] = field(default_factory=list)
 
@@ -284,9 +284,9 @@ class TensorMatch:
     def hold(self, node: Node | int, target: Any, path: str) -> None:
         """Record what does not fit since the target holds an object, which is filled in place,
         under two paths that the commit has two contents for."""
-        content = self._content(node)
+        content = partial(self._content, node)  # asked for if the object comes again
         at, known = self._matching.held.setdefault(target, (path, content))
-        if known != content:
+        if known is not content and known() != content():
             kind = type(target).__qualname__
             self.mismatch(path, "a content of its own", f"one {kind} for it and {at}")
 
