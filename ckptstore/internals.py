@@ -46,6 +46,7 @@ from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, reads_at_once
 from ckptstore.restore.reader import Reader
 from ckptstore.snapshot import Snapshot
+from ckptstore.state.casting import refuse_divided_ties
 from ckptstore.state.flatten import flatten
 from ckptstore.state.shards import Globs, marked
 
@@ -74,6 +75,12 @@ def flats_of(
         return flats
     globs = Globs(tuple(ranks.replicated), tuple(ranks.private), ranks.compare)
     return marked(app_state, flats, globs)
+
+
+def refuse_divided(flats: Flats, label: CommitMetadata) -> None:
+    """Raise `InvalidInput` for a cast that names one of two names of a tensor."""
+    if label.cast:
+        refuse_divided_ties(flats, label.cast)
 
 
 class StoreInternals:
@@ -212,7 +219,9 @@ class StoreInternals:
             if not label.parents:
                 label = replace(label, parents=self.parent_tracker.parents())
             with self._within():
-                return label, flats()
+                found = flats()
+            refuse_divided(found, label)
+            return label, found
 
         measured: dict[bytes, bytes] | None = {} if stats else None
         return CommitRequest(
@@ -320,7 +329,9 @@ class StoreInternals:
 
         def flats() -> Flats:
             with self._within():
-                return flats_of(app_state, ranks, peers, allow_pickle=allow_pickle)
+                found = flats_of(app_state, ranks, peers, allow_pickle=allow_pickle)
+            refuse_divided(found, metadata)
+            return found
 
         def commit(request: CommitRequest, pending: PendingCommit) -> tuple[Committed, Snapshot]:
             asked = replace(request, ranks=ranks, measured={} if stats else None)

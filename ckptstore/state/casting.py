@@ -50,6 +50,31 @@ def cast_globs(cast: object) -> CastGlobs:
     return CastGlobs(tuple(dtypes), tuple(unchecked))
 
 
+def refuse_divided_ties(flats: Mapping[str, FlatState], globs: Sequence[tuple[str, str]]) -> None:
+    """Raise `InvalidInput` if `globs` give two dtypes to a tensor that has two names, also in two
+    keys. No state with one tensor for both could be restored to that commit."""
+    known: dict[tuple[Any, ...], tuple[str, str]] = {}
+    for flat in flats.values():
+        dtypes = dict(enumerate(flat.schema.dtypes))
+        dtypes.update((i, dtype) for i, dtype, _ in _wanted(flat.schema, globs))
+        for i, path in enumerate(flat.schema.paths):
+            sources = [of for _, of in flat.held[i].parts] if i in flat.held else [flat.leaves[i]]
+            for source in sources:
+                tensor = getattr(source, "tensor", None)
+                if tensor is None or not tensor.nbytes:
+                    continue
+                memory = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+                first, dtype = known.setdefault(memory, (path, dtypes[i]))
+                if dtype != dtypes[i]:
+                    raise _divided(path, first)
+
+
+def _divided(path: str, other: str) -> InvalidInput:
+    return InvalidInput(
+        f"{path} and {other} share memory, and cast names one of them; name both or none"
+    )
+
+
 class Casting:
     """The conversions of one commit. `flats` is the state whose sources convert as they are
     read."""
@@ -105,10 +130,7 @@ class Casting:
                 leaves[i] = source(flat.marks.get(i, "whole"), leaves[i])
         for i, alias in enumerate(schema.aliases):
             if alias >= 0 and dtypes[i] != dtypes[alias]:
-                raise InvalidInput(
-                    f"{schema.paths[i]} and {schema.paths[alias]} share memory, and cast names one "
-                    "of them; name both or none"
-                )
+                raise _divided(schema.paths[i], schema.paths[alias])
         return replace(flat, schema=replace(schema, dtypes=tuple(dtypes)), leaves=leaves, held=held)
 
 

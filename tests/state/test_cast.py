@@ -256,3 +256,22 @@ def test_the_commands_and_mirrors_say_that_a_commit_is_lossy(tmp_path: Path) -> 
         assert {each["path"] for each in shown} >= {"optimizer/exp_avg"}
         assert "optimizer/** as bfloat16" in call(*where, "show", "1").out
         assert "bfloat16" in call(*where, "log").out
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["commit", "commit_async"])
+def test_a_cast_of_one_name_of_a_tensor_in_two_keys_is_refused(
+    tmp_path: Path, background: bool
+) -> None:
+    tied = torch.rand(300)
+    state = {"model": {"w": tied}, "ema": {"w": tied}}
+    with ckptstore.open(tmp_path / "store") as store:
+        commit = store.commit_async if background else store.commit
+        with pytest.raises(
+            InvalidInput, match="ema/w and model/w share memory, and cast names one"
+        ):
+            commit(state, step=1, cast={"ema/*": torch.bfloat16})
+        assert store.log() == []
+        both = store.commit(state, step=1, cast={"*/w": torch.bfloat16})
+        rounded = tied.bfloat16().float()
+        both.restore(state)
+        assert torch.equal(tied, rounded)
