@@ -341,6 +341,8 @@ function retention(context, found, plan, redraw) {
         event.preventDefault();
         preview();
       },
+      // The page may be drawn anew, for a new commit, before the form is sent.
+      oninput: remember,
     },
     field("last", "Keep last"),
     field("every", "every … steps"),
@@ -364,9 +366,12 @@ function retention(context, found, plan, redraw) {
       : null,
     h("button", { class: "main" }, "Preview"),
   );
+  function remember() {
+    chosen.policy = Object.fromEntries([...new FormData(form)].filter(([, value]) => value));
+  }
   async function preview() {
     chosen.previewed = found.key;
-    chosen.policy = Object.fromEntries([...new FormData(form)].filter(([, value]) => value));
+    remember();
     const asked = { ...chosen.policy };
     if (asked.metric) asked.order = LARGE_IS_GOOD.test(asked.metric) ? "max" : "min";
     else delete asked.best;
