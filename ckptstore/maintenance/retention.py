@@ -168,7 +168,26 @@ class KeepPeriods(_Keeps):
             yield commit, f"{self.period} {when}"
 
 
-Keep: TypeAlias = KeepLast | KeepEverySteps | KeepBest | KeepWithin | KeepPeriods
+@dataclass(frozen=True, slots=True)
+class KeepSince(_Keeps):
+    """`commit`, and all of its run that were committed after it; all commits, if it is not there.
+
+    So a policy can be applied behind a training that goes on: what came since is not yet its own.
+    """
+
+    commit: CommitId
+
+    def __str__(self) -> str:
+        return f"since {self.commit[:12]}"
+
+    def keeps(self, newest_first: Sequence[Candidate]) -> Iterator[tuple[CommitId, str]]:
+        for commit, _ in newest_first:
+            yield commit, str(self)
+            if commit == self.commit:
+                return
+
+
+Keep: TypeAlias = KeepLast | KeepEverySteps | KeepBest | KeepWithin | KeepPeriods | KeepSince
 
 
 @dataclass(frozen=True, slots=True)

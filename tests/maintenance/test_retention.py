@@ -17,6 +17,7 @@ from ckptstore.maintenance.retention import (
     KeepEverySteps,
     KeepLast,
     KeepPeriods,
+    KeepSince,
     KeepWithin,
     Policy,
     plan_policies,
@@ -85,6 +86,8 @@ LOSSES = state_of(
         (KeepBest("loss", maximize=True), {5}),
         (KeepBest("accuracy"), set()),
         (KeepWithin(2 * 3600), {4, 5, 6}),
+        (KeepSince(commit_id(5)), {5, 6}),
+        (KeepSince(commit_id(9)), {1, 2, 3, 4, 5, 6}),
         (KeepPeriods("hourly", 2), {5, 6}),
         (KeepPeriods("daily", 2), {6}),
     ],
@@ -210,6 +213,7 @@ policies = st.one_of(
         n=st.integers(1, 3),
     ),
     st.builds(KeepWithin, st.integers(1, 1_000_000)),
+    st.builds(KeepSince, st.builds(commit_id, st.integers(1, 13))),
     st.builds(
         KeepPeriods, st.sampled_from(["hourly", "daily", "weekly", "monthly"]), st.integers(1, 3)
     ),

@@ -252,7 +252,26 @@ def test_what_lies_behind_a_link_is_forgotten_and_resumed_as_any_other(
 # -- retention of the store's own --
 
 
-@pytest.mark.parametrize("kind", KINDS)
+class Behind(AsyncStoreCheckpointIO):
+    """Publishes, and retains, when all commits of the training are durable."""
+
+    def _begin(self) -> None:
+        super()._begin()
+        self.over = threading.Event()
+
+    def _do(self, act: Any, args: tuple[Any, ...]) -> None:
+        assert self.over.wait(60)
+        super()._do(act, args)
+
+    def _drain(self) -> None:
+        self.over.set()
+        super()._drain()
+
+
+RETAINING = (*KINDS, Behind)
+
+
+@pytest.mark.parametrize("kind", RETAINING)
 def test_the_stores_retention_decides_what_stays(tmp_path: Path, store: Store, kind: Any) -> None:
     callback = StoreModelCheckpoint(
         dirpath=tmp_path / "ckpt",
@@ -277,7 +296,7 @@ def test_the_stores_retention_decides_what_stays(tmp_path: Path, store: Store, k
     assert run.global_step == 12
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RETAINING)
 def test_saves_before_the_first_validation_all_stay_until_its_metric_is_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any
 ) -> None:
@@ -289,7 +308,8 @@ def test_saves_before_the_first_validation_all_stay_until_its_metric_is_there(
     )
     plugin = kind(tmp_path / "store")
     fitted(tmp_path, plugin, callback, max_epochs=2, limit_train_batches=4)
-    assert "no commit has the metric 'val_loss'" in caplog.text
+    if kind is StoreCheckpointIO:  # one that is behind may look when the metric is there
+        assert "no commit has the metric 'val_loss'" in caplog.text
     assert files(tmp_path) == ["step=7.ckpt", "step=8.ckpt"]
 
 

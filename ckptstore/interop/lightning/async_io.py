@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptstore.internals import PendingCommit
 from ckptstore.interop.lightning.checkpoint_io import ALONE_RANKS, StoreCheckpointIO
-from ckptstore.maintenance.retention import Policy
+from ckptstore.maintenance.retention import KeepSince, Policy
 
 logger = logging.getLogger("ckptstore")
 
@@ -34,7 +34,11 @@ class AsyncStoreCheckpointIO(StoreCheckpointIO):
         self._behind(super().link, path, link)
 
     def retain(self, policies: Sequence[Policy], directory: str | os.PathLike[str]) -> None:
-        self._behind(super().retain, policies, directory)
+        self._behind(self._retain, policies, directory)
+
+    def _retain(self, policies: Sequence[Policy], directory: str | os.PathLike[str]) -> None:
+        # Commits that have no pointer yet stay: one that was forgotten first would get one after.
+        super().retain([*policies, KeepSince(self._published)], directory)
 
     def teardown(self) -> None:
         self._drain()
@@ -51,7 +55,9 @@ class AsyncStoreCheckpointIO(StoreCheckpointIO):
             self._settle()
 
     def _publish_when_durable(self, place: str, pending: PendingCommit) -> None:
-        self._publish(place, pending.wait())
+        snapshot = pending.wait()
+        self._publish(place, snapshot)
+        self._published = snapshot.id
 
     def _settle(self) -> None:
         self._drain()
