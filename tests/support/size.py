@@ -1,5 +1,5 @@
 """How large the package is: tokens, files, the longest file and functions, and the offenders.
-`python -m tests.support.size [FOLDER]`.
+`python -m tests.support.size [FOLDER]`; for the package itself, the core and each plugin as well.
 
 A token is one of the standard library's `tokenize`. Comments and layout (COMMENT, NL, NEWLINE,
 INDENT, DEDENT, ENCODING, ENDMARKER) do not count. Everything else does, a docstring as one token.
@@ -15,6 +15,22 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from statistics import median
+
+PLUGINS = {
+    "files": ("adopt/", "adoption.py", "interop/formats/", "interop/fsspec.py"),
+    "trainers": (
+        *("interop/lightning/", "interop/accelerate/", "interop/torchtitan/", "interop/ray.py"),
+        *("interop/transformers.py", "interop/deepspeed", "interop/directories.py"),
+        *("interop/mlflow.py", "interop/serving.py", "interop/trackers.py", "interop/vllm.py"),
+        *("interop/trackio.py", "interop/wandb.py", "interop/megatron.py", "interop/leaving.py"),
+        "interop/background_saves.py",
+    ),
+    "torchft": ("interop/torchft/",),
+    "torchsnapshot": ("interop/torchsnapshot/",),
+    "analysis": ("analysis.py", "averages.py", "history.py", "measurements.py"),
+    "ui": ("ui/",),
+}
+"""How the names of the files of each plugin begin, below the package; all others are the core."""
 
 FILE_LINES_MAX = 450
 FUNCTION_LINES_MAX = 60
@@ -79,6 +95,16 @@ def sources_in(folder: Path) -> list[tuple[str, bytes]]:
     ]
 
 
+def shares(sources: Iterable[tuple[str, bytes]]) -> dict[str, int]:
+    """The tokens of the core and of each plugin, of sources named `ckptstore/…`."""
+    tokens = dict.fromkeys(("core", *PLUGINS), 0)
+    for name, source in sources:
+        below = name.partition("/")[2]
+        owners = (plugin for plugin, begins in PLUGINS.items() if below.startswith(begins))
+        tokens[next(owners, "core")] += measure([(name, source)]).tokens
+    return tokens
+
+
 def report(size: Size) -> str:
     """A table of sums, and of the offenders below it."""
     rows = [
@@ -104,8 +130,13 @@ def report(size: Size) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    folder = Path(arguments[0] if arguments else Path(__file__).parents[2] / "ckptstore").resolve()
-    print(report(measure(sources_in(folder))))
+    if arguments:
+        print(report(measure(sources_in(Path(arguments[0]).resolve()))))
+        return
+    sources = sources_in(Path(__file__).parents[2] / "ckptstore")
+    for name, tokens in shares(sources).items():
+        print(f"{name:<17} {tokens:,} tokens")
+    print(report(measure(sources)))
 
 
 def _functions(name: str, source: bytes) -> list[Piece]:

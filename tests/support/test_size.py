@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.size import Piece, main, measure, report, sources_in
+from tests.support.size import PLUGINS, Piece, main, measure, report, shares, sources_in
 
 SMALL = b'''"""Docstring."""  # comment
 
@@ -117,3 +117,18 @@ def test_the_report_has_every_figure(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_folder_without_sources_has_a_report_too() -> None:
     assert report(measure([])).startswith("tokens            0\nfiles             0\n")
+
+
+def test_each_plugin_has_its_files_and_the_core_the_rest() -> None:
+    sources = sources_in(Path(__file__).parents[2] / "ckptstore")
+    below = [name.partition("/")[2] for name, _ in sources]
+    for plugin, begins in PLUGINS.items():
+        for start in begins:
+            assert any(name.startswith(start) for name in below), f"{plugin} has no {start}"
+    found = shares(sources)
+    assert sum(found.values()) == measure(sources).tokens
+    assert shares([("x/ui/a.py", b"x"), ("x/uint.py", b"x = 1")]) == {
+        **dict.fromkeys(found, 0),
+        "ui": 1,
+        "core": 3,
+    }

@@ -1,0 +1,24 @@
+"""How much of the package a small operation enters; the ceilings may only be lowered."""
+
+from tests.support.entered import Entered, operations, trace
+
+CEILINGS = {
+    "commit": (64, 450, 1_110),
+    "restore": (55, 370, 1_000),
+    "gc": (41, 610, 1_180),
+}
+"""Files, changes of room and calls, five in a hundred above what was measured."""
+
+
+def test_operations_enter_no_more_of_the_package_than_before() -> None:
+    found: dict[str, list[Entered]] = {name: [] for name in CEILINGS}
+    for _ in range(3):  # a slow moment of the machine adds waits and reports; none takes any away
+        with operations() as acts:
+            assert acts.keys() == CEILINGS.keys()
+            for name, act in acts.items():
+                found[name].append(trace(act))
+    for name, (files, changes, calls) in CEILINGS.items():
+        least = min(found[name], key=lambda entered: len(entered.files))
+        assert len(least.files) <= files, f"{name}: {sorted(least.files)}"
+        assert min(entered.changes for entered in found[name]) <= changes, found[name]
+        assert min(entered.calls for entered in found[name]) <= calls, found[name]
