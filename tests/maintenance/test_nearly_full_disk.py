@@ -15,7 +15,7 @@ import torch
 
 import ckptstore
 from ckptstore.errors import Unavailable
-from tests.support.mounts import free_bytes, leave_free, small_disk, small_disk_problem
+from tests.support.mounts import free_bytes, small_disk, small_disk_problem
 
 ROOT = Path(__file__).parents[2]
 BLOCK_BYTES = 4096
@@ -52,12 +52,18 @@ def sweep(store: Path, blocks: Iterable[int]) -> None:
 
 
 def fill(place: Path, wanted_bytes: int) -> Path:
-    """Fill the disk but for about `wanted_bytes`: ext4 takes blocks for its own lists."""
-    with suppress(OSError):
-        leave_free(place, wanted_bytes)
+    """Fill the disk but for about `wanted_bytes`: ext4 takes blocks for its own lists, and xfs
+    refuses a file that would take its last blocks."""
     ballast = place / "ballast"
-    if (missing := wanted_bytes - free_bytes(place)) > 0:
-        os.truncate(ballast, ballast.stat().st_size - missing)
+    with ballast.open("wb") as file:
+        piece = free_bytes(place)
+        while (piece := min(piece, free_bytes(place) - wanted_bytes)) >= BLOCK_BYTES:
+            try:
+                os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, piece)
+            except OSError:
+                piece //= 2
+        if (missing := wanted_bytes - free_bytes(place)) > 0:
+            os.truncate(file.fileno(), max(os.fstat(file.fileno()).st_size - missing, 0))
     return ballast
 
 
