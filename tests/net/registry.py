@@ -1,18 +1,29 @@
 """Every way to write, to read, every operation and every place, in one table each, from which the
 properties of the net draw. A test compares the tables with the public names."""
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from shutil import rmtree
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 import ckptstore
+from ckptstore.averages import combine, mean
 from ckptstore.interop.formats.exports import export
 from ckptstore.interop.formats.imports import import_path
+from tests.net import places
 from tests.net.training import Tensors, tensors_of
+from tests.shared.sites import Sites
+
+BLOCK = 1 << 14
+"""Elements of a block: one chunk of the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,42 +213,97 @@ READERS = (
 # -- operations, each by a store of its own: P1 runs one within another --
 
 
+def contents(random: Random, blocks: Sequence[torch.Tensor], number: int) -> dict[str, Any]:
+    """Tensors of blocks that other commits have too, in other places, and now and then of one that
+    nobody else has."""
+    x, y = (torch.cat(random.choices(blocks, k=count)) for count in (3, 2))
+    state: dict[str, Any] = {"x": x, "tie": x, "y": y, "n": number}
+    if random.random() < 0.6:
+        state["own"] = torch.full((BLOCK + 5,), random.random())
+    return state
+
+
 class World:
     """A store and a mirror, and what each commit has, by step."""
 
-    def __init__(self, folder: Path, states: dict[int, Any], coming: dict[int, Any]) -> None:
-        self.folder, self.states, self.coming = folder, states, coming
+    def __init__(self, sites: tuple[Sites, Sites], folder: Path, random: Random) -> None:
+        """Six commits, of which the newest may have no chunk of its own, and a mirror with some."""
+        self.sites, self.folder = sites, folder
+        self.store, self.mirror = (kind.new() for kind in sites)
+        generator = torch.Generator().manual_seed(random.getrandbits(32))
+        blocks = [torch.rand(BLOCK, generator=generator) for _ in range(random.randint(3, 6))]
+        self.states = {step: contents(random, blocks, step) for step in (*range(1, 7), 100, 200)}
+        for step in (5, 6):
+            self.states[step].pop("own", None)
+        for step in (101, 201):
+            self.states[step] = middle(self.states[5], self.states[6], self.states[6]["n"])
+        self.files = {step: {"notes.txt": b"0", "x.bin": os.urandom(999)} for step in (102, 202)}
+        self.held: list[tuple[str, torch.Tensor]] = []
         self.prepared: Any = None
+        self.as_it_was: dict[str, int] = {}
+        to = self.mirror.as_storage()
+        with self.store.open(threads=1) as store:
+            for step in range(1, 7):
+                store.commit(self.states[step], step=step)
+                if step == 3 and random.random() < 0.7:
+                    store.push(self.mirror.place, create=True, storage=to)
+            store.push(self.mirror.place, 6, create=True, storage=to)
 
-    def at(self, folder: Path) -> "World":
-        return World(folder, self.states, self.coming)
+    def copied(self) -> "World":
+        """The same again, elsewhere, with nothing done to it."""
+        again = copy(self)
+        again.held, again.as_it_was = [], places.objects_of(self.mirror)
+        again.store = places.copied(self.sites[0], self.store)
+        again.mirror = places.copied(self.sites[1], self.mirror)
+        return again
 
-    @property
-    def store(self) -> Path:
-        return self.folder / "store"
+    def is_mirror_changed(self) -> bool:
+        return places.objects_of(self.mirror) != self.as_it_was
 
-    @property
-    def mirror(self) -> Path:
-        return self.folder / "mirror"
+    def remove(self) -> None:
+        for sites, site in zip(self.sites, (self.store, self.mirror), strict=True):
+            places.removed(sites, site)
+
+    def look(self, store: ckptstore.Store) -> ckptstore.Snapshot:
+        """The commit that all operations spare."""
+        return store.checkout(6)
 
     def compare(self, snapshot: ckptstore.Snapshot) -> None:
         """What a commit has is what was committed; a leaf that was thinned away is not there."""
         assert snapshot.step is not None
-        wanted = (self.states | self.coming)[snapshot.step]
+        if snapshot.step in self.files:
+            self.compare_files(snapshot)
+            return
         here = there(snapshot)
         state = snapshot.state_dict(select=here.__contains__)
         assert state.keys() == here
+        self.compare_state(state, snapshot.step)
+
+    def compare_state(self, state: Mapping[str, Any], step: int) -> None:
         for name, value in state.items():
-            equal = torch.equal(value, wanted[name]) if name != "n" else value == wanted[name]
-            assert equal, f"step {snapshot.step}: {name} is not what was committed"
+            wanted = self.states[step][name]
+            equal = torch.equal(value, wanted) if name != "n" else value == wanted
+            assert equal, f"step {step}: {name} is not what was committed"
+
+    def compare_files(self, snapshot: ckptstore.Snapshot) -> None:
+        with TemporaryDirectory(dir=self.folder) as folder:
+            snapshot.materialize(folder)
+            found = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+        assert found == self.files[snapshot.step or 0], "an adopted directory comes back another"
+
+
+def middle(first: Mapping[str, Any], second: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The mean of two states."""
+    names = ("x", "tie", "y")
+    return {name: 0.5 * first[name] + 0.5 * second[name] for name in names} | {"n": number}
 
 
 def op_commit(world: World, store: ckptstore.Store, step: int) -> None:
-    world.compare(store.commit(world.coming[step], step=step))
+    world.compare(store.commit(world.states[step], step=step))
 
 
 def op_commit_async(world: World, store: ckptstore.Store, step: int) -> None:
-    world.compare(store.commit_async(world.coming[step], step=step).wait())
+    world.compare(store.commit_async(world.states[step], step=step).wait())
 
 
 def op_restore(world: World, store: ckptstore.Store, step: int) -> None:
@@ -245,18 +311,28 @@ def op_restore(world: World, store: ckptstore.Store, step: int) -> None:
         name: torch.zeros_like(value) if name != "n" else 0
         for name, value in world.states[6].items()
     }
-    store.checkout(6).restore(target, strict=False)
-    for name, value in world.states[6].items():
-        equal = torch.equal(target[name], value) if name != "n" else target[name] == value
-        assert equal, f"restored {name} is not what was committed"
+    world.look(store).restore(target)
+    world.compare_state(target, 6)
 
 
 def op_read(world: World, store: ckptstore.Store, step: int) -> None:
     """One that was looked up before, so that its chunks may have moved meanwhile."""
-    snapshot = world.prepared if step == 100 else store.checkout(6)
+    snapshot = world.prepared if step == 100 else world.look(store)
+    world.compare_state({name: snapshot.read(name) for name in ("x", "y")}, 6)
+    snapshot.verify()
+
+
+def op_mmap(world: World, store: ckptstore.Store, step: int) -> None:
+    """What is mapped stays to the end, whatever becomes of its pack."""
+    snapshot = world.prepared if step == 100 else world.look(store)
     for name in ("x", "y"):
-        got = snapshot.read(name)
-        assert torch.equal(got, world.states[6][name]), f"read {name} is not what was committed"
+        try:
+            world.held.append((name, snapshot.open(name)))
+        except ckptstore.InvalidInput as error:
+            if "use read" not in str(error):
+                raise
+    for name, tensor in world.held:
+        world.compare_state({name: tensor}, 6)
 
 
 def op_gc(world: World, store: ckptstore.Store, step: int) -> None:
@@ -278,25 +354,67 @@ def op_forget(world: World, store: ckptstore.Store, step: int) -> None:
     store.gc(grace_s=0, max_unused=0.0)
 
 
+def op_undelete(world: World, store: ckptstore.Store, step: int) -> None:
+    """Unless another operation has deleted, forgotten or undeleted it meanwhile."""
+    with suppress(ckptstore.NotFound, ckptstore.Conflict):
+        store.forget([2])
+        store.undelete(2)
+
+
 def op_push(world: World, store: ckptstore.Store, step: int) -> None:
-    store.push(world.mirror, force=True)
+    store.push(world.mirror.place, force=True, storage=world.mirror.as_storage())
 
 
 def op_pull(world: World, store: ckptstore.Store, step: int) -> None:
-    store.pull(world.mirror, force=True)
+    store.pull(world.mirror.place, force=True, storage=world.mirror.as_storage())
+
+
+def op_repair(world: World, store: ckptstore.Store, step: int) -> None:
+    """Nothing is damaged, whatever moves meanwhile."""
+    to = world.mirror.as_storage()
+    done = store.repair(world.mirror.place, apply=True, read_data="100%", storage=to)
+    assert not done.before.findings, done.before.findings
+
+
+def op_average(world: World, store: ckptstore.Store, step: int) -> None:
+    world.compare(combine(store, [5, 6], mean(2), step=step + 1))
+
+
+def op_reindex(world: World, store: ckptstore.Store, step: int) -> None:
+    assert not store.reindex().unreadable
+
+
+def op_fsck(world: World, store: ckptstore.Store, step: int) -> None:
+    found = store.fsck(read_data="100%").findings
+    assert not found, found
+
+
+def op_adopt(world: World, store: ckptstore.Store, step: int) -> None:
+    with TemporaryDirectory(dir=world.folder) as folder:
+        for name, data in world.files[step + 2].items():
+            (Path(folder) / name).write_bytes(data)
+        snapshot = store.adopt(folder, step=step + 2)
+    world.compare(snapshot)
 
 
 OPERATIONS = (
     Operation("commit", ("Store.commit",), op_commit),
     Operation("commit_async", ("Store.commit_async", "PendingCommit"), op_commit_async),
     Operation("restore", ("Snapshot.restore",), op_restore),
-    Operation("read", ("Snapshot.read",), op_read),
-    Operation("gc", ("Store.gc", "$ gc"), op_gc),
-    Operation("compact", ("Store.compact", "CompactPolicy", "$ compact"), op_compact),
-    Operation("thin", ("Store.forget",), op_thin),
-    Operation("forget", ("Store.forget", "Store.tag", "KeepLast", "$ forget"), op_forget),
-    Operation("push", ("Store.push", "$ push"), op_push),
-    Operation("pull", ("Store.pull", "$ pull"), op_pull),
+    Operation("read", ("Snapshot.read", "Snapshot.verify"), op_read),
+    Operation("mmap", ("Snapshot.open",), op_mmap),
+    Operation("gc", ("Store.gc",), op_gc),
+    Operation("compact", ("Store.compact", "CompactPolicy"), op_compact),
+    Operation("thin", ("Store.forget", "KeepLast"), op_thin),
+    Operation("forget", ("Store.forget", "Store.tag", "KeepLast"), op_forget),
+    Operation("undelete", ("Store.forget", "Store.undelete"), op_undelete),
+    Operation("push", ("Store.push",), op_push),
+    Operation("pull", ("Store.pull",), op_pull),
+    Operation("repair", ("Store.repair",), op_repair),
+    Operation("average", (), op_average),
+    Operation("reindex", ("Store.reindex",), op_reindex),
+    Operation("fsck", ("Store.fsck",), op_fsck),
+    Operation("adopt", ("Store.adopt", "Snapshot.materialize"), op_adopt),
 )
 
 # -- places, and what other tests try --

@@ -1,5 +1,5 @@
-"""At the k-th storage call of one operation, another runs to its end, as from another host: what
-each commit has stays what was committed."""
+"""At the k-th storage call of one operation, another runs to its end, as from another process or
+host: what each commit has stays what was committed."""
 
 import os
 import time
@@ -8,24 +8,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from shutil import copytree
 from tempfile import TemporaryDirectory
 from threading import Lock, Thread, get_ident
 from typing import Any
 
 import pytest
-import torch
 
-import ckptstore
+from ckptstore.index.postgres_log import PostgresLog
+from ckptstore.storage.bucket import BucketStorage
 from ckptstore.storage.local import LocalStorage
 from tests.net import registry
+from tests.net.places import Ground, shared_directories
 from tests.net.registry import Operation, World
+from tests.shared.sites import on
 
-CALLS = (
+OBJECTS = (
     *("read", "read_into", "read_tail", "size", "open_file", "put", "put_new", "create"),
     *("sync_dirs", "delete", "list"),
 )
-BLOCK = 1 << 14
+CALLS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (LocalStorage, OBJECTS),
+    (BucketStorage, OBJECTS),
+    (PostgresLog, ("read", "behind", "create")),
+)
+"""What is interrupted: the calls of each storage, and those of a log that is in a database."""
+
 PATIENCE_S = 5.0
 MEMORY = Path("/dev/shm")
 
@@ -38,13 +45,9 @@ class Interruption:
         self.at, self.other, self.lock = at, other, Lock()
         self.count, self.where = 0, ""
         self.thread: Thread | None = None
-        self.own: set[int] = set()
-        self.result: Any = None
         self.error: BaseException | None = None
 
-    def called(self, name: str, storage: Any, foreign: set[int], args: Any) -> None:
-        if id(storage) in foreign:
-            return
+    def called(self, name: str, args: Any) -> None:
         with self.lock:
             self.count += 1
             due = self.count == self.at
@@ -56,7 +59,7 @@ class Interruption:
 
     def run(self) -> None:
         try:
-            self.result = self.other()
+            self.other()
         except BaseException as error:
             self.error = error
 
@@ -72,81 +75,48 @@ class Interruption:
 def interrupted(interruption: Interruption) -> Iterator[None]:
     """Storage objects that the watched thread's operation opened count; those of the other do
     not."""
-    foreign: set[int] = set()
-    before = {name: getattr(LocalStorage, name) for name in CALLS}
-    init = LocalStorage.__init__
+    foreign: dict[int, Any] = {}  # kept: an id is not given twice
 
-    def opened(self: Any, *args: Any, **options: Any) -> None:
-        thread = interruption.thread
-        if thread is not None and get_ident() == thread.ident:
-            foreign.add(id(self))
-            registry_of_storages.append(self)
-        init(self, *args, **options)
+    def opening(init: Any) -> Any:
+        def opened(self: Any, *args: Any, **options: Any) -> None:
+            thread = interruption.thread
+            if thread is not None and get_ident() == thread.ident:
+                foreign[id(self)] = self
+            init(self, *args, **options)
 
-    registry_of_storages: list[Any] = []  # kept: an id is not given twice
+        return opened
 
-    def wrapping(name: str) -> Any:
-        call = before[name]
-
+    def wrapping(name: str, call: Any) -> Any:
         def wrapped(self: Any, *args: Any, **options: Any) -> Any:
-            interruption.called(name, self, foreign, args)
+            if id(self) not in foreign:
+                interruption.called(name, args)
             return call(self, *args, **options)
 
         return wrapped
 
-    try:
-        LocalStorage.__init__ = opened  # type: ignore[method-assign]
-        for name in CALLS:
-            setattr(LocalStorage, name, wrapping(name))
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, names in CALLS:
+            patch.setattr(kind, "__init__", opening(kind.__init__))
+            for name in names:
+                patch.setattr(kind, name, wrapping(name, getattr(kind, name)))
         yield
-    finally:
-        LocalStorage.__init__ = init  # type: ignore[method-assign]
-        for name, call in before.items():
-            setattr(LocalStorage, name, call)
 
 
-def contents(random: Random, blocks: list[torch.Tensor], number: int) -> dict[str, Any]:
-    """Tensors of blocks that other commits have too, in other places, and now and then of one that
-    nobody else has."""
-    x, y = (torch.cat(random.choices(blocks, k=count)) for count in (3, 2))
-    state: dict[str, Any] = {"x": x, "tie": x, "y": y, "n": number}
-    if random.random() < 0.6:
-        state["own"] = torch.full((BLOCK + 5,), random.random())
-    return state
-
-
-def made(folder: Path, random: Random) -> World:
-    """Six commits, of which the newest may have no chunk of its own, and a mirror with some."""
-    generator = torch.Generator().manual_seed(random.getrandbits(32))
-    blocks = [torch.rand(BLOCK, generator=generator) for _ in range(random.randint(3, 6))]
-    states = {step: contents(random, blocks, step) for step in range(1, 7)}
-    for step in (5, 6):
-        states[step].pop("own", None)
-    coming = {step: contents(random, blocks, step) for step in (100, 200)}
-    storage = ckptstore.Storage(chunk_bytes=1 << 16)
-    with ckptstore.open(folder / "store", storage=storage, threads=1) as store:
-        for step, state in states.items():
-            store.commit(state, step=step)
-            if step == 3 and random.random() < 0.7:
-                store.push(folder / "mirror", create=True)
-        if not (folder / "mirror").exists():
-            store.push(folder / "mirror", 6, create=True)
-    return World(folder, states, coming)
-
-
-def step_of(world: World, first: Operation, second: Operation, at: int | None) -> Interruption:
-    """`first` on this host, `second` within its `at`-th call on another."""
+def meet(
+    world: World, first: Operation, second: Operation, at: int | None, hosts: tuple[Path, Path]
+) -> Interruption:
+    """`first` on one host, within its `at`-th call `second` on the other."""
+    here, there = hosts
 
     def other() -> None:
-        with ckptstore.open(world.store, threads=1) as store:
+        with on(there), world.store.open(threads=1) as store:
             second.act(world, store, 200)
 
     interruption = Interruption(at, other)
-    with ckptstore.open(world.store, threads=1) as store:
-        prepared = store.checkout(6)
-        prepared.leaves()
+    with on(here), world.store.open(threads=1) as store:
+        world.prepared = world.look(store)
+        world.prepared.leaves()
         with interrupted(interruption):
-            world.prepared = prepared
             try:
                 first.act(world, store, 100)
             finally:
@@ -154,55 +124,94 @@ def step_of(world: World, first: Operation, second: Operation, at: int | None) -
     return interruption
 
 
-def checked(world: World) -> None:
-    """Both stores show what was committed, and nothing in them is damaged."""
-    for place in (world.store, world.mirror):
-        with ckptstore.open(place, create=False, threads=1) as store:
+def checked(world: World, host: Path, random: Random) -> None:
+    """The stores show what was committed, before a gc or after it, and nothing in them is
+    damaged."""
+    for site in [world.store, *([world.mirror] if world.is_mirror_changed() else [])]:
+        with site.open(host, create=False, threads=1) as store:
+            cleans_first = random.random() < 0.5
+            if cleans_first:
+                store.gc(grace_s=0, max_unused=0.0)
             for info in store.log():
                 world.compare(store.checkout(info.id))
+            if not cleans_first:
+                store.gc(grace_s=0, max_unused=0.0)
             findings = store.fsck(read_data="100%").findings
-            assert not findings, f"{place.name}: {findings}"
-            store.gc(grace_s=0, max_unused=0.0)
-            for info in store.log():
-                world.compare(store.checkout(info.id))
+            assert not findings, f"{site.place}: {findings}"
+    for name, tensor in world.held:
+        world.compare_state({name: tensor}, 6)
 
 
-def draw(base: Path, seed: int, counts: Counter[str]) -> None:
-    """One world, and some pairs of operations at some call in it."""
-    random = Random(seed)
-    world = made(base / "made", random)
-    for number in range(8):
-        first, second = random.choice(registry.OPERATIONS), random.choice(registry.OPERATIONS)
-        calls = step_of(world.at(copied(base, f"{number}-alone")), first, second, None).count
-        at = random.randint(1, max(calls, 1))
-        steps = f"{first.name}, at call {at} of {calls} {second.name}"
-        there = world.at(copied(base, f"{number}"))
+class Round:
+    """Every ordered pair of operations once. Each first operation has a world of its own, which
+    depends on the seed and on its name alone; so does what is drawn for a pair."""
+
+    def __init__(self, seed: int, ground: Ground) -> None:
+        self.seed, self.ground = seed, ground
+        self.counts = Counter[str]()
+
+    def run(self, until: float, only: str | None = None) -> None:
+        firsts = list(registry.OPERATIONS)
+        Random(self.seed).shuffle(firsts)
+        for first in firsts:
+            if only is None or only.startswith(f"{first.name} × "):
+                self.row(first, until, only)
+
+    def row(self, first: Operation, until: float, only: str | None) -> None:
+        random = Random(f"{self.seed} {first.name}")
+        with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+            base = Path(folder)
+            sites = self.ground.drawn(random, base), self.ground.drawn(random, base)
+            with on(base / "host"):
+                world = World(sites, base, random)
+            alone = world.copied()
+            calls = meet(alone, first, first, None, (base / "alone", base / "alone")).count
+            alone.remove()
+            seconds = list(registry.OPERATIONS)
+            random.shuffle(seconds)
+            for second in seconds:
+                name = f"{first.name} × {second.name}"
+                if only in (None, name) and time.monotonic() < until:
+                    self.pair(world.copied(), name, first, second, max(calls, 1))
+            world.remove()
+
+    def pair(
+        self, world: World, name: str, first: Operation, second: Operation, calls: int
+    ) -> None:
+        random = Random(f"{self.seed} {name}")
+        at, one = random.randint(1, calls), random.random() < 0.4
+        here = world.folder / f"hosts-{second.name}" / "here"
+        there = here if one else here.with_name("there")
+        kinds = [sites.kind for sites in world.sites]
         try:
-            step_of(there, first, second, at)
-            checked(there)
+            meet(world, first, second, at, (here, there))
+            checked(world, random.choice((here, there)), random)
         except BaseException as error:
-            error.add_note(f"world of seed {seed}, pair {number}: {steps}")
+            error.add_note(
+                f"{second.name} within call {at} of {calls} of {first.name}, by "
+                f"{'the same' if one else 'another'} host; store and mirror: {kinds}; repeat with "
+                f"CKPTSTORE_NET_WORLD={self.seed} CKPTSTORE_NET_PAIR={name!r}"
+            )
             raise
-        counts["pairs"] += 1
-        counts[f"{first.name} × {second.name}"] += 1
+        world.remove()
+        self.counts["pairs"] += 1
+        self.counts[kinds[0]] += 1
 
 
-def copied(base: Path, name: str) -> Path:
-    copytree(base / "made", base / name, symlinks=True)
-    return base / name
-
-
-@pytest.mark.parametrize("seconds", [12, pytest.param(1800, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seconds", [18, pytest.param(1800, marks=pytest.mark.soak)])
 @pytest.mark.timeout(4 * 3600)
 def test_no_pair_of_operations_exchanges_or_loses_bytes(
-    seed: int, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seed: int, seconds: float, request: pytest.FixtureRequest
 ) -> None:
-    """A failure names its world: CKPTSTORE_NET_WORLD=N makes that one alone."""
-    monkeypatch.setenv("CKPTSTORE_CACHE", str(tmp_path / "cache"))
-    only = os.environ.get("CKPTSTORE_NET_WORLD")
-    begun, counts, number = time.monotonic(), Counter[str](), 0
-    while not number or (not only and time.monotonic() - begun < seconds):
-        with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
-            draw(Path(folder), int(only) if only else seed + number, counts)
-        number += 1
-    print(f"{number} worlds from seed {seed}: {counts.most_common(5)}")
+    """A failure names its pair, which runs alone with the variables that it prints."""
+    only, pair = os.environ.get("CKPTSTORE_NET_WORLD"), os.environ.get("CKPTSTORE_NET_PAIR")
+    until, rounds, counts = time.monotonic() + seconds, 0, Counter[str]()
+    ground = Ground(request, with_servers=seconds > 60)
+    with shared_directories():
+        while time.monotonic() < until and not (only and rounds):
+            one = Round(int(only) if only else seed + rounds, ground)
+            one.run(until, pair)
+            counts += one.counts
+            rounds += 1
+    assert counts["pairs"]
+    print(f"{rounds} rounds of {len(registry.OPERATIONS)}² pairs from seed {seed}: {dict(counts)}")
