@@ -18,6 +18,7 @@ import ckptstore
 from ckptstore.averages import combine, mean
 from ckptstore.interop.formats.exports import export
 from ckptstore.interop.formats.imports import import_path
+from ckptstore.maintenance.check import Finding, Report, Severity
 from tests.net import places
 from tests.net.training import Tensors, tensors_of
 from tests.shared.sites import Sites
@@ -298,6 +299,11 @@ def middle(first: Mapping[str, Any], second: Mapping[str, Any], number: int) -> 
     return {name: 0.5 * first[name] + 0.5 * second[name] for name in names} | {"n": number}
 
 
+def alarms(report: Report) -> list[Finding]:
+    """What somebody would have to see to; that a writer is at work is a note."""
+    return [finding for finding in report.findings if finding.severity is not Severity.NOTE]
+
+
 def op_commit(world: World, store: ckptstore.Store, step: int) -> None:
     world.compare(store.commit(world.states[step], step=step))
 
@@ -373,7 +379,7 @@ def op_repair(world: World, store: ckptstore.Store, step: int) -> None:
     """Nothing is damaged, whatever moves meanwhile."""
     to = world.mirror.as_storage()
     done = store.repair(world.mirror.place, apply=True, read_data="100%", storage=to)
-    assert not done.before.findings, done.before.findings
+    assert not alarms(done.before), done.before.findings
 
 
 def op_average(world: World, store: ckptstore.Store, step: int) -> None:
@@ -385,8 +391,8 @@ def op_reindex(world: World, store: ckptstore.Store, step: int) -> None:
 
 
 def op_fsck(world: World, store: ckptstore.Store, step: int) -> None:
-    found = store.fsck(read_data="100%").findings
-    assert not found, found
+    report = store.fsck(read_data="100%")
+    assert not alarms(report), report.findings
 
 
 def op_adopt(world: World, store: ckptstore.Store, step: int) -> None:
