@@ -368,11 +368,13 @@ def op_undelete(world: World, store: ckptstore.Store, step: int) -> None:
 
 
 def op_push(world: World, store: ckptstore.Store, step: int) -> None:
-    store.push(world.mirror.place, force=True, storage=world.mirror.as_storage())
+    done = store.push(world.mirror.place, force=True, storage=world.mirror.as_storage())
+    assert not done.damaged, done.damaged
 
 
 def op_pull(world: World, store: ckptstore.Store, step: int) -> None:
-    store.pull(world.mirror.place, force=True, storage=world.mirror.as_storage())
+    done = store.pull(world.mirror.place, force=True, storage=world.mirror.as_storage())
+    assert not done.damaged, done.damaged
 
 
 def op_repair(world: World, store: ckptstore.Store, step: int) -> None:
