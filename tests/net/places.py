@@ -120,7 +120,7 @@ def objects_of(site: Site) -> dict[str, int]:
 def removed(sites: Sites, site: Site) -> None:
     """Nothing of `site` stays in a server or in memory."""
     if site.folder is not None:
-        rmtree(site.folder)
+        rmtree(site.folder, ignore_errors=True)
     else:
         with closing(site.storage()) as storage:
             for key, _ in list(storage.list("")):
