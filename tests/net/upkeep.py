@@ -265,6 +265,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("show", "latest"),
     ("ls", "latest"),
     ("diff", "latest", "latest"),
+    ("history",),
     ("stats",),
     ("tag",),
     ("sessions",),
