@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from threading import Lock, Thread, get_ident
 from typing import Any
 
@@ -33,6 +33,10 @@ CALLS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (PostgresLog, ("read", "behind", "create")),
 )
 """What is interrupted: the calls of each storage, and those of a log that is in a database."""
+
+MOVING = ("gc", "compact", "thin", "forget")
+"""Operations that take away what another has looked up: each runs within another at three moments
+for one of the others."""
 
 PATIENCE_S = 5.0
 MEMORY = Path("/dev/shm")
@@ -176,21 +180,30 @@ class Round:
             alone = world.copied()
             calls = meet(alone, first, first, None, (base / "alone", base / "alone")).calls
             alone.remove()
-            seconds = list(registry.OPERATIONS)
+            seconds = [
+                (second, draw)
+                for second in registry.OPERATIONS
+                for draw in range(3 if second.name in MOVING else 1)
+            ]
             random.shuffle(seconds)
-            for second in seconds:
+            for second, draw in seconds:
                 name = f"{first.name} × {second.name}"
                 if only in (None, name) and time.monotonic() < until:
-                    self.pair(world.copied(), name, first, second, calls)
+                    drawn = Random(f"{self.seed} {name} {draw}")
+                    self.pair(world.copied(), first, second, calls, drawn)
             world.remove()
 
     def pair(
-        self, world: World, name: str, first: Operation, second: Operation, calls: list[str]
+        self,
+        world: World,
+        first: Operation,
+        second: Operation,
+        calls: list[str],
+        random: Random,
     ) -> None:
-        random = Random(f"{self.seed} {name}")
         at, one = moment(random, calls), random.random() < 0.4
-        here = world.folder / f"hosts-{second.name}" / "here"
-        there = here if one else here.with_name("there")
+        hosts = Path(mkdtemp(dir=world.folder))
+        here, there = hosts / "here", hosts / ("here" if one else "there")
         kinds = [sites.kind for sites in world.sites]
         try:
             meet(world, first, second, at, (here, there))
@@ -199,7 +212,8 @@ class Round:
             error.add_note(
                 f"{second.name} within call {at} of {len(calls)} of {first.name}, by "
                 f"{'the same' if one else 'another'} host; store and mirror: {kinds}; repeat with "
-                f"CKPTSTORE_NET_WORLD={self.seed} CKPTSTORE_NET_PAIR={name!r}"
+                f"CKPTSTORE_NET_WORLD={self.seed} "
+                f"CKPTSTORE_NET_PAIR='{first.name} × {second.name}'"
             )
             raise
         world.remove()
