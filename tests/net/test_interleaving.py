@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory, mkdtemp
@@ -37,6 +38,9 @@ CALLS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 MOVING = ("gc", "compact", "thin", "forget")
 """Operations that take away what another has looked up: each runs within another at three moments
 for one of the others."""
+
+WORLDS = 4
+"""Of each round, which share what it costs to make them."""
 
 PATIENCE_S = 5.0
 MEMORY = Path("/dev/shm")
@@ -156,51 +160,52 @@ def moment(random: Random, calls: list[str]) -> int:
 
 
 class Round:
-    """Every ordered pair of operations once. Each first operation has a world of its own, which
-    depends on the seed and on its name alone; so does what is drawn for a pair."""
+    """Every ordered pair of operations, those first that take away what another has looked up.
 
-    def __init__(self, seed: int, ground: Ground) -> None:
-        self.seed, self.ground = seed, ground
+    What is drawn for a pair depends on the seed and on the names alone.
+    """
+
+    def __init__(self, seed: int, ground: Ground, folder: Path) -> None:
+        self.seed, self.ground, self.folder = seed, ground, folder
+        self.worlds: dict[int, World] = {}
+        self.calls: dict[tuple[int, str], list[str]] = {}
         self.counts = Counter[str]()
 
     def run(self, until: float, only: str | None = None) -> None:
-        firsts = list(registry.OPERATIONS)
-        Random(self.seed).shuffle(firsts)
-        for first in firsts:
-            if only is None or only.startswith(f"{first.name} × "):
-                self.row(first, until, only)
-
-    def row(self, first: Operation, until: float, only: str | None) -> None:
-        random = Random(f"{self.seed} {first.name}")
-        with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
-            base = Path(folder)
-            sites = self.ground.drawn(random, base), self.ground.drawn(random, base)
-            with on(base / "host"):
-                world = World(sites, base, random)
-            alone = world.copied()
-            calls = meet(alone, first, first, None, (base / "alone", base / "alone")).calls
-            alone.remove()
-            seconds = [
-                (second, draw)
-                for second in registry.OPERATIONS
-                for draw in range(3 if second.name in MOVING else 1)
-            ]
-            random.shuffle(seconds)
-            for second, draw in seconds:
-                name = f"{first.name} × {second.name}"
-                if only in (None, name) and time.monotonic() < until:
-                    drawn = Random(f"{self.seed} {name} {draw}")
-                    self.pair(world.copied(), first, second, calls, drawn)
+        pairs = [
+            (first, second, draw)
+            for first, second in product(registry.OPERATIONS, repeat=2)
+            for draw in range(3 if second.name in MOVING else 1)
+        ]
+        Random(self.seed).shuffle(pairs)
+        pairs.sort(key=lambda pair: pair[1].name not in MOVING)
+        for first, second, draw in pairs:
+            name = f"{first.name} × {second.name}"
+            if only in (None, name) and time.monotonic() < until:
+                self.pair(name, first, second, Random(f"{self.seed} {name} {draw}"))
+        for world in self.worlds.values():
             world.remove()
 
-    def pair(
-        self,
-        world: World,
-        first: Operation,
-        second: Operation,
-        calls: list[str],
-        random: Random,
-    ) -> None:
+    def world(self, number: int) -> World:
+        if number not in self.worlds:
+            random, base = Random(f"{self.seed} {number}"), self.folder / f"{number}"
+            base.mkdir()
+            sites = self.ground.drawn(random, base), self.ground.drawn(random, base)
+            with on(base / "host"):
+                self.worlds[number] = World(sites, base, random)
+        return self.worlds[number]
+
+    def calls_of(self, number: int, first: Operation) -> list[str]:
+        """The storage calls of the operation alone."""
+        if (number, first.name) not in self.calls:
+            alone, host = self.world(number).copied(), self.folder / f"{number}" / "alone"
+            self.calls[number, first.name] = meet(alone, first, first, None, (host, host)).calls
+            alone.remove()
+        return self.calls[number, first.name]
+
+    def pair(self, name: str, first: Operation, second: Operation, random: Random) -> None:
+        number = random.randrange(WORLDS)
+        world, calls = self.world(number).copied(), self.calls_of(number, first)
         at, one = moment(random, calls), random.random() < 0.4
         hosts = Path(mkdtemp(dir=world.folder))
         here, there = hosts / "here", hosts / ("here" if one else "there")
@@ -212,8 +217,7 @@ class Round:
             error.add_note(
                 f"{second.name} within call {at} of {len(calls)} of {first.name}, by "
                 f"{'the same' if one else 'another'} host; store and mirror: {kinds}; repeat with "
-                f"CKPTSTORE_NET_WORLD={self.seed} "
-                f"CKPTSTORE_NET_PAIR='{first.name} × {second.name}'"
+                f"CKPTSTORE_NET_WORLD={self.seed} CKPTSTORE_NET_PAIR={name!r}"
             )
             raise
         world.remove()
@@ -232,8 +236,9 @@ def test_no_pair_of_operations_exchanges_or_loses_bytes(
     ground = Ground(request, with_servers=seconds > 60)
     with shared_directories():
         while time.monotonic() < until and not (only and rounds):
-            one = Round(int(only) if only else seed + rounds, ground)
-            one.run(until, pair)
+            with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+                one = Round(int(only) if only else seed + rounds, ground, Path(folder))
+                one.run(until, pair)
             counts += one.counts
             rounds += 1
     assert counts["pairs"]
