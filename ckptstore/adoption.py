@@ -24,7 +24,13 @@ from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.internals import MakeMetadata, StoreInternals
 from ckptstore.maintenance.forget import set_tag
-from ckptstore.objects.pointer_files import HOLLOW_POINTER, Pointer, read_pointer, write_pointer
+from ckptstore.objects.pointer_files import (
+    HOLLOW_POINTER,
+    Pointer,
+    check_nameable,
+    read_pointer,
+    write_pointer,
+)
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.snapshot import Snapshot, contents_of
 
@@ -52,6 +58,8 @@ def adopt(
     # The pointer in a whole directory is of an older commit. It never stays behind: a ref to the
     # directory would mean that commit.
     hold = new_hold_id() if hollow or os.path.lexists(place / HOLLOW_POINTER) else None
+    if hold:
+        check_nameable(internals.handle.url)
 
     def metadata() -> CommitMetadata:
         given = label()

@@ -405,6 +405,7 @@ class Snapshot:
 
         Raises:
             NotFound: The commit has no such key, or nothing matches `select`.
+            InvalidInput: `mmap` in a store that is no local directory.
 
         Example:
             >>> model.load_state_dict(snap.state_dict("model", mmap=True), assign=True)

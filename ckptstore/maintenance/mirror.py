@@ -62,7 +62,8 @@ class Mirrored:
     """The plan and its result; a dry run has `load` instead.
 
     `stored_bytes` is the growth of the target's packs and documents. `damaged` are commits that the
-    source could not read completely, with the reason; the others are sent.
+    source could not read completely, with the reason; the others are sent, but for those that were
+    forgotten meanwhile.
     """
 
     plan: MirrorPlan
@@ -255,6 +256,12 @@ class _Mirror:
         set_tag(self._target, self._to, tag, there, move=self._options.force)
 
     def _skip(self, transfer: CommitTransfer, error: DamagedMirrorSource) -> None:
+        """A commit that cannot be read is damaged, unless it was forgotten or thinned meanwhile:
+        then a gc may have deleted it."""
+        row = self._source.log.replay().commits.get(transfer.commit)
+        if row is None or row.soft:
+            logger.info("commit %s was forgotten meanwhile and is not sent", transfer.commit[:12])
+            return
         logger.warning(
             "commit %s (step %s) cannot be sent: %s", transfer.commit[:12], transfer.step, error
         )

@@ -193,6 +193,12 @@ def encode_pointer(pointer: Pointer, place: Path | None = None) -> bytes:
     return json.dumps(document, ensure_ascii=False, indent=1).encode() + b"\n"
 
 
+def check_nameable(store: str) -> None:
+    """Raise `InvalidInput` for a store that no pointer file can name, before anything is made that
+    would need one."""
+    _name_of(store, None)
+
+
 def _read(place: Path) -> bytes:
     try:
         # Not blocking: the path may be a pipe that nobody writes to.

@@ -4,7 +4,7 @@ cost is measured."""
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, combinations
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -14,6 +14,7 @@ from ckptstore.core.text import selector
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors
 from ckptstore.state.leaf_sources import FlatState, Source, StagedSource, memory_of
+from ckptstore.state.shared_memory import is_shared, overlapping
 from ckptstore.state.tensors import DTYPE_NAMES, dtype_of
 
 SLICE_ELEMENTS = 1 << 18
@@ -50,23 +51,33 @@ def cast_globs(cast: object) -> CastGlobs:
     return CastGlobs(tuple(dtypes), tuple(unchecked))
 
 
+class _Converted(NamedTuple):
+    """A leaf's tensor, or one of them, and the dtype that it is converted to, if it is."""
+
+    path: str
+    to: str | None
+    tensor: torch.Tensor
+
+
 def refuse_divided_ties(flats: Mapping[str, FlatState], globs: Sequence[tuple[str, str]]) -> None:
-    """Raise `InvalidInput` if `globs` give two dtypes to a tensor that has two names, also in two
-    keys. No state with one tensor for both could be restored to that commit."""
-    known: dict[tuple[Any, ...], tuple[str, str]] = {}
-    for flat in flats.values():
-        dtypes = dict(enumerate(flat.schema.dtypes))
-        dtypes.update((i, dtype) for i, dtype, _ in _wanted(flat.schema, globs))
-        for i, path in enumerate(flat.schema.paths):
-            sources = [of for _, of in flat.held[i].parts] if i in flat.held else [flat.leaves[i]]
-            for source in sources:
-                tensor = getattr(source, "tensor", None)
-                if tensor is None or not tensor.nbytes:
-                    continue
-                memory = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-                first, dtype = known.setdefault(memory, (path, dtypes[i]))
-                if dtype != dtypes[i]:
-                    raise _divided(path, first)
+    """Raise `InvalidInput` if `globs` convert one of two leaves that share memory, in whole or in
+    part, also in two keys. No state with that memory for both could be restored to that commit."""
+    converted = [each for flat in flats.values() for each in _converted(flat, globs)]
+    for group in overlapping(converted):
+        for one, other in combinations(group, 2):
+            if one.to != other.to and is_shared(one.tensor, other.tensor):
+                raise _divided(other.path, one.path)
+
+
+def _converted(flat: FlatState, globs: Sequence[tuple[str, str]]) -> Iterator[_Converted]:
+    dtypes = {i: dtype for i, dtype, _ in _wanted(flat.schema, globs)}
+    for i, path in enumerate(flat.schema.paths):
+        sources = [of for _, of in flat.held[i].parts] if i in flat.held else [flat.leaves[i]]
+        to = dtypes.get(i)
+        for source in sources:
+            tensor = getattr(source, "tensor", None)
+            if tensor is not None and tensor.nbytes:
+                yield _Converted(path, to if to != flat.schema.dtypes[i] else None, tensor)
 
 
 def _divided(path: str, other: str) -> InvalidInput:

@@ -1,4 +1,4 @@
-"""Would contents that a restore puts into shared memory overwrite each other?
+"""Which tensors share memory, and would contents that a restore puts there overwrite each other?
 
 Tensors of a target may overlap each other (`base[:60]` beside `base[40:]`) or themselves
 (`as_strided`). Contents that were committed from such tensors agree where they overlap; others
@@ -7,7 +7,7 @@ that are one (address, shape, strides) are compared by their chunks' ids instead
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -18,6 +18,16 @@ _ALIGNMENT = 16
 """A multiple of every element width."""
 
 
+class HasTensor(Protocol):
+    """Anything that is about one strided tensor."""
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+
+
+P = TypeVar("P", bound=HasTensor)
+
+
 class Place(NamedTuple):
     """A leaf and the strided tensor of a target that its bytes go to."""
 
@@ -26,9 +36,9 @@ class Place(NamedTuple):
     tensor: torch.Tensor
 
 
-def overlapping(places: Iterable[Place]) -> Iterator[list[Place]]:
+def overlapping(places: Iterable[P]) -> Iterator[list[P]]:
     """Groups of places that may share memory with each other, or a place whose elements may."""
-    group: list[Place] = []
+    group: list[P] = []
     end = 0
     for start, stop, place in sorted(_spans(places), key=lambda span: span[:2]):
         if start >= end and group:
@@ -39,6 +49,30 @@ def overlapping(places: Iterable[Place]) -> Iterator[list[Place]]:
         end = max(end, stop)
     if _may_share(group):
         yield group
+
+
+def is_shared(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a byte of memory belongs to both, tensors of one group of `overlapping`. Tensors that
+    are not contiguous are tried out, in memory for the bytes that lie between their ends."""
+    (start_a, stop_a), (start_b, stop_b) = _span(a), _span(b)
+    if start_a >= stop_b or start_b >= stop_a:
+        return False
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    first = min(start_a, start_b)
+    scratch = tensors.new((max(stop_a, stop_b) - first,), torch.uint8).zero_()
+    one, other = (
+        tensors.over(
+            scratch.untyped_storage(),
+            torch.uint8,
+            start - first,
+            (*tensor.shape, tensor.itemsize),
+            (*(stride * tensor.itemsize for stride in tensor.stride()), 1),
+        )
+        for tensor, start in ((a, start_a), (b, start_b))
+    )
+    one.fill_(1)
+    return bool(other.any())
 
 
 def overwritten(group: Sequence[Place], contents: Sequence[torch.Tensor]) -> list[Place]:
@@ -68,18 +102,22 @@ def overwritten(group: Sequence[Place], contents: Sequence[torch.Tensor]) -> lis
     return found
 
 
-def _spans(places: Iterable[Place]) -> Iterator[tuple[int, int, Place]]:
-    """Where the first element of each place begins, and where the last one ends."""
+def _spans(places: Iterable[P]) -> Iterator[tuple[int, int, P]]:
     for place in places:
-        tensor, count = place.tensor, place.tensor.numel()
-        if not tensor.is_contiguous():
-            steps = zip(tensor.shape, tensor.stride(), strict=True)
-            count = 1 + sum((n - 1) * stride for n, stride in steps)
-        start = tensor.data_ptr()
-        yield start, start + count * tensor.itemsize, place
+        yield *_span(place.tensor), place
 
 
-def _may_share(group: Sequence[Place]) -> bool:
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where its first element begins, and where the last one ends."""
+    count = tensor.numel()
+    if not tensor.is_contiguous():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        count = 1 + sum((n - 1) * stride for n, stride in steps)
+    start = tensor.data_ptr()
+    return start, start + count * tensor.itemsize
+
+
+def _may_share(group: Sequence[HasTensor]) -> bool:
     return len(group) > 1 or any(_may_overlap_itself(place.tensor) for place in group)
 
 

@@ -67,3 +67,20 @@ def test_a_running_store_goes_on(store: Path) -> None:
         assert snapshot.read("model/bias").tolist() == [1.0] * 3
         for step in range(3):
             assert_restores(opened, step, step)
+
+
+def test_a_pack_that_a_gc_deletes_meanwhile_is_not_counted_as_unreadable(store: Path) -> None:
+    handle = StoreHandle(store)
+
+    def collect_before(phase: str, done: int, total: int) -> None:
+        if phase == "chunk index":
+            with ckptstore.open(store) as other:
+                for name in other.tags():
+                    other.untag(name)
+                other.forget([info.id for info in other.log(run="main")[1:]])
+                assert other.gc(grace_s=0, max_unused=0.0).deleted
+
+    done = reindex(handle, progress=collect_before)
+    handle.close()
+    assert done.unreadable == 0
+    assert check(store).findings == ()

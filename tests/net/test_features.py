@@ -5,7 +5,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from random import Random
@@ -16,66 +15,65 @@ import pytest
 import torch
 
 import ckptstore
-from tests.net import registry
-from tests.net.training import (
-    CHUNK_BYTES,
-    Tensors,
-    Training,
-    copies,
-    same,
-    tensors_of,
-)
+from tests.net import places, registry
+from tests.net.places import Ground, shared_directories
+from tests.net.training import CHUNK_BYTES, Tensors, Training, copies, same, tensors_of
+from tests.shared.sites import Site, on
 
 ACTIONS = 12
-GLOBS = ("optimizer/**", "ema/*", "model/p*", "views/*", "model/tie")
 MEMORY = Path("/dev/shm")
 
 
 class History:
-    """A store and its mirror. What was committed is known by step."""
+    """A store and its mirror, each in some place. What was committed is known by step."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    chunk_bytes = CHUNK_BYTES
+
+    def __init__(self, folder: Path, seed: int, ground: Ground) -> None:
         self.random = Random(seed)
         torch.manual_seed(seed)
-        self.folder, self.told = folder, list[str]()
-        self.codec = self.random.choice(("raw", "zstd"))
-        self.store = ckptstore.open(folder / "a", threads=2, storage=self.kept())
-        self.mirror = folder / "b"
+        self.folder, self.told, self.hosts = folder, list[str](), 1
+        self.sites, self.others = (
+            ground.drawn(self.random, folder),
+            ground.drawn(self.random, folder),
+        )
+        self.site, self.mirror = self.sites.new(), self.others.new()
+        codec = self.random.choice(("raw", "zstd"))
+        self.told.append(f"{codec}, in {self.sites.kind}, mirror in {self.others.kind}")
+        self.store = self.site.open(codec=codec, threads=2)
+        self.id = self.store.id
         self.training = Training(self.random)
         self.wanted: dict[int, Tensors] = {}
         self.plain: dict[int, dict[str, Any]] = {}
+        self.labels: dict[int, dict[str, Any]] = {}
+        self.orders: dict[int, list[str]] = {}
+        self.contents: dict[str, str] = {}
+        self.leaving = set[int | None]()
         self.step = 0
         self.commit()
 
-    def kept(self) -> ckptstore.Storage:
-        return ckptstore.Storage(chunk_bytes=CHUNK_BYTES, codec=self.codec)
-
     def act(self) -> None:
+        """One action. What it does not take from the history is there afterwards."""
+        before, self.leaving = {info.step for info in self.commits()}, {None}
         table: dict[Callable[[], None], int] = {
             self.commit: 8,
-            self.train: 4,
-            self.reorder: 2,
+            self.refused: 1,
+            self.training.train: 4,
+            self.training.reorder: 2,
             self.read: 8,
-            self.compact: 1,
-            self.thin: 1,
-            self.forget: 1,
-            self.gc: 2,
-            self.push: 1,
-            self.pull: 1,
-            self.reopen: 1,
-            self.tag: 1,
+            self.keep: 12,
         }
         action = self.random.choices(list(table), list(table.values()))[0]
         self.told.append(action.__name__)
         action()
+        lost = before - {info.step for info in self.commits()} - self.leaving
+        assert not lost, f"steps {lost} are gone"
+
+    def commits(self) -> list[Any]:
+        """The commits of the training that are there, the newest first."""
+        return [info for info in self.store.log(run=self.store.run) if info.step in self.wanted]
 
     # -- writers --
-
-    def train(self) -> None:
-        self.training.train()
-
-    def reorder(self) -> None:
-        self.training.reorder()
 
     def commit(self) -> None:
         self.step += 1
@@ -86,55 +84,62 @@ class History:
         tensors = copies(tensors_of(state))
         cast = self.training.cast(state) if self.random.random() < 0.5 else None
         self.told.append(f"  {self.step}: {way.name} cast={cast} keys={list(state)}")
-        way.act(self.store, state, step=self.step, cast=cast)
+        label = {
+            "message": f"step {self.step}",
+            "metrics": {"loss": self.random.random()},
+            "links": {"tracker": f"https://example.org/{self.step}"},
+        }
+        way.act(self.store, state, step=self.step, cast=cast, **label)
         self.wanted[self.step] = {
             name: rounded(value) if matches(name, cast or {}) else value
             for name, value in tensors.items()
         }
         self.plain[self.step] = dict(state["plain"])
+        self.labels[self.step] = label
+        self.orders[self.step] = self.training.order(state)
 
-    # -- operations --
+    def refused(self) -> None:
+        """A cast of one of several names of the same memory: nothing is committed, and the store
+        takes the next commit."""
+        if cast := self.training.divided_cast():
+            way, before = self.random.choice(registry.WRITERS), self.store.log()
+            self.told.append(f"  {way.name} cast={cast}")
+            with pytest.raises(ckptstore.InvalidInput, match="share memory, and cast names one"):
+                way.act(self.store, self.training.state, step=self.step + 1, cast=cast)
+            assert self.store.log() == before
 
-    def compact(self) -> None:
-        policy = ckptstore.CompactPolicy(newest=0, every=self.random.randint(2, 4))
-        assert not self.store.compact(policy).problems
+    # -- what is done to it --
 
-    def thin(self) -> None:
-        with suppress(ckptstore.InvalidInput):  # no commit has such a leaf
-            self.store.forget(ckptstore.KeepLast(2).thin(self.random.choice(GLOBS)))
+    def keep(self) -> None:
+        way = self.random.choice(registry.UPKEEP)
+        self.told.append(f"  {way.name}")
+        way.act(self)
 
-    def forget(self) -> None:
-        self.store.forget(ckptstore.KeepLast(self.random.randint(2, 4)))
-        self.gc()
-
-    def gc(self) -> None:
-        self.store.gc(grace_s=0, max_unused=0.0)
-
-    def push(self) -> None:
-        self.store.push(self.mirror, create=True, force=True)
-
-    def pull(self) -> None:
-        if self.mirror.is_dir():
-            self.store.pull(self.mirror, force=True)
-
-    def tag(self) -> None:
-        self.store.tag("best")
-
-    def reopen(self) -> None:
+    def reopen(self, **how: Any) -> None:
+        """As this host, or as one that never saw the store."""
         self.store.close()
-        self.store = ckptstore.open(self.folder / "a", threads=2)
+        self.hosts += self.random.random() < 0.5
+        self.store = self.site.open(self.folder / f"host-{self.hosts}", threads=2, **how)
+
+    def has_mirror(self) -> bool:
+        return "ckptstore.json" in places.objects_of(self.mirror)
 
     # -- readers --
 
     def read(self) -> None:
-        infos = self.store.log()
-        if infos:
+        if infos := self.commits():
             self.look(
                 self.store, self.random.choice(infos).id, self.random.choice(registry.READERS)
             )
 
-    def look(self, store: ckptstore.Store, commit: str, way: registry.Reader) -> None:
-        snapshot = store.checkout(commit)
+    def look(
+        self, store: ckptstore.Store, commit: str, way: registry.Reader = registry.READERS[0]
+    ) -> None:
+        self.look_at(store.checkout(commit), way)
+
+    def look_at(
+        self, snapshot: ckptstore.Snapshot, way: registry.Reader = registry.READERS[0]
+    ) -> None:
         assert snapshot.step is not None
         self.told.append(f"  {way.name} of step {snapshot.step}")
         way.act(self, snapshot, snapshot.step)
@@ -148,16 +153,20 @@ class History:
             )
 
     def end(self) -> None:
-        for place in ("a", "b"):
-            if not (self.folder / place).is_dir():
-                continue
-            self.told.append(f"end: {place}")
-            with ckptstore.open(self.folder / place, create=False, threads=2) as store:
-                for info in store.log():
-                    self.look(store, info.id, registry.READERS[0])
-                    self.look(store, info.id, self.random.choice(registry.READERS[1:]))
-                assert not store.fsck(read_data="100%").findings
         self.store.close()
+        ends: list[Site] = [self.site, *([self.mirror] if self.has_mirror() else [])]
+        for site in ends:
+            self.told.append(f"end: {site.place}")
+            with site.open(self.folder / "end", create=False, threads=2) as store:
+                for info in store.log():
+                    if info.step in self.wanted:
+                        self.look(store, info.id)
+                        self.look(store, info.id, self.random.choice(registry.READERS[1:]))
+                assert not store.fsck(read_data="100%").findings
+
+    def remove(self) -> None:
+        for sites, site in ((self.sites, self.site), (self.others, self.mirror)):
+            places.removed(sites, site)
 
 
 def matches(name: str, globs: Mapping[str, Any]) -> bool:
@@ -169,29 +178,33 @@ def rounded(value: torch.Tensor) -> torch.Tensor:
     return value.to(torch.bfloat16).to(value.dtype) if value.dim() else value
 
 
-def walk(seed: int) -> None:
+def walk(seed: int, ground: Ground) -> str:
+    """Returns the kind of place in which the store was."""
     with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         history = None
         try:
-            history = History(Path(folder), seed)
-            for _ in range(ACTIONS):
-                history.act()
-            history.end()
+            with on(Path(folder) / "host-1"):
+                history = History(Path(folder), seed, ground)
+                for _ in range(ACTIONS):
+                    history.act()
+                history.end()
         except BaseException as error:
             told = history.told if history else ["the first commit"]
-            error.add_note(f"walk of seed {seed}:\n  " + "\n  ".join(told))
+            error.add_note(f"CKPTSTORE_NET_WALK={seed} repeats it:\n  " + "\n  ".join(told))
             raise
+        history.remove()
+        return history.sites.kind
 
 
 @pytest.mark.parametrize("seconds", [12, pytest.param(1800, marks=pytest.mark.soak)])
 @pytest.mark.timeout(4 * 3600)
-def test_what_comes_back_is_what_was_committed(seed: int, seconds: float) -> None:
+def test_what_comes_back_is_what_was_committed(
+    seed: int, seconds: float, request: pytest.FixtureRequest
+) -> None:
     """Each walk has a seed of its own, which its failure names: CKPTSTORE_NET_WALK=N runs it."""
-    if only := os.environ.get("CKPTSTORE_NET_WALK"):
-        walk(int(only))
-        return
+    only, ground = os.environ.get("CKPTSTORE_NET_WALK"), Ground(request, with_servers=seconds > 60)
     begun, walks = time.monotonic(), Counter[str]()
-    while time.monotonic() - begun < seconds or not walks:
-        walk(seed + walks["walks"])
-        walks["walks"] += 1
-    print(f"{walks['walks']} walks from seed {seed}")
+    with shared_directories():
+        while not walks or (not only and time.monotonic() - begun < seconds):
+            walks[walk(int(only) if only else seed + walks.total(), ground)] += 1
+    print(f"{walks.total()} walks from seed {seed}: {dict(walks)}")

@@ -94,6 +94,27 @@ class Training:
         }
         return dict.fromkeys(globs, torch.bfloat16) if globs and all(dims.values()) else None
 
+    def divided_cast(self) -> dict[str, torch.dtype]:
+        """A cast of some, but not all, of the leaves that share the memory of one weight or of the
+        views."""
+        groups = [["views/base", "views/rows", "views/turned"]]
+        for name, (shape, dtype, _) in self.parameters.items():
+            names = [f"model/{name}"]
+            names += ["model/tie"] * (name == self.tied) + [f"ema/{name}"] * (name in self.shared)
+            if len(names) > 1 and shape and 0 not in shape and dtype == torch.float32:
+                groups.append(names)
+        group = self.random.choice(groups)
+        some = self.random.sample(group, self.random.randint(1, len(group) - 1))
+        return dict.fromkeys(some, torch.bfloat16)
+
+    def order(self, state: dict[str, Any]) -> list[str]:
+        """The names of the optimizer's parameters, as it numbers them."""
+        if "optimizer" not in state:
+            return []
+        names = {weight: name for name, weight in state["model"].named_parameters()}
+        groups = state["optimizer"].param_groups
+        return [names[weight] for group in groups for weight in group["params"]]
+
     def reorder(self) -> None:
         """The same training, its parameters registered in another order."""
         again, values = self.build(), tensors_of(self.state)

@@ -275,3 +275,46 @@ def test_a_cast_of_one_name_of_a_tensor_in_two_keys_is_refused(
         rounded = tied.bfloat16().float()
         both.restore(state)
         assert torch.equal(tied, rounded)
+
+
+def _fused() -> dict[str, torch.Tensor]:
+    fused = torch.rand(8, 30)
+    return {"fused": fused, "q": fused[:, :10], "k": fused[:, 10:20], "v": fused[:, 20:]}
+
+
+@pytest.mark.parametrize("named", ["base", "rows", "turned"])
+def test_a_cast_of_one_of_two_views_of_the_same_memory_is_refused(
+    tmp_path: Path, named: str
+) -> None:
+    base = torch.rand(64, 32)
+    state = {"views": {"base": base, "rows": base[8:16]}, "more": {"turned": base.t()}}
+    with ckptstore.open(tmp_path / "store") as store:
+        with pytest.raises(InvalidInput, match="share memory, and cast names one of them"):
+            store.commit(state, step=1, cast={f"*/{named}": torch.bfloat16})
+        assert store.log() == []
+        all_of_it = store.commit(state, step=1, cast={"**": torch.bfloat16})
+        rounded = base.bfloat16().float()
+        all_of_it.restore(state)
+        assert torch.equal(base, rounded)
+
+
+def test_a_cast_of_one_of_two_views_of_memory_of_their_own_is_taken(tmp_path: Path) -> None:
+    state = {"model": _fused()}
+    whole = state["model"].pop("fused")
+    wanted = {"q": whole[:, :10].bfloat16().float(), "k": whole[:, 10:20].clone()}
+    with ckptstore.open(tmp_path / "store") as store:
+        store.commit(state, step=1, cast={"model/q": torch.bfloat16}).restore(state)
+        for name, value in wanted.items():
+            assert torch.equal(state["model"][name], value)
+        with pytest.raises(InvalidInput, match="share memory, and cast names"):
+            store.commit({"model": _fused()}, step=2, cast={"model/q": torch.bfloat16})
+
+
+def test_a_cast_of_one_of_two_views_of_other_dtypes_is_refused(tmp_path: Path) -> None:
+    weight = torch.rand(64)
+    state = {"model": {"bits": weight.view(torch.int32), "weight": weight}}
+    with (
+        ckptstore.open(tmp_path / "store") as store,
+        pytest.raises(InvalidInput, match="share memory, and cast names one of them"),
+    ):
+        store.commit(state, step=1, cast={"model/weight": torch.bfloat16})

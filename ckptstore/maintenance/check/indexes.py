@@ -67,8 +67,11 @@ def reindex(handle: StoreHandle, *, progress: Progress = silent) -> Reindexed:
     if unfoldable is not None:
         raise unfoldable
     _check_written(handle, state)
-    indexed = len(handle.objects.index.indexed() & set(state.packs))
-    return Reindexed(state.n, len(state.commits), indexed, len(state.packs) - indexed)
+    indexed = handle.objects.index.indexed() & set(state.packs)
+    # A gc takes a pack from the log before it deletes the object: what it took meanwhile is not
+    # lost.
+    lost = (set(state.packs) & set(handle.log.replay().packs)) - indexed
+    return Reindexed(state.n, len(state.commits), len(indexed), len(lost))
 
 
 def _check_written(handle: StoreHandle, state: State) -> None:

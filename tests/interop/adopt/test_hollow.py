@@ -504,3 +504,15 @@ def test_holds_are_released_by_the_command_line(
     assert call("release", third, "--except-in", "x").code == Exit.USAGE
     assert call("release").code == Exit.USAGE
     assert set(store.tags()) == {third} and second != third
+
+
+def test_a_directory_becomes_hollow_only_in_a_store_that_its_pointer_can_name(
+    tmp_path: Path,
+) -> None:
+    root = checkpoint(tmp_path / "checkpoint")
+    with ckptstore.open(f"memory://{tmp_path.name}") as store:
+        with pytest.raises(InvalidInput, match="cannot stand in a pointer file"):
+            store.adopt(root, hollow=True)
+        assert store.log() == []
+        assert store.tags() == {}
+        assert {str(path.relative_to(root)) for path in root.rglob("*")} >= GONE

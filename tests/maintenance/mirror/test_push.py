@@ -343,6 +343,29 @@ def test_a_gc_in_the_middle_of_a_push_costs_nothing(
     assert not check(target).findings
 
 
+@pytest.mark.parametrize("thins", [False, True], ids=["forgotten", "thinned"])
+def test_a_commit_that_goes_meanwhile_is_not_taken_for_a_damaged_one(
+    place: Path, tmp_path: Path, thins: bool
+) -> None:
+    asked = list[int]()
+
+    def take_the_rest(phase: str, done: int, total: int) -> None:
+        if phase == "commits" and not asked:
+            asked.append(total)
+            with ckptstore.open(place) as other:
+                for name in other.tags():
+                    other.untag(name)
+                last = ckptstore.KeepLast(1)
+                other.forget(last.thin("model/*") if thins else last, all_runs=True)
+                other.gc(grace_s=0, max_unused=0.0)
+
+    with ckptstore.open(place) as store:
+        done = store.push(tmp_path / "target", create=True, progress=take_the_rest)
+    assert not done.damaged
+    assert 0 < len(done.sent) < asked[0]
+    assert check(tmp_path / "target").findings == ()
+
+
 def test_a_commit_that_is_damaged_here_is_skipped_and_the_others_are_sent(
     place: Path, tmp_path: Path
 ) -> None:
