@@ -1,7 +1,7 @@
 """What ranks commit, drawn at random, and what their commit must be: the pure merge of their
 states."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -243,10 +243,12 @@ def joined(own: Mapping[int, Node], path: str, options: Options) -> Any:
 
 def is_container(node: Node) -> bool:
     """A list of plain values is a value."""
-    return isinstance(node, dict) or (
-        isinstance(node, list)
-        and any(isinstance(each, (T, Divided)) or is_container(each) for each in node)
-    )
+    if isinstance(node, list):
+        return any(
+            isinstance(each, T | Divided | torch.Tensor | dict) or is_container(each)
+            for each in node
+        )
+    return isinstance(node, dict)
 
 
 def kind_of(node: Node) -> object:
@@ -335,20 +337,35 @@ class Draw:
 
     def __post_init__(self) -> None:
         random = self.random
-        for _ in range(random.choice((1, 1, 2, 3))):
-            size = random.choice((1, 2, 2, 3, 4, 4))
-            self.groups.append(tuple(sorted(random.sample(range(RANKS), size))))
+        for _ in range(random.choice((1, 2, 2, 3))):
+            size = random.choice((1, 2, 2, 2, 3, 3, 4, 4))
+            group = set(random.sample(range(RANKS), size))
+            if self.groups:  # groups share ranks, whose store object serves both
+                group.add(random.choice(self.groups[0]))
+            self.groups.append(tuple(sorted(group)))
         if all(len(group) == 1 for group in self.groups):
             self.groups.append(tuple(range(RANKS)))
-        for _ in range(random.randint(2, 7)):
+        weight = T(random.choice(SHAPES[5:]), random.choice(DTYPES), random.randrange(1 << 30))
+        self.state["x/w"] = dict.fromkeys(range(RANKS), weight)
+        for _ in range(random.randint(1, 6)):
             self.add()
         self.options = self.new_options()
         self.empty_keys = random.random() < 0.3
+        self.unrest = random.choice((0.15, 1.0))
 
     def change(self) -> list[str]:
         """Change contents, or what each rank's plan depends on. Returns what was changed."""
         told = []
-        for act, chance in (
+        for act, chance in self.chances():
+            if self.random.random() < chance:
+                act()
+                told.append(act.__name__)
+        return told
+
+    def chances(self) -> list[tuple[Callable[[], None], float]]:
+        """What may change, and how often; in half of the jobs contents alone, mostly, as in a
+        training."""
+        table: list[tuple[Callable[[], None], float]] = [
             (self.refill, 0.9),
             (self.exchange, 0.15),
             (self.reshape, 0.12),
@@ -357,11 +374,8 @@ class Draw:
             (self.remove, 0.1),
             (self.reorder, 0.1),
             (self.choose, 0.2),
-        ):
-            if self.random.random() < chance:
-                act()
-                told.append(act.__name__)
-        return told
+        ]
+        return [(act, chance if chance > 0.5 else chance * self.unrest) for act, chance in table]
 
     def path(self) -> str:
         return self.random.choice(sorted(self.state))
@@ -504,7 +518,7 @@ class Draw:
             compare=random.random() < 0.8,
             canonical=random.random() < 0.7,
             trust_replicated=random.random() < 0.7,
-            replicated=("r",) if random.random() < 0.5 else (),
+            replicated=random.choice(((), ("some",), ("all",))),
             private=("p",) if random.random() < 0.4 else (),
         )
 
@@ -533,9 +547,10 @@ class Draw:
             if isinstance(slot, Divided):
                 continue
             alike = len({repr(slot[rank]) for rank in group if rank in slot}) == 1
-            kind = sum(map(ord, at)) % 3  # the same for as long as the slot is there
-            if kind == 0 and alike and self.options.replicated:
+            kind = sum(map(ord, at)) % 4  # the same for as long as the slot is there
+            of_all = self.options.replicated == ("all",)
+            if alike and (of_all or (self.options.replicated and kind < 2)):
                 replicated += [path, f"{path}/*"]
-            if kind == 1 and self.options.private:
+            elif kind == 2 and self.options.private:
                 private += [path, f"{path}/*"]
         return replace(self.options, replicated=tuple(replicated), private=tuple(private))

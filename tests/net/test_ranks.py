@@ -32,7 +32,7 @@ from tests.net.ranks import (
     view,
 )
 
-ACTIONS = 9
+ACTIONS = 12
 MEMORY = Path("/dev/shm")
 
 
@@ -52,7 +52,7 @@ class Job:
         return self.pool.run(task, *args)
 
     def act(self) -> None:
-        table = {self.commit: 8, self.restore: 4, self.read: 2, self.reopen: 1}
+        table = {self.commit: 12, self.restore: 4, self.read: 1, self.reopen: 1}
         action = self.random.choices(list(table), list(table.values()))[0]
         self.counts[action.__name__] += 1
         action()
