@@ -83,7 +83,7 @@ def _decide_whole(
     leaf = tree.leaves[target.leaf]
     marks = {tree.trees[place.rank].marks.get(leaf.holders[place.holder].leaf) for place in here}
     contents = {place.rank: report for place, (_, report) in here.items()}
-    if "private" not in marks and len(set(contents.values())) == 1:
+    if leaf.owned or ("private" not in marks and len(set(contents.values())) == 1):
         decided.contents[target, None] = next(iter(contents.values()))
         return
     if "replica" in marks:

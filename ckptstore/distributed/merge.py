@@ -18,7 +18,14 @@ from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import Box, LeafContent, LeafKind, Node, Schema, Shape, leaves_of
 from ckptstore.distributed.framing import damaged, pack, unpack
 from ckptstore.objects.schema import LastSchemas, decode_schema
-from ckptstore.state.leaf_sources import NAMES, FlatState, Holding, Mark, Mesh
+from ckptstore.state.leaf_sources import (
+    NAMES,
+    FlatState,
+    Holding,
+    Mark,
+    Mesh,
+    depth_below,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +156,8 @@ class Holder(NamedTuple):
 
 @dataclass(slots=True)
 class MergedLeaf:
-    """A leaf of the whole state. `alias` is an earlier leaf's number or -1."""
+    """A leaf of the whole state. `alias` is an earlier leaf's number or -1. An `owned` leaf lies
+    below the number of its only holder already, so it is not divided again."""
 
     path: str
     kind: LeafKind
@@ -157,6 +165,7 @@ class MergedLeaf:
     shape: Shape
     holders: tuple[Holder, ...]
     alias: int = -1
+    owned: bool = False
 
 
 @dataclass(slots=True)
@@ -229,7 +238,7 @@ def _merge_key(key: str, trees: dict[int, RankTree]) -> MergedTree:
     else:
         merged = MergedTree(key, 0, [], trees)
         merged.skeleton = _Merger(merged, trees).merge(
-            [(rank, tree.schema.skeleton) for rank, tree in trees.items()]
+            [(rank, tree.schema.skeleton) for rank, tree in trees.items()], depth=1
         )
     _join_aliases(merged)
     return merged
@@ -243,12 +252,13 @@ def _same(key: str, schema: Schema, trees: dict[int, RankTree]) -> MergedTree:
 
 
 class _Merger:
-    """Walks the skeletons of several ranks in parallel and collects the merged leaves."""
+    """Walks the skeletons of several ranks in parallel and collects the merged leaves. `depth` is
+    the number of segments of a node's path."""
 
     def __init__(self, merged: MergedTree, trees: Mapping[int, RankTree]) -> None:
         self._merged, self._trees = merged, trees
 
-    def merge(self, nodes: Sequence[tuple[int, Node | int]]) -> Node | int:
+    def merge(self, nodes: Sequence[tuple[int, Node | int]], depth: int) -> Node | int:
         """The node for what ranks have in one place."""
         if all(isinstance(node, int) for _, node in nodes):
             found = {self._what(rank, node) for rank, node in nodes if isinstance(node, int)}
@@ -264,33 +274,34 @@ class _Merger:
                 and len({(node.type, node.keys is None) for _, node in inner}) == 1
             ):
                 if inner[0][1].keys is not None:
-                    return self._mapping(inner, attrs)
+                    return self._mapping(inner, attrs, depth)
                 if len({len(node.children) for _, node in inner}) == 1:
-                    return self._sequence(inner, attrs)
-        return self._divided(nodes)
+                    return self._sequence(inner, attrs, depth)
+        return self._divided(nodes, depth)
 
     def _mapping(
-        self, nodes: Sequence[tuple[int, Node]], attrs: tuple[tuple[str, Any], ...]
+        self, nodes: Sequence[tuple[int, Node]], attrs: tuple[tuple[str, Any], ...], depth: int
     ) -> Node:
         below: dict[Any, tuple[Any, list[tuple[int, Node | int]]]] = {}
         for rank, node in nodes:
             for key, child in zip(node.keys or (), node.children, strict=True):
                 below.setdefault(_hashable(key), (key, []))[1].append((rank, child))
-        children = tuple(self.merge(found) for _, found in below.values())
+        inner = depth_below(nodes[0][1], depth)
+        children = tuple(self.merge(found, inner) for _, found in below.values())
         return Node(nodes[0][1].type, children, tuple(key for key, _ in below.values()), attrs)
 
     def _sequence(
-        self, nodes: Sequence[tuple[int, Node]], attrs: tuple[tuple[str, Any], ...]
+        self, nodes: Sequence[tuple[int, Node]], attrs: tuple[tuple[str, Any], ...], depth: int
     ) -> Node:
+        inner = depth_below(nodes[0][1], depth)
         children = tuple(
-            self.merge([(rank, node.children[i]) for rank, node in nodes])
+            self.merge([(rank, node.children[i]) for rank, node in nodes], inner)
             for i in range(len(nodes[0][1].children))
         )
         return Node(nodes[0][1].type, children, None, attrs)
 
-    def _divided(self, nodes: Sequence[tuple[int, Node | int]]) -> Node:
+    def _divided(self, nodes: Sequence[tuple[int, Node | int]], depth: int) -> Node:
         """Each rank's node, under a path with the rank's number."""
-        depth = self._depth(nodes)
         children = tuple(self._own(rank, node, depth) for rank, node in nodes)
         return Node(RANKS, children, tuple(rank for rank, _ in nodes))
 
@@ -306,17 +317,8 @@ class _Merger:
         leaf = self._merged.leaves[number]
         segments = leaf.path.split("/")
         leaf.path = "/".join((*segments[:depth], str(rank), *segments[depth:]))
+        leaf.owned = True
         return number
-
-    def _depth(self, nodes: Sequence[tuple[int, Node | int]]) -> int:
-        """The number of path segments that all leaves below `nodes` share."""
-        paths = [
-            self._trees[rank].schema.paths[leaf].split("/")
-            for rank, node in nodes
-            for leaf in leaves_of(node)
-        ]
-        shortest = min(map(len, paths), default=0)
-        return next((i for i in range(shortest) if len({path[i] for path in paths}) > 1), shortest)
 
     def _leaf(self, holders: Sequence[Holder]) -> int:
         rank, number = holders[0]

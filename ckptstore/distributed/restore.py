@@ -18,7 +18,7 @@ from ckptstore.distributed.shared_reads import Broadcast
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.restore.reader import Tree
 from ckptstore.restore.restore import RestoreOperation, RestoreOptions, targets
-from ckptstore.state.leaf_sources import NAMES
+from ckptstore.state.leaf_sources import NAMES, depth_below
 from ckptstore.state.optimizer_forms import OWN_NAMES
 from ckptstore.state.restore import places_in
 from ckptstore.state.shards import is_bound_to_world_size, is_each_ranks
@@ -223,17 +223,21 @@ class _View:
         self._new: list[int] = []
         self.lacking: dict[str, tuple[int, ...]] = {}
 
-    def visit(self, node: Node | int, cut: int | None = None) -> Node | int | None:
-        """The node for the viewer, or None; paths lose segment number `cut`."""
+    def visit(
+        self, node: Node | int, depth: int = 1, cuts: frozenset[int] = frozenset()
+    ) -> Node | int | None:
+        """The node for the viewer, or None. Its path has `depth` segments; paths lose those with
+        the numbers `cuts`, which are ranks."""
         if isinstance(node, int):
             segments = self._tree.schema.paths[node].split("/")
-            self._paths.append("/".join(s for i, s in enumerate(segments) if i != cut))
+            self._paths.append("/".join(s for i, s in enumerate(segments) if i not in cuts))
             self._taken.append(node)
             return len(self._taken) - 1
         if node.type == RANKS:
-            return self._choose(node)
+            return self._choose(node, depth, cuts)
+        below = depth_below(node, depth)
         children = [
-            (key, self.visit(child, cut))
+            (key, self.visit(child, below, cuts))
             for key, child in zip(node.keys or node.children, node.children, strict=True)
         ]
         there = [(key, child) for key, child in children if child is not None]
@@ -250,17 +254,21 @@ class _View:
             attrs[OWN_NAMES] = dict(attrs.pop(OF_RANKS)).get(self._viewer.owner, ["list"])
         return tuple(sorted(attrs.items()))
 
-    def _choose(self, node: Node) -> Node | int | None:
+    def _choose(self, node: Node, depth: int, cuts: frozenset[int]) -> Node | int | None:
         ranks, paths = node.keys or (), self._tree.schema.paths
-        leaves = [[paths[leaf] for leaf in leaves_of(child)] for child in node.children]
-        depth = _depth([path for each in leaves for path in each], ranks)
-        place = "/".join(next(filter(None, leaves), ["?"])[0].split("/")[:depth])
-        viewer, begins, first = self._viewer, self._begins(place), len(self._taken)
+        viewer = self._viewer
         has_own = viewer.owner in ranks
+        one = next(leaves_of(node), None)
+        if one is None:  # empty containers of several types
+            return node.children[ranks.index(viewer.owner)] if has_own else None
+        segments = paths[one].split("/")[:depth]
+        place = "/".join(segment for i, segment in enumerate(segments) if i not in cuts)
+        begins, first = self._begins(place), len(self._taken)
         if not has_own and (viewer.rank in viewer.private or not begins):
             self.lacking[place] = ranks
             return None
-        chosen = self.visit(node.children[ranks.index(viewer.owner) if has_own else 0], depth)
+        own = node.children[ranks.index(viewer.owner) if has_own else 0]
+        chosen = self.visit(own, depth + 1, cuts | {depth})
         if begins and (viewer.repeats or not has_own) and not self._in_step(node):
             self._new += range(first, len(self._taken))
         return chosen
@@ -291,13 +299,3 @@ class _View:
         states = b"".join(content.inline or content.ids for content in self._tree.contents)
         seed = (int.from_bytes(digest(states)[:8]) + self._viewer.rank) % 2**63
         return replace(own, streams=NewStreams(seed, frozenset(leaves)))
-
-
-def _depth(paths: Sequence[str], ranks: Sequence[int]) -> int:
-    """The index of the rank's segment in the paths below a divided node."""
-    split = [path.split("/") for path in paths]
-    shortest = min(map(len, split), default=1)
-    names = {str(rank) for rank in ranks}
-    if len(names) == 1:
-        return shortest - 1
-    return next((i for i in range(shortest) if len({path[i] for path in split}) > 1), shortest - 1)

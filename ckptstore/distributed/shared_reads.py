@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -234,7 +235,7 @@ class Broadcast:
         needs, nbytes, shares = self._assigned(task)
         windows = shares_of(peers.rank, shares, needs, nbytes)
         ahead = self._begin(windows[0], peers.rank) if windows else None
-        for window, following in zip(windows, [*windows[1:], ()], strict=True):
+        for window, following in pairwise([*windows, ()]):
             assert ahead is not None
             own = self._awaited(ahead)
             ahead = self._begin(following, peers.rank)

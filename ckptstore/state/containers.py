@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from ckptstore.core.model import Node
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.state import values
-from ckptstore.state.leaf_sources import NAMES
+from ckptstore.state.leaf_sources import NAMES, WRAPPERS
 from ckptstore.state.stateful import (
     Classes,
     class_name,
@@ -118,7 +118,7 @@ def add_node_type(
     name: str, form: Form, make: Callable[[Joint], Any], *, copies: bool = False
 ) -> None:
     """Register a node type whose objects are made anew."""
-    _TYPES[name] = NodeType(form, make, copies=copies)
+    _add_type(name, NodeType(form, make, copies=copies))
 
 
 def add_filled(
@@ -134,9 +134,17 @@ def add_filled(
     """Register a class whose objects are filled in place, those of a target for which `fits`
     holds."""
     add_container(cls, split, held_otherwise)
-    _TYPES[name] = NodeType(
-        form, make, fill, lambda target, joint: type(target) is cls and fits(target, joint)
+    _add_type(
+        name,
+        NodeType(
+            form, make, fill, lambda target, joint: type(target) is cls and fits(target, joint)
+        ),
     )
+
+
+def _add_type(name: str, node_type: NodeType) -> None:
+    assert (node_type.form == "wrapper") == (name in WRAPPERS), name  # paths are made by `WRAPPERS`
+    _TYPES[name] = node_type
 
 
 def split(value: Any) -> Parts | None:
@@ -283,7 +291,7 @@ def set_attributes(node: Node, made: Any, classes: Classes) -> None:
 
 def is_wrapper(name: str) -> bool:
     """Whether nodes of this type have one child, under the node's own path."""
-    return _type(name).form == "wrapper"
+    return name in WRAPPERS
 
 
 def copies(name: str) -> bool:

@@ -240,13 +240,28 @@ def unescape(name: str) -> str:
     return text
 
 
+WRAPPERS = frozenset(
+    {
+        *("BytesIO", "Random", "bytearray", "pickle", "registered", "stateful"),
+        *("numpy.Generator", "numpy.RandomState", "numpy.ndarray"),
+        *("torch.Generator", "torch.Parameter", "torch.Tensor", "torch.thin_subclass"),
+    }
+)
+"""Types of nodes that have one child, under their own path. `state.containers` adds no others."""
+
+
 def paths_below(node: Node, path: str) -> list[str]:
     """The paths of a node's children: a wrapper's child has the wrapper's own."""
     if node.keys is not None:
         return [f"{path}/{name}" for name in segments(node.keys)]
-    if node.type == "stateful":
+    if node.type in WRAPPERS:
         return [path]
     return [f"{path}/{i}" for i in range(len(node.children))]
+
+
+def depth_below(node: Node, depth: int) -> int:
+    """The number of segments of a child's path, where the node's has `depth`."""
+    return depth if node.type in WRAPPERS else depth + 1
 
 
 def pickled_paths(schema: Schema) -> list[str]:

@@ -17,7 +17,15 @@ import ckptstore
 from ckptstore.distributed.collective import Collective, Part
 from ckptstore.restore.restore import RestoreReport
 from ckptstore.storage.local import LocalStorage
-from tests.distributed.layouts import LAYOUTS, full, group_of, layout, meet
+from tests.distributed.layouts import (
+    LAYOUTS,
+    full,
+    group_of,
+    layout,
+    meet,
+    mesh_of,
+    placed,
+)
 from tests.distributed.pool import Pool
 from tests.shared.sites import Site
 from tests.support.grouped import grouped
@@ -307,3 +315,23 @@ def test_a_rank_that_dies_while_it_sends_is_known_to_all_at_once(committed: Path
     assert_death_is_known_to_all(
         die_in_the_exchange, committed, {"broadcast": True, "memory_budget_bytes": 8 * CHUNK_BYTES}
     )
+
+
+def restore_apart(rank: int, path: Path) -> tuple[int, int]:
+    """A tensor of which each rank has one chunk; returns what the rank read and received."""
+    meet(4)
+    whole = torch.arange(4 * CHUNK_BYTES // 4, dtype=torch.float32)
+    mesh, rows = mesh_of(4, False), (torch.distributed.tensor.Shard(0),)
+    with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)) as store:
+        store.commit({"x": {"w": placed(whole, mesh, rows)}}, step=1)
+        state = {"x": {"w": placed(torch.zeros_like(whole), mesh, rows)}}
+        report = store.checkout(1).restore(state, ranks=ckptstore.Ranks(broadcast=True))
+    wanted = whole[rank * len(whole) // 4 : (rank + 1) * len(whole) // 4]
+    assert torch.equal(state["x"]["w"].to_local(), wanted)
+    return report.read_bytes, report.received_bytes
+
+
+def test_a_broadcast_restore_sends_nothing_where_no_chunk_is_shared(
+    pool: Pool, tmp_path: Path
+) -> None:
+    assert pool.run(restore_apart, tmp_path / "store") == [(CHUNK_BYTES, 0)] * 4
