@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.errors import NotFound, Unavailable
+from ckptstore.errors import InvalidInput, NotFound, Unavailable
 from ckptstore.maintenance import tiers
 from ckptstore.storage.bucket import BucketStorage
 from ckptstore.store import Store
@@ -230,6 +230,12 @@ def test_without_a_mirror_there_is_nothing_to_wait_for(place: Path) -> None:
     with ckptstore.open(place) as store:
         store.commit(state(0), step=0)
         assert store.flush_mirror()
+
+
+@pytest.mark.parametrize("keep", [3, "last", [ckptstore.KeepLast(3), "last"]])
+def test_what_is_no_policy_is_refused_when_the_mirror_is_named(keep: Any) -> None:
+    with pytest.raises(InvalidInput, match="wanted policies"):
+        ckptstore.Mirror("there", keep_local=keep)
 
 
 def test_an_error_of_our_own_in_the_upload_is_raised_by_close_and_leaves_nothing_open(
