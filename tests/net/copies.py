@@ -1,6 +1,6 @@
-"""Directories of a training, hollow or not, that are copied, moved, linked, deleted and written to,
-on two file systems of which one is mounted twice; and a store that is copied, moved, replaced by its
-copy, opened by another path, and whose indexes and caches are older copies, beside forget and gc.
+"""Directories of a training, hollow or not, that are copied, moved, linked, deleted and written to
+on two file systems, of which one is mounted twice; and a store that is copied, moved, replaced by
+its copy, opened by another path, and gets older copies of its index and caches.
 
 Directories lie as trainers write them: outputs with checkpoints in them. Whatever a directory that
 is there needs, its commit has.
@@ -11,7 +11,7 @@ import random
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from ckptstore.objects.pointer_files import HOLLOW_POINTER, read_pointer
 from tests.net.registry import Operation
 from tests.support.mounts import second_mount, shared_directory_problem, small_disk
 
-OUTPUTS = ("out", "fork", "old run")
+OUTPUTS = ("out", "old run")
 NAMES = ("checkpoint-1", "checkpoint-2", "checkpoint-3")
 FILES = ("w.safetensors", "optimizer.safetensors", "state.json")
 STORES = ("store", "moved/store")
@@ -67,14 +67,13 @@ def mounted(scratch: Path) -> Iterator[Disks]:
             name.mkdir()
         yield Disks(tuple(names), {})
         return
-    a, b, c = names
-    with small_disk(a, size_bytes=64 << 20), small_disk(b, size_bytes=64 << 20):
-        with small_disk(c, size_bytes=256 << 20), second_mount(a) as a_again:
-            if shared_directory_problem():
-                yield Disks((a, b, c), {a: a_again})
-                return
-            with second_mount(c, network=True) as c_again:
-                yield Disks((a, b, c), {a: a_again, c: c_again})
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(small_disk(name, size_bytes=128 << 20))
+        again = {names[0]: stack.enter_context(second_mount(names[0]))}
+        if not shared_directory_problem():
+            again[names[2]] = stack.enter_context(second_mount(names[2], network=True))
+        yield Disks(tuple(names), again)
 
 
 class World:
@@ -228,7 +227,7 @@ def copy(w: World) -> None:
     """With all times, or none, or as hard links."""
     if ends := w.moving():
         root, target = ends
-        way = w.random.choice(("-a", "-a", "-r", "-al"))
+        way = w.random.choice(("-a", "-r", "-al"))
         if way == "-al" and root.stat().st_dev != target.parent.stat().st_dev:
             way = "-a"
         w.tell(way)

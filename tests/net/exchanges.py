@@ -3,7 +3,7 @@ commit or all; one may be the fast tier of another, or become a clone of it. Eac
 it may change, and the rest must be as it was."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -19,8 +19,16 @@ from tests.net import registry
 from tests.net.registry import Operation
 from tests.net.training import CHUNK_BYTES, Tensors, Training, copies, same, tensors_of
 
-TAGS = ("best", "prod")
-GLOBS = ("model/tie", "optimizer/**", "optimizer/*/exp_avg", "model/p0", "model/*", "ema/*", "**/p*")
+TAGS = ("best", "prod", "last")
+GLOBS = (
+    "model/tie",
+    "optimizer/**",
+    "optimizer/*/exp_avg",
+    "model/p0",
+    "model/*",
+    "ema/*",
+    "**/p*",
+)
 
 Leaves = frozenset[str]
 
@@ -60,11 +68,12 @@ class Stores:
         self.folder, self.random = folder, Random(seed)
         torch.manual_seed(seed)
         self.leaves: dict[CommitId, Leaves] = {}
+        self.seen: dict[int, tuple[tuple[ckptstore.Store, int], Seen]] = {}
         self.counts, self.told = Counter[str](), list[str]()
         self.training = Training(self.random)
         self.wanted: dict[int, Tensors] = {}
         self.plain: dict[int, dict[str, Any]] = {}
-        self.step = 0
+        self.step = self.reading = 0
         self.stores = [self.open(who) for who in range(self.random.choice((2, 3)))]
         for _ in range(4):
             commit(self, 0)
@@ -82,7 +91,12 @@ class Stores:
         return self.folder / "abc"[who]
 
     def see(self, who: int) -> Seen:
-        return Seen(self.stores[who], self.leaves)
+        """What the store shows; it was looked at before if its log has not grown since."""
+        store = self.stores[who]
+        key = store, store._handle.log.replay(refresh=True).n
+        if who not in self.seen or self.seen[who][0] != key:
+            self.seen[who] = key, Seen(store, self.leaves)
+        return self.seen[who][1]
 
     def other(self, who: int) -> int:
         return self.random.choice([each for each in range(len(self.stores)) if each != who])
@@ -144,14 +158,17 @@ def commit(s: Stores, who: int) -> None:
         s.training.train()
         state = dict(s.training.state)
         s.wanted[s.step], s.plain[s.step] = copies(tensors_of(state)), dict(state["plain"])
-        label = {"tag": s.random.choice((*TAGS, (), (), ())), "metrics": {"loss": s.random.random()}}
+        label = {
+            "tag": s.random.choice((*TAGS, (), (), ())),
+            "metrics": {"loss": s.random.random()},
+        }
         s.random.choice(registry.WRITERS).act(s.stores[who], state, step=s.step, **label)
         s.counts["commits"] += 1
 
 
-def tag(s: Stores, who: int) -> None:
+def tag(s: Stores, who: int, names: Sequence[str] = TAGS) -> None:
     if ids := s.see(who).ids:
-        s.stores[who].tag(s.random.choice(TAGS), ids[s.random.choice(sorted(ids))])
+        s.stores[who].tag(s.random.choice(names), ids[s.random.choice(sorted(ids))])
 
 
 def untag(s: Stores, who: int) -> None:
@@ -211,6 +228,7 @@ def policy(s: Stores) -> Policy:
             ckptstore.KeepEverySteps(n),
             ckptstore.KeepBest("loss", n=n),
             ckptstore.KeepPeriods("hourly", 1),
+            ckptstore.KeepWithin(3600),
         )
     )
     return drawn
@@ -264,10 +282,11 @@ def send(s: Stores, who: int) -> None:
     something else in one of the two meanwhile, once the plan is made."""
     to = s.other(who)
     here, before = s.see(who), s.see(to)
-    force, pull, everything, races = (s.random.random() < p for p in (0.7, 0.5, 0.4, 0.4))
+    force, pull, everything, races = (s.random.random() < p for p in (0.6, 0.5, 0.4, 0.5))
     if not here.ids:
         return
-    named = set(here.ids) if everything else {s.random.choice(sorted(here.ids))}
+    tagged = s.random.random() < 0.5 and sorted(here.tags.values())
+    named = set(here.ids) if everything else {s.random.choice(tagged or sorted(here.ids))}
     refs = [] if everything else [here.ids[step] for step in named]
     s.tell("to", to, f"force={force}", f"pull={pull}", "all" if everything else named)
     meanwhile = Meanwhile(s, who, to) if races else None
@@ -322,8 +341,9 @@ class Meanwhile:
     def __init__(self, s: Stores, source: int, target: int) -> None:
         self.s, self.ends = s, (source, target)
         self.who = s.random.choices(self.ends, (1, 2))[0]
-        self.action = s.random.choice((tag, tag, untag, thin, forget, purge, commit, collect, compact))
-        self.at = s.random.choice((0, 0, 1, 2))
+        self.action = s.random.choice((*[tag] * 5, untag, thin, forget, purge, commit, collect))
+        self.names = tuple(s.see(source).tags) or TAGS
+        self.at = s.random.choice((0, 0, 0, 1, 2))
         self.seen: tuple[Seen, Seen] | None = None
         s.tell("| meanwhile", self.action.__name__, self.who)
 
@@ -334,7 +354,10 @@ class Meanwhile:
         s, before = self.s, self.s.stores
         s.stores = [s.open(who) for who in range(len(before))]
         try:
-            self.action(s, self.who)
+            if self.action is tag:
+                tag(s, self.who, sorted(self.names))
+            else:
+                self.action(s, self.who)
             self.seen = s.see(self.ends[0]), s.see(self.ends[1])
         finally:
             for store in s.stores:
@@ -446,7 +469,9 @@ ACTIONS: tuple[tuple[Operation, int], ...] = (
     (Operation("forget", ("Store.forget",), forget), 1),
     (
         Operation(
-            "retain", ("KeepLast", "KeepEverySteps", "KeepBest", "KeepPeriods"), retain
+            "retain",
+            ("KeepLast", "KeepEverySteps", "KeepBest", "KeepPeriods", "KeepWithin"),
+            retain,
         ),
         1,
     ),
@@ -454,7 +479,7 @@ ACTIONS: tuple[tuple[Operation, int], ...] = (
     (Operation("undelete", ("Store.undelete", "Store.forgotten", "$ undelete"), undelete), 1),
     (Operation("collect", ("Store.gc",), collect), 1),
     (Operation("compact", ("Store.compact",), compact), 1),
-    (Operation("send", ("Store.push", "Store.pull"), send), 6),
+    (Operation("send", ("Store.push", "Store.pull"), send), 8),
     (Operation("mirror", ("Store.mirror",), mirror), 1),
     (Operation("clone", ("clone", "$ clone"), clone), 1),
     (Operation("sync", ("Store.push", "Store.pull"), sync), 1),

@@ -312,30 +312,20 @@ APART: dict[str, str] = {
         "CommitProgress Snapshot Snapshot.close Snapshot.content_id Snapshot.keys "
         "Snapshot.links Snapshot.logical_bytes Snapshot.message Snapshot.metrics "
         "Snapshot.new_bytes Snapshot.parents Snapshot.run Snapshot.step Snapshot.time "
-        "Store.chunk_bytes Store.id Store.log Store.runs Store.tags Store.url Store.worker_pid "
-        "Store.staging Store.sessions Store.usage Store.forgotten Store.forecast Store.diff"
-    ),
-    "retention: tests/maintenance/test_retention.py": (
-        "KeepBest KeepEverySteps KeepPeriods KeepWithin Store.undelete Store.untag"
+        "Store.chunk_bytes Store.id Store.runs Store.url Store.worker_pid Store.staging "
+        "Store.sessions Store.usage Store.forecast Store.diff"
     ),
     "ranks: tests/distributed": (
         "Ranks Snapshot.layout Snapshot.numbered Snapshot.of_rank Snapshot.only"
     ),
     "objects and values: tests/state": "RNGState StateDict register_class register_value",
-    "files and hollow directories: tests/interop/adopt": (
-        "Store.adopt Store.release Snapshot.materialize write_pointer open_pointer $adopt "
-        "$materialize $release"
-    ),
-    "mirrors by the store itself: tests/maintenance/mirror": (
-        "Mirror Store.mirror Store.flush_mirror clone $clone"
-    ),
     "checks and repair: tests/maintenance": (
         "Store.fsck Store.repair Store.reindex Store.doctor Snapshot.verify $fsck $repair "
         "$reindex $doctor $verify $migrate $sign $sessions"
     ),
     "questions and averages: tests/cli, tests/test_history.py, tests/test_averages.py": (
         "Store.history $average $bisect $completion $diff $history $init $log $ls $parted $plot "
-        "$show $stats $tag $ui $undelete $watch $which"
+        "$show $stats $tag $ui $watch $which"
     ),
 }
 """Public names that no entry covers yet, by where they are tried."""

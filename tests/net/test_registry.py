@@ -2,7 +2,7 @@
 
 import ckptstore
 from ckptstore.cli.commands import COMMANDS
-from tests.net import registry
+from tests.net import copies, exchanges, registry
 
 
 def public() -> set[str]:
@@ -14,7 +14,8 @@ def public() -> set[str]:
 
 
 def test_every_public_name_is_in_the_net_or_says_where_it_is_tried() -> None:
-    entries = (*registry.WRITERS, *registry.READERS, *registry.OPERATIONS, *registry.PLACES)
+    entries = [*registry.WRITERS, *registry.READERS, *registry.OPERATIONS, *registry.PLACES]
+    entries += [entry for entry, _ in (*exchanges.ACTIONS, *copies.ACTIONS)]
     covered = {name for entry in entries for name in entry.covers}
     apart = {name for names in registry.APART.values() for name in names.split()}
     apart = {name.replace("$", "$ ") for name in apart}
