@@ -2,7 +2,9 @@
 other."""
 
 import logging
+import re
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from shutil import rmtree
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 import ckptstore
+from ckptstore.core import refs
 from ckptstore.errors import InvalidInput, NotFound, Unavailable
 from ckptstore.maintenance import tiers
 from ckptstore.storage.bucket import BucketStorage
@@ -230,6 +233,19 @@ def test_without_a_mirror_there_is_nothing_to_wait_for(place: Path) -> None:
     with ckptstore.open(place) as store:
         store.commit(state(0), step=0)
         assert store.flush_mirror()
+
+
+def test_a_ref_that_is_ambiguous_in_the_mirror_is_not_said_to_be_absent(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refs, "_PREFIX", re.compile("[0-9a-f]{1,64}"))
+    with ckptstore.open(MIRROR) as mirror:
+        for step in range(17):
+            mirror.commit({"step": step}, step=step + 1000)
+        firsts = Counter(info.id[0] for info in mirror.log())
+    first = max(firsts, key=lambda digit: (firsts[digit] > 1, digit))
+    with opened(place) as store, pytest.raises(InvalidInput, match=r"begins several commit ids"):
+        store.checkout(first)
 
 
 @pytest.mark.parametrize("keep", [3, "last", [ckptstore.KeepLast(3), "last"]])
