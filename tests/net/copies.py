@@ -22,7 +22,12 @@ import ckptstore
 from ckptstore.adopt.hashed_files import FileChanged
 from ckptstore.objects.pointer_files import HOLLOW_POINTER, read_pointer
 from tests.net.registry import Operation
-from tests.support.mounts import second_mount, shared_directory_problem, small_disk
+from tests.support.mounts import (
+    second_mount,
+    shared_directory_problem,
+    small_disk,
+    small_disk_problem,
+)
 
 OUTPUTS = ("out", "old run")
 NAMES = ("checkpoint-1", "checkpoint-2", "checkpoint-3")
@@ -35,7 +40,7 @@ Content = dict[str, bytes]
 @dataclass(frozen=True)
 class Disks:
     """Folders, and other paths that lead to the same: each is a file system of its own, mounted
-    once more, where the tests run as root, and else a folder."""
+    once more, where disks can be mounted, and else a folder."""
 
     folders: tuple[Path, ...]
     again: dict[Path, Path]
@@ -62,7 +67,7 @@ def mounted(scratch: Path) -> Iterator[Disks]:
     """Three disks: two of directories, the first of them mounted twice, and one of the store, which
     is mounted a second time as a network file system."""
     names = [scratch / name for name in ("a", "b", "c")]
-    if os.geteuid() != 0:
+    if small_disk_problem():
         for name in names:
             name.mkdir()
         yield Disks(tuple(names), {})

@@ -35,7 +35,7 @@ def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disks]:
         yield disks
 
 
-@pytest.mark.parametrize("seconds", [8, pytest.param(1800, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seconds", [6, pytest.param(1800, marks=pytest.mark.soak)])
 @pytest.mark.timeout(4 * 3600)
 def test_copies_lose_and_exchange_nothing(seed: int, seconds: float, disks: Disks) -> None:
     """Each walk has a seed of its own, which its failure names: CKPTSTORE_NET_WALK=N runs it."""

@@ -35,7 +35,7 @@ def walk(seed: int) -> Counter[str]:
         return stores.counts
 
 
-@pytest.mark.parametrize("seconds", [8, pytest.param(1800, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seconds", [6, pytest.param(1800, marks=pytest.mark.soak)])
 @pytest.mark.timeout(4 * 3600)
 def test_stores_keep_what_each_has_and_converge(
     seed: int, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
