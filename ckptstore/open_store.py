@@ -48,6 +48,19 @@ class Mirror:
     keep_local: Policy | Sequence[Policy] = ()
     storage: Storage = field(default_factory=Storage)
 
+    def __post_init__(self) -> None:
+        for policy in self.policies:
+            if not isinstance(policy, Policy):
+                raise InvalidInput(
+                    f"keep_local has {policy!r}; wanted policies, such as KeepLast(3)"
+                )
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """`keep_local`, one or several."""
+        keep = self.keep_local
+        return tuple(keep) if isinstance(keep, Sequence) else (keep,)
+
 
 @public_call
 def open(
@@ -147,11 +160,10 @@ def _settings(
 
 
 def _tier(place: str | os.PathLike[str], settings: Settings, mirror: Mirror) -> Tier:
-    keep = mirror.keep_local
     return Tier(
         StoreHandle(place, storage_options=settings.storage_options, index=settings.index),
         os.fspath(mirror.place),
-        keep=(keep,) if isinstance(keep, Policy) else tuple(keep),
+        keep=mirror.policies,
         storage_options=mirror.storage.options,
         index=mirror.storage.index,
     )

@@ -3,6 +3,8 @@ refused and never followed."""
 
 import json
 import os
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import ckptstore
 from ckptstore import Conflict, InvalidInput, NotFound
 from ckptstore.cli.call import Exit
+from ckptstore.core import refs
 from ckptstore.core.ids import CommitId
 from ckptstore.objects.pointer_files import POINTER_BYTES_MAX, Pointer, read_pointer, write_pointer
 from tests.cli.running import call
@@ -66,6 +69,21 @@ def test_a_tag_goes_before_a_file_of_that_name(
     store.tag("good", 3)
     assert store.checkout("good").step == 3
     assert store.checkout("./good").step == 1
+
+
+def test_a_beginning_of_several_ids_is_no_file_of_that_name(
+    store: ckptstore.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(refs, "_PREFIX", re.compile("[0-9a-f]{1,64}"))
+    for step in range(17):
+        store.commit({"step": step}, step=step + 1000)
+    firsts = Counter(info.id[0] for info in store.log())
+    first = next(digit for digit, count in firsts.items() if count > 1)
+    ckptstore.write_pointer(first, store, 1)
+    with pytest.raises(InvalidInput, match="begins several commit ids"):
+        store.checkout(first)
+    assert store.checkout(f"./{first}").step == 1
 
 
 def test_the_command_takes_paths_and_finds_the_store_by_them(

@@ -33,6 +33,10 @@ _RUN = re.compile(r"(?:([^@:]*)@)?(.*)", re.DOTALL)
 _ANCESTOR = re.compile(r"(.*?)((?:~[0-9]{0,9})+)", re.DOTALL)
 
 
+class AmbiguousRef(InvalidInput):
+    """Several commits may be meant, so the ref is not absent, and nothing else is looked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """The newest commit of a step; `prefix` if the digits may also begin a commit id."""
@@ -151,7 +155,7 @@ def find(commits: Commits, ref: Ref, run: str | None) -> CommitId | None:
     """The commit that `ref` names. Steps, `latest` and `best:` are looked up in the ref's run, else
     in `run`, else in all runs.
 
-    Raises `NotFound` for an ancestor that is not there, `InvalidInput` for an ambiguous id prefix,
+    Raises `NotFound` for an ancestor that is not there, `AmbiguousRef` for a prefix of several ids,
     and `Corrupt` if first parents form a circle.
     """
     match ref:
@@ -202,5 +206,5 @@ def _beginning(commits: Commits, prefix: str | None) -> CommitId | None:
     if len(found) > 1:
         some = ", ".join(commit[: max(12, len(prefix) + 4)] for commit in found[:5])
         more = ", …" if len(found) > 5 else ""
-        raise InvalidInput(f"{prefix!r} begins several commit ids: {some}{more}; give more digits")
+        raise AmbiguousRef(f"{prefix!r} begins several commit ids: {some}{more}; give more digits")
     return found[0] if found else None

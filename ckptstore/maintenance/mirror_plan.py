@@ -62,7 +62,7 @@ class MirrorPlan:
 
     `rejected` tags name another commit in the target and may not be moved; `forgotten` commits are
     forgotten in the target and stay so; `pinned` ones were thinned there and stay so, although they
-    lack leaves that are here, with the reason.
+    lack leaves that are here, or nobody can tell what is there, with the reason.
     """
 
     commits: tuple[CommitTransfer, ...]
@@ -80,7 +80,19 @@ class MirrorPlan:
         return f"<mirror plan: {len(self.commits)} commits, {len(self.tags)} tags>"
 
 
-NONE_AKIN: Mapping[CommitId, CommitId] = MappingProxyType({})
+@dataclass(frozen=True, slots=True)
+class Akin:
+    """Commits that were thinned from one and the same, where no log says so.
+
+    `found` has for a commit of the source the one of the target, `unread` one of the target that
+    may be it, but has a document that cannot be read.
+    """
+
+    found: Mapping[CommitId, CommitId]
+    unread: Mapping[CommitId, CommitId]
+
+
+NONE_AKIN = Akin(MappingProxyType({}), MappingProxyType({}))
 NOT_COMPARED: Mapping[CommitId, Leaves] = MappingProxyType({})
 
 
@@ -88,7 +100,7 @@ def plan_mirror(
     source: State,
     target: State,
     wanted: Collection[CommitId],
-    akin: Mapping[CommitId, CommitId] = NONE_AKIN,
+    akin: Akin = NONE_AKIN,
     compared: Mapping[CommitId, Leaves] = NOT_COMPARED,
     *,
     tags: bool = True,
@@ -105,11 +117,14 @@ def plan_mirror(
         (row.age, commit, row) for commit, row in source.commits.items() if commit in wanted
     )
     parents = [source.in_place_of(parent) for _, _, row in rows for parent in row.parents]
-    there = counterparts(source, target, [*(commit for _, commit, _ in rows), *parents], akin)
+    each_of = [*(commit for _, commit, _ in rows), *parents]
+    there = counterparts(source, target, each_of, akin.found)
     missing, pinned = [], []
     for _, commit, row in rows:
         other = there.get(commit)
-        if other is None:
+        if unread := akin.unread.get(commit):
+            pinned.append((commit, _cannot_be_read(unread)))
+        elif other is None:
             missing.append((commit, row))
         elif not _is_settled(commit, other, target, compared):
             if why := _why_it_stays(commit, row, other, target, compared):
@@ -159,7 +174,7 @@ def plan_between(
     the stores have thinned differently."""
     ours, theirs = source.log.replay(), target.log.replay()
     akin = find_akin(source, target, wanted)
-    there = counterparts(ours, theirs, wanted, akin)
+    there = counterparts(ours, theirs, wanted, akin.found)
     compared = compare_leaves(source, target, ours, theirs, there)
     return plan_mirror(ours, theirs, wanted, akin, compared, **options)
 
@@ -168,7 +183,7 @@ def counterparts(
     source: State,
     target: State,
     commits: Collection[CommitId],
-    akin: Mapping[CommitId, CommitId] = NONE_AKIN,
+    akin: Mapping[CommitId, CommitId] = NONE_AKIN.found,
 ) -> dict[CommitId, CommitId]:
     """For each of `commits` the one that the target has in its place: itself, or what a thinning
     made of it, or made it of. One that is not forgotten there comes before one that is."""
@@ -189,9 +204,7 @@ def counterparts(
     return found
 
 
-def find_akin(
-    source: StoreHandle, target: StoreHandle, wanted: Collection[CommitId]
-) -> Mapping[CommitId, CommitId]:
+def find_akin(source: StoreHandle, target: StoreHandle, wanted: Collection[CommitId]) -> Akin:
     """The commits of the target that were thinned from one of `wanted`, or from the same commit, or
     of which one of `wanted` was, where no log says so: a thinned commit may come to a store that
     never had the whole one. Reads the documents of commits of equal run and step."""
@@ -204,30 +217,36 @@ def find_akin(
     for commit, row in theirs.commits.items():
         if commit not in told:
             strangers[row.run, row.step].append((commit, row))
-    found = {}
+    found, unread = dict[CommitId, CommitId](), dict[CommitId, CommitId]()
     for commit in (each for each in wanted if each in ours.commits and each not in known):
         row = ours.commits[commit]
-        for other, its in strangers.get((row.run, row.step), ()):
-            if (row.thinned or its.thinned) and (
-                _origin(source, commit, row) == _origin(target, other, its)
-            ):
+        others = strangers.get((row.run, row.step), ())
+        others = [(other, its) for other, its in others if row.thinned or its.thinned]
+        origin = _origin(source, commit, row) if others else None
+        if origin is None:
+            continue  # alone there, or damaged here: then it is not sent, and named
+        for other, its in others:
+            theirs_origin = _origin(target, other, its)
+            if theirs_origin is None:
+                unread[commit] = other
+            elif theirs_origin == origin:
                 found[commit] = other
-    return found
+    return Akin(found, {commit: unread[commit] for commit in unread.keys() - found.keys()})
 
 
 _origins: dict[CommitId, CommitId] = {}
 """What `_origin` found: a commit's id is the hash of its document, so it holds in every store."""
 
 
-def _origin(handle: StoreHandle, commit: CommitId, row: CommitRow) -> CommitId:
-    """The same for all commits that thinnings made of one, and for that one; `commit` itself if its
-    document cannot be read."""
+def _origin(handle: StoreHandle, commit: CommitId, row: CommitRow) -> CommitId | None:
+    """The same for all commits that thinnings made of one, and for that one; None if its document
+    cannot be read."""
     if commit not in _origins:
         try:
             stored = handle.storage.read(document_key(row.session, commit))
             document = decode_document(stored, commit)
         except (Corrupt, NotFound):
-            return commit
+            return None
         _origins[commit], _ = encode_document(_as_if_empty(document))
     return _origins[commit]
 
@@ -278,6 +297,11 @@ def _why_it_stays(
             return f"{what}, and each has leaves that the other lacks, so both stay where they are"
         case _:
             return f"{what}, and which leaves they have cannot be read: run `ckptstore fsck`"
+
+
+def _cannot_be_read(other: CommitId) -> str:
+    what = f"its place may have {other[:12]}, whose document cannot be read"
+    return f"{what}: run `ckptstore fsck` there"
 
 
 def all_commits(state: State, run: str | None = None) -> frozenset[CommitId]:

@@ -150,6 +150,8 @@ class KeepPeriods(_Keeps):
     n: int
 
     def __post_init__(self) -> None:
+        if self.period not in _FORMATS:
+            raise InvalidInput(f"period is {self.period!r}; wanted one of {', '.join(_FORMATS)}")
         _at_least_one(f"keep-{self.period}", self.n)
 
     def __str__(self) -> str:

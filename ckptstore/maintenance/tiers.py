@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
 from ckptstore.core.process import start, survives_forks
-from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, Unavailable
+from ckptstore.errors import CkptStoreError, NotFound, Unavailable
 from ckptstore.log.resolve import Resolved, newest_first
 from ckptstore.log.state import State
 from ckptstore.maintenance.check import Share
@@ -136,12 +136,15 @@ class Tier:
     # -- reading --
 
     def find(self, ref: str | int, run: str) -> tuple[Reader, Resolved] | None:
-        """The commit that `ref` names in the mirror, and its reader."""
+        """The commit that `ref` names in the mirror, and its reader; None if there is none.
+
+        Raises `InvalidInput` for a beginning that several ids there have.
+        """
 
         def look(remote: StoreHandle) -> Resolved | None:
             try:
                 return find_commit(remote, ref, run)
-            except (NotFound, InvalidInput):
+            except NotFound:
                 return None
 
         found = self._ask(look)
@@ -287,7 +290,7 @@ class Tier:
         unsent = {commit for commit, _ in (*done.plan.pinned, *done.damaged)}
         decided = [each.commit for each in plan.decisions if each.commit not in unsent]
         akin = find_akin(self._own, self._opened(), decided)
-        there = counterparts(state, arrived, decided, akin)
+        there = counterparts(state, arrived, decided, akin.found)
         compared = compare_leaves(self._own, self._opened(), state, arrived, there)
         # A commit that has other leaves there, or none that can be read, is no copy of this one.
         copied = frozenset(

@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from ckptstore.core.config import DEFAULT_RUN
 from ckptstore.core.ids import CommitId
-from ckptstore.core.refs import find, parse_ref
+from ckptstore.core.refs import AmbiguousRef, find, parse_ref
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.index.queries import Queries
 from ckptstore.log.resolve import Resolved, resolve
@@ -105,6 +105,8 @@ def through_pointers(ref: AnyRef, find: Callable[[str | int], T]) -> T:
     plain = _plain(ref)
     try:
         return find(plain)
+    except AmbiguousRef:
+        raise
     except (NotFound, InvalidInput) as error:
         if plain is not ref:
             error.add_note(f"{ref!s} points to it")

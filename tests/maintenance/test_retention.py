@@ -186,6 +186,7 @@ def test_no_policy_at_all_is_refused() -> None:
         lambda: KeepBest(""),
         lambda: KeepWithin(0),
         lambda: KeepPeriods("daily", -1),
+        lambda: KeepPeriods("hour", 1),  # type: ignore[arg-type]
     ],
 )
 def test_a_policy_that_would_keep_nothing_is_refused(make: type) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import ckptstore
 from ckptstore.cli.commands import COMMANDS
-from tests.net import registry
+from tests.net import copies, exchanges, registry
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = (
@@ -19,6 +19,7 @@ ENTRIES = (
     *registry.OPERATIONS,
     *registry.UPKEEP,
     *registry.PLACES,
+    *(entry for entry, _ in (*exchanges.ACTIONS, *copies.ACTIONS)),
 )
 
 

@@ -158,6 +158,23 @@ def shared_directory(directory: Path, hosts: int) -> Iterator[list[Path]]:
             _run("umount", str(mountpoint))
 
 
+@contextmanager
+def second_mount(directory: Path, *, network: bool = False) -> Iterator[Path]:
+    """The directory by a second path: a mount of its own, by its name a network filesystem or
+    not."""
+    mountpoint = directory.with_name(f"{directory.name}-again")
+    mountpoint.mkdir()
+    if network:
+        options = "subtype=sshfs,attr_timeout=0,entry_timeout=0"
+        _run("bindfs", "-o", options, str(directory), str(mountpoint))
+    else:
+        _run("mount", "--bind", str(directory), str(mountpoint))
+    try:
+        yield mountpoint
+    finally:
+        _run("umount", "--lazy", str(mountpoint))
+
+
 @cache
 def shared_directory_problem() -> str:
     """Why a directory cannot be mounted as a network filesystem here; empty if it can."""

@@ -1,13 +1,16 @@
 """Thinned commits in mirrors: retention is separate for each store, and no store has two commits in
 one place."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import ckptstore
+from ckptstore.core.ids import document_key
 from ckptstore.maintenance.retention import KeepLast
 from tests.golden.reader import reader
+from tests.maintenance.stores import flip
 from tests.maintenance.test_thin import GLOB, make, state
 
 POLICY = KeepLast(2).thin(GLOB)
@@ -127,6 +130,28 @@ def test_whole_commits_take_the_places_of_thinned_ones_that_came_by_a_clone(
         assert not clone.fsck(read_data="100%").findings
         assert clone.pull(tmp_path / "whole").plan.empty
         assert clone.checkout("latest~4").id == commits[1]
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: flip(path, 30)])
+def test_a_document_that_cannot_be_read_makes_no_stranger_of_a_commit(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    commits = make_thinned_clone(tmp_path)
+    with ckptstore.open(tmp_path / "clone") as clone:
+        before = clone.log()
+        thinned = next(info for info in before if info.step == 1)
+        document = tmp_path / "clone" / document_key(thinned.session, thinned.id)
+        kept = document.read_bytes()
+        damage(document)
+        pulled = clone.pull(tmp_path / "whole")
+        assert pulled.sent == (commits[0], *commits[2:4])
+        assert "cannot be read: run `ckptstore fsck` there" in pulled.problems[0]
+        assert sorted(info.step or 0 for info in clone.log()) == [0, 1, 2, 3, 4, 5]
+        assert clone.log()[0].step == 5
+        document.unlink(missing_ok=True)
+        document.write_bytes(kept)
+        assert clone.pull(tmp_path / "whole").sent == (commits[1],)
+        assert [info.id for info in clone.log()] == commits[::-1]
 
 
 def test_a_thinned_commit_that_came_by_a_clone_is_not_sent_to_a_store_that_has_it_whole(

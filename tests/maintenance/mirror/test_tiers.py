@@ -2,7 +2,9 @@
 other."""
 
 import logging
+import re
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from shutil import rmtree
@@ -12,7 +14,8 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.errors import NotFound, Unavailable
+from ckptstore.core import refs
+from ckptstore.errors import InvalidInput, NotFound, Unavailable
 from ckptstore.maintenance import tiers
 from ckptstore.storage.bucket import BucketStorage
 from ckptstore.store import Store
@@ -230,6 +233,25 @@ def test_without_a_mirror_there_is_nothing_to_wait_for(place: Path) -> None:
     with ckptstore.open(place) as store:
         store.commit(state(0), step=0)
         assert store.flush_mirror()
+
+
+def test_a_ref_that_is_ambiguous_in_the_mirror_is_not_said_to_be_absent(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refs, "_PREFIX", re.compile("[0-9a-f]{1,64}"))
+    with ckptstore.open(MIRROR) as mirror:
+        for step in range(17):
+            mirror.commit({"step": step}, step=step + 1000)
+        firsts = Counter(info.id[0] for info in mirror.log())
+    first = max(firsts, key=lambda digit: (firsts[digit] > 1, digit))
+    with opened(place) as store, pytest.raises(InvalidInput, match=r"begins several commit ids"):
+        store.checkout(first)
+
+
+@pytest.mark.parametrize("keep", [3, "last", [ckptstore.KeepLast(3), "last"]])
+def test_what_is_no_policy_is_refused_when_the_mirror_is_named(keep: Any) -> None:
+    with pytest.raises(InvalidInput, match="wanted policies"):
+        ckptstore.Mirror("there", keep_local=keep)
 
 
 def test_an_error_of_our_own_in_the_upload_is_raised_by_close_and_leaves_nothing_open(
