@@ -182,6 +182,7 @@ class Pending(Generic[T]):
     def then(self, callback: Callable[["Pending[T]"], object]) -> None:
         """Call `callback` with this commit when it ends, or now if it has. The thread that ends the
         commit calls it; exceptions are logged."""
+        self._check_here()
 
         def call(future: Future[T]) -> None:
             try:
@@ -194,6 +195,7 @@ class Pending(Generic[T]):
 
     def cancel(self) -> bool:
         """Cancel the commit. False if it has ended or its log entry is being appended already."""
+        self._check_here()
         with self._lock:
             if self._publishing or self.done():
                 return False
@@ -203,6 +205,7 @@ class Pending(Generic[T]):
     def __await__(self) -> Generator[None, None, T]:
         import asyncio  # here: 70 ms, which a command does not need
 
+        self._check_here()
         try:
             return (yield from asyncio.wrap_future(self._future).__await__())
         finally:

@@ -95,7 +95,8 @@ class Tier:
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all earlier commits have arrived; False after `timeout_s`, or if the mirror
-        is unavailable, or if this is a forked child that has committed something."""
+        is unavailable, or closed before they had, or if this is a forked child that has committed
+        something."""
         with self._changed:
             wanted = self._wanted
             if self._thread is None:
@@ -103,7 +104,8 @@ class Tier:
             self._failed = False
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self._done >= wanted or self._failed or self._broken, timeout_s
+                lambda: self._done >= wanted or self._failed or self._broken or self._closing,
+                timeout_s,
             )
             if self._broken:
                 raise RuntimeError(
