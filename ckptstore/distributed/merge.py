@@ -18,7 +18,15 @@ from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import Box, LeafContent, LeafKind, Node, Schema, Shape, leaves_of
 from ckptstore.distributed.framing import damaged, pack, unpack
 from ckptstore.objects.schema import LastSchemas, decode_schema
-from ckptstore.state.leaf_sources import NAMES, FlatState, Holding, Mark, Mesh
+from ckptstore.state.leaf_sources import (
+    NAMES,
+    FlatState,
+    Holding,
+    Mark,
+    Mesh,
+    paths_of_leaves,
+    segment,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +203,9 @@ def finish(tree: MergedTree, private: frozenset[int]) -> Finished:
     skeleton = _divide(tree.skeleton, tree, private | tied, found)
     numbers = {each: i for i, each in enumerate(found)}
     rows = []
-    for i, rank in found:
+    places = paths_of_leaves(skeleton, segment(tree.key))
+    for (i, rank), (_, path) in zip(found, places, strict=True):
         leaf = tree.leaves[i]
-        path = leaf.path if rank is None else f"{leaf.path}/{rank}"
         alias = numbers.get((leaf.alias, rank), -1) if leaf.alias >= 0 else -1
         rows.append((path, leaf.kind, leaf.dtype, leaf.shape, alias))
     return schema_of(skeleton, rows), found
@@ -231,6 +239,8 @@ def _merge_key(key: str, trees: dict[int, RankTree]) -> MergedTree:
         merged.skeleton = _Merger(merged, trees).merge(
             [(rank, tree.schema.skeleton) for rank, tree in trees.items()]
         )
+        for leaf, path in paths_of_leaves(merged.skeleton, segment(key)):
+            merged.leaves[leaf].path = path
     _join_aliases(merged)
     return merged
 
@@ -289,39 +299,17 @@ class _Merger:
         return Node(nodes[0][1].type, children, None, attrs)
 
     def _divided(self, nodes: Sequence[tuple[int, Node | int]]) -> Node:
-        """Each rank's node, under a path with the rank's number."""
-        depth = self._depth(nodes)
-        children = tuple(self._own(rank, node, depth) for rank, node in nodes)
+        """Each rank's node, under the rank's number."""
+        children = tuple(self._own(rank, node) for rank, node in nodes)
         return Node(RANKS, children, tuple(rank for rank, _ in nodes))
 
-    def _own(self, rank: int, node: Node | int, depth: int) -> Node | int:
-        if isinstance(node, Node):
-            return Node(
-                node.type,
-                tuple(self._own(rank, child, depth) for child in node.children),
-                node.keys,
-                node.attrs,
-            )
-        number = self._leaf([Holder(rank, node)])
-        leaf = self._merged.leaves[number]
-        segments = leaf.path.split("/")
-        leaf.path = "/".join((*segments[:depth], str(rank), *segments[depth:]))
-        return number
-
-    def _depth(self, nodes: Sequence[tuple[int, Node | int]]) -> int:
-        """The number of path segments that all leaves below `nodes` share."""
-        paths = [
-            self._trees[rank].schema.paths[leaf].split("/")
-            for rank, node in nodes
-            for leaf in leaves_of(node)
-        ]
-        shortest = min(map(len, paths), default=0)
-        return next((i for i in range(shortest) if len({path[i] for path in paths}) > 1), shortest)
+    def _own(self, rank: int, node: Node | int) -> Node | int:
+        if isinstance(node, int):
+            return self._leaf([Holder(rank, node)])
+        return replace(node, children=tuple(self._own(rank, child) for child in node.children))
 
     def _leaf(self, holders: Sequence[Holder]) -> int:
-        rank, number = holders[0]
-        path = self._trees[rank].schema.paths[number]
-        leaf = MergedLeaf(path, *self._what(rank, number), tuple(holders))
+        leaf = MergedLeaf("", *self._what(*holders[0]), tuple(holders))
         self._merged.leaves.append(leaf)
         return len(self._merged.leaves) - 1
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from ckptstore.core.model import Node
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.state import values
-from ckptstore.state.leaf_sources import NAMES
+from ckptstore.state.leaf_sources import NAMES, WRAPPERS
 from ckptstore.state.stateful import (
     Classes,
     class_name,
@@ -118,7 +118,7 @@ def add_node_type(
     name: str, form: Form, make: Callable[[Joint], Any], *, copies: bool = False
 ) -> None:
     """Register a node type whose objects are made anew."""
-    _TYPES[name] = NodeType(form, make, copies=copies)
+    _add_type(name, NodeType(form, make, copies=copies))
 
 
 def add_filled(
@@ -134,9 +134,15 @@ def add_filled(
     """Register a class whose objects are filled in place, those of a target for which `fits`
     holds."""
     add_container(cls, split, held_otherwise)
-    _TYPES[name] = NodeType(
+    kind = NodeType(
         form, make, fill, lambda target, joint: type(target) is cls and fits(target, joint)
     )
+    _add_type(name, kind)
+
+
+def _add_type(name: str, kind: NodeType) -> None:
+    assert (kind.form == "wrapper") == (name in WRAPPERS), f"{name}: not as paths are made"
+    _TYPES[name] = kind
 
 
 def split(value: Any) -> Parts | None:

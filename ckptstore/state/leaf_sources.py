@@ -240,13 +240,32 @@ def unescape(name: str) -> str:
     return text
 
 
+WRAPPERS = frozenset(
+    (
+        *("stateful", "pickle", "registered", "bytearray", "BytesIO", "Random"),
+        *("torch.Parameter", "torch.Tensor", "torch.thin_subclass", "torch.Generator"),
+        *("numpy.ndarray", "numpy.Generator", "numpy.RandomState"),
+    )
+)
+"""Node types whose one child has the node's own path."""
+
+
 def paths_below(node: Node, path: str) -> list[str]:
-    """The paths of a node's children: a wrapper's child has the wrapper's own."""
+    """The paths of the children of a node at `path`: the one rule that makes paths of a tree."""
     if node.keys is not None:
         return [f"{path}/{name}" for name in segments(node.keys)]
-    if node.type == "stateful":
+    if node.type in WRAPPERS:
         return [path]
     return [f"{path}/{i}" for i in range(len(node.children))]
+
+
+def paths_of_leaves(node: Node | int, path: str) -> Iterator[tuple[int, str]]:
+    """The leaves of the tree of `node`, which is at `path`, each with its path."""
+    if isinstance(node, int):
+        yield node, path
+        return
+    for child, below in zip(node.children, paths_below(node, path), strict=True):
+        yield from paths_of_leaves(child, below)
 
 
 def pickled_paths(schema: Schema) -> list[str]:

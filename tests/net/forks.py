@@ -197,14 +197,9 @@ class Actor:
     def touch_pendings(self) -> None:
         """Those of the parent: they are answered or refused, and go on there."""
         for pending in self.machine.pendings:
-            for use in (pending.wait_staged, pending.exception, pending.wait, pending.cancel):
-                # `wait_staged` needs nobody else: it was staged before the fork.
-                try:
-                    use()
-                except ckptstore.InvalidInput as error:
-                    assert REFUSED in str(error), error
-                else:
-                    assert pending.done() or use == pending.wait_staged
+            uses = (pending.wait_staged, pending.exception, pending.wait, pending.cancel)
+            self.random.choice(uses)()
+            assert pending.done()
 
     def spoil(self) -> None:
         for tensor in self.machine.live["t"].values():
@@ -392,11 +387,12 @@ class Machine:
                 names = set(store.tags())
                 assert place == mirror or acknowledged <= names, acknowledged - names
                 for name in names:
-                    found = store.checkout(name).state_dict()
-                    wrong = differing(found, contents(self.seed, name))
+                    state = store.checkout(name).state_dict()
+                    wrong = differing(state, contents(self.seed, name))
                     assert not wrong, f"{name} has {wrong} that were not committed"
-                findings = store.fsck(read_data="100%").findings
-                assert not findings, findings
+                found = store.fsck(read_data="100%").findings
+                # Those that were killed or interrupted leave packs that no entry names.
+                assert not [each for each in found if each.severity != "note"], found
 
 
 OWNER = os.getpid()
@@ -417,7 +413,9 @@ def walk(seed: int, counts: Counter[str]) -> None:
         if not machine.is_child():
             for _, process, _ in machine.processes:
                 with suppress(ProcessLookupError):
-                    os.kill(process if isinstance(process, int) else process.pid or 0, signal.SIGKILL)
+                    os.kill(
+                        process if isinstance(process, int) else process.pid or 0, signal.SIGKILL
+                    )
             rmtree(folder, ignore_errors=True)
     counts["machines"] += 1
 
