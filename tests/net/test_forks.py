@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,29 +21,24 @@ def test_forks_interrupts_and_close_lose_nothing_and_hang_nowhere(
     """A failure names the machine's seed and the command that runs it alone."""
     command = [sys.executable, "-m", "tests.net.forks", f"{seed}", f"{seconds}"]
     root, cache = Path(__file__).parents[2], tmp_path / "cache"
-    with subprocess.Popen(
-        command,
-        cwd=root,
-        env={**os.environ, "CKPTSTORE_CACHE": str(cache)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    told = tmp_path / "told"
+    with told.open("w") as output:  # no pipe, which children that hang would keep open
+        process = subprocess.Popen(
+            command,
+            cwd=root,
+            env={**os.environ, "CKPTSTORE_CACHE": str(cache)},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
         try:
-            told, _ = process.communicate(timeout=seconds + PATIENCE_S)
+            code = process.wait(seconds + PATIENCE_S)
         except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGABRT)  # tells the stacks of all threads
-            told, _ = process.communicate(timeout=PATIENCE_S)
+            process.send_signal(signal.SIGABRT)  # tells the stacks of all threads
+            code = process.wait(PATIENCE_S)
         finally:
-            _end(process.pid)
-    assert process.returncode == 0, told[-20_000:]
-    print(told.splitlines()[-1])
-
-
-def _end(group: int) -> None:
-    """End what the machines have left running."""
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+            with suppress(ProcessLookupError):  # what the machines have left running
+                os.killpg(process.pid, signal.SIGKILL)
+    text = told.read_text()
+    assert code == 0, text[-20_000:]
+    print(text.splitlines()[-1])
