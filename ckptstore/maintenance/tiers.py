@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
+from ckptstore.core.forks import survives_forks
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
-from ckptstore.core.process import start, survives_forks
+from ckptstore.core.process import start
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, Unavailable
 from ckptstore.log.resolve import Resolved, newest_first
 from ckptstore.log.state import State
