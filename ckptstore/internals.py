@@ -20,10 +20,10 @@ from ckptstore.commit.plan import Flats
 from ckptstore.commit.run_watch import RunWatch
 from ckptstore.commit.transaction import CommitStats, Committed, Destination
 from ckptstore.contents import CommitContents, nearest_with
+from ckptstore.core.forks import survives_forks
 from ckptstore.core.ids import ChunkId, CommitId, SessionId, is_commit_id
 from ckptstore.core.model import CommitDocument
 from ckptstore.core.options import Async, Ranks
-from ckptstore.core.process import survives_forks
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
 from ckptstore.core.text import bytes_text, seconds_text

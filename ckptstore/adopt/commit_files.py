@@ -5,7 +5,6 @@ A range is read in windows of about a chunk, since a chunk is verified whole. Wi
 range takes only a part are kept for the next range, in bounded memory.
 """
 
-import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from ckptstore.adopt.materializing import (
     split,
 )
 from ckptstore.adopt.safetensors_header import encode_header
+from ckptstore.core import forks
 from ckptstore.core.geometry import nbytes_of
 from ckptstore.core.model import Box
 from ckptstore.errors import InvalidInput, NotFound
@@ -77,7 +77,7 @@ class CommitFiles:
         self._contents, self._time_ns = contents, time_ns
         self._windows: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._kept_bytes = 0
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._plan = lru_cache(_PLANS)(self._make_plan)
         self._pieces = lru_cache(4)(self._cut)
 

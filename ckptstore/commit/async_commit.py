@@ -23,9 +23,9 @@ from ckptstore.commit.commit_metadata import (
 from ckptstore.commit.pending import Background, Pending, Watch
 from ckptstore.commit.plan import Flats, Run
 from ckptstore.commit.transaction import Committed
+from ckptstore.core.forks import survives_forks
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Async, Milestone
-from ckptstore.core.process import survives_forks
 from ckptstore.core.text import bytes_text, selector
 from ckptstore.errors import Busy, Conflict, InvalidInput
 from ckptstore.repository.thread_pool import ThreadPool, shared

@@ -1,7 +1,6 @@
 """How does a caller ask for a commit: which state, run, step, message, metrics, tags, parents,
 links?"""
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 from ckptstore.commit.pending import UNWATCHED, Pending, Watch
 from ckptstore.commit.plan import Flats
+from ckptstore.core import forks
 from ckptstore.core.config import (
     LINK_BYTES_MAX,
     LINK_NAME_BYTES_MAX,
@@ -22,7 +22,6 @@ from ckptstore.core.config import (
 )
 from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.core.options import Ranks
-from ckptstore.core.process import survives_forks
 from ckptstore.errors import InvalidInput
 from ckptstore.state.staging_buffers import Buffer
 
@@ -215,10 +214,7 @@ class ParentTracker:
 
     def __init__(self) -> None:
         self._tip: CommitId | Pending[Any] | None = None
-        survives_forks(self)
-
-    def forked(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
 
     def now(self, commit: CommitId) -> None:
         """Make `commit` the parent of the next commit."""

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 from ckptstore.commit.plan import Run
+from ckptstore.core.forks import survives_forks
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import CommitProgress, Milestone
 from ckptstore.core.public_calls import public_methods
@@ -182,6 +183,7 @@ class Pending(Generic[T]):
     def then(self, callback: Callable[["Pending[T]"], object]) -> None:
         """Call `callback` with this commit when it ends, or now if it has. The thread that ends the
         commit calls it; exceptions are logged."""
+        self._check_here()
 
         def call(future: Future[T]) -> None:
             try:
@@ -194,6 +196,7 @@ class Pending(Generic[T]):
 
     def cancel(self) -> bool:
         """Cancel the commit. False if it has ended or its log entry is being appended already."""
+        self._check_here()
         with self._lock:
             if self._publishing or self.done():
                 return False
@@ -203,6 +206,7 @@ class Pending(Generic[T]):
     def __await__(self) -> Generator[None, None, T]:
         import asyncio  # here: 70 ms, which a command does not need
 
+        self._check_here()
         try:
             return (yield from asyncio.wrap_future(self._future).__await__())
         finally:
@@ -274,12 +278,16 @@ class Background:
 
     def __init__(self, limit: int, place: str) -> None:
         self._limit, self._place = limit, place
+        self._pid = os.getpid()
+        survives_forks(self)
+        _everybody.add(self)
+
+    def forked(self) -> None:
+        """A child has nothing in flight: its parent makes, and tells of, what was begun there."""
         self._jobs: deque[Callable[[], object]] = deque()
         self._pending: list[Pending[Any]] = []
         self._working = False
         self._changed = threading.Condition()
-        self._pid = os.getpid()
-        _everybody.add(self)
 
     def raise_failure(self, note: str, before: Pending[Any] | None = None) -> None:
         """Raise the first failure that the caller has not seen, of a commit `before` that one.
@@ -333,9 +341,9 @@ class Background:
             self._run()
 
     def wait(self) -> bool:
-        """Wait until nothing is in flight. False where that cannot be waited for: in a forked
-        child, whose parent has the commits, and in a function that a commit calls."""
-        if self._pid != os.getpid() or getattr(_thread, "in_callback", False):
+        """Wait until nothing is in flight. False where that cannot be waited for: in a function
+        that a commit calls."""
+        if getattr(_thread, "in_callback", False):
             return False
         self._have_worked()
         while self.tell_if_busy():
@@ -348,8 +356,6 @@ class Background:
 
     def tell_if_busy(self) -> bool:
         """Wait up to `NOTICE_S` for commits in flight; report those still running on stderr."""
-        if self._pid != os.getpid():
-            return False
         with self._changed:
             if self._changed.wait_for(lambda: not self._working and not self._jobs, NOTICE_S):
                 return False
@@ -366,13 +372,12 @@ class Background:
 
     def tell_failures(self) -> None:
         """Report unseen failures on stderr, at exit."""
-        if self._pid == os.getpid():
-            while failed := self._take_failure():
-                print(
-                    f"ckptstore: a commit to {self._place} failed: {failed}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+        while failed := self._take_failure():
+            print(
+                f"ckptstore: a commit to {self._place} failed: {failed}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _take_failure(self, before: Pending[Any] | None = None) -> BaseException | None:
         with self._changed:

@@ -17,15 +17,29 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar
-from weakref import WeakSet
+from typing import Any, ParamSpec, TypeVar
 
+from ckptstore.core.forks import lock, survives_forks
 from ckptstore.core.paths import rights
 from ckptstore.errors import Unavailable
 
-_lock = threading.Lock()
-_inside = 0
-_was_on = False
+
+class _Uncollected:
+    """How many threads are within `uncollected`."""
+
+    def __init__(self) -> None:
+        self.lock = lock()
+        self.inside, self.was_on = 0, False
+        survives_forks(self)
+
+    def forked(self) -> None:
+        """A child has none of the threads that were inside."""
+        if self.inside and self.was_on:
+            gc.enable()
+        self.inside = 0
+
+
+_uncollected = _Uncollected()
 
 
 @contextmanager
@@ -38,50 +52,19 @@ def uncollected() -> Iterator[None]:
     it only for short work without I/O: it affects the whole process, and cycles that hold device
     memory are freed later.
     """
-    global _inside, _was_on
-    with _lock:
-        if _inside == 0:
-            _was_on = gc.isenabled()
+    within = _uncollected
+    with within.lock:
+        if within.inside == 0:
+            within.was_on = gc.isenabled()
             gc.disable()
-        _inside += 1
+        within.inside += 1
     try:
         yield
     finally:
-        with _lock:
-            _inside = max(_inside - 1, 0)
-            if _inside == 0 and _was_on:
+        with within.lock:
+            within.inside = max(within.inside - 1, 0)
+            if within.inside == 0 and within.was_on:
                 gc.enable()
-
-
-class Forked(Protocol):
-    """An object that a forked child may go on using."""
-
-    def forked(self) -> None:
-        """Have new locks, since threads of the parent may hold the old ones, and nothing that such
-        a thread may have been changing."""
-
-
-_forked: "WeakSet[Forked]" = WeakSet()
-
-
-def survives_forks(owner: Forked) -> None:
-    """Call `owner.forked` now, and in each forked child as long as `owner` lives."""
-    owner.forked()
-    _forked.add(owner)
-
-
-def _in_child() -> None:
-    """A forked child has none of the threads that were inside."""
-    global _lock, _inside
-    _lock = threading.Lock()
-    if _inside and _was_on:
-        gc.enable()
-    _inside = 0
-    for owner in list(_forked):
-        owner.forked()
-
-
-os.register_at_fork(after_in_child=_in_child)
 
 
 @cache

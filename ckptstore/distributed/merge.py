@@ -24,7 +24,8 @@ from ckptstore.state.leaf_sources import (
     Holding,
     Mark,
     Mesh,
-    depth_below,
+    paths_of_leaves,
+    segment,
 )
 
 
@@ -204,9 +205,9 @@ def finish(tree: MergedTree, private: frozenset[int]) -> Finished:
     skeleton = _divide(tree.skeleton, tree, private | tied, found)
     numbers = {each: i for i, each in enumerate(found)}
     rows = []
-    for i, rank in found:
+    places = paths_of_leaves(skeleton, segment(tree.key))
+    for (i, rank), (_, path) in zip(found, places, strict=True):
         leaf = tree.leaves[i]
-        path = leaf.path if rank is None else f"{leaf.path}/{rank}"
         alias = numbers.get((leaf.alias, rank), -1) if leaf.alias >= 0 else -1
         rows.append((path, leaf.kind, leaf.dtype, leaf.shape, alias))
     return schema_of(skeleton, rows), found
@@ -238,8 +239,10 @@ def _merge_key(key: str, trees: dict[int, RankTree]) -> MergedTree:
     else:
         merged = MergedTree(key, 0, [], trees)
         merged.skeleton = _Merger(merged, trees).merge(
-            [(rank, tree.schema.skeleton) for rank, tree in trees.items()], depth=1
+            [(rank, tree.schema.skeleton) for rank, tree in trees.items()]
         )
+        for leaf, path in paths_of_leaves(merged.skeleton, segment(key)):
+            merged.leaves[leaf].path = path
     _join_aliases(merged)
     return merged
 
@@ -252,13 +255,12 @@ def _same(key: str, schema: Schema, trees: dict[int, RankTree]) -> MergedTree:
 
 
 class _Merger:
-    """Walks the skeletons of several ranks in parallel and collects the merged leaves. `depth` is
-    the number of segments of a node's path."""
+    """Walks the skeletons of several ranks in parallel and collects the merged leaves."""
 
     def __init__(self, merged: MergedTree, trees: Mapping[int, RankTree]) -> None:
         self._merged, self._trees = merged, trees
 
-    def merge(self, nodes: Sequence[tuple[int, Node | int]], depth: int) -> Node | int:
+    def merge(self, nodes: Sequence[tuple[int, Node | int]]) -> Node | int:
         """The node for what ranks have in one place."""
         if all(isinstance(node, int) for _, node in nodes):
             found = {self._what(rank, node) for rank, node in nodes if isinstance(node, int)}
@@ -274,56 +276,44 @@ class _Merger:
                 and len({(node.type, node.keys is None) for _, node in inner}) == 1
             ):
                 if inner[0][1].keys is not None:
-                    return self._mapping(inner, attrs, depth)
+                    return self._mapping(inner, attrs)
                 if len({len(node.children) for _, node in inner}) == 1:
-                    return self._sequence(inner, attrs, depth)
-        return self._divided(nodes, depth)
+                    return self._sequence(inner, attrs)
+        return self._divided(nodes)
 
     def _mapping(
-        self, nodes: Sequence[tuple[int, Node]], attrs: tuple[tuple[str, Any], ...], depth: int
+        self, nodes: Sequence[tuple[int, Node]], attrs: tuple[tuple[str, Any], ...]
     ) -> Node:
         below: dict[Any, tuple[Any, list[tuple[int, Node | int]]]] = {}
         for rank, node in nodes:
             for key, child in zip(node.keys or (), node.children, strict=True):
                 below.setdefault(_hashable(key), (key, []))[1].append((rank, child))
-        inner = depth_below(nodes[0][1], depth)
-        children = tuple(self.merge(found, inner) for _, found in below.values())
+        children = tuple(self.merge(found) for _, found in below.values())
         return Node(nodes[0][1].type, children, tuple(key for key, _ in below.values()), attrs)
 
     def _sequence(
-        self, nodes: Sequence[tuple[int, Node]], attrs: tuple[tuple[str, Any], ...], depth: int
+        self, nodes: Sequence[tuple[int, Node]], attrs: tuple[tuple[str, Any], ...]
     ) -> Node:
-        inner = depth_below(nodes[0][1], depth)
         children = tuple(
-            self.merge([(rank, node.children[i]) for rank, node in nodes], inner)
+            self.merge([(rank, node.children[i]) for rank, node in nodes])
             for i in range(len(nodes[0][1].children))
         )
         return Node(nodes[0][1].type, children, None, attrs)
 
-    def _divided(self, nodes: Sequence[tuple[int, Node | int]], depth: int) -> Node:
-        """Each rank's node, under a path with the rank's number."""
-        children = tuple(self._own(rank, node, depth) for rank, node in nodes)
+    def _divided(self, nodes: Sequence[tuple[int, Node | int]]) -> Node:
+        """Each rank's node, under the rank's number."""
+        children = tuple(self._own(rank, node) for rank, node in nodes)
         return Node(RANKS, children, tuple(rank for rank, _ in nodes))
 
-    def _own(self, rank: int, node: Node | int, depth: int) -> Node | int:
-        if isinstance(node, Node):
-            return Node(
-                node.type,
-                tuple(self._own(rank, child, depth) for child in node.children),
-                node.keys,
-                node.attrs,
-            )
-        number = self._leaf([Holder(rank, node)])
-        leaf = self._merged.leaves[number]
-        segments = leaf.path.split("/")
-        leaf.path = "/".join((*segments[:depth], str(rank), *segments[depth:]))
-        leaf.owned = True
-        return number
+    def _own(self, rank: int, node: Node | int) -> Node | int:
+        if isinstance(node, int):
+            number = self._leaf([Holder(rank, node)])
+            self._merged.leaves[number].owned = True
+            return number
+        return replace(node, children=tuple(self._own(rank, child) for child in node.children))
 
     def _leaf(self, holders: Sequence[Holder]) -> int:
-        rank, number = holders[0]
-        path = self._trees[rank].schema.paths[number]
-        leaf = MergedLeaf(path, *self._what(rank, number), tuple(holders))
+        leaf = MergedLeaf("", *self._what(*holders[0]), tuple(holders))
         self._merged.leaves.append(leaf)
         return len(self._merged.leaves) - 1
 

@@ -18,7 +18,7 @@ from ckptstore.distributed.shared_reads import Broadcast
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.restore.reader import Tree
 from ckptstore.restore.restore import RestoreOperation, RestoreOptions, targets
-from ckptstore.state.leaf_sources import NAMES, depth_below
+from ckptstore.state.leaf_sources import NAMES, paths_below, paths_of_leaves, segment
 from ckptstore.state.optimizer_forms import OWN_NAMES
 from ckptstore.state.restore import places_in
 from ckptstore.state.shards import is_bound_to_world_size, is_each_ranks
@@ -139,7 +139,7 @@ def own_trees(
     for key, tree in trees.items():
         view = _View(tree, viewer, begins)
         if _has_ranks(tree.schema.skeleton):
-            skeleton = view.visit(tree.schema.skeleton)
+            skeleton = view.seen()
             lacking.update(view.lacking)
             if skeleton is not None:
                 found[key] = view.tree(skeleton)
@@ -157,7 +157,7 @@ def tree_of_rank(tree: Tree, rank: int) -> Tree | None:
     if not _has_ranks(tree.schema.skeleton):
         return tree
     view = _View(tree, RankView(rank), lambda path: False)
-    skeleton = view.visit(tree.schema.skeleton)
+    skeleton = view.seen()
     return None if skeleton is None else view.tree(skeleton)
 
 
@@ -218,31 +218,31 @@ class _View:
 
     def __init__(self, tree: Tree, viewer: RankView, begins: Callable[[str], bool]) -> None:
         self._tree, self._viewer, self._begins = tree, viewer, begins
-        self._paths: list[str] = []
         self._taken: list[int] = []
         self._new: list[int] = []
         self.lacking: dict[str, tuple[int, ...]] = {}
 
-    def visit(
-        self, node: Node | int, depth: int = 1, cuts: frozenset[int] = frozenset()
-    ) -> Node | int | None:
-        """The node for the viewer, or None. Its path has `depth` segments; paths lose those with
-        the numbers `cuts`, which are ranks."""
+    def seen(self) -> Node | int | None:
+        """The viewer's skeleton, or None if nothing is left."""
+        return self._visit(self._tree.schema.skeleton, segment(self._tree.key))
+
+    def _visit(self, node: Node | int, path: str) -> Node | int | None:
+        """The node for the viewer, which has it at `path`, or None."""
         if isinstance(node, int):
-            segments = self._tree.schema.paths[node].split("/")
-            self._paths.append("/".join(s for i, s in enumerate(segments) if i not in cuts))
             self._taken.append(node)
             return len(self._taken) - 1
         if node.type == RANKS:
-            return self._choose(node, depth, cuts)
-        below = depth_below(node, depth)
+            return self._choose(node, path)
+        first, paths = len(self._taken), paths_below(node, path)
         children = [
-            (key, self.visit(child, below, cuts))
-            for key, child in zip(node.keys or node.children, node.children, strict=True)
+            (key, self._visit(child, at))
+            for key, child, at in zip(node.keys or node.children, node.children, paths, strict=True)
         ]
         there = [(key, child) for key, child in children if child is not None]
         if len(there) < len(children) and node.keys is None:
-            return None  # a sequence must have no gaps
+            del self._taken[first:]  # a sequence must have no gaps
+            self._new = [leaf for leaf in self._new if leaf < first]
+            return None
         keys = None if node.keys is None else tuple(key for key, _ in there)
         return Node(node.type, tuple(child for _, child in there), keys, self._attrs(node))
 
@@ -254,21 +254,14 @@ class _View:
             attrs[OWN_NAMES] = dict(attrs.pop(OF_RANKS)).get(self._viewer.owner, ["list"])
         return tuple(sorted(attrs.items()))
 
-    def _choose(self, node: Node, depth: int, cuts: frozenset[int]) -> Node | int | None:
-        ranks, paths = node.keys or (), self._tree.schema.paths
-        viewer = self._viewer
+    def _choose(self, node: Node, place: str) -> Node | int | None:
+        ranks = node.keys or ()
+        viewer, begins, first = self._viewer, self._begins(place), len(self._taken)
         has_own = viewer.owner in ranks
-        one = next(leaves_of(node), None)
-        if one is None:  # empty containers of several types
-            return node.children[ranks.index(viewer.owner)] if has_own else None
-        segments = paths[one].split("/")[:depth]
-        place = "/".join(segment for i, segment in enumerate(segments) if i not in cuts)
-        begins, first = self._begins(place), len(self._taken)
         if not has_own and (viewer.rank in viewer.private or not begins):
             self.lacking[place] = ranks
             return None
-        own = node.children[ranks.index(viewer.owner) if has_own else 0]
-        chosen = self.visit(own, depth + 1, cuts | {depth})
+        chosen = self._visit(node.children[ranks.index(viewer.owner) if has_own else 0], place)
         if begins and (viewer.repeats or not has_own) and not self._in_step(node):
             self._new += range(first, len(self._taken))
         return chosen
@@ -284,9 +277,10 @@ class _View:
     def tree(self, skeleton: Node | int) -> Tree:
         """The tree of `skeleton`, which `visit` returned."""
         old, numbers = self._tree.schema, {leaf: i for i, leaf in enumerate(self._taken)}
+        paths = dict(paths_of_leaves(skeleton, segment(self._tree.key)))
         rows = [
-            (path, old.kinds[i], old.dtypes[i], old.shapes[i], numbers.get(old.aliases[i], -1))
-            for path, i in zip(self._paths, self._taken, strict=True)
+            (paths[n], old.kinds[i], old.dtypes[i], old.shapes[i], numbers.get(old.aliases[i], -1))
+            for n, i in enumerate(self._taken)
         ]
         contents = [self._tree.contents[i] for i in self._taken]
         own = replace(self._tree, schema=schema_of(skeleton, rows), contents=contents)

@@ -22,8 +22,8 @@ from ckptstore import errors
 from ckptstore.commit.commit_metadata import CommitRequest
 from ckptstore.commit.pending import Watch
 from ckptstore.commit.transaction import Committed
+from ckptstore.core.forks import survives_forks
 from ckptstore.core.options import Milestone
-from ckptstore.core.process import survives_forks
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.framing import cause_of
 from ckptstore.distributed.sockets import SECRET_BYTES

@@ -21,6 +21,7 @@ from typing import Any, Concatenate, ParamSpec
 from sqlalchemy import Connection, Engine, NullPool, create_engine
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
+from ckptstore.core.forks import halts_for_forks
 from ckptstore.core.ids import StoreId
 from ckptstore.errors import Corrupt
 from ckptstore.index.catalog_fold import add_schemas, add_statistics, fold_entries, fold_state
@@ -32,7 +33,6 @@ from ckptstore.index.catalog_sqlite import (
     is_current,
     prepare,
     remove,
-    survive_forks,
 )
 from ckptstore.index.queries import Queries, Rows
 from ckptstore.index.tables import make_tables, migrate
@@ -61,7 +61,7 @@ class Catalog:
         self._path, self._store = path, store
         self.lock = threading.RLock()
         self._file: CatalogFile | None = None
-        survive_forks(self)
+        halts_for_forks(self)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], store: StoreId) -> "Catalog":
@@ -204,8 +204,16 @@ class Catalog:
             self._file = CatalogFile(self._path, self._store)
         return self._file
 
+    def halt(self) -> None:
+        """Wait for SQLite: a child would inherit locks within it that nobody releases."""
+        self.lock.acquire()
+
+    def go_on(self) -> None:
+        self.lock.release()
+
     def forked(self) -> None:
         """Leave the parent's connection open: closing it would checkpoint its write-ahead log."""
+        self.lock = threading.RLock()
         if self._file:
             _abandoned.append(self._file)
             self._file = None

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ckptstore.core.ids import StoreId
 from ckptstore.core.paths import is_plain, make_index_directory, write_file
@@ -170,43 +170,3 @@ def _is_plain_database(path: Path) -> bool:
 def _unlink(path: Path) -> None:
     for suffix in _SUFFIXES:
         beside(path, suffix).unlink(missing_ok=True)
-
-
-class Forked(Protocol):
-    """The owner of a connection, of which no process may use its parent's."""
-
-    lock: threading.RLock
-    """Held while SQLite works."""
-
-    def forked(self) -> None:
-        """Give up the connection, in a child."""
-
-
-_owners: "weakref.WeakSet[Forked]" = weakref.WeakSet()
-_forking: list[Forked] = []
-
-
-def survive_forks(owner: Forked) -> None:
-    """Hold the lock of `owner` during each fork, lest the child inherit locks within SQLite that
-    nobody releases."""
-    _owners.add(owner)
-
-
-def _before_fork() -> None:
-    _forking[:] = _owners
-    for owner in _forking:
-        owner.lock.acquire()
-
-
-def _in_parent() -> None:
-    while _forking:
-        _forking.pop().lock.release()
-
-
-def _in_child() -> None:
-    for owner in _forking:
-        owner.forked()
-    _in_parent()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -20,6 +20,7 @@ from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
+from ckptstore.core.forks import survives_forks
 from ckptstore.core.ids import StoreId
 from ckptstore.core.process import pauses, start
 from ckptstore.core.text import redact, without
@@ -58,8 +59,14 @@ class Database:
         self.deadline_s = DEADLINE_S
         self._store = store
         self._engine: Engine | None = None
-        self._pid = 0
+        survives_forks(self)
         self.schema = f"ckptstore_{store}"
+
+    def forked(self) -> None:
+        """Connections of the parent stay with the parent."""
+        if self._engine is not None:
+            self._engine.dispose(close=False)
+        self._engine = None
 
     @property
     def name(self) -> str:
@@ -107,7 +114,7 @@ class Database:
             yield connection
 
     def close(self) -> None:
-        if self._engine is not None and self._pid == os.getpid():
+        if self._engine is not None:
             self._engine.dispose()
         self._engine = None
 
@@ -132,10 +139,7 @@ class Database:
                 connection.close()
 
     def _pool(self) -> Engine:
-        if self._engine is None or self._pid != os.getpid():
-            if self._engine is not None:
-                # Connections of the parent stay with the parent.
-                self._engine.dispose(close=False)
+        if self._engine is None:
             settings = {
                 "search_path": self.schema,
                 "idle_in_transaction_session_timeout": f"{_IDLE_S}s",
@@ -162,7 +166,6 @@ class Database:
                 raise InvalidInput(
                     f"cannot use {self.name}: {error}; install ckptstore[postgresql]"
                 ) from error
-            self._pid = os.getpid()
         return self._engine
 
     @contextmanager

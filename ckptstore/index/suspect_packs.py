@@ -12,12 +12,12 @@ of a chunk.
 """
 
 import os
-import threading
 from collections.abc import Callable, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
+from ckptstore.core import forks
 from ckptstore.core.ids import PackId
 from ckptstore.core.paths import make_index_directory, read_plain, write_file
 from ckptstore.core.process import file_lock
@@ -33,7 +33,7 @@ class SuspectPacks:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._stamp: _Stamp | None = None
         self._noted: frozenset[PackId] = frozenset()
         self._unwritten: frozenset[PackId] = frozenset()

@@ -25,6 +25,7 @@ from fsspec.utils import stringify_path
 from ckptstore.adopt.commit_files import CommitFiles, Found
 from ckptstore.contents import CommitContents
 from ckptstore.core.config import default_threads
+from ckptstore.core.forks import survives_forks
 from ckptstore.core.ids import CONFIG_KEY, CommitId, SessionId
 from ckptstore.core.text import near
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, ReadOnly
@@ -392,8 +393,25 @@ class _OpenStore:
         self.handle.close()
 
 
-_stores: dict[tuple[object, ...], _OpenStore] = {}
-_lock = threading.Lock()
+class _Stores:
+    """The open stores of this process."""
+
+    def __init__(self) -> None:
+        survives_forks(self)
+        atexit.register(self.close)
+
+    def forked(self) -> None:
+        """A child opens its own."""
+        self.lock = threading.Lock()
+        self.open: dict[tuple[object, ...], _OpenStore] = {}
+
+    def close(self) -> None:
+        for store in self.open.values():
+            with suppress(CkptStoreError):
+                store.close()
+
+
+_stores = _Stores()
 
 
 def _open(
@@ -403,11 +421,12 @@ def _open(
     the same place is another one."""
     told = json.dumps(options, sort_keys=True, default=repr)
     key = (place, told, threads, index, _made_at(place))
-    if key not in _stores:
-        with _lock:  # taken to open a store alone, which may take long
-            if key not in _stores:
-                _stores[key] = _OpenStore(place, options, threads, index)
-    return _stores[key]
+    stores = _stores.open
+    if key not in stores:
+        with _stores.lock:  # taken to open a store alone, which may take long
+            if key not in stores:
+                stores[key] = _OpenStore(place, options, threads, index)
+    return stores[key]
 
 
 def _made_at(place: str) -> tuple[int, ...]:
@@ -415,23 +434,6 @@ def _made_at(place: str) -> tuple[int, ...]:
         found = os.stat(os.path.join(place, CONFIG_KEY))
         return found.st_dev, found.st_ino, found.st_mtime_ns
     return ()
-
-
-def _close_all() -> None:
-    for store in _stores.values():
-        with suppress(CkptStoreError):
-            store.close()
-
-
-def _forget_stores() -> None:
-    """After a fork: a child opens its own."""
-    global _lock
-    _lock = threading.Lock()
-    _stores.clear()
-
-
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_forget_stores)
 
 
 def _normal(url: str) -> str:

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from ckptstore.core.forks import survives_forks
 from ckptstore.core.ids import CONFIG_KEY, StoreId
-from ckptstore.core.process import behind, pauses, survives_forks
+from ckptstore.core.process import behind, pauses
 from ckptstore.errors import (
     Busy,
     CkptStoreError,

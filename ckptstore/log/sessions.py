@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
+from ckptstore.core.forks import survives_forks
 from ckptstore.core.ids import SessionId, new_session_id, parse_session_id, session_key
 from ckptstore.core.process import boot_id
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound
@@ -55,8 +56,13 @@ class Session:
     def __init__(self, storage: Storage, info: SessionInfo) -> None:
         self._storage = storage
         self._info = info
-        self._lock = threading.Lock()
+        survives_forks(self)
         self._beating = True
+
+    def forked(self) -> None:
+        """After a fork the parent writes its heartbeats and ends it."""
+        self._lock = threading.Lock()
+        self._beating = False
 
     @property
     def id(self) -> SessionId:
@@ -109,8 +115,6 @@ class Session:
 
     def _stop(self) -> bool:
         """Whether this call, in the process that opened the session, stopped it."""
-        if self._info.pid != os.getpid():
-            return False
         with self._lock:
             stopped, self._beating = self._beating, False
         _heart.drop(self)
@@ -121,6 +125,10 @@ class _Heart:
     """The sessions of this process and the thread that writes their heartbeats."""
 
     def __init__(self) -> None:
+        survives_forks(self)
+
+    def forked(self) -> None:
+        """A child has no thread, and the parent's sessions are the parent's."""
         self._sessions: set[Session] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -170,16 +178,6 @@ class _Heart:
 
 
 _heart = _Heart()
-
-
-def _forget_the_parents_sessions() -> None:
-    """After a fork the parent writes heartbeats for its sessions. The child has no thread, and
-    perhaps a lock that is never released."""
-    global _heart
-    _heart = _Heart()
-
-
-os.register_at_fork(after_in_child=_forget_the_parents_sessions)
 
 
 def open_session(storage: Storage, what: str) -> Session:

@@ -8,13 +8,13 @@ wait.
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from ckptstore.core import forks
 from ckptstore.core.options import OnFull
 from ckptstore.core.text import bytes_text
 from ckptstore.distributed.collective import Collective
@@ -149,7 +149,7 @@ class DiskWatch:
 
     def __init__(self, handle: StoreHandle, run: str, on_full: OnFull) -> None:
         self._handle, self._run, self._on_full = handle, run, on_full
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._looked = False
         self._warned = False
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
+from ckptstore.core.forks import survives_forks
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
-from ckptstore.core.process import start, survives_forks
+from ckptstore.core.process import start
 from ckptstore.errors import CkptStoreError, NotFound, Unavailable
 from ckptstore.log.resolve import Resolved, newest_first
 from ckptstore.log.state import State
@@ -95,7 +96,8 @@ class Tier:
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all earlier commits have arrived; False after `timeout_s`, or if the mirror
-        is unavailable, or if this is a forked child that has committed something."""
+        is unavailable, or closed before they had, or if this is a forked child that has committed
+        something."""
         with self._changed:
             wanted = self._wanted
             if self._thread is None:
@@ -103,7 +105,8 @@ class Tier:
             self._failed = False
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self._done >= wanted or self._failed or self._broken, timeout_s
+                lambda: self._done >= wanted or self._failed or self._broken or self._closing,
+                timeout_s,
             )
             if self._broken:
                 raise RuntimeError(

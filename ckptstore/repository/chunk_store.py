@@ -8,7 +8,6 @@ The index counts only for packs that the log lists under the same number and id:
 restored store may give known numbers to other packs.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,10 +15,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from ckptstore.core import forks
 from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, pack_key
 from ckptstore.core.model import PackEntry
-from ckptstore.core.process import survives_forks, uncollected
+from ckptstore.core.process import uncollected
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.index.chunks import ChunkIndex
 from ckptstore.index.suspect_packs import SuspectPacks
@@ -95,10 +95,7 @@ class ObjectStore:
         self._batches = FooterBatches(storage) if self._remote else None
         self._indexed_below = 0
         self.rescue: Rescue | None = None
-        survives_forks(self)
-
-    def forked(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
 
     # -- the index --
 

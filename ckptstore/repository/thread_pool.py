@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from ckptstore.core.process import Pool, survives_forks
+from ckptstore.core.forks import survives_forks
+from ckptstore.core.process import Pool
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import Unavailable
 
@@ -102,12 +103,11 @@ class ThreadPool:
         self.count = count
         self.aside = aside
         self.scratch = Scratch()
-        self._pool: Pool | None = None
-        self._pid = 0
         survives_forks(self)
 
     def forked(self) -> None:
         self._lock = threading.Lock()
+        self._pool: Pool | None = None
 
     def spread(
         self, task: Callable[[T], object], items: Sequence[T], *, max_workers: int | None = None
@@ -159,18 +159,15 @@ class ThreadPool:
 
     def close(self) -> None:
         with self._lock:
-            if self._pool and self._pid == os.getpid():
+            if self._pool:
                 self._pool.shutdown()
             self._pool = None
             self.scratch = Scratch()
 
     def _alive(self) -> Pool:
         with self._lock:
-            if self._pool is None or self._pid != os.getpid():
-                self._pool, self._pid = (
-                    Pool(self.count, begin=step_aside if self.aside else None),
-                    os.getpid(),
-                )
+            if self._pool is None:
+                self._pool = Pool(self.count, begin=step_aside if self.aside else None)
             return self._pool
 
 

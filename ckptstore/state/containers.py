@@ -134,17 +134,15 @@ def add_filled(
     """Register a class whose objects are filled in place, those of a target for which `fits`
     holds."""
     add_container(cls, split, held_otherwise)
-    _add_type(
-        name,
-        NodeType(
-            form, make, fill, lambda target, joint: type(target) is cls and fits(target, joint)
-        ),
+    kind = NodeType(
+        form, make, fill, lambda target, joint: type(target) is cls and fits(target, joint)
     )
+    _add_type(name, kind)
 
 
-def _add_type(name: str, node_type: NodeType) -> None:
-    assert (node_type.form == "wrapper") == (name in WRAPPERS), name  # paths are made by `WRAPPERS`
-    _TYPES[name] = node_type
+def _add_type(name: str, kind: NodeType) -> None:
+    assert (kind.form == "wrapper") == (name in WRAPPERS), f"{name}: not as paths are made"
+    _TYPES[name] = kind
 
 
 def split(value: Any) -> Parts | None:
@@ -291,7 +289,7 @@ def set_attributes(node: Node, made: Any, classes: Classes) -> None:
 
 def is_wrapper(name: str) -> bool:
     """Whether nodes of this type have one child, under the node's own path."""
-    return name in WRAPPERS
+    return _type(name).form == "wrapper"
 
 
 def copies(name: str) -> bool:

@@ -241,17 +241,17 @@ def unescape(name: str) -> str:
 
 
 WRAPPERS = frozenset(
-    {
-        *("BytesIO", "Random", "bytearray", "pickle", "registered", "stateful"),
-        *("numpy.Generator", "numpy.RandomState", "numpy.ndarray"),
-        *("torch.Generator", "torch.Parameter", "torch.Tensor", "torch.thin_subclass"),
-    }
+    (
+        *("stateful", "pickle", "registered", "bytearray", "BytesIO", "Random"),
+        *("torch.Parameter", "torch.Tensor", "torch.thin_subclass", "torch.Generator"),
+        *("numpy.ndarray", "numpy.Generator", "numpy.RandomState"),
+    )
 )
-"""Types of nodes that have one child, under their own path. `state.containers` adds no others."""
+"""Node types whose one child has the node's own path."""
 
 
 def paths_below(node: Node, path: str) -> list[str]:
-    """The paths of a node's children: a wrapper's child has the wrapper's own."""
+    """The paths of the children of a node at `path`: the one rule that makes paths of a tree."""
     if node.keys is not None:
         return [f"{path}/{name}" for name in segments(node.keys)]
     if node.type in WRAPPERS:
@@ -259,9 +259,13 @@ def paths_below(node: Node, path: str) -> list[str]:
     return [f"{path}/{i}" for i in range(len(node.children))]
 
 
-def depth_below(node: Node, depth: int) -> int:
-    """The number of segments of a child's path, where the node's has `depth`."""
-    return depth if node.type in WRAPPERS else depth + 1
+def paths_of_leaves(node: Node | int, path: str) -> Iterator[tuple[int, str]]:
+    """The leaves of the tree of `node`, which is at `path`, each with its path."""
+    if isinstance(node, int):
+        yield node, path
+        return
+    for child, below in zip(node.children, paths_below(node, path), strict=True):
+        yield from paths_of_leaves(child, below)
 
 
 def pickled_paths(schema: Schema) -> list[str]:

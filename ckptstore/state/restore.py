@@ -252,7 +252,7 @@ class Binding(Inflater):
                     "no object with load_state_dict there; make it before the restore",
                 )
             within_state |= receiver is not None and not isinstance(receiver, StateDict)
-        for child, below in zip(node.children, _below_node(node, path), strict=True):
+        for child, below in zip(node.children, paths_below(node, path), strict=True):
             self._check_objects(child, below, within_state=within_state)
 
     def _leave_out(self, node: Node | int, path: str) -> None:
@@ -424,12 +424,8 @@ def _paths_of(node: Node | int, path: str, wanted: IdentityDict[Node, bool]) -> 
         return
     if node in wanted:
         yield path
-    for child, below in zip(node.children, _below_node(node, path), strict=True):
+    for child, below in zip(node.children, paths_below(node, path), strict=True):
         yield from _paths_of(child, below, wanted)
-
-
-def _below_node(node: Node, path: str) -> list[str]:
-    return [path] if containers.is_wrapper(node.type) else paths_below(node, path)
 
 
 def _has_places(node: Node, target: Any) -> bool:

@@ -12,7 +12,6 @@ keep the copy engine busy.
 
 import ctypes
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from weakref import finalize
 
 import torch
 
+from ckptstore.core import forks
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.objects.pack import align
 from ckptstore.state import tensors
@@ -259,7 +259,7 @@ def beside_training(device: torch.device) -> AbstractContextManager[Any]:
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-_making_streams = threading.Lock()
+_making_streams = forks.lock()
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

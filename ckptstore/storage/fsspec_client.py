@@ -8,11 +8,11 @@ waiting for minutes. `BucketStorage` repeats what still fails.
 
 import errno
 import io
-import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+from ckptstore.core import forks
 from ckptstore.storage.contract import PART_BYTES, largest
 
 CONNECT_TIMEOUT_S = 5.0
@@ -23,7 +23,7 @@ PARTS_IN_FLIGHT = 8
 
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, NotImplementedError)
 
-_memory_lock = threading.Lock()
+_memory_lock = forks.lock()
 """fsspec's memory filesystem looks and then creates; under this lock the two are one step."""
 
 

@@ -9,13 +9,13 @@ only eviction takes turns. Nothing is synced: verification also catches the dama
 import logging
 import os
 import secrets
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptstore.core import forks
 from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId, checksum, digest
 from ckptstore.core.paths import make_directories
 from ckptstore.core.process import file_lock
@@ -55,8 +55,8 @@ class ReadCache:
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self._directory, self._limit_bytes = directory, limit_bytes
-        self._lock = threading.Lock()
-        self._evicting = threading.Lock()
+        self._lock = forks.lock()
+        self._evicting = forks.lock()
         self._added_bytes = limit_bytes  # by others, perhaps: the first to be kept looks
         self._given_up = False
 

@@ -156,3 +156,19 @@ def test_a_forked_child_does_not_wait_for_what_only_its_parent_ends(tmp_path: Pa
         codes = forked([use])
         gate.opened.set()
         assert codes == [0] and pending.wait().step == 1
+
+
+def test_a_forked_child_can_neither_cancel_nor_follow_its_parents_commit(
+    store: ckptstore.Store,
+) -> None:
+    pending, go_on = held_commit(store, {"t": torch.zeros(1000)}, step=1)
+
+    def use() -> None:
+        for refused in (pending.cancel, lambda: pending.then(print)):
+            with pytest.raises(ckptstore.InvalidInput, match="forked from"):
+                refused()
+
+    codes = forked([use])
+    go_on()
+    assert codes == [0]
+    assert pending.wait().step == 1

@@ -18,7 +18,6 @@ import os
 import secrets
 import shutil
 import threading
-import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import repeat
@@ -29,6 +28,7 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore.core.forks import survives_forks
 from ckptstore.core.ids import PackId, StoreId
 from ckptstore.core.paths import (
     index_file,
@@ -87,8 +87,7 @@ class ChunkIndex:
         self._env: LmdbEnvironment | None = None
         self._memory = MemoryRecords()
         self._packs_at: tuple[int, dict[int, PackId]] = -1, {}
-        self._after_fork()
-        _indexes.add(self)
+        survives_forks(self)
 
     @classmethod
     def open(
@@ -324,7 +323,7 @@ class ChunkIndex:
         if env:
             release(env)
 
-    def _after_fork(self) -> None:
+    def forked(self) -> None:
         """After a fork, locks may be held by threads of the parent, and the environment belongs to
         the parent."""
         self._lock = threading.RLock()
@@ -338,17 +337,6 @@ def _records(txn: Transaction, keys: list[bytes]) -> bytearray:
     if len(records) != len(keys) * RECORD_BYTES:
         raise Damaged("a record does not have the size that all have")
     return records
-
-
-_indexes: "weakref.WeakSet[ChunkIndex]" = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for index in _indexes:
-        index._after_fork()
-
-
-os.register_at_fork(after_in_child=_forked)
 
 
 def _delete(path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import lmdb
 
+from ckptstore.core.forks import halts_for_forks
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.paths import rights
 from ckptstore.index.chunks.lmdb_check import Damaged
@@ -159,67 +160,67 @@ class LmdbEnvironment:
             self._gate.notify_all()
 
 
-_shared: dict[Path, LmdbEnvironment] = {}
-_lock = threading.Lock()
+_FORK_TIMEOUT_S = 30.0
+
+
+class _Environments:
+    """Those that this process has open, by their folders."""
+
+    def __init__(self) -> None:
+        self.open: dict[Path, LmdbEnvironment] = {}
+        self.lock = threading.Lock()
+        self._left_behind: list[LmdbEnvironment] = []
+        halts_for_forks(self)
+
+    def halt(self) -> None:
+        """Let no transaction be open at a fork: closing it in the child would end it for the
+        parent."""
+        self.lock.acquire()
+        for env in self.open.values():
+            env.halt(_FORK_TIMEOUT_S)
+
+    def go_on(self) -> None:
+        for env in self.open.values():
+            env.go_on()
+        self.lock.release()
+
+    def forked(self) -> None:
+        """Close the parent's environments, because liblmdb does not open a file twice. Those not
+        halted stay open and are unusable here."""
+        self.lock = threading.Lock()
+        self._left_behind += [env for env in self.open.values() if not env.close_inherited()]
+        self.open.clear()
+
+
+_environments = _Environments()
 
 
 def is_open(folder: Path) -> bool:
     """Whether this process has the environment at `folder` open already."""
-    with _lock:
-        env = _shared.get(folder)
+    with _environments.lock:
+        env = _environments.open.get(folder)
         return env is not None and not env.replaced()
 
 
 def share(folder: Path, map_bytes: int) -> LmdbEnvironment:
     """The environment at `folder`; call `release` once for each."""
-    with _lock:
-        env = _shared.get(folder)
+    with _environments.lock:
+        env = _environments.open.get(folder)
         if env is None or env.replaced():
-            env = _shared[folder] = LmdbEnvironment(folder, map_bytes)
+            env = _environments.open[folder] = LmdbEnvironment(folder, map_bytes)
         env.users += 1
         return env
 
 
 def release(env: LmdbEnvironment) -> None:
     """Close `env` after its last user."""
-    with _lock:
+    with _environments.lock:
         env.users -= 1
         if env.users:
             return
-        if _shared.get(env.folder) is env:
-            del _shared[env.folder]
+        if _environments.open.get(env.folder) is env:
+            del _environments.open[env.folder]
     env.close()
-
-
-_FORK_TIMEOUT_S = 30.0
-_left_behind: list[LmdbEnvironment] = []
-
-
-def _before_fork() -> None:
-    """Let no transaction be open at a fork: closing it in the child would end it for the parent."""
-    _lock.acquire()
-    for env in _shared.values():
-        env.halt(_FORK_TIMEOUT_S)
-
-
-def _in_parent() -> None:
-    for env in _shared.values():
-        env.go_on()
-    _lock.release()
-
-
-def _in_child() -> None:
-    """Close the parent's environments, because liblmdb does not open a file twice. Those not halted
-    stay open and are unusable here."""
-    global _lock
-    _lock = threading.Lock()
-    for env in _shared.values():
-        if not env.close_inherited():
-            _left_behind.append(env)
-    _shared.clear()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 def _reserve_lock(folder: Path) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
+from ckptstore.core import forks
 from ckptstore.core.text import unicode_text
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.dcp.names import Name
@@ -74,7 +75,7 @@ class _Scope:
 
 
 _scopes: list[_Scope] = []
-_lock = threading.Lock()
+_lock = forks.lock()
 _patches = ExitStack()
 
 

@@ -14,7 +14,6 @@ import io
 import pickle
 import random
 import sys
-import threading
 import uuid
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -29,6 +28,7 @@ import numpy as np
 import torch
 from torch import serialization
 
+from ckptstore.core import forks
 from ckptstore.errors import InvalidInput, Unavailable
 from ckptstore.state.stateful import class_name, items_of, registered_classes
 
@@ -225,7 +225,7 @@ _RECORDS: dict[str, type[Record]] = {
     for name in sorted({*_MADE, *_BARE})
 }
 
-_lock = threading.Lock()
+_lock = forks.lock()
 """Held while records stand for names: torch has one table for all threads."""
 
 

@@ -13,13 +13,13 @@ the second commit on. A store that was removed, or made anew in the same place, 
 import logging
 import os
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckptstore.core import forks
 from ckptstore.core.ids import CONFIG_KEY, ROOT_ENTRIES, CommitId, check_tag, digest
 from ckptstore.core.options import Storage
 from ckptstore.core.paths import (
@@ -264,7 +264,7 @@ class _Open(NamedTuple):
 
 
 _open: dict[tuple[int, str, str], _Open] = {}
-_lock = threading.Lock()
+_lock = forks.lock()
 
 
 def store_at(
