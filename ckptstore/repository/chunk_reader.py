@@ -8,7 +8,7 @@ Chunks that a pack has lost are read from its twin. `chunk_store` adds the index
 know chunks by their ids.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -163,11 +163,16 @@ def plan_runs(
     gap_bytes: int = 0,
 ) -> Iterator[tuple[int, Run]]:
     """The runs that fetch the chunks `positions` of a request from `where` they lie, each with the
-    number of its pack. Pure."""
+    number of its pack. Raises `Corrupt` for the places of other chunks. Pure."""
+    if where["chunk"].tobytes() != request.ids_of(positions):
+        raise Corrupt(
+            f"a look-up of {len(positions)} chunks found the places of {len(where)}, or of others; "
+            "nothing was read; run `ckptstore reindex`"
+        )
     order = np.lexsort((where["offset"], where["pack"]))
     rows = where[order]
     at = [positions[i] for i in order.tolist()]
-    found = located_entries(map(request.id, at), rows)
+    found = located_entries(rows)
     numbers = rows["pack"].tolist()
     for some in coalesce(
         rows["offset"].tolist(),
@@ -179,12 +184,13 @@ def plan_runs(
         yield numbers[some.start], Run(found[some], at[some], [request.out[i] for i in at[some]])
 
 
-def located_entries(ids: Iterable[ChunkId], where: "NDArray[np.void]") -> list[PackEntry]:
-    """The chunk index's rows as entries of packs."""
-    columns = (
-        where[name].tolist() for name in ("checksum", "offset", "stored", "raw", "codec", "width")
-    )
-    return list(map(PackEntry, ids, *columns))
+_LOCATED_ENTRY = ["chunk", "checksum", "offset", "stored", "raw", "codec", "width"]
+"""The fields of a `PackEntry` that the chunk index knows, in its order."""
+
+
+def located_entries(where: "NDArray[np.void]") -> list[PackEntry]:
+    """Rows of `LOCATED_DTYPE` as entries of packs."""
+    return [PackEntry(*row) for row in where[_LOCATED_ENTRY].tolist()]
 
 
 def keys_of(name: PackId, *, metadata: bool) -> tuple[str, ...]:
@@ -401,19 +407,17 @@ def _span(bases: Sequence[codecs.Base]) -> int:
     return bases[-1].offset + bases[-1].stored_bytes - bases[0].offset
 
 
-def runs_of(table: FooterTable) -> list[Run]:
+def runs_of(table: FooterTable) -> Iterator[Run]:
     """The runs that fetch the chunks of a footer, or some of its rows, into new memory."""
-    found, raw_bytes = entries(table), table["raw"].tolist()
-    return [
-        Run(found[part], range(part.start, part.stop))
-        for some in coalesce(
-            table["offset"].tolist(),
-            (table["offset"] + table["stored"]).tolist(),
-            limit_bytes=RUN_BYTES,
-            gap_bytes=GAP_BYTES,
-        )
-        for part in _within(some, raw_bytes)
-    ]
+    raw_bytes = table["raw"].tolist()
+    for some in coalesce(
+        table["offset"].tolist(),
+        (table["offset"] + table["stored"]).tolist(),
+        limit_bytes=RUN_BYTES,
+        gap_bytes=GAP_BYTES,
+    ):
+        for part in _within(some, raw_bytes):
+            yield Run(entries(table[part]), range(part.start, part.stop))
 
 
 def _within(some: slice, raw_bytes: Sequence[int]) -> Iterator[slice]:

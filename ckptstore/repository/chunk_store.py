@@ -141,7 +141,7 @@ class ObjectStore:
             self._batches.complete(number, self._log.state.packs)
 
     def locate(self, ids: bytes) -> "NDArray[np.void]":
-        """The position of each of `ids` (32 bytes each), as LOCATION_DTYPE rows. `found` is 0 if
+        """Each of `ids` (32 bytes each) with its position: LOCATED_DTYPE rows. `found` is 0 if
         the index does not have it, or has it in another store's pack."""
         rows = self.index.get_many(ids)
         numbers = set(np.unique(rows["pack"][rows["found"] == 1]).tolist())
