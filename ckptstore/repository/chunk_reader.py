@@ -39,6 +39,14 @@ if TYPE_CHECKING:
 GAP_BYTES = 64 << 10
 """Reading on across this many unwanted bytes of a pack costs less than another read."""
 
+CHECKED_BYTES = 2 << 20
+"""Bytes that maintenance reads at once from a local disk. Each of its threads needs so much memory
+for what is stored, as much again for what is decoded, and `BASES_BYTES`."""
+
+BASES_BYTES = RUN_BYTES
+"""Bases that a thread keeps for the differences that follow: as many as a strip of `compact`
+has."""
+
 METADATA_BYTES_MAX = 256 << 20
 """No chunk is larger that is read into new memory. A forged footer must not cost more."""
 
@@ -210,11 +218,11 @@ class DecodedBases:
         return self._raws.get((key, base))
 
     def put(self, key: str, base: codecs.Base, raw: memoryview) -> None:
-        """Keep `raw`, and of those before as many as fit into two runs."""
+        """Keep `raw`, and of those before as many as fit into `BASES_BYTES`."""
         if (key, base) not in self._raws:
             self._nbytes += raw.nbytes
         self._raws[key, base] = raw
-        while self._nbytes > 2 * RUN_BYTES and len(self._raws) > 1:
+        while self._nbytes > BASES_BYTES and len(self._raws) > 1:
             self._nbytes -= self._raws.pop(next(iter(self._raws))).nbytes
 
 
@@ -407,22 +415,23 @@ def _span(bases: Sequence[codecs.Base]) -> int:
     return bases[-1].offset + bases[-1].stored_bytes - bases[0].offset
 
 
-def runs_of(table: FooterTable) -> Iterator[Run]:
+def runs_of(storage: Storage, table: FooterTable) -> Iterator[Run]:
     """The runs that fetch the chunks of a footer, or some of its rows, into new memory."""
+    limit_bytes = RUN_BYTES if storage.capabilities.slow_requests else CHECKED_BYTES
     raw_bytes = table["raw"].tolist()
     for some in coalesce(
         table["offset"].tolist(),
         (table["offset"] + table["stored"]).tolist(),
-        limit_bytes=RUN_BYTES,
+        limit_bytes=limit_bytes,
         gap_bytes=GAP_BYTES,
     ):
-        for part in _within(some, raw_bytes):
+        for part in _within(some, raw_bytes, limit_bytes):
             yield Run(entries(table[part]), range(part.start, part.stop))
 
 
-def _within(some: slice, raw_bytes: Sequence[int]) -> Iterator[slice]:
-    """A slice in parts that need at most `RUN_BYTES` of memory each."""
-    for part in cut(raw_bytes[some], RUN_BYTES):
+def _within(some: slice, raw_bytes: Sequence[int], limit_bytes: int) -> Iterator[slice]:
+    """A slice in parts that need at most `limit_bytes` of memory each."""
+    for part in cut(raw_bytes[some], limit_bytes):
         yield slice(some.start + part.start, some.start + part.stop)
 
 
@@ -433,7 +442,7 @@ def read_chunks(
     `metadata` has a twin. Raises `Corrupt` for a chunk that does not match, `NotFound` for an
     absent pack."""
     keys, bases = keys_of(pack, metadata=metadata), DecodedBases()
-    for run in runs_of(rows):
+    for run in runs_of(storage, rows):
         for chunk in read_run(storage, keys, run, bases=bases):
             if isinstance(chunk, Corrupt):
                 raise Corrupt(

@@ -377,7 +377,7 @@ class _Marking:
             return rows
         keys, found = chunk_reader.keys_of(pack.id, metadata=pack.metadata), list[int]()
         bases = chunk_reader.DecodedBases()
-        for run in chunk_reader.runs_of(table[rows]):
+        for run in chunk_reader.runs_of(self._storage, table[rows]):
             read = chunk_reader.read_run(self._storage, keys, run, bases=bases)
             for position, chunk in zip(run.positions, read, strict=True):
                 if isinstance(chunk, Unavailable):
