@@ -8,7 +8,7 @@ Chunks that a pack has lost are read from its twin. `chunk_store` adds the index
 know chunks by their ids.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -60,6 +60,14 @@ class StoredChunk(NamedTuple):
     entry: PackEntry
     stored: memoryview
     raw: memoryview
+
+
+class _Encoded(NamedTuple):
+    """A chunk that was read: its stored bytes, and the memory for the raw ones, if there is any."""
+
+    entry: PackEntry
+    stored: memoryview
+    out: memoryview | None
 
 
 class Run(NamedTuple):
@@ -314,13 +322,18 @@ def _decoded(
 ) -> Iterator[StoredChunk | Problem]:
     """The chunks of a run that was read into `whole`."""
     for some in cut([entry.raw_bytes for entry in run.entries], RUN_BYTES):
-        part = run.entries[some]
-        parts = [whole[entry.offset - run.offset :][: entry.stored_bytes] for entry in part]
-        out = run.out[some] if run.out else [None] * len(parts)
+        rows = [
+            _Encoded(
+                entry,
+                whole[entry.offset - run.offset :][: entry.stored_bytes],
+                run.out[i] if run.out else None,
+            )
+            for i, entry in enumerate(run.entries[some], some.start)
+        ]
         bases = _Bases(storage, key, kept)
-        with scratch.lend(bases.plan(part, parts)) as memory:
+        with scratch.lend(bases.plan(rows)) as memory:
             bases.read(memory)
-            for entry, stored, place in zip(part, parts, out, strict=True):
+            for entry, stored, place in rows:
                 try:
                     raw = _raw(entry, stored, place, bases)
                 except Corrupt as error:
@@ -363,11 +376,10 @@ class _Bases:
         self._reads: list[Sequence[codecs.Base]] = []
         self._stored: dict[codecs.Base, memoryview] = {}
 
-    def plan(self, entries: Sequence[PackEntry], parts: Sequence[memoryview]) -> int:
-        """Find the bases of the deltas among `entries`, whose stored bytes are `parts`; the bytes
-        of memory that `read` needs."""
+    def plan(self, chunks: Iterable["_Encoded"]) -> int:
+        """Find the bases of the deltas among `chunks`; the bytes of memory that `read` needs."""
         wanted = set[codecs.Base]()
-        for entry, stored in zip(entries, parts, strict=True):
+        for entry, stored, _ in chunks:
             if entry.codec == codecs.DELTA:
                 with suppress(Corrupt):
                     base = codecs.base_of(stored)

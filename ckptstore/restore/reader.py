@@ -260,8 +260,9 @@ class Reader:
 
     def read_trees(self, refs: tuple[tuple[str, TreeRef], ...]) -> Mapping[str, Tree]:
         """Several keys' trees; their schemas and pages are read in one batch."""
-        chunks = list(dict.fromkeys(c for _, ref in refs for c in (ref.schema, *ref.pages)))
-        data = dict(zip(chunks, self._objects.read_metadata_many(chunks), strict=True))
+        data = self._objects.read_metadata_many(
+            chunk for _, ref in refs for chunk in (ref.schema, *ref.pages)
+        )
         found: dict[str, Tree] = {}
         for key, ref in refs:
             schema = self._schema(data[ref.schema])

@@ -34,6 +34,8 @@ LAST = ("thin", "forget")
 COPIES = {"commit": 1.5, "commit_async": 2.5, "restore": 1.5, "read": 1.5}
 """States in memory by design: what was read for the comparison, and a staged one."""
 
+LEAF_BYTES = 512
+
 WARM_UP, REPEATS = 2, 3
 GROWTH_BYTES = 3 * MIB
 """Memory of `REPEATS` more commits: 45 bytes a chunk of an index, and an allocator's moods."""
@@ -69,11 +71,13 @@ def drawn(random: Random) -> Shape:
 
 
 def budget_bytes(operation: Operation, shape: Shape) -> int:
-    """What an operation may need above what the process has: 12 MiB and four chunks for each
-    thread, and the copies of the state that it or the registry's comparison makes."""
+    """What an operation may need above what the process has: 12 MiB, four chunks for each thread,
+    half a kilobyte for each leaf of the history, and the copies of the state that it or the
+    registry's comparison makes."""
     each = 4 * max(shape.chunk_bytes, MIB)
     copies = COPIES.get(operation.name, 0) * shape.state_bytes
-    return 12 * MIB + default_threads() * each + int(copies)
+    leaves = LEAF_BYTES * shape.small * shape.commits
+    return 12 * MIB + default_threads() * each + leaves + int(copies)
 
 
 class LargeWorld(World):

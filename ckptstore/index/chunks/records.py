@@ -200,9 +200,9 @@ _OVERLAP = _DISTANCES[-1] + RECORD_BYTES
 _FOUND: int = _FIELDS["found"][1]
 
 
-def remains(folder: Path, store: StoreId) -> Iterator[tuple[npt.NDArray[np.void], Locations]]:
-    """Chunk ids and records of `store` in the index at `folder`, in blocks; none without a readable
-    file."""
+def remains(folder: Path, store: StoreId) -> Iterator[Locations]:
+    """Rows of `LOCATED_DTYPE` of `store` in the index at `folder`, in blocks; none without a
+    readable file."""
     seed = seed_of(store)
     if not is_plain(folder / "data.mdb"):
         return
@@ -218,9 +218,7 @@ def remains(folder: Path, store: StoreId) -> Iterator[tuple[npt.NDArray[np.void]
         return
 
 
-def _in_block(
-    data: npt.NDArray[np.uint8], distance: int, seed: int
-) -> tuple[npt.NDArray[np.void], Locations]:
+def _in_block(data: npt.NDArray[np.uint8], distance: int, seed: int) -> Locations:
     count = max(0, len(data) - distance - RECORD_BYTES + 1)
     # Keys begin at even offsets.
     marks = data[distance + _FOUND : distance + _FOUND + count : 2]
@@ -230,4 +228,4 @@ def _in_block(
         data[starts[:, None] + distance + np.arange(RECORD_BYTES)].tobytes(), LOCATION_DTYPE
     )
     sound = checks(seed, ids, rows) == rows["check"]
-    return ids[sound], rows[sound]
+    return with_ids(ids[sound], rows[sound])

@@ -362,9 +362,7 @@ class _Marking:
                 continue
             rows = [
                 row
-                for row, (chunk, kind) in enumerate(
-                    zip(table["chunk"].tolist(), table["kind"].tolist(), strict=True)
-                )
+                for row, (chunk, kind) in enumerate(table[["chunk", "kind"]].tolist())
                 if kind == PAGE and unread.pop(ChunkId(chunk), None) is not None
             ]
             if rows:
