@@ -25,7 +25,7 @@ from ckptstore.core.text import selector
 from ckptstore.errors import InvalidInput
 from ckptstore.repository.resolve_ref import AnyRef
 from ckptstore.repository.thread_pool import Scratch, ThreadPool
-from ckptstore.restore.reader import Memory, Reader, ReadRequest, Tree
+from ckptstore.restore.reader import Memory, NamedChunks, Reader, ReadRequest, Tree
 from ckptstore.restore.restore import Select
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state.leaf_sources import BytesSource, FlatState, NotCopied, Source, StagedSource
@@ -94,13 +94,13 @@ def read_in_turn(
         memory[: spans[-1][1] - spans[0][0]], dtype_of(first.tree.schema.dtypes[first.i])
     )
     some = slice(cells.start * CHUNK_ID_BYTES, cells.stop * CHUNK_ID_BYTES)
-    ids = [leaf.ids[some] for leaf in leaves]
-    if first.reader.remote or not all(ids):
+    groups = [NamedChunks(leaf.name, leaf.ids[some]) for leaf in leaves]
+    if first.reader.remote or not all(group.ids for group in groups):
         for leaf in leaves:
             leaf.read(cells, parts)
             yield numbers
         return
-    for _ in first.reader.read_in_turn(ids, parts, [leaf.name for leaf in leaves]):
+    for _ in first.reader.read_in_turn(groups, parts):
         yield numbers
 
 

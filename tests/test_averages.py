@@ -10,9 +10,18 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ckptstore
-from ckptstore.averages import combine, mean, moving, spherical, weighted
+from ckptstore.averages import (
+    CommittedLeaf,
+    combine,
+    mean,
+    moving,
+    read_in_turn,
+    spherical,
+    weighted,
+)
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.maintenance.compact.plan import CompactPolicy
+from ckptstore.snapshot import contents_of
 from ckptstore.state.sums import add_up
 from ckptstore.storage.local import LocalStorage
 
@@ -39,6 +48,23 @@ def store(tmp_path: Path) -> ckptstore.Store:
 
 def committed(store: ckptstore.Store, some: list[dict[str, Any]]) -> list[ckptstore.Snapshot]:
     return [store.commit(state, step=step) for step, state in enumerate(some)]
+
+
+def test_a_leaf_that_lacks_a_chunk_does_not_get_that_of_the_next_commit(
+    store: ckptstore.Store,
+) -> None:
+    count = (64 << 10) // 4
+    commits = [store.commit({"x": torch.full((3 * count,), float(n))}, step=n) for n in range(3)]
+    leaves = [
+        CommittedLeaf(each.reader, each.trees["x"], 0, each.commit)
+        for each in map(contents_of, commits)
+    ]
+    memory = memoryview(bytearray(3 * count * 4))
+    got = [each.unique().tolist() for each in read_in_turn(leaves, range(3), memory)]
+    assert got == [[0.0], [1.0], [2.0]]
+    leaves[1].__dict__["ids"] = leaves[1].ids[:-32]
+    with pytest.raises(Corrupt, match=f"2 chunks.*wanted 3|leaf x, commit {commits[1].id[:12]}"):
+        list(read_in_turn(leaves, range(3), memory))
 
 
 @pytest.mark.parametrize("way", ["mean", "moving"])

@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, compress, groupby, islice
-from operator import itemgetter
+from itertools import accumulate, compress, groupby, islice, pairwise
 
 from ckptstore.commit.log_entry import entry_of, new_bytes_of, new_packs
 from ckptstore.commit.transaction import ATTEMPTS, Destination, Transaction
@@ -355,22 +354,22 @@ class _Mirror:
     def _metadata(self, document: CommitDocument) -> dict[ChunkId, tuple[bytes, int]]:
         kinds = metadata_of(document)
         with reading_source():
-            data = self._source.objects.read_metadata_many(list(kinds))
-        return {chunk: (raw, kind) for (chunk, kind), raw in zip(kinds.items(), data, strict=True)}
+            data = self._source.objects.read_metadata_many(kinds)
+        return {chunk: (data[chunk], kind) for chunk, kind in kinds.items()}
 
     def _missing_batches(self, trees: Sequence[Tree], dedup: Dedup) -> Iterator[ChunkBatch]:
         """Batches of the trees' chunks that the target lacks, leaf by leaf; looked up together."""
-        leaves = [items_of(content.ids) for tree in trees for content in tree.contents]
-        chunks = [ChunkId(chunk) for leaf in leaves for chunk in leaf]
-        leaf_of = [n for n, leaf in enumerate(leaves) for _ in leaf]
-        is_fresh = dedup.fresh(chunks)
-        fresh = list(compress(chunks, is_fresh))
+        leaf_of: dict[bytes, int] = {}
+        for n, content in enumerate(content for tree in trees for content in tree.contents):
+            for chunk in items_of(content.ids):
+                leaf_of.setdefault(chunk, n)
+        chunks = list(map(ChunkId, leaf_of))
+        fresh = list(compress(chunks, dedup.fresh(chunks)))
         with reading_source():
             where = self._source.objects.located(b"".join(fresh))
-        sizes, widths = where["raw"].tolist(), where["width"].tolist()
-        rows = zip(compress(leaf_of, is_fresh), fresh, sizes, widths, strict=True)
-        for _, leaf in groupby(rows, key=itemgetter(0)):
-            _, ids, raw_bytes, (width, *_) = zip(*leaf, strict=True)
+        rows = where[["chunk", "raw", "width"]].tolist()
+        for _, leaf in groupby(rows, key=lambda row: leaf_of[row[0]]):
+            ids, raw_bytes, (width, *_) = zip(*leaf, strict=True)
             for some in cut(raw_bytes, RUN_BYTES):
                 yield ChunkBatch(ids[some], raw_bytes[some], width)
 
@@ -417,8 +416,8 @@ def copy_chunks(
             # be larger than a run.
             if sum(sizes) > len(memory):
                 memory = memoryview(bytearray(sum(sizes)))
-            ends = accumulate(sizes)
-            buffers = [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+            ends = accumulate(sizes, initial=0)
+            buffers = [memory[start:stop] for start, stop in pairwise(ends)]
             ids = b"".join(chunk for part in run for chunk in part.ids)
             with reading_source():
                 source.objects.read_into(

@@ -66,7 +66,7 @@ def _lost(handle: StoreHandle, commit: CommitId, row: CommitRow) -> Iterator[tup
     """The leaves that were thinned away, by key and number."""
     stored = handle.storage.read(document_key(row.session, commit))
     for key, ref in decode_document(stored, commit).trees:
-        for data in handle.objects.read_metadata_many(list(ref.pages)):
+        for data in handle.objects.read_metadata_many(ref.pages).values():
             page = decode_page(data)
             yield from (
                 (key, number)

@@ -326,14 +326,14 @@ def plan_policies(
     forgets = any(not isinstance(policy, Thin) for policy in policies)
     for name, candidates in sorted(runs.items()):
         candidates.sort(key=lambda c: c.row.place, reverse=True)
-        kept = [tuple(policy.keeps(candidates)) for policy in policies]
-        for policy, found in zip(policies, kept, strict=True):
+        kept = [(policy, tuple(policy.keeps(candidates))) for policy in policies]
+        for policy, found in kept:
             for commit, why in found:
                 reasons[commit].append(why)
             for glob in _globs(policy):
                 whole[glob].update(commit for commit, _ in found)
         if any(c.commit not in reasons for c in candidates):
-            notes += _shortfalls(name, policies, map(len, kept))
+            notes += _shortfalls(name, ((policy, len(found)) for policy, found in kept))
     rows = sorted(
         (c for candidates in runs.values() for c in candidates),
         key=lambda c: c.row.place,
@@ -355,9 +355,9 @@ def _globs(policy: Policy) -> tuple[str, ...]:
     return policy.globs if isinstance(policy, Thin) else ()
 
 
-def _shortfalls(run: str, policies: Sequence[Policy], kept: Iterable[int]) -> Iterator[str]:
+def _shortfalls(run: str, kept: Iterable[tuple[Policy, int]]) -> Iterator[str]:
     """The policies that keep fewer commits of `run` than they say."""
-    for policy, count in zip(policies, kept, strict=True):
+    for policy, count in kept:
         keep = policy.whole if isinstance(policy, Thin) else policy
         if count < (keep.n if isinstance(keep, KeepBest) else 1):
             few = count_text(count, "commit") if count else "no commit"

@@ -123,9 +123,11 @@ def _replace(
         contents = [GONE if i in gone else each for i, each in enumerate(tree.contents)]
         ids += [ref.schema, *(content.ids for content in contents)]
         if gone:
-            pages = split_pages(tree.schema.kinds, contents)
-            ref = TreeRef(ref.schema, tuple(ChunkId(digest(page)) for page in pages))
-            new |= {chunk: (page, PAGE) for chunk, page in zip(ref.pages, pages, strict=True)}
+            pages = [
+                (ChunkId(digest(page)), page) for page in split_pages(tree.schema.kinds, contents)
+            ]
+            ref = TreeRef(ref.schema, tuple(chunk for chunk, _ in pages))
+            new |= {chunk: (page, PAGE) for chunk, page in pages}
         else:
             ids += ref.pages
         refs.append((key, ref))

@@ -170,7 +170,7 @@ def _named_keys(handle: StoreHandle, metadata: Mapping[ChunkId, int]) -> Iterato
     for start in range(0, len(ids), PAGES_AT_ONCE):
         some = ids[start : start + PAGES_AT_ONCE]
         pages = [chunk for chunk in some if metadata[chunk] == PAGE]
-        read = dict(zip(pages, handle.objects.read_metadata_many(pages), strict=True))
+        read = handle.objects.read_metadata_many(pages)
         for chunk in some:
             leaves = decode_page(read[chunk]).leaves if chunk in read else ()
             yield short_keys(b"".join((chunk, *(content.ids for content in leaves))))

@@ -39,6 +39,14 @@ if TYPE_CHECKING:
 GAP_BYTES = 64 << 10
 """Reading on across this many unwanted bytes of a pack costs less than another read."""
 
+CHECKED_BYTES = 2 << 20
+"""Bytes that maintenance reads at once from a local disk. Each of its threads needs so much memory
+for what is stored, as much again for what is decoded, and `BASES_BYTES`."""
+
+BASES_BYTES = RUN_BYTES
+"""Bases that a thread keeps for the differences that follow: as many as a strip of `compact`
+has."""
+
 METADATA_BYTES_MAX = 256 << 20
 """No chunk is larger that is read into new memory. A forged footer must not cost more."""
 
@@ -52,6 +60,14 @@ class StoredChunk(NamedTuple):
     entry: PackEntry
     stored: memoryview
     raw: memoryview
+
+
+class _Encoded(NamedTuple):
+    """A chunk that was read: its stored bytes, and the memory for the raw ones, if there is any."""
+
+    entry: PackEntry
+    stored: memoryview
+    out: memoryview | None
 
 
 class Run(NamedTuple):
@@ -163,11 +179,16 @@ def plan_runs(
     gap_bytes: int = 0,
 ) -> Iterator[tuple[int, Run]]:
     """The runs that fetch the chunks `positions` of a request from `where` they lie, each with the
-    number of its pack. Pure."""
+    number of its pack. Raises `Corrupt` for the places of other chunks. Pure."""
+    if where["chunk"].tobytes() != request.ids_of(positions):
+        raise Corrupt(
+            f"a look-up of {len(positions)} chunks found the places of {len(where)}, or of others; "
+            "nothing was read; run `ckptstore reindex`"
+        )
     order = np.lexsort((where["offset"], where["pack"]))
     rows = where[order]
     at = [positions[i] for i in order.tolist()]
-    found = located_entries(map(request.id, at), rows)
+    found = located_entries(rows)
     numbers = rows["pack"].tolist()
     for some in coalesce(
         rows["offset"].tolist(),
@@ -179,12 +200,13 @@ def plan_runs(
         yield numbers[some.start], Run(found[some], at[some], [request.out[i] for i in at[some]])
 
 
-def located_entries(ids: Iterable[ChunkId], where: "NDArray[np.void]") -> list[PackEntry]:
-    """The chunk index's rows as entries of packs."""
-    columns = (
-        where[name].tolist() for name in ("checksum", "offset", "stored", "raw", "codec", "width")
-    )
-    return list(map(PackEntry, ids, *columns))
+_LOCATED_ENTRY = ["chunk", "checksum", "offset", "stored", "raw", "codec", "width"]
+"""The fields of a `PackEntry` that the chunk index knows, in its order."""
+
+
+def located_entries(where: "NDArray[np.void]") -> list[PackEntry]:
+    """Rows of `LOCATED_DTYPE` as entries of packs."""
+    return [PackEntry(*row) for row in where[_LOCATED_ENTRY].tolist()]
 
 
 def keys_of(name: PackId, *, metadata: bool) -> tuple[str, ...]:
@@ -204,11 +226,11 @@ class DecodedBases:
         return self._raws.get((key, base))
 
     def put(self, key: str, base: codecs.Base, raw: memoryview) -> None:
-        """Keep `raw`, and of those before as many as fit into two runs."""
+        """Keep `raw`, and of those before as many as fit into `BASES_BYTES`."""
         if (key, base) not in self._raws:
             self._nbytes += raw.nbytes
         self._raws[key, base] = raw
-        while self._nbytes > 2 * RUN_BYTES and len(self._raws) > 1:
+        while self._nbytes > BASES_BYTES and len(self._raws) > 1:
             self._nbytes -= self._raws.pop(next(iter(self._raws))).nbytes
 
 
@@ -300,13 +322,18 @@ def _decoded(
 ) -> Iterator[StoredChunk | Problem]:
     """The chunks of a run that was read into `whole`."""
     for some in cut([entry.raw_bytes for entry in run.entries], RUN_BYTES):
-        part = run.entries[some]
-        parts = [whole[entry.offset - run.offset :][: entry.stored_bytes] for entry in part]
-        out = run.out[some] if run.out else [None] * len(parts)
+        rows = [
+            _Encoded(
+                entry,
+                whole[entry.offset - run.offset :][: entry.stored_bytes],
+                run.out[i] if run.out else None,
+            )
+            for i, entry in enumerate(run.entries[some], some.start)
+        ]
         bases = _Bases(storage, key, kept)
-        with scratch.lend(bases.plan(part, parts)) as memory:
+        with scratch.lend(bases.plan(rows)) as memory:
             bases.read(memory)
-            for entry, stored, place in zip(part, parts, out, strict=True):
+            for entry, stored, place in rows:
                 try:
                     raw = _raw(entry, stored, place, bases)
                 except Corrupt as error:
@@ -349,11 +376,10 @@ class _Bases:
         self._reads: list[Sequence[codecs.Base]] = []
         self._stored: dict[codecs.Base, memoryview] = {}
 
-    def plan(self, entries: Sequence[PackEntry], parts: Sequence[memoryview]) -> int:
-        """Find the bases of the deltas among `entries`, whose stored bytes are `parts`; the bytes
-        of memory that `read` needs."""
+    def plan(self, chunks: Iterable["_Encoded"]) -> int:
+        """Find the bases of the deltas among `chunks`; the bytes of memory that `read` needs."""
         wanted = set[codecs.Base]()
-        for entry, stored in zip(entries, parts, strict=True):
+        for entry, stored, _ in chunks:
             if entry.codec == codecs.DELTA:
                 with suppress(Corrupt):
                     base = codecs.base_of(stored)
@@ -401,24 +427,23 @@ def _span(bases: Sequence[codecs.Base]) -> int:
     return bases[-1].offset + bases[-1].stored_bytes - bases[0].offset
 
 
-def runs_of(table: FooterTable) -> list[Run]:
+def runs_of(storage: Storage, table: FooterTable) -> Iterator[Run]:
     """The runs that fetch the chunks of a footer, or some of its rows, into new memory."""
-    found, raw_bytes = entries(table), table["raw"].tolist()
-    return [
-        Run(found[part], range(part.start, part.stop))
-        for some in coalesce(
-            table["offset"].tolist(),
-            (table["offset"] + table["stored"]).tolist(),
-            limit_bytes=RUN_BYTES,
-            gap_bytes=GAP_BYTES,
-        )
-        for part in _within(some, raw_bytes)
-    ]
+    limit_bytes = RUN_BYTES if storage.capabilities.slow_requests else CHECKED_BYTES
+    raw_bytes = table["raw"].tolist()
+    for some in coalesce(
+        table["offset"].tolist(),
+        (table["offset"] + table["stored"]).tolist(),
+        limit_bytes=limit_bytes,
+        gap_bytes=GAP_BYTES,
+    ):
+        for part in _within(some, raw_bytes, limit_bytes):
+            yield Run(entries(table[part]), range(part.start, part.stop))
 
 
-def _within(some: slice, raw_bytes: Sequence[int]) -> Iterator[slice]:
-    """A slice in parts that need at most `RUN_BYTES` of memory each."""
-    for part in cut(raw_bytes[some], RUN_BYTES):
+def _within(some: slice, raw_bytes: Sequence[int], limit_bytes: int) -> Iterator[slice]:
+    """A slice in parts that need at most `limit_bytes` of memory each."""
+    for part in cut(raw_bytes[some], limit_bytes):
         yield slice(some.start + part.start, some.start + part.stop)
 
 
@@ -429,7 +454,7 @@ def read_chunks(
     `metadata` has a twin. Raises `Corrupt` for a chunk that does not match, `NotFound` for an
     absent pack."""
     keys, bases = keys_of(pack, metadata=metadata), DecodedBases()
-    for run in runs_of(rows):
+    for run in runs_of(storage, rows):
         for chunk in read_run(storage, keys, run, bases=bases):
             if isinstance(chunk, Corrupt):
                 raise Corrupt(

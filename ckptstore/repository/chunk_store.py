@@ -138,7 +138,7 @@ class ObjectStore:
             self._batches.complete(number, self._log.state.packs)
 
     def locate(self, ids: bytes) -> "NDArray[np.void]":
-        """The position of each of `ids` (32 bytes each), as LOCATION_DTYPE rows. `found` is 0 if
+        """Each of `ids` (32 bytes each) with its position: LOCATED_DTYPE rows. `found` is 0 if
         the index does not have it, or has it in another store's pack."""
         rows = self.index.get_many(ids)
         numbers = set(np.unique(rows["pack"][rows["found"] == 1]).tolist())
@@ -228,21 +228,23 @@ class ObjectStore:
 
     def read_metadata(self, chunk: ChunkId) -> bytes:
         """A verified schema, page or layout."""
-        return self.read_metadata_many([chunk])[0]
+        return self.read_metadata_many([chunk])[chunk]
 
-    def read_metadata_many(self, chunks: Sequence[ChunkId]) -> list[bytes]:
-        """Several metadata chunks, in order."""
-        ids = b"".join(chunks)
+    def read_metadata_many(self, chunks: Iterable[ChunkId]) -> dict[ChunkId, bytes]:
+        """Several metadata chunks, by id."""
+        ids = b"".join(dict.fromkeys(chunks))
         where = self.located(ids)
-        if chunks and (largest := int(where["raw"].max())) > METADATA_BYTES_MAX:
-            raise Corrupt(
-                f"chunk {chunks[int(where['raw'].argmax())].hex()[:12]} claims {largest} bytes of "
-                f"metadata; wanted at most {METADATA_BYTES_MAX}; run `ckptstore fsck`"
-            )
-        buffers = [bytearray(nbytes) for nbytes in where["raw"].tolist()]
-        out = [memoryview(buffer) for buffer in buffers]
+        buffers: dict[ChunkId, bytearray] = {}
+        for chunk, nbytes in where[["chunk", "raw"]].tolist():
+            if nbytes > METADATA_BYTES_MAX:
+                raise Corrupt(
+                    f"chunk {chunk.hex()[:12]} claims {nbytes} bytes of metadata; wanted at most "
+                    f"{METADATA_BYTES_MAX}; run `ckptstore fsck`"
+                )
+            buffers[chunk] = bytearray(nbytes)
+        out = [memoryview(buffer) for buffer in buffers.values()]
         self.read_into(ids, out, where=where, verify_ids=True)
-        return list(map(bytes, buffers))
+        return {chunk: bytes(buffer) for chunk, buffer in buffers.items()}
 
     def read_into(
         self,
@@ -284,7 +286,7 @@ class ObjectStore:
                     threads.together([work] * min(count, len(runs)), numbers.stop)
                 if not moved:
                     break
-                left, where = self._where_moved(request, left, where, moved, damaged)
+                left, where = self._where_moved(request, where, moved, damaged)
             if damaged:
                 packs = () if past_cache else self._log.replay().packs.values()
                 read_copies(self.storage, packs, request, damaged)
@@ -403,7 +405,6 @@ class ObjectStore:
     def _where_moved(
         self,
         request: Request,
-        left: Sequence[int],
         where: "NDArray[np.void]",
         moved: Sequence[int],
         damaged: dict[int, tuple[PackId, Problem]],
@@ -411,11 +412,12 @@ class ObjectStore:
         """The chunks whose pack was collected after they were copied elsewhere, and where they lie
         now. That may happen again during the lookup. Those of a listed pack are `damaged`."""
         self._look_again()
-        before = dict(zip(left, where[["pack", "offset"]].tolist(), strict=True))
         now = self.located(request.ids_of(moved))
-        for i, place in zip(moved, now[["pack", "offset"]].tolist(), strict=True):
+        before, after = _places(where), _places(now)
+        for i in moved:
+            place = after[request.id(i)]
             # Another thread may have replayed the deletion meanwhile: then it is looked up again.
-            if place == before[i] and (pack := self._log.state.packs.get(place[0])):
+            if place == before[request.id(i)] and (pack := self._log.state.packs.get(place[0])):
                 self.suspect_packs.add(pack.id)
                 damaged[i] = pack.id, NotFound("its pack is listed but absent")
         stay = np.array([i not in damaged for i in moved])
@@ -438,3 +440,10 @@ class ObjectStore:
         if self._batches:
             self._batches.close()
         self.index.close()
+
+
+def _places(where: "NDArray[np.void]") -> dict[ChunkId, tuple[int, int]]:
+    """Pack and offset of each chunk."""
+    return {
+        chunk: (pack, offset) for chunk, pack, offset in where[["chunk", "pack", "offset"]].tolist()
+    }

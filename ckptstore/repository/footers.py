@@ -292,7 +292,7 @@ class FooterBatches:
         found: dict[int, FooterTable] = {}
         if batches:
             with Pool(min(AT_ONCE, len(batches))) as pool:
-                for batch, tails in zip(batches, pool.map(self._read, batches), strict=True):
+                for batch, tails in pool.map(self._read, batches):
                     found.update(_checked(wanted[batch], state.packs, tails))
         return found
 
@@ -311,14 +311,14 @@ class FooterBatches:
         if self._writing is not None:
             self._writing.join()
 
-    def _read(self, batch: int) -> dict[str, bytes]:
+    def _read(self, batch: int) -> tuple[int, dict[str, bytes]]:
         try:
-            return decode_batch(self._storage.read(footers_key(batch)))
+            return batch, decode_batch(self._storage.read(footers_key(batch)))
         except NotFound:
-            return {}
+            return batch, {}
         except Corrupt as error:
             _logger.warning("%s in %s: %s", footers_key(batch), self._storage.url, error)
-            return {}
+            return batch, {}
 
     def _complete(self, newest: int, packs: Packs) -> None:
         members: dict[int, list[Pack]] = {}
@@ -363,8 +363,9 @@ def readable_tables(
     known = batches.tables(numbers, state) if batches and len(numbers) > 1 else {}
     yield from known.items()
     rest = [number for number in numbers if number not in known]
-    loaded = load_tables(storage, [state.packs[number] for number in rest])
-    for number, (_, table) in zip(rest, loaded, strict=True):
+    numbers_of = {state.packs[number].id: number for number in rest}
+    for name, table in load_tables(storage, [state.packs[number] for number in rest]):
+        number = numbers_of[name]
         if isinstance(table, Unavailable):
             raise table
         if not isinstance(table, Corrupt | NotFound):

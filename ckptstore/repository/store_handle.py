@@ -328,12 +328,13 @@ class StoreHandle:
 
     def _readable(self, schemas: Sequence[str]) -> dict[str, bytes]:
         """Those of `schemas` that can be read, encoded."""
-        chunks = [parse_chunk_id(schema) for schema in schemas]
+        chunks = {schema: parse_chunk_id(schema) for schema in schemas}
         try:
-            return dict(zip(schemas, self.objects.read_metadata_many(chunks), strict=True))
+            read = self.objects.read_metadata_many(chunks.values())
+            return {schema: read[chunk] for schema, chunk in chunks.items()}
         except (NotFound, Corrupt):
             found = {}
-            for schema, chunk in zip(schemas, chunks, strict=True):
+            for schema, chunk in chunks.items():
                 with suppress(NotFound, Corrupt):
                     found[schema] = self.objects.read_metadata(chunk)
             return found

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ckptstore.core import geometry
@@ -45,6 +45,13 @@ WIDER = (
 
 RECENT = 16
 """Number of decoded documents and trees to cache."""
+
+
+class NamedChunks(NamedTuple):
+    """The ids of some chunks, one behind the other, and the name of their leaf for errors."""
+
+    name: str
+    ids: bytes
 
 
 def lacks(path: str) -> Thinned:
@@ -253,8 +260,9 @@ class Reader:
 
     def read_trees(self, refs: tuple[tuple[str, TreeRef], ...]) -> Mapping[str, Tree]:
         """Several keys' trees; their schemas and pages are read in one batch."""
-        chunks = list(dict.fromkeys(c for _, ref in refs for c in (ref.schema, *ref.pages)))
-        data = dict(zip(chunks, self._objects.read_metadata_many(chunks), strict=True))
+        data = self._objects.read_metadata_many(
+            chunk for _, ref in refs for chunk in (ref.schema, *ref.pages)
+        )
         found: dict[str, Tree] = {}
         for key, ref in refs:
             schema = self._schema(data[ref.schema])
@@ -357,23 +365,32 @@ class Reader:
         )
 
     def located(self, ids: bytes) -> "NDArray[np.void]":
-        """Where chunks lie, as rows of `index.chunks.LOCATION_DTYPE`."""
+        """Chunks with their places, as rows of `index.chunks.LOCATED_DTYPE`."""
         return self._objects.located(ids)
 
     def read_in_turn(
-        self, groups: Sequence[bytes], out: Sequence[memoryview], names: Sequence[str]
+        self, groups: Sequence[NamedChunks], out: Sequence[memoryview]
     ) -> Iterator[None]:
         """Read and verify one of `groups` of chunks after the other into the same memory `out`, on
         the calling thread; yields after each. All are looked up at once. Raises as `read`, with
-        the group's name."""
-        objects, ids = self._objects, b"".join(groups)
-        where = objects.located(ids)
+        the group's name, and `Corrupt` for a group of more or fewer chunks than `out`."""
+        objects = self._objects
+        where = objects.located(b"".join(group.ids for group in groups))
         packs = objects.listed(set(where["pack"].tolist()))
-        entries = located_entries(map(ChunkId, items_of(ids)), where)
-        found = zip(where["pack"].tolist(), entries, strict=True)
-        for name in names:
-            for memory, (number, entry) in zip(out, islice(found, len(out)), strict=True):
-                objects.read_one(packs.get(number), entry, memory, name, self.verify_ids)
+        located = {
+            entry.chunk: (packs.get(number), entry)
+            for entry, number in zip(located_entries(where), where["pack"].tolist(), strict=True)
+        }
+        for group in groups:
+            chunks = items_of(group.ids)
+            if len(chunks) != len(out):
+                raise Corrupt(
+                    f"{group.name} has {len(chunks)} chunks where others have {len(out)}; run "
+                    "`ckptstore fsck`"
+                )
+            for i, memory in enumerate(out):
+                pack, entry = located[ChunkId(chunks[i])]
+                objects.read_one(pack, entry, memory, group.name, self.verify_ids)
             yield
 
     def map(self, tree: Tree, number: int, commit: CommitId, *, verify: bool = False) -> memoryview:

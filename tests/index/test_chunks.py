@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ckptstore.index.chunks import LOCATION_DTYPE, ChunkIndex
+from ckptstore.index.chunks import LOCATED_DTYPE, ChunkIndex
 from tests.index.building import STORE, footer, pack_name
 
 spawn = multiprocessing.get_context("spawn")
@@ -96,7 +96,8 @@ def test_answers_are_in_the_order_of_the_question_with_gaps_and_repeats(index: C
     wanted = np.random.default_rng(3).integers(0, 600, 1000)
     both = np.concatenate([table, unknown])[wanted]
     rows = index.get_many(ids(both))
-    assert rows.dtype == LOCATION_DTYPE
+    assert rows.dtype == LOCATED_DTYPE
+    assert (rows["chunk"] == both["chunk"]).all()
     assert ((rows["found"] == 1) == (wanted < 300)).all()
     assert (rows["offset"] == np.where(wanted < 300, both["offset"], 0)).all()
 

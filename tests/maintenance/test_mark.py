@@ -31,7 +31,7 @@ def needed(handle: StoreHandle) -> set[ChunkId]:
             handle.storage.read(document_key(row.session, commit)), commit
         ).trees:
             found |= {tree.schema, *tree.pages}
-            for data in handle.objects.read_metadata_many(tree.pages):
+            for data in handle.objects.read_metadata_many(tree.pages).values():
                 for leaf in decode_page(data).leaves:
                     found |= {ChunkId(leaf.ids[i : i + 32]) for i in range(0, len(leaf.ids), 32)}
     return found

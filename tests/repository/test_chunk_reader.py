@@ -1,12 +1,26 @@
 """Reads are planned from where chunks lie: every chunk once, and no read longer than asked for."""
 
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES
-from ckptstore.index.chunks import LOCATION_DTYPE
+from ckptstore.errors import Corrupt
+from ckptstore.index.chunks import LOCATED_DTYPE
 from ckptstore.repository.chunk_reader import Request, coalesce, plan_runs
+
+
+def located(ids: bytes, rows: list[tuple[Any, ...]]) -> np.ndarray:
+    """`rows` of locations, each with its id of `ids`."""
+    every = (ids[i : i + CHUNK_ID_BYTES] for i in range(0, len(ids), CHUNK_ID_BYTES))
+    return np.array([(chunk, *row) for chunk, row in zip(every, rows, strict=True)], LOCATED_DTYPE)
+
+
+def ids_of(count: int) -> bytes:
+    return b"".join(bytes([i]) * CHUNK_ID_BYTES for i in range(count))
 
 
 @st.composite
@@ -18,14 +32,14 @@ def places(draw: st.DrawFn) -> np.ndarray:
         summed = bytes([len(rows)]) * CHECKSUM_BYTES
         rows.append((draw(st.integers(0, 1)), stored, stored, 0, 1, 1, offset, summed, 0))
         offset += stored
-    return np.array(draw(st.permutations(rows)), LOCATION_DTYPE)
+    return located(ids_of(len(rows)), draw(st.permutations(rows)))
 
 
 @given(places(), st.integers(1, 200), st.sampled_from([0, 5, 10]))
 def test_runs_have_every_chunk_once_and_no_more_than_they_may(
     where: np.ndarray, limit_bytes: int, gap_bytes: int
 ) -> None:
-    ids = b"".join(bytes([i]) * CHUNK_ID_BYTES for i in range(len(where)))
+    ids = ids_of(len(where))
     out = [memoryview(bytearray(stored)) for stored in where["stored"].tolist()]
     request = Request(ids, out, str, False)
     positions = range(len(where))
@@ -53,3 +67,15 @@ def test_ranges_are_joined_within_an_object_a_gap_and_a_limit() -> None:
     assert [some.start for some in coalesce(starts, stops, limit_bytes=25)] == [0, 2, 3]
     assert [some.start for some in coalesce(starts, stops, objects="aabbb")] == [0, 2, 3]
     assert not list(coalesce([], []))
+
+
+def test_places_of_other_chunks_than_those_of_the_request_are_refused() -> None:
+    """A row too few would shift each chunk to the memory of the one before."""
+    ids = ids_of(3)
+    out = [memoryview(bytearray(10)) for _ in range(3)]
+    where = located(ids, [(0, 10, 10, 0, 1, 1, 10 * i, bytes(CHECKSUM_BYTES), 0) for i in range(3)])
+    request = Request(ids, out, str, False)
+    assert len(list(plan_runs(request, where, range(3), limit_bytes=100))) == 1
+    for rows in (where[1:], where[:-1], where[[0, 2, 1]]):
+        with pytest.raises(Corrupt, match="look-up"):
+            list(plan_runs(request, rows, range(3), limit_bytes=100))

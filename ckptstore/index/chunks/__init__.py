@@ -1,6 +1,6 @@
 """The chunk index: the footers of the store's packs, folded into LMDB on this host."""
 
 from ckptstore.index.chunks.index import ChunkIndex
-from ckptstore.index.chunks.records import LOCATION_DTYPE, Locations
+from ckptstore.index.chunks.records import LOCATED_DTYPE, LOCATION_DTYPE, Locations
 
-__all__ = ["LOCATION_DTYPE", "ChunkIndex", "Locations"]
+__all__ = ["LOCATED_DTYPE", "LOCATION_DTYPE", "ChunkIndex", "Locations"]

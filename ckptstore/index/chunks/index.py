@@ -54,7 +54,7 @@ from ckptstore.index.chunks.lmdb_env import (
     share,
 )
 from ckptstore.index.chunks.records import (
-    LOCATION_DTYPE,
+    LOCATED_DTYPE,
     NOTHING,
     RECORD_BYTES,
     Locations,
@@ -66,6 +66,7 @@ from ckptstore.index.chunks.records import (
     ids_of,
     seed_of,
     sorted_order,
+    with_ids,
 )
 
 _FORMAT = 2
@@ -119,16 +120,17 @@ class ChunkIndex:
         return self.on_disk and not self._memory.packs
 
     def get_many(self, ids: bytes) -> Locations:
-        """The location of each of `ids`, 32 bytes each, as rows of `LOCATION_DTYPE` in the same
+        """Each of `ids`, 32 bytes each, with its location: rows of `LOCATED_DTYPE` in the same
         order."""
         keys = ids_of(ids)
         if len(keys) <= _FEW:
-            return self._get(keys)
+            return with_ids(keys, self._get(keys))
         order = sorted_order(keys)
-        rows = np.empty(len(keys), LOCATION_DTYPE)
+        rows = np.empty(len(keys), LOCATED_DTYPE)
         for start in range(0, len(keys), _BATCH):
             part = order[start : start + _BATCH]
-            rows[part] = self._get(keys[part])
+            some = keys[part]
+            rows[part] = with_ids(some, self._get(some))
         return rows
 
     def pack_ids(self, numbers: Iterable[int]) -> dict[int, PackId]:
@@ -195,7 +197,8 @@ class ChunkIndex:
         if self._memory.packs and not rows["found"].all():
             with self._lock:
                 fallback, _ = decode(self._seed, keys, self._memory.get(listed))
-            rows = np.where(rows["found"] == 1, rows, fallback)
+            unknown = rows["found"] != 1
+            rows[unknown] = fallback[unknown]
         return rows
 
     def _packs(self) -> dict[int, PackId]:

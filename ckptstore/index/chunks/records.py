@@ -43,6 +43,18 @@ LOCATION_DTYPE = np.dtype(
 """The location of a chunk: pack number, offset and stored bytes in it, raw bytes, codec, element
 width, and the checksum of its raw bytes. `found` is 0 if unknown."""
 
+_FIELDS: Mapping[str, tuple[Any, ...]] = LOCATION_DTYPE.fields or {}
+
+LOCATED_DTYPE = np.dtype(
+    {
+        "names": ["chunk", *_FIELDS],
+        "formats": [f"V{CHUNK_ID_BYTES}", *(field[0] for field in _FIELDS.values())],
+        "offsets": [0, *(CHUNK_ID_BYTES + field[1] for field in _FIELDS.values())],
+        "itemsize": CHUNK_ID_BYTES + LOCATION_DTYPE.itemsize,
+    }
+)
+"""The id of a chunk, and its location: what a look-up returns."""
+
 Locations: TypeAlias = npt.NDArray[np.void]
 RECORD_BYTES = LOCATION_DTYPE.itemsize
 NUMBER_BYTES = 4
@@ -69,6 +81,16 @@ def ids_of(ids: bytes | npt.NDArray[np.void]) -> npt.NDArray[np.void]:
 def sorted_order(ids: npt.NDArray[np.void]) -> npt.NDArray[np.intp]:
     """The order of `ids` in the index, except among ids that share their first eight bytes."""
     return np.argsort(ids.view(">u8").reshape(-1, CHUNK_ID_BYTES // 8)[:, 0].astype(np.uint64))
+
+
+def with_ids(ids: npt.NDArray[np.void], rows: Locations) -> Locations:
+    """The locations of `ids`, in the same order, as rows of `LOCATED_DTYPE`."""
+    found = np.empty(len(rows), LOCATED_DTYPE)
+    id_words, row_words = CHUNK_ID_BYTES // 8, RECORD_BYTES // 8
+    words = found.view(np.uint64).reshape(-1, id_words + row_words)
+    words[:, :id_words] = ids.view(np.uint64).reshape(-1, id_words)
+    words[:, id_words:] = rows.view(np.uint64).reshape(-1, row_words)
+    return found
 
 
 def encode(
@@ -175,13 +197,12 @@ _DISTANCES = (CHUNK_ID_BYTES, CHUNK_ID_BYTES + NUMBER_BYTES)
 """Distance from a chunk id to its record in either database. LMDB puts a value right after its key.
 """
 _OVERLAP = _DISTANCES[-1] + RECORD_BYTES
-_FIELDS: Mapping[str, tuple[Any, ...]] = LOCATION_DTYPE.fields or {}
 _FOUND: int = _FIELDS["found"][1]
 
 
-def remains(folder: Path, store: StoreId) -> Iterator[tuple[npt.NDArray[np.void], Locations]]:
-    """Chunk ids and records of `store` in the index at `folder`, in blocks; none without a readable
-    file."""
+def remains(folder: Path, store: StoreId) -> Iterator[Locations]:
+    """Rows of `LOCATED_DTYPE` of `store` in the index at `folder`, in blocks; none without a
+    readable file."""
     seed = seed_of(store)
     if not is_plain(folder / "data.mdb"):
         return
@@ -197,9 +218,7 @@ def remains(folder: Path, store: StoreId) -> Iterator[tuple[npt.NDArray[np.void]
         return
 
 
-def _in_block(
-    data: npt.NDArray[np.uint8], distance: int, seed: int
-) -> tuple[npt.NDArray[np.void], Locations]:
+def _in_block(data: npt.NDArray[np.uint8], distance: int, seed: int) -> Locations:
     count = max(0, len(data) - distance - RECORD_BYTES + 1)
     # Keys begin at even offsets.
     marks = data[distance + _FOUND : distance + _FOUND + count : 2]
@@ -209,4 +228,4 @@ def _in_block(
         data[starts[:, None] + distance + np.arange(RECORD_BYTES)].tobytes(), LOCATION_DTYPE
     )
     sound = checks(seed, ids, rows) == rows["check"]
-    return ids[sound], rows[sound]
+    return with_ids(ids[sound], rows[sound])

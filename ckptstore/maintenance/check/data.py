@@ -130,7 +130,7 @@ def _verify_object(
             if isinstance(chunk, CkptStoreError)
         )
 
-    threads.spread(verify, runs_of(table))
+    threads.spread(verify, list(runs_of(storage, table)))
     unanswered = [chunk.problem for chunk in bad if isinstance(chunk.problem, Unavailable)]
     if unanswered and len(unanswered) == len(table):
         raise unanswered[0]

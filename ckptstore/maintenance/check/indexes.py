@@ -10,9 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ckptstore.core.ids import ChunkId, PackId, parse_chunk_id
+from ckptstore.core.ids import PackId, parse_chunk_id
 from ckptstore.core.model import PackEntry
 from ckptstore.errors import CkptStoreError, NoSpace, Unavailable
 from ckptstore.index.catalog_sqlite import open_catalog
@@ -25,6 +23,7 @@ from ckptstore.maintenance.check import Finding, Kind, Severity
 from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.trees import Contents
 from ckptstore.objects.pack import TENSOR, FooterTable
+from ckptstore.repository.chunk_reader import located_entries
 from ckptstore.repository.store_handle import StoreHandle
 
 _ROOM_BYTES = 1 << 20
@@ -33,7 +32,7 @@ _ROOM_BYTES = 1 << 20
 _LOOKS = 5
 """How often the catalog is checked again while others change it."""
 
-_PLACE = ["checksum", "offset", "stored", "raw", "codec"]
+_PLACE = ["chunk", "checksum", "offset", "stored", "raw", "codec"]
 
 UNKNOWN = -1
 """The kind of a metadata chunk known only to the chunk index; the chunk itself tells its kind."""
@@ -244,10 +243,7 @@ def _compared(index: ChunkIndex, number: int, listed: Mapping[int, FooterTable])
     # Other chunks, of unlisted packs, are looked up again later.
     for other in listed.keys() & set(where["pack"][found].tolist()):
         rows = found & (where["pack"] == other)
-        claimed = zip(table["chunk"][rows].tolist(), where[_PLACE][rows].tolist(), strict=True)
-        there = listed[other]
-        held = zip(there["chunk"].tolist(), there[_PLACE].tolist(), strict=True)
-        wrong += len(set(claimed) - set(held))
+        wrong += len(set(where[_PLACE][rows].tolist()) - set(listed[other][_PLACE].tolist()))
     return int((~found).sum()), wrong
 
 
@@ -259,14 +255,11 @@ def remembered(
     packs = {number: pack for number, pack in state.packs.items() if pack.id in names}
     found: dict[PackId, list[PackEntry]] = {}
     path, store = offline_store.chunks_path, offline_store.config.store
-    for ids, rows in remains(path, store) if packs else ():
-        mine = np.isin(rows["pack"], list(packs))
-        for chunk, row in zip(ids[mine].tolist(), rows[mine], strict=True):
-            pack = packs[int(row["pack"])]
+    for rows in remains(path, store) if packs else ():
+        for number in packs.keys() & set(rows["pack"].tolist()):
+            pack = packs[number]
             kind = UNKNOWN if pack.metadata else TENSOR
-            fields = ("offset", "stored", "raw", "codec", "width")
-            offset, stored, raw, codec, width = (int(row[name]) for name in fields)
-            summed = row["checksum"].tobytes()
-            entry = PackEntry(ChunkId(chunk), summed, offset, stored, raw, codec, width, kind)
-            found.setdefault(pack.id, []).append(entry)
+            found.setdefault(pack.id, []).extend(
+                entry._replace(kind=kind) for entry in located_entries(rows[rows["pack"] == number])
+            )
     return found

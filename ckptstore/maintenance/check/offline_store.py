@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -401,8 +400,8 @@ def _read_caches(
     """The checkpoints' states, the last entries of checkpoints and segments by key, and the
     problems of invalid ones."""
     states, ends, bad = dict[int, State](), dict[str, Position](), list[BadCache]()
-    numbers = dict(zip(map(checkpoint_key, files.checkpoints), files.checkpoints, strict=True))
-    segments = dict(zip(map(segment_key, files.segments), files.segments, strict=True))
+    numbers = {checkpoint_key(n): n for n in files.checkpoints}
+    segments = {segment_key(n): n for n in files.segments}
     for key, data in _read_many(storage, [*numbers, *segments]):
         n = numbers.get(key) or segments[key]
         try:
@@ -422,7 +421,11 @@ def _read_caches(
 
 def _read_many(storage: Storage, keys: Sequence[str]) -> Iterator[tuple[str, bytes | None]]:
     batch = _READ_AHEAD * 8
+
+    def read(key: str) -> tuple[str, bytes | None]:
+        return key, read_small(storage, key)
+
     with Pool(_READ_AHEAD) as pool:
         for first in range(0, len(keys), batch):
             some = keys[first : first + batch]
-            yield from zip(some, pool.map(partial(read_small, storage), some), strict=True)
+            yield from pool.map(read, some)

@@ -5,12 +5,12 @@ reader of one commit finds runs. Bases and the differences from them lie in one 
 other. A chunk that does not shrink by 5 % stays where it is.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -100,10 +100,8 @@ class Candidates:
         fixed = np.isin(short_keys(joined), self._kept) | self._is_coded(where)
         free = {
             chunk: row
-            for chunk, row, stays in zip(
-                ids, where[["stored", "raw", "width"]].tolist(), fixed.tolist(), strict=True
-            )
-            if not stays and chunk not in self.done
+            for chunk, *row in where[["chunk", "stored", "raw", "width"]][~fixed].tolist()
+            if chunk not in self.done
         }
         found = []
         for place in strip:
@@ -124,6 +122,10 @@ class Candidates:
         # Not of all that is known: other threads add to it.
         coded = [number for number in numbers if self._coded.get(number)]
         return np.isin(where["pack"], coded)
+
+
+_Raw: TypeAlias = tuple[Chunk, memoryview | None]
+"""A chunk and its raw bytes; None if they cannot be read."""
 
 
 @dataclass(slots=True)
@@ -149,31 +151,29 @@ class StripCoder:
         """Code the candidates of each place; those that were are added to `done`."""
         total = sum(chunk.raw_bytes for chunks in places for chunk in chunks)
         self._pack = self._writer.pack_with_room(total)
-        chosen = [_base(chunks, key) for chunks in places]
-        with self._read(chosen) as raws:
-            bases = [
-                None if raw is None else self._store_base(chunk, raw)
-                for chunk, raw in zip(chosen, raws, strict=True)
-            ]
+        base_of = {
+            chunk: base for chunks in places for base in [_base(chunks, key)] for chunk in chunks
+        }
+        with self._read(list(dict.fromkeys(base_of.values()))) as read:
+            bases = {chunk: self._store_base(chunk, raw) for chunk, raw in read if raw is not None}
             self._pack.flush()
-            for member in sorted({chunk.member for chunks in places for chunk in chunks}):
+            for member in sorted({chunk.member for chunk in base_of}):
                 self._code_member(
-                    [
-                        (base, chunk)
-                        for base, chunks in zip(bases, places, strict=True)
-                        for chunk in chunks
-                        if chunk.member == member and base is not None and chunk.id != base.chunk.id
-                    ]
+                    {
+                        chunk: bases[base]
+                        for chunk, base in base_of.items()
+                        if chunk.member == member and base in bases and chunk.id != base.id
+                    }
                 )
         done.update(chunk.id for chunks in places for chunk in chunks)
 
-    def _code_member(self, at: Sequence[tuple[_Base, Chunk]]) -> None:
+    def _code_member(self, base_of: Mapping[Chunk, _Base]) -> None:
         """Code the chunks of one commit, each with the base of its place."""
         assert self._pack is not None
-        with self._read([chunk for _, chunk in at]) as raws:
-            for (base, chunk), raw in zip(at, raws, strict=True):
+        with self._read(list(base_of)) as read:
+            for chunk, raw in read:
                 if raw is not None:
-                    self._store(chunk, raw, base)
+                    self._store(chunk, raw, base_of[chunk])
             self._pack.flush()
 
     def _store_base(self, chunk: Chunk, raw: memoryview) -> _Base:
@@ -223,7 +223,7 @@ class StripCoder:
         self._coded.add(chunk, nbytes, delta=base != NO_BASE)
         return len(self._pack.entries) - 1
 
-    def _read(self, chunks: Sequence[Chunk]) -> AbstractContextManager[list[memoryview | None]]:
+    def _read(self, chunks: Sequence[Chunk]) -> AbstractContextManager[list[_Raw]]:
         """Raw bytes of chunks, for the duration of a block; None for those that cannot be read."""
         return lend_raws(self._objects, chunks, self._scratch, self._coded.problems)
 
@@ -231,39 +231,42 @@ class StripCoder:
 @contextmanager
 def lend_raws(
     objects: ObjectStore, chunks: Sequence[Chunk], scratch: Scratch, problems: list[str]
-) -> Iterator[list[memoryview | None]]:
+) -> Iterator[list[_Raw]]:
     """Raw bytes of chunks, for the duration of a block. They are compared with their checksums: the
     gc that follows compares what was coded with the ids. Those that are damaged, or that a gc has
     taken away with their commits, are None, and `problems` say why."""
     ends = list(accumulate((chunk.raw_bytes for chunk in chunks), initial=0))
     # Lent in one size, so that it fits the next chunks as well.
     with scratch.lend(max(ends[-1], RUN_BYTES)) as memory:
-        out = [memory[start:stop] for start, stop in pairwise(ends)]
-        yield _read_raws(objects, chunks, out, problems)
+        rows = [(chunk, memory[ends[i] : ends[i + 1]]) for i, chunk in enumerate(chunks)]
+        yield _read_raws(objects, rows, problems)
 
 
 def _read_raws(
-    objects: ObjectStore, chunks: Sequence[Chunk], out: Sequence[memoryview], problems: list[str]
-) -> list[memoryview | None]:
-    found: list[memoryview | None] = list(out)
+    objects: ObjectStore, rows: Sequence[tuple[Chunk, memoryview]], problems: list[str]
+) -> list[_Raw]:
+    """Fill the memory of each chunk, or say that it cannot be read."""
 
-    def read(some: slice) -> None:
+    def read(some: Sequence[tuple[Chunk, memoryview]]) -> None:
         objects.read_into(
-            b"".join(chunk.id for chunk in chunks[some]),
-            out[some],
+            b"".join(chunk.id for chunk, _ in some),
+            [out for _, out in some],
             describe=lambda i: "being compacted",
         )
 
     try:
-        read(slice(None))
+        read(rows)
+        return list(rows)
     except (Corrupt, NotFound):
-        for i in range(len(chunks)):
+        found: list[_Raw] = []
+        for chunk, out in rows:
             try:
-                read(slice(i, i + 1))
+                read([(chunk, out)])
+                found.append((chunk, out))
             except (Corrupt, NotFound) as error:
                 problems.append(str(error))
-                found[i] = None
-    return found
+                found.append((chunk, None))
+        return found
 
 
 def estimate(
@@ -277,22 +280,20 @@ def estimate(
     for chunks in sampled:
         base = _base(chunks, key)
         ordered = [base, *(chunk for chunk in chunks if chunk.id != base.id)]
-        with lend_raws(objects, ordered, scratch, coded.problems) as raws:
-            _estimate_place(ordered, raws, coded, total / known)
+        with lend_raws(objects, ordered, scratch, coded.problems) as read:
+            _estimate_place(read, coded, total / known)
 
 
-def _estimate_place(
-    chunks: Sequence[Chunk], raws: Sequence[memoryview | None], coded: Coded, times: float
-) -> None:
+def _estimate_place(read: Sequence[_Raw], coded: Coded, times: float) -> None:
     """Add what coding the chunks of a place would do, so many times; the first is the base."""
-    (base, *others), (base_raw, *other_raws) = chunks, raws
+    (base, base_raw), *others = read
     if base_raw is None:
         return
     share = codecs.sample(base_raw, base.width).share
     written = share * len(base_raw) <= WORTH * base.stored_bytes
     if written:
         coded.add(base, share * len(base_raw), delta=False, times=times)
-    for chunk, raw in zip(others, other_raws, strict=True):
+    for chunk, raw in others:
         if raw is None:
             continue
         delta = codecs.sample(raw, chunk.width, base_raw).share

@@ -10,11 +10,9 @@ is a courtesy of the plan: such a gc marks more and purges less than it might.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
-
-import numpy as np
 
 from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.core.config import default_threads
@@ -42,9 +40,9 @@ from ckptstore.maintenance.gc.plan import (
     plan_copies,
 )
 from ckptstore.maintenance.gc.session_monitor import SessionMonitor
-from ckptstore.objects.codecs import Base, moved
+from ckptstore.objects.codecs import Base, base_of, moved
 from ckptstore.objects.frames import Stored
-from ckptstore.repository.chunk_reader import keys_of, read_chunks
+from ckptstore.repository.chunk_reader import StoredChunk, keys_of, read_chunks
 from ckptstore.repository.pack_writer import OpenPack, PackSet
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
@@ -229,6 +227,42 @@ def _without(body: Body, refusal: Refusal) -> Body | None:
             packs = body.packs - refusal.packs
             return Delete(packs) if packs else None
     return None
+
+
+class _PackCopy:
+    """The chunks of the pack `source` in the pack `target`. `offsets` says where each goes that
+    begins at some offset of the source."""
+
+    def __init__(self, source: PackId, target: OpenPack, offsets: Mapping[int, int]) -> None:
+        self._source, self._target, self._offsets = source, target, offsets
+        self._bases: dict[int, tuple[int, Base]] = {}
+        """The record and the place in the target of what may be a base, by offset in the source."""
+
+    def append(self, chunk: StoredChunk) -> int:
+        """Queue a chunk as it is stored, after its base; returns its bytes. Raises `Corrupt` for a
+        difference whose base is not copied."""
+        target, entry = self._target, chunk.entry
+        stored: Stored = chunk.stored
+        if entry.base != NO_BASE:
+            number, base = self._base(chunk)
+            entry, stored = entry._replace(base=number), moved(stored, base)
+        target.pad_to(self._offsets[entry.offset])
+        copied = entry._replace(offset=target.append(stored))
+        if entry.base == NO_BASE:
+            base = Base(copied.offset, copied.stored_bytes, copied.codec)
+            self._bases[entry.offset] = len(target.entries), base
+        target.entries.append(copied)
+        return len(stored)
+
+    def _base(self, chunk: StoredChunk) -> tuple[int, Base]:
+        """The record and the place in the target of the base of a difference."""
+        offset = base_of(chunk.stored).offset
+        if offset not in self._bases:
+            raise Corrupt(
+                f"chunk {chunk.entry.chunk.hex()[:12]} of pack {self._source} is a difference from "
+                f"one at offset {offset}, which is not copied; run `ckptstore fsck`"
+            )
+        return self._bases[offset]
 
 
 class _Gc:
@@ -422,22 +456,13 @@ class _Gc:
         """Append the live chunks of a pack as they are stored, each verified; False, with the pack
         in the report, if some cannot be read."""
         try:
-            rows, first = live_rows(self._storage, use), len(target.entries)
-            offsets, _ = place(rows, target.offset)
-            # Where each record comes to be that a record of the source may name as its base.
-            numbers = first - 1 + np.cumsum(use.live)
-            chunks = read_chunks(self._storage, use.pack.id, rows, metadata=use.pack.metadata)
-            for offset, chunk in zip(offsets.tolist(), chunks, strict=True):
-                target.pad_to(offset)
-                entry = chunk.entry
-                stored: Stored = chunk.stored
-                if entry.base != NO_BASE:
-                    number = int(numbers[entry.base])
-                    at = number - first
-                    base = Base(int(offsets[at]), int(rows["stored"][at]), int(rows["codec"][at]))
-                    entry, stored = entry._replace(base=number), moved(stored, base)
-                target.entries.append(entry._replace(offset=target.append(stored)))
-                counter.add(len(stored))
+            rows = live_rows(self._storage, use)
+            moves, _ = place(rows, target.offset)
+            copy = _PackCopy(use.pack.id, target, dict(moves.tolist()))
+            for chunk in read_chunks(self._storage, use.pack.id, rows, metadata=use.pack.metadata):
+                counter.add(copy.append(chunk))
+                if target.is_full:  # so that no more of a pack is in memory than what is read
+                    target.flush()
             target.flush()
         except (Corrupt, NotFound) as error:
             if self._log.replay().fence != self._fence:

@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, checksum
 from ckptstore.core.model import NO_BASE
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.log.state import Pack, State
@@ -45,6 +45,11 @@ _RECORD_WORDS = FOOTER_DTYPE.itemsize // 8
 def short_keys(ids: bytes | memoryview) -> Keys:
     """The first 8 bytes of each of `ids`, which are 32 bytes each."""
     return np.ascontiguousarray(np.frombuffer(ids, "<u8").reshape(-1, _ID_WORDS)[:, 0])
+
+
+def ids_checksum(table: FooterTable) -> bytes:
+    """The checksum of the ids of a footer's chunks, in order of offset."""
+    return checksum(table["chunk"].tobytes())
 
 
 class Holdings:
@@ -152,6 +157,11 @@ class Holdings:
             np.int64
         )
 
+    def ids_checksum(self, pack: int) -> bytes:
+        """The checksum of the ids of the pack at position `pack`, in order of offset."""
+        rows = self._ids[self._starts[pack] : self._starts[pack + 1]]
+        return checksum(rows.data.cast("B") if len(rows) else b"")
+
     def of_pack(self, pack: int, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """The part of `assigned` for the pack at position `pack`, in order of offset; a view."""
         return assigned[self._starts[pack] : self._starts[pack + 1]]
@@ -176,7 +186,8 @@ def _first_of_each(keys: Keys) -> npt.NDArray[np.bool_]:
 @dataclass(frozen=True, slots=True)
 class PackUse:
     """The live content of a listed pack: `live` flags the chunks assigned to it, in order of
-    offset. Bytes are those in one file, and a metadata pack has two files.
+    offset. `ids_checksum` tells whether a footer that is read later lists these chunks. Bytes are
+    those in one file, and a metadata pack has two files.
 
     `readable` is False if its footer is not: its live chunks are unknown then, so it must be left
     alone.
@@ -185,6 +196,7 @@ class PackUse:
     number: int
     pack: Pack
     live: npt.NDArray[np.bool_] = field(compare=False, repr=False)
+    ids_checksum: bytes
     live_chunks: int
     live_bytes: int
     readable: bool
@@ -228,6 +240,7 @@ def mark(storage: Storage, state: State, threads: ThreadPool, report: Progress =
             number,
             packs[i],
             holdings.of_pack(i, assigned),
+            holdings.ids_checksum(i),
             chunks[i],
             nbytes[i],
             i in marking.tables,
@@ -349,9 +362,7 @@ class _Marking:
                 continue
             rows = [
                 row
-                for row, (chunk, kind) in enumerate(
-                    zip(table["chunk"].tolist(), table["kind"].tolist(), strict=True)
-                )
+                for row, (chunk, kind) in enumerate(table[["chunk", "kind"]].tolist())
                 if kind == PAGE and unread.pop(ChunkId(chunk), None) is not None
             ]
             if rows:
@@ -360,11 +371,11 @@ class _Marking:
     def _damaged(self, i: int, rows: list[int]) -> list[int]:
         """The chunks `rows` of a pack that cannot be read and verified."""
         pack, table = self._packs[i], self._table(i)
-        if table is None:
+        if table is None or ids_checksum(table) != self.holdings.ids_checksum(i):
             return rows
         keys, found = chunk_reader.keys_of(pack.id, metadata=pack.metadata), list[int]()
         bases = chunk_reader.DecodedBases()
-        for run in chunk_reader.runs_of(table[rows]):
+        for run in chunk_reader.runs_of(self._storage, table[rows]):
             read = chunk_reader.read_run(self._storage, keys, run, bases=bases)
             for position, chunk in zip(run.positions, read, strict=True):
                 if isinstance(chunk, Unavailable):

@@ -33,7 +33,7 @@ from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import Corrupt
 from ckptstore.log.log_snapshots import CHECKPOINTS_KEPT
 from ckptstore.log.state import Pack, State
-from ckptstore.maintenance.gc.mark import Mark, PackUse
+from ckptstore.maintenance.gc.mark import Mark, PackUse, ids_checksum
 from ckptstore.objects.codecs import RAW
 from ckptstore.objects.pack import FOOTER_DTYPE, TRAILER_BYTES, FooterTable, align
 from ckptstore.repository import footers
@@ -374,24 +374,32 @@ def plan_copies(storage: Storage, chosen: Iterable[PackUse], pack_bytes: int) ->
 
 
 def live_rows(storage: Storage, use: PackUse) -> FooterTable:
-    """The footer's records of the chunks to copy. Raises `Corrupt`, `NotFound`."""
+    """The footer's records of the chunks to copy. Raises `Corrupt`, also for a footer of other
+    chunks than those that were marked, and `NotFound`."""
     table = footers.read_table(storage, use.pack.id, metadata=use.pack.metadata)
-    if len(table) != len(use.live):
-        raise Corrupt(f"pack {use.pack.id} has {len(table)} chunks; wanted {len(use.live)}")
+    if ids_checksum(table) != use.ids_checksum:
+        raise Corrupt(
+            f"pack {use.pack.id} has {len(table)} chunks now, which are not the {len(use.live)} "
+            "that were marked; run `ckptstore fsck`"
+        )
     return table[use.live]
 
 
-def place(rows: FooterTable, end: int) -> tuple[npt.NDArray[np.int64], int]:
-    """The offset of each chunk after `end` in a new pack, and the new end. Adjacent chunks stay
-    adjacent, and are aligned as a run if they are not all coded."""
+_MOVE_DTYPE = np.dtype([("offset", "<i8"), ("to", "<i8")])
+
+
+def place(rows: FooterTable, end: int) -> tuple[npt.NDArray[np.void], int]:
+    """The offset of each chunk in its pack and its offset after `end` in a new one, and the new
+    end. Adjacent chunks stay adjacent, and are aligned as a run if they are not all coded."""
     starts, stored = rows["offset"].astype(np.int64), rows["stored"].astype(np.int64)
-    offsets = np.empty(len(rows), np.int64)
+    moves = np.empty(len(rows), _MOVE_DTYPE)
+    moves["offset"] = starts
     for run in coalesce(starts.tolist(), (starts + stored).tolist()):
         run_bytes = int(stored[run].sum())
         start = align(end, run_bytes) if (rows["codec"][run] == RAW).any() else end
-        offsets[run] = start + starts[run] - starts[run.start]
+        moves["to"][run] = start + starts[run] - starts[run.start]
         end = start + run_bytes
-    return offsets, end
+    return moves, end
 
 
 def _unused_bytes(use: PackUse) -> int:

@@ -1,0 +1,235 @@
+"""P8: no operation needs more memory than its budget, whatever the store holds, and none leaves a
+thread, a file descriptor, a mapping, a temporary file or memory behind when it is repeated."""
+
+import ctypes
+import gc
+import os
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore.core.config import default_threads
+from tests.net import registry
+from tests.net.registry import Operation, World
+
+MIB = 1 << 20
+MEMORY = Path("/dev/shm")
+FIRST, READ = 4, 6
+"""The first step of a history, and the one that operations of the registry read."""
+
+LAST = ("thin", "forget")
+"""Operations that take away what others need."""
+
+COPIES = {"commit": 1.5, "commit_async": 2.5, "restore": 1.5, "read": 1.5}
+"""States in memory by design: what was read for the comparison, and a staged one."""
+
+LEAF_BYTES = 512
+
+WARM_UP, REPEATS = 2, 3
+GROWTH_BYTES = 3 * MIB
+"""Memory of `REPEATS` more commits: 45 bytes a chunk of an index, and an allocator's moods."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a store holds: `small` tensors of `small_bytes` beside `x` and `y` of `large_chunks`
+    chunks each, in so many `commits`."""
+
+    name: str
+    chunk_bytes: int
+    small: int
+    small_bytes: int
+    large_chunks: int
+    commits: int
+
+    @property
+    def state_bytes(self) -> int:
+        return self.small * self.small_bytes + 2 * self.large_chunks * self.chunk_bytes
+
+
+def drawn(random: Random) -> Shape:
+    """Many small tensors, a few of huge chunks, large packs, or many commits."""
+    return random.choice(
+        (
+            Shape("many small", 64 << 10, random.randint(1000, 3000), 2048, 2, 8),
+            Shape("huge chunks", 4 * MIB, 3, 4096, random.randint(2, 3), 6),
+            Shape("large packs", 1 * MIB, 3, 4096, random.randint(40, 60), 4),
+            Shape("many commits", 64 << 10, 4, 4096, 3, random.randint(40, 80)),
+        )
+    )
+
+
+def budget_bytes(operation: Operation, shape: Shape) -> int:
+    """What an operation may need above what the process has: 12 MiB, four chunks for each thread,
+    half a kilobyte for each leaf of the history, and the copies of the state that it or the
+    registry's comparison makes."""
+    each = 4 * max(shape.chunk_bytes, MIB)
+    copies = COPIES.get(operation.name, 0) * shape.state_bytes
+    leaves = LEAF_BYTES * shape.small * shape.commits
+    return 12 * MIB + default_threads() * each + leaves + int(copies)
+
+
+class LargeWorld(World):
+    """What operations read and compare are `x`, `y` and `n`; `small` is beside them, in one
+    tree."""
+
+    def compare(self, snapshot: ckptstore.Snapshot) -> None:
+        wanted = (self.states | self.coming)[snapshot.step]
+        state = snapshot.state_dict()
+        assert torch.equal(state["x"], wanted["x"])
+        assert len(state["small"]) == len(wanted["small"])
+
+
+def contents(shape: Shape, random: Random, number: int, last: dict[str, Any]) -> dict[str, Any]:
+    """A state of which half of the tensors are those of the last one, and the others change a
+    little."""
+    generator = torch.Generator().manual_seed(random.getrandbits(32))
+
+    def changed(old: torch.Tensor | None, count: int) -> torch.Tensor:
+        if old is None:
+            return torch.rand(count, generator=generator)
+        return old if random.random() < 0.5 else old * (1 + 1e-4 * random.random())
+
+    count = shape.large_chunks * shape.chunk_bytes // 4
+    small = last.get("small", [None] * shape.small)
+    return {
+        "n": number,
+        "x": changed(last.get("x"), count),
+        "y": changed(last.get("y"), count),
+        "small": [changed(old, shape.small_bytes // 4) for old in small],
+    }
+
+
+def made(folder: Path, shape: Shape, random: Random) -> World:
+    states: dict[int, Any] = {}
+    storage, last = ckptstore.Storage(chunk_bytes=shape.chunk_bytes), dict[str, Any]()
+    with ckptstore.open(folder / "store", storage=storage, threads=1) as store:
+        for step in range(FIRST, FIRST + shape.commits):
+            last = contents(shape, random, step, last)
+            store.commit(last, step=step)
+            if step == READ:
+                states[step] = {name: last[name] for name in ("x", "y", "n")}
+        store.push(folder / "mirror", READ, create=True)
+        store.forget(list(range(FIRST, READ)))  # so that packs are sparse
+    two = [contents(shape, random, step, last) for step in (101, 102)]
+    return LargeWorld(folder, states, {step: two[step % 2] for step in range(101, 400)})
+
+
+def resident_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
+
+
+def settled() -> int:
+    """Memory of this process without what its allocator keeps for later."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return resident_bytes("VmRSS")
+
+
+def peak_bytes(act: Callable[[], object]) -> int:
+    """By how much this process's memory grew at most while `act` ran."""
+    before = settled()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))
+    act()
+    return resident_bytes("VmHWM") - before
+
+
+def left(folder: Path) -> Counter[str]:
+    """What an operation may leave behind in this process and on disks."""
+    settled()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return Counter(
+        {
+            "threads": threading.active_count(),
+            "file descriptors": len(os.listdir("/proc/self/fd")),
+            "mappings of files": sum("/" in line for line in maps),
+            "temporary files": sum(len(list(folder.glob(at))) for at in ("*/tmp/*", "temp/*")),
+        }
+    )
+
+
+class Trial:
+    """Operations of the registry on one world, in a drawn order; what each may take and leave."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.random, self.folder = Random(seed), folder
+        self.shape = drawn(self.random)
+        self.world = made(folder, self.shape, self.random)
+        self.step = 100
+        table = {each.name: each for each in registry.OPERATIONS}
+        last = [table.pop(name) for name in LAST]
+        self.operations = [*self.random.sample(list(table.values()), len(table)), *last]
+
+    def next_step(self) -> int:
+        self.step += 1
+        return self.step
+
+    def run(self, operation: Operation) -> int:
+        """Raises `AssertionError`; returns the share of the budget that was needed, in percent."""
+        with ckptstore.open(self.world.store, threads=1) as store:
+            peak = peak_bytes(lambda: operation.act(self.world, store, self.next_step()))
+            budget = budget_bytes(operation, self.shape)
+            assert peak <= budget, (
+                f"{operation.name} needed {peak / MIB:.1f} MiB, more than {budget / MIB:.1f}"
+            )
+            self.repeat(operation, store)
+        return 100 * peak // budget
+
+    def repeat(self, operation: Operation, store: ckptstore.Store) -> None:
+        """Each time after a commit, so that there is something to do."""
+        for number in range(WARM_UP + REPEATS):
+            if number == WARM_UP:
+                before, memory = left(self.folder), settled()
+            step = self.next_step()
+            store.commit(self.world.coming[step], step=step)
+            operation.act(self.world, store, self.next_step())
+        more, grown = left(self.folder) - before, settled() - memory
+        assert not more, f"{operation.name} left behind by {REPEATS} repeats: {dict(more)}"
+        assert grown <= GROWTH_BYTES, (
+            f"{operation.name} made the process grow by {grown / MIB:.1f} MiB in {REPEATS} repeats"
+        )
+
+
+@pytest.mark.parametrize("seconds", [7, pytest.param(1800, marks=pytest.mark.soak)])
+@pytest.mark.timeout(2 * 3600)
+def test_each_operation_keeps_its_budget_and_leaves_nothing_behind(
+    seed: int, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure names its world: CKPTSTORE_NET_WORLD=N tries all operations in that one alone."""
+    monkeypatch.setenv("CKPTSTORE_CACHE", str(tmp_path / "cache"))
+    only = os.environ.get("CKPTSTORE_NET_WORLD")
+    begun, counts, number = time.monotonic(), Counter[str](), 0
+    most: dict[str, int] = {}
+    while not number or (not only and time.monotonic() - begun < seconds):
+        with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as name:
+            folder = Path(name)
+            (folder / "temp").mkdir()
+            monkeypatch.setattr(tempfile, "tempdir", str(folder / "temp"))
+            world = int(only) if only else seed + number
+            trial = Trial(folder, world)
+            for operation in trial.operations:
+                if not only and counts and time.monotonic() - begun > seconds:
+                    break
+                try:
+                    share = trial.run(operation)
+                except BaseException as error:
+                    error.add_note(f"world of seed {world}: {trial.shape}, {operation.name}")
+                    raise
+                counts[f"{trial.shape.name}: {operation.name}"] += 1
+                most[operation.name] = max(share, most.get(operation.name, 0))
+        number += 1
+    print(
+        f"{number} worlds from seed {seed}, {counts.total()} operations; most of the budget: {most}"
+    )
