@@ -1,7 +1,6 @@
 """Describe the command line as data, build its parser, and parse its words."""
 
 import argparse
-import difflib
 import re
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
@@ -284,6 +283,8 @@ def parse(commands: Iterable[Command], words: Sequence[str]) -> Namespace:
 
 
 def _near(given: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    import difflib  # only here: seldom needed
+
     return difflib.get_close_matches(given, list(dict.fromkeys(names)), n=2, cutoff=cutoff)
 
 

@@ -4,7 +4,6 @@ paths match a glob?
 Tables are plain text, or fitted to a terminal.
 """
 
-import difflib
 import re
 import sys
 import time
@@ -84,6 +83,8 @@ def unicode_text(name: str) -> str:
 
 def near(wanted: str, names: Iterable[str], count: int = 3) -> str:
     """`"; did you mean 'a' or 'b'?"`, or an empty text if no name is similar."""
+    import difflib  # only here: seldom needed
+
     found = difflib.get_close_matches(wanted, list(names), n=count, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
 
