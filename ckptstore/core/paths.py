@@ -237,9 +237,12 @@ def scratch_for(target: Path) -> Iterator[Path]:
 
 
 def _remove(folder: str | os.PathLike[str]) -> None:
-    import shutil
+    try:
+        os.rmdir(folder)  # what was written has its name
+    except OSError:
+        import shutil
 
-    shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def replace_file(target: Path, data: bytes) -> None:
