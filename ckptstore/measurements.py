@@ -74,7 +74,7 @@ class Tensor:
     def cell(self, chunk: int, boxes: tuple[Box, ...] | None) -> Box | None:
         """The box of chunk number `chunk`, counted as if the tensor was held in `boxes`; None for
         the whole leaf."""
-        if self.content.inline is not None:
+        if self.content.inline is not None or (boxes is None and len(self.chunks) == 1):
             return None
         for box in boxes or (None,):
             cells = grid(*self.tree.extent(self.i), self.tree.chunk_bytes, box)
