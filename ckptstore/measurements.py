@@ -35,8 +35,8 @@ from ckptstore.restore.reader import Memory, Reader, ReadRequest, Tree
 
 READ_BYTES = 8 << 20
 """A thread reads about this much before it measures it, """
-BATCH = 256
-"""or so many chunks."""
+BATCH = 4096
+"""or so many chunks: of small ones, many of each commit, which lie together in its pack."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +74,7 @@ class Tensor:
     def cell(self, chunk: int, boxes: tuple[Box, ...] | None) -> Box | None:
         """The box of chunk number `chunk`, counted as if the tensor was held in `boxes`; None for
         the whole leaf."""
-        if self.content.inline is not None:
+        if self.content.inline is not None or (boxes is None and len(self.chunks) == 1):
             return None
         for box in boxes or (None,):
             cells = grid(*self.tree.extent(self.i), self.tree.chunk_bytes, box)
@@ -162,7 +162,7 @@ class Measurements:
                 _measure(reader, found, batch)
                 counter.add(len(batch))
 
-            self._threads.spread(measure, list(_batches(missing)))
+            self._threads.spread(measure, list(_batches(_by_place(missing))))
         self._known |= found
         self._handle.keep_statistics(found)
 
@@ -216,20 +216,39 @@ def _of_pair(a: Tensor, b: Tensor) -> Iterator[_Measure]:
         yield _Measure(key_of(f"{a.dtype}/{number}", *names), (a, b), number, whole=True)
 
 
+def _by_place(wanted: Sequence[_Measure]) -> list[_Measure]:
+    """In an order in which all that is measured of a place in a leaf, in any of its commits, comes
+    together: its chunk is then read once, and not anew for each distance."""
+    leaves: dict[str, int] = {}
+
+    def place(each: _Measure) -> tuple[int, int]:
+        tensor = each.tensors[-1]
+        path = tensor.tree.schema.paths[tensor.i]
+        return leaves.setdefault(path, len(leaves)), each.chunk
+
+    return sorted(wanted, key=place)
+
+
+Part: TypeAlias = tuple[Tensor, Box | None]
 Batch: TypeAlias = list[tuple[_Measure, list[Box | None]]]
 
 
 def _batches(wanted: Iterable[_Measure]) -> Iterator[Batch]:
     """Consecutive groups that are read together."""
     batch: Batch = []
+    parts: set[Part] = set()
     nbytes = 0
     for each in wanted:
         boxes = each.boxes()
-        size = sum(map(_nbytes, each.tensors, boxes))
-        if batch and (nbytes + size > READ_BYTES or len(batch) == BATCH):
+        more = set(zip(each.tensors, boxes, strict=True)) - parts
+        size = sum(_nbytes(*part) for part in more)
+        if batch and (nbytes + size > READ_BYTES or len(parts) >= BATCH):
             yield batch
-            batch, nbytes = [], 0
+            batch, parts, nbytes = [], set(), 0
+            more = set(zip(each.tensors, boxes, strict=True))
+            size = sum(_nbytes(*part) for part in more)
         batch.append((each, boxes))
+        parts |= more
         nbytes += size
     if batch:
         yield batch
@@ -244,18 +263,21 @@ def _measure(reader: Reader, found: dict[bytes, bytes], batch: Batch) -> None:
     """Read and measure a batch; the results go to `found`."""
     from ckptstore.state.measure import squared_distance, statistics_of
 
-    parts = [part for each, boxes in batch for part in zip(each.tensors, boxes, strict=True)]
-    memories = iter(_read(reader, parts))
-    for each, _ in batch:
-        dtype, first = each.tensors[0].dtype, next(memories)
+    parts = dict.fromkeys(
+        part for each, boxes in batch for part in zip(each.tensors, boxes, strict=True)
+    )
+    memories = dict(zip(parts, _read(reader, list(parts)), strict=True))
+    for each, boxes in batch:
+        dtype = each.tensors[0].dtype
+        first, *second = (memories[part] for part in zip(each.tensors, boxes, strict=True))
         found[each.key] = (
-            statistics_of(first, dtype).encode()
-            if len(each.tensors) == 1
-            else encode_distance(squared_distance(first, next(memories), dtype))
+            encode_distance(squared_distance(first, second[0], dtype))
+            if second
+            else statistics_of(first, dtype).encode()
         )
 
 
-def _read(reader: Reader, parts: Sequence[tuple[Tensor, Box | None]]) -> list[memoryview]:
+def _read(reader: Reader, parts: Sequence[Part]) -> list[memoryview]:
     """The bytes of parts of tensors of any commits."""
     memories = [memoryview(bytearray(_nbytes(*part))) for part in parts]
     requests = [

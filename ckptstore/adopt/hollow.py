@@ -10,7 +10,6 @@ The pointer has a random id, and the store keeps the commit under a tag of that 
 """
 
 import os
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 from ckptstore.adopt.directory import Identity, restore_folder
 from ckptstore.adopt.hashed_files import FileChanged, HashedFile, hash_file
 from ckptstore.adopt.manifest import FileRecipe, LeafPart, Manifest
+from ckptstore.core.ids import random_digits
 from ckptstore.core.paths import scratch_for
 from ckptstore.errors import ReadOnly, Unavailable
 from ckptstore.objects.pointer_files import HOLLOW_POINTER, Pointer, write_pointer
@@ -119,4 +119,4 @@ def _put_back(gone: Path, path: Path) -> None:
     try:
         os.link(gone, path)  # unlike a rename, this replaces no file
     except OSError:
-        os.rename(gone, path.with_name(f"{path.name}.{secrets.token_hex(4)}"))
+        os.rename(gone, path.with_name(f"{path.name}.{random_digits(4)}"))

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
-from shutil import get_terminal_size
 from typing import Any, TextIO, TypeAlias
 
 from ckptstore.core.text import BOLD, CYAN, DIM, TAG, Column, Table, Terminal, printable, style
@@ -120,7 +119,7 @@ class _Working:
     def _show(self) -> None:
         took_s = int(time.monotonic() - self._began_s)
         text = f"{self._text or self._doing}{f', {took_s} s' if took_s >= QUIET_S else ''}"
-        cut = text[: get_terminal_size().columns - 1]  # what is wrapped is not erased
+        cut = text[: _width() - 1]  # what is wrapped is not erased
         print(f"{ERASE}{cut}", end="", file=self._out, flush=True)
         self._is_shown = True
 
@@ -128,6 +127,13 @@ class _Working:
         if self._is_shown:
             print(ERASE, end="", file=self._out, flush=True)
             self._is_shown = False
+
+
+def _width() -> int:
+    """The width of the terminal."""
+    from shutil import get_terminal_size  # a command in a pipe does without it
+
+    return get_terminal_size().columns
 
 
 class Screen:
@@ -141,7 +147,7 @@ class Screen:
         self.terminal: Terminal | None = None
         if not json and self._out.isatty() and os.environ.get("TERM") != "dumb":
             colors = not os.environ.get("NO_COLOR")
-            self.terminal = Terminal(get_terminal_size().columns, colors, time.time_ns())
+            self.terminal = Terminal(_width(), colors, time.time_ns())
         self._working: _Working | None = None
 
     @contextmanager

@@ -23,16 +23,13 @@ import grp
 import os
 import pwd
 import re
-import secrets
-import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptstore.core.ids import CONFIG_KEY
+from ckptstore.core.ids import CONFIG_KEY, random_digits
 from ckptstore.core.text import redact
 from ckptstore.errors import InvalidInput
 
@@ -93,6 +90,8 @@ def local_cache_directory() -> Path:
     directory = cache_directory()
     if not is_network_filesystem(directory):
         return directory
+    import tempfile  # only here, as `shutil` below: together they take 6 ms to import
+
     own = Path(tempfile.gettempdir()) / f"ckptstore-{os.getuid()}"
     with suppress(OSError):
         own.mkdir(mode=0o700, exist_ok=True)
@@ -232,9 +231,18 @@ def scratch_for(target: Path) -> Iterator[Path]:
     try:
         yield folder / target.name
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         with suppress(OSError):
             os.close(lock)
+
+
+def _remove(folder: str | os.PathLike[str]) -> None:
+    try:
+        os.rmdir(folder)  # what was written has its name
+    except OSError:
+        import shutil
+
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def replace_file(target: Path, data: bytes) -> None:
@@ -247,7 +255,7 @@ def replace_file(target: Path, data: bytes) -> None:
 
 def _make_folder(target: Path) -> tuple[Path, int]:
     while True:
-        folder = target.with_name(f".{target.name}-{secrets.token_hex(_TOKEN_BYTES)}")
+        folder = target.with_name(f".{target.name}-{random_digits(_TOKEN_BYTES)}")
         folder.mkdir(mode=rights(target.parent))
         with suppress(FileNotFoundError):  # swept before it was locked
             lock = os.open(folder, _FOLDER)
@@ -273,7 +281,7 @@ def _remove_if_abandoned(folder: str) -> None:
             status = os.fstat(lock)
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
         finally:
             os.close(lock)
 

@@ -4,7 +4,6 @@ paths match a glob?
 Tables are plain text, or fitted to a terminal.
 """
 
-import difflib
 import re
 import sys
 import time
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from fnmatch import translate
 from functools import partial
 from itertools import zip_longest
-from operator import itemgetter
+from operator import itemgetter, le
 from typing import Any, Literal, TypeAlias
 from unicodedata import east_asian_width
 
@@ -84,6 +83,8 @@ def unicode_text(name: str) -> str:
 
 def near(wanted: str, names: Iterable[str], count: int = 3) -> str:
     """`"; did you mean 'a' or 'b'?"`, or an empty text if no name is similar."""
+    import difflib  # only here: seldom needed
+
     found = difflib.get_close_matches(wanted, list(names), n=count, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
 
@@ -398,14 +399,30 @@ def _wrapped(
     row: Sequence[str], columns: Sequence[Column], widths: Sequence[int], styles: Sequence[str]
 ) -> Iterator[str]:
     """One line of text for a row, more if cells wrap."""
+    taken = list(map(_width, row))
+    if all(map(le, taken, widths)):  # most rows, of which there may be millions
+        yield _line(row, taken, columns, widths, styles)
+        return
     cells = [
         _folded(cell, column.fit, width)
         for cell, column, width in zip(row, columns, widths, strict=True)
     ]
     for line in zip_longest(*cells, fillvalue=""):
-        parts = []
-        for text, column, width, parameter in zip(line, columns, widths, styles, strict=True):
-            space = " " * (width - _width(text))
-            shown = style(text, parameter)
-            parts.append(shown + space if column.kind in _LEFT else space + shown)
-        yield (" " * GAP).join(parts).rstrip()
+        yield _line(line, list(map(_width, line)), columns, widths, styles)
+
+
+def _line(
+    cells: Sequence[str],
+    taken: Sequence[int],
+    columns: Sequence[Column],
+    widths: Sequence[int],
+    styles: Sequence[str],
+) -> str:
+    """Cells, which take so much of the widths of their columns, as a line."""
+    parts = []
+    for text, here, column, width, parameter in zip(
+        cells, taken, columns, widths, styles, strict=True
+    ):
+        space, shown = " " * (width - here), style(text, parameter) if parameter else text
+        parts.append(shown + space if column.kind in _LEFT else space + shown)
+    return (" " * GAP).join(parts).rstrip()

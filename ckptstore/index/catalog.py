@@ -12,19 +12,21 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
-from functools import cache, partial
+from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
-from sqlalchemy import Connection, Engine, NullPool, create_engine
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
-
 from ckptstore.core.forks import halts_for_forks
 from ckptstore.core.ids import StoreId
 from ckptstore.errors import Corrupt
-from ckptstore.index.catalog_fold import add_schemas, add_statistics, fold_entries, fold_state
+from ckptstore.index.catalog_fold import (
+    Tables,
+    add_schemas,
+    add_statistics,
+    fold_entries,
+    fold_state,
+)
 from ckptstore.index.catalog_sqlite import (
     LOCK_TIMEOUT_S,
     catalog_error,
@@ -35,14 +37,14 @@ from ckptstore.index.catalog_sqlite import (
     remove,
 )
 from ckptstore.index.queries import Queries, Rows
-from ckptstore.index.tables import make_tables, migrate
+from ckptstore.index.sqlite_tables import SqliteTables, make_tables
 from ckptstore.log.entries import Entry, Position, kind_of
 from ckptstore.log.state import State
 
 P = ParamSpec("P")
 
 _SLICE = 500
-UNUSABLE = (SQLAlchemyError, ValueError)
+UNUSABLE = (sqlite3.Error, ValueError)
 """Errors of a misbehaving database. SQLite returns the names and texts of a damaged file unchecked.
 """
 
@@ -89,8 +91,8 @@ class Catalog:
         connection = catalog._opened().connection
         while part := list(islice(remaining, _SLICE)):
             try:
-                with _transaction(connection):
-                    fold_entries(connection, part)
+                with _transaction(connection) as tables:
+                    fold_entries(tables, part)
             except UNUSABLE:
                 for entry in part:
                     _fold_alone(connection, entry)
@@ -101,8 +103,8 @@ class Catalog:
         """A catalog in memory of a state and the entries up to it. Needs no fold: it is what
         answers if that fails."""
         catalog = cls.temporary(state.store)
-        with _transaction(catalog._opened().connection) as connection:
-            fold_state(connection, state, takewhile(lambda entry: entry.n <= state.n, entries))
+        with _transaction(catalog._opened().connection) as tables:
+            fold_state(tables, state, takewhile(lambda entry: entry.n <= state.n, entries))
         return catalog
 
     def position(self) -> Position:
@@ -168,16 +170,16 @@ class Catalog:
                 self._file = None
 
     def _write(
-        self, work: Callable[Concatenate[Connection, P], bool], *args: P.args, **kwargs: P.kwargs
+        self, work: Callable[Concatenate[Tables, P], bool], *args: P.args, **kwargs: P.kwargs
     ) -> bool:
         """Run `work` in one transaction. A catalog found to be damaged is replaced by an empty
         one."""
         with self.lock:
             try:
-                with _transaction(self._opened().connection) as connection:
-                    return work(connection, *args, **kwargs)
+                with _transaction(self._opened().connection) as tables:
+                    return work(tables, *args, **kwargs)
             except UNUSABLE as error:
-                if not is_busy(cause(error)):
+                if not is_busy(error):
                     self.reset()
                 return False
 
@@ -189,9 +191,9 @@ class Catalog:
                     "asked; ask again"
                 )
             try:
-                return _rows(file.connection, sql, values)
+                return SqliteTables(file.connection).rows(sql, values)
             except UNUSABLE as error:
-                told = catalog_error(cause(error), str(self._path or "in memory"))
+                told = catalog_error(error, str(self._path or "in memory"))
                 if isinstance(told, Corrupt):
                     self.reset()
                 raise told from error
@@ -223,27 +225,27 @@ _abandoned: "list[CatalogFile]" = []
 """Connections of the parent process, never closed here."""
 
 
-def _fold_alone(connection: Connection, entry: Entry) -> None:
+def _fold_alone(connection: sqlite3.Connection, entry: Entry) -> None:
     try:
-        with _transaction(connection):
-            fold_entries(connection, [entry])
+        with _transaction(connection) as tables:
+            fold_entries(tables, [entry])
     except UNUSABLE as error:
         raise Unfoldable(
             f"entry {entry.n} of the log ({kind_of(entry.body)}) does not fold into the catalog: "
-            f"{cause(error)}; the log and the commits are sound, and listings are made from the "
+            f"{error}; the log and the commits are sound, and listings are made from the "
             "log, which takes longer: please report it with the output of `ckptstore fsck`"
         ) from error
 
 
 @contextmanager
-def _transaction(connection: Connection) -> Iterator[Connection]:
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
+def _transaction(connection: sqlite3.Connection) -> Iterator[Tables]:
+    connection.execute("BEGIN IMMEDIATE")
     try:
-        yield connection
-        connection.exec_driver_sql("COMMIT")
+        yield SqliteTables(connection)
+        connection.execute("COMMIT")
     except BaseException:
-        with suppress(DBAPIError):
-            connection.exec_driver_sql("ROLLBACK")
+        with suppress(sqlite3.Error):
+            connection.execute("ROLLBACK")
         raise
 
 
@@ -274,11 +276,6 @@ class CatalogFile:
         self.connection.close()
 
 
-def cause(error: BaseException) -> BaseException:
-    """The database's own error behind an SQLAlchemy error."""
-    return (error.orig if isinstance(error, DBAPIError) else None) or error
-
-
 def _prepare(path: Path, store: StoreId) -> bool:
     """Ensure that the catalog of `store` is at `path`; False if that is impossible."""
     try:
@@ -287,7 +284,7 @@ def _prepare(path: Path, store: StoreId) -> bool:
             lambda exclusive: _usable(path, store, migrate=exclusive),
             lambda new: _fill(_connect(new, journal="DELETE"), store).close(),
         )
-    except (OSError, SQLAlchemyError):
+    except (OSError, sqlite3.Error):
         return False
 
 
@@ -299,51 +296,46 @@ def _usable(path: Path, store: StoreId, *, migrate: bool) -> bool:
     try:
         connection = _connect(path)
         try:
-            return is_current(lambda sql, values: _rows(connection, sql, values), store) or (
-                migrate and _migrated(connection, store)
+            return is_current(SqliteTables(connection).rows, store) or (
+                migrate and _migrated(path, connection, store)
             )
         finally:
             connection.close()
     except UNUSABLE as error:
-        if is_busy(cause(error)):
+        if is_busy(error):
             raise
         return False
 
 
-def _migrated(connection: Connection, store: StoreId) -> bool:
+def _migrated(path: Path, connection: sqlite3.Connection, store: StoreId) -> bool:
     """Whether tables of an older revision were migrated; tables of a newer or foreign one are left
     alone."""
-    from alembic.util import CommandError
-
-    if [row[0] for row in _rows(connection, "SELECT store FROM position", {})] != [store]:
+    ask = SqliteTables(connection).rows
+    if [row[0] for row in ask("SELECT store FROM position", {})] != [store]:
         return False
     # Alembic takes an unknown revision for a command (`-1` goes one back), and stops the process
     # over others.
     if not all(
         _REVISION.fullmatch(str(row[0]))
-        for row in _rows(connection, "SELECT version_num FROM alembic_version", {})
+        for row in ask("SELECT version_num FROM alembic_version", {})
     ):
         return False
-    try:
-        migrate(connection)
-    except CommandError:
-        return False
-    return is_current(lambda sql, values: _rows(connection, sql, values), store)
+    # Needed once per release; SQLAlchemy and Alembic take 0.4 s to import.
+    from ckptstore.index.tables import migrate_file
+
+    return migrate_file(partial(_connect, path)) and is_current(ask, store)
 
 
-def _connect(path: Path | None, *, journal: str = "") -> Connection:
+def _connect(path: Path | None, *, journal: str = "") -> sqlite3.Connection:
     """One connection for all threads, which serialize their use; transactions are begun
     explicitly."""
     journal = journal or _journal(path)
-    engine = _engine()
-    before = _database.set(str(path) if path else _MEMORY)
-    try:
-        connection = engine.connect()
-    finally:
-        _database.reset(before)
+    connection = sqlite3.connect(
+        str(path or _MEMORY), timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
+    )
     try:
         for pragma in (f"journal_mode={journal}", "synchronous=NORMAL", "temp_store=MEMORY"):
-            connection.exec_driver_sql(f"PRAGMA {pragma}")
+            connection.execute(f"PRAGMA {pragma}")
     except UNUSABLE:
         connection.close()
         raise
@@ -369,33 +361,11 @@ def _journal(path: Path | None) -> str:
 
 
 _MEMORY = ":memory:"
-_database: ContextVar[str] = ContextVar("database", default=_MEMORY)
-"""The database that `_engine` connects to."""
 
 
-@cache
-def _engine() -> Engine:
-    """One engine for all catalogs of this process: each statement is compiled once."""
-    engine = create_engine(
-        "sqlite://",
-        isolation_level="AUTOCOMMIT",
-        poolclass=NullPool,
-        creator=lambda: sqlite3.connect(
-            _database.get(), timeout=LOCK_TIMEOUT_S, check_same_thread=False
-        ),
-    )
-    # The first connection takes a lock that no fork may inherit while it is held.
-    engine.connect().close()
-    return engine
-
-
-def _fill(connection: Connection, store: StoreId) -> Connection:
+def _fill(connection: sqlite3.Connection, store: StoreId) -> sqlite3.Connection:
     """Create the tables of an empty catalog."""
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
+    connection.execute("BEGIN IMMEDIATE")
     make_tables(connection, store)
-    connection.exec_driver_sql("COMMIT")
+    connection.execute("COMMIT")
     return connection
-
-
-def _rows(connection: Connection, sql: str, values: Mapping[str, Any]) -> Rows:
-    return connection.exec_driver_sql(sql, dict(values)).fetchall()

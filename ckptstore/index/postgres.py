@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -25,8 +25,7 @@ from ckptstore.core.ids import StoreId
 from ckptstore.core.process import pauses, start
 from ckptstore.core.text import redact, without
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, ReadOnly, Unavailable
-from ckptstore.index.catalog import cause
-from ckptstore.index.catalog_fold import add_schemas, add_statistics
+from ckptstore.index.catalog_fold import Tables, add_schemas, add_statistics
 from ckptstore.index.queries import Queries, Rows
 from ckptstore.log.entries import Entry, Position
 
@@ -182,7 +181,7 @@ class Database:
 
     def _failure(self, error: DBAPIError) -> CkptStoreError:
         code = str(getattr(error.orig, "sqlstate", None) or "") or _refused(str(error.orig))
-        told = f"{self.name}: {self._told(cause(error))}"
+        told = f"{self.name}: {self._told(error.orig or error)}"
         if not code and type(error.orig).__name__ in ("DataError", "ProgrammingError"):
             return InvalidInput(f"{told}; PostgreSQL cannot store this")
         if not code or code in _REPEAT or code.startswith(("08", "57P")):
@@ -298,6 +297,19 @@ def _cut(watched: socket.socket) -> None:
         watched.shutdown(socket.SHUT_RDWR)
 
 
+class PostgresTables(Tables):
+    """The catalog's tables, behind a connection within a transaction."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def rows(self, sql: str, values: Mapping[str, Any]) -> Rows:
+        return self._connection.execute(text(sql), values).fetchall()
+
+    def change(self, sql: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._connection.execute(text(sql), rows)
+
+
 class PostgresCatalog:
     """The PostgreSQL counterpart of `Catalog`."""
 
@@ -318,10 +330,10 @@ class PostgresCatalog:
         return self.queries().missing_schemas()
 
     def add_schemas(self, found: Mapping[str, bytes]) -> bool:
-        return self._database.write(lambda connection: add_schemas(connection, found))
+        return self._database.write(lambda there: add_schemas(PostgresTables(there), found))
 
     def add_statistics(self, found: Mapping[bytes, bytes]) -> bool:
-        return self._database.write(lambda connection: add_statistics(connection, found))
+        return self._database.write(lambda there: add_statistics(PostgresTables(there), found))
 
     def reset(self) -> None:
         """No-op: the tables are as trustworthy as the log beside them."""
@@ -330,6 +342,4 @@ class PostgresCatalog:
         self._database.close()
 
     def _ask(self, sql: str, values: Mapping[str, Any]) -> Rows:
-        return self._database.read(
-            lambda connection: connection.execute(text(sql), values).fetchall()
-        )
+        return self._database.read(lambda connection: PostgresTables(connection).rows(sql, values))

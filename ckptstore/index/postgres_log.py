@@ -11,16 +11,15 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 from sqlalchemy import Connection, text
 
 from ckptstore.core.ids import StoreId, log_key
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
-from ckptstore.index.catalog_fold import fold_entries
+from ckptstore.index.catalog_fold import fold_entries, stamp
 from ckptstore.index.catalog_sqlite import REVISION
-from ckptstore.index.postgres import Database, Lost, at_once, quoted
+from ckptstore.index.postgres import Database, Lost, PostgresTables, at_once, quoted
 from ckptstore.index.tables import make_tables, migrate
 from ckptstore.log.entries import Entry, Position, decode_entry
 from ckptstore.storage.contract import Storage
@@ -68,7 +67,8 @@ class PostgresLog:
 
         def work(connection: Connection) -> None:
             connection.execute(text(f"CREATE SCHEMA {quoted(self.database.schema)}"))
-            make_tables(connection, self._store)
+            make_tables(connection)
+            stamp(PostgresTables(connection), self._store)
             connection.execute(text(_PLACE))
             connection.execute(text("INSERT INTO place VALUES (1, :token, 0)"), {"token": token})
 
@@ -132,7 +132,7 @@ class PostgresLog:
         """Fold entries of the store's own log that follow the last one here."""
 
         def work(connection: Connection) -> None:
-            if not fold_entries(connection, entries):
+            if not fold_entries(PostgresTables(connection), entries):
                 raise Corrupt(
                     f"the entries from {entries[0].n} on do not follow on what is in "
                     f"{self.database.name}; run `ckptstore fsck`"
@@ -266,8 +266,9 @@ class PostgresLog:
             return None
         self._check_not_behind(connection, entry.n)
         copied = max(locked.copied, self._copied)
-        with_copied = partial(_with_copied, copied=copied if copied > locked.copied else None)
-        fold_entries(connection, [entry], at=locked.position, at_once=with_copied)
+        together = _with_copied(connection, copied if copied > locked.copied else None)
+        tables = PostgresTables(connection)
+        fold_entries(tables, [entry], at=locked.position, at_once=together)
         # Until the COMMIT is answered: another database may answer next time.
         connection.info.pop(_COMPARED, None)
         connection.commit()

@@ -5,7 +5,8 @@ which is shorter than its id. Times and byte counts are 64-bit; a metric that is
 NULL.
 """
 
-from functools import lru_cache
+import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,18 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
+    NullPool,
     PrimaryKeyConstraint,
     SmallInteger,
     String,
     Table,
     Text,
+    create_engine,
     text,
 )
 from sqlalchemy.dialects.sqlite import INTEGER
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.schema import CreateIndex, CreateTable
-
-from ckptstore.core.ids import StoreId
-from ckptstore.index.catalog_sqlite import REVISION
-from ckptstore.log.entries import (
-    origin,
-)
 
 metadata = MetaData()
 
@@ -202,21 +200,15 @@ revision = Table(
 """Alembic's own table: the revision of `migrations/` of these tables."""
 
 
-def make_tables(connection: Connection, store: StoreId) -> None:
-    """Create the tables of an empty catalog within a transaction."""
-    for statement in _creating(connection.dialect):
+def make_tables(connection: Connection) -> None:
+    """Create the tables within a transaction. Those of a catalog on SQLite are made by
+    `sqlite_tables`."""
+    for statement in creating(connection.dialect):
         connection.exec_driver_sql(statement)
-    start = origin(store)
-    connection.execute(revision.insert(), {"version_num": REVISION})
-    connection.execute(
-        position.insert(),
-        {"id": 1, "store": store, "n": start.n, "hash": start.hash, "bytes": start.bytes},
-    )
 
 
-@lru_cache(maxsize=1)
-def _creating(dialect: Dialect) -> tuple[str, ...]:
-    """The statements that create the tables. To compile them takes longer than to execute them."""
+def creating(dialect: Dialect) -> tuple[str, ...]:
+    """The statements that create the tables."""
     made: list[CreateTable | CreateIndex] = []
     for table in metadata.sorted_tables:
         if dialect.name == "postgresql":
@@ -227,9 +219,27 @@ def _creating(dialect: Dialect) -> tuple[str, ...]:
 
 def _where_on_postgres(table: Table) -> None:
     """Make the partial indexes of SQLite partial on PostgreSQL. Naming that in the tables would
-    import every PostgreSQL driver of SQLAlchemy, asyncio among them: 60 ms of each command."""
+    import every PostgreSQL driver of SQLAlchemy, asyncio among them, also to migrate a file."""
     for index in table.indexes:
         index.dialect_options["postgresql"]["where"] = index.dialect_options["sqlite"]["where"]
+
+
+def migrate_file(connect: Callable[[], sqlite3.Connection]) -> bool:
+    """Migrate the tables on SQLite to which `connect` connects; False if there is no way from their
+    revision. Raises `sqlite3.Error`."""
+    from alembic.util import CommandError
+
+    engine = create_engine(
+        "sqlite://", isolation_level="AUTOCOMMIT", poolclass=NullPool, creator=connect
+    )
+    try:
+        with engine.connect() as connection:
+            migrate(connection)
+    except DBAPIError as error:
+        raise error.orig or error from error
+    except (CommandError, SQLAlchemyError):
+        return False
+    return True
 
 
 def migrate(connection: Connection) -> None:

@@ -7,7 +7,7 @@ whether it took place.
 """
 
 import logging
-import secrets
+import os
 import threading
 import time
 from collections import deque
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptstore.core.forks import survives_forks
-from ckptstore.core.ids import CONFIG_KEY, StoreId
+from ckptstore.core.ids import CONFIG_KEY, StoreId, random_digits
 from ckptstore.core.process import behind, pauses
 from ckptstore.errors import (
     Busy,
@@ -59,11 +59,13 @@ _AHEAD = (*range(2, 18), *(2**i for i in range(5, 13)))
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 
-_random = secrets.SystemRandom()
-"""The system's source: all hosts of a job may have seeded `random` alike, and the log must not
-change what a trainer draws next."""
-
 _logger = logging.getLogger("ckptstore")
+
+
+def _random_share() -> float:
+    """At least 0 and less than 1, of the system's source: all hosts of a job may have seeded
+    `random` alike, and the log must not change what a trainer draws next."""
+    return int.from_bytes(os.urandom(6), "big") / (1 << 48)
 
 
 class Refused(Conflict):
@@ -265,7 +267,7 @@ class Log:
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
-            if wait_s := self._met.pause_s(time.monotonic(), _random.random()):
+            if wait_s := self._met.pause_s(time.monotonic(), _random_share()):
                 time.sleep(wait_s)
             with self._backend.turn():
                 return self._append(body, time_ns, demand, deadline, timeout_s)
@@ -318,7 +320,7 @@ class Log:
                 )
             if not self._backend.is_local:
                 lost_s = time.monotonic() - attempted_at_s
-                time.sleep(pause_s(lost_s, there.n - began, _random.random()))
+                time.sleep(pause_s(lost_s, there.n - began, _random_share()))
             state = self.replay()
 
     def _encode(self, state: State, body: Body, time_ns: int) -> tuple[bytes, Entry]:
@@ -326,7 +328,7 @@ class Log:
         data = encode_entry(
             Entry(
                 state.n + 1,
-                secrets.token_hex(16),
+                random_digits(16),
                 time_ns,
                 state.store,
                 state.generation,

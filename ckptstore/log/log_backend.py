@@ -14,7 +14,6 @@ its next entry waits first. This needs no messages among writers and no shared c
 """
 
 import logging
-import secrets
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +22,7 @@ from functools import cached_property
 from itertools import pairwise, takewhile
 from typing import Protocol
 
-from ckptstore.core.ids import StoreId, log_key, log_scratch_key, segment_key
+from ckptstore.core.ids import StoreId, log_key, log_scratch_key, random_digits, segment_key
 from ckptstore.core.paths import is_network_filesystem
 from ckptstore.core.process import Pool
 from ckptstore.errors import Corrupt, NotFound, ReadOnly
@@ -222,7 +221,7 @@ class LogObjects:
         """
         if self._storage.capabilities.local_root is None:
             return
-        scratch = log_scratch_key(secrets.token_hex(12))
+        scratch = log_scratch_key(random_digits(12))
         try:
             self._storage.put(scratch, b"", durable=False)
             self._storage.delete(scratch)

@@ -6,8 +6,6 @@ Thread-safe: each thread has its own zstd contexts.
 import threading
 from typing import TypeAlias
 
-import zstandard
-
 from ckptstore.errors import Corrupt
 
 Stored: TypeAlias = bytes | memoryview
@@ -21,8 +19,8 @@ CHECKED, MATCHES, ENTROPY = range(3)
 takes a third of the time; and without, by entropy alone: for bytes that hardly repeat in
 sequences."""
 
-_ENTROPY: dict[str, int] = {
-    "strategy": zstandard.STRATEGY_FAST,
+_ENTROPY = {
+    "strategy": 1,  # ZSTD_fast
     "window_log": 18,
     "hash_log": 6,
     "chain_log": 6,
@@ -43,6 +41,8 @@ def compress(data: Stored, way: int = CHECKED) -> bytes:
     try:
         compressors = _local.compressors
     except AttributeError:
+        import zstandard
+
         entropy = zstandard.ZstdCompressionParameters(write_content_size=True, **_ENTROPY)
         compressors = _local.compressors = (
             zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True),
@@ -55,6 +55,8 @@ def compress(data: Stored, way: int = CHECKED) -> bytes:
 def decompress(stored: Stored, max_bytes: int, *, min_bytes: int = 0) -> bytes:
     """The content of exactly one zstd frame of `min_bytes` to `max_bytes`. Raises `Corrupt`
     before larger allocations."""
+    import zstandard  # in functions: a query of the catalog starts without it
+
     try:
         decompressor = _local.decompressor
     except AttributeError:

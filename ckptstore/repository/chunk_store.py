@@ -141,7 +141,7 @@ class ObjectStore:
         """Each of `ids` (32 bytes each) with its position: LOCATED_DTYPE rows. `found` is 0 if
         the index does not have it, or has it in another store's pack."""
         rows = self.index.get_many(ids)
-        numbers = set(np.unique(rows["pack"][rows["found"] == 1]).tolist())
+        numbers = set(rows["pack"][rows["found"] == 1].tolist())
         indexed, listed = self.index.pack_ids(numbers), self.listed(numbers)
         foreign = [n for n in numbers if n not in listed or indexed.get(n) != listed[n].id]
         if foreign:
@@ -173,7 +173,7 @@ class ObjectStore:
 
     def packs_of(self, ids: bytes) -> frozenset[int]:
         """The numbers of the packs that hold `ids`."""
-        return frozenset(np.unique(self.located(ids)["pack"]).tolist())
+        return frozenset(self.located(ids)["pack"].tolist())
 
     def is_there(self, pack: Pack) -> bool:
         """Whether a listed pack is complete on a local disk. Slow storage is not asked."""

@@ -8,7 +8,6 @@ import os
 import re
 import stat
 from contextlib import suppress
-from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -275,6 +274,8 @@ def near_stores(place: Path | None) -> str:
     """
     if place is None:
         return ""
+    from difflib import get_close_matches
+
     near = [*place.parents, *(above / place.name for above in place.parents[1:])]
     near += [place / name for name in _names_in(place)]
     for depth, folder in enumerate(place.parents[:_DEPTH]):

@@ -6,7 +6,6 @@ For restores and changes the log decides, because it is verified; listings ask t
 import logging
 import os
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Protocol, TypeAlias, TypeVar
 
 from ckptstore.core.config import DEFAULT_RUN
@@ -72,6 +71,8 @@ def _nothing_to_resume(handle: StoreHandle, run: str) -> tuple[str, bool]:
     another run, or in a store whose path is nearly this one's."""
     newest = sorted(handle.log.state.commits.values(), key=lambda row: row.age, reverse=True)
     if runs := list(dict.fromkeys(row.run for row in newest if not row.soft)):
+        from difflib import get_close_matches
+
         alike = get_close_matches(run, runs)
         advice = f"open(…, run={(alike or runs)[0]!r}) continues one"
         mistaken = bool(alike) or run == DEFAULT_RUN

@@ -7,7 +7,6 @@ Objects get no more permissions than the store's directory.
 """
 
 import os
-import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from stat import S_ISREG
 from typing import TypeVar
 
 from ckptstore.core.config import MIB, PACK_BYTES_LOCAL
-from ckptstore.core.ids import SessionId, new_session_id
+from ckptstore.core.ids import SessionId, new_session_id, random_digits
 from ckptstore.core.paths import rights
 from ckptstore.errors import CkptStoreError, Corrupt, NoSpace, Unavailable
 from ckptstore.storage.contract import Capabilities, check_key, check_size, check_writable
@@ -228,7 +227,7 @@ class LocalStorage:
     ) -> LocalWriter:
         check_key(key)
         check_writable(key, self.url, self._read_only)
-        temporary = f"tmp/{session}-{secrets.token_hex(8)}"
+        temporary = f"tmp/{session}-{random_digits(8)}"
         try:
             fd = self._directories.having(temporary, lambda: self._create(temporary))
         except OSError as error:

@@ -8,7 +8,6 @@ only eviction takes turns. Nothing is synced: verification also catches the dama
 
 import logging
 import os
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -16,7 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptstore.core import forks
-from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId, checksum, digest
+from ckptstore.core.ids import (
+    CHECKSUM_BYTES,
+    CHUNK_ID_BYTES,
+    ChunkId,
+    checksum,
+    digest,
+    random_digits,
+)
 from ckptstore.core.paths import make_directories
 from ckptstore.core.process import file_lock
 
@@ -116,7 +122,7 @@ class ReadCache:
             make_directories(self._directory.parent)
             for folder in (self._directory, path.parent):
                 folder.mkdir(mode=0o700, exist_ok=True)
-        new = path.with_name(f"{path.name}-{secrets.token_hex(4)}{_UNFINISHED}")
+        new = path.with_name(f"{path.name}-{random_digits(4)}{_UNFINISHED}")
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with open(fd, "wb") as file:

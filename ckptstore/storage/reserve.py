@@ -4,7 +4,7 @@ A deletion needs log entries first. The reserve, a file of one mebibyte, is dele
 for them, and created again once there is space.
 """
 
-import secrets
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,7 +35,7 @@ def ensure_reserve(storage: Storage) -> None:
         there = 0
     for size in range(RESERVE_BYTES, max(there, PROBE_BYTES - 1), -PROBE_BYTES):
         try:
-            storage.put(RESERVE_KEY, blake3(secrets.token_bytes(32)).digest(size))
+            storage.put(RESERVE_KEY, blake3(os.urandom(32)).digest(size))
         except (Unavailable, ReadOnly):
             continue
         return

@@ -66,8 +66,7 @@ def dump(catalog: Catalog) -> dict[str, list[tuple[object, ...]]]:
 def steps(catalog: Catalog, work: Callable[[], object]) -> int:
     """What `work` cost SQLite: instructions of its virtual machine, in whole hundreds. The same on
     every machine, however busy."""
-    connection = catalog._opened().connection.connection.driver_connection
-    assert isinstance(connection, sqlite3.Connection)
+    connection = catalog._opened().connection
     hundreds = count()
     connection.set_progress_handler(lambda: next(hundreds) < 0, 100)
     try:

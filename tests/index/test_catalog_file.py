@@ -10,16 +10,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
-from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
+from sqlalchemy.dialects import sqlite
 
 from ckptstore.core.ids import StoreId
 from ckptstore.errors import Corrupt, Unavailable
-from ckptstore.index import catalog, tables
+from ckptstore.index import catalog, sqlite_tables, tables
 from ckptstore.index.catalog import Catalog
 from ckptstore.index.catalog_sqlite import REVISION, open_catalog
 from ckptstore.objects.schema import encode_schema
@@ -40,13 +41,6 @@ def made(path: Path, log: LogBuilder) -> Path:
     with closing(Catalog.open(path, STORE)) as catalog:
         assert catalog.fold(log.entries)
     return path
-
-
-def alembic_config(path: Path) -> Config:
-    config = Config()
-    config.set_main_option("script_location", str(tables.migrations()))
-    config.attributes["connection"] = catalog._connect(path)
-    return config
 
 
 def schema_of(path: Path) -> list[str]:
@@ -70,10 +64,14 @@ def test_a_file_that_is_no_catalog_is_closed_at_once(tmp_path: Path) -> None:
 
 def test_a_fresh_catalog_and_a_migrated_one_have_the_same_schema(tmp_path: Path) -> None:
     fresh, migrated = made(tmp_path / "fresh", LogBuilder()), tmp_path / "migrated"
-    config = alembic_config(migrated)
-    command.upgrade(config, "head")
-    config.attributes["connection"].close()
+    assert tables.migrate_file(partial(catalog._connect, migrated))
     assert schema_of(migrated) == schema_of(fresh)
+
+
+def test_the_tables_of_a_new_file_are_those_that_are_defined() -> None:
+    made_here = [" ".join(sql.split()) for sql in sqlite_tables.CREATE.split(";")]
+    defined = [" ".join(sql.split()) for sql in tables.creating(sqlite.dialect())]
+    assert made_here == defined
 
 
 def test_the_newest_migration_is_the_revision_that_is_stamped() -> None:
@@ -255,8 +253,8 @@ def test_migrations_ship_in_the_wheel_and_are_found_there(tmp_path: Path) -> Non
     code = (
         "from pathlib import Path; from ckptstore.index import catalog as f, tables as t; from "
         "ckptstore.index.catalog import Catalog;"
-        "c = f._connect(Path('old.sqlite')); t.migrate(c); print(t.migrations(), len(f._rows(c, "
-        "'SELECT * FROM schemas', {})))"
+        "p = Path('old.sqlite'); assert t.migrate_file(lambda: f._connect(p)); "
+        "print(t.migrations(), len(f._connect(p).execute('SELECT * FROM schemas').fetchall()))"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     done = subprocess.run(

@@ -8,18 +8,18 @@ change and after each SQL statement.
 
 import os
 import shutil
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
 import pytest
-from sqlalchemy import event
-from sqlalchemy.engine import Engine
 
 from ckptstore.index.chunks import lmdb_writes as chunk_changes
 from ckptstore.storage import local, local_files
@@ -146,14 +146,26 @@ def _watched(
 
     lock = threading.RLock()
 
-    def statement(*_: object) -> None:
+    def look() -> None:
         with lock:
             before()
 
+    class Connection(sqlite3.Connection):
+        def execute(self, *args: Any) -> sqlite3.Cursor:
+            look()
+            found = super().execute(*args)
+            look()
+            return found
+
+        def executemany(self, *args: Any) -> sqlite3.Cursor:
+            look()
+            found = super().executemany(*args)
+            look()
+            return found
+
     def looking(function: Callable[..., T]) -> Callable[..., T]:
         def call(*args: Any) -> T:
-            with lock:
-                before()
+            look()
             return function(*args)
 
         return call
@@ -164,13 +176,8 @@ def _watched(
             patch.setattr(module, "os", watcher)
         for name in ("insert", "remove"):
             patch.setattr(chunk_changes, name, looking(getattr(chunk_changes, name)))
-        event.listen(Engine, "before_cursor_execute", statement)
-        event.listen(Engine, "after_cursor_execute", statement)
-        try:
-            yield
-        finally:
-            event.remove(Engine, "before_cursor_execute", statement)
-            event.remove(Engine, "after_cursor_execute", statement)
+        patch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Connection))
+        yield
 
 
 class _Watcher:

@@ -15,8 +15,6 @@ process opens its own.
 
 import errno
 import os
-import secrets
-import shutil
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
@@ -29,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.core.forks import survives_forks
-from ckptstore.core.ids import PackId, StoreId
+from ckptstore.core.ids import PackId, StoreId, random_digits
 from ckptstore.core.paths import (
     index_file,
     is_plain,
@@ -310,7 +308,7 @@ class ChunkIndex:
     def _make(self) -> None:
         """Put an empty index in place of any existing file. Processes that have the old one open
         keep it until they check."""
-        aside = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}")
+        aside = self._path.with_name(f"{self._path.name}.{random_digits(8)}")
         with suppress(FileNotFoundError):
             self._path.rename(aside)
             _delete(aside)
@@ -344,6 +342,8 @@ def _records(txn: Transaction, keys: list[bytes]) -> bytearray:
 
 def _delete(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
+        import shutil  # only here: seldom needed
+
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink()
