@@ -46,9 +46,10 @@ def split_tensor(tensor: torch.Tensor) -> Parts | torch.Tensor:
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):  # in which some tensors cannot be detached
             return split_tensor(tensor)
+    if not is_distributed(tensor) or is_dtensor(tensor):  # a ShardedTensor cannot be asked
+        _refuse_without_memory(tensor)
     if is_distributed(tensor):
         return split_distributed(tensor, _whole_local) or _whole_local(tensor)
-    _refuse_without_memory(tensor)
     if isinstance(tensor, torch.nn.Parameter):
         return _split_parameter(tensor)
     attributes = _attributes_of(tensor)
