@@ -17,7 +17,9 @@ from typing import Any, NamedTuple, TypeAlias
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import Box, LeafContent, LeafKind, Node, Schema, Shape, leaves_of
 from ckptstore.distributed.framing import damaged, pack, unpack
+from ckptstore.errors import Conflict
 from ckptstore.objects.schema import LastSchemas, decode_schema
+from ckptstore.state.containers import attributes_in
 from ckptstore.state.leaf_sources import (
     NAMES,
     FlatState,
@@ -302,8 +304,25 @@ class _Merger:
 
     def _divided(self, nodes: Sequence[tuple[int, Node | int]]) -> Node:
         """Each rank's node, under the rank's number."""
+        self._check_attributes(nodes)
         children = tuple(self._own(rank, node) for rank, node in nodes)
         return Node(RANKS, children, tuple(rank for rank, _ in nodes))
+
+    def _check_attributes(self, nodes: Sequence[tuple[int, Node | int]]) -> None:
+        """Raise `Conflict` where ranks have set different attributes on their parts of one tensor:
+        it is one, so it can be none of each rank."""
+        of_ranks = [attributes_in(node) for _, node in nodes]
+        differ = {name for each in of_ranks for name in each}
+        differ = {name for name in differ if len({repr(each.get(name)) for each in of_ranks}) > 1}
+        leaves = [(self._trees[rank], leaf) for rank, node in nodes for leaf in leaves_of(node)]
+        if differ and any(_is_part(tree, leaf) for tree, leaf in leaves):
+            tree, leaf = leaves[0]
+            raise Conflict(
+                f"{tree.schema.paths[leaf]} is divided among ranks {[rank for rank, _ in nodes]}, "
+                f"which have set different attributes on it: {', '.join(sorted(differ))}; set them "
+                "alike on all ranks, or store what is each rank's own under a key of its own and "
+                "delete the attribute"
+            )
 
     def _own(self, rank: int, node: Node | int) -> Node | int:
         if isinstance(node, int):
@@ -320,6 +339,12 @@ class _Merger:
     def _what(self, rank: int, leaf: int) -> tuple[LeafKind, str, Shape]:
         schema = self._trees[rank].schema
         return schema.kinds[leaf], schema.dtypes[leaf], schema.shapes[leaf]
+
+
+def _is_part(tree: RankTree, leaf: int) -> bool:
+    """Whether a rank holds less of a leaf than all of it."""
+    whole = Box((0,) * len(tree.schema.shapes[leaf]), tree.schema.shapes[leaf])
+    return leaf in tree.held and tree.held[leaf].boxes != (whole,)
 
 
 def _join_aliases(tree: MergedTree) -> None:

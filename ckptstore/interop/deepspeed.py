@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import GEN_SUSPENDED, getgeneratorstate, isgenerator
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._engine, self._files = engine, engine.checkpoint_engine
         self._waits, self._ranks, self._allow_pickle = wait, ranks, allow_pickle
         self._saves = BackgroundSaves(ranks)
+        self._warned = False
         self._info: CheckpointCommitInfo | None = None
         self._handed: dict[str, Any] | None = None
 
@@ -157,6 +159,7 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         tag = (args[0] if args else kwargs.get("tag")) or f"global_step{self._engine.global_steps}"
         look = partial(_check_free, Path(save_dir).absolute() / str(tag))
         together(self._ranks, "save: look", look)
+        self._warn_of_place()
         self._handed = {}
         try:
             saved = original(save_dir, *args, **kwargs)
@@ -178,6 +181,19 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self._waits:
             self.wait()
         return saved
+
+    def _warn_of_place(self) -> None:
+        """Warn once of a save within an epoch of DeepSpeed's own loader, which has no state."""
+        loader = self._engine.training_dataloader
+        loader = getattr(loader, "loader", loader)  # of a RepeatingLoader
+        if not self._warned and self._engine.global_rank == 0 and _is_under_way(loader):
+            self._warned = True
+            logger.warning(
+                "this checkpoint is within an epoch, and DeepSpeed's data loader does not know its "
+                "place: a resumed epoch begins anew, and its samples come twice. Keep the number "
+                "of batches in client_state and pass over as many after load_checkpoint "
+                "(docs/deepspeed.md), or save at the ends of epochs"
+            )
 
     def _publish(self, info: CheckpointCommitInfo, directory: Path, snapshot: Snapshot) -> None:
         """The commit is durable: name it by the files that DeepSpeed looks for, then by the
@@ -304,6 +320,12 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def preserves_storage_sharing(self) -> bool:
         """False, so that no tensor is cloned for a file."""
         return False
+
+
+def _is_under_way(loader: Any) -> bool:
+    """Whether DeepSpeed's data loader has begun an epoch that has not ended."""
+    batches = getattr(loader, "data", None)
+    return isgenerator(batches) and getgeneratorstate(batches) == GEN_SUSPENDED
 
 
 def _check_free(directory: Path) -> None:

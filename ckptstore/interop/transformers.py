@@ -27,6 +27,9 @@ from ckptstore.store import Store
 
 try:
     import transformers
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    from ckptstore.interop.accelerate.state import draws_anew
 except ImportError as error:
     raise ImportError(
         f'attach needs transformers: pip install "ckptstore[transformers]" ({error})'
@@ -149,7 +152,7 @@ class Attached:
         owns: bool,
     ) -> None:
         self._trainer, self._directories, self._peers = trainer, directories, peers
-        self._background, self._owns = background, owns
+        self._background, self._owns, self._warned = background, owns, False
         wrappers: tuple[Callable[..., Any], ...] = (
             self._train,
             self._save,
@@ -230,10 +233,34 @@ class Attached:
             if not self._background:
                 directories.settle()
 
+        self._warn_of_order()
         self._on_first("before save", before)
         save(model, trial)  # where a rank fails, others may wait in a barrier of the Trainer's
         self._on_first("saved", lambda _: None)
         self._on_first("after save", after)
+
+    def _warn_of_order(self) -> None:
+        """Warn once of a save within an epoch that a resume would not go on with."""
+        args, accelerator = self._trainer.args, self._trainer.accelerator
+        loaders = accelerator.gradient_state.dataloader_references
+        under_way = [each for each in loaders if each is not None]
+        if self._warned or self._directories is None or not under_way:
+            return
+        if args.ignore_data_skip:
+            why = "ignore_data_skip=True begins the epoch anew: leave it out"
+        elif any(map(_has_lost_order, under_way)):
+            why = (
+                "the shuffled order cannot be drawn again: leave use_seedable_sampler of "
+                "accelerator_config at True, and train_sampling_strategy at 'random'"
+            )
+        else:
+            return
+        self._warned = True
+        logger.warning(
+            "this checkpoint is within an epoch; resumed there, some samples come twice and others "
+            "never, since %s, or save at the ends of epochs",
+            why,
+        )
 
     def _folder(self, trial: Any = None) -> Path:
         return Path(self._trainer._get_output_dir(trial=trial))
@@ -357,6 +384,12 @@ class Attached:
             directories.fill(Path(best), directories.store.checkout(int(step)))
         except CkptStoreError as error:
             logger.warning("the best model, of step %s, cannot be brought back: %s", step, error)
+
+
+def _has_lost_order(loader: Any) -> bool:
+    """Whether a loader of Accelerate shuffles in an order that a new process cannot draw again."""
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    return draws_anew(sampler) or isinstance(sampler, LengthGroupedSampler)
 
 
 def _is_directory(wanted: Any) -> bool:

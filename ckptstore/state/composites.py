@@ -6,7 +6,7 @@ strided tensors that share their memory. It refuses tensors without memory of th
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ckptstore.errors import InvalidInput
-from ckptstore.state import tensors
+from ckptstore.state import tensors, values
 from ckptstore.state.containers import (
     Joint,
     Parts,
@@ -24,7 +24,12 @@ from ckptstore.state.containers import (
     attribute,
     attributes_of,
 )
-from ckptstore.state.shards import check_finished, is_dtensor
+from ckptstore.state.shards import (
+    check_finished,
+    is_distributed,
+    is_dtensor,
+    without_attributes,
+)
 from ckptstore.state.stateful import class_name, class_named
 
 _COMPRESSED = {
@@ -41,9 +46,10 @@ def split_tensor(tensor: torch.Tensor) -> Parts | torch.Tensor:
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):  # in which some tensors cannot be detached
             return split_tensor(tensor)
-    _refuse_without_memory(tensor)
-    if is_dtensor(tensor):
-        return _whole_local(tensor)
+    if not is_distributed(tensor) or is_dtensor(tensor):  # a ShardedTensor cannot be asked
+        _refuse_without_memory(tensor)
+    if is_distributed(tensor):
+        return split_distributed(tensor, _whole_local) or _whole_local(tensor)
     if isinstance(tensor, torch.nn.Parameter):
         return _split_parameter(tensor)
     attributes = _attributes_of(tensor)
@@ -69,13 +75,60 @@ _MARK = re.compile("_is_param|.*_dynamo_.*|_specialize_on")
 """Attributes that torch itself writes on tensors, for the code that runs now."""
 
 
+def split_distributed(tensor: Any, bare: Callable[[Any], torch.Tensor]) -> Parts | None:
+    """A DTensor or ShardedTensor with attributes: these, around what `bare` makes of it, which has
+    none. None if it has no attributes."""
+    attributes = _attributes_of(tensor)
+    if not attributes:
+        return None
+    is_marked = is_dtensor(tensor) and tensor.requires_grad and tensor.is_leaf
+    marks = (("requires_grad", is_marked), *attributes)
+    return Parts("torch.Tensor", [bare(tensor)], attrs=marks)
+
+
 def _attributes_of(tensor: torch.Tensor) -> tuple[tuple[str, Any], ...]:
-    """What a tensor holds beside its data; not of one that wraps others, whose class says what it
-    holds (`__tensor_flatten__`)."""
+    """What a tensor holds beside its data, and beside what its class gives a tensor that is made of
+    the same data again."""
     held = vars(tensor)
-    if not held or hasattr(tensor, "__tensor_flatten__") or tensors.wraps_others(tensor):
+    notes = set(filter(_MARK.fullmatch, map(str, held)))
+    if held.keys() <= notes or _is_refused(tensor):
         return ()
-    return attributes_of(tensor, [*filter(_MARK.fullmatch, map(str, held))])
+    again = _made_again(tensor)
+    given = () if again is None else (n for n in vars(again) if _is_given(n, held, vars(again)))
+    return attributes_of(tensor, notes.union(given))
+
+
+def _is_refused(tensor: torch.Tensor) -> bool:
+    """Whether the tensor wraps others, and does not say which."""
+    wraps = not is_distributed(tensor) and tensors.wraps_others(tensor)
+    return wraps and not hasattr(tensor, "__tensor_flatten__")
+
+
+def _made_again(tensor: Any) -> torch.Tensor | None:
+    """A tensor of the same class over the same memory, as a restore makes it; None of a class that
+    gives a tensor no attributes."""
+    if is_dtensor(tensor):
+        return None
+    if is_distributed(tensor):
+        bare: torch.Tensor = without_attributes(tensor)
+        return bare
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    made: torch.Tensor = type(tensor).__tensor_unflatten__(
+        inner, context, tensor.size(), tensor.stride()
+    )
+    return made
+
+
+def _is_given(name: str, held: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    """Whether the class of a tensor gave it the attribute that it holds. What is no plain value
+    cannot be compared, and counts as given."""
+    if name not in held:
+        return False
+    encoded = values.encode_attribute(held[name])
+    return encoded is values.NOT_A_VALUE or encoded == values.encode_attribute(given[name])
 
 
 def _refuse_without_memory(tensor: torch.Tensor) -> None:
@@ -101,6 +154,8 @@ def _refuse_without_memory(tensor: torch.Tensor) -> None:
 
 def _whole_local(tensor: Any) -> torch.Tensor:
     """The local part of a distributed tensor where that is all of it."""
+    if not is_dtensor(tensor):
+        return _whole_shard(tensor)
     check_finished(tensor.placements)
     local: torch.Tensor = tensor.to_local().detach()
     if local.shape != tensor.shape:
@@ -109,6 +164,19 @@ def _whole_local(tensor: Any) -> torch.Tensor:
             "commit tensor.full_tensor()"
         )
     return local
+
+
+def _whole_shard(tensor: Any) -> torch.Tensor:
+    """The one shard of a ShardedTensor where that is all of it."""
+    shape = tensor.metadata().size
+    shards = [shard.tensor.detach() for shard in tensor.local_shards()]
+    if [shard.shape for shard in shards] != [shape]:
+        raise InvalidInput(
+            f"this rank holds {len(shards)} shards of a ShardedTensor of shape {list(shape)}; "
+            "commit it with all ranks, or its shards under keys of their own"
+        )
+    whole: torch.Tensor = shards[0]
+    return whole
 
 
 def _record(type_: str, children: Mapping[str, Any], attrs: Mapping[str, Any]) -> Parts:
@@ -260,7 +328,8 @@ def _split_jagged(tensor: Any) -> Parts:
         "max_seqlen": tensor._maybe_max_seqlen,
         "min_seqlen": tensor._maybe_min_seqlen,
     }
-    return _record("torch.jagged", children, attrs)
+    parts = _record("torch.jagged", children, attrs)
+    return parts._replace(attrs=(*parts.attrs, *_attributes_of(tensor)))
 
 
 def _join_jagged(joint: Joint) -> torch.Tensor:
@@ -289,7 +358,7 @@ def _split_subclass(tensor: Any) -> Parts:
         {"class": class_name(cls), "shape": list(tensor.shape), "stride": list(tensor.stride())},
     )
     encoded = attribute(context, f"the context of {class_name(cls)}.__tensor_flatten__")
-    return parts._replace(attrs=(*parts.attrs, ("context", encoded)))
+    return parts._replace(attrs=(*parts.attrs, ("context", encoded), *_attributes_of(tensor)))
 
 
 def _join_subclass(joint: Joint) -> Any:
@@ -301,7 +370,7 @@ def _join_subclass(joint: Joint) -> Any:
 def _split_thin_subclass(tensor: Any) -> Parts:
     """A subclass that adds methods to a tensor and no data."""
     cls = type(tensor)
-    if tensors.wraps_others(tensor):
+    if _is_refused(tensor):
         raise InvalidInput(
             f"{class_name(cls)} wraps other tensors and has no __tensor_flatten__; call "
             f"ckptstore.register_value(…, {cls.__name__}, encode, decode), or store its inner "

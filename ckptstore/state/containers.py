@@ -258,7 +258,11 @@ def join(
     known = _type(node.type)
     try:
         keys = [values.decode_key(key, classes) for key in node.keys or ()]
-        attrs = {name: values.decode_value(value, classes) for name, value in node.attrs}
+        attrs = {
+            name: values.decode_value(value, classes)
+            for name, value in node.attrs
+            if name != ATTRIBUTES
+        }
         joint = Joint(children, keys, attrs, classes, clears)
         made = target if known.takes(target, joint) else known.make(joint)
         if known.fill:
@@ -285,6 +289,13 @@ def set_attributes(node: Node, made: Any, classes: Classes) -> None:
             f"a {node.type[:40]!r} cannot have the attributes {found!r:.80}; run `ckptstore fsck`"
         )
     held.update(found)
+
+
+def attributes_in(node: Node | int) -> dict[str, Any]:
+    """What an instance held beside its content, by name, encoded."""
+    attrs = () if isinstance(node, int) else node.attrs
+    _, *found = next((value for name, value in attrs if name == ATTRIBUTES), ("dict",))
+    return dict(found)
 
 
 def is_wrapper(name: str) -> bool:

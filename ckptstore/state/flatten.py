@@ -17,7 +17,7 @@ from ckptstore.core.model import LeafKind, Node, Schema, Shape
 from ckptstore.core.process import uncollected
 from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.state import containers, tensors, values
-from ckptstore.state.composites import split_tensor
+from ckptstore.state.composites import split_distributed, split_tensor
 from ckptstore.state.containers import Parts
 from ckptstore.state.inflate import pickled
 from ckptstore.state.leaf_sources import (
@@ -30,7 +30,7 @@ from ckptstore.state.leaf_sources import (
     segments,
 )
 from ckptstore.state.optimizers import ParameterNames, named_state
-from ckptstore.state.shards import Held, held_of, is_distributed
+from ckptstore.state.shards import Held, held_of, is_distributed, without_attributes
 from ckptstore.state.stateful import (
     class_name,
     registered,
@@ -140,7 +140,7 @@ class _Tree:
 
     def _leaf_or_parts(self, value: Any, path: str) -> int | Parts:
         if self._ranks and isinstance(value, torch.Tensor) and is_distributed(value):
-            return self._distributed(value, path)
+            return split_distributed(value, without_attributes) or self._distributed(value, path)
         if type(value) is bytes:
             return self._leaf(path, "bytes", BytesSource(value))
         parts = self._split(value, path)

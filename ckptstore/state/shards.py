@@ -92,6 +92,11 @@ def with_local(
     )
 
 
+def without_attributes(tensor: Any) -> Any:
+    """A DTensor or ShardedTensor over the same memory, with the attributes that its class gives."""
+    return with_local(tensor, lambda local: local)
+
+
 def empty_local(
     mesh: Any, placements: Sequence[Any], shape: Shape, stride: Shape, dtype: torch.dtype
 ) -> Any:

@@ -500,13 +500,21 @@ def tell_of_unknown_classes(optimizer: Optimizer, path: str, app_state: Any) -> 
             )
 
 
+_STORED_AS_PARTS = (
+    "torch.distributed.tensor.DTensor",
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor",
+    "torch.nested._internal.nested_tensor.NestedTensor",
+)
+"""Classes of tensors that a commit does not name; other subclasses of torch's own are named."""
+
+
 def _is_known(cls: type) -> bool:
     """Whether a tensor of this class needs no class in the target."""
     return (
         cls in (torch.Tensor, nn.Parameter)
         or cls in _CLASS_NAMES
         or cls in _REGISTERED
-        or cls.__module__.startswith("torch.")  # a DTensor is stored as its parts
+        or class_name(cls) in _STORED_AS_PARTS
         or class_name(cls) in _safe_globals()
     )
 

@@ -3,9 +3,7 @@
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -77,35 +75,6 @@ def test_a_path_means_what_was_taken_last_however_it_was_taken(tmp_path: Path) -
         Snapshot.async_take(path, {"s": StateDict(x=-x)})
         Snapshot.take(path, {"s": StateDict(x=x)})
         assert Snapshot(path).read_object("0/s/x") == x
-
-
-def test_a_path_through_a_link_means_what_was_taken_last(tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "link").symlink_to("runs")
-    path, through = str(tmp_path / "runs" / "last"), str(tmp_path / "link" / "last")
-    written = threading.Event()
-    for x in range(5):
-        pending = Snapshot.async_take(path, {"s": StateDict(x=-x)})
-        pending._taking = _Slow(pending._taking, written)  # type: ignore[assignment]
-        threading.Timer(0.2, written.set).start()
-        Snapshot.take(through, {"s": StateDict(x=x)})
-        pending.wait()
-        written.clear()
-        assert Snapshot(path).read_object("0/s/x") == x
-
-
-class _Slow:
-    """A snapshot's place whose pointer is written late."""
-
-    def __init__(self, taking: Any, written: threading.Event) -> None:
-        self._taking, self._written = taking, written
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._taking, name)
-
-    def point(self, commit: Any) -> None:
-        self._written.wait()
-        self._taking.point(commit)
 
 
 def test_deleting_the_file_does_not_delete_the_commit(tmp_path: Path) -> None:

@@ -14,11 +14,17 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ckptstore
 from ckptstore.errors import InvalidInput
 from ckptstore.state.values import register_class
 from tests.state.carrying import Carried, carry
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, torch:UserWarning"),
+]
 
 T = TypeVar("T")
 
@@ -93,6 +99,38 @@ class Named(torch.Tensor):
     pass
 
 
+register_class(TwoTensor)
+
+
+@register_class
+class Scaled(torch.Tensor):
+    """It wraps a tensor, and has attributes of its own: `unit` comes back with its context, `cache`
+    is made by it, and `calls` begins anew."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, unit: str) -> "Scaled":
+        made: Scaled = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        return made
+
+    def __init__(self, inner: torch.Tensor, unit: str) -> None:
+        self.inner, self.unit, self.cache, self.calls = inner, unit, object(), 0
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, str]]:
+        return ["inner"], {"unit": self.unit}
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: dict[str, str], shape: Any, stride: Any
+    ) -> "Scaled":
+        return Scaled(inner["inner"], context["unit"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner.detach(), args[0].unit)
+        return NotImplemented
+
+
 def marked(value: Any, **attributes: Any) -> Any:
     vars(value).update(attributes)
     return value
@@ -113,6 +151,16 @@ KINDS: dict[str, Callable[[], Any]] = {
     "sparse": lambda: torch.eye(2).to_sparse(),
     "subclass": lambda: torch.ones(2).as_subclass(Named),
     "subclass that requires grad": lambda: torch.ones(2).as_subclass(Named).requires_grad_(),
+    "parameter of a subclass": lambda: nn.Parameter(torch.ones(2).as_subclass(Named)),
+    "compressed": lambda: torch.eye(2).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(1)], layout=torch.jagged
+    ),
+    "wrapper": lambda: TwoTensor(torch.ones(2), torch.ones(2)),
+    "wrapper that requires grad": lambda: TwoTensor(torch.ones(2), torch.ones(2)).requires_grad_(),
+    "parameter of a wrapper": lambda: nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2))),
+    "wrapper with attributes of its own": lambda: Scaled(torch.ones(2), "m"),
     "dataclass": lambda: Config(0.5, [1]),
     "subclass of a dataclass": lambda: Tuned(0.5, {"t": torch.ones(2)}),
     "frozen": lambda: Frozen(0.5),
@@ -120,7 +168,10 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def held(value: Any) -> dict[str, Any]:
-    return {name: each for name, each in vars(value).items() if name not in ("lr", "layers")}
+    """What was set, and what `Config` and `Tuned` set."""
+    return {
+        name: each for name, each in vars(value).items() if name in (*ATTRIBUTES, "warmup", "own")
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,6 +204,15 @@ def restored(made: Any, target: Any, **options: Any) -> Any:
     state = {"s": target}
     carry({"s": made}).restore(state, **options)
     return state["s"]
+
+
+def test_an_attribute_that_a_class_gives_and_somebody_changed_is_kept() -> None:
+    made = Scaled(torch.ones(2), "m")
+    made.calls, made.unit = 7, "km"
+    got = carry({"s": made}).inflate()["s"]
+    assert (got.calls, got.unit) == (7, "km")
+    schema = carry({"s": Scaled(torch.ones(2), "m")}).schema
+    assert "'attributes'" not in repr(schema.skeleton)
 
 
 def test_attributes_in_slots_come_back() -> None:

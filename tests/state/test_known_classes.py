@@ -72,6 +72,18 @@ def test_what_a_new_process_cannot_restore_is_said_once_at_the_commit(
             store.checkout(2).restore(made(stepped=False))
 
 
+def test_subclasses_of_torchs_own_are_said_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = made(stepped=True)
+    for each in state["optimizer"].state.values():
+        each["moment"] = TwoTensor(torch.ones(3), torch.ones(3))
+    with ckptstore.open(tmp_path / "s") as store:
+        store.commit_async(state, step=1).wait()
+    (told,) = _warnings(caplog)
+    assert "register_class(TwoTensor)" in told
+
+
 @pytest.mark.usefixtures("trusted")
 def test_torchs_safe_globals_are_consent_for_their_classes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -12,7 +12,7 @@ from tests.trainers.trainings import Tell
 
 def train(folder: Path, tell: Tell) -> Any:
     accelerator = Training(new_accelerator(folder)).accelerator
-    attach(accelerator, folder / "store", ranks=Ranks(timeout_s=20))
+    attach(accelerator, folder / "store", ranks=Ranks(timeout_s=120))
     full = [True]
 
     def fails(*_: Any) -> None:

@@ -19,7 +19,7 @@ def train(folder: Path, tell: Tell) -> Any:
     training = Training(new_accelerator(folder))
     accelerator = training.accelerator
     accelerator.project_configuration.automatic_checkpoint_naming = False
-    attach(accelerator, folder / "store", ranks=Ranks(timeout_s=60))
+    attach(accelerator, folder / "store", ranks=Ranks(timeout_s=120))
     disk = folder / f"disk-{accelerator.process_index}"
 
     def change(models: list[Any], weights: list[Any], directory: str) -> None:

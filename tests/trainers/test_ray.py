@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -93,11 +94,13 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def fit(folder: Path, keep: int | None = None, storage: Any = None, **config: Any) -> Result:
+def fit(
+    folder: Path, keep: int | None = None, storage: Any = None, workers: int = 2, **config: Any
+) -> Result:
     return TorchTrainer(
         train,
         train_loop_config={"store": str(folder / "store"), **config},
-        scaling_config=ScalingConfig(num_workers=2, use_gpu=False),
+        scaling_config=ScalingConfig(num_workers=workers, use_gpu=False),
         run_config=RunConfig(
             name="exp",
             storage_path=str(folder / "ray"),
@@ -174,16 +177,22 @@ def test_a_list_of_uploads_that_is_written_in_part_keeps_the_older_ones(tmp_path
 
 
 def test_an_experiment_at_the_path_of_another_forgets_nothing_of_it(
-    cluster: None, tmp_path: Path
+    experiment: tuple[Path, Result], tmp_path: Path
 ) -> None:
     """A disk that is not mounted, or another host with the same paths and the same bucket: that
     directories are not there does not say that Ray deleted them."""
-    assert fit(tmp_path, epochs=4).error is None
-    (tmp_path / "ray").rename(tmp_path / "elsewhere")
-    assert fit(tmp_path, epochs=2).error is None
+    folder, _ = experiment
+    shutil.copytree(folder / "store", tmp_path / "store")
+    (folder / "ray").rename(folder / "elsewhere")
+    try:
+        assert fit(folder, store=str(tmp_path / "store"), epochs=2).error is None
+    finally:
+        shutil.rmtree(folder / "ray")
+        (folder / "elsewhere").rename(folder / "ray")
     with store_in(tmp_path) as store:
         for run in store.runs():
-            assert sorted(info.step for info in store.log(run=run)) == [0, 0, 1, 1, 2, 3]
+            held = sorted(info.step or 0 for info in store.log(run=run))
+            assert held == [0, 1, *range(EPOCHS - 3, EPOCHS)]
 
 
 def test_workers_that_are_started_again_go_on_and_pass_over_what_is_damaged(
@@ -213,7 +222,7 @@ def test_workers_that_are_started_again_go_on_and_pass_over_what_is_damaged(
 def test_a_failed_upload_ends_the_training_with_its_error(cluster: None, tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file, where the store should be")
     with pytest.raises(ray.train.TrainingFailedError) as failed:
-        fit(tmp_path, epochs=1)
+        fit(tmp_path, epochs=1, workers=1)
     assert "ckptstore" in str(failed.value)
 
 

@@ -187,14 +187,13 @@ def damage(folder: Path, step: int) -> None:
     """Turn a bit of a chunk that only the commit of this step has; its directory goes."""
     shutil.rmtree(folder / "out" / f"checkpoint-{step}")
     with ckptstore.open(folder / "store", run="out") as store:
-        number = store.checkout(step).id
-        packs = [path for path in (folder / "store" / "packs").rglob("*") if path.is_file()]
-        newest = max(packs, key=lambda path: (path.stat().st_size > 50_000, path.stat().st_mtime))
-        assert number
-    newest.chmod(0o600)
-    data = bytearray(newest.read_bytes())
+        (session,) = {info.session for info in store.log() if info.step == step}
+    packs = [path for path in (folder / "store" / "packs").rglob(f"{session}*") if path.is_file()]
+    largest = max(packs, key=lambda path: path.stat().st_size)
+    largest.chmod(0o600)
+    data = bytearray(largest.read_bytes())
     data[2000] ^= 1
-    newest.write_bytes(data)
+    largest.write_bytes(data)
 
 
 @pytest.mark.oldest

@@ -28,6 +28,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+WITH_OPTIMIZERS = ("torch._dynamo", "torch._dynamo.convert_frame", "torch._inductor.compile_fx")
+"""What torch imports when a process makes its first optimizer: seconds, in each process."""
+
 Tell: TypeAlias = Callable[[str, int], None]
 
 TIMEOUT_S = 240
@@ -138,7 +141,7 @@ def fork_server_of(training: str) -> ForkServerContext:
     training before ends: nothing of it runs."""
     forkserver._forkserver._stop()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([training])
+    context.set_forkserver_preload([training, *WITH_OPTIMIZERS])
     return context
 
 

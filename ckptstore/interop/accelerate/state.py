@@ -124,11 +124,12 @@ def loaders_with_lost_order(accelerator: Accelerator) -> list[int]:
     return [
         number
         for number, loader in enumerate(accelerator._dataloaders)
-        if any(each is loader for each in under_way) and _draws_anew(loader.get_sampler())
+        if any(each is loader for each in under_way) and draws_anew(loader.get_sampler())
     ]
 
 
-def _draws_anew(sampler: Any) -> bool:
+def draws_anew(sampler: Any) -> bool:
+    """Whether the order of a sampler comes from a generator that has moved on since."""
     is_random = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
     is_repeatable = isinstance(sampler, SeedableRandomSampler) or hasattr(sampler, "state_dict")
     return is_random and not is_repeatable

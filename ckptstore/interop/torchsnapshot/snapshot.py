@@ -107,9 +107,8 @@ class Snapshot:
                 allow_pickle=allow_pickle,
                 ranks=taking.ranks,
             )
-        for pending in tuple(_unfinished):
-            if pending._taking.is_at_place_of(taking):
-                pending._ended.wait()  # its pointer is written a moment after its commit ends
+        # The commit waited for those in the background, with what they call at their ends: no
+        # older pointer is written after this one.
         taking.point_together(commit)
         snapshot = cls(taking.path, pg, storage_options)
         snapshot._found = taking.place.store, commit.id
@@ -270,7 +269,6 @@ class PendingSnapshot:
         self._snapshot, self._pending, self._taking = snapshot, pending, taking
         self._ended = threading.Event()
         self._failed: BaseException | None = None
-        _unfinished.add(self)
         pending.then(self._finish)
 
     def wait(self) -> Snapshot:
@@ -301,9 +299,4 @@ class PendingSnapshot:
                 error,
             )
         finally:
-            _unfinished.discard(self)
             self._ended.set()
-
-
-_unfinished: set[PendingSnapshot] = set()
-"""Snapshots whose pointers may not be written yet."""

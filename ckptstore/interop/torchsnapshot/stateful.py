@@ -137,13 +137,6 @@ class Taking:
         ranks = Ranks(process_group=pg, replicated=globs, compare=prepare is not None)
         return cls(path, place, store, peers, ranks)
 
-    def is_at_place_of(self, other: "Taking") -> bool:
-        """Whether both write one pointer file, also if a path leads there through a link."""
-        mine, theirs = self.place.pointer, other.place.pointer
-        if mine is None or theirs is None:
-            return self.path == other.path
-        return os.path.realpath(mine) == os.path.realpath(theirs)
-
     def point(self, commit: Snapshot) -> None:
         """Point the file at the path to the commit: one rank does."""
         if self.place.pointer is not None and (self.peers is None or self.peers.leads):
