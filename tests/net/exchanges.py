@@ -10,6 +10,7 @@ from random import Random
 from shutil import rmtree
 from typing import Any
 
+import fsspec
 import torch
 
 import ckptstore
@@ -74,7 +75,8 @@ class Stores:
         self.wanted: dict[int, Tensors] = {}
         self.plain: dict[int, dict[str, Any]] = {}
         self.step = self.reading = 0
-        self.stores = [self.open(who) for who in range(self.random.choice((2, 3)))]
+        self.places = [self.drawn(name) for name in "abc"[: self.random.choice((2, 3))]]
+        self.stores = [self.open(who) for who in range(len(self.places))]
         for _ in range(4):
             commit(self, 0)
 
@@ -87,8 +89,19 @@ class Stores:
         storage = ckptstore.Storage(chunk_bytes=CHUNK_BYTES)
         return ckptstore.open(self.place(who), threads=1, storage=storage, **options)
 
-    def place(self, who: int) -> Path:
-        return self.folder / "abc"[who]
+    def drawn(self, name: str) -> Path | str:
+        """A directory, or an object storage in memory."""
+        return self.folder / name if self.random.random() < 0.8 else f"memory:/{self.folder}/{name}"
+
+    def place(self, who: int) -> Path | str:
+        return self.places[who]
+
+    def remove(self, who: int) -> None:
+        place = self.place(who)
+        if isinstance(place, Path):
+            rmtree(place)
+        else:
+            fsspec.filesystem("memory").rm(place, recursive=True)
 
     def see(self, who: int) -> Seen:
         """What the store shows; it was looked at before if its log has not grown since."""
@@ -138,13 +151,16 @@ class Stores:
             store.gc(grace_s=0, max_unused=0.0)
             for info in store.log():
                 self.look(who, info.id, EVERYTHING)
-                if self.random.random() < 0.3:
-                    self.look(who, info.id, self.random.choice(registry.READERS))
+                way = self.random.choice(registry.READERS)
+                mappable = isinstance(self.place(who), Path) or way.name != "state_dict mapped"
+                if mappable and self.random.random() < 0.3:
+                    self.look(who, info.id, way)
             assert not store.fsck(read_data="100%").findings
 
     def close(self) -> None:
-        for store in self.stores:
+        for who, store in enumerate(self.stores):
             store.close()
+            self.remove(who)
 
 
 EVERYTHING = next(reader for reader in registry.READERS if reader.name == "state_dict")
@@ -269,8 +285,9 @@ def compact(s: Stores, who: int) -> None:
 
 def reopen(s: Stores, who: int) -> None:
     s.stores[who].close()
-    if s.random.random() < 0.5:
-        rmtree(s.place(who) / "index", ignore_errors=True)
+    place, loses = s.place(who), s.random.random() < 0.5
+    if isinstance(place, Path) and loses:
+        rmtree(place / "index", ignore_errors=True)
     s.stores[who] = s.open(who)
 
 
@@ -390,7 +407,7 @@ def clone(s: Stores, who: int) -> None:
     source = s.other(who)
     s.tell("of", source)
     s.stores[who].close()
-    rmtree(s.place(who))
+    s.remove(who)
     s.stores[who] = ckptstore.clone(s.place(source), s.place(who))
     assert s.see(who).shows(s.see(source))
 
