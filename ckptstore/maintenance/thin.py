@@ -18,7 +18,7 @@ from ckptstore.commit.write import write_metadata
 from ckptstore.core.ids import ChunkId, CommitId, digest, document_key
 from ckptstore.core.model import CommitDocument, CommitInfo, Thinning, TreeRef
 from ckptstore.core.text import selector
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.log.admission import check
 from ckptstore.log.entries import Forget
 from ckptstore.log.log import Refused
@@ -85,8 +85,14 @@ def thin_commit(
         state = handle.log.replay()
         if refusal := check(state, Forget((commit,), "")):
             raise Refused(refusal)
-        document = reader.document(state.commits[commit].session, commit)
-        trees = reader.trees(document.trees)
+        try:
+            document = reader.document(state.commits[commit].session, commit)
+            trees = reader.trees(document.trees)
+        except NotFound:
+            # Lost, or deleted by a gc after others forgot the commit: the log says which.
+            if refusal := check(handle.log.replay(), Forget((commit,), "")):
+                raise Refused(refusal) from None
+            raise
         before = document.thinned.globs if document.thinned else ()
         if not _matches_more(trees, before, globs):
             return None

@@ -14,6 +14,7 @@ from ckptstore.core.text import bytes_text
 from ckptstore.errors import InvalidInput
 from ckptstore.log.entries import Settings
 from ckptstore.maintenance.compact import remember
+from ckptstore.maintenance.compact.coding import Candidates
 from ckptstore.maintenance.compact.plan import (
     SETTING,
     CompactPolicy,
@@ -286,6 +287,27 @@ def test_another_compaction_meanwhile_leaves_nothing_to_do_and_no_damage(
     report = store.compact(policy, dry_run=dry_run, progress=compact)
     assert report.chunks and others[0].chunks
     assert not report.problems
+    verify(place)
+    assert not store.fsck("data").findings
+
+
+def test_another_compaction_may_delete_a_pack_before_its_footer_is_read(
+    store: Store, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, others = CompactPolicy(newest=0, every=2), list[Any]()
+    is_coded = Candidates._is_coded
+
+    def compact_and_look(*what: Any) -> Any:
+        if not others:
+            others.append(None)
+            with at(place).open() as other:
+                others.append(other.compact(policy))
+                other.gc(grace_s=0, max_unused=0.0, force=True)
+        return is_coded(*what)
+
+    monkeypatch.setattr(Candidates, "_is_coded", compact_and_look)
+    assert not store.compact(policy).problems
+    assert others[1].chunks
     verify(place)
     assert not store.fsck("data").findings
 

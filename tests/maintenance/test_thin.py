@@ -342,6 +342,30 @@ def test_a_commit_that_is_purged_while_others_are_thinned_is_passed_over(tmp_pat
         assert not store.fsck(read_data="100%").findings
 
 
+@pytest.mark.parametrize("reads", ["document", "trees"])
+def test_the_commit_that_is_thinned_next_may_be_purged_before_it_is_read(
+    tmp_path: Path, reads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = make(tmp_path)
+    with ckptstore.open(tmp_path) as store, ckptstore.open(tmp_path) as other:
+        internals = internals_of(store)
+        reader = Reader(internals.handle.config, internals.handle.objects, internals.threads)
+        read, purged = getattr(reader, reads), list[str]()
+
+        def purge_and_read(*what: Any) -> Any:
+            if not purged:
+                purged.extend(commits[:4])
+                other.forget(purged)
+                other.gc(grace_s=0, max_unused=0)
+            return read(*what)
+
+        monkeypatch.setattr(reader, reads, purge_and_read)
+        forget_by_policy(internals.handle, [KeepLast(1).thin(GLOB)], reader)
+        assert purged
+        assert [info.step for info in store.log()] == [5, 4]
+        assert not store.fsck(read_data="100%").findings
+
+
 @pytest.mark.parametrize("order", sorted(itertools.permutations(range(3))))
 def test_tied_leaves_go_once_each_name_was_thinned_in_whichever_order(
     tmp_path: Path, order: tuple[int, ...]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import ChunkId, checksum
+from ckptstore.core.ids import ChunkId, PackId, checksum
 from ckptstore.core.model import NO_BASE, PackEntry
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.log.log import Log
@@ -116,12 +116,21 @@ class Candidates:
         packs, numbers = self._log.state.packs, np.unique(where["pack"]).tolist()
         for number in numbers:
             if number not in self._coded and number in packs:
-                name = packs[number].id
-                table = footers.read_table(self._objects.storage, name, metadata=False)
-                self._coded[number] = bool((table["base"] != NO_BASE).any())
+                self._coded[number] = self._has_bases(packs[number].id)
         # Not of all that is known: other threads add to it.
         coded = [number for number in numbers if self._coded.get(number)]
         return np.isin(where["pack"], coded)
+
+    def _has_bases(self, pack: PackId) -> bool:
+        """Whether chunks of `pack` are stored as differences. True for one that others deleted
+        meanwhile: they have just moved its chunks, which a later run may code."""
+        try:
+            table = footers.read_table(self._objects.storage, pack, metadata=False)
+        except NotFound:
+            if any(pack == listed.id for listed in self._log.replay().packs.values()):
+                raise
+            return True
+        return bool((table["base"] != NO_BASE).any())
 
 
 _Raw: TypeAlias = tuple[Chunk, memoryview | None]
