@@ -12,6 +12,7 @@ import torch
 import ckptstore
 from ckptstore.interop.formats.exports import export
 from ckptstore.interop.formats.imports import import_path
+from tests.net import ranked
 from tests.net.training import Tensors, tensors_of
 
 
@@ -199,6 +200,16 @@ READERS = (
 )
 
 
+RANKED = (
+    Reader("whole", ("Ranks", "Snapshot.state_dict", "Snapshot.leaves"), ranked.whole),
+    Reader("of_rank", ("Snapshot.of_rank",), ranked.of_rank),
+    Reader("numbered", ("Snapshot.numbered",), ranked.numbered),
+    Reader("only", ("Snapshot.only",), ranked.only),
+    Reader("layout", ("Snapshot.layout",), ranked.layout),
+)
+"""Ways to read a commit of several ranks."""
+
+
 # -- operations, each by a store of its own: P1 runs one within another --
 
 
@@ -317,9 +328,6 @@ APART: dict[str, str] = {
     ),
     "retention: tests/maintenance/test_retention.py": (
         "KeepBest KeepEverySteps KeepPeriods KeepWithin Store.undelete Store.untag"
-    ),
-    "ranks: tests/distributed": (
-        "Ranks Snapshot.layout Snapshot.numbered Snapshot.of_rank Snapshot.only"
     ),
     "objects and values: tests/state": "RNGState StateDict register_class register_value",
     "files and hollow directories: tests/interop/adopt": (
