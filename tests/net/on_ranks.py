@@ -31,7 +31,7 @@ from tests.net.ranks import (
     view,
 )
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 200.0
 
 
 @cache

@@ -49,7 +49,7 @@ class T:
         return prod(self.shape) * getattr(torch, self.dtype).itemsize
 
 
-@lru_cache(512)
+@lru_cache(64)
 def content(number: int, nbytes: int) -> torch.Tensor:
     """Bytes that nobody writes to."""
     generator = torch.Generator().manual_seed(number)
