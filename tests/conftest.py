@@ -31,7 +31,11 @@ SEED = int(
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TOGETHER = {
-    "ranks": ("tests/distributed/", "tests/interop/torchft/test_replicas.py"),
+    "ranks": (
+        "tests/distributed/",
+        "tests/interop/torchft/test_replicas.py",
+        "tests/net/test_ranks.py",
+    ),
     "nursery": (
         "tests/crash/",
         "tests/faults/",

@@ -269,3 +269,20 @@ def test_a_store_that_may_not_be_made_is_not_offered_for_reading() -> None:
                 assert "read_only" not in str(caught.value)
         finally:
             os.seteuid(0)
+
+
+def test_the_loser_of_two_who_make_a_store_leaves_its_directories(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = creation._is_store
+
+    def late(storage: Storage) -> bool:
+        """Another process makes the store after this one saw that nothing is there."""
+        monkeypatch.undo()
+        init_store(place)
+        return look(storage)
+
+    monkeypatch.setattr(creation, "_is_store", late)
+    with pytest.raises(Conflict, match="is a store already"):
+        init_store(place)
+    assert (place / "tmp").is_dir()

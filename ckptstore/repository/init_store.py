@@ -97,6 +97,8 @@ def init_store(
             if _create(storage, config, index):
                 return decode_config(storage.read(CONFIG_KEY), storage.url)
         raise Conflict(f"{storage.url} is a store already; open it, or choose another directory")
+    except Conflict:
+        raise  # the directories are that store's: its processes are about to write there
     except BaseException as error:
         for directory in made:
             # Not empty, if another process makes a store there.

@@ -1,18 +1,22 @@
 """What one of the rank processes does for the net: it commits what it is told to have, restores,
 and says what it found."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from random import Random
+from threading import Lock
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import ckptstore
+from ckptstore.storage.local import LocalStorage
 from tests.net.ranks import (
     CHUNK_BYTES,
     Commit,
@@ -27,7 +31,7 @@ from tests.net.ranks import (
     view,
 )
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 200.0
 
 
 @cache
@@ -153,12 +157,9 @@ def ranks_of(group: tuple[int, ...], **how: Any) -> ckptstore.Ranks:
     return ckptstore.Ranks(process_group=group_of(group), timeout_s=TIMEOUT_S, **how)
 
 
-def commit(rank: int, what: Commit) -> None:
-    """The commit of this rank's part; those in the background go on."""
-    if rank not in what.group:
-        return
-    here, options = _here[0], what.options
-    ranks = ranks_of(
+def ranks_for(what: Commit) -> ckptstore.Ranks:
+    options = what.options
+    return ranks_of(
         what.group,
         replicated=options.replicated,
         private=options.private,
@@ -166,6 +167,13 @@ def commit(rank: int, what: Commit) -> None:
         canonical=options.canonical,
         trust_replicated=options.trust_replicated,
     )
+
+
+def commit(rank: int, what: Commit) -> None:
+    """The commit of this rank's part; those in the background go on."""
+    if rank not in what.group:
+        return
+    here, ranks = _here[0], ranks_for(what)
     state = here.state(what, rank)
     if what.way == "commit":
         here.store.commit(state, step=what.step, ranks=ranks, memory_budget_bytes=what.budget)
@@ -174,6 +182,59 @@ def commit(rank: int, what: Commit) -> None:
         background = ckptstore.Async(staging="lazy" if what.way == "lazy" else "eager")
         pending = here.store.commit_async(state, step=what.step, ranks=ranks, background=background)
         here.pending.append(pending)
+
+
+class Raising(dict[str, Any]):
+    """A part of the state that cannot be had."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("no state today")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+CALLS = ("put", "put_new", "create", "read", "read_into", "size", "delete", "list", "sync_dirs")
+
+
+@contextmanager
+def failing_at(call: int) -> Iterator[None]:
+    """The storage call of that number fails, on whatever thread, and all after it until the end."""
+    count, lock = 0, Lock()
+
+    def failing(function: Any) -> Any:
+        def act(*args: Any, **how: Any) -> Any:
+            nonlocal count
+            with lock:
+                count += 1
+                due = count >= call
+            if due:
+                raise ckptstore.Unavailable("the cable is out")
+            return function(*args, **how)
+
+        return act
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CALLS:
+            patch.setattr(LocalStorage, name, failing(getattr(LocalStorage, name)))
+        yield
+
+
+def commit_failing(rank: int, what: Commit, on: int, how: str, call: int) -> str:
+    """A commit during which one rank fails; returns its outcome. How: its state raises, or its
+    storage fails from a call on."""
+    if rank not in what.group:
+        return ""
+    here = _here[0]
+    wait(rank)
+    state: dict[str, Any] = dict(here.state(what, rank))
+    if rank == on and how == "raises":
+        state["zz"] = Raising()
+    try:
+        with failing_at(call) if rank == on and how == "storage" else nullcontext():
+            here.store.commit(state, step=what.step, ranks=ranks_for(what))
+    except (ckptstore.CkptStoreError, ValueError) as error:  # of one rank alone its own
+        return type(error).__name__
+    return "made"
 
 
 def wait(rank: int) -> None:

@@ -19,7 +19,7 @@ import ckptstore
 from ckptstore.averages import combine, mean
 from ckptstore.interop.formats.exports import export
 from ckptstore.interop.formats.imports import import_path
-from tests.net import places, upkeep
+from tests.net import places, ranked, upkeep
 from tests.net.training import Tensors, tensors_of
 from tests.shared.sites import Sites
 
@@ -262,6 +262,16 @@ READERS = (
     Reader("safetensors", (), through_files("safetensors")),
     Reader("torch", (), through_files("torch")),
 )
+
+
+RANKED = (
+    Reader("whole", ("Ranks", "Snapshot.state_dict", "Snapshot.leaves"), ranked.whole),
+    Reader("of_rank", ("Snapshot.of_rank",), ranked.of_rank),
+    Reader("numbered", ("Snapshot.numbered",), ranked.numbered),
+    Reader("only", ("Snapshot.only",), ranked.only),
+    Reader("layout", ("Snapshot.layout",), ranked.layout),
+)
+"""Ways to read a commit of several ranks."""
 
 
 # -- operations, each by a store of its own: P1 runs one within another --
@@ -525,7 +535,6 @@ APART: dict[str, tuple[str, ...]] = {
     "tests/state/test_composites.py": ("register_class",),
     "tests/state/test_in_place.py": ("register_value",),
     "tests/interop/test_snapshots.py": ("RNGState", "StateDict"),
-    "tests/distributed/test_layouts.py": ("Ranks",),
     # verbs
     "tests/cli/test_analysis.py": ("$ average", "$ bisect", "$ parted"),
     "tests/cli/test_changes.py": ("$ completion", "$ init", "$ migrate"),

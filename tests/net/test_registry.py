@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 ENTRIES = (
     *registry.WRITERS,
     *registry.READERS,
+    *registry.RANKED,
     *registry.OPERATIONS,
     *registry.UPKEEP,
     *registry.PLACES,
