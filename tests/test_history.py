@@ -178,11 +178,8 @@ def test_a_tensor_without_a_finite_number_has_no_extremes(tmp_path: Path) -> Non
         assert (row.nan, row.zeros) == (4, 0)
 
 
-def test_a_second_look_and_one_at_a_longer_run_read_no_known_chunk(
-    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained(store)
-    first = list(store.history("model/*"))
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of chunks that are read from now on, together."""
     chunks: list[int] = []
     read = Reader.read
 
@@ -191,6 +188,15 @@ def test_a_second_look_and_one_at_a_longer_run_read_no_known_chunk(
         return read(self, requests, *args, **kwargs)
 
     monkeypatch.setattr(Reader, "read", counted)
+    return chunks
+
+
+def test_a_second_look_and_one_at_a_longer_run_read_no_known_chunk(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(store)
+    first = list(store.history("model/*"))
+    chunks = counted_reads(monkeypatch)
     assert list(map(repr, store.history("model/*"))) == list(map(repr, first))
     assert list(map(repr, store.history("model/big"))) == [
         repr(row) for row in first if row.leaf == "model/big"
@@ -203,7 +209,23 @@ def test_a_second_look_and_one_at_a_longer_run_read_no_known_chunk(
     longer = store.history("model/*")
     assert list(map(repr, longer[: len(first)])) == list(map(repr, first))
     assert [row.drift for row in longer[-3:] if row.leaf == "model/still"] == [0.0]
-    assert chunks == [3], "one chunk, and its distance to what it was in all commits before"
+    assert chunks == [2], "one chunk, and what it was in all commits before"
+
+
+def test_a_history_reads_each_chunk_once_for_all_that_is_measured_of_it(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"three chunks": torch.randn(300, 100), "one": torch.randn(4_000)}
+    for step in range(5):
+        for tensor in model.values():
+            tensor += 1
+        store.commit({"model": model}, step=step)
+    chunks = counted_reads(monkeypatch)
+    rows = [row for row in store.history() if row.step]
+    assert [round(row.drift_first or 0) for row in rows if row.leaf == "model/one"] == [
+        round(math.sqrt(4_000) * step) for step in range(1, 5)
+    ]
+    assert chunks == [5 * (3 + 1)]
 
 
 def test_a_lost_or_damaged_catalog_costs_time_alone(store: ckptstore.Store) -> None:
