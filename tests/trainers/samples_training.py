@@ -217,8 +217,6 @@ def fabric(epoch: Epoch) -> None:
 
 
 def transformers(epoch: Epoch, streams: bool = False, epochs: int = 1, **options: Any) -> None:
-    steps = options.get("gradient_accumulation_steps", 1)
-
     class Sees(Trainer):  # type: ignore[misc]
         def training_step(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
             epoch.took(inputs["input_ids"])
@@ -234,9 +232,9 @@ def transformers(epoch: Epoch, streams: bool = False, epochs: int = 1, **options
         model=Net(),
         args=TrainingArguments(
             output_dir=str(epoch.folder / "out"),
-            max_steps=epochs * BATCHES // steps,
+            max_steps=epochs * BATCHES,
             save_strategy="steps",
-            save_steps=epoch.at // steps,
+            save_steps=epoch.at,
             per_device_train_batch_size=BATCH,
             use_cpu=True,
             report_to=[],

@@ -88,10 +88,12 @@ def cluster() -> Iterator[None]:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     unguarded = [path for path in paths if path and Path(path) != Path(guard.__file__).parent]
     os.environ["PYTHONPATH"] = os.pathsep.join(unguarded)
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "240"  # 60 pass on a busy machine
     ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     yield
     ray.shutdown()
+    del os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"]
 
 
 def fit(

@@ -135,13 +135,22 @@ class Run:
         return "\n".join(path.read_text(errors="replace")[-8_000:] for path in paths)
 
 
-@lru_cache(maxsize=1)
 def fork_server_of(training: str) -> ForkServerContext:
-    """A fork server that has imported this training already, which takes seconds. That of the
-    training before ends: nothing of it runs."""
+    """A fork server that has imported this training, and the others of its library, which takes
+    seconds. That of the library before ends: nothing of it runs."""
+    return _fork_server(training.rpartition(".")[2].partition("_")[0])
+
+
+@lru_cache(maxsize=1)
+def _fork_server(library: str) -> ForkServerContext:
     forkserver._forkserver._stop()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([training, *WITH_OPTIMIZERS])
+    parts = sorted(Path(__file__).parent.glob(f"{library}_*.py"))
+    trainings = [
+        f"{__package__}.{each.stem}" for each in parts if "\ndef train(" in each.read_text()
+    ]
+    assert trainings, f"no training of {library} in {Path(__file__).parent}"
+    context.set_forkserver_preload([*trainings, *WITH_OPTIMIZERS])
     return context
 
 
