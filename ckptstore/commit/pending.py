@@ -337,6 +337,9 @@ class Background:
         child, whose parent has the commits, and in a function that a commit calls."""
         if self._pid != os.getpid() or getattr(_thread, "in_callback", False):
             return False
+        with self._changed:
+            if not self._working and not self._jobs:  # as before most calls
+                return True
         self._have_worked()
         while self.tell_if_busy():
             pass
