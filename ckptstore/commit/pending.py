@@ -345,6 +345,9 @@ class Background:
         that a commit calls."""
         if getattr(_thread, "in_callback", False):
             return False
+        with self._changed:
+            if not self._working and not self._jobs:  # as before most calls
+                return True
         self._have_worked()
         while self.tell_if_busy():
             pass

@@ -58,9 +58,20 @@ def leaves_of(node: Node | int) -> Iterator[int]:
     """The numbers of the leaves below `node`."""
     if isinstance(node, int):
         yield node
-    else:
-        for child in node.children:
+        return
+    for child in node.children:
+        if isinstance(child, int):  # by far the most
+            yield child
+        else:
             yield from leaves_of(child)
+
+
+def nodes_of(node: Node | int) -> list[Node]:
+    """`node`, unless it is a leaf, and the nodes below it, outer ones first."""
+    found = [] if isinstance(node, int) else [node]
+    for each in found:  # which grows meanwhile
+        found += [child for child in each.children if not isinstance(child, int)]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import wraps
+from functools import lru_cache, wraps
 from inspect import Parameter, signature
 from types import FrameType, FunctionType
 from typing import Any, Protocol, TypeVar
@@ -129,15 +129,29 @@ def _handler_above(frame: FrameType | None) -> str | None:
     """The handler that called, if it interrupted this package: between the call and older frames of
     this package lie frames of others, one of which was given the frame that it interrupted."""
     others: list[FrameType] = []
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] != _PACKAGE:
+    own = _own_frame(frame)
+    while own is not None:  # rarely: most calls come from elsewhere alone
+        while frame is not None and frame is not own:
             others.append(frame)
-        elif handler := next(filter(_is_handler, others), None):
+            frame = frame.f_back
+        if handler := next(filter(_is_handler, others), None):
             return handler.f_code.co_qualname
-        else:
-            others.clear()
-        frame = frame.f_back
+        others.clear()
+        frame = own.f_back
+        own = _own_frame(frame)
     return None
+
+
+def _own_frame(frame: FrameType | None) -> FrameType | None:
+    """The newest frame of this package from `frame` on; every public call walks the whole stack."""
+    while frame is not None and not _is_own(frame.f_globals.get("__name__")):
+        frame = frame.f_back
+    return frame
+
+
+@lru_cache(1024)
+def _is_own(module: Any) -> bool:
+    return str(module).partition(".")[0] == _PACKAGE
 
 
 def _is_handler(frame: FrameType) -> bool:

@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ckptstore.core import geometry
@@ -148,15 +149,19 @@ class Tree:
 
     def raw_bytes(self, i: int) -> int:
         """The size of leaf `i`; 0 if it is gone."""
-        if self.is_gone(i):
+        content = self.contents[self.schema.owner(i)]
+        if content.gone:
             return 0
         if self.schema.kinds[i] == "tensor":
             return geometry.nbytes_of(self.schema.dtypes[i], self.schema.shapes[i])
-        content = self.content(i)
         return content.raw_bytes if content.inline is None else len(content.inline)
 
     def check(self, i: int) -> None:
         """Raise `Corrupt` unless the bytes or chunks of leaf `i` match its shape."""
+        self.checked(i)
+
+    def checked(self, i: int) -> LeafContent:
+        """As `content`. Raises `Corrupt` unless its bytes or chunks match the leaf's shape."""
         content = self.content(i)
         if content.inline is not None:
             wanted, got, what = self.raw_bytes(i), len(content.inline), "bytes"
@@ -170,10 +175,10 @@ class Tree:
                 f"the pages of leaf {self.schema.paths[i]} name {got} {what}; wanted {wanted}; run "
                 "`ckptstore fsck`"
             )
+        return content
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRequest:
+class ReadRequest(NamedTuple):
     """A box of leaf `number` of `tree` to read into `destination`; the whole leaf without `box`."""
 
     tree: Tree
@@ -186,7 +191,7 @@ class ReadRequest:
         """Raw bytes to deliver."""
         if self.box is None:
             return self.tree.raw_bytes(self.number)
-        return geometry.nbytes_of(self.tree.schema.dtypes[self.number], self.box.lengths)
+        return self.tree.extent(self.number)[1] * prod(self.box.lengths)
 
 
 class ChunkRead(NamedTuple):
@@ -217,10 +222,11 @@ class ChunkRead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A planned read of `commit`: the leaves stored in pages with their bytes, the pieces of all
-    others, and the memory to use."""
+    """A planned read of `commit`: the raw bytes to deliver, the leaves stored in pages with their
+    bytes, the pieces of all others, and the memory to use."""
 
     commit: CommitId
+    needed_bytes: int
     room: ReadRoom
     inline: tuple[tuple[ReadRequest, bytes], ...]
     jobs: tuple[ChunkRead, ...]
@@ -313,16 +319,18 @@ class Reader:
         room = read_room(memory_budget_bytes, self.chunk_bytes, self.threads.count)
         inline: list[tuple[ReadRequest, bytes]] = []
         jobs: list[ChunkRead] = []
+        needed_bytes = 0
         for want in wanted:
-            want.tree.check(want.number)
-            if (data := want.tree.content(want.number).inline) is not None:
+            data = want.tree.checked(want.number).inline
+            needed_bytes += want.nbytes if data is None or want.box is not None else len(data)
+            if data is not None:
                 inline.append((want, data))
                 continue
             memory = want.destination.memory()
             jobs += (
                 ChunkRead(piece, want, memory) for piece in want.tree.pieces(want.number, want.box)
             )
-        return Reading(commit, room, tuple(inline), tuple(jobs))
+        return Reading(commit, needed_bytes, room, tuple(inline), tuple(jobs))
 
     def carry_out(self, reading: Reading, jobs: Sequence[ChunkRead]) -> int:
         """Execute a plan, or some `jobs` of it; returns the raw bytes read from packs."""
@@ -457,10 +465,17 @@ class Reader:
         )
 
 
+def counted(wanted: Iterable[ReadRequest]) -> list[ReadRequest]:
+    """What goes to destinations of another dtype, which count what they cannot hold."""
+    return [want for want in wanted if getattr(want.destination, "losses", None)]
+
+
 def losses_in(wanted: Iterable[ReadRequest]) -> list[str]:
     """What destinations of another dtype could not hold of what was read, with the paths."""
-    counted = ((want, getattr(want.destination, "losses", None)) for want in wanted)
-    said = ((want, losses.said(whole=want.box is None)) for want, losses in counted if losses)
+    said = (
+        (want, want.destination.losses.said(whole=want.box is None))  # type: ignore[attr-defined]
+        for want in counted(wanted)
+    )
     return [f"{want.tree.schema.paths[want.number]}: {lost}" for want, lost in said if lost]
 
 

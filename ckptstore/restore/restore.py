@@ -23,6 +23,7 @@ from ckptstore.restore.reader import (
     Reading,
     ReadRequest,
     Tree,
+    counted,
     refuse_losses,
 )
 from ckptstore.state import tensors
@@ -338,11 +339,10 @@ class RestoreOperation:
         everything. Raises `InvalidInput` and `Corrupt`."""
         nowhere = Nowhere()
         wanted = []
-        for want in self._wanted:
+        for want in self._wanted if atomic else self._counted:
             losses = getattr(want.destination, "losses", None)
             if atomic or (losses and losses.is_likely):
-                to = losses.again() if losses else nowhere
-                wanted.append(replace(want, destination=to))
+                wanted.append(want._replace(destination=losses.again() if losses else nowhere))
         if wanted:
             self._reader.read(wanted, self._commit, memory_budget_bytes=self._budget_bytes)
 
@@ -356,11 +356,13 @@ class RestoreOperation:
         ]
 
     @cached_property
+    def _counted(self) -> list[ReadRequest]:
+        return counted(self._wanted)
+
+    @cached_property
     def reading(self) -> Reading:
         """The plan of `read`. Raises `Corrupt` for pages that contradict the shapes,
         `InvalidInput` for too small a budget."""
-        needed_bytes = sum(want.nbytes for want in self._wanted)
-        self.report = replace(self.report, needed_bytes=needed_bytes)
         return self._reader.reading(
             self._wanted, self._commit, memory_budget_bytes=self._budget_bytes
         )
@@ -371,8 +373,13 @@ class RestoreOperation:
         left its bytes."""
         left, read_bytes, received_bytes = brought or Brought(self.reading.jobs, 0, 0)
         read_bytes += self._reader.carry_out(self.reading, left)
-        refuse_losses(self._wanted, self._commit)
-        self.report = replace(self.report, read_bytes=read_bytes, received_bytes=received_bytes)
+        refuse_losses(self._counted, self._commit)
+        self.report = replace(
+            self.report,
+            needed_bytes=self.reading.needed_bytes,
+            read_bytes=read_bytes,
+            received_bytes=received_bytes,
+        )
 
     def finish(self) -> None:
         """Set values that are not tensors, and load states into stateful objects.

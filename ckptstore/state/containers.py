@@ -19,7 +19,7 @@ from inspect import getattr_static
 from types import BuiltinMethodType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from ckptstore.core.model import Node
+from ckptstore.core.model import Node, nodes_of
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.state import values
 from ckptstore.state.leaf_sources import NAMES, WRAPPERS
@@ -320,22 +320,27 @@ def is_divisible(name: str) -> bool:
 
 def check(node: Node | int) -> None:
     """Raise `Corrupt` for a skeleton with containers that `split` cannot make."""
-    if isinstance(node, int) or node is LEFT_OUT:
-        return
-    form = _type(node.type).form
-    fits = {
-        "wrapper": node.keys is None and len(node.children) == 1,
-        "sequence": node.keys is None,
-        "mapping": node.keys is not None,
-        "record": node.keys is not None and all(type(key) is str for key in node.keys),
-    }
-    if not fits[form]:
-        raise Corrupt(
-            f"the {len(node.children)} children of a {node.type!r} do not make a {form}; run "
-            "`ckptstore fsck`"
-        )
-    for child in node.children:
-        check(child)
+    for each in nodes_of(node):
+        if each is LEFT_OUT:
+            continue
+        form = _type(each.type).form
+        if not _has_form(each, form):
+            raise Corrupt(
+                f"the {len(each.children)} children of a {each.type!r} do not make a {form}; run "
+                "`ckptstore fsck`"
+            )
+
+
+def _has_form(node: Node, form: Form) -> bool:
+    match form:
+        case "wrapper":
+            return node.keys is None and len(node.children) == 1
+        case "sequence":
+            return node.keys is None
+        case "mapping":
+            return node.keys is not None
+        case "record":
+            return node.keys is not None and all(type(key) is str for key in node.keys)
 
 
 def check_known(node: Node, classes: Classes) -> None:

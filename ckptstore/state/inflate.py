@@ -151,7 +151,11 @@ class Inflater:
 
     def _join(self, node: Node, target: Any = None) -> Any:
         there = counterparts(node, target, self._classes)
-        children = list(map(self.inflate, node.children, there))
+        made = self._leaves
+        children = [
+            made[each] if below is None and isinstance(each, int) else self.inflate(each, below)
+            for each, below in zip(node.children, there, strict=True)
+        ]
         return containers.join(node, children, self._classes, target, clears=self._clears)
 
     def _join_once(self, node: Node) -> Any:

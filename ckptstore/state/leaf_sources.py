@@ -7,12 +7,12 @@ A path is made of the keys of all levels, escaped and joined by `/` (docs/format
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from ckptstore.core import geometry
-from ckptstore.core.model import Box, Node, Schema, Shape
+from ckptstore.core.model import Box, Node, Schema, Shape, nodes_of
 from ckptstore.errors import InvalidInput
 from ckptstore.objects import canonical
 
@@ -270,16 +270,9 @@ def paths_of_leaves(node: Node | int, path: str) -> Iterator[tuple[int, str]]:
 
 def pickled_paths(schema: Schema) -> list[str]:
     """The paths of the leaves that are pickles."""
-    return [schema.paths[leaf] for leaf in _pickles(schema.skeleton)]
-
-
-def _pickles(node: Node | int) -> Iterator[int]:
-    if isinstance(node, int):
-        return
-    for child in node.children:
-        if isinstance(child, int) and node.type == "pickle":
-            yield child
-        yield from _pickles(child)
+    pickles = [node for node in nodes_of(schema.skeleton) if node.type == "pickle"]
+    leaves = (child for node in pickles for child in node.children if isinstance(child, int))
+    return [schema.paths[leaf] for leaf in sorted(leaves)]
 
 
 def _typed_segment(key: Any, names: set[str]) -> str:

@@ -263,10 +263,10 @@ class TensorMatch:
     ) -> None:
         """Match `leaf` with `strided`, which is `target` or its strided equivalent. With `report`,
         the target keeps that memory even if the bytes do not land there."""
-        dtype, shape = self._converted.get(leaf), self.schema.shapes[leaf]
-        if strided.dtype == dtype and strided.shape == shape:
+        dtype, shape = self._converted.get(leaf), strided.shape
+        if dtype is not None and strided.dtype == dtype and shape == self.schema.shapes[leaf]:
             self._new_dtypes[leaf] = tensors.DTYPE_NAMES[dtype]
-        elif self._is_like(leaf, strided.shape, strided.dtype):
+        elif self._is_like(leaf, shape, strided.dtype):
             self._new_dtypes.pop(leaf, None)
         else:
             raise _Differs
@@ -275,7 +275,7 @@ class TensorMatch:
         unchecked = self._matching.unchecked
         to = destination(strided, self.schema.dtypes[leaf], unchecked=unchecked)
         landing = ((None, to),)
-        mine = Claim(self, leaf, strided.shape, strided.stride())
+        mine = Claim(self, leaf, shape, strided.stride())
         address = strided.data_ptr()
         is_first = self._claim(mine, address, landing, target)
         if address and (is_first or (report and not self.direct[leaf])):

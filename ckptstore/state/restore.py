@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from ckptstore.core.identity import IdentityDict
-from ckptstore.core.model import Node, Schema, leaves_of
+from ckptstore.core.model import Node, Schema, leaves_of, nodes_of
 from ckptstore.core.process import uncollected
 from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.state import containers, tensors, values
@@ -40,6 +40,9 @@ from ckptstore.state.stateful import (
     state_of,
     with_wrappers,
 )
+
+_FILLED = (dict, list, deque, set, bytearray)
+"""Plain objects that may be filled in place."""
 
 
 def bind(
@@ -137,7 +140,9 @@ class Binding(Inflater):
         in place and, with `report`, plain containers."""
         self._places[target] = path
         # A module's tensors are asked one by one.
-        if not isinstance(target, torch.nn.Module) and (is_stateful(target) or _is_filled(target)):
+        if not isinstance(target, torch.nn.Module) and (
+            isinstance(target, _FILLED) or is_stateful(target)
+        ):
             self._tensors.hold(node, target, path)
         if isinstance(target, torch.nn.Module):
             self._narrowed[node] = self._pair_module(node, target, path)
@@ -305,9 +310,11 @@ class Binding(Inflater):
 
     def _hold_items(self, node: Node, there: Sequence[Any], path: str) -> None:
         """Look at the items of a plain container that are filled in place."""
+        if not any(issubclass(kind, _FILLED) for kind in set(map(type, there))):
+            return
         names = range(len(node.children)) if node.keys is None else segments(node.keys)
         for child, below, name in zip(node.children, there, names, strict=True):
-            if _is_filled(below) and not is_stateful(below):
+            if isinstance(below, _FILLED) and not is_stateful(below):
                 self._tensors.hold(child, below, f"{path}/{name}")
 
     def receive(self, content: Mapping[int, bytes]) -> None:
@@ -333,7 +340,8 @@ class Binding(Inflater):
                 place = self._schema.paths[leaves[0]] if leaves else node.type
                 raise InvalidInput(f"{place}: {error}") from error
         for child in node.children:
-            self._check_known(child)
+            if not isinstance(child, int):
+                self._check_known(child)
 
     def finish(self) -> Any:
         """Hand over: every destination is filled, and `receive` was called. To be called once.
@@ -414,9 +422,7 @@ def places_in(
 
 
 def _has_objects(node: Node | int) -> bool:
-    return isinstance(node, Node) and (
-        node.type == "stateful" or any(map(_has_objects, node.children))
-    )
+    return any(each.type == "stateful" for each in nodes_of(node))
 
 
 def _paths_of(node: Node | int, path: str, wanted: IdentityDict[Node, bool]) -> Iterator[str]:
@@ -458,8 +464,3 @@ def _load(target: Any, state: Any, *, strict: bool) -> None:
         target.load_state_dict(with_wrappers(target, state), strict=strict)
     else:
         target.load_state_dict(state)
-
-
-def _is_filled(target: Any) -> bool:
-    """Whether a plain object may be filled in place."""
-    return isinstance(target, dict | list | deque | set | bytearray)

@@ -38,14 +38,16 @@ class Place(NamedTuple):
 
 def overlapping(places: Iterable[P]) -> Iterator[list[P]]:
     """Groups of places that may share memory with each other, or a place whose elements may."""
+    places = list(places)
+    spans = sorted((*_span(place.tensor), n) for n, place in enumerate(places))
     group: list[P] = []
     end = 0
-    for start, stop, place in sorted(_spans(places), key=lambda span: span[:2]):
+    for start, stop, n in spans:
         if start >= end and group:
             if _may_share(group):
                 yield group
             group = []
-        group.append(place)
+        group.append(places[n])
         end = max(end, stop)
     if _may_share(group):
         yield group
@@ -78,7 +80,7 @@ def is_shared(a: torch.Tensor, b: torch.Tensor) -> bool:
 def overwritten(group: Sequence[Place], contents: Sequence[torch.Tensor]) -> list[Place]:
     """The places that would not have their content after all of `contents`, contiguous tensors on
     the CPU, were written to memory that is shared as that of `group` is."""
-    spans = [(start, stop) for start, stop, _ in _spans(group)]
+    spans = [_span(place.tensor) for place in group]
     first = min(start for start, _ in spans) // _ALIGNMENT * _ALIGNMENT
     scratch = tensors.new((max(stop for _, stop in spans) - first,), torch.uint8)
     views = [
@@ -102,23 +104,18 @@ def overwritten(group: Sequence[Place], contents: Sequence[torch.Tensor]) -> lis
     return found
 
 
-def _spans(places: Iterable[P]) -> Iterator[tuple[int, int, P]]:
-    for place in places:
-        yield *_span(place.tensor), place
-
-
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where its first element begins, and where the last one ends."""
-    count = tensor.numel()
-    if not tensor.is_contiguous():
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        count = 1 + sum((n - 1) * stride for n, stride in steps)
+    """Where the first element begins, and where the last one ends."""
     start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    count = 1 + sum((n - 1) * stride for n, stride in steps)
     return start, start + count * tensor.itemsize
 
 
 def _may_share(group: Sequence[HasTensor]) -> bool:
-    return len(group) > 1 or any(_may_overlap_itself(place.tensor) for place in group)
+    return len(group) > 1 or (len(group) == 1 and _may_overlap_itself(group[0].tensor))
 
 
 def _may_overlap_itself(tensor: torch.Tensor) -> bool:

@@ -14,7 +14,6 @@ import ctypes
 import math
 import mmap
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -228,8 +227,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def is_writable_by_range(tensor: torch.Tensor) -> bool:
     """Whether `write_range` may be used: each element has memory of its own that holds its bytes as
     they are."""
-    steps = () if tensor.is_contiguous() else zip(tensor.shape, tensor.stride(), strict=True)
-    return not any(n > 1 and stride == 0 for n, stride in steps) and is_resolved(tensor)
+    if not tensor.is_contiguous():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        if any(n > 1 and stride == 0 for n, stride in steps):
+            return False
+    return is_resolved(tensor)
 
 
 def read_range(tensor: torch.Tensor, start: int, stop: int, out: memoryview) -> None:
@@ -257,31 +259,34 @@ def read_range(tensor: torch.Tensor, start: int, stop: int, out: memoryview) -> 
         at += run.nbytes
 
 
-def write_range(
-    tensor: torch.Tensor, start: int, data: memoryview, dtype: torch.dtype | None = None
-) -> None:
+def write_range(tensor: torch.Tensor, start: int, data: memoryview) -> None:
     """Copy `data` to the raw bytes from `start` on of a strided tensor on any device; both ends
-    must be whole elements. Data of another `dtype` is converted as `Tensor.to` does, and `start`
-    counts bytes of that dtype.
+    must be whole elements.
 
     The tensor's elements must not share memory (`is_writable_by_range`).
     """
     if not len(data):
         return
-    source = _from_memory(data)
-    is_left = tensor.is_cuda and dtype is None
-    if is_left:
+    filled = _integers(tensor)
+    source = elements_of(data, filled.dtype)
+    if tensor.is_cuda:
         # from torch's pool: the copy is then left to the device, in order with what is launched
         # next
         source = source.pin_memory()
-    filled = tensor if dtype else _integers(tensor)
-    given = dtype or filled.dtype
-    width, at = given.itemsize, 0
+    write_elements(filled, start // filled.itemsize, source, is_left=tensor.is_cuda)
+
+
+def write_elements(
+    tensor: torch.Tensor, first: int, values: torch.Tensor, *, is_left: bool = False
+) -> None:
+    """Copy a vector to a strided tensor's elements from number `first` on, in row-major order;
+    converts as `Tensor.to` does. A copy that `is_left` to the device may end later."""
+    at = 0
     with torch.no_grad():
-        for run in _runs(filled, start // width, (start + len(data)) // width):
-            nbytes = run.numel() * width
-            run.copy_(as_dtype(source[at : at + nbytes], given, run.shape), non_blocking=is_left)
-            at += nbytes
+        for run in _runs(tensor, first, first + len(values)):
+            count = run.numel()
+            run.copy_(values[at : at + count].view(run.shape), non_blocking=is_left)
+            at += count
 
 
 def quantized_integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -308,11 +313,12 @@ def quantized_nbytes(dtype: torch.dtype, shape: Shape) -> int:
     return -(-dtype.itemsize * prod(shape) // _PER_BYTE.get(dtype, 1))
 
 
-def _from_memory(data: memoryview) -> torch.Tensor:
-    with warnings.catch_warnings():
-        # It is only read from.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(data, dtype=torch.uint8)
+def elements_of(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """The memory of `data`, whole elements, as a vector of `dtype`; of a copy if it is
+    read-only, as the few bytes of a leaf in a page are: torch would warn of it, and to silence a
+    warning is to change what other threads see meanwhile."""
+    source = torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
+    return as_dtype(source, dtype, (len(data) // dtype.itemsize,))
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -341,7 +347,7 @@ def over(
 def _runs(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
     """The elements `start:stop` of a tensor's row-major order as parts of it, in order: whole rows
     wherever there are some."""
-    tensor = _flatter(tensor)
+    tensor = tensor.view(-1) if tensor.is_contiguous() else _flatter(tensor)
     if tensor.dim() == 1:
         yield tensor[start:stop]
         return
@@ -461,10 +467,15 @@ class Destination:
 
     def write(self, start: int, data: memoryview) -> None:
         """Land `data`, whole elements, at byte `start` of the committed ones."""
-        if self.losses:
-            self.losses.write(start, data)
-        with through(self.stream):
-            write_range(self.tensor, start, data, self._committed)
+        if self._committed is None:
+            with through(self.stream):
+                write_range(self.tensor, start, data)
+        elif len(data):
+            values = elements_of(data, self._committed)
+            if self.losses:
+                self.losses.count(values)
+            with through(self.stream):
+                write_elements(self.tensor, start // values.itemsize, values)
 
 
 FLOATS = frozenset(
@@ -507,6 +518,17 @@ def _range_of(dtype: torch.dtype) -> float:
 
 
 @cache
+def _least_of(dtype: torch.dtype) -> float:
+    """A number that surely does not become zero, nor another sign: none of a dtype without."""
+    return math.inf if "e8m0" in DTYPE_NAMES[dtype] else torch.finfo(dtype).smallest_normal
+
+
+@cache
+def _differ_in_range(old: torch.dtype, new: torch.dtype) -> bool:
+    return torch.finfo(old).max > 2 * torch.finfo(new).max
+
+
+@cache
 def narrows_range(old: torch.dtype, new: torch.dtype) -> bool:
     """Whether finite values of `old` may lie beyond the range of `new`, or become zero there."""
     before, after = torch.finfo(old), torch.finfo(new)
@@ -520,8 +542,6 @@ class Losses:
 
     def __init__(self, old: torch.dtype, new: torch.dtype) -> None:
         self._old, self._new = old, new
-        self._is_unsigned = "e8m0" in DTYPE_NAMES[new]
-        self._least = torch.finfo(new).smallest_normal
         self._counts = [0, 0, 0]
         self._lock = threading.Lock()
 
@@ -537,25 +557,30 @@ class Losses:
     @property
     def is_likely(self) -> bool:
         """Whether the ranges differ by more than the rounding of the largest number."""
-        return torch.finfo(self._old).max > 2 * torch.finfo(self._new).max
+        return _differ_in_range(self._old, self._new)
 
     def memory(self) -> None:
         return None
 
     def write(self, start: int, data: memoryview) -> None:
         """Count the losses of `data`, whole elements."""
-        count = len(data) // self._old.itemsize
-        if not count:
-            return
-        whole = as_dtype(_from_memory(data), self._old, (count,))
-        found = [self._of(part) for part in whole.split(ALONE_ELEMENTS)]
-        with self._lock:
-            self._counts = [sum(each) for each in zip(self._counts, *found, strict=True)]
+        if len(data):
+            self.count(elements_of(data, self._old))
+
+    def count(self, values: torch.Tensor) -> None:
+        """Count the losses of a vector that is not empty."""
+        is_small = len(values) <= ALONE_ELEMENTS
+        for part in (values,) if is_small else values.split(ALONE_ELEMENTS):
+            overflows, given, kept = self._of(part)
+            with self._lock:
+                self._counts[0] += overflows
+                self._counts[1] += given
+                self._counts[2] += kept
 
     def _of(self, before: torch.Tensor) -> tuple[int, int, int]:
         wide = before.to(torch.float32) if self._old.itemsize < 4 else before
         least, most = map(float, torch.aminmax(wide))
-        if self._least <= max(-least, most) <= _range_of(self._new) and not self._is_unsigned:
+        if _least_of(self._new) <= max(-least, most) <= _range_of(self._new):
             return 0, 1, 1  # all is within the range, and not all becomes zero
         return losses(wide, before.to(self._new).to(wide.dtype), self._new)
 

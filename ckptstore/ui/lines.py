@@ -47,7 +47,8 @@ def _restore(
     whole = _whole(contents)
     if not whole:
         return
-    opened = f"import ckptstore\n\nwith ckptstore.open({store.name!r}) as store:\n"
+    index = "" if store.index is None else f", storage=ckptstore.Storage(index={store.index!r})"
+    opened = f"import ckptstore\n\nwith ckptstore.open({store.name!r}{index}) as store:\n"
     opened += f"    snapshot = store.checkout({info.id[:12]!r})\n"
     if not is_adopted(contents):
         items = ", ".join(f"{key!r}: {_variable(key)}" for key in whole)
@@ -91,4 +92,5 @@ def _selection(tree: Tree) -> str:
 
 
 def _command(name: str, store: OpenStore, info: CommitInfo) -> str:
-    return f"ckptstore {name} -s {shlex.quote(store.name)} {info.id[:12]}"
+    index = "" if store.index is None else f" --index {shlex.quote(store.index)}"
+    return f"ckptstore {name} -s {shlex.quote(store.name)}{index} {info.id[:12]}"

@@ -55,12 +55,14 @@ class History:
 
 
 class OpenStore:
-    """A store with its number in URLs. Threads may share it."""
+    """A store with its number in URLs. Threads may share it. `index` is the database with its log,
+    without credentials; None if the log is in the store."""
 
     def __init__(self, number: int, handle: StoreHandle) -> None:
         handle.wait_at_most(PATIENCE_S)
         self.number, self.handle = number, handle
         self.name = redact(handle.url)
+        self.index = None if handle.database is None else handle.database.database.name
         self.threads = ThreadPool(THREADS)
         self._lock = threading.Lock()
         self._known: History | None = None

@@ -193,3 +193,19 @@ def test_no_dtype_makes_torch_warn() -> None:
         warnings.simplefilter("error")
         for name in STORED:
             carry({"t": filled(name)}).inflate()
+
+
+def test_a_conversion_leaves_the_filters_of_warnings_to_other_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are the whole process's: of two threads that change them, one puts back the other's."""
+    monkeypatch.setattr(warnings, "catch_warnings", None)
+    monkeypatch.setattr(warnings, "filterwarnings", None)
+    values = torch.tensor([1.0, -2.5, 0.0, 3e38])
+    read_only = memoryview(values.numpy().tobytes())
+    found = torch.empty(4, dtype=torch.bfloat16)
+    to = tensors.Destination(found, torch.float32)
+    to.write(0, read_only[:8])
+    to.write(8, read_only[8:])
+    assert torch.equal(found, values.bfloat16())
+    assert to.losses and not to.losses.said(whole=True)

@@ -15,7 +15,9 @@ from safetensors.torch import save_file
 
 import ckptstore
 from ckptstore.maintenance.retention import KeepLast
+from ckptstore.repository.store_handle import StoreHandle
 from tests.cli.running import call
+from tests.support.servers.postgres import PASSWORD, ROLE, PostgresServer
 from tests.ui.asking import browsing
 
 
@@ -108,6 +110,24 @@ def test_an_adopted_commit_has_the_line_that_writes_its_files(tmp_path: Path) ->
         _run(line["text"], {}, tmp_path)
     written = tmp_path / "directory" / "model.safetensors"
     assert written.read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+def test_lines_of_a_store_with_a_database_name_it_without_credentials(
+    tmp_path: Path, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, state = postgres.new_url(), STATES["plain"]
+    with ckptstore.open(tmp_path / "s", storage=ckptstore.Storage(index=index)) as store:
+        id_ = store.commit(state, step=1).id
+    with browsing(StoreHandle(tmp_path / "s", index=index)) as browser:
+        lines = browser.view(f"commit/{id_}.json")["lines"]
+    monkeypatch.setenv("PGUSER", ROLE)
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    monkeypatch.delenv("CKPTSTORE_INDEX", raising=False)
+    assert {line["what"] for line in lines} == {"Restore in place", "Load the weights", "Export"}
+    for line in lines:
+        assert "postgresql://" in line["text"]
+        assert ROLE not in line["text"] and PASSWORD not in line["text"]
+        _run(line["text"], state, tmp_path)
 
 
 def test_a_damaged_commit_has_no_line(tmp_path: Path) -> None:

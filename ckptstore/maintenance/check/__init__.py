@@ -204,14 +204,16 @@ def parse_level(level: Level | str) -> Level:
 
 
 def parse_share(text: object) -> Share:
-    """`5%`, `10G` (also `K`, `M`, `T`: powers of 1024), or a number of bytes, all as text. Raises
-    `InvalidInput`."""
+    """`5%`, `10G` (also `K`, `M`, `T`: powers of 1024), a number of bytes, or `all`, each as text.
+    Raises `InvalidInput`."""
+    if text == "all":
+        return Share(percent=100.0)
     given = text.upper() if isinstance(text, str) else ""
     found = re.fullmatch(r"([0-9]*\.?[0-9]+)([%KMGT]?)", given)
     value, unit = (float(found[1]), found[2]) if found else (0.0, "")
     if not 0 < value < 1 << 60 or (unit == "%" and value > 100):
         raise InvalidInput(
             f"{text!r:.80} is no amount of data to read: wanted a share such as '5%', a size such "
-            "as '10G', or '100%' for all of it"
+            "as '10G', or 'all'"
         )
     return Share(percent=value) if unit == "%" else Share(bytes=int(value * (1 << _UNITS[unit])))
