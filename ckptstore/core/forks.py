@@ -34,6 +34,7 @@ class Halting(Forked, Protocol):
 _locks: "WeakSet[threading.Lock]" = WeakSet()
 _surviving: "WeakSet[Forked]" = WeakSet()
 _halting: "WeakSet[Halting]" = WeakSet()
+_innermost: "WeakSet[Halting]" = WeakSet()
 _one_fork = threading.Lock()
 """Held during a fork: those of two threads take turns."""
 _halted: list[Halting] = []
@@ -52,14 +53,16 @@ def survives_forks(owner: Forked) -> None:
     _surviving.add(owner)
 
 
-def halts_for_forks(owner: Halting) -> None:
-    """Halt `owner` during each fork as long as it lives."""
-    _halting.add(owner)
+def halts_for_forks(owner: Halting, *, innermost: bool = False) -> None:
+    """Halt `owner` during each fork as long as it lives. One that threads enter while they are
+    within the work of others, also through the garbage collector, is `innermost`: it is halted
+    after the others."""
+    (_innermost if innermost else _halting).add(owner)
 
 
 def _before() -> None:
     _one_fork.acquire()
-    for owner in list(_halting):
+    for owner in (*_halting, *_innermost):
         owner.halt()
         _halted.append(owner)
 

@@ -9,11 +9,14 @@ import os
 import sqlite3
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ckptstore.core import forks
+from ckptstore.core.forks import halts_for_forks
 from ckptstore.core.ids import StoreId
 from ckptstore.core.paths import is_plain, make_index_directory, write_file
 from ckptstore.core.process import file_lock
@@ -33,32 +36,77 @@ _BUSY = {
 }
 
 
+class _Calls:
+    """The calls of SQLite in progress on connections of `open_catalog`. None is at a fork: a child
+    would inherit locks within SQLite that nobody releases, and wait for them for ever."""
+
+    def __init__(self) -> None:
+        self.forked()
+        halts_for_forks(self, innermost=True)
+
+    def forked(self) -> None:
+        self._changed, self._inside, self._halting = threading.Condition(), 0, False
+
+    def halt(self) -> None:
+        self._changed.acquire()
+        self._halting = True
+        self._changed.wait_for(lambda: not self._inside)
+
+    def go_on(self) -> None:
+        self._halting = False
+        self._changed.notify_all()
+        self._changed.release()
+
+    @contextmanager
+    def one(self, *, waits: bool = True) -> Iterator[None]:
+        """One call. Not to wait is for what the garbage collector calls, also on the thread that
+        forks."""
+        with self._changed:
+            if waits:
+                self._changed.wait_for(lambda: not self._halting)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+
+_calls = _Calls()
+
+
 def open_catalog(path: str | PathLike[str], store: StoreId) -> Queries | None:
     """Queries on the catalog of `store` at `path`, or None if there is no readable one. Threads may
     share them."""
     try:
-        connection = _connect(Path(path))
+        with _calls.one():
+            connection = _connect(Path(path))
     except (sqlite3.Error, UnicodeError):
         return None
-    lock = threading.Lock()
+    lock = forks.lock()
 
     def ask(sql: str, values: Mapping[str, Any]) -> Rows:
         try:
-            with lock:
+            with lock, _calls.one():
                 return connection.execute(sql, values).fetchall()
         except (sqlite3.Error, UnicodeError) as error:
             raise catalog_error(error, str(path)) from error
 
+    def close() -> None:
+        with _calls.one(waits=False):
+            connection.close()
+
     try:
         if is_current(ask, store):
-            queries = Queries(ask, connection.close)
+            queries = Queries(ask, close)
             # sqlite3's connections are part of a cycle: garbage collection alone would keep the
             # file open for long.
-            weakref.finalize(queries, connection.close).atexit = False
+            weakref.finalize(queries, close).atexit = False
             return queries
     except (Corrupt, Unavailable):
         pass
-    connection.close()
+    close()
     return None
 
 

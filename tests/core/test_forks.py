@@ -1,6 +1,7 @@
 """One place knows of forks, and what it gives a child is free."""
 
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ HANGS_S = 60
 def code_of_child(work: Callable[[], object]) -> int:
     child = os.fork()
     if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(HANGS_S // 2)
         try:
             work()
             os._exit(0)
@@ -68,3 +71,26 @@ def test_threads_that_fork_at_once_take_turns(tmp_path: Path) -> None:
             thread.join(HANGS_S)
         assert codes == [0] * 45
         assert store.log()[0].step == 1
+
+
+def test_a_child_queries_the_catalog_though_threads_of_its_parent_did_at_the_fork(
+    tmp_path: Path,
+) -> None:
+    over = threading.Event()
+    with ckptstore.open(tmp_path / "store", threads=1) as store:
+        store.commit({"n": 1}, step=1)
+
+        def ask() -> None:
+            while not over.is_set():
+                store.log()
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            codes = [code_of_child(lambda: store.log()) for _ in range(20)]
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join(HANGS_S)
+        assert codes == [0] * 20

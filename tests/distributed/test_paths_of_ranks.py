@@ -3,16 +3,19 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import ckptstore
 from tests.distributed.layouts import group_of, meet
 from tests.distributed.pool import Pool
 
+A, B, X = (torch.full((2,), float(n)) for n in range(3))
 HAD: dict[str, list[Any]] = {
-    "nothing and two": [{}, [b"1", b"2"]],
-    "nothing and one": [{}, [b"1"]],
-    "one and two": [[b"0"], [b"1", b"2"]],
-    "deeper": [{"a": [b"0"]}, {"a": {"b": {"c": b"1"}}}],
-    "keys that look alike": [{"1": b"0", "x": b"x"}, {1: b"1", "x": b"x"}],
+    "nothing and two": [{}, [A, B]],
+    "nothing and one": [{}, [A]],
+    "one and two": [[X], [A, B]],
+    "deeper": [{"a": [A]}, {"a": {"b": {"c": B}}}],
+    "keys that look alike": [{"1": A, "x": X}, {1: B, "x": X}],
 }
 
 
@@ -33,11 +36,14 @@ def test_a_path_names_one_leaf_of_the_commit_and_of_what_each_rank_had(
         for snapshot in (whole, whole.of_rank(0), whole.of_rank(1)):
             paths = [leaf.path for leaf in snapshot.leaves()]
             assert len(set(paths)) == len(paths)
-            assert all(isinstance(snapshot.read(path), bytes) for path in paths)
+            assert all(isinstance(snapshot.read(path), torch.Tensor) for path in paths)
         second = whole.of_rank(1)
-        assert [second.read(f"nothing and two/{n}") for n in (0, 1)] == [b"1", b"2"]
-        assert second.read("nothing and one/0") == b"1"
-        assert whole.read("nothing and one/1/0") == b"1"
-        assert second.read("deeper/a/b/c") == b"1"
-        assert whole.read("keys that look alike/1") == b"0"
-        assert whole.read("keys that look alike/%int:1") == b"1"
+        assert same(second, "nothing and two/0", A) and same(second, "nothing and two/1", B)
+        assert same(second, "nothing and one/0", A) and same(whole, "nothing and one/1/0", A)
+        assert same(second, "deeper/a/b/c", B) and same(whole, "deeper/a/1/b/c", B)
+        assert same(whole, "keys that look alike/1", A)
+        assert same(whole, "keys that look alike/%int:1", B)
+
+
+def same(snapshot: ckptstore.Snapshot, path: str, wanted: torch.Tensor) -> bool:
+    return torch.equal(snapshot.read(path), wanted)

@@ -267,3 +267,22 @@ def test_an_error_of_our_own_in_the_upload_is_raised_by_close_and_leaves_nothing
     with pytest.raises(RuntimeError, match="ended with an error; open"):
         store.close()
     assert not [thread.name for thread in threading.enumerate() if thread not in before]
+
+
+@pytest.mark.timeout(60)
+def test_a_store_is_closed_after_its_close_was_interrupted(
+    place: Path, away: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(place)
+    away(True)
+    store.commit(state(1), step=1)
+    flush = tiers.Tier.flush
+
+    def interrupted(tier: tiers.Tier, timeout_s: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiers.Tier, "flush", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.close()
+    monkeypatch.setattr(tiers.Tier, "flush", flush)
+    store.close()
