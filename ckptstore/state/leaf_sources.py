@@ -7,7 +7,7 @@ A path is made of the keys of all levels, escaped and joined by `/` (docs/format
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
