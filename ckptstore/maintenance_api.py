@@ -362,7 +362,7 @@ class Maintenance:
 
         Args:
             level: How deep to look: `"refs"`, `"connectivity"`, `"packs"` or `"data"`.
-            read_data: Amount of data to read and hash (`"5%"`, `"10G"`, `"100%"`), starting with
+            read_data: Amount of data to read and hash (`"5%"`, `"10G"`, `"all"`), starting with
                 data verified longest ago.
 
         Returns:
