@@ -207,9 +207,9 @@ def finish(tree: MergedTree, private: frozenset[int]) -> Finished:
     skeleton = _divide(tree.skeleton, tree, private | tied, found)
     numbers = {each: i for i, each in enumerate(found)}
     rows = []
-    places = paths_of_leaves(skeleton, segment(tree.key))
-    for (i, rank), (_, path) in zip(found, places, strict=True):
-        leaf = tree.leaves[i]
+    paths = dict(paths_of_leaves(skeleton, segment(tree.key)))
+    for (i, rank), number in numbers.items():
+        leaf, path = tree.leaves[i], paths[number]
         alias = numbers.get((leaf.alias, rank), -1) if leaf.alias >= 0 else -1
         rows.append((path, leaf.kind, leaf.dtype, leaf.shape, alias))
     return schema_of(skeleton, rows), found
