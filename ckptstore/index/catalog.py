@@ -62,6 +62,7 @@ class Catalog:
     def __init__(self, path: Path | None, store: StoreId) -> None:
         self._path, self._store = path, store
         self.lock = threading.RLock()
+        """Held in every call of SQLite, which a fork waits for."""
         self._file: CatalogFile | None = None
         halts_for_forks(self)
 
@@ -88,14 +89,15 @@ class Catalog:
         Raises `Unfoldable` for an entry that does not fold.
         """
         catalog, remaining = cls.temporary(store), iter(entries)
-        connection = catalog._opened().connection
         while part := list(islice(remaining, _SLICE)):
-            try:
-                with _transaction(connection) as tables:
-                    fold_entries(tables, part)
-            except UNUSABLE:
-                for entry in part:
-                    _fold_alone(connection, entry)
+            with catalog.lock:
+                connection = catalog._opened().connection
+                try:
+                    with _transaction(connection) as tables:
+                        fold_entries(tables, part)
+                except UNUSABLE:
+                    for entry in part:
+                        _fold_alone(connection, entry)
         return catalog
 
     @classmethod
@@ -103,7 +105,7 @@ class Catalog:
         """A catalog in memory of a state and the entries up to it. Needs no fold: it is what
         answers if that fails."""
         catalog = cls.temporary(state.store)
-        with _transaction(catalog._opened().connection) as tables:
+        with catalog.lock, _transaction(catalog._opened().connection) as tables:
             fold_state(tables, state, takewhile(lambda entry: entry.n <= state.n, entries))
         return catalog
 
