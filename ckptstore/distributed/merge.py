@@ -19,13 +19,13 @@ from ckptstore.core.model import Box, LeafContent, LeafKind, Node, Schema, Shape
 from ckptstore.distributed.framing import damaged, pack, unpack
 from ckptstore.errors import Conflict
 from ckptstore.objects.schema import LastSchemas, decode_schema
-from ckptstore.state.containers import attributes_in
 from ckptstore.state.leaf_sources import (
     NAMES,
     FlatState,
     Holding,
     Mark,
     Mesh,
+    attributes_in,
     paths_of_leaves,
     segment,
 )

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from ckptstore.core.model import Node, nodes_of
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.state import values
-from ckptstore.state.leaf_sources import NAMES, WRAPPERS
+from ckptstore.state.leaf_sources import ATTRIBUTES, NAMES, WRAPPERS
 from ckptstore.state.stateful import (
     Classes,
     class_name,
@@ -39,9 +39,6 @@ PARAMETERS = "parameters"
 """Node types of an optimizer's state: values by parameter name, and ordered names (not a leaf)."""
 
 _DIVISIBLE = ("list", "tuple", "deque", "namedtuple", "dataclass", "stateful")
-
-ATTRIBUTES = "attributes"
-"""The attribute of a node that has what an instance holds beside its content, by name."""
 
 LEFT_OUT = Node("left out", ())
 """Stands, by identity, for unselected nodes of a narrowed skeleton; never stored."""
@@ -289,13 +286,6 @@ def set_attributes(node: Node, made: Any, classes: Classes) -> None:
             f"a {node.type[:40]!r} cannot have the attributes {found!r:.80}; run `ckptstore fsck`"
         )
     held.update(found)
-
-
-def attributes_in(node: Node | int) -> dict[str, Any]:
-    """What an instance held beside its content, by name, encoded."""
-    attrs = () if isinstance(node, int) else node.attrs
-    _, *found = next((value for name, value in attrs if name == ATTRIBUTES), ("dict",))
-    return dict(found)
 
 
 def is_wrapper(name: str) -> bool:

@@ -19,6 +19,9 @@ from ckptstore.objects import canonical
 NAMES = "names"
 """The type of the node that lists the names of an optimizer's parameters."""
 
+ATTRIBUTES = "attributes"
+"""The attribute of a node that has what an instance holds beside its content, by name."""
+
 
 class NotCopied(Exception):
     """Bytes of a source with known ids that it does not have: they were left to the store. It is
@@ -248,6 +251,13 @@ WRAPPERS = frozenset(
     )
 )
 """Node types whose one child has the node's own path."""
+
+
+def attributes_in(node: Node | int) -> dict[str, Any]:
+    """What an instance held beside its content, by name, encoded."""
+    attrs = () if isinstance(node, int) else node.attrs
+    _, *found = next((value for name, value in attrs if name == ATTRIBUTES), ("dict",))
+    return dict(found)
 
 
 def paths_below(node: Node, path: str) -> list[str]:

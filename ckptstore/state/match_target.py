@@ -18,8 +18,9 @@ from ckptstore.core.model import Box, Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors, values
 from ckptstore.state.composites import split_tensor
-from ckptstore.state.containers import ATTRIBUTES, Parts
+from ckptstore.state.containers import Parts
 from ckptstore.state.inflate import convertible
+from ckptstore.state.leaf_sources import ATTRIBUTES
 from ckptstore.state.optimizer_fit import Renames, ShapeOf
 from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.shards import Held, held_of, is_distributed, with_local

@@ -87,6 +87,7 @@ def with_local(
     own = [shard.tensor.dtype for shard in shards]
     properties = metadata.tensor_properties
     properties.dtype = own[0] if own else dtype or properties.dtype
+    properties.requires_grad = any(shard.tensor.requires_grad for shard in shards)
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, metadata, process_group=tensor._process_group
     )

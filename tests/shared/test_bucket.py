@@ -191,7 +191,7 @@ def test_a_home_directory_on_a_network_filesystem_holds_no_database(
 ) -> None:
     home = tmp_path / "home"
     monkeypatch.setattr(paths, "is_network_filesystem", lambda path: path.is_relative_to(home))
-    monkeypatch.setattr(paths.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     with site.open(home) as store:
         store.commit(state_of(1), step=1)
         assert [info.step for info in store.log()] == [1]
@@ -205,7 +205,7 @@ def test_a_folder_for_temporary_files_that_somebody_else_made_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paths, "is_network_filesystem", lambda path: True)
-    monkeypatch.setattr(paths.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     own = paths.local_cache_directory()
     assert own.parent == tmp_path
     own.chmod(0o777)
