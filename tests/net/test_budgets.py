@@ -39,8 +39,8 @@ LAST = ("thin", "forget")
 """Operations that take away what others need."""
 
 COPIES = {
-    **{"commit": 1.5, "commit_async": 2.5, "restore": 1.5},
-    **{"read": 1.5, "mmap": 1.5, "average": 3.0},
+    "commit": 1.5, "commit_async": 2.5, "restore": 1.5,
+    "read": 1.5, "mmap": 1.5, "average": 3.0,
 }
 """States in memory by design: what was read for the comparison, staged, mapped, or averaged."""
 
