@@ -39,8 +39,12 @@ LAST = ("thin", "forget")
 """Operations that take away what others need."""
 
 COPIES = {
-    "commit": 1.5, "commit_async": 2.5, "restore": 1.5,
-    "read": 1.5, "mmap": 1.5, "average": 3.0,
+    "commit": 1.5,
+    "commit_async": 2.5,
+    "restore": 1.5,
+    "read": 1.5,
+    "mmap": 1.5,
+    "average": 3.0,
 }
 """States in memory by design: what was read for the comparison, staged, mapped, or averaged."""
 
@@ -52,8 +56,8 @@ GROWTH_BYTES = 4 * MIB
 """Memory of `REPEATS` more commits: 45 bytes a chunk of an index, and an allocator's moods."""
 
 ROUNDS = 6
-"""What is lost is lost in each round of `REPEATS`. What an allocator keeps or gives back, and what is
-opened once, when it is first needed, makes some rounds differ from others."""
+"""What is lost is lost in each round of `REPEATS`. What an allocator keeps or gives back, and what
+is opened once, when it is first needed, makes some rounds differ from others."""
 
 _M_MMAP_THRESHOLD = -3
 """Of mallopt(3). Larger buffers go back to the system when they are freed; else the allocator keeps
