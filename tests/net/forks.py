@@ -190,7 +190,8 @@ class Actor:
         self.store.flush_mirror(0)
 
     def collect(self) -> None:
-        self.store.gc(grace_s=0)
+        with suppress(ckptstore.Conflict):  # threads and children that collect at once
+            self.store.gc(grace_s=0)
 
     # -- of a child alone --
 
