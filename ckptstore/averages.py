@@ -12,12 +12,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptstore.commit.commit_metadata import CommitMetadata, label_of
 from ckptstore.commit.plan import Flats, is_floating
 from ckptstore.contents import CommitContents
+from ckptstore.core.forks import cached_property
 from ckptstore.core.geometry import Grid
 from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId, check_run
 from ckptstore.core.options import Ranks

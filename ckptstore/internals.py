@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 from ckptstore.commit.async_commit import AsyncCommits, CommitRoute
@@ -20,7 +20,7 @@ from ckptstore.commit.plan import Flats
 from ckptstore.commit.run_watch import RunWatch
 from ckptstore.commit.transaction import CommitStats, Committed, Destination
 from ckptstore.contents import CommitContents, nearest_with
-from ckptstore.core.forks import survives_forks
+from ckptstore.core.forks import cached_property, survives_forks
 from ckptstore.core.ids import ChunkId, CommitId, SessionId, is_commit_id
 from ckptstore.core.model import CommitDocument
 from ckptstore.core.options import Async, Ranks

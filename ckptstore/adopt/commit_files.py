@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -28,6 +28,7 @@ from ckptstore.adopt.materializing import (
 )
 from ckptstore.adopt.safetensors_header import encode_header
 from ckptstore.core import forks
+from ckptstore.core.forks import cached_property
 from ckptstore.core.geometry import nbytes_of
 from ckptstore.core.model import Box
 from ckptstore.errors import InvalidInput, NotFound

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from ckptstore.commit.commit_metadata import (
@@ -23,7 +23,7 @@ from ckptstore.commit.commit_metadata import (
 from ckptstore.commit.pending import Background, Pending, Watch
 from ckptstore.commit.plan import Flats, Run
 from ckptstore.commit.transaction import Committed
-from ckptstore.core.forks import survives_forks
+from ckptstore.core.forks import cached_property, survives_forks
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Async, Milestone
 from ckptstore.core.text import bytes_text, selector

@@ -9,8 +9,11 @@ parent can answer, such as a commit in flight, is refused where it is asked for.
 
 import os
 import threading
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, Self, TypeVar, overload
 from weakref import WeakSet
+
+T = TypeVar("T")
 
 
 class Forked(Protocol):
@@ -31,7 +34,7 @@ class Halting(Forked, Protocol):
         """In the parent, after the fork. A child calls `forked` instead."""
 
 
-_locks: "WeakSet[threading.Lock]" = WeakSet()
+_locks: "WeakSet[Any]" = WeakSet()
 _surviving: "WeakSet[Forked]" = WeakSet()
 _halting: "WeakSet[Halting]" = WeakSet()
 _innermost: "WeakSet[Halting]" = WeakSet()
@@ -45,6 +48,37 @@ def lock() -> threading.Lock:
     made = threading.Lock()
     _locks.add(made)
     return made
+
+
+class cached_property(Generic[T]):  # as the one of functools
+    """As `functools.cached_property`, and computed once however many threads ask, on every version
+    of Python. A forked child computes it anew if another thread was about to at the fork: the lock
+    of functools' stays held there for ever."""
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self.__doc__ = compute.__doc__
+        self._compute = compute
+        self._lock = threading.RLock()
+        _locks.add(self._lock)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type | None = None) -> T: ...
+
+    def __get__(self, instance: object | None, owner: type | None = None) -> Self | T:
+        if instance is None:
+            return self
+        with self._lock:
+            values = vars(instance)
+            if self._name not in values:
+                values[self._name] = self._compute(instance)
+            found: T = values[self._name]
+            return found
 
 
 def survives_forks(owner: Forked) -> None:
@@ -76,7 +110,7 @@ def _in_parent() -> None:
 def _in_child() -> None:
     _one_fork.release()
     for each in list(_locks):
-        each._at_fork_reinit()  # type: ignore[attr-defined]  # as `threading` and `logging` do
+        each._at_fork_reinit()
     while _halted:
         _halted.pop().forked()
     for owner in list(_surviving):

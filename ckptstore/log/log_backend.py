@@ -18,10 +18,10 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise, takewhile
 from typing import Protocol
 
+from ckptstore.core.forks import cached_property
 from ckptstore.core.ids import StoreId, log_key, log_scratch_key, random_digits, segment_key
 from ckptstore.core.paths import is_network_filesystem
 from ckptstore.core.process import Pool

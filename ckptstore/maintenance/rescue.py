@@ -15,9 +15,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 
 from ckptstore.core.config import MIB, RUN_BYTES
+from ckptstore.core.forks import cached_property
 from ckptstore.core.ids import ChunkId, PackId, SessionId, checksum, digest, new_session_id
 from ckptstore.core.model import PackEntry, PackRecord
 from ckptstore.core.text import count_text

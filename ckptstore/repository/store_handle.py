@@ -7,10 +7,10 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptstore.core.forks import cached_property
 from ckptstore.core.ids import StoreId, parse_chunk_id
 from ckptstore.core.paths import (
     is_network_filesystem,

@@ -7,13 +7,14 @@ store; it locates chunks again if gc moved them.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ckptstore.core import geometry
 from ckptstore.core.config import StoreConfig
+from ckptstore.core.forks import cached_property
 from ckptstore.core.geometry import Grid, grid
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, SessionId, document_key
 from ckptstore.core.model import Box, CommitDocument, LeafContent, Schema, Shape, TreeRef

@@ -7,10 +7,11 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptstore.core.forks import cached_property
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Node, Schema, Shape, leaves_of
 from ckptstore.core.text import near, selector

@@ -11,10 +11,10 @@ values are read here, no tensors.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeAlias, TypeGuard
 
+from ckptstore.core.forks import cached_property
 from ckptstore.core.model import Node, Schema, Shape
 from ckptstore.state import containers, values
 from ckptstore.state.containers import LEFT_OUT

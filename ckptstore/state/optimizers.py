@@ -11,13 +11,13 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import Optimizer
 
+from ckptstore.core.forks import cached_property
 from ckptstore.state.containers import Named, Names
 from ckptstore.state.stateful import (
     found_in,

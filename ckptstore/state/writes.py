@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from itertools import chain
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -24,6 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ckptstore.core.forks import cached_property
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.state import tensors
 from ckptstore.state.leaf_sources import Source

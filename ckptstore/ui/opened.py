@@ -4,9 +4,9 @@ import threading
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
 
 from ckptstore.contents import CommitContents
+from ckptstore.core.forks import cached_property
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.text import redact

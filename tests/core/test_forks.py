@@ -1,6 +1,7 @@
 """One place knows of forks, and what it gives a child is free."""
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -53,6 +54,46 @@ def test_a_lock_that_another_thread_holds_is_free_in_a_child() -> None:
     over.set()
     thread.join()
     assert code == 0
+
+
+class Slow:
+    """What takes its time to compute a value, the first time."""
+
+    def __init__(self) -> None:
+        self.begun, self.over, self.count = threading.Event(), threading.Event(), 0
+
+    @forks.cached_property
+    def value(self) -> int:
+        self.begun.set()
+        self.over.wait(HANGS_S)
+        self.count += 1
+        return self.count
+
+
+def test_a_child_computes_what_another_thread_was_computing_at_the_fork() -> None:
+    slow = Slow()
+    threads = [threading.Thread(target=lambda: slow.value) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    slow.begun.wait(HANGS_S)
+
+    def compute() -> None:
+        slow.over = threading.Event()
+        slow.over.set()
+        assert slow.value == 1
+
+    code = code_of_child(compute)
+    slow.over.set()
+    for thread in threads:
+        thread.join(HANGS_S)
+    assert (code, slow.count) == (0, 1)
+
+
+def test_no_value_is_computed_under_a_lock_that_forks_leave_held() -> None:
+    texts = [path.read_text() for path in PACKAGE.rglob("*.py")]
+    users = [text for text in texts if "@cached_property" in text]
+    foreign = re.compile(r"functools import .*\bcached_property\b")
+    assert users and not any(map(foreign.search, users))
 
 
 def test_threads_that_fork_at_once_take_turns(tmp_path: Path) -> None:

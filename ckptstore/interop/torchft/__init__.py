@@ -8,10 +8,10 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptstore.core.config import CHUNK_BYTES, default_threads
+from ckptstore.core.forks import cached_property
 from ckptstore.core.process import behind, free_bytes
 from ckptstore.distributed.sockets import own_addresses
 from ckptstore.errors import InvalidInput
