@@ -314,8 +314,10 @@ class _Merger:
         of_ranks = [attributes_in(node) for _, node in nodes]
         differ = {name for each in of_ranks for name in each}
         differ = {name for name in differ if len({repr(each.get(name)) for each in of_ranks}) > 1}
+        if not differ:
+            return
         leaves = [(self._trees[rank], leaf) for rank, node in nodes for leaf in leaves_of(node)]
-        if differ and any(_is_part(tree, leaf) for tree, leaf in leaves):
+        if any(_is_part(tree, leaf) for tree, leaf in leaves):
             tree, leaf = leaves[0]
             raise Conflict(
                 f"{tree.schema.paths[leaf]} is divided among ranks {[rank for rank, _ in nodes]}, "

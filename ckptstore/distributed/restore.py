@@ -275,7 +275,7 @@ class _View:
         return len(contents) == 1 < len(node.children)
 
     def tree(self, skeleton: Node | int) -> Tree:
-        """The tree of `skeleton`, which `visit` returned."""
+        """The tree of `skeleton`, which `seen` returned."""
         old, numbers = self._tree.schema, {leaf: i for i, leaf in enumerate(self._taken)}
         paths = dict(paths_of_leaves(skeleton, segment(self._tree.key)))
         rows = [

@@ -62,7 +62,8 @@ class Catalog:
     def __init__(self, path: Path | None, store: StoreId) -> None:
         self._path, self._store = path, store
         self.lock = threading.RLock()
-        """Held in every call of SQLite, which a fork waits for."""
+        """Held in every call of SQLite, which a fork waits for, and in nothing that may wait for
+        another lock."""
         self._file: CatalogFile | None = None
         halts_for_forks(self)
 
@@ -105,8 +106,9 @@ class Catalog:
         """A catalog in memory of a state and the entries up to it. Needs no fold: it is what
         answers if that fails."""
         catalog = cls.temporary(state.store)
+        led_to_it = list(takewhile(lambda entry: entry.n <= state.n, entries))
         with catalog.lock, _transaction(catalog._opened().connection) as tables:
-            fold_state(tables, state, takewhile(lambda entry: entry.n <= state.n, entries))
+            fold_state(tables, state, led_to_it)
         return catalog
 
     def position(self) -> Position:

@@ -259,7 +259,7 @@ class _Mirror:
         then a gc may have deleted it."""
         row = self._source.log.replay().commits.get(transfer.commit)
         if row is None or row.soft:
-            logger.info("commit %s was forgotten meanwhile and is not sent", transfer.commit[:12])
+            logger.info("commit %s is gone or thinned meanwhile; not sent", transfer.commit[:12])
             return
         logger.warning(
             "commit %s (step %s) cannot be sent: %s", transfer.commit[:12], transfer.step, error

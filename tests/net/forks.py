@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 import ckptstore
+from tests.commit.states import Gate
 
 HANGS_S = 40
 """Nothing that a child does takes a tenth of this. Then it tells its stacks, and ends."""
@@ -88,19 +89,6 @@ class Told:
 
 def _stack() -> list[str]:
     return traceback.format_exc().splitlines()
-
-
-class Gate:
-    """Holds a commit in the background at one milestone until it is opened."""
-
-    def __init__(self, milestone: str) -> None:
-        self.milestone = milestone
-        self.there, self.opened = threading.Event(), threading.Event()
-
-    def __call__(self, progress: Any) -> None:
-        if progress.milestone == self.milestone:
-            self.there.set()
-            self.opened.wait(HANGS_S)
 
 
 class Actor:

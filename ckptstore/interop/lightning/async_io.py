@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from ckptstore.core.ids import CommitId
 from ckptstore.internals import PendingCommit
 from ckptstore.interop.lightning.checkpoint_io import ALONE_RANKS, StoreCheckpointIO
 from ckptstore.maintenance.retention import KeepSince, Policy
@@ -26,6 +27,7 @@ class AsyncStoreCheckpointIO(StoreCheckpointIO):
         super()._begin()
         self._threads: ThreadPoolExecutor | None = None
         self._failed: BaseException | None = None
+        self._published: CommitId | None = None
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         self._behind(self._remove, path)
@@ -38,7 +40,8 @@ class AsyncStoreCheckpointIO(StoreCheckpointIO):
 
     def _retain(self, policies: Sequence[Policy], directory: str | os.PathLike[str]) -> None:
         # Commits that have no pointer yet stay: one that was forgotten first would get one after.
-        super().retain([*policies, KeepSince(self._published)], directory)
+        if self._published is not None:
+            super().retain([*policies, KeepSince(self._published)], directory)
 
     def teardown(self) -> None:
         self._drain()
