@@ -20,7 +20,7 @@ from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
-from ckptstore.core.forks import survives_forks
+from ckptstore.core.forks import cached_property, survives_forks
 from ckptstore.core.ids import StoreId
 from ckptstore.core.process import pauses, start
 from ckptstore.core.text import redact, without
@@ -57,15 +57,13 @@ class Database:
         self._url = _parse(url)
         self.deadline_s = DEADLINE_S
         self._store = store
-        self._engine: Engine | None = None
         survives_forks(self)
         self.schema = f"ckptstore_{store}"
 
     def forked(self) -> None:
         """Connections of the parent stay with the parent."""
-        if self._engine is not None:
-            self._engine.dispose(close=False)
-        self._engine = None
+        if engine := vars(self).pop("_engine", None):
+            engine.dispose(close=False)
 
     @property
     def name(self) -> str:
@@ -113,9 +111,8 @@ class Database:
             yield connection
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.dispose()
-        self._engine = None
+        if engine := vars(self).pop("_engine", None):
+            engine.dispose()
 
     def _once(self, work: Callable[[Connection], T]) -> T:
         with self.errors(), self._connected() as connection:
@@ -125,7 +122,7 @@ class Database:
 
     @contextmanager
     def _connected(self) -> Iterator[Connection]:
-        connection = self._pool().connect()
+        connection = self._engine.connect()
         try:
             with _ended_after(connection, self.deadline_s):
                 yield connection
@@ -137,35 +134,35 @@ class Database:
             with suppress(SQLAlchemyError):
                 connection.close()
 
-    def _pool(self) -> Engine:
-        if self._engine is None:
-            settings = {
-                "search_path": self.schema,
-                "idle_in_transaction_session_timeout": f"{_IDLE_S}s",
-            }
-            arguments = {
-                "options": " ".join(f"-c {name}={value}" for name, value in settings.items()),
-                "connect_timeout": min(CONNECT_TIMEOUT_S, max(int(self.deadline_s), 2)),
-                "keepalives_idle": 10,
-                "keepalives_interval": 5,
-                "keepalives_count": 3,
-            }
-            try:
-                self._engine = create_engine(
-                    self._url,
-                    connect_args=arguments,
-                    isolation_level="READ COMMITTED",
-                    pool_size=4,
-                    max_overflow=8,
-                    pool_recycle=600,
-                    # Otherwise psycopg would query the server about it on every connection.
-                    use_native_hstore=False,
-                )
-            except (ImportError, SQLAlchemyError) as error:
-                raise InvalidInput(
-                    f"cannot use {self.name}: {error}; install ckptstore[postgresql]"
-                ) from error
-        return self._engine
+    @cached_property
+    def _engine(self) -> Engine:
+        """The pool of connections. Raises `InvalidInput` if its driver is not installed."""
+        settings = {
+            "search_path": self.schema,
+            "idle_in_transaction_session_timeout": f"{_IDLE_S}s",
+        }
+        arguments = {
+            "options": " ".join(f"-c {name}={value}" for name, value in settings.items()),
+            "connect_timeout": min(CONNECT_TIMEOUT_S, max(int(self.deadline_s), 2)),
+            "keepalives_idle": 10,
+            "keepalives_interval": 5,
+            "keepalives_count": 3,
+        }
+        try:
+            return create_engine(
+                self._url,
+                connect_args=arguments,
+                isolation_level="READ COMMITTED",
+                pool_size=4,
+                max_overflow=8,
+                pool_recycle=600,
+                # Otherwise psycopg would query the server about it on every connection.
+                use_native_hstore=False,
+            )
+        except (ImportError, SQLAlchemyError) as error:
+            raise InvalidInput(
+                f"cannot use {self.name}: {error}; install ckptstore[postgresql]"
+            ) from error
 
     @contextmanager
     def errors(self) -> Iterator[None]:

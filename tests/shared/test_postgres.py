@@ -3,13 +3,17 @@ fork it."""
 
 import secrets
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import Engine
 
 import ckptstore
-from ckptstore.core.ids import log_key
+from ckptstore.core.ids import StoreId, log_key
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, Unavailable
+from ckptstore.index import postgres as database
 from ckptstore.log.entries import Settings
 from ckptstore.log.log import Refused
 from ckptstore.maintenance.move_log import migrate_tables, move_log, restore_log
@@ -43,6 +47,26 @@ def host(tmp_path: Path) -> Path:
 def bare(site: Site) -> Site:
     """The same place by somebody who names no database."""
     return Site(site.place, site.options)
+
+
+def test_threads_that_connect_at_once_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that nobody knows of would keep its connections open, whatever is closed."""
+    made, make = [], database.create_engine
+
+    def slowly(*args: Any, **kwargs: Any) -> Engine:
+        time.sleep(0.05)
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(database, "create_engine", slowly)
+    shared = database.Database("postgresql+psycopg://me@localhost/none", StoreId("0" * 32))
+    threads = [threading.Thread(target=lambda: shared._engine) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    shared.close()
+    assert len(made) == 1
 
 
 def test_a_store_with_a_database_does_what_any_store_does(
