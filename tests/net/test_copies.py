@@ -6,31 +6,34 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from tests.net.copies import Disks, World, mounted
+from tests.shared.sites import on
 
 ACTIONS = 40
 
 
 def walk(seed: int, disks: Disks) -> None:
-    world = World(seed, disks.inside(f"walk-{seed}"))
-    try:
-        for _ in range(ACTIONS):
-            world.act()
-        world.end()
-    except BaseException as error:
-        error.add_note(f"walk of seed {seed}:\n  " + "\n  ".join(world.told))
-        with suppress(Exception):
-            world.close()
-        raise
-    world.close()
+    """Copies of the caches are among what it makes, so it begins with none."""
+    with TemporaryDirectory() as host, on(Path(host)):
+        world = World(seed, disks.inside(f"walk-{seed}"))
+        try:
+            for _ in range(ACTIONS):
+                world.act()
+            world.end()
+        except BaseException as error:
+            error.add_note(f"walk of seed {seed}:\n  " + "\n  ".join(world.told))
+            with suppress(Exception):
+                world.close()
+            raise
+        world.close()
 
 
 @pytest.fixture
-def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disks]:
-    monkeypatch.setenv("CKPTSTORE_CACHE", str(tmp_path / "cache"))
+def disks(tmp_path: Path) -> Iterator[Disks]:
     with mounted(tmp_path) as disks:
         yield disks
 

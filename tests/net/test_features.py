@@ -158,6 +158,7 @@ class History:
         for site in ends:
             self.told.append(f"end: {site.place}")
             with site.open(self.folder / "end", create=False, threads=2) as store:
+                self.store = store  # of which `resume` takes the newest
                 for info in store.log():
                     if info.step in self.wanted:
                         self.look(store, info.id)
