@@ -49,6 +49,7 @@ CASES: dict[str, Callable[[Context], Result]] = {
     "held": held.held,
     "async-training": training.async_training,
     "async-step": training.async_step,
+    "async-busy": training.async_busy,
     "restore-warm": restores.restore_warm,
     "restore-cold": restores.restore_cold,
     "one-tensor": restores.one_tensor,

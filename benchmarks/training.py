@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Event, Thread
 from time import perf_counter
 from typing import Any
 
@@ -120,6 +121,39 @@ def async_step(context: Context) -> Result:
     )
 
 
+def async_busy(context: Context) -> Result:
+    """Training has one torch thread and feeds itself: a Python thread makes tokens all the while, so
+    the interpreter lock is never free for long."""
+    state = states.gpt(context.scale)
+    found: list[float] = []
+
+    def alone() -> None:
+        found.append(_mean_step(work, iter(range(STEPS))))
+
+    def beside(each: Committing) -> None:
+        pending = each.commit()
+        found.append(_mean_step(work, iter(pending.done, True)))
+
+    with ExitStack() as stack:
+        stack.enter_context(_one_thread())
+        work = Work(SHORT_STEP_S * context.scale)
+        ours = _committers(context, state, stack)
+        stack.enter_context(_tokens())
+        entrants = [Entrant(ALONE, alone, value=found.pop)]
+        entrants += [
+            Entrant(name, partial(beside, each), after=each.settle, value=found.pop)
+            for name, each in ours.items()
+        ]
+        series = alternate("async-busy", entrants, context.rounds)
+    return Result(
+        "async-busy",
+        "a step on one thread beside a busy Python thread while a commit of 1.45 GB runs, mean",
+        "s",
+        0,
+        series | _durable(ours),
+    )
+
+
 def _committers(context: Context, state: states.State, stack: ExitStack) -> dict[str, Committing]:
     executors: tuple[tuple[str, Any], ...] = ((THREAD, "thread"), (PROCESS, "process"))
     return {
@@ -147,6 +181,27 @@ def _mean_step(work: Work, until: Iterator[object]) -> float:
         work.step()
         steps += 1
     return (perf_counter() - started) / max(steps, 1)
+
+
+@contextmanager
+def _tokens() -> Iterator[None]:
+    """A thread that splits text into words and counts them until the end of the block."""
+    text = " ".join(str(number * 7919 % 104729) for number in range(2_000))
+    ended = Event()
+
+    def count() -> None:
+        while not ended.is_set():
+            numbers: dict[str, int] = {}
+            for word in text.split(" "):
+                numbers[word] = numbers.get(word, len(numbers)) + 1
+
+    thread = Thread(target=count, name="tokens")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager
