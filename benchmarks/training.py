@@ -2,7 +2,7 @@
 second with one commit among them."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event, Thread
@@ -92,38 +92,20 @@ def async_training(context: Context) -> Result:
 
 def async_step(context: Context) -> Result:
     """Training has one torch thread, and the other core is free."""
-    state = states.gpt(context.scale)
-    found: list[float] = []
-
-    def alone() -> None:
-        found.append(_mean_step(work, iter(range(STEPS))))
-
-    def beside(each: Committing) -> None:
-        pending = each.commit()
-        found.append(_mean_step(work, iter(pending.done, True)))
-
-    with ExitStack() as stack:
-        stack.enter_context(_one_thread())
-        work = Work(SHORT_STEP_S * context.scale)
-        ours = _committers(context, state, stack)
-        entrants = [Entrant(ALONE, alone, value=found.pop)]
-        entrants += [
-            Entrant(name, partial(beside, each), after=each.settle, value=found.pop)
-            for name, each in ours.items()
-        ]
-        series = alternate("async-step", entrants, context.rounds)
-    return Result(
-        "async-step",
-        "a step on one thread while a commit of 1.45 GB runs, mean",
-        "s",
-        0,
-        series | _durable(ours),
-    )
+    title = "a step on one thread while a commit of 1.45 GB runs, mean"
+    return _steps(context, "async-step", title, nullcontext())
 
 
 def async_busy(context: Context) -> Result:
-    """Training has one torch thread and feeds itself: a Python thread makes tokens all the while, so
-    the interpreter lock is never free for long."""
+    """Training has one torch thread and feeds itself: a Python thread makes tokens all the while,
+    so the interpreter lock is never free for long."""
+    title = "a step on one thread beside a busy Python thread while a commit of 1.45 GB runs, mean"
+    return _steps(context, "async-busy", title, _tokens())
+
+
+def _steps(
+    context: Context, name: str, title: str, beside_training: AbstractContextManager[None]
+) -> Result:
     state = states.gpt(context.scale)
     found: list[float] = []
 
@@ -138,20 +120,14 @@ def async_busy(context: Context) -> Result:
         stack.enter_context(_one_thread())
         work = Work(SHORT_STEP_S * context.scale)
         ours = _committers(context, state, stack)
-        stack.enter_context(_tokens())
+        stack.enter_context(beside_training)
         entrants = [Entrant(ALONE, alone, value=found.pop)]
         entrants += [
-            Entrant(name, partial(beside, each), after=each.settle, value=found.pop)
-            for name, each in ours.items()
+            Entrant(executor, partial(beside, each), after=each.settle, value=found.pop)
+            for executor, each in ours.items()
         ]
-        series = alternate("async-busy", entrants, context.rounds)
-    return Result(
-        "async-busy",
-        "a step on one thread beside a busy Python thread while a commit of 1.45 GB runs, mean",
-        "s",
-        0,
-        series | _durable(ours),
-    )
+        series = alternate(name, entrants, context.rounds)
+    return Result(name, title, "s", 0, series | _durable(ours))
 
 
 def _committers(context: Context, state: states.State, stack: ExitStack) -> dict[str, Committing]:
