@@ -8,7 +8,7 @@ of a commit and what a thinning made of it each store has one.
 
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -186,22 +186,29 @@ def counterparts(
     akin: Mapping[CommitId, CommitId] = NONE_AKIN.found,
 ) -> dict[CommitId, CommitId]:
     """For each of `commits` the one that the target has in its place: itself, or what a thinning
-    made of it, or made it of. One that is not forgotten there comes before one that is."""
-    places = defaultdict(set)
-    for commit in source.replaced:
-        places[source.in_place_of(commit)].add(commit)
+    made of it, or made it of. One that is not forgotten there comes before one that is; where all
+    that the place ever had is forgotten, it is one of those that wait for a gc."""
+    ours, theirs = _by_place(source, source.replaced), _by_place(target, target.commits)
     found = {}
     for commit in commits:
         last = source.in_place_of(commit)
-        here = {commit, last, *places.get(last, ())}
+        here = {commit, last, *ours.get(last, ())}
         kin = {target.in_place_of(akin.get(each, each)) for each in here}
         there = sorted(
-            {commit, *kin} & set(target.commits),
-            key=lambda c: (target.commits[c].soft > 0, c != commit),
+            {commit}.union(*(theirs.get(each, ()) for each in kin)) & set(target.commits),
+            key=lambda c: (target.commits[c].soft > 0, c != commit, c not in kin, c),
         )
         if there:
             found[commit] = there[0]
     return found
+
+
+def _by_place(state: State, commits: Iterable[CommitId]) -> dict[CommitId, set[CommitId]]:
+    """Those of `commits` that have, or had, one place, by the commit that had it last."""
+    places = defaultdict[CommitId, set[CommitId]](set)
+    for commit in commits:
+        places[state.in_place_of(commit)].add(commit)
+    return places
 
 
 def find_akin(source: StoreHandle, target: StoreHandle, wanted: Collection[CommitId]) -> Akin:

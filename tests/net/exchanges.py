@@ -52,10 +52,7 @@ class Seen:
                 leaves[info.id] = frozenset(leaf.path for leaf in there if not leaf.gone)
         self.leaves = {step: leaves[commit] for step, commit in self.ids.items()}
         self.replaced = set(state.replaced)
-        # What a thinning replaced waits for a gc, too; whether its place was purged since is said
-        # by what replaced it.
-        soft = {row.step for c, row in state.commits.items() if row.soft and c not in self.replaced}
-        self.forgotten = soft - set(self.ids)
+        self.forgotten = {row.step for row in state.commits.values() if row.soft} - set(self.ids)
         steps = {commit: step for step, commit in self.ids.items()}
         self.tags = {name: steps[commit] for name, commit in state.tags.items()}
 

@@ -72,6 +72,28 @@ def test_a_mirror_that_forgot_a_commit_is_not_sent_what_was_thinned_of_it(tmp_pa
         assert done.plan.forgotten == (store.checkout(0).id,)
 
 
+def test_a_place_is_forgotten_while_the_whole_commit_waits_for_a_gc_whatever_is_sent(
+    tmp_path: Path,
+) -> None:
+    """A fast tier purges the thinned commit that it gives away, and not what the thinning replaced:
+    whoever sends the one or the other finds the place forgotten."""
+    commits = make(tmp_path / "a")
+    with ckptstore.open(tmp_path / "a") as store:
+        store.push(tmp_path / "whole", create=True)
+        store.forget(POLICY)
+        ckptstore.clone(tmp_path / "a", tmp_path / "thinned").close()
+    tier = ckptstore.Mirror(tmp_path / "b", keep_local=KeepLast(2))
+    with ckptstore.open(tmp_path / "a", mirror=tier) as store:
+        assert store.flush_mirror()
+        assert [info.step for info in store.log()] == [5, 4]
+        for other in ("whole", "thinned"):
+            pulled = store.pull(tmp_path / other)
+            assert pulled.sent == ()
+            assert len(pulled.plan.forgotten) == 4, other
+        store.undelete(commits[0])
+        assert store.checkout(0).id == commits[0]
+
+
 def test_a_store_thins_what_its_mirror_has(tmp_path: Path) -> None:
     mirror = ckptstore.Mirror(str(tmp_path / "b"), keep_local=POLICY)
     with ckptstore.open(tmp_path / "a", mirror=mirror) as store:
