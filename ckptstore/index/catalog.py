@@ -17,7 +17,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
-from ckptstore.core.forks import halts_for_forks
+from ckptstore.core.forks import survives_forks
 from ckptstore.core.ids import StoreId
 from ckptstore.errors import Corrupt
 from ckptstore.index.catalog_fold import (
@@ -29,7 +29,10 @@ from ckptstore.index.catalog_fold import (
 )
 from ckptstore.index.catalog_sqlite import (
     LOCK_TIMEOUT_S,
+    calls,
     catalog_error,
+    close_with,
+    closer,
     inode,
     is_busy,
     is_current,
@@ -61,11 +64,8 @@ class Catalog:
 
     def __init__(self, path: Path | None, store: StoreId) -> None:
         self._path, self._store = path, store
-        self.lock = threading.RLock()
-        """Held in every call of SQLite, which a fork waits for, and in nothing that may wait for
-        another lock."""
         self._file: CatalogFile | None = None
-        halts_for_forks(self)
+        survives_forks(self)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], store: StoreId) -> "Catalog":
@@ -75,7 +75,8 @@ class Catalog:
         If none can be written, it is kept in memory.
         """
         catalog = cls(Path(path).absolute(), store)
-        catalog._opened()
+        with catalog.using():
+            catalog._opened()
         return catalog
 
     @classmethod
@@ -91,7 +92,7 @@ class Catalog:
         """
         catalog, remaining = cls.temporary(store), iter(entries)
         while part := list(islice(remaining, _SLICE)):
-            with catalog.lock:
+            with catalog.using():
                 connection = catalog._opened().connection
                 try:
                     with _transaction(connection) as tables:
@@ -107,7 +108,7 @@ class Catalog:
         answers if that fails."""
         catalog = cls.temporary(state.store)
         led_to_it = list(takewhile(lambda entry: entry.n <= state.n, entries))
-        with catalog.lock, _transaction(catalog._opened().connection) as tables:
+        with catalog.using(), _transaction(catalog._opened().connection) as tables:
             fold_state(tables, state, led_to_it)
         return catalog
 
@@ -121,7 +122,7 @@ class Catalog:
 
         They raise `Corrupt` once this catalog has closed that file.
         """
-        with self.lock:
+        with self.using():
             return Queries(partial(self._ask, self._opened()))
 
     def fold(self, entries: Iterable[Entry]) -> bool:
@@ -153,7 +154,7 @@ class Catalog:
     def reset(self) -> None:
         """Start again with empty tables: for `reindex`, and for a catalog ahead of its log. In
         memory, if the file cannot be removed."""
-        with self.lock:
+        with self.using():
             self.close()
             if self._path:
                 try:
@@ -163,12 +164,12 @@ class Catalog:
 
     def in_memory(self) -> bool:
         """Whether the tables could not be written to a file, and are lost with this process."""
-        with self.lock:
+        with self.using():
             return self._opened().in_memory
 
     def close(self) -> None:
         """Close the connection; the next use opens it again."""
-        with self.lock:
+        with self.using():
             if self._file:
                 self._file.close()
                 self._file = None
@@ -178,7 +179,7 @@ class Catalog:
     ) -> bool:
         """Run `work` in one transaction. A catalog found to be damaged is replaced by an empty
         one."""
-        with self.lock:
+        with self.using():
             try:
                 with _transaction(self._opened().connection) as tables:
                     return work(tables, *args, **kwargs)
@@ -188,7 +189,7 @@ class Catalog:
                 return False
 
     def _ask(self, file: "CatalogFile", sql: str, values: Mapping[str, Any]) -> Rows:
-        with self.lock:
+        with self.using():
             if file is not self._file:
                 raise Corrupt(
                     f"the catalog {self._path or 'in memory'} was closed or replaced while it was "
@@ -210,16 +211,16 @@ class Catalog:
             self._file = CatalogFile(self._path, self._store)
         return self._file
 
-    def halt(self) -> None:
-        """Wait for SQLite: a child would inherit locks within it that nobody releases."""
-        self.lock.acquire()
-
-    def go_on(self) -> None:
-        self.lock.release()
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Around every use of the connection, and around nothing that may wait for another lock: a
+        fork waits for its end."""
+        with self._lock, calls.one():
+            yield
 
     def forked(self) -> None:
         """Leave the parent's connection open: closing it would checkpoint its write-ahead log."""
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         if self._file:
             _abandoned.append(self._file)
             self._file = None
@@ -267,6 +268,8 @@ class CatalogFile:
                 self._file = path, there
         if self._file is None:
             self.connection = _fill(_connect(None), store)
+        self.close = closer(self.connection)
+        close_with(self, self.close)
 
     @property
     def in_memory(self) -> bool:
@@ -275,9 +278,6 @@ class CatalogFile:
     def replaced(self) -> bool:
         """Whether the path leads to another file now."""
         return self._file is not None and inode(self._file[0]) != self._file[1]
-
-    def close(self) -> None:
-        self.connection.close()
 
 
 def _prepare(path: Path, store: StoreId) -> bool:

@@ -37,20 +37,21 @@ _BUSY = {
 
 
 class _Calls:
-    """The calls of SQLite in progress on connections of `open_catalog`. None is at a fork: a child
-    would inherit locks within SQLite that nobody releases, and wait for them for ever."""
+    """The calls of SQLite in progress in this process. None is at a fork: a child would inherit
+    locks within SQLite that nobody releases, and wait for them for ever."""
 
     def __init__(self) -> None:
         self.forked()
         halts_for_forks(self, innermost=True)
 
     def forked(self) -> None:
-        self._changed, self._inside, self._halting = threading.Condition(), 0, False
+        self._changed, self._halting = threading.Condition(), False
+        self._inside: set[int] = set()
 
     def halt(self) -> None:
         self._changed.acquire()
         self._halting = True
-        self._changed.wait_for(lambda: not self._inside)
+        self._changed.wait_for(lambda: self._inside <= {threading.get_ident()}, _FORK_TIMEOUT_S)
 
     def go_on(self) -> None:
         self._halting = False
@@ -59,28 +60,53 @@ class _Calls:
 
     @contextmanager
     def one(self, *, waits: bool = True) -> Iterator[None]:
-        """One call. Not to wait is for what the garbage collector calls, also on the thread that
-        forks."""
-        with self._changed:
-            if waits:
-                self._changed.wait_for(lambda: not self._halting)
-            self._inside += 1
+        """One call, or several that wait for nothing else; calls nest. Not to wait is for what the
+        garbage collector calls, also on the thread that forks."""
+        me = threading.get_ident()
+        if me in self._inside:
+            yield
+            return
         try:
+            with self._changed:
+                if waits:
+                    self._changed.wait_for(lambda: not self._halting)
+                self._inside.add(me)
             yield
         finally:
             with self._changed:
-                self._inside -= 1
+                self._inside.discard(me)
                 self._changed.notify_all()
 
 
-_calls = _Calls()
+_FORK_TIMEOUT_S = 30.0
+"""So that a fork does not wait for ever for a disk that does not answer."""
+
+calls = _Calls()
+"""Every call of SQLite is made within `calls.one()`."""
+
+
+def closer(connection: sqlite3.Connection) -> Callable[[], None]:
+    """What closes a connection, whoever calls it."""
+
+    def close() -> None:
+        with calls.one(waits=False):
+            connection.close()
+
+    return close
+
+
+def close_with(owner: object, close: Callable[[], None]) -> None:
+    """Close once `owner` is garbage, if nobody did before. sqlite3's connections are part of a
+    cycle: garbage collection alone would keep the file open for long, and close it during a
+    fork."""
+    weakref.finalize(owner, close).atexit = False
 
 
 def open_catalog(path: str | PathLike[str], store: StoreId) -> Queries | None:
     """Queries on the catalog of `store` at `path`, or None if there is no readable one. Threads may
     share them."""
     try:
-        with _calls.one():
+        with calls.one():
             connection = _connect(Path(path))
     except (sqlite3.Error, UnicodeError):
         return None
@@ -88,21 +114,16 @@ def open_catalog(path: str | PathLike[str], store: StoreId) -> Queries | None:
 
     def ask(sql: str, values: Mapping[str, Any]) -> Rows:
         try:
-            with lock, _calls.one():
+            with lock, calls.one():
                 return connection.execute(sql, values).fetchall()
         except (sqlite3.Error, UnicodeError) as error:
             raise catalog_error(error, str(path)) from error
 
-    def close() -> None:
-        with _calls.one(waits=False):
-            connection.close()
-
+    close = closer(connection)
     try:
         if is_current(ask, store):
             queries = Queries(ask, close)
-            # sqlite3's connections are part of a cycle: garbage collection alone would keep the
-            # file open for long.
-            weakref.finalize(queries, close).atexit = False
+            close_with(queries, close)
             return queries
     except (Corrupt, Unavailable):
         pass

@@ -4,11 +4,13 @@ import math
 import multiprocessing
 import random
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import count
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from ckptstore.core.ids import CommitId
 from ckptstore.core.refs import Best
 from ckptstore.errors import NotFound
+from ckptstore.index import catalog_sqlite
 from ckptstore.index.catalog import Catalog
 from ckptstore.log.entries import (
     Condemn,
@@ -403,6 +406,32 @@ def test_a_forked_child_opens_its_own_connection(catalog: Catalog) -> None:
     child.join(60)
     assert child.exitcode == 0
     assert catalog.position() == entries[-1].position
+
+
+def test_a_fork_waits_for_a_catalog_that_another_thread_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite has locks of its own: a child that is forked within them waits for ever."""
+    connect, within, connected = sqlite3.connect, Event(), list[bool]()
+
+    def slow(*args: Any, **kwargs: Any) -> sqlite3.Connection:
+        if not within.is_set():
+            within.set()
+            while not catalog_sqlite.calls._halting:  # until the fork waits
+                time.sleep(0.001)
+        connection: sqlite3.Connection = connect(*args, **kwargs)
+        connected.append(True)
+        return connection
+
+    monkeypatch.setattr("ckptstore.index.catalog.sqlite3.connect", slow)
+    opening = Thread(target=lambda: Catalog.open(tmp_path / "catalog.sqlite", STORE).close())
+    opening.start()
+    assert within.wait(60)
+    child = multiprocessing.get_context("fork").Process(target=lambda: exit(0 if connected else 1))
+    child.start()
+    opening.join(60)
+    child.join(60)
+    assert child.exitcode == 0
 
 
 def test_a_catalog_that_another_process_replaced_is_opened_again(
