@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def adopt(call: Call) -> Answer:
     args = call.args
-    metrics = metrics_of(args.metric, "ckptstore adopt")
+    metrics = metrics_of(args.metric)
     links = links_of(args.link)
     handle = call.open()
     from ckptstore.commit.commit_metadata import label_of
@@ -81,11 +81,10 @@ def _adopt_by_store(
 ) -> tuple["CommitContents", tuple[str, ...]]:
     """Commit a directory that is hollow or becomes so; its contents and its tags."""
     from ckptstore.adoption import adopt as adopt_in
-    from ckptstore.core.settings import Settings
     from ckptstore.snapshot import contents_of
-    from ckptstore.store import Store, internals_of
+    from ckptstore.store import internals_of
 
-    store = call.stack.enter_context(Store(handle, Settings.of(run=run)))
+    store = call.training_store(handle, run)
     made = adopt_in(internals_of(store), place, label, hollow=hollow)
     return contents_of(made), made.tags
 

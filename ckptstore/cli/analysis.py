@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ckptstore.analysis import NotCompared
     from ckptstore.averages import Factors
     from ckptstore.snapshot import Snapshot
-    from ckptstore.store import Store
 
 REF = "CKPTSTORE_REF"
 """Where a command of `bisect --command` finds the commit to look at."""
@@ -36,7 +35,7 @@ VERDICTS = range(125)
 
 def parted(call: Call) -> Answer:
     args = call.args
-    store = _opened(call)
+    store = call.training_store(call.open())
     from ckptstore.analysis import distance, parting
 
     with call.screen.progress("comparing commits"):
@@ -103,12 +102,12 @@ def _left_out(found: "NotCompared") -> str:
 def bisect(call: Call) -> Answer:
     args = call.args
     if args.good is None:
-        raise UsageError("--good REF is missing", "ckptstore bisect")
+        raise UsageError("--good REF is missing")
     if (args.above is None) != (args.leaf is None):
-        raise UsageError("--leaf and --above go together", "ckptstore bisect")
+        raise UsageError("--leaf and --above go together")
     if sum((args.command_line is not None, args.nan, args.leaf is not None)) != 1:
-        raise UsageError("give one of --command, --nan, --leaf", "ckptstore bisect")
-    store = _opened(call)
+        raise UsageError("give one of --command, --nan, --leaf")
+    store = call.training_store(call.open())
     from ckptstore.analysis import bisect as search
     from ckptstore.core.ids import parse_commit_id
     from ckptstore.store import internals_of
@@ -144,8 +143,8 @@ def bisect(call: Call) -> Answer:
 
 def average(call: Call) -> Answer:
     args = call.args
-    metrics = metrics_of(args.metric, "ckptstore average")
-    store = _opened(call)
+    metrics = metrics_of(args.metric)
+    store = call.training_store(call.open(*args.refs))
     from ckptstore.averages import RUN, combine, mean, moving, spherical, weighted
     from ckptstore.store import internals_of
 
@@ -190,16 +189,8 @@ def _numbers(text: str, option: str, count: int | None = None) -> list[float]:
         found = []
     if not found or (count is not None and len(found) != count):
         wanted = "a number" if count == 1 else "numbers with commas between them, such as 1,2,1"
-        raise UsageError(f"{option} {text!r}: wanted {wanted}", "ckptstore average")
+        raise UsageError(f"{option} {text!r}: wanted {wanted}")
     return found
-
-
-def _opened(call: Call) -> "Store":
-    handle = call.open(*(getattr(call.args, "refs", None) or ()))
-    from ckptstore.core.settings import Settings
-    from ckptstore.store import Store
-
-    return call.stack.enter_context(Store(handle, Settings.of()))
 
 
 def _read(path: Path) -> dict[str, bool]:

@@ -1,9 +1,16 @@
 """Every command with its options, as data; the modules that run them are imported when needed."""
 
-from ckptstore.cli.parser import Command, Option, Options, count, flag, several, share, size, span
-from ckptstore.cli.questions import QUESTIONS, RUN
+from ckptstore.cli.parser import Operation, Option, Options, either, flag, several
 from ckptstore.core.config import CHUNK_BYTES, CODECS
 
+_RUN = Option("--run", "RUN", "resolve steps, 'latest' and 'best:' in this run")
+_REF = Option("ref", "REF", "the commit (default: latest)", nargs="?", default="latest")
+_FOLD = either(
+    *("fold", "--fold", "fold leaves, also in a pipe and if they are few"),
+    *("-a --all", "print one line per leaf"),
+)[::-1]
+
+_NUMBERS = ("norm", "mean", "std", "min", "max", "zeros", "nan", "drift", "drift_first")
 _PLACE = "a directory or a URL"
 _DRY_RUN = flag("-n --dry-run", "print the plan and change nothing")
 _READ_DATA = Option(
@@ -30,7 +37,7 @@ _MIRROR: Options = (
 )
 _LABEL: Options = (
     Option("--run", "RUN", "the run of the commit (default: $CKPTSTORE_RUN, else main)"),
-    Option("--step", "N", "its step", type=count),
+    Option("--step", "N", "its step"),
     several("--tag", "NAME", "a tag for it"),
     Option("--message", "TEXT", "its message (default: the origin)", default=""),
     several("--metric", "NAME=VALUE", "one of its metrics"),
@@ -39,8 +46,8 @@ _PERIODS = {"hourly": "hour", "daily": "day", "weekly": "week", "monthly": "mont
 _FORMATS = ("files", "safetensors", "torch", "dcp")
 
 _KEEP = (
-    Option("--keep-last", "N", "keep the newest N", type=count),
-    Option("--keep-every-steps", "N", "keep steps that are multiples of N", type=count),
+    Option("--keep-last", "N", "keep the newest N"),
+    Option("--keep-every-steps", "N", "keep steps that are multiples of N"),
     several(
         "--keep-best",
         ("METRIC[:max]", "N"),
@@ -51,14 +58,12 @@ _KEEP = (
         "--keep-within",
         "SPAN",
         "keep commits at most SPAN (90min, 12h, 7d) older than the run's newest",
-        type=span,
     ),
     *(
         Option(
             f"--keep-{adverb}",
             "N",
             f"keep the newest commit of each of N {unit}s",
-            type=count,
         )
         for adverb, unit in _PERIODS.items()
     ),
@@ -71,7 +76,7 @@ _KEEP = (
 """What stays, and stays whole, for `forget` and `stats --what-if`."""
 
 COMMANDS = (
-    Command(
+    Operation(
         "init",
         "setup.init",
         "create an empty store",
@@ -86,7 +91,6 @@ COMMANDS = (
                 "--chunk-size",
                 "SIZE",
                 "a power of two from 64KiB to 64MiB (default: 1MiB)",
-                type=size,
                 default=CHUNK_BYTES,
             ),
             Option(
@@ -99,8 +103,206 @@ COMMANDS = (
             flag("--private", "let only the owner read and write the store"),
         ),
     ),
-    *QUESTIONS,
-    Command(
+    Operation(
+        "log",
+        "log.log",
+        "list commits, newest first",
+        (
+            Option("-n", "N", "list at most N commits", dest="limit"),
+            flag("-a --all", "list every commit"),
+            several("--run", "RUN", "commits of this run (default: all runs)"),
+            flag("--forgotten", "list the forgotten commits that `undelete` can restore"),
+            several("--tag", "GLOB", "commits with a tag that matches GLOB", nargs="?", const="*"),
+            Option(
+                "--since",
+                "TIME",
+                "commits since TIME: a span before now (90min, 2h, 3d), or a date or time",
+            ),
+            Option("--until", "TIME", "commits until TIME"),
+            several("--metric", "NAME", "show this metric (default: the three most frequent)"),
+            Option("--sort", "METRIC[:max]", "sort by a metric: smallest first, or largest"),
+            either(
+                *("graph", "--graph", "draw the lineage (default on a terminal if it branches)"),
+                *("--no-graph", "do not draw the lineage"),
+            ),
+        ),
+        "List commits, newest first: 50 on a terminal, all with --all, with --json and in a pipe.",
+    ),
+    Operation(
+        "show",
+        "show.show",
+        "show everything about a commit",
+        (
+            _REF,
+            _RUN,
+            flag("--usage", "add exclusive and shared bytes, which reads every commit"),
+        ),
+    ),
+    Operation(
+        "ls",
+        "ls.ls",
+        "list the leaves of a commit",
+        (
+            _REF,
+            _RUN,
+            Option(
+                "globs",
+                "GLOB",
+                "leaves whose path, in full or below its key, matches or lies below: model, "
+                "'layers.*', '*.bias' (* crosses /)",
+                nargs="*",
+            ),
+            flag("-l --long", "also show chunks, sizes of values, and small values"),
+            _FOLD,
+        ),
+        "List the leaves of a commit. A terminal folds more than 40: leaves whose paths differ "
+        "only in\nnumbers become one line, whose pattern is a GLOB.",
+    ),
+    Operation(
+        "diff",
+        "diff.diff",
+        "compare two commits",
+        (
+            Option("a", "A", "the older commit"),
+            Option("b", "B", "the newer commit"),
+            _RUN,
+            flag("--stat", "print sums per key"),
+            _FOLD,
+        ),
+        "Compare two commits leaf by leaf. More than 40 changes are folded: leaves whose paths "
+        "differ only in\nnumbers become one line. If there still are more than 40 lines, sums per "
+        "key are printed, and the\nchanges that are more than another content of a tensor.",
+    ),
+    Operation(
+        "parted",
+        "analysis.parted",
+        "find where two runs part that should be equal",
+        (
+            Option("a", "RUN_A", "a run"),
+            Option("b", "RUN_B", "another run"),
+            several("--select", "GLOB", "compare these leaves only, such as 'model/*'"),
+            Option("-n", "N", "list and measure N leaves", dest="limit", default=10),
+        ),
+        "Compare the commits of two runs step by step, and list the leaves that differ at the "
+        "first step\nat which some do: the largest difference of two elements, and the norm of the "
+        "difference by that of\nthe tensor. Reads tensors of these leaves only.",
+    ),
+    Operation(
+        "history",
+        "history.history",
+        "show how tensors moved over the commits of a run",
+        (
+            Option("select", "GLOB", "tensors by their paths (default: all)", nargs="*"),
+            Option("--run", "RUN", "commits of this run (default: the one trained last)"),
+            several("--ref", "REF", "this commit, instead of all of a run", dest="refs"),
+            Option("-n", "N", "show the last N commits", dest="limit"),
+            flag("--nan", "for each tensor, show the first commit with a NaN or an infinity"),
+        ),
+        "Norm, mean, standard deviation, minimum, maximum, zeros and NaN of tensors in each "
+        "commit, and how far\nthey moved since the one before (drift) and since the first. What is "
+        "measured is kept in the catalog:\na second look reads no tensor.",
+    ),
+    Operation(
+        "plot",
+        "plot.plot",
+        "draw metrics, sizes, tensors or a difference",
+        (
+            Option(
+                "kind",
+                "KIND",
+                "metrics, size, tensor or diff",
+                choices=("metrics", "size", "tensor", "diff"),
+            ),
+            Option("words", "WORD", "metrics, GLOBs of tensors, or two REFs", nargs="*"),
+            Option("-o", "FILE", "an .svg, .png or .pdf file (default: here)", dest="output"),
+            several(
+                "--run",
+                "RUN",
+                "this run (default: all; of tensors the one trained last)",
+                dest="runs",
+            ),
+            Option(
+                "--of",
+                "NUMBER",
+                f"of tensors: {', '.join(_NUMBERS)}",
+                choices=_NUMBERS,
+                default="norm",
+            ),
+            flag("--log", "a logarithmic axis"),
+        ),
+        "Draw a chart into FILE, or on the terminal: metrics over steps, the size of all commits, "
+        "a number of\ntensors over steps, or which tensors changed most from one commit to "
+        "another.",
+    ),
+    Operation(
+        "watch",
+        "watch.watch",
+        "show new commits, writers and the disk as they change",
+        (
+            Option("--every", "SPAN", "look every SPAN (default: 2s)", default=2),
+            Option("-n", "N", "end after N new commits", dest="count"),
+            Option("--mirror", "STORE", "also count the commits that this mirror lacks"),
+        ),
+        "Show the last commits, their rate, when the disk will be full, and which processes write, "
+        "until Ctrl-C.\nIn a pipe, print a line for each new commit.",
+        draws=True,
+    ),
+    Operation(
+        "bisect",
+        "analysis.bisect",
+        "find the first bad commit between two",
+        (
+            Option("--good", "REF", "a commit that is good"),
+            Option("--bad", "REF", "a later one that is bad (default: latest)", default="latest"),
+            Option("--run", "RUN", "resolve REFs in this run (default: the one trained last)"),
+            Option(
+                "--command",
+                "CMD",
+                "ask a shell command: 0 is good; the commit is in $CKPTSTORE_REF",
+                dest="command_line",
+            ),
+            flag("--nan", "bad is a commit with a NaN or an infinity"),
+            Option("--leaf", "GLOB", "bad is a commit in which these tensors' norm is above"),
+            Option("--above", "NUMBER", "this number", type=float),
+            Option("--verdicts", "FILE", "keep verdicts, and begin with those that FILE has"),
+        ),
+        "Look at about log2 of the commits between, along first parents, and name the first bad "
+        "one.",
+    ),
+    Operation(
+        "verify",
+        "signing.verify",
+        "check that a commit is signed by a key that you trust",
+        (
+            _REF,
+            _RUN,
+            several("--keys", "FILE", "public keys that you trust", action="extend", nargs="+"),
+        ),
+        "Check that one of the keys signed the commit. To compare its bytes with its id too, run\n"
+        "`ckptstore fsck --read-data`, or restore with `checkout(…, require_signature=FILE)`.",
+    ),
+    Operation(
+        "ui",
+        "ui.ui",
+        "show a web page of the store",
+        (
+            Option("--host", "HOST", "the address to serve it at (default: 127.0.0.1)"),
+            Option("--port", "PORT", "its port (default: the first free one from 8765)"),
+            flag("--open", "open it in the browser"),
+            flag("--allow-changes", "let the page tag, untag, forget and undelete"),
+            Option("--export", "DIR", "write the page as static files to DIR, and serve nothing"),
+            Option(
+                "--commits",
+                "N",
+                "the newest commits that --export writes pages of (default: 200)",
+                default=200,
+            ),
+        ),
+        "Serve a web page of the store, or of several: -s may be repeated. It changes nothing "
+        "without\n--allow-changes. Needs `pip install 'ckptstore[ui]'`.",
+        several_stores=True,
+    ),
+    Operation(
         "tag",
         "log.tag",
         "list, set, rename or remove tags",
@@ -118,12 +320,12 @@ COMMANDS = (
                 action="extend",
                 nargs="+",
             ),
-            RUN,
+            _RUN,
         ),
         "List tags. With NAME, set a tag; with --rename, give it another name; with -d, remove "
         "tags.",
     ),
-    Command(
+    Operation(
         "stats",
         "show.stats",
         "show the size of the store and its largest commits",
@@ -132,7 +334,6 @@ COMMANDS = (
                 "-n",
                 "N",
                 "list the N commits with most exclusive bytes (default: 10)",
-                type=count,
                 default=10,
                 dest="top",
             ),
@@ -141,7 +342,7 @@ COMMANDS = (
             *_KEEP,
         ),
     ),
-    Command(
+    Operation(
         "forget",
         "maintain.forget",
         "forget commits by policy or by name",
@@ -157,7 +358,7 @@ COMMANDS = (
         "whole run.\nTagged commits stay, and by --keep options also the two newest of each run. "
         "`undelete` restores\nforgotten commits, and what --thin dropped, until `gc` deletes them.",
     ),
-    Command(
+    Operation(
         "undelete",
         "maintain.undelete",
         "restore forgotten commits",
@@ -169,7 +370,7 @@ COMMANDS = (
         "Restore forgotten commits that no gc has deleted. A REF names a forgotten commit here: a "
         "step the\nnewest of them, 'latest' the newest of all. `log --forgotten` lists them.",
     ),
-    Command(
+    Operation(
         "release",
         "maintain.release",
         "let the commits of deleted hollow directories go",
@@ -187,7 +388,7 @@ COMMANDS = (
         "Release the holds (tags held/…) of hollow directories that are about to go, or are gone "
         "with all their\ncopies. A store never does so alone: it cannot know where copies lie.",
     ),
-    Command(
+    Operation(
         "compact",
         "maintain.compact_store",
         "store old commits smaller, without loss",
@@ -197,32 +398,24 @@ COMMANDS = (
                 "--newest",
                 "N",
                 "the newest N commits of each run stay as they are (default: 2)",
-                type=count,
                 default=2,
             ),
             Option(
                 "--every",
                 "N",
                 "N consecutive commits share a base (default: 8)",
-                type=count,
                 default=8,
             ),
-            Option("--threads", "N", "code on N threads (default: 1)", type=count, default=1),
-            (
-                flag("--with-gc", "let every later gc compact like this", default=None),
-                flag(
-                    "--without-gc",
-                    "let gc compact no more",
-                    dest="with_gc",
-                    means=False,
-                    default=None,
-                ),
+            Option("--threads", "N", "code on N threads (default: 1)"),
+            either(
+                *("with_gc", "--with-gc", "let every later gc compact like this"),
+                *("--without-gc", "let gc compact no more"),
             ),
         ),
         "Store the chunks of old commits as byte planes, and as differences from those of a "
         "neighboring commit. Nothing of them is lost; they take longer to read.",
     ),
-    Command(
+    Operation(
         "gc",
         "maintain.gc",
         "delete what no commit needs",
@@ -232,22 +425,18 @@ COMMANDS = (
                 "--max-unused",
                 "SHARE",
                 "share of dead bytes that packs may keep (default: 5%%)",
-                type=share,
-                default=0.05,
             ),
             Option(
                 "--max-repack",
                 "SIZE",
                 "copy at most SIZE, such as 10G (default: no limit)",
-                type=size,
+                dest="max_repack_bytes",
             ),
             (
                 Option(
                     "--grace",
                     "SPAN",
                     "keep what was forgotten less than SPAN ago (default: 1h)",
-                    type=span,
-                    default=3600,
                     dest="grace_s",
                 ),
                 Option(
@@ -265,8 +454,8 @@ COMMANDS = (
         "and combine\nsparse and small packs. Others may commit, read and collect meanwhile. A "
         "later gc deletes what commits\nin flight may reuse.",
     ),
-    Command("sessions", "maintain.sessions", "list writers and the packs that wait for them"),
-    Command(
+    Operation("sessions", "maintain.sessions", "list writers and the packs that wait for them"),
+    Operation(
         "fsck",
         "maintain.fsck_store",
         "check the store for damage",
@@ -286,7 +475,7 @@ COMMANDS = (
         "  packs         footers of every pack\n"
         "  data          every stored byte",
     ),
-    Command(
+    Operation(
         "repair",
         "maintain.repair_store",
         "repair damage",
@@ -301,11 +490,11 @@ COMMANDS = (
         "Replaced objects\ngo to quarantine/ in the store. Commits that stay damaged are named. "
         "Readers and writers may continue.",
     ),
-    Command("reindex", "maintain.reindex", "rebuild this host's catalog and chunk index"),
-    Command(
+    Operation("reindex", "maintain.reindex", "rebuild this host's catalog and chunk index"),
+    Operation(
         "doctor", "maintain.doctor", "test the storage, and check the space for the next commit"
     ),
-    Command(
+    Operation(
         "push",
         "maintain.push",
         "copy commits to another store",
@@ -318,14 +507,14 @@ COMMANDS = (
         "Copy commits and their tags to the store TO, without chunks that it has. A commit "
         "appears there whole,\nunder the same id. Repeat an interrupted push to resume it.",
     ),
-    Command(
+    Operation(
         "pull",
         "maintain.pull",
         "copy commits from another store",
         (Option("other", "FROM", _PLACE), _FROM_INDEX, *_MIRROR),
         "Copy commits and their tags from the store FROM, as `push` does.",
     ),
-    Command(
+    Operation(
         "clone",
         "maintain.clone",
         "copy a whole store",
@@ -340,7 +529,7 @@ COMMANDS = (
         "Create the store TO with every commit and tag of the store FROM. Repeat an interrupted "
         "clone to\nresume it.",
     ),
-    Command(
+    Operation(
         "import",
         "maintain.import_files",
         "commit files of another format",
@@ -349,7 +538,7 @@ COMMANDS = (
         "shards, a .pt\nfile, a directory of DCP or TorchSnapshot, or any other directory, such "
         "as a Hugging Face model.",
     ),
-    Command(
+    Operation(
         "average",
         "analysis.average",
         "commit the average of commits",
@@ -365,7 +554,7 @@ COMMANDS = (
             several("-o --tag", "TAG", "a tag for it"),
             Option("--run", "RUN", "resolve REFs in this run (default: the one trained last)"),
             Option("--into", "RUN", "the run of the new commit (default: averages)"),
-            Option("--step", "N", "its step", type=count),
+            Option("--step", "N", "its step"),
             Option("--message", "TEXT", "its message (default: the origin)", default=""),
             several("--metric", "NAME=VALUE", "one of its metrics"),
         ),
@@ -373,14 +562,14 @@ COMMANDS = (
         "Tensors of\nfloats are added, everything else is as in the last REF. Memory does not grow "
         "with the state.",
     ),
-    Command(
+    Operation(
         "export",
         "maintain.export_files",
         "write a commit as files of another format",
         (
             Option("ref", "REF", "the commit"),
             Option("path", "PATH", "a new file or directory"),
-            RUN,
+            _RUN,
             Option("--format", "FORMAT", f"one of {', '.join(_FORMATS)}", choices=_FORMATS),
             several("--select", "KEY|GLOB", "a key of the state, or leaves by their paths"),
             _PICKLE,
@@ -389,20 +578,20 @@ COMMANDS = (
         "of PATH or\n--format selects safetensors (tensors only), torch (a .pt file) or dcp (a "
         "directory for\ntorch.distributed.checkpoint).",
     ),
-    Command(
+    Operation(
         "sign",
         "signing.sign",
         "sign a commit, or make a key to sign with",
         (
             Option("ref", "REF", "the commit", nargs="?"),
-            RUN,
+            _RUN,
             Option("--key", "FILE", "a private key (OpenSSH, Ed25519), or the .pub of an agent's"),
             Option("--new-key", "FILE", "make a key: FILE, and FILE.pub for those who verify"),
         ),
         "Sign the id of a commit, and so every byte of it. Mirrors copy signatures.",
     ),
-    Command("which", "setup.which", "print which store is used, and where it was found"),
-    Command(
+    Operation("which", "setup.which", "print which store is used, and where it was found"),
+    Operation(
         "adopt",
         "adopt.adopt",
         "commit a checkpoint directory, byte for byte",
@@ -415,7 +604,7 @@ COMMANDS = (
         "Commit the directory DIR of any program. Tensors in its files share chunks with other "
         "commits; nothing\nis unpickled. `materialize` writes the directory again, byte for byte.",
     ),
-    Command(
+    Operation(
         "materialize",
         "adopt.materialize",
         "write an adopted directory again",
@@ -427,11 +616,11 @@ COMMANDS = (
                 "a new or empty directory, or a hollow one of this commit; default: REF",
                 nargs="?",
             ),
-            RUN,
+            _RUN,
             Option("--select", "GLOB", "files, by their names in DIR (* crosses /)", default="*"),
         ),
     ),
-    Command(
+    Operation(
         "migrate",
         "setup.migrate",
         "update the catalog to this version, or move the log",
@@ -452,7 +641,7 @@ COMMANDS = (
         "Other commands\ndo so too if necessary, except for tables in PostgreSQL. Packs and "
         "commits stay as they are.",
     ),
-    Command(
+    Operation(
         "completion",
         "setup.completion",
         "print a completion script for a shell",

@@ -38,9 +38,7 @@ _LANES = " ───│╭╮┬│╰╯┴│├┤┼"
 def log(call: Call) -> Answer:
     args = call.args
     if args.graph and args.sort:
-        raise UsageError(
-            "--graph draws commits in the order of the log, which --sort changes", "ckptstore log"
-        )
+        raise UsageError("--graph draws commits in the order of the log, which --sort changes")
     wanted = _filter(args)
     everything = wanted is None and not args.sort
     limit = args.limit
@@ -316,9 +314,9 @@ def _open(lanes: list[CommitId | None], parent: CommitId, here: int) -> int:
 def tag(call: Call) -> Answer:
     args = call.args
     if args.delete and (args.name or args.rename):
-        raise UsageError("-d removes tags and takes no other arguments", "ckptstore tag")
+        raise UsageError("-d removes tags and takes no other arguments")
     if args.rename and not args.ref:
-        raise UsageError("--rename takes the name of a tag and its new name", "ckptstore tag")
+        raise UsageError("--rename takes the name of a tag and its new name")
     if args.rename:
         return _rename(call, call.open(), args.name, check_tag(args.ref))
     store = call.open(*filter(None, [args.ref]))

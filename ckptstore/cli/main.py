@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from ckptstore.cli.call import Answer, Call, Exit, exit_of
+from ckptstore.cli.call import Answer, Call, Exit, UsageError, exit_of
 from ckptstore.cli.commands import COMMANDS
 from ckptstore.cli.interrupts import end_at_once, told
 from ckptstore.cli.parser import build, parse
@@ -65,6 +65,9 @@ def _run(words: Sequence[str]) -> int:
             except KeyboardInterrupt as error:
                 if commit := call.made():  # it was too late: nobody must make it again
                     raise KeyboardInterrupt(f"commit {commit} was made before") from error
+                raise
+            except UsageError as error:
+                error.command = f"ckptstore {args.command}"
                 raise
             store = {"store": call.url} if call.url else {}
             screen.document({**store, **answer.document})

@@ -3,7 +3,7 @@
 import argparse
 import re
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -61,7 +61,8 @@ Exit codes: 0 ok, 1 failed, 2 usage, 3 partial or damaged, 10 no store, 11 busy,
 @dataclass(frozen=True, slots=True)
 class Option:
     """An option (`"-n --dry-run"`) or an operand (`"path"`); the fields are those of argparse's
-    `add_argument`. An option with a value is given once."""
+    `add_argument`. An option with a value is given once. Its `metavar` says what the value is
+    (`KINDS`), unless `type` does."""
 
     names: str
     metavar: str | tuple[str, ...] | None
@@ -76,20 +77,27 @@ class Option:
 
     def add_to(self, parser: argparse._ActionsContainer) -> None:
         settings = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        settings["type"] = self.type or KINDS.get(self.metavar)
         given = {name: setting for name, setting in settings.items() if setting is not None}
         parser.add_argument(*self.names.split(), **given)
 
 
 Options: TypeAlias = tuple[Option | tuple[Option, ...], ...]
-"""What a command takes; the options of an inner tuple exclude each other."""
+"""What an operation takes; the options of an inner tuple exclude each other."""
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """`run` is the function of this room that runs the command: `module.function`. `summary` is
-    for the list of commands, `description` for the command's own help. With `several_stores`, `-s`
-    may be repeated behind the command; the further ones are in `more_stores`. A command that
-    `draws` shows on a terminal itself that it works; all others do without being asked."""
+class Operation:
+    """One verb, written once: its command, the words and help of its arguments, their checks and
+    the completions of shells are made from this.
+
+    `run` is the function of this room that carries it out and reports, as text and as JSON
+    (`call.Answer`): `module.function`. Where a store has a method of the operation's name, options
+    are named as its parameters are, and `Call.carry_out` calls it. `summary` is for the list of
+    commands, `description` for the command's own help. With `several_stores`, `-s` may be repeated
+    behind the command; the further ones are in `more_stores`. A command that `draws` shows on a
+    terminal itself that it works; all others do without being asked.
+    """
 
     name: str
     run: str
@@ -107,6 +115,14 @@ def flag(
     return Option(names, None, help, default=default, dest=dest, const=means, action="store_const")
 
 
+def either(dest: str, yes: str, help_yes: str, no: str, help_no: str) -> tuple[Option, ...]:
+    """Two options without a value that exclude each other; `dest` is None without either."""
+    return (
+        flag(yes, help_yes, dest=dest, default=None),
+        flag(no, help_no, dest=dest, means=False, default=None),
+    )
+
+
 def several(
     names: str,
     metavar: str | tuple[str, ...],
@@ -122,38 +138,51 @@ def several(
     return Option(names, metavar, help, None, [], dest, None, nargs, const, action)
 
 
-def size(text: str) -> int:
-    if found := _SIZE.fullmatch(text):
-        return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[found[2].upper()]
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not a size: wanted bytes, or KiB, MiB or GiB, such as 1MiB"
-    )
+def _kind(
+    what: str, pattern: re.Pattern[str], read: Callable[[re.Match[str]], float | None], wanted: str
+) -> Callable[[str], float]:
+    """The function that reads values of a kind. `read` gives None for one beyond its limits."""
+
+    def value_of(text: str) -> float:
+        found = pattern.fullmatch(text)
+        if not found or (value := read(found)) is None:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {what}: wanted {wanted}")
+        return value
+
+    return value_of
 
 
-def share(text: str) -> float:
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
-    if found and float(found[1]) <= 100:
-        return float(found[1]) / 100
-    raise argparse.ArgumentTypeError(f"{text!r} is not a share: wanted a percentage such as 5%")
+def _size(found: re.Match[str]) -> int:
+    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[found[2].upper()]
 
 
-def span(text: str) -> int:
+def _share(found: re.Match[str]) -> float | None:
+    percent = float(found[1])
+    return percent / 100 if percent <= 100 else None
+
+
+def _span(found: re.Match[str]) -> int:
     """The seconds of a span."""
-    if found := _SPAN.fullmatch(text):
-        return int(found[1]) * _SPAN_S[found[2]]
-    raise argparse.ArgumentTypeError(f"{text!r} is not a span: wanted one such as 90min, 12h, 7d")
+    return int(found[1]) * _SPAN_S[found[2]]
 
 
-def count(text: str) -> int:
-    if text.isascii() and text.isdigit():
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a count: wanted a whole number, 0 or more")
+def _port(found: re.Match[str]) -> int | None:
+    number = int(found[1])
+    return number if number < 65_536 else None
 
 
-def port(text: str) -> int:
-    if text.isascii() and text.isdigit() and int(text[:6]) < 65_536:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a port: wanted a number from 0 to 65535")
+_COUNT = re.compile("[0-9]+")
+_PORT = re.compile("0*([0-9]{1,5})")
+_SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
+
+KINDS: Mapping[str | tuple[str, ...] | None, Callable[[str], float]] = {
+    "N": _kind("count", _COUNT, lambda found: int(found[0]), "a whole number, 0 or more"),
+    "PORT": _kind("port", _PORT, _port, "a number from 0 to 65535"),
+    "SHARE": _kind("share", _SHARE, _share, "a percentage such as 5%"),
+    "SIZE": _kind("size", _SIZE, _size, "bytes, or KiB, MiB or GiB, such as 1MiB"),
+    "SPAN": _kind("span", _SPAN, _span, "one such as 90min, 12h, 7d"),
+}
+"""What reads a value, by the word that stands for it in a help text."""
 
 
 def parse_moment(text: str, now_ns: int, *, end: bool = False) -> int:
@@ -164,7 +193,7 @@ def parse_moment(text: str, now_ns: int, *, end: bool = False) -> int:
     """
     try:
         if span := _SPAN.fullmatch(text.strip()):
-            return now_ns - int(span[1]) * _SPAN_S[span[2]] * SECOND_NS
+            return now_ns - _span(span) * SECOND_NS
         moment = datetime.fromisoformat(text.strip()).astimezone()
         if end and _DATE.fullmatch(text.strip()):
             moment += timedelta(days=1, microseconds=-1)
@@ -240,7 +269,7 @@ def several_stores(parser: ArgumentParser) -> bool:
     return isinstance(parser, Parser) and parser.several_stores
 
 
-def build(commands: Iterable[Command], words: Sequence[str] | None = None) -> Parser:
+def build(commands: Iterable[Operation], words: Sequence[str] | None = None) -> Parser:
     """The parser of the whole command line; given `words`, only for the commands among them, and
     with the names of the others: that takes a tenth of the time."""
     common = _common()
@@ -276,7 +305,7 @@ def build(commands: Iterable[Command], words: Sequence[str] | None = None) -> Pa
     return top
 
 
-def parse(commands: Iterable[Command], words: Sequence[str]) -> Namespace:
+def parse(commands: Iterable[Operation], words: Sequence[str]) -> Namespace:
     """The command line as a namespace; `command` is None if there is no command. Raises
     `UsageError`."""
     if words[:1] == ["help"]:
@@ -313,7 +342,7 @@ def _near_commands(given: str, names: Sequence[str]) -> list[str]:
     return list(alike) or [*_near(given, _DESTRUCTIVE, 0.8), *_near(given, harmless)]
 
 
-def _add(command: Command, commands: Any, common: ArgumentParser) -> None:
+def _add(command: Operation, commands: Any, common: ArgumentParser) -> None:
     parser = commands.add_parser(
         command.name,
         help=command.summary,

@@ -10,7 +10,6 @@ from ckptstore.cli.history import THREADS
 from ckptstore.cli.screen import Part
 from ckptstore.core.model import CommitInfo
 from ckptstore.errors import NotFound
-from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.store_handle import StoreHandle
 
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -21,7 +20,7 @@ def plot(call: Call) -> Answer:
     if args.output is not None:
         check_file(args.output)
     elif call.screen.terminal is None and not call.screen.json:
-        raise UsageError("-o FILE is missing: standard output is no terminal", "ckptstore plot")
+        raise UsageError("-o FILE is missing: standard output is no terminal")
     chart = _KINDS[args.kind](call, call.open())
     document = {
         "title": chart.title,
@@ -55,7 +54,7 @@ def _metrics(call: Call, store: StoreHandle) -> Chart:
 def _size(call: Call, store: StoreHandle) -> Chart:
     if words := call.args.words:
         given = " ".join(map(repr, words))
-        raise UsageError(f"plot size takes no further words, not {given}", "ckptstore plot")
+        raise UsageError(f"plot size takes no further words, not {given}")
     commits = _commits(call, store)
     columns = {
         "logical": list(accumulate(info.logical_bytes for info in commits)),
@@ -73,7 +72,7 @@ def _size(call: Call, store: StoreHandle) -> Chart:
 
 def _tensor(call: Call, store: StoreHandle) -> Chart:
     args = call.args
-    measured = Maintenance(store, call.threads(THREADS))
+    measured = call.maintenance(store, THREADS)
     named = args.runs[0] if args.runs else None
     found: dict[str, list[tuple[float, float]]] = {}
     with call.screen.progress("measuring tensors") as shown:
@@ -91,9 +90,9 @@ def _tensor(call: Call, store: StoreHandle) -> Chart:
 def _diff(call: Call, store: StoreHandle) -> Chart:
     args = call.args
     if len(args.words) != 2:
-        raise UsageError("plot diff takes two commits: plot diff A B", "ckptstore plot")
+        raise UsageError("plot diff takes two commits: plot diff A B")
     run = args.runs[0] if args.runs else None
-    measured = Maintenance(store, call.threads(THREADS))
+    measured = call.maintenance(store, THREADS)
     with call.screen.progress("measuring tensors") as shown:
         rows = measured.history("*", args.words, run=run, progress=shown)
     ends = list(dict.fromkeys(row.commit for row in rows))

@@ -231,7 +231,7 @@ def stats(call: Call) -> Answer:
     from ckptstore.cli.maintain import policies_of
     from ckptstore.maintenance.usage import usage
 
-    policies = policies_of(call.args, "ckptstore stats")
+    policies = policies_of(call.args)
     if call.args.what_if or call.args.compact or policies:
         return _what_if(call, policies)
     store = call.open()
@@ -276,18 +276,16 @@ def stats(call: Call) -> Answer:
 def _what_if(call: Call, policies: "Sequence[Policy]") -> Answer:
     """What policies would free, and compaction."""
     from ckptstore.maintenance.compact.plan import CompactPolicy, policy_of
-    from ckptstore.maintenance_api import Maintenance
 
     if not (call.args.what_if and (call.args.compact or policies)):
         raise UsageError(
             "--what-if takes --keep options or --compact, and these need --what-if: `ckptstore "
-            "stats --what-if --keep-last 5 --thin 'optimizer/**'`",
-            "ckptstore stats",
+            "stats --what-if --keep-last 5 --thin 'optimizer/**'`"
         )
     document: dict[str, object] = {}
     page: list[object] = []
     handle = call.open()
-    store = Maintenance(handle, call.threads())
+    store = call.maintenance(handle)
     if policies:
         with call.screen.progress("looking at what commits need"):
             found = store.forecast(policies, all_runs=True)

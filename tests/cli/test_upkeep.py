@@ -12,7 +12,7 @@ from ckptstore.cli.call import Exit
 from ckptstore.cli.commands import COMMANDS
 from ckptstore.cli.parser import parse
 from ckptstore.log.sessions import open_session
-from ckptstore.maintenance.gc import GRACE_S
+from ckptstore.maintenance.gc import GRACE_S, MAX_UNUSED
 from ckptstore.repository.store_handle import StoreHandle
 from tests.cli.running import call, run, run_on_terminal
 from tests.maintenance.collecting import make, size_of, verify
@@ -197,7 +197,10 @@ def test_gc_keeps_what_was_just_forgotten_and_says_how_to_delete_it(place: Path)
 
 
 def test_the_grace_of_the_command_is_that_of_the_library() -> None:
-    assert parse(COMMANDS, ["gc"]).grace_s == GRACE_S
+    given = parse(COMMANDS, ["gc"])
+    assert (given.grace_s, given.max_unused) == (None, None)  # so those of the method hold
+    said = parse(COMMANDS, ["gc", "--grace", "1h", "--max-unused", "5%"])  # as --help says
+    assert (said.grace_s, said.max_unused) == (GRACE_S, MAX_UNUSED)
 
 
 def test_progress_is_json_lines_on_standard_error_with_json(place: Path) -> None:
