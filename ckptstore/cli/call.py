@@ -132,16 +132,21 @@ class Call:
         return Maintenance(handle, self.threads(threads), getattr(self.args, "run", None))
 
     def carry_out(
-        self, method: Callable[..., T], handle: StoreHandle, doing: str = "", threads: int = 1
+        self,
+        method: Callable[..., T],
+        handle: StoreHandle,
+        doing: str = "",
+        threads: int = 1,
+        **more: object,
     ) -> T:
         """Call a method of `Maintenance` for an open store, and show its progress.
 
-        The values of the command line go to the parameters of their names. What it does not give
-        has the default of the method.
+        The values of the command line, and `more`, go to the parameters of their names. What it
+        does not give has the default of the method.
         """
         store, words = self.maintenance(handle, threads), ()
         with self.screen.progress(doing) as shown:
-            given, named = {**vars(self.args), "progress": shown}, {}
+            given, named = {**vars(self.args), "progress": shown, **more}, {}
             for name, parameter in signature(method).parameters.items():
                 if parameter.kind is Parameter.VAR_POSITIONAL:
                     words = given[name]

@@ -4,7 +4,7 @@ from ckptstore.cli.parser import Operation, Option, Options, either, flag, sever
 from ckptstore.core.config import CHUNK_BYTES, CODECS
 
 _RUN = Option("--run", "RUN", "resolve steps, 'latest' and 'best:' in this run")
-_REF = Option("ref", "REF", "the commit (default: latest)", nargs="?", default="latest")
+_REF = Option("ref?", "REF", "the commit (default: latest)", default="latest")
 _FOLD = either(
     *("fold", "--fold", "fold leaves, also in a pipe and if they are few"),
     *("-a --all", "print one line per leaf"),
@@ -25,7 +25,7 @@ _PICKLE = flag("--allow-pickle", "unpickle data if necessary; this may run any c
 _TO_INDEX = Option("--to-index", "URL", "the database with the log of TO, if it is in one")
 _FROM_INDEX = Option("--from-index", "URL", "the database with the log of FROM, if it is in one")
 _MIRROR: Options = (
-    Option("refs", "REF", "commits of the source (default: all)", nargs="*"),
+    Option("refs*", "REF", "commits of the source (default: all)"),
     Option("--run", "RUN", "copy commits of this run only, and resolve REFs in it"),
     flag("--ancestors", "copy all ancestors of the REFs too"),
     (
@@ -82,10 +82,9 @@ COMMANDS = (
         "create an empty store",
         (
             Option(
-                "path",
+                "path?",
                 "PATH",
                 "a new or empty directory, or a URL (default: -s, $CKPTSTORE, or here)",
-                nargs="?",
             ),
             Option(
                 "--chunk-size",
@@ -146,11 +145,10 @@ COMMANDS = (
             _REF,
             _RUN,
             Option(
-                "globs",
+                "globs*",
                 "GLOB",
                 "leaves whose path, in full or below its key, matches or lies below: model, "
                 "'layers.*', '*.bias' (* crosses /)",
-                nargs="*",
             ),
             flag("-l --long", "also show chunks, sizes of values, and small values"),
             _FOLD,
@@ -192,7 +190,7 @@ COMMANDS = (
         "history.history",
         "show how tensors moved over the commits of a run",
         (
-            Option("select", "GLOB", "tensors by their paths (default: all)", nargs="*"),
+            Option("select*", "GLOB", "tensors by their paths (default: all)"),
             Option("--run", "RUN", "commits of this run (default: the one trained last)"),
             several("--ref", "REF", "this commit, instead of all of a run", dest="refs"),
             Option("-n", "N", "show the last N commits", dest="limit"),
@@ -213,7 +211,7 @@ COMMANDS = (
                 "metrics, size, tensor or diff",
                 choices=("metrics", "size", "tensor", "diff"),
             ),
-            Option("words", "WORD", "metrics, GLOBs of tensors, or two REFs", nargs="*"),
+            Option("words*", "WORD", "metrics, GLOBs of tensors, or two REFs"),
             Option("-o", "FILE", "an .svg, .png or .pdf file (default: here)", dest="output"),
             several(
                 "--run",
@@ -307,10 +305,8 @@ COMMANDS = (
         "log.tag",
         "list, set, rename or remove tags",
         (
-            Option("name", "NAME", "the tag to set, move or rename", nargs="?"),
-            Option(
-                "ref", "REF", "the commit that it names (default: latest), or a new name", nargs="?"
-            ),
+            Option("name?", "NAME", "the tag to set, move or rename"),
+            Option("ref?", "REF", "the commit that it names (default: latest), or a new name"),
             flag("--names", "list only the names"),
             flag("-m --rename", "rename the tag NAME: --rename OLD NEW"),
             several(
@@ -347,10 +343,14 @@ COMMANDS = (
         "maintain.forget",
         "forget commits by policy or by name",
         (
-            Option("refs", "REF", "commits to forget, instead of --keep options", nargs="*"),
+            Option("refs*", "REF", "commits to forget, instead of --keep options"),
             *_KEEP,
             Option("--run", "RUN", "this run only (default: all); REFs are resolved in it"),
-            flag("--all", "forget the whole run that --run names; with REFs, also a run's last"),
+            flag(
+                "--all",
+                "forget the whole run that --run names; with REFs, also a run's last",
+                dest="all_commits",
+            ),
             flag("--yes", "do not ask, on a terminal, before --keep options or --all forget"),
             _DRY_RUN,
         ),
@@ -363,7 +363,7 @@ COMMANDS = (
         "maintain.undelete",
         "restore forgotten commits",
         (
-            Option("refs", "REF", "forgotten commits", nargs="*"),
+            Option("refs*", "REF", "forgotten commits"),
             flag("-a --all", "restore every forgotten commit"),
             Option("--run", "RUN", "resolve REFs in this run, or restore all of this run"),
         ),
@@ -375,7 +375,7 @@ COMMANDS = (
         "maintain.release",
         "let the commits of deleted hollow directories go",
         (
-            Option("holds", "DIR|HOLD", "hollow directories, or holds by name", nargs="*"),
+            Option("holds*", "DIR|HOLD", "hollow directories, or holds by name"),
             several(
                 "--except-in",
                 "FOLDER",
@@ -543,7 +543,7 @@ COMMANDS = (
         "analysis.average",
         "commit the average of commits",
         (
-            Option("refs", "REF", "two commits or more", nargs="*"),
+            Option("refs*", "REF", "two commits or more"),
             (
                 Option("--weights", "W,W,…", "one for each, which are made to add up to 1"),
                 Option("--ema", "DECAY", "a moving average, from the first REF to the last"),
@@ -583,7 +583,7 @@ COMMANDS = (
         "signing.sign",
         "sign a commit, or make a key to sign with",
         (
-            Option("ref", "REF", "the commit", nargs="?"),
+            Option("ref?", "REF", "the commit"),
             _RUN,
             Option("--key", "FILE", "a private key (OpenSSH, Ed25519), or the .pub of an agent's"),
             Option("--new-key", "FILE", "make a key: FILE, and FILE.pub for those who verify"),
@@ -611,10 +611,9 @@ COMMANDS = (
         (
             Option("ref", "REF", "the commit, or a hollow directory"),
             Option(
-                "directory",
+                "directory?",
                 "DIR",
                 "a new or empty directory, or a hollow one of this commit; default: REF",
-                nargs="?",
             ),
             _RUN,
             Option("--select", "GLOB", "files, by their names in DIR (* crosses /)", default="*"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, fields
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
 from ckptstore.cli.commits import commit_text, find_proven, short, tell_run
@@ -50,47 +50,42 @@ from ckptstore.restore.reader import Reader
 from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
 
-PERIODS: tuple[Period, ...] = ("hourly", "daily", "weekly", "monthly")
-
 
 def forget(call: Call) -> Answer:
     args = call.args
     policies = policies_of(args)
-    if args.all and (policies or not (args.run or args.refs)):
+    if args.all_commits and (policies or not (args.run or args.refs)):
         raise UsageError(
             "--all forgets a whole run: name it with --run RUN, and give no --keep option"
         )
     handle = call.open(*args.refs)
-    store = call.maintenance(handle)
     for ref in args.refs:
         tell_run(call, handle.queries(), ref)
-    forgets = partial(
-        store.forget,
-        [*policies, *args.refs],
-        run=args.run,
-        all_runs=bool(policies) and args.run is None,
-        all_commits=args.all,
+    asks = bool(
+        (policies or args.all_commits) and call.screen.terminal and not (args.yes or args.dry_run)
     )
-    asks = bool((policies or args.all) and call.screen.terminal and not (args.yes or args.dry_run))
-    plan = forgets(dry_run=args.dry_run or asks)
+    plan = call.carry_out(
+        Maintenance.forget,
+        handle,
+        what=[*policies, *args.refs],
+        all_runs=bool(policies) and args.run is None,
+        dry_run=args.dry_run or asks,
+    )
     page: list[Part] = [plan.table(), plan.summary] if plan.decisions else [plan.summary]
-    done, problems = not args.dry_run, list[str]()
-    if asks and (plan.forgotten or plan.thinned):
+    done, problems, changes = not args.dry_run, plan.notes, plan.forgotten or plan.thinned
+    if asks and changes:
         call.screen.print(page)
         page.clear()
         for note in plan.notes:
             call.screen.complain(note)
         done = call.screen.ask(plan.question)
+        problems = ("nothing was forgotten; --yes forgets without asking",)
         if done:
             _forget_shown(call, handle, plan)
-        else:
-            problems = ["nothing was forgotten; --yes forgets without asking"]
-    elif not done:
-        problems = list(plan.notes)
     if done:
         thinned = f", thinned {len(plan.thinned):,}" if plan.thinned else ""
         page.append(f"forgot {count_text(len(plan.forgotten), 'commit')}{thinned}")
-        if plan.forgotten or plan.thinned:
+        if changes:
             page.append(
                 Hint(
                     "`ckptstore gc` deletes what is gone after an hour; until then `ckptstore log "
@@ -107,21 +102,17 @@ def forget(call: Call) -> Answer:
         }
         for commit, row, reasons, thin in plan.decisions
     ]
-    document = {
-        "dry_run": not done,
-        "entry": plan.n,
-        **fields_of(plan, "reason", "notes"),
-        "commits": commits,
-    }
+    said = fields_of(plan, "reason", "notes")
+    document = {"dry_run": not done, "entry": plan.n, **said, "commits": commits}
     code = Exit.OK if done or args.dry_run else Exit.FAILED
-    return Answer(document, page, problems, code)
+    return Answer(document, page, () if done else problems, code)
 
 
 def _forget_shown(call: Call, handle: StoreHandle, plan: ForgetPlan) -> None:
     """Forget and thin what was shown, and nothing else, whatever others did meanwhile. Raises
     `Conflict` if they set a tag on it, or have forgotten it."""
     handle.check_writable()
-    if call.args.all:
+    if call.args.all_commits:
         commits = [each.commit for each in plan.forgotten]
         forget_commits(handle, commits, all_commits=True, reason=plan.reason)
     else:
@@ -158,7 +149,7 @@ _KEEPS: Mapping[str, Callable[[Any], Keep]] = {
     "keep_every_steps": KeepEverySteps,
     "keep_best": _keep_best,
     "keep_within": KeepWithin,
-    **{f"keep_{period}": partial(KeepPeriods, period) for period in PERIODS},
+    **{f"keep_{period}": partial(KeepPeriods, period) for period in get_args(Period)},
 }
 """The policies that the --keep options of these names make of their values."""
 
@@ -168,8 +159,8 @@ def undelete(call: Call) -> Answer:
     if bool(args.refs) == args.all:
         raise UsageError("undelete takes commits, or --all")
     handle = call.open(*args.refs)
-    args.refs = tuple(args.refs or all_forgotten(handle, args.run))
-    restored = call.carry_out(Maintenance.undelete, handle)
+    refs = tuple(args.refs or all_forgotten(handle, args.run))
+    restored = call.carry_out(Maintenance.undelete, handle, refs=refs)
     infos = handle.queries().commits(restored)
     lines = [f"{commit_text(info)} is restored" for info in infos]
     where = "" if args.run is None else f" of run {args.run}"
@@ -200,8 +191,8 @@ def gc(call: Call) -> Answer:
 
 
 def compact_store(call: Call) -> Answer:
-    call.args.policy = CompactPolicy(call.args.newest, call.args.every)
-    report = call.carry_out(Maintenance.compact, call.open())
+    policy = CompactPolicy(call.args.newest, call.args.every)
+    report = call.carry_out(Maintenance.compact, call.open(), policy=policy)
     names = (
         *("newest", "waiting", "chunks", "deltas", "raw_bytes", "stored_bytes", "coded_bytes"),
         *("freed_bytes", "deleted_bytes", "written_bytes"),
@@ -341,22 +332,26 @@ def doctor(call: Call) -> Answer:
 def push(call: Call) -> Answer:
     args = call.args
     source = call.open(*args.refs)
-    target = other_end(args.other, like=source if args.create else None, index=args.to_index)
+    like = source if args.create else None
+    target = other_end(args.other, like=like, index=args.to_index)
     return _mirror(call, source, _opened(call, target, "; --create makes it"))
 
 
 def pull(call: Call) -> Answer:
-    args = call.args
-    source = _opened(call, other_end(args.other, read_only=True, index=args.from_index))
-    return _mirror(call, source, call.open())
+    return _mirror(call, _source_store(call), call.open())
 
 
 def clone(call: Call) -> Answer:
     args = call.args
     args.refs, args.ancestors, args.tags, args.force, args.dry_run = (), False, True, False, False
-    source = _opened(call, other_end(args.other, read_only=True, index=args.from_index))
+    source = _source_store(call)
     target = other_end(args.to, like=source, index=args.to_index)
     return _mirror(call, source, _opened(call, target), holds=True)
+
+
+def _source_store(call: Call) -> StoreHandle:
+    args = call.args
+    return _opened(call, other_end(args.other, read_only=True, index=args.from_index))
 
 
 def _opened(call: Call, end: AbstractContextManager[StoreHandle], advice: str = "") -> StoreHandle:
@@ -376,16 +371,16 @@ def _mirror(call: Call, source: StoreHandle, target: StoreHandle, *, holds: bool
         done = mirror(
             source, target, wanted, options, threads, dry_run=args.dry_run, progress=shown
         )
-    ends = {"source": source.url, "target": target.url, "dry_run": args.dry_run}
-    page = [f"{source.url} → {target.url}", done]
     code = Exit.DAMAGED if done.damaged else Exit.OK
     document = {
-        **ends,
+        "source": source.url,
+        "target": target.url,
+        "dry_run": args.dry_run,
         "plan": {**to_json(done.plan), "load": done.load},
         **fields_of(done, "sent", "chunks", "raw_bytes", "stored_bytes"),
         "damaged": [{"commit": commit, "why": why} for commit, why in done.damaged],
     }
-    return Answer(document, page, done.problems, code)
+    return Answer(document, [f"{source.url} → {target.url}", done], done.problems, code)
 
 
 def import_files(call: Call) -> Answer:

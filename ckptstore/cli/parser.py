@@ -14,10 +14,10 @@ from ckptstore.core.text import SECOND_NS
 from ckptstore.errors import InvalidInput
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_SIZE = re.compile(r"([0-9]+) ?([KMGT]?)(?:iB|B)?", re.IGNORECASE)
-_SPAN = re.compile(r"([0-9]+) ?(s|min|m|h|d|w)(?: ago)?")
+_SIZE = r"(?i:([0-9]+) ?([KMGT]?)(?:iB|B)?)"
+_SPAN = r"([0-9]+) ?(s|min|m|h|d|w)(?: ago)?"
 _SPAN_S = {"s": 1, "min": 60, "m": 60, "h": 3_600, "d": 86_400, "w": 7 * 86_400}
-_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+_DATE = "[0-9]{4}-[0-9]{2}-[0-9]{2}"
 _INVALID_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<choices>.*)\)")
 
 _DESTRUCTIVE = ("forget", "gc", "migrate", "repair")
@@ -60,9 +60,10 @@ Exit codes: 0 ok, 1 failed, 2 usage, 3 partial or damaged, 10 no store, 11 busy,
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option (`"-n --dry-run"`) or an operand (`"path"`); the fields are those of argparse's
-    `add_argument`. An option with a value is given once. Its `metavar` says what the value is
-    (`KINDS`), unless `type` does."""
+    """An option (`"-n --dry-run"`) or an operand (`"path"`, `"path?"` if it may be left out,
+    `"refs*"` if it may be repeated, too); the fields are those of argparse's `add_argument`. An
+    option with a value is given once. Its `metavar` says what the value is (`KINDS`), unless `type`
+    does."""
 
     names: str
     metavar: str | tuple[str, ...] | None
@@ -78,8 +79,10 @@ class Option:
     def add_to(self, parser: argparse._ActionsContainer) -> None:
         settings = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
         settings["type"] = self.type or KINDS.get(self.metavar)
+        if self.names[-1] in "?*":
+            settings["nargs"] = self.names[-1]
         given = {name: setting for name, setting in settings.items() if setting is not None}
-        parser.add_argument(*self.names.split(), **given)
+        parser.add_argument(*self.names.rstrip("?*").split(), **given)
 
 
 Options: TypeAlias = tuple[Option | tuple[Option, ...], ...]
@@ -138,47 +141,42 @@ def several(
     return Option(names, metavar, help, None, [], dest, None, nargs, const, action)
 
 
-def _kind(
-    what: str, pattern: re.Pattern[str], read: Callable[[re.Match[str]], float | None], wanted: str
-) -> Callable[[str], float]:
-    """The function that reads values of a kind. `read` gives None for one beyond its limits."""
+def _kind(what: str, pattern: str, read: Callable[..., Any], wanted: str) -> Callable[[str], Any]:
+    """The function that reads values of a kind from the groups of `pattern`. `read` gives None for
+    one beyond its limits."""
 
-    def value_of(text: str) -> float:
-        found = pattern.fullmatch(text)
-        if not found or (value := read(found)) is None:
+    def value_of(text: str) -> Any:
+        found = re.fullmatch(pattern, text)
+        value = read(*found.groups()) if found else None
+        if value is None:
             raise argparse.ArgumentTypeError(f"{text!r} is not a {what}: wanted {wanted}")
         return value
 
+    value_of.__name__ = what  # for what argparse itself refuses
     return value_of
 
 
-def _size(found: re.Match[str]) -> int:
-    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[found[2].upper()]
+def _size(number: str, unit: str) -> int:
+    return int(number) << {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}[unit.lower()]
 
 
-def _share(found: re.Match[str]) -> float | None:
-    percent = float(found[1])
-    return percent / 100 if percent <= 100 else None
+def _share(percent: str) -> float | None:
+    return float(percent) / 100 if float(percent) <= 100 else None
 
 
-def _span(found: re.Match[str]) -> int:
+def _span(number: str, unit: str) -> int:
     """The seconds of a span."""
-    return int(found[1]) * _SPAN_S[found[2]]
+    return int(number) * _SPAN_S[unit]
 
 
-def _port(found: re.Match[str]) -> int | None:
-    number = int(found[1])
-    return number if number < 65_536 else None
+def _port(number: str) -> int | None:
+    return int(number) if int(number) < 65_536 else None
 
 
-_COUNT = re.compile("[0-9]+")
-_PORT = re.compile("0*([0-9]{1,5})")
-_SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
-
-KINDS: Mapping[str | tuple[str, ...] | None, Callable[[str], float]] = {
-    "N": _kind("count", _COUNT, lambda found: int(found[0]), "a whole number, 0 or more"),
-    "PORT": _kind("port", _PORT, _port, "a number from 0 to 65535"),
-    "SHARE": _kind("share", _SHARE, _share, "a percentage such as 5%"),
+KINDS: Mapping[str | tuple[str, ...] | None, Callable[[str], Any]] = {
+    "N": _kind("count", "([0-9]+)", int, "a whole number, 0 or more"),
+    "PORT": _kind("port", "0*([0-9]{1,5})", _port, "a number from 0 to 65535"),
+    "SHARE": _kind("share", r"([0-9]+(?:\.[0-9]+)?)%", _share, "a percentage such as 5%"),
     "SIZE": _kind("size", _SIZE, _size, "bytes, or KiB, MiB or GiB, such as 1MiB"),
     "SPAN": _kind("span", _SPAN, _span, "one such as 90min, 12h, 7d"),
 }
@@ -191,11 +189,12 @@ def parse_moment(text: str, now_ns: int, *, end: bool = False) -> int:
 
     A date alone is its first moment, or its last with `end`. Raises `InvalidInput`.
     """
+    given = text.strip()
     try:
-        if span := _SPAN.fullmatch(text.strip()):
-            return now_ns - _span(span) * SECOND_NS
-        moment = datetime.fromisoformat(text.strip()).astimezone()
-        if end and _DATE.fullmatch(text.strip()):
+        if span := re.fullmatch(_SPAN, given):
+            return now_ns - _span(*span.groups()) * SECOND_NS
+        moment = datetime.fromisoformat(given).astimezone()
+        if end and re.fullmatch(_DATE, given):
             moment += timedelta(days=1, microseconds=-1)
         return (moment - _EPOCH) // timedelta(microseconds=1) * 1_000
     except (ValueError, OverflowError, OSError) as error:

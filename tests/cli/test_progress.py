@@ -54,7 +54,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 def _operands(command: Operation) -> list[str]:
     """The operands that a command does not do without."""
     options = [option for option in command.options if isinstance(option, Option)]
-    needed = [each for each in options if each.names[0] != "-" and each.nargs is None]
+    needed = [each for each in options if each.names[0] != "-" and each.names[-1] not in "?*"]
     return [option.choices[0] if option.choices else "x" for option in needed]
 
 
