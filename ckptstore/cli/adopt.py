@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptstore.cli.call import Answer, Call
-from ckptstore.cli.commits import commit_text, find_proven, short
+from ckptstore.cli.commits import commit_text, find_proven, short, size_text
 from ckptstore.cli.labels import links_of, metrics_of
 from ckptstore.cli.screen import fields_of
 from ckptstore.core.environment import run_or_default, threads_or_default
@@ -49,10 +49,9 @@ def adopt(call: Call) -> Answer:
         "tensors": tensors,
         "hollow": args.hollow,
     }
-    size = f"{bytes_text(said.logical_bytes)}, {bytes_text(said.new_bytes)} of them new"
-    counted = count_text(tensors, "tensor")
     small = [f"{args.directory} is hollow now"] if args.hollow else []
-    text = f"{short(found.commit)} of run {said.run}: {counted} in files, {size}"
+    counted = count_text(tensors, "tensor")
+    text = f"{short(found.commit)} of run {said.run}: {counted} in files, {size_text(said)}"
     return Answer(document, [text, *small])
 
 
@@ -109,10 +108,7 @@ def materialize(call: Call) -> Answer:
     contents = contents_at(handle, reader, found)
     with call.screen.progress(f"writing {short(found.id)}"):
         done = write_directory(contents, found.id, Path(directory), args.select)
-    counted = [
-        count_text(done.files, "file"),
-        *([count_text(done.links, "link")] if done.links else []),
-        bytes_text(done.bytes),
-    ]
+    links = f", {count_text(done.links, 'link')}" if done.links else ""
+    counted = f"{count_text(done.files, 'file')}{links}, {bytes_text(done.bytes)}"
     document = {"commit": found.id, **fields_of(done, "path", "files", "folders", "links", "bytes")}
-    return Answer(document, [f"{commit_text(found)} to {directory}: {', '.join(counted)}"])
+    return Answer(document, [f"{commit_text(found)} to {directory}: {counted}"])

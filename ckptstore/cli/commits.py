@@ -21,6 +21,7 @@ from ckptstore.repository.store_handle import StoreHandle
 
 if TYPE_CHECKING:
     from ckptstore.restore.reader import Reader, Tree
+    from ckptstore.snapshot import Snapshot
 
 T = TypeVar("T")
 
@@ -86,6 +87,11 @@ def tell_run(call: Call, queries: Queries, ref: str) -> None:
             f"step {step} is in {len(runs)} runs ({some}{', …' if len(runs) > 5 else ''}); the "
             f"newest is taken, {chosen}@{step}: --run or RUN@{step} takes another"
         )
+
+
+def size_text(made: "CommitDocument | Snapshot") -> str:
+    """The size of a commit that a command has made."""
+    return f"{bytes_text(made.logical_bytes)}, {bytes_text(made.new_bytes)} of them new"
 
 
 def config_text(config: StoreConfig) -> str:

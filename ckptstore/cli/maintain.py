@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, get_args
 
 from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
-from ckptstore.cli.commits import commit_text, find_proven, short, tell_run
+from ckptstore.cli.commits import commit_text, find_proven, short, size_text, tell_run
 from ckptstore.cli.labels import metrics_of
 from ckptstore.cli.parser import parse_best
 from ckptstore.cli.screen import Hint, Part, columns, fields_of, to_json
@@ -399,9 +399,8 @@ def import_files(call: Call) -> Answer:
         **fields_of(made, "run", "step", "tags", "logical_bytes", "new_bytes"),
         "leaves": leaves,
     }
-    size = f"{bytes_text(made.logical_bytes)}, {bytes_text(made.new_bytes)} of them new"
     counted = count_text(leaves, "leaf", "leaves")
-    return Answer(document, [f"{short(made.id)} of run {made.run}: {counted}, {size}"])
+    return Answer(document, [f"{short(made.id)} of run {made.run}: {counted}, {size_text(made)}"])
 
 
 def export_files(call: Call) -> Answer:

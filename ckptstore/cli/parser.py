@@ -250,7 +250,8 @@ class Once(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         if self.option_strings:
-            if self._given is not None and self.dest == "store" and several_stores(parser):
+            several = self.dest == "store" and getattr(parser, "several_stores", False)
+            if self._given is not None and several:
                 namespace.more_stores = [*namespace.more_stores, values]
                 return
             if self._given is not None:
@@ -261,11 +262,6 @@ class Once(argparse.Action):
                 )
             self._given = values
         setattr(namespace, self.dest, values)
-
-
-def several_stores(parser: ArgumentParser) -> bool:
-    """Whether the command of `parser` takes several stores."""
-    return isinstance(parser, Parser) and parser.several_stores
 
 
 def build(commands: Iterable[Operation], words: Sequence[str] | None = None) -> Parser:
@@ -348,7 +344,7 @@ def _add(command: Operation, commands: Any, common: ArgumentParser) -> None:
         description=command.description or f"{command.summary.capitalize()}.",
         parents=[common],
     )
-    parser.set_defaults(run_command=command.run, more_stores=[], draws=command.draws)
+    parser.set_defaults(operation=command, more_stores=[])
     parser.several_stores = command.several_stores
     for item in command.options:
         if isinstance(item, Option):
