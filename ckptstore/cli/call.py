@@ -23,7 +23,6 @@ from ckptstore.repository.store_handle import StoreHandle
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.check.offline_store import OfflineStore
-    from ckptstore.maintenance_api import Maintenance
     from ckptstore.repository.thread_pool import ThreadPool
     from ckptstore.store import Store
 
@@ -124,13 +123,6 @@ class Call:
         self._handles.append(handle)
         return handle
 
-    def maintenance(self, handle: StoreHandle, threads: int = 1) -> "Maintenance":
-        """The methods that maintain an open store. Refs are resolved in the run that the command
-        line names."""
-        from ckptstore.maintenance_api import Maintenance
-
-        return Maintenance(handle, self.threads(threads), getattr(self.args, "run", None))
-
     def carry_out(
         self,
         method: Callable[..., T],
@@ -144,7 +136,11 @@ class Call:
         The values of the command line, and `more`, go to the parameters of their names. What it
         does not give has the default of the method.
         """
-        store, words = self.maintenance(handle, threads), ()
+        from ckptstore.maintenance_api import Maintenance
+
+        # Refs that name no run are resolved in the one that the command line names.
+        store = Maintenance(handle, self.threads(threads), getattr(self.args, "run", None))
+        words: Sequence[object] = ()
         with self.screen.progress(doing) as shown:
             given, named = {**vars(self.args), "progress": shown, **more}, {}
             for name, parameter in signature(method).parameters.items():

@@ -155,11 +155,11 @@ def tensor_bytes(schema: Schema, leaf: int) -> int | None:
     return nbytes_of(schema.dtypes[leaf], schema.shapes[leaf]) if is_tensor else None
 
 
-def reader_of(call: Call, store: StoreHandle) -> "Reader":
+def reader_of(call: Call, store: StoreHandle, threads: int = 1) -> "Reader":
     """A reader of commits, for the rest of the call."""
     from ckptstore.restore.reader import Reader
 
-    return Reader(store.config, store.objects, call.threads())
+    return Reader(store.config, store.objects, call.threads(threads))
 
 
 def trees_of(reader: "Reader", info: CommitInfo) -> dict[str, "Tree"]:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, get_args
 
 from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
-from ckptstore.cli.commits import commit_text, find_proven, short, size_text, tell_run
+from ckptstore.cli.commits import commit_text, find_proven, reader_of, short, size_text, tell_run
 from ckptstore.cli.labels import metrics_of
 from ckptstore.cli.parser import parse_best
 from ckptstore.cli.screen import Hint, Part, columns, fields_of, to_json
@@ -46,7 +46,6 @@ from ckptstore.maintenance.retention import (
 )
 from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.restore.reader import Reader
 from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
 
@@ -116,7 +115,7 @@ def _forget_shown(call: Call, handle: StoreHandle, plan: ForgetPlan) -> None:
         commits = [each.commit for each in plan.forgotten]
         forget_commits(handle, commits, all_commits=True, reason=plan.reason)
     else:
-        carry_out(handle, plan, Reader(handle.config, handle.objects, call.threads()))
+        carry_out(handle, plan, reader_of(call, handle))
     handle.follow()
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from ckptstore.cli.call import Answer, Call, UsageError
 from ckptstore.cli.charts import BARS, LINES, Chart, Series, check_file, draw, text_of
@@ -10,7 +11,11 @@ from ckptstore.cli.history import THREADS
 from ckptstore.cli.screen import Part
 from ckptstore.core.model import CommitInfo
 from ckptstore.errors import NotFound
+from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.store_handle import StoreHandle
+
+if TYPE_CHECKING:
+    from ckptstore.history import History
 
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
@@ -72,11 +77,8 @@ def _size(call: Call, store: StoreHandle) -> Chart:
 
 def _tensor(call: Call, store: StoreHandle) -> Chart:
     args = call.args
-    measured = call.maintenance(store, THREADS)
-    named = args.runs[0] if args.runs else None
     found: dict[str, list[tuple[float, float]]] = {}
-    with call.screen.progress("measuring tensors") as shown:
-        history = measured.history(args.words or "*", run=named, progress=shown)
+    history = _measured(call, store, select=args.words)
     run = history[0].run
     for row in history:
         value = getattr(row, args.of)
@@ -91,10 +93,7 @@ def _diff(call: Call, store: StoreHandle) -> Chart:
     args = call.args
     if len(args.words) != 2:
         raise UsageError("plot diff takes two commits: plot diff A B")
-    run = args.runs[0] if args.runs else None
-    measured = call.maintenance(store, THREADS)
-    with call.screen.progress("measuring tensors") as shown:
-        rows = measured.history("*", args.words, run=run, progress=shown)
+    rows = _measured(call, store, refs=args.words)
     ends = list(dict.fromkeys(row.commit for row in rows))
     norms = {row.leaf: row.norm for row in rows if row.commit == ends[0]}
     moved = [
@@ -108,6 +107,12 @@ def _diff(call: Call, store: StoreHandle) -> Chart:
     runs = " and ".join(dict.fromkeys(row.run for row in rows))
     title = f"largest changes from {args.words[0]} to {args.words[1]} of run {runs}"
     return Chart(title, "norm of the change / norm", "", bars=bars[:BARS], log=args.log)
+
+
+def _measured(call: Call, store: StoreHandle, **what: object) -> "History":
+    run = call.args.runs[0] if call.args.runs else None
+    doing = "measuring tensors"
+    return call.carry_out(Maintenance.history, store, doing, THREADS, run=run, **what)
 
 
 _KINDS: dict[str, Callable[[Call, StoreHandle], Chart]] = {

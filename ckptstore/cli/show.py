@@ -276,6 +276,7 @@ def stats(call: Call) -> Answer:
 def _what_if(call: Call, policies: "Sequence[Policy]") -> Answer:
     """What policies would free, and compaction."""
     from ckptstore.maintenance.compact.plan import CompactPolicy, policy_of
+    from ckptstore.maintenance_api import Maintenance
 
     if not (call.args.what_if and (call.args.compact or policies)):
         raise UsageError(
@@ -285,16 +286,14 @@ def _what_if(call: Call, policies: "Sequence[Policy]") -> Answer:
     document: dict[str, object] = {}
     page: list[object] = []
     handle = call.open()
-    store = call.maintenance(handle)
     if policies:
-        with call.screen.progress("looking at what commits need"):
-            found = store.forecast(policies, all_runs=True)
+        doing, method = "looking at what commits need", Maintenance.forecast
+        found = call.carry_out(method, handle, doing, policies=policies, all_runs=True)
         document |= to_json(found)
         page += [found.table(), found.summary]
     if call.args.compact:
         policy = policy_of(handle.log.replay()) or CompactPolicy()
-        with call.screen.progress() as shown:
-            estimate = store.compact(policy, dry_run=True, progress=shown)
+        estimate = call.carry_out(Maintenance.compact, handle, policy=policy, dry_run=True)
         document["compact"] = to_json(estimate.runs)
         page += [estimate.table(), estimate.summary]
     return Answer(document, page)
