@@ -1,14 +1,14 @@
 """Every command with its options, as data; the modules that run them are imported when needed."""
 
-from ckptstore.cli.parser import Operation, Option, Options, either, flag, several
+from ckptstore.cli.parser import Operation, Option, Options, flag, several
 from ckptstore.core.config import CHUNK_BYTES, CODECS
 
 _RUN = Option("--run", "RUN", "resolve steps, 'latest' and 'best:' in this run")
 _REF = Option("ref?", "REF", "the commit (default: latest)", default="latest")
-_FOLD = either(
-    *("fold", "--fold", "fold leaves, also in a pipe and if they are few"),
-    *("-a --all", "print one line per leaf"),
-)[::-1]
+_FOLD = (
+    flag("-a --all", "print one line per leaf", dest="fold", means=False, default=None),
+    flag("--fold", "fold leaves, also in a pipe and if they are few", default=None),
+)
 
 _NUMBERS = ("norm", "mean", "std", "min", "max", "zeros", "nan", "drift", "drift_first")
 _PLACE = "a directory or a URL"
@@ -35,12 +35,16 @@ _MIRROR: Options = (
     _VERIFY,
     _DRY_RUN,
 )
-_LABEL: Options = (
-    Option("--run", "RUN", "the run of the commit (default: $CKPTSTORE_RUN, else main)"),
-    Option("--step", "N", "its step"),
-    several("--tag", "NAME", "a tag for it"),
+_STEP = Option("--step", "N", "its step")
+_SAID: Options = (
     Option("--message", "TEXT", "its message (default: the origin)", default=""),
     several("--metric", "NAME=VALUE", "one of its metrics"),
+)
+_LABEL: Options = (
+    Option("--run", "RUN", "the run of the commit (default: $CKPTSTORE_RUN, else main)"),
+    _STEP,
+    several("--tag", "NAME", "a tag for it"),
+    *_SAID,
 )
 _PERIODS = {"hourly": "hour", "daily": "day", "weekly": "week", "monthly": "month"}
 _FORMATS = ("files", "safetensors", "torch", "dcp")
@@ -120,9 +124,15 @@ COMMANDS = (
             Option("--until", "TIME", "commits until TIME"),
             several("--metric", "NAME", "show this metric (default: the three most frequent)"),
             Option("--sort", "METRIC[:max]", "sort by a metric: smallest first, or largest"),
-            either(
-                *("graph", "--graph", "draw the lineage (default on a terminal if it branches)"),
-                *("--no-graph", "do not draw the lineage"),
+            (
+                flag(
+                    "--graph",
+                    "draw the lineage (default on a terminal if it branches)",
+                    default=None,
+                ),
+                flag(
+                    "--no-graph", "do not draw the lineage", dest="graph", means=False, default=None
+                ),
             ),
         ),
         "List commits, newest first: 50 on a terminal, all with --all, with --json and in a pipe.",
@@ -407,9 +417,15 @@ COMMANDS = (
                 default=8,
             ),
             Option("--threads", "N", "code on N threads (default: 1)"),
-            either(
-                *("with_gc", "--with-gc", "let every later gc compact like this"),
-                *("--without-gc", "let gc compact no more"),
+            (
+                flag("--with-gc", "let every later gc compact like this", default=None),
+                flag(
+                    "--without-gc",
+                    "let gc compact no more",
+                    dest="with_gc",
+                    means=False,
+                    default=None,
+                ),
             ),
         ),
         "Store the chunks of old commits as byte planes, and as differences from those of a "
@@ -554,9 +570,8 @@ COMMANDS = (
             several("-o --tag", "TAG", "a tag for it"),
             Option("--run", "RUN", "resolve REFs in this run (default: the one trained last)"),
             Option("--into", "RUN", "the run of the new commit (default: averages)"),
-            Option("--step", "N", "its step"),
-            Option("--message", "TEXT", "its message (default: the origin)", default=""),
-            several("--metric", "NAME=VALUE", "one of its metrics"),
+            _STEP,
+            *_SAID,
         ),
         "Commit the mean of REFs, leaf by leaf, or another sum of them; they are its parents. "
         "Tensors of\nfloats are added, everything else is as in the last REF. Memory does not grow "

@@ -192,12 +192,12 @@ def gc(call: Call) -> Answer:
 def compact_store(call: Call) -> Answer:
     policy = CompactPolicy(call.args.newest, call.args.every)
     report = call.carry_out(Maintenance.compact, call.open(), policy=policy)
-    names = (
-        *("newest", "waiting", "chunks", "deltas", "raw_bytes", "stored_bytes", "coded_bytes"),
-        *("freed_bytes", "deleted_bytes", "written_bytes"),
-    )
-    groups = [{"run": group.run, "commits": group.commits} for group in report.groups]
-    document = {"groups": groups, **fields_of(report, "dry_run", *names, "problems")}
+    sizes = ("raw_bytes", "stored_bytes", "coded_bytes", "freed_bytes", "deleted_bytes")
+    document = {
+        "groups": [fields_of(group, "run", "commits") for group in report.groups],
+        **fields_of(report, "dry_run", "newest", "waiting", "chunks", "deltas", *sizes),
+        **fields_of(report, "written_bytes", "problems"),
+    }
     code = Exit.DAMAGED if report.problems else Exit.OK
     return Answer(document, [report], report.problems, code)
 

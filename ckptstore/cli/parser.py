@@ -118,14 +118,6 @@ def flag(
     return Option(names, None, help, default=default, dest=dest, const=means, action="store_const")
 
 
-def either(dest: str, yes: str, help_yes: str, no: str, help_no: str) -> tuple[Option, ...]:
-    """Two options without a value that exclude each other; `dest` is None without either."""
-    return (
-        flag(yes, help_yes, dest=dest, default=None),
-        flag(no, help_no, dest=dest, means=False, default=None),
-    )
-
-
 def several(
     names: str,
     metavar: str | tuple[str, ...],
