@@ -30,7 +30,7 @@ ALLOWED = {
 """Sites that are no pairing of data of two origins, by file, with the reason."""
 
 LEFT = {
-    "core": 17,
+    "core": 13,
     "log": 2,
     "index": 5,
     "repository": 4,

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptstore.cli.call import VARIABLE, Answer, Call, UsageError
-from ckptstore.cli.commits import commit_document, commit_text, find_in_one_run, short
+from ckptstore.cli.commits import commit_document, commit_text, find_in_one_run, short, size_text
 from ckptstore.cli.labels import metrics_of
 from ckptstore.cli.screen import Part, columns, fields_of
 from ckptstore.core.ids import CommitId
 from ckptstore.core.paths import check_path, replace_file
-from ckptstore.core.text import Column, Table, bytes_text, count_text
+from ckptstore.core.text import Column, Table, count_text
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.restore.diff import MARKS
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ckptstore.analysis import NotCompared
     from ckptstore.averages import Factors
     from ckptstore.snapshot import Snapshot
-    from ckptstore.store import Store
 
 REF = "CKPTSTORE_REF"
 """Where a command of `bisect --command` finds the commit to look at."""
@@ -36,7 +35,7 @@ VERDICTS = range(125)
 
 def parted(call: Call) -> Answer:
     args = call.args
-    store = _opened(call)
+    store = call.training_store(call.open())
     from ckptstore.analysis import distance, parting
 
     with call.screen.progress("comparing commits"):
@@ -58,16 +57,11 @@ def parted(call: Call) -> Answer:
     for number, change in enumerate(found.difference.changes):
         measured = number < args.limit and change.change == "changed"
         far = distance(*ends, change.path) if measured else None
-        numbers = (far.largest, far.relative) if far else (None, None)
-        changes.append(
-            {
-                **fields_of(change, "path", "change", "raw_bytes", "changed_bytes"),
-                "largest": numbers[0],
-                "relative": numbers[1],
-            }
-        )
+        numbers = {name: getattr(far, name, None) for name in ("largest", "relative")}
+        said = fields_of(change, "path", "change", "raw_bytes", "changed_bytes")
+        changes.append({**said, **numbers})
         if number < args.limit:
-            written = ("" if value is None else f"{value:.3g}" for value in numbers)
+            written = ("" if value is None else f"{value:.3g}" for value in numbers.values())
             rows.append((MARKS[change.change], change.path, str(change), *written))
     page: list[Part] = [f"{args.a} and {args.b} are {text}, and differ from step {found.a.step} on"]
     page.append(Table((*columns("", "path", "what"), Column("largest"), Column("relative")), rows))
@@ -75,7 +69,7 @@ def parted(call: Call) -> Answer:
         page.append(f"and {count_text(len(changes) - len(rows), 'leaf', 'leaves')} more, in order")
     page += left
     page.append(f"ckptstore diff {short(found.a.id)} {short(found.b.id)}")
-    document: dict[str, object] = {
+    document = {
         "equal_steps": equal,
         "step": found.a.step,
         "a": commit_document(found.a),
@@ -103,12 +97,12 @@ def _left_out(found: "NotCompared") -> str:
 def bisect(call: Call) -> Answer:
     args = call.args
     if args.good is None:
-        raise UsageError("--good REF is missing", "ckptstore bisect")
+        raise UsageError("--good REF is missing")
     if (args.above is None) != (args.leaf is None):
-        raise UsageError("--leaf and --above go together", "ckptstore bisect")
+        raise UsageError("--leaf and --above go together")
     if sum((args.command_line is not None, args.nan, args.leaf is not None)) != 1:
-        raise UsageError("give one of --command, --nan, --leaf", "ckptstore bisect")
-    store = _opened(call)
+        raise UsageError("give one of --command, --nan, --leaf")
+    store = call.training_store(call.open())
     from ckptstore.analysis import bisect as search
     from ckptstore.core.ids import parse_commit_id
     from ckptstore.store import internals_of
@@ -144,14 +138,14 @@ def bisect(call: Call) -> Answer:
 
 def average(call: Call) -> Answer:
     args = call.args
-    metrics = metrics_of(args.metric, "ckptstore average")
-    store = _opened(call)
+    metrics = metrics_of(args.metric)
+    store = call.training_store(call.open(*args.refs))
     from ckptstore.averages import RUN, combine, mean, moving, spherical, weighted
     from ckptstore.store import internals_of
 
     summands = find_in_one_run(call, internals_of(store).handle, args.refs)
     refs = [info.id for info in summands]
-    factors: Sequence[float] | Factors
+    factors: Sequence[float] | Factors = mean(max(len(refs), 1))
     if args.weights is not None:
         factors = weighted(_numbers(args.weights, "--weights"))
     elif args.factors is not None:
@@ -160,8 +154,6 @@ def average(call: Call) -> Answer:
         factors = moving(len(refs), *_numbers(args.ema, "--ema", 1))
     elif args.slerp is not None:
         factors = spherical(*_numbers(args.slerp, "--slerp", 1))
-    else:
-        factors = mean(max(len(refs), 1))
     with call.screen.progress(f"adding {len(refs)} commits"):
         made = combine(
             store,
@@ -178,9 +170,10 @@ def average(call: Call) -> Answer:
         "commit": made.id,
         **fields_of(made, "run", "step", "tags", "parents", "logical_bytes", "new_bytes"),
     }
-    size = f"{bytes_text(made.logical_bytes)}, {bytes_text(made.new_bytes)} of them new"
     parents = ", ".join(map(commit_text, summands))
-    return Answer(document, [f"{short(made.id)} of run {made.run}, from {parents}: {size}"])
+    return Answer(
+        document, [f"{short(made.id)} of run {made.run}, from {parents}: {size_text(made)}"]
+    )
 
 
 def _numbers(text: str, option: str, count: int | None = None) -> list[float]:
@@ -190,16 +183,8 @@ def _numbers(text: str, option: str, count: int | None = None) -> list[float]:
         found = []
     if not found or (count is not None and len(found) != count):
         wanted = "a number" if count == 1 else "numbers with commas between them, such as 1,2,1"
-        raise UsageError(f"{option} {text!r}: wanted {wanted}", "ckptstore average")
+        raise UsageError(f"{option} {text!r}: wanted {wanted}")
     return found
-
-
-def _opened(call: Call) -> "Store":
-    handle = call.open(*(getattr(call.args, "refs", None) or ()))
-    from ckptstore.core.settings import Settings
-    from ckptstore.store import Store
-
-    return call.stack.enter_context(Store(handle, Settings.of()))
 
 
 def _read(path: Path) -> dict[str, bool]:

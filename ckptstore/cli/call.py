@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptstore.cli.screen import Hint, Part, Screen
 from ckptstore.core.ids import CONFIG_KEY, CommitId
@@ -23,6 +24,9 @@ from ckptstore.repository.store_handle import StoreHandle
 if TYPE_CHECKING:
     from ckptstore.maintenance.check.offline_store import OfflineStore
     from ckptstore.repository.thread_pool import ThreadPool
+    from ckptstore.store import Store
+
+T = TypeVar("T")
 
 VARIABLE = "CKPTSTORE"
 
@@ -40,10 +44,15 @@ class Exit(IntEnum):
 
 
 class UsageError(CkptStoreError):
-    """The command line cannot be understood. `command` is the part of it whose `--help` helps."""
+    """The command line cannot be understood. `command` is the part of it whose `--help` helps: that
+    of the operation, where it runs."""
 
     def __init__(self, message: str, command: str = "ckptstore") -> None:
-        super().__init__(f"{message}; see `{command} --help`")
+        super().__init__(message)
+        self.command = command
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; see `{self.command} --help`"
 
 
 class NoStore(NotFound):
@@ -113,6 +122,40 @@ class Call:
         self.url = handle.url
         self._handles.append(handle)
         return handle
+
+    def carry_out(
+        self,
+        method: Callable[..., T],
+        handle: StoreHandle,
+        doing: str = "",
+        threads: int = 1,
+        **more: object,
+    ) -> T:
+        """Call a method of `Maintenance` for an open store, and show its progress.
+
+        The values of the command line, and `more`, go to the parameters of their names. What it
+        does not give has the default of the method.
+        """
+        from ckptstore.maintenance_api import Maintenance
+
+        # Refs that name no run are resolved in the one that the command line names.
+        store = Maintenance(handle, self.threads(threads), getattr(self.args, "run", None))
+        words: Sequence[object] = ()
+        with self.screen.progress(doing) as shown:
+            given, named = {**vars(self.args), "progress": shown, **more}, {}
+            for name, parameter in signature(method).parameters.items():
+                if parameter.kind is Parameter.VAR_POSITIONAL:
+                    words = given[name]
+                elif given.get(name) not in (None, []):
+                    named[name] = given[name]
+            return method(store, *words, **named)
+
+    def training_store(self, handle: StoreHandle, run: str | None = None) -> "Store":
+        """An open store with all its methods, which import torch."""
+        from ckptstore.core.settings import Settings
+        from ckptstore.store import Store
+
+        return self.stack.enter_context(Store(handle, Settings.of(run=run)))
 
     def open_offline(self) -> "OfflineStore":
         """The store that the command line names, however damaged. Raises as `open` does."""

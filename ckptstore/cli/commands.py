@@ -1,9 +1,16 @@
 """Every command with its options, as data; the modules that run them are imported when needed."""
 
-from ckptstore.cli.parser import Command, Option, Options, count, flag, several, share, size, span
-from ckptstore.cli.questions import QUESTIONS, RUN
+from ckptstore.cli.parser import Operation, Option, Options, flag, several
 from ckptstore.core.config import CHUNK_BYTES, CODECS
 
+_RUN = Option("--run", "RUN", "resolve steps, 'latest' and 'best:' in this run")
+_REF = Option("ref?", "REF", "the commit (default: latest)", default="latest")
+_FOLD = (
+    flag("-a --all", "print one line per leaf", dest="fold", means=False, default=None),
+    flag("--fold", "fold leaves, also in a pipe and if they are few", default=None),
+)
+
+_NUMBERS = ("norm", "mean", "std", "min", "max", "zeros", "nan", "drift", "drift_first")
 _PLACE = "a directory or a URL"
 _DRY_RUN = flag("-n --dry-run", "print the plan and change nothing")
 _READ_DATA = Option(
@@ -18,7 +25,7 @@ _PICKLE = flag("--allow-pickle", "unpickle data if necessary; this may run any c
 _TO_INDEX = Option("--to-index", "URL", "the database with the log of TO, if it is in one")
 _FROM_INDEX = Option("--from-index", "URL", "the database with the log of FROM, if it is in one")
 _MIRROR: Options = (
-    Option("refs", "REF", "commits of the source (default: all)", nargs="*"),
+    Option("refs*", "REF", "commits of the source (default: all)"),
     Option("--run", "RUN", "copy commits of this run only, and resolve REFs in it"),
     flag("--ancestors", "copy all ancestors of the REFs too"),
     (
@@ -28,19 +35,23 @@ _MIRROR: Options = (
     _VERIFY,
     _DRY_RUN,
 )
-_LABEL: Options = (
-    Option("--run", "RUN", "the run of the commit (default: $CKPTSTORE_RUN, else main)"),
-    Option("--step", "N", "its step", type=count),
-    several("--tag", "NAME", "a tag for it"),
+_STEP = Option("--step", "N", "its step")
+_SAID: Options = (
     Option("--message", "TEXT", "its message (default: the origin)", default=""),
     several("--metric", "NAME=VALUE", "one of its metrics"),
+)
+_LABEL: Options = (
+    Option("--run", "RUN", "the run of the commit (default: $CKPTSTORE_RUN, else main)"),
+    _STEP,
+    several("--tag", "NAME", "a tag for it"),
+    *_SAID,
 )
 _PERIODS = {"hourly": "hour", "daily": "day", "weekly": "week", "monthly": "month"}
 _FORMATS = ("files", "safetensors", "torch", "dcp")
 
 _KEEP = (
-    Option("--keep-last", "N", "keep the newest N", type=count),
-    Option("--keep-every-steps", "N", "keep steps that are multiples of N", type=count),
+    Option("--keep-last", "N", "keep the newest N"),
+    Option("--keep-every-steps", "N", "keep steps that are multiples of N"),
     several(
         "--keep-best",
         ("METRIC[:max]", "N"),
@@ -51,14 +62,12 @@ _KEEP = (
         "--keep-within",
         "SPAN",
         "keep commits at most SPAN (90min, 12h, 7d) older than the run's newest",
-        type=span,
     ),
     *(
         Option(
             f"--keep-{adverb}",
             "N",
             f"keep the newest commit of each of N {unit}s",
-            type=count,
         )
         for adverb, unit in _PERIODS.items()
     ),
@@ -71,22 +80,20 @@ _KEEP = (
 """What stays, and stays whole, for `forget` and `stats --what-if`."""
 
 COMMANDS = (
-    Command(
+    Operation(
         "init",
         "setup.init",
         "create an empty store",
         (
             Option(
-                "path",
+                "path?",
                 "PATH",
                 "a new or empty directory, or a URL (default: -s, $CKPTSTORE, or here)",
-                nargs="?",
             ),
             Option(
                 "--chunk-size",
                 "SIZE",
                 "a power of two from 64KiB to 64MiB (default: 1MiB)",
-                type=size,
                 default=CHUNK_BYTES,
             ),
             Option(
@@ -99,16 +106,217 @@ COMMANDS = (
             flag("--private", "let only the owner read and write the store"),
         ),
     ),
-    *QUESTIONS,
-    Command(
+    Operation(
+        "log",
+        "log.log",
+        "list commits, newest first",
+        (
+            Option("-n", "N", "list at most N commits", dest="limit"),
+            flag("-a --all", "list every commit"),
+            several("--run", "RUN", "commits of this run (default: all runs)"),
+            flag("--forgotten", "list the forgotten commits that `undelete` can restore"),
+            several("--tag", "GLOB", "commits with a tag that matches GLOB", nargs="?", const="*"),
+            Option(
+                "--since",
+                "TIME",
+                "commits since TIME: a span before now (90min, 2h, 3d), or a date or time",
+            ),
+            Option("--until", "TIME", "commits until TIME"),
+            several("--metric", "NAME", "show this metric (default: the three most frequent)"),
+            Option("--sort", "METRIC[:max]", "sort by a metric: smallest first, or largest"),
+            (
+                flag(
+                    "--graph",
+                    "draw the lineage (default on a terminal if it branches)",
+                    default=None,
+                ),
+                flag(
+                    "--no-graph", "do not draw the lineage", dest="graph", means=False, default=None
+                ),
+            ),
+        ),
+        "List commits, newest first: 50 on a terminal, all with --all, with --json and in a pipe.",
+    ),
+    Operation(
+        "show",
+        "show.show",
+        "show everything about a commit",
+        (
+            _REF,
+            _RUN,
+            flag("--usage", "add exclusive and shared bytes, which reads every commit"),
+        ),
+    ),
+    Operation(
+        "ls",
+        "ls.ls",
+        "list the leaves of a commit",
+        (
+            _REF,
+            _RUN,
+            Option(
+                "globs*",
+                "GLOB",
+                "leaves whose path, in full or below its key, matches or lies below: model, "
+                "'layers.*', '*.bias' (* crosses /)",
+            ),
+            flag("-l --long", "also show chunks, sizes of values, and small values"),
+            _FOLD,
+        ),
+        "List the leaves of a commit. A terminal folds more than 40: leaves whose paths differ "
+        "only in\nnumbers become one line, whose pattern is a GLOB.",
+    ),
+    Operation(
+        "diff",
+        "diff.diff",
+        "compare two commits",
+        (
+            Option("a", "A", "the older commit"),
+            Option("b", "B", "the newer commit"),
+            _RUN,
+            flag("--stat", "print sums per key"),
+            _FOLD,
+        ),
+        "Compare two commits leaf by leaf. More than 40 changes are folded: leaves whose paths "
+        "differ only in\nnumbers become one line. If there still are more than 40 lines, sums per "
+        "key are printed, and the\nchanges that are more than another content of a tensor.",
+    ),
+    Operation(
+        "parted",
+        "analysis.parted",
+        "find where two runs part that should be equal",
+        (
+            Option("a", "RUN_A", "a run"),
+            Option("b", "RUN_B", "another run"),
+            several("--select", "GLOB", "compare these leaves only, such as 'model/*'"),
+            Option("-n", "N", "list and measure N leaves", dest="limit", default=10),
+        ),
+        "Compare the commits of two runs step by step, and list the leaves that differ at the "
+        "first step\nat which some do: the largest difference of two elements, and the norm of the "
+        "difference by that of\nthe tensor. Reads tensors of these leaves only.",
+    ),
+    Operation(
+        "history",
+        "history.history",
+        "show how tensors moved over the commits of a run",
+        (
+            Option("select*", "GLOB", "tensors by their paths (default: all)"),
+            Option("--run", "RUN", "commits of this run (default: the one trained last)"),
+            several("--ref", "REF", "this commit, instead of all of a run", dest="refs"),
+            Option("-n", "N", "show the last N commits", dest="limit"),
+            flag("--nan", "for each tensor, show the first commit with a NaN or an infinity"),
+        ),
+        "Norm, mean, standard deviation, minimum, maximum, zeros and NaN of tensors in each "
+        "commit, and how far\nthey moved since the one before (drift) and since the first. What is "
+        "measured is kept in the catalog:\na second look reads no tensor.",
+    ),
+    Operation(
+        "plot",
+        "plot.plot",
+        "draw metrics, sizes, tensors or a difference",
+        (
+            Option(
+                "kind",
+                "KIND",
+                "metrics, size, tensor or diff",
+                choices=("metrics", "size", "tensor", "diff"),
+            ),
+            Option("words*", "WORD", "metrics, GLOBs of tensors, or two REFs"),
+            Option("-o", "FILE", "an .svg, .png or .pdf file (default: here)", dest="output"),
+            several(
+                "--run",
+                "RUN",
+                "this run (default: all; of tensors the one trained last)",
+                dest="runs",
+            ),
+            Option(
+                "--of",
+                "NUMBER",
+                f"of tensors: {', '.join(_NUMBERS)}",
+                choices=_NUMBERS,
+                default="norm",
+            ),
+            flag("--log", "a logarithmic axis"),
+        ),
+        "Draw a chart into FILE, or on the terminal: metrics over steps, the size of all commits, "
+        "a number of\ntensors over steps, or which tensors changed most from one commit to "
+        "another.",
+    ),
+    Operation(
+        "watch",
+        "watch.watch",
+        "show new commits, writers and the disk as they change",
+        (
+            Option("--every", "SPAN", "look every SPAN (default: 2s)", default=2),
+            Option("-n", "N", "end after N new commits", dest="count"),
+            Option("--mirror", "STORE", "also count the commits that this mirror lacks"),
+        ),
+        "Show the last commits, their rate, when the disk will be full, and which processes write, "
+        "until Ctrl-C.\nIn a pipe, print a line for each new commit.",
+        draws=True,
+    ),
+    Operation(
+        "bisect",
+        "analysis.bisect",
+        "find the first bad commit between two",
+        (
+            Option("--good", "REF", "a commit that is good"),
+            Option("--bad", "REF", "a later one that is bad (default: latest)", default="latest"),
+            Option("--run", "RUN", "resolve REFs in this run (default: the one trained last)"),
+            Option(
+                "--command",
+                "CMD",
+                "ask a shell command: 0 is good; the commit is in $CKPTSTORE_REF",
+                dest="command_line",
+            ),
+            flag("--nan", "bad is a commit with a NaN or an infinity"),
+            Option("--leaf", "GLOB", "bad is a commit in which these tensors' norm is above"),
+            Option("--above", "NUMBER", "this number", type=float),
+            Option("--verdicts", "FILE", "keep verdicts, and begin with those that FILE has"),
+        ),
+        "Look at about log2 of the commits between, along first parents, and name the first bad "
+        "one.",
+    ),
+    Operation(
+        "verify",
+        "signing.verify",
+        "check that a commit is signed by a key that you trust",
+        (
+            _REF,
+            _RUN,
+            several("--keys", "FILE", "public keys that you trust", action="extend", nargs="+"),
+        ),
+        "Check that one of the keys signed the commit. To compare its bytes with its id too, run\n"
+        "`ckptstore fsck --read-data`, or restore with `checkout(…, require_signature=FILE)`.",
+    ),
+    Operation(
+        "ui",
+        "ui.ui",
+        "show a web page of the store",
+        (
+            Option("--host", "HOST", "the address to serve it at (default: 127.0.0.1)"),
+            Option("--port", "PORT", "its port (default: the first free one from 8765)"),
+            flag("--open", "open it in the browser"),
+            flag("--allow-changes", "let the page tag, untag, forget and undelete"),
+            Option("--export", "DIR", "write the page as static files to DIR, and serve nothing"),
+            Option(
+                "--commits",
+                "N",
+                "the newest commits that --export writes pages of (default: 200)",
+                default=200,
+            ),
+        ),
+        "Serve a web page of the store, or of several: -s may be repeated. It changes nothing "
+        "without\n--allow-changes. Needs `pip install 'ckptstore[ui]'`.",
+        several_stores=True,
+    ),
+    Operation(
         "tag",
         "log.tag",
         "list, set, rename or remove tags",
         (
-            Option("name", "NAME", "the tag to set, move or rename", nargs="?"),
-            Option(
-                "ref", "REF", "the commit that it names (default: latest), or a new name", nargs="?"
-            ),
+            Option("name?", "NAME", "the tag to set, move or rename"),
+            Option("ref?", "REF", "the commit that it names (default: latest), or a new name"),
             flag("--names", "list only the names"),
             flag("-m --rename", "rename the tag NAME: --rename OLD NEW"),
             several(
@@ -118,12 +326,12 @@ COMMANDS = (
                 action="extend",
                 nargs="+",
             ),
-            RUN,
+            _RUN,
         ),
         "List tags. With NAME, set a tag; with --rename, give it another name; with -d, remove "
         "tags.",
     ),
-    Command(
+    Operation(
         "stats",
         "show.stats",
         "show the size of the store and its largest commits",
@@ -132,7 +340,6 @@ COMMANDS = (
                 "-n",
                 "N",
                 "list the N commits with most exclusive bytes (default: 10)",
-                type=count,
                 default=10,
                 dest="top",
             ),
@@ -141,15 +348,19 @@ COMMANDS = (
             *_KEEP,
         ),
     ),
-    Command(
+    Operation(
         "forget",
         "maintain.forget",
         "forget commits by policy or by name",
         (
-            Option("refs", "REF", "commits to forget, instead of --keep options", nargs="*"),
+            Option("refs*", "REF", "commits to forget, instead of --keep options"),
             *_KEEP,
             Option("--run", "RUN", "this run only (default: all); REFs are resolved in it"),
-            flag("--all", "forget the whole run that --run names; with REFs, also a run's last"),
+            flag(
+                "--all",
+                "forget the whole run that --run names; with REFs, also a run's last",
+                dest="all_commits",
+            ),
             flag("--yes", "do not ask, on a terminal, before --keep options or --all forget"),
             _DRY_RUN,
         ),
@@ -157,24 +368,24 @@ COMMANDS = (
         "whole run.\nTagged commits stay, and by --keep options also the two newest of each run. "
         "`undelete` restores\nforgotten commits, and what --thin dropped, until `gc` deletes them.",
     ),
-    Command(
+    Operation(
         "undelete",
         "maintain.undelete",
         "restore forgotten commits",
         (
-            Option("refs", "REF", "forgotten commits", nargs="*"),
+            Option("refs*", "REF", "forgotten commits"),
             flag("-a --all", "restore every forgotten commit"),
             Option("--run", "RUN", "resolve REFs in this run, or restore all of this run"),
         ),
         "Restore forgotten commits that no gc has deleted. A REF names a forgotten commit here: a "
         "step the\nnewest of them, 'latest' the newest of all. `log --forgotten` lists them.",
     ),
-    Command(
+    Operation(
         "release",
         "maintain.release",
         "let the commits of deleted hollow directories go",
         (
-            Option("holds", "DIR|HOLD", "hollow directories, or holds by name", nargs="*"),
+            Option("holds*", "DIR|HOLD", "hollow directories, or holds by name"),
             several(
                 "--except-in",
                 "FOLDER",
@@ -187,7 +398,7 @@ COMMANDS = (
         "Release the holds (tags held/…) of hollow directories that are about to go, or are gone "
         "with all their\ncopies. A store never does so alone: it cannot know where copies lie.",
     ),
-    Command(
+    Operation(
         "compact",
         "maintain.compact_store",
         "store old commits smaller, without loss",
@@ -197,17 +408,15 @@ COMMANDS = (
                 "--newest",
                 "N",
                 "the newest N commits of each run stay as they are (default: 2)",
-                type=count,
                 default=2,
             ),
             Option(
                 "--every",
                 "N",
                 "N consecutive commits share a base (default: 8)",
-                type=count,
                 default=8,
             ),
-            Option("--threads", "N", "code on N threads (default: 1)", type=count, default=1),
+            Option("--threads", "N", "code on N threads (default: 1)"),
             (
                 flag("--with-gc", "let every later gc compact like this", default=None),
                 flag(
@@ -222,7 +431,7 @@ COMMANDS = (
         "Store the chunks of old commits as byte planes, and as differences from those of a "
         "neighboring commit. Nothing of them is lost; they take longer to read.",
     ),
-    Command(
+    Operation(
         "gc",
         "maintain.gc",
         "delete what no commit needs",
@@ -232,22 +441,18 @@ COMMANDS = (
                 "--max-unused",
                 "SHARE",
                 "share of dead bytes that packs may keep (default: 5%%)",
-                type=share,
-                default=0.05,
             ),
             Option(
                 "--max-repack",
                 "SIZE",
                 "copy at most SIZE, such as 10G (default: no limit)",
-                type=size,
+                dest="max_repack_bytes",
             ),
             (
                 Option(
                     "--grace",
                     "SPAN",
                     "keep what was forgotten less than SPAN ago (default: 1h)",
-                    type=span,
-                    default=3600,
                     dest="grace_s",
                 ),
                 Option(
@@ -265,8 +470,8 @@ COMMANDS = (
         "and combine\nsparse and small packs. Others may commit, read and collect meanwhile. A "
         "later gc deletes what commits\nin flight may reuse.",
     ),
-    Command("sessions", "maintain.sessions", "list writers and the packs that wait for them"),
-    Command(
+    Operation("sessions", "maintain.sessions", "list writers and the packs that wait for them"),
+    Operation(
         "fsck",
         "maintain.fsck_store",
         "check the store for damage",
@@ -286,7 +491,7 @@ COMMANDS = (
         "  packs         footers of every pack\n"
         "  data          every stored byte",
     ),
-    Command(
+    Operation(
         "repair",
         "maintain.repair_store",
         "repair damage",
@@ -301,11 +506,11 @@ COMMANDS = (
         "Replaced objects\ngo to quarantine/ in the store. Commits that stay damaged are named. "
         "Readers and writers may continue.",
     ),
-    Command("reindex", "maintain.reindex", "rebuild this host's catalog and chunk index"),
-    Command(
+    Operation("reindex", "maintain.reindex", "rebuild this host's catalog and chunk index"),
+    Operation(
         "doctor", "maintain.doctor", "test the storage, and check the space for the next commit"
     ),
-    Command(
+    Operation(
         "push",
         "maintain.push",
         "copy commits to another store",
@@ -318,14 +523,14 @@ COMMANDS = (
         "Copy commits and their tags to the store TO, without chunks that it has. A commit "
         "appears there whole,\nunder the same id. Repeat an interrupted push to resume it.",
     ),
-    Command(
+    Operation(
         "pull",
         "maintain.pull",
         "copy commits from another store",
         (Option("other", "FROM", _PLACE), _FROM_INDEX, *_MIRROR),
         "Copy commits and their tags from the store FROM, as `push` does.",
     ),
-    Command(
+    Operation(
         "clone",
         "maintain.clone",
         "copy a whole store",
@@ -340,7 +545,7 @@ COMMANDS = (
         "Create the store TO with every commit and tag of the store FROM. Repeat an interrupted "
         "clone to\nresume it.",
     ),
-    Command(
+    Operation(
         "import",
         "maintain.import_files",
         "commit files of another format",
@@ -349,12 +554,12 @@ COMMANDS = (
         "shards, a .pt\nfile, a directory of DCP or TorchSnapshot, or any other directory, such "
         "as a Hugging Face model.",
     ),
-    Command(
+    Operation(
         "average",
         "analysis.average",
         "commit the average of commits",
         (
-            Option("refs", "REF", "two commits or more", nargs="*"),
+            Option("refs*", "REF", "two commits or more"),
             (
                 Option("--weights", "W,W,…", "one for each, which are made to add up to 1"),
                 Option("--ema", "DECAY", "a moving average, from the first REF to the last"),
@@ -365,22 +570,21 @@ COMMANDS = (
             several("-o --tag", "TAG", "a tag for it"),
             Option("--run", "RUN", "resolve REFs in this run (default: the one trained last)"),
             Option("--into", "RUN", "the run of the new commit (default: averages)"),
-            Option("--step", "N", "its step", type=count),
-            Option("--message", "TEXT", "its message (default: the origin)", default=""),
-            several("--metric", "NAME=VALUE", "one of its metrics"),
+            _STEP,
+            *_SAID,
         ),
         "Commit the mean of REFs, leaf by leaf, or another sum of them; they are its parents. "
         "Tensors of\nfloats are added, everything else is as in the last REF. Memory does not grow "
         "with the state.",
     ),
-    Command(
+    Operation(
         "export",
         "maintain.export_files",
         "write a commit as files of another format",
         (
             Option("ref", "REF", "the commit"),
             Option("path", "PATH", "a new file or directory"),
-            RUN,
+            _RUN,
             Option("--format", "FORMAT", f"one of {', '.join(_FORMATS)}", choices=_FORMATS),
             several("--select", "KEY|GLOB", "a key of the state, or leaves by their paths"),
             _PICKLE,
@@ -389,20 +593,20 @@ COMMANDS = (
         "of PATH or\n--format selects safetensors (tensors only), torch (a .pt file) or dcp (a "
         "directory for\ntorch.distributed.checkpoint).",
     ),
-    Command(
+    Operation(
         "sign",
         "signing.sign",
         "sign a commit, or make a key to sign with",
         (
-            Option("ref", "REF", "the commit", nargs="?"),
-            RUN,
+            Option("ref?", "REF", "the commit"),
+            _RUN,
             Option("--key", "FILE", "a private key (OpenSSH, Ed25519), or the .pub of an agent's"),
             Option("--new-key", "FILE", "make a key: FILE, and FILE.pub for those who verify"),
         ),
         "Sign the id of a commit, and so every byte of it. Mirrors copy signatures.",
     ),
-    Command("which", "setup.which", "print which store is used, and where it was found"),
-    Command(
+    Operation("which", "setup.which", "print which store is used, and where it was found"),
+    Operation(
         "adopt",
         "adopt.adopt",
         "commit a checkpoint directory, byte for byte",
@@ -415,23 +619,22 @@ COMMANDS = (
         "Commit the directory DIR of any program. Tensors in its files share chunks with other "
         "commits; nothing\nis unpickled. `materialize` writes the directory again, byte for byte.",
     ),
-    Command(
+    Operation(
         "materialize",
         "adopt.materialize",
         "write an adopted directory again",
         (
             Option("ref", "REF", "the commit, or a hollow directory"),
             Option(
-                "directory",
+                "directory?",
                 "DIR",
                 "a new or empty directory, or a hollow one of this commit; default: REF",
-                nargs="?",
             ),
-            RUN,
+            _RUN,
             Option("--select", "GLOB", "files, by their names in DIR (* crosses /)", default="*"),
         ),
     ),
-    Command(
+    Operation(
         "migrate",
         "setup.migrate",
         "update the catalog to this version, or move the log",
@@ -452,7 +655,7 @@ COMMANDS = (
         "Other commands\ndo so too if necessary, except for tables in PostgreSQL. Packs and "
         "commits stay as they are.",
     ),
-    Command(
+    Operation(
         "completion",
         "setup.completion",
         "print a completion script for a shell",

@@ -21,6 +21,7 @@ from ckptstore.repository.store_handle import StoreHandle
 
 if TYPE_CHECKING:
     from ckptstore.restore.reader import Reader, Tree
+    from ckptstore.snapshot import Snapshot
 
 T = TypeVar("T")
 
@@ -88,6 +89,11 @@ def tell_run(call: Call, queries: Queries, ref: str) -> None:
         )
 
 
+def size_text(made: "CommitDocument | Snapshot") -> str:
+    """The size of a commit that a command has made."""
+    return f"{bytes_text(made.logical_bytes)}, {bytes_text(made.new_bytes)} of them new"
+
+
 def config_text(config: StoreConfig) -> str:
     return f"chunks of {bytes_text(config.chunk_bytes)}, codec {config.codec}"
 
@@ -149,11 +155,11 @@ def tensor_bytes(schema: Schema, leaf: int) -> int | None:
     return nbytes_of(schema.dtypes[leaf], schema.shapes[leaf]) if is_tensor else None
 
 
-def reader_of(call: Call, store: StoreHandle) -> "Reader":
+def reader_of(call: Call, store: StoreHandle, threads: int = 1) -> "Reader":
     """A reader of commits, for the rest of the call."""
     from ckptstore.restore.reader import Reader
 
-    return Reader(store.config, store.objects, call.threads())
+    return Reader(store.config, store.objects, call.threads(threads))
 
 
 def trees_of(reader: "Reader", info: CommitInfo) -> dict[str, "Tree"]:

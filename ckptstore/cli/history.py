@@ -19,9 +19,7 @@ _COUNTS = ("zeros", "nan", "inf")
 
 def history(call: Call) -> Answer:
     args = call.args
-    store = Maintenance(call.open(*args.refs), call.threads(THREADS))
-    with call.screen.progress("measuring tensors") as shown:
-        found = store.history(args.globs or "*", args.refs or None, run=args.run, progress=shown)
+    found = call.carry_out(Maintenance.history, call.open(*args.refs), "measuring tensors", THREADS)
     commits = list(dict.fromkeys(row.commit for row in found))
     where = f"of run {', '.join(dict.fromkeys(row.run for row in found))}"
     if args.nan:

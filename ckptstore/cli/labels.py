@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from ckptstore.cli.call import UsageError
 
 
-def metrics_of(texts: Sequence[str], command: str) -> dict[str, float]:
-    """The metrics that the options of `command` give."""
+def metrics_of(texts: Sequence[str]) -> dict[str, float]:
+    """The metrics that `--metric` gives."""
     metrics: dict[str, float] = {}
     for text in texts:
         name, _, number = text.partition("=")
@@ -14,12 +14,11 @@ def metrics_of(texts: Sequence[str], command: str) -> dict[str, float]:
             value = float(number)
         except ValueError as error:
             raise UsageError(
-                f"{text!r} is not a metric: wanted NAME=VALUE such as loss=2.31", command
+                f"{text!r} is not a metric: wanted NAME=VALUE such as loss=2.31"
             ) from error
         if metrics.setdefault(name, value) != value:
             raise UsageError(
-                f"two values for the metric {name!r}, {metrics[name]} and {value}; it takes one",
-                command,
+                f"two values for the metric {name!r}, {metrics[name]} and {value}; it takes one"
             )
     return metrics
 
@@ -30,10 +29,7 @@ def links_of(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         name, found, link = text.partition("=")
         if not (name and found and link):
-            raise UsageError(
-                f"{text!r} is not a link: wanted NAME=TEXT such as wandb=https://…",
-                "ckptstore adopt",
-            )
+            raise UsageError(f"{text!r} is not a link: wanted NAME=TEXT such as wandb=https://…")
         if links.setdefault(name, link) != link:
-            raise UsageError(f"two links are called {name!r}; each needs a name", "ckptstore adopt")
+            raise UsageError(f"two links are called {name!r}; each needs a name")
     return links

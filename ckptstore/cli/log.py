@@ -38,12 +38,9 @@ _LANES = " ───│╭╮┬│╰╯┴│├┤┼"
 def log(call: Call) -> Answer:
     args = call.args
     if args.graph and args.sort:
-        raise UsageError(
-            "--graph draws commits in the order of the log, which --sort changes", "ckptstore log"
-        )
-    wanted = _filter(args)
-    everything = wanted is None and not args.sort
-    limit = args.limit
+        raise UsageError("--graph draws commits in the order of the log, which --sort changes")
+    everything = len(set(args.run)) < 2 and not (args.tag or args.since or args.until or args.sort)
+    wanted, limit = _filter(args), args.limit
     if limit is None and call.screen.terminal and not args.all:
         limit = SHOWN_ON_A_TERMINAL
     store = call.open()
@@ -51,11 +48,9 @@ def log(call: Call) -> Answer:
     times = _times(store) if args.forgotten else None
     counts, known = _known(store.queries(), run, limit if everything else None, times)
     _check("of run", args.run, counts)
-    runs, commits = set(args.run) or set(counts), known
-    total = here = sum(counts[run] for run in runs)
-    if not everything:
-        commits = [info for info in known if wanted is None or wanted(info)]
-        total = len(commits)
+    runs, commits = set(args.run) or set(counts), [*filter(wanted, known)]
+    here = sum(counts[run] for run in runs)
+    total = here if everything else len(commits)
     if commits and args.sort:
         metric, large = parse_best(args.sort)
         _check("here has the metric", [metric], set(_metrics(commits)))
@@ -112,27 +107,16 @@ def _documents(
         yield document
 
 
-def _filter(args: Namespace) -> Callable[[CommitInfo], bool] | None:
-    """Whether a commit is wanted by its run, tags and time; None if all are."""
-    runs = frozenset(args.run)
-    # The query selects a single run.
-    if len(runs) < 2 and not (args.tag or args.since or args.until):
-        return None
+def _filter(args: Namespace) -> Callable[[CommitInfo], bool]:
+    """Whether a commit is wanted by its run, tags and time."""
     now_ns = time.time_ns()
     since = parse_moment(args.since, now_ns) if args.since else -math.inf
     until = parse_moment(args.until, now_ns, end=True) if args.until else math.inf
-
-    def wants(info: CommitInfo) -> bool:
-        return (
-            (not runs or info.run in runs)
-            and (
-                not args.tag
-                or any(fnmatchcase(tag, glob) for tag in info.tags for glob in args.tag)
-            )
-            and since <= info.time_ns <= until
-        )
-
-    return wants
+    return lambda info: (
+        (not args.run or info.run in args.run)
+        and (not args.tag or any(fnmatchcase(tag, glob) for tag in info.tags for glob in args.tag))
+        and since <= info.time_ns <= until
+    )
 
 
 def _table(
@@ -277,13 +261,15 @@ def _line(node: Node, lanes: list[CommitId | None]) -> str:
     """Draw `node` and move `lanes` on below it."""
     above = [wanted is not None for wanted in lanes]
     arriving = [i for i, wanted in enumerate(lanes) if wanted == node.id]
-    here = arriving[0] if arriving else _free(lanes)
+    here = arriving[0] if arriving else _free(lanes, 0)
     for i in arriving:
         lanes[i] = None
     lanes[here] = node.parents[0] if node.parents else None
     ends = {here, *arriving}
     for parent in node.parents[1:]:
-        ends.add(lanes.index(parent) if parent in lanes else _open(lanes, parent, here))
+        at = lanes.index(parent) if parent in lanes else _free(lanes, here + 1)
+        lanes[at] = parent
+        ends.add(at)
     above += [False] * (len(lanes) - len(above))
     line = ""
     for i, wanted in enumerate(lanes):
@@ -296,31 +282,23 @@ def _line(node: Node, lanes: list[CommitId | None]) -> str:
     return line.rstrip()
 
 
-def _free(lanes: list[CommitId | None]) -> int:
-    if None in lanes:
-        return lanes.index(None)
+def _free(lanes: list[CommitId | None], first: int) -> int:
+    """The first free lane from `first` on."""
+    for at in range(first, len(lanes)):
+        if lanes[at] is None:
+            return at
     lanes.append(None)
-    return len(lanes) - 1
-
-
-def _open(lanes: list[CommitId | None], parent: CommitId, here: int) -> int:
-    """A lane to the right of `here` that leads to `parent`."""
-    for i in range(here + 1, len(lanes)):
-        if lanes[i] is None:
-            lanes[i] = parent
-            return i
-    lanes.append(parent)
     return len(lanes) - 1
 
 
 def tag(call: Call) -> Answer:
     args = call.args
     if args.delete and (args.name or args.rename):
-        raise UsageError("-d removes tags and takes no other arguments", "ckptstore tag")
+        raise UsageError("-d removes tags and takes no other arguments")
     if args.rename and not args.ref:
-        raise UsageError("--rename takes the name of a tag and its new name", "ckptstore tag")
+        raise UsageError("--rename takes the name of a tag and its new name")
     if args.rename:
-        return _rename(call, call.open(), args.name, check_tag(args.ref))
+        return _rename(call, args.name, check_tag(args.ref))
     store = call.open(*filter(None, [args.ref]))
     if args.delete:
         return _remove(store, dict.fromkeys(args.delete))
@@ -352,9 +330,10 @@ def _set(call: Call, store: StoreHandle, name: str) -> Answer:
     return Answer({"tag": name, "commit": info.id, "previous": before}, [line])
 
 
-def _rename(call: Call, store: StoreHandle, old: str, new: str) -> Answer:
+def _rename(call: Call, old: str, new: str) -> Answer:
     from ckptstore.maintenance.forget import rename_tag
 
+    store = call.open()
     commit = rename_tag(store, reader_of(call, store), old, new)
     return Answer(
         {"tag": new, "commit": commit, "renamed": old}, [f"{new} is {short(commit)}, was {old}"]

@@ -7,10 +7,10 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from ckptstore.cli.call import Answer, Call, Exit, exit_of
+from ckptstore.cli.call import Answer, Call, Exit, UsageError, exit_of
 from ckptstore.cli.commands import COMMANDS
 from ckptstore.cli.interrupts import end_at_once, told
-from ckptstore.cli.parser import build, parse
+from ckptstore.cli.parser import Operation, build, parse
 from ckptstore.cli.screen import ERASE, Screen
 from ckptstore.core.text import printable, redact
 from ckptstore.errors import CkptStoreError
@@ -54,17 +54,21 @@ def _run(words: Sequence[str]) -> int:
         build(COMMANDS).print_help()
         return Exit.USAGE
     _log_to_stderr(debug=args.debug)
-    module, _, name = args.run_command.partition(".")
+    operation: Operation = args.operation
+    module, _, name = operation.run.partition(".")
     run: Callable[[Call], Answer] = getattr(import_module(f"ckptstore.cli.{module}"), name)
     screen = Screen(json=args.json)
     call = Call(args, screen)
     with call.stack:
-        with screen.working("" if args.draws else f"ckptstore {args.command}"):
+        with screen.working("" if operation.draws else f"ckptstore {operation.name}"):
             try:
                 answer = run(call)
             except KeyboardInterrupt as error:
                 if commit := call.made():  # it was too late: nobody must make it again
                     raise KeyboardInterrupt(f"commit {commit} was made before") from error
+                raise
+            except UsageError as error:
+                error.command = f"ckptstore {operation.name}"
                 raise
             store = {"store": call.url} if call.url else {}
             screen.document({**store, **answer.document})

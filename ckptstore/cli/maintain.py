@@ -4,13 +4,14 @@ stores and formats.
 """
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, fields
 from functools import partial
+from typing import Any, get_args
 
 from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
-from ckptstore.cli.commits import commit_text, find_proven, short, tell_run
+from ckptstore.cli.commits import commit_text, find_proven, reader_of, short, size_text, tell_run
 from ckptstore.cli.labels import metrics_of
 from ckptstore.cli.parser import parse_best
 from ckptstore.cli.screen import Hint, Part, columns, fields_of, to_json
@@ -45,56 +46,45 @@ from ckptstore.maintenance.retention import (
 )
 from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.restore.reader import Reader
 from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
-
-PERIODS: tuple[Period, ...] = ("hourly", "daily", "weekly", "monthly")
-
-
-def _store(call: Call, refs: Sequence[str] = (), run: str | None = None) -> Maintenance:
-    return Maintenance(call.open(*refs), call.threads(), run)
 
 
 def forget(call: Call) -> Answer:
     args = call.args
-    policies = policies_of(args, "ckptstore forget")
-    if args.all and (policies or not (args.run or args.refs)):
+    policies = policies_of(args)
+    if args.all_commits and (policies or not (args.run or args.refs)):
         raise UsageError(
-            "--all forgets a whole run: name it with --run RUN, and give no --keep option",
-            "ckptstore forget",
+            "--all forgets a whole run: name it with --run RUN, and give no --keep option"
         )
     handle = call.open(*args.refs)
-    store = Maintenance(handle, call.threads())
     for ref in args.refs:
         tell_run(call, handle.queries(), ref)
-    forgets = partial(
-        store.forget,
-        [*policies, *args.refs],
-        run=args.run,
-        all_runs=bool(policies) and args.run is None,
-        all_commits=args.all,
+    asks = bool(
+        (policies or args.all_commits) and call.screen.terminal and not (args.yes or args.dry_run)
     )
-    asks = bool((policies or args.all) and call.screen.terminal and not (args.yes or args.dry_run))
-    plan = forgets(dry_run=args.dry_run or asks)
+    plan = call.carry_out(
+        Maintenance.forget,
+        handle,
+        what=[*policies, *args.refs],
+        all_runs=bool(policies) and args.run is None,
+        dry_run=args.dry_run or asks,
+    )
     page: list[Part] = [plan.table(), plan.summary] if plan.decisions else [plan.summary]
-    done, problems = not args.dry_run, list[str]()
-    if asks and (plan.forgotten or plan.thinned):
+    done, problems, changes = not args.dry_run, plan.notes, plan.forgotten or plan.thinned
+    if asks and changes:
         call.screen.print(page)
         page.clear()
         for note in plan.notes:
             call.screen.complain(note)
         done = call.screen.ask(plan.question)
+        problems = ("nothing was forgotten; --yes forgets without asking",)
         if done:
             _forget_shown(call, handle, plan)
-        else:
-            problems = ["nothing was forgotten; --yes forgets without asking"]
-    elif not done:
-        problems = list(plan.notes)
     if done:
         thinned = f", thinned {len(plan.thinned):,}" if plan.thinned else ""
         page.append(f"forgot {count_text(len(plan.forgotten), 'commit')}{thinned}")
-        if plan.forgotten or plan.thinned:
+        if changes:
             page.append(
                 Hint(
                     "`ckptstore gc` deletes what is gone after an hour; until then `ckptstore log "
@@ -111,65 +101,65 @@ def forget(call: Call) -> Answer:
         }
         for commit, row, reasons, thin in plan.decisions
     ]
-    document = {
-        "dry_run": not done,
-        "entry": plan.n,
-        **fields_of(plan, "reason", "notes"),
-        "commits": commits,
-    }
+    said = fields_of(plan, "reason", "notes")
+    document = {"dry_run": not done, "entry": plan.n, **said, "commits": commits}
     code = Exit.OK if done or args.dry_run else Exit.FAILED
-    return Answer(document, page, problems, code)
+    return Answer(document, page, () if done else problems, code)
 
 
 def _forget_shown(call: Call, handle: StoreHandle, plan: ForgetPlan) -> None:
     """Forget and thin what was shown, and nothing else, whatever others did meanwhile. Raises
     `Conflict` if they set a tag on it, or have forgotten it."""
     handle.check_writable()
-    if call.args.all:
+    if call.args.all_commits:
         commits = [each.commit for each in plan.forgotten]
         forget_commits(handle, commits, all_commits=True, reason=plan.reason)
     else:
-        carry_out(handle, plan, Reader(handle.config, handle.objects, call.threads()))
+        carry_out(handle, plan, reader_of(call, handle))
     handle.follow()
 
 
-def policies_of(args: Namespace, command: str) -> Sequence[Policy]:
-    """What the --keep options and --thin of `command` say."""
-    policies: list[Keep] = []
-    if args.keep_last is not None:
-        policies.append(KeepLast(args.keep_last))
-    if args.keep_every_steps is not None:
-        policies.append(KeepEverySteps(args.keep_every_steps))
-    for metric, *numbers in args.keep_best:
-        if len(numbers) > 1 or not all(n.isdecimal() and len(n) < 20 for n in numbers):
-            given = " ".join([metric, *numbers])
-            raise UsageError(
-                f"--keep-best takes METRIC or METRIC:max and a count, not {given!r:.80}",
-                command,
-            )
-        name, maximize = parse_best(metric)
-        policies.append(KeepBest(name, maximize=maximize, n=int(numbers[0]) if numbers else 1))
-    if args.keep_within is not None:
-        policies.append(KeepWithin(args.keep_within))
-    for period in PERIODS:
-        if (n := getattr(args, f"keep_{period}")) is not None:
-            policies.append(KeepPeriods(period, n))
+def policies_of(args: Namespace) -> Sequence[Policy]:
+    """What the --keep options and --thin say."""
+    policies = list[Keep]()
+    for name, make in _KEEPS.items():
+        given = getattr(args, name)
+        if given is not None:
+            policies += map(make, given if isinstance(given, list) else [given])
     if args.thin and not policies:
         raise UsageError(
             "--thin takes leaves from the commits that no --keep option keeps; give one, such as "
-            "--keep-last 5",
-            command,
+            "--keep-last 5"
         )
     return [policy.thin(*args.thin) for policy in policies] if args.thin else policies
+
+
+def _keep_best(words: Sequence[str]) -> KeepBest:
+    metric, *numbers = words
+    if len(numbers) > 1 or not all(n.isdecimal() and len(n) < 20 for n in numbers):
+        given = " ".join(words)
+        raise UsageError(f"--keep-best takes METRIC or METRIC:max and a count, not {given!r:.80}")
+    name, maximize = parse_best(metric)
+    return KeepBest(name, maximize=maximize, n=int(numbers[0]) if numbers else 1)
+
+
+_KEEPS: Mapping[str, Callable[[Any], Keep]] = {
+    "keep_last": KeepLast,
+    "keep_every_steps": KeepEverySteps,
+    "keep_best": _keep_best,
+    "keep_within": KeepWithin,
+    **{f"keep_{period}": partial(KeepPeriods, period) for period in get_args(Period)},
+}
+"""The policies that the --keep options of these names make of their values."""
 
 
 def undelete(call: Call) -> Answer:
     args = call.args
     if bool(args.refs) == args.all:
-        raise UsageError("undelete takes commits, or --all", "ckptstore undelete")
+        raise UsageError("undelete takes commits, or --all")
     handle = call.open(*args.refs)
-    store = Maintenance(handle, call.threads(), args.run)
-    restored = store.undelete(args.refs or all_forgotten(handle, args.run))
+    refs = tuple(args.refs or all_forgotten(handle, args.run))
+    restored = call.carry_out(Maintenance.undelete, handle, refs=refs)
     infos = handle.queries().commits(restored)
     lines = [f"{commit_text(info)} is restored" for info in infos]
     where = "" if args.run is None else f" of run {args.run}"
@@ -179,12 +169,8 @@ def undelete(call: Call) -> Answer:
 def release(call: Call) -> Answer:
     args = call.args
     if bool(args.holds) == bool(args.except_in):
-        raise UsageError(
-            "release takes directories and holds, or --except-in FOLDER", "ckptstore release"
-        )
-    released = _store(call).release(
-        *args.holds, except_in=args.except_in or (), dry_run=args.dry_run
-    )
+        raise UsageError("release takes directories and holds, or --except-in FOLDER")
+    released = call.carry_out(Maintenance.release, call.open())
     word = "would release" if args.dry_run else "released"
     lines = [f"{word} {hold}, which keeps {short(commit)}" for hold, commit in released.items()]
     document = {"dry_run": args.dry_run, "released": released}
@@ -192,19 +178,9 @@ def release(call: Call) -> Answer:
 
 
 def gc(call: Call) -> Answer:
-    args = call.args
-    store = _store(call)
-    with call.screen.progress() as shown:
-        report = store.gc(
-            dry_run=args.dry_run,
-            max_unused=args.max_unused,
-            max_repack_bytes=args.max_repack,
-            grace_s=args.grace_s,
-            force=args.force,
-            progress=shown,
-        )
-    document = {"dry_run": args.dry_run, "plan": _plan_document(report.plan)}
-    if not args.dry_run:
+    report = call.carry_out(Maintenance.gc, call.open())
+    document = {"dry_run": report.dry_run, "plan": _plan_document(report.plan)}
+    if not report.dry_run:
         names = [field.name for field in fields(report) if field.name not in ("plan", "dry_run")]
         document["done"] = fields_of(report, *names) | {"stopped": report.stopped or None}
     plan = report.plan
@@ -214,22 +190,14 @@ def gc(call: Call) -> Answer:
 
 
 def compact_store(call: Call) -> Answer:
-    args = call.args
-    store = _store(call)
-    with call.screen.progress() as shown:
-        report = store.compact(
-            CompactPolicy(args.newest, args.every),
-            threads=args.threads,
-            with_gc=args.with_gc,
-            dry_run=args.dry_run,
-            progress=shown,
-        )
-    names = (
-        *("newest", "waiting", "chunks", "deltas", "raw_bytes", "stored_bytes", "coded_bytes"),
-        *("freed_bytes", "deleted_bytes", "written_bytes"),
-    )
-    groups = [{"run": group.run, "commits": group.commits} for group in report.groups]
-    document = {"groups": groups, **fields_of(report, "dry_run", *names, "problems")}
+    policy = CompactPolicy(call.args.newest, call.args.every)
+    report = call.carry_out(Maintenance.compact, call.open(), policy=policy)
+    sizes = ("raw_bytes", "stored_bytes", "coded_bytes", "freed_bytes", "deleted_bytes")
+    document = {
+        "groups": [fields_of(group, "run", "commits") for group in report.groups],
+        **fields_of(report, "dry_run", "newest", "waiting", "chunks", "deltas", *sizes),
+        **fields_of(report, "written_bytes", "problems"),
+    }
     code = Exit.DAMAGED if report.problems else Exit.OK
     return Answer(document, [report], report.problems, code)
 
@@ -258,7 +226,7 @@ def _plan_document(plan: GcPlan) -> dict[str, object]:
 
 
 def sessions(call: Call) -> Answer:
-    found = _store(call).sessions()
+    found = call.carry_out(Maintenance.sessions, call.open())
     documents = [
         {
             "session": each.info.id,
@@ -338,23 +306,21 @@ def _code(report: Report) -> Exit:
 
 
 def reindex(call: Call) -> Answer:
-    store = call.open()
-    with call.screen.progress() as shown:
-        done = Maintenance(store, call.threads()).reindex(progress=shown)
+    handle = call.open()
+    done = call.carry_out(Maintenance.reindex, handle)
+    place = handle.index_directory
     counts = f"{count_text(done.commits, 'commit')}, {count_text(done.packs, 'pack')}"
     lost = f"{count_text(done.unreadable, 'pack')} cannot be read; run `ckptstore fsck`"
     return Answer(
-        {"index": str(store.index_directory), **asdict(done)},
-        [f"{store.index_directory}: {counts}, up to log entry {done.entries}"],
+        {"index": str(place), **asdict(done)},
+        [f"{place}: {counts}, up to log entry {done.entries}"],
         [lost] if done.unreadable else [],
         Exit.DAMAGED if done.unreadable else Exit.OK,
     )
 
 
 def doctor(call: Call) -> Answer:
-    store = _store(call)
-    with call.screen.progress("testing the storage"):
-        checks = store.doctor()
+    checks = call.carry_out(Maintenance.doctor, call.open(), "testing the storage")
     rows = [(check.name, check.verdict, check.seen) for check in checks]
     table = Table(columns("check", "verdict", "seen"), rows)
     advice = [f"{check.name}: {check.next}" for check in checks if check.next]
@@ -365,22 +331,26 @@ def doctor(call: Call) -> Answer:
 def push(call: Call) -> Answer:
     args = call.args
     source = call.open(*args.refs)
-    target = other_end(args.other, like=source if args.create else None, index=args.to_index)
+    like = source if args.create else None
+    target = other_end(args.other, like=like, index=args.to_index)
     return _mirror(call, source, _opened(call, target, "; --create makes it"))
 
 
 def pull(call: Call) -> Answer:
-    args = call.args
-    source = _opened(call, other_end(args.other, read_only=True, index=args.from_index))
-    return _mirror(call, source, call.open())
+    return _mirror(call, _source_store(call), call.open())
 
 
 def clone(call: Call) -> Answer:
     args = call.args
     args.refs, args.ancestors, args.tags, args.force, args.dry_run = (), False, True, False, False
-    source = _opened(call, other_end(args.other, read_only=True, index=args.from_index))
+    source = _source_store(call)
     target = other_end(args.to, like=source, index=args.to_index)
     return _mirror(call, source, _opened(call, target), holds=True)
+
+
+def _source_store(call: Call) -> StoreHandle:
+    args = call.args
+    return _opened(call, other_end(args.other, read_only=True, index=args.from_index))
 
 
 def _opened(call: Call, end: AbstractContextManager[StoreHandle], advice: str = "") -> StoreHandle:
@@ -400,27 +370,25 @@ def _mirror(call: Call, source: StoreHandle, target: StoreHandle, *, holds: bool
         done = mirror(
             source, target, wanted, options, threads, dry_run=args.dry_run, progress=shown
         )
-    ends = {"source": source.url, "target": target.url, "dry_run": args.dry_run}
-    page = [f"{source.url} → {target.url}", done]
     code = Exit.DAMAGED if done.damaged else Exit.OK
     document = {
-        **ends,
+        "source": source.url,
+        "target": target.url,
+        "dry_run": args.dry_run,
         "plan": {**to_json(done.plan), "load": done.load},
         **fields_of(done, "sent", "chunks", "raw_bytes", "stored_bytes"),
         "damaged": [{"commit": commit, "why": why} for commit, why in done.damaged],
     }
-    return Answer(document, page, done.problems, code)
+    return Answer(document, [f"{source.url} → {target.url}", done], done.problems, code)
 
 
 def import_files(call: Call) -> Answer:
     args = call.args
-    metrics = metrics_of(args.metric, "ckptstore import")
+    metrics = metrics_of(args.metric)
     handle = call.open()
-    from ckptstore.core.settings import Settings
     from ckptstore.interop.formats import Labels, import_path
-    from ckptstore.store import Store
 
-    store = call.stack.enter_context(Store(handle, Settings.of(run=args.run)))
+    store = call.training_store(handle, args.run)
     with call.screen.progress(f"importing {args.path}"):
         labels = Labels(args.step, tuple(args.tag), args.message, metrics)
         made = import_path(store, args.path, labels, allow_pickle=args.allow_pickle)
@@ -430,20 +398,17 @@ def import_files(call: Call) -> Answer:
         **fields_of(made, "run", "step", "tags", "logical_bytes", "new_bytes"),
         "leaves": leaves,
     }
-    size = f"{bytes_text(made.logical_bytes)}, {bytes_text(made.new_bytes)} of them new"
     counted = count_text(leaves, "leaf", "leaves")
-    return Answer(document, [f"{short(made.id)} of run {made.run}: {counted}, {size}"])
+    return Answer(document, [f"{short(made.id)} of run {made.run}: {counted}, {size_text(made)}"])
 
 
 def export_files(call: Call) -> Answer:
     args = call.args
     handle = call.open(args.ref)
-    from ckptstore.core.settings import Settings
     from ckptstore.interop.formats import export
-    from ckptstore.store import Store
 
     found = find_proven(call, handle, args.ref)
-    store = call.stack.enter_context(Store(handle, Settings.of()))
+    store = call.training_store(handle)
     with call.screen.progress(f"exporting {short(found.id)}"):
         snapshot = store.checkout(found.id)
         done = export(

@@ -3,7 +3,7 @@
 import argparse
 import re
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -14,10 +14,10 @@ from ckptstore.core.text import SECOND_NS
 from ckptstore.errors import InvalidInput
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_SIZE = re.compile(r"([0-9]+) ?([KMGT]?)(?:iB|B)?", re.IGNORECASE)
-_SPAN = re.compile(r"([0-9]+) ?(s|min|m|h|d|w)(?: ago)?")
+_SIZE = r"(?i:([0-9]+) ?([KMGT]?)(?:iB|B)?)"
+_SPAN = r"([0-9]+) ?(s|min|m|h|d|w)(?: ago)?"
 _SPAN_S = {"s": 1, "min": 60, "m": 60, "h": 3_600, "d": 86_400, "w": 7 * 86_400}
-_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+_DATE = "[0-9]{4}-[0-9]{2}-[0-9]{2}"
 _INVALID_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<choices>.*)\)")
 
 _DESTRUCTIVE = ("forget", "gc", "migrate", "repair")
@@ -60,8 +60,10 @@ Exit codes: 0 ok, 1 failed, 2 usage, 3 partial or damaged, 10 no store, 11 busy,
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option (`"-n --dry-run"`) or an operand (`"path"`); the fields are those of argparse's
-    `add_argument`. An option with a value is given once."""
+    """An option (`"-n --dry-run"`) or an operand (`"path"`, `"path?"` if it may be left out,
+    `"refs*"` if it may be repeated, too); the fields are those of argparse's `add_argument`. An
+    option with a value is given once. Its `metavar` says what the value is (`KINDS`), unless `type`
+    does."""
 
     names: str
     metavar: str | tuple[str, ...] | None
@@ -76,20 +78,29 @@ class Option:
 
     def add_to(self, parser: argparse._ActionsContainer) -> None:
         settings = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        settings["type"] = self.type or KINDS.get(self.metavar)
+        if self.names[-1] in "?*":
+            settings["nargs"] = self.names[-1]
         given = {name: setting for name, setting in settings.items() if setting is not None}
-        parser.add_argument(*self.names.split(), **given)
+        parser.add_argument(*self.names.rstrip("?*").split(), **given)
 
 
 Options: TypeAlias = tuple[Option | tuple[Option, ...], ...]
-"""What a command takes; the options of an inner tuple exclude each other."""
+"""What an operation takes; the options of an inner tuple exclude each other."""
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """`run` is the function of this room that runs the command: `module.function`. `summary` is
-    for the list of commands, `description` for the command's own help. With `several_stores`, `-s`
-    may be repeated behind the command; the further ones are in `more_stores`. A command that
-    `draws` shows on a terminal itself that it works; all others do without being asked."""
+class Operation:
+    """One verb, written once: its command, the words and help of its arguments, their checks and
+    the completions of shells are made from this.
+
+    `run` is the function of this room that carries it out and reports, as text and as JSON
+    (`call.Answer`): `module.function`. Where a store has a method of the operation's name, options
+    are named as its parameters are, and `Call.carry_out` calls it. `summary` is for the list of
+    commands, `description` for the command's own help. With `several_stores`, `-s` may be repeated
+    behind the command; the further ones are in `more_stores`. A command that `draws` shows on a
+    terminal itself that it works; all others do without being asked.
+    """
 
     name: str
     run: str
@@ -122,38 +133,46 @@ def several(
     return Option(names, metavar, help, None, [], dest, None, nargs, const, action)
 
 
-def size(text: str) -> int:
-    if found := _SIZE.fullmatch(text):
-        return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[found[2].upper()]
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not a size: wanted bytes, or KiB, MiB or GiB, such as 1MiB"
-    )
+def _kind(what: str, pattern: str, read: Callable[..., Any], wanted: str) -> Callable[[str], Any]:
+    """The function that reads values of a kind from the groups of `pattern`. `read` gives None for
+    one beyond its limits."""
+
+    def value_of(text: str) -> Any:
+        found = re.fullmatch(pattern, text)
+        value = read(*found.groups()) if found else None
+        if value is None:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {what}: wanted {wanted}")
+        return value
+
+    value_of.__name__ = what  # for what argparse itself refuses
+    return value_of
 
 
-def share(text: str) -> float:
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
-    if found and float(found[1]) <= 100:
-        return float(found[1]) / 100
-    raise argparse.ArgumentTypeError(f"{text!r} is not a share: wanted a percentage such as 5%")
+def _size(number: str, unit: str) -> int:
+    return int(number) << {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}[unit.lower()]
 
 
-def span(text: str) -> int:
+def _share(percent: str) -> float | None:
+    return float(percent) / 100 if float(percent) <= 100 else None
+
+
+def _span(number: str, unit: str) -> int:
     """The seconds of a span."""
-    if found := _SPAN.fullmatch(text):
-        return int(found[1]) * _SPAN_S[found[2]]
-    raise argparse.ArgumentTypeError(f"{text!r} is not a span: wanted one such as 90min, 12h, 7d")
+    return int(number) * _SPAN_S[unit]
 
 
-def count(text: str) -> int:
-    if text.isascii() and text.isdigit():
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a count: wanted a whole number, 0 or more")
+def _port(number: str) -> int | None:
+    return int(number) if int(number) < 65_536 else None
 
 
-def port(text: str) -> int:
-    if text.isascii() and text.isdigit() and int(text[:6]) < 65_536:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a port: wanted a number from 0 to 65535")
+KINDS: Mapping[str | tuple[str, ...] | None, Callable[[str], Any]] = {
+    "N": _kind("count", "([0-9]+)", int, "a whole number, 0 or more"),
+    "PORT": _kind("port", "0*([0-9]{1,5})", _port, "a number from 0 to 65535"),
+    "SHARE": _kind("share", r"([0-9]+(?:\.[0-9]+)?)%", _share, "a percentage such as 5%"),
+    "SIZE": _kind("size", _SIZE, _size, "bytes, or KiB, MiB or GiB, such as 1MiB"),
+    "SPAN": _kind("span", _SPAN, _span, "one such as 90min, 12h, 7d"),
+}
+"""What reads a value, by the word that stands for it in a help text."""
 
 
 def parse_moment(text: str, now_ns: int, *, end: bool = False) -> int:
@@ -162,11 +181,12 @@ def parse_moment(text: str, now_ns: int, *, end: bool = False) -> int:
 
     A date alone is its first moment, or its last with `end`. Raises `InvalidInput`.
     """
+    given = text.strip()
     try:
-        if span := _SPAN.fullmatch(text.strip()):
-            return now_ns - int(span[1]) * _SPAN_S[span[2]] * SECOND_NS
-        moment = datetime.fromisoformat(text.strip()).astimezone()
-        if end and _DATE.fullmatch(text.strip()):
+        if span := re.fullmatch(_SPAN, given):
+            return now_ns - _span(*span.groups()) * SECOND_NS
+        moment = datetime.fromisoformat(given).astimezone()
+        if end and re.fullmatch(_DATE, given):
             moment += timedelta(days=1, microseconds=-1)
         return (moment - _EPOCH) // timedelta(microseconds=1) * 1_000
     except (ValueError, OverflowError, OSError) as error:
@@ -222,7 +242,8 @@ class Once(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         if self.option_strings:
-            if self._given is not None and self.dest == "store" and several_stores(parser):
+            several = self.dest == "store" and getattr(parser, "several_stores", False)
+            if self._given is not None and several:
                 namespace.more_stores = [*namespace.more_stores, values]
                 return
             if self._given is not None:
@@ -235,12 +256,7 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def several_stores(parser: ArgumentParser) -> bool:
-    """Whether the command of `parser` takes several stores."""
-    return isinstance(parser, Parser) and parser.several_stores
-
-
-def build(commands: Iterable[Command], words: Sequence[str] | None = None) -> Parser:
+def build(commands: Iterable[Operation], words: Sequence[str] | None = None) -> Parser:
     """The parser of the whole command line; given `words`, only for the commands among them, and
     with the names of the others: that takes a tenth of the time."""
     common = _common()
@@ -276,7 +292,7 @@ def build(commands: Iterable[Command], words: Sequence[str] | None = None) -> Pa
     return top
 
 
-def parse(commands: Iterable[Command], words: Sequence[str]) -> Namespace:
+def parse(commands: Iterable[Operation], words: Sequence[str]) -> Namespace:
     """The command line as a namespace; `command` is None if there is no command. Raises
     `UsageError`."""
     if words[:1] == ["help"]:
@@ -313,14 +329,14 @@ def _near_commands(given: str, names: Sequence[str]) -> list[str]:
     return list(alike) or [*_near(given, _DESTRUCTIVE, 0.8), *_near(given, harmless)]
 
 
-def _add(command: Command, commands: Any, common: ArgumentParser) -> None:
+def _add(command: Operation, commands: Any, common: ArgumentParser) -> None:
     parser = commands.add_parser(
         command.name,
         help=command.summary,
         description=command.description or f"{command.summary.capitalize()}.",
         parents=[common],
     )
-    parser.set_defaults(run_command=command.run, more_stores=[], draws=command.draws)
+    parser.set_defaults(operation=command, more_stores=[])
     parser.several_stores = command.several_stores
     for item in command.options:
         if isinstance(item, Option):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from ckptstore.cli.call import Answer, Call, UsageError
 from ckptstore.cli.charts import BARS, LINES, Chart, Series, check_file, draw, text_of
@@ -13,6 +14,9 @@ from ckptstore.errors import NotFound
 from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.store_handle import StoreHandle
 
+if TYPE_CHECKING:
+    from ckptstore.history import History
+
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -21,7 +25,7 @@ def plot(call: Call) -> Answer:
     if args.output is not None:
         check_file(args.output)
     elif call.screen.terminal is None and not call.screen.json:
-        raise UsageError("-o FILE is missing: standard output is no terminal", "ckptstore plot")
+        raise UsageError("-o FILE is missing: standard output is no terminal")
     chart = _KINDS[args.kind](call, call.open())
     document = {
         "title": chart.title,
@@ -55,7 +59,7 @@ def _metrics(call: Call, store: StoreHandle) -> Chart:
 def _size(call: Call, store: StoreHandle) -> Chart:
     if words := call.args.words:
         given = " ".join(map(repr, words))
-        raise UsageError(f"plot size takes no further words, not {given}", "ckptstore plot")
+        raise UsageError(f"plot size takes no further words, not {given}")
     commits = _commits(call, store)
     columns = {
         "logical": list(accumulate(info.logical_bytes for info in commits)),
@@ -73,11 +77,8 @@ def _size(call: Call, store: StoreHandle) -> Chart:
 
 def _tensor(call: Call, store: StoreHandle) -> Chart:
     args = call.args
-    measured = Maintenance(store, call.threads(THREADS))
-    named = args.runs[0] if args.runs else None
     found: dict[str, list[tuple[float, float]]] = {}
-    with call.screen.progress("measuring tensors") as shown:
-        history = measured.history(args.words or "*", run=named, progress=shown)
+    history = _measured(call, store, select=args.words)
     run = history[0].run
     for row in history:
         value = getattr(row, args.of)
@@ -91,11 +92,8 @@ def _tensor(call: Call, store: StoreHandle) -> Chart:
 def _diff(call: Call, store: StoreHandle) -> Chart:
     args = call.args
     if len(args.words) != 2:
-        raise UsageError("plot diff takes two commits: plot diff A B", "ckptstore plot")
-    run = args.runs[0] if args.runs else None
-    measured = Maintenance(store, call.threads(THREADS))
-    with call.screen.progress("measuring tensors") as shown:
-        rows = measured.history("*", args.words, run=run, progress=shown)
+        raise UsageError("plot diff takes two commits: plot diff A B")
+    rows = _measured(call, store, refs=args.words)
     ends = list(dict.fromkeys(row.commit for row in rows))
     norms = {row.leaf: row.norm for row in rows if row.commit == ends[0]}
     moved = [
@@ -109,6 +107,12 @@ def _diff(call: Call, store: StoreHandle) -> Chart:
     runs = " and ".join(dict.fromkeys(row.run for row in rows))
     title = f"largest changes from {args.words[0]} to {args.words[1]} of run {runs}"
     return Chart(title, "norm of the change / norm", "", bars=bars[:BARS], log=args.log)
+
+
+def _measured(call: Call, store: StoreHandle, **what: object) -> "History":
+    run = call.args.runs[0] if call.args.runs else None
+    doing = "measuring tensors"
+    return call.carry_out(Maintenance.history, store, doing, THREADS, run=run, **what)
 
 
 _KINDS: dict[str, Callable[[Call, StoreHandle], Chart]] = {

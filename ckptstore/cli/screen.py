@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from typing import Any, TextIO, TypeAlias
 
@@ -164,11 +164,9 @@ class Screen:
             self._working.end()
             self._working = None
 
-    @contextmanager
-    def left_to_others(self) -> Iterator[None]:
+    def left_to_others(self) -> AbstractContextManager[None]:
         """Show no progress within the block: a person, or another program, has the terminal."""
-        with self._working.hidden() if self._working else nullcontext():
-            yield
+        return self._working.hidden() if self._working else nullcontext()
 
     def document(self, document: Mapping[str, object]) -> None:
         """Print the one JSON document of a command. Nothing without `--json`."""

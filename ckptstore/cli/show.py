@@ -231,7 +231,7 @@ def stats(call: Call) -> Answer:
     from ckptstore.cli.maintain import policies_of
     from ckptstore.maintenance.usage import usage
 
-    policies = policies_of(call.args, "ckptstore stats")
+    policies = policies_of(call.args)
     if call.args.what_if or call.args.compact or policies:
         return _what_if(call, policies)
     store = call.open()
@@ -281,22 +281,19 @@ def _what_if(call: Call, policies: "Sequence[Policy]") -> Answer:
     if not (call.args.what_if and (call.args.compact or policies)):
         raise UsageError(
             "--what-if takes --keep options or --compact, and these need --what-if: `ckptstore "
-            "stats --what-if --keep-last 5 --thin 'optimizer/**'`",
-            "ckptstore stats",
+            "stats --what-if --keep-last 5 --thin 'optimizer/**'`"
         )
     document: dict[str, object] = {}
     page: list[object] = []
     handle = call.open()
-    store = Maintenance(handle, call.threads())
     if policies:
-        with call.screen.progress("looking at what commits need"):
-            found = store.forecast(policies, all_runs=True)
+        doing, method = "looking at what commits need", Maintenance.forecast
+        found = call.carry_out(method, handle, doing, policies=policies, all_runs=True)
         document |= to_json(found)
         page += [found.table(), found.summary]
     if call.args.compact:
         policy = policy_of(handle.log.replay()) or CompactPolicy()
-        with call.screen.progress() as shown:
-            estimate = store.compact(policy, dry_run=True, progress=shown)
+        estimate = call.carry_out(Maintenance.compact, handle, policy=policy, dry_run=True)
         document["compact"] = to_json(estimate.runs)
         page += [estimate.table(), estimate.summary]
     return Answer(document, page)

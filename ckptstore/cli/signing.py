@@ -10,13 +10,13 @@ def sign(call: Call) -> Answer:
     args = call.args
     if args.new_key is not None:
         if args.ref is not None or args.key is not None:
-            raise UsageError("--new-key makes a key, and signs nothing", "ckptstore sign")
+            raise UsageError("--new-key makes a key, and signs nothing")
         key = signatures.new_key(args.new_key)
         public = f"{args.new_key}.pub is for those who verify"
         page = [f"key {key[:ID_DIGITS]} is in {args.new_key}; {public}"]
         return Answer({"key": key, "path": args.new_key}, page)
     if args.ref is None or args.key is None:
-        raise UsageError("REF and --key FILE say what to sign with what", "ckptstore sign")
+        raise UsageError("REF and --key FILE say what to sign with what")
     store = call.open(args.ref)
     store.check_writable()
     info = find_info(call, store, args.ref)
@@ -29,7 +29,7 @@ def sign(call: Call) -> Answer:
 def verify(call: Call) -> Answer:
     args = call.args
     if not args.keys:
-        raise UsageError("--keys FILE is missing: public keys that you trust", "ckptstore verify")
+        raise UsageError("--keys FILE is missing: public keys that you trust")
     store = call.open(args.ref)
     info = find_info(call, store, args.ref)
     document_of(store, info)

@@ -3,8 +3,8 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,13 +49,12 @@ def watch(call: Call) -> Answer:
         mirror = call.stack.enter_context(closing(StoreHandle(args.mirror, read_only=True)))
     last = max((info.n for info in store.queries().log(limit=1)), default=0)
     told = 0
-    show, end = _live(call) if call.screen.terminal else (_nothing, _end)
-    try:
+    with suppress(KeyboardInterrupt), _live(call) as show:
         while True:
             new = _since(store, last)
             last = max([last, *(info.n for info in new)])
             told += len(new)
-            if call.screen.terminal:
+            if show:
                 show(_page(store, _look(store, mirror), told))
             else:
                 for info in new:
@@ -63,10 +62,6 @@ def watch(call: Call) -> Answer:
             if args.count is not None and told >= args.count:
                 break
             time.sleep(args.every)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        end()
     return Answer({"commits": told}, [f"{count_text(told, 'new commit')}"])
 
 
@@ -131,16 +126,18 @@ def _page(store: StoreHandle, seen: Seen, told: int) -> list[Part]:
     return page
 
 
-def _live(call: Call) -> tuple[Callable[[list[Part]], None], Callable[[], None]]:
-    """Functions that show a page in place of the last one, and that end this."""
+@contextmanager
+def _live(call: Call) -> Iterator[Callable[[list[Part]], None] | None]:
+    """On a terminal, a function that shows a page in place of the last one."""
+    if not call.screen.terminal:
+        yield None
+        return
     try:
         from rich.console import Console
         from rich.live import Live
         from rich.text import Text
     except ImportError as error:
         raise InvalidInput(f"watch on a terminal: {error}; install ckptstore[watch]") from error
-    live = Live(console=Console(file=sys.stdout), auto_refresh=False, transient=False)
-    live.start()
 
     def show(page: list[Part]) -> None:
         assert call.screen.terminal
@@ -149,12 +146,5 @@ def _live(call: Call) -> tuple[Callable[[list[Part]], None], Callable[[], None]]
         lines: Any = "\n".join(line for part in page for line in call.screen.lines(part))
         live.update(Text.from_ansi(lines, no_wrap=True), refresh=True)
 
-    return show, live.stop
-
-
-def _nothing(page: list[Part]) -> None:
-    """Shows nothing: lines are printed instead."""
-
-
-def _end() -> None:
-    """Nothing is live."""
+    with Live(console=Console(file=sys.stdout), auto_refresh=False, transient=False) as live:
+        yield show

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import translate
 from functools import partial
-from itertools import zip_longest
-from operator import itemgetter, le
+from itertools import repeat
+from operator import itemgetter
 from typing import Any, Literal, TypeAlias
 from unicodedata import east_asian_width
 
@@ -227,26 +227,29 @@ class Terminal:
 @dataclass(frozen=True, slots=True)
 class Table:
     """Rows of values, one value per column; None is an empty cell. Without `header`, the names of
-    columns are not shown."""
+    columns are not shown, and `hidden` ones are not shown at all."""
 
     columns: tuple[Column, ...]
     rows: Sequence[Sequence[Any]]
     title: str = ""
     header: bool = True
+    hidden: frozenset[str] = frozenset()
 
     def without(self, *names: str) -> "Table":
         """The table without the columns `names`."""
-        keep = [i for i, column in enumerate(self.columns) if column.name not in names]
-        return replace(
-            self,
-            columns=tuple(self.columns[i] for i in keep),
-            rows=[[row[i] for i in keep] for row in self.rows],
-        )
+        return replace(self, hidden=self.hidden.union(names))
 
     def without_empty(self, *names: str) -> "Table":
         """The table without those columns of `names` that have no value."""
-        used = {c.name for i, c in enumerate(self.columns) if any(row[i] for row in self.rows)}
+        used = {column.name for column, values in self.by_column() if any(values)}
         return self.without(*(name for name in names if name not in used))
+
+    def by_column(self) -> Iterator[tuple[Column, Sequence[Any]]]:
+        """Each column that is shown, with its values from the first row to the last."""
+        values = zip(*self.rows, strict=True) if self.rows else repeat((), len(self.columns))
+        for column, down in zip(self.columns, values, strict=True):
+            if column.name not in self.hidden:
+                yield column, down
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -258,36 +261,61 @@ class Table:
         spare columns go if even the least widths of all columns are too much; then cells are cut or
         wrapped, those on the right first.
         """
-        columns = self.columns
-        grid = [[printable(_name(column, terminal)) for column in columns]] if self.header else []
-        writers = [_writer(column.kind, terminal) for column in columns]
-        for row in self.rows:
-            cells = zip(row, writers, strict=True)
-            grid.append(["" if item is None else printable(write(item)) for item, write in cells])
-        if not grid:
+        if not (self.rows or self.header):
             return
-        indent = " " * GAP if self.title else ""
-        styled = terminal is not None and terminal.colors
+        indent, gap = " " * GAP if self.title else "", " " * GAP
         if self.title:
             yield ""
-            yield style(printable(self.title), TITLE if styled else "")
-        if self.header and not terminal:
-            grid[1:] = [[cell or "-" for cell in row] for row in grid[1:]]
+            yield style(printable(self.title), TITLE if terminal and terminal.colors else "")
+        shown = [_Shown(*each, terminal, header=self.header) for each in self.by_column()]
         width = terminal.width if terminal else sys.maxsize
-        columns, grid, widths = _fitted(columns, grid, width - len(indent))
-        styles = [_style(column) if styled else "" for column in columns]
-        for i, row in enumerate(grid):
-            heads = styled and self.header and not i
-            for line in _wrapped(row, columns, widths, [DIM] * len(columns) if heads else styles):
-                yield indent + line
+        fitted = _fitted(shown, width - len(indent))
+        for row in zip(*(each.cells() for each in fitted), strict=True):
+            # The last line of each cell is blank, for rows in which others are higher.
+            for n in range(max(map(len, row)) - 1):
+                yield indent + gap.join([cell[min(n, len(cell) - 1)] for cell in row]).rstrip()
+
+
+class _Shown:
+    """A column with its texts, of which the first may be its name, and with the width that they
+    get."""
+
+    def __init__(
+        self, column: Column, values: Iterable[Any], terminal: Terminal | None, *, header: bool
+    ) -> None:
+        self.column, self._header, self._terminal = column, header, terminal
+        write, empty = _writer(column.kind, terminal), "-" if header and not terminal else ""
+        self._texts = ["" if value is None else printable(write(value)) for value in values]
+        self._texts = [text or empty for text in self._texts]
+        if header:
+            self._texts.insert(0, printable(_name(column, terminal)))
+        self.width = max(map(_width, self._texts))
+        self.least = self.width if column.fit == "keep" else min(self.width, column.least)
+
+    def cells(self) -> Iterator[Sequence[str]]:
+        """The lines of each cell, as wide as the column, and a blank one."""
+        blank, column = " " * self.width, self.column
+        colors = self._terminal is not None and self._terminal.colors
+        look = column.style or _STYLES.get(column.kind, "") if colors else ""
+        parameter = DIM if colors and self._header else look
+        for text in self._texts:
+            if _width(text) <= self.width:  # most, of which there may be millions
+                yield self._padded(text, parameter), blank
+            else:
+                lines = _folded(text, column.fit, self.width)
+                yield *(self._padded(line, parameter) for line in lines), blank
+            parameter = look
+
+    def _padded(self, text: str, parameter: str) -> str:
+        space, shown = " " * (self.width - _width(text)), style(text, parameter)
+        return shown + space if self.column.kind in _LEFT else space + shown
 
 
 def fields(title: str, pairs: Sequence[tuple[str, ...]]) -> Table:
     """Names with their values and, in third place, what the values mean."""
     columns = (Column("name", style=BOLD), Column("value", fit="wrap"), Column("", fit="cut"))
-    width = max((len(pair) for pair in pairs), default=2)
-    rows = [(*pair, *[""] * (width - len(pair))) for pair in pairs]
-    return Table(columns[:width], rows, title, header=False)
+    rows = [(name, value, *(why or ("",))) for name, value, *why in pairs]
+    return Table(columns, rows, title, header=False).without_empty("")
 
 
 def printable(text: str) -> str:
@@ -335,27 +363,16 @@ def _text(item: Any) -> str:
     return ", ".join(item) if isinstance(item, tuple) else str(item)
 
 
-def _style(column: Column) -> str:
-    return column.style or _STYLES.get(column.kind, "")
-
-
-def _fitted(
-    columns: Sequence[Column], grid: list[list[str]], width: int
-) -> tuple[tuple[Column, ...], list[list[str]], list[int]]:
-    """The columns that fit, their cells and their widths."""
-    natural = [max(map(_width, cells)) for cells in zip(*grid, strict=True)]
-    least = [
-        wide if column.fit == "keep" else min(wide, column.least)
-        for column, wide in zip(columns, natural, strict=True)
-    ]
-    keep = list(range(len(columns)))
-    for i in reversed(range(len(columns))):
-        if columns[i].spare and _total([least[i] for i in keep]) > width:
-            keep.remove(i)
-    widths = [natural[i] for i in keep]
-    for at, i in reversed(list(enumerate(keep))):
-        widths[at] -= min(widths[at] - least[i], max(_total(widths) - width, 0))
-    return tuple(columns[i] for i in keep), [[row[i] for i in keep] for row in grid], widths
+def _fitted(columns: Sequence[_Shown], width: int) -> Sequence[_Shown]:
+    """The columns that are left on so wide a terminal, with the widths that they get there."""
+    left = list(columns)
+    for each in reversed(columns):
+        if each.column.spare and _total([one.least for one in left]) > width:
+            left.remove(each)
+    for each in reversed(left):
+        excess = _total([one.width for one in left]) - width
+        each.width -= min(each.width - each.least, max(excess, 0))
+    return left
 
 
 def _total(widths: Sequence[int]) -> int:
@@ -370,21 +387,19 @@ def _width(text: str) -> int:
 
 
 def _folded(cell: str, fit: str, width: int) -> list[str]:
-    """The lines of a cell, as wide as its column at most. Those of a wrapped one end at a space, or
-    behind the `/` or `.` of a path, where that is possible."""
-    if _width(cell) <= width:
-        return [cell]
-    if fit == "wrap":
-        lines = [""]
-        for part in _BREAKS.split(cell):
-            if lines[-1] and _width(lines[-1] + part.rstrip()) > width:
-                lines.append("")
-            lines[-1] += part
-            while _width(lines[-1].rstrip()) > width:
-                head = _head(lines[-1], width)
-                lines[-1:] = [head, lines[-1].removeprefix(head)]
-        return [line.rstrip() for line in lines]
-    return [f"{_head(cell, width - 1)}…"]
+    """The lines of a cell that is too wide. Those of a wrapped one end at a space, or behind the
+    `/` or `.` of a path, where that is possible."""
+    if fit != "wrap":
+        return [f"{_head(cell, width - 1)}…"]
+    lines = [""]
+    for part in _BREAKS.split(cell):
+        if lines[-1] and _width(lines[-1] + part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+        while _width(lines[-1].rstrip()) > width:
+            head = _head(lines[-1], width)
+            lines[-1:] = [head, lines[-1].removeprefix(head)]
+    return [line.rstrip() for line in lines]
 
 
 def _head(text: str, width: int) -> str:
@@ -393,36 +408,3 @@ def _head(text: str, width: int) -> str:
     while len(text) > 1 and _width(text) > width:
         text = text[:-1]
     return text
-
-
-def _wrapped(
-    row: Sequence[str], columns: Sequence[Column], widths: Sequence[int], styles: Sequence[str]
-) -> Iterator[str]:
-    """One line of text for a row, more if cells wrap."""
-    taken = list(map(_width, row))
-    if all(map(le, taken, widths)):  # most rows, of which there may be millions
-        yield _line(row, taken, columns, widths, styles)
-        return
-    cells = [
-        _folded(cell, column.fit, width)
-        for cell, column, width in zip(row, columns, widths, strict=True)
-    ]
-    for line in zip_longest(*cells, fillvalue=""):
-        yield _line(line, list(map(_width, line)), columns, widths, styles)
-
-
-def _line(
-    cells: Sequence[str],
-    taken: Sequence[int],
-    columns: Sequence[Column],
-    widths: Sequence[int],
-    styles: Sequence[str],
-) -> str:
-    """Cells, which take so much of the widths of their columns, as a line."""
-    parts = []
-    for text, here, column, width, parameter in zip(
-        cells, taken, columns, widths, styles, strict=True
-    ):
-        space, shown = " " * (width - here), style(text, parameter) if parameter else text
-        parts.append(shown + space if column.kind in _LEFT else space + shown)
-    return (" " * GAP).join(parts).rstrip()

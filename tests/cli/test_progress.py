@@ -20,7 +20,7 @@ from ckptstore.cli import main as command_line
 from ckptstore.cli import screen
 from ckptstore.cli.call import Answer, Call, Exit
 from ckptstore.cli.commands import COMMANDS
-from ckptstore.cli.parser import Command, Option
+from ckptstore.cli.parser import Operation, Option
 from ckptstore.cli.screen import ERASE, Screen
 from tests.cli.running import environment, run, run_on_terminal
 
@@ -51,10 +51,10 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return Terminal()
 
 
-def _operands(command: Command) -> list[str]:
+def _operands(command: Operation) -> list[str]:
     """The operands that a command does not do without."""
     options = [option for option in command.options if isinstance(option, Option)]
-    needed = [each for each in options if each.names[0] != "-" and each.nargs is None]
+    needed = [each for each in options if each.names[0] != "-" and each.names[-1] not in "?*"]
     return [option.choices[0] if option.choices else "x" for option in needed]
 
 
@@ -62,7 +62,7 @@ def _operands(command: Command) -> list[str]:
     "command", [each for each in COMMANDS if not each.draws], ids=attrgetter("name")
 )
 def test_a_command_that_takes_long_says_that_it_works(
-    command: Command, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+    command: Operation, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wait(call: Call) -> Answer:
         terminal.wait_for(f"{ERASE}ckptstore {command.name}")

@@ -3,16 +3,20 @@
 import json
 import os
 import time
+from inspect import signature
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import ckptstore
 from ckptstore.cli.call import Exit
 from ckptstore.cli.commands import COMMANDS
-from ckptstore.cli.parser import parse
+from ckptstore.cli.parser import build, parse
 from ckptstore.log.sessions import open_session
-from ckptstore.maintenance.gc import GRACE_S
+from ckptstore.maintenance.gc import GRACE_S, MAX_UNUSED
+from ckptstore.maintenance.retention import Period
+from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.store_handle import StoreHandle
 from tests.cli.running import call, run, run_on_terminal
 from tests.maintenance.collecting import make, size_of, verify
@@ -197,7 +201,10 @@ def test_gc_keeps_what_was_just_forgotten_and_says_how_to_delete_it(place: Path)
 
 
 def test_the_grace_of_the_command_is_that_of_the_library() -> None:
-    assert parse(COMMANDS, ["gc"]).grace_s == GRACE_S
+    given = parse(COMMANDS, ["gc"])
+    assert (given.grace_s, given.max_unused) == (None, None)  # so those of the method hold
+    said = parse(COMMANDS, ["gc", "--grace", "1h", "--max-unused", "5%"])  # as --help says
+    assert (said.grace_s, said.max_unused) == (GRACE_S, MAX_UNUSED)
 
 
 def test_progress_is_json_lines_on_standard_error_with_json(place: Path) -> None:
@@ -206,3 +213,26 @@ def test_progress_is_json_lines_on_standard_error_with_json(place: Path) -> None
     assert phases[0] == "list objects"
     assert {"read footers", "read commits", "read pages", "copy"} <= set(phases)
     assert run("gc", "-n", "-s", str(place)).err == ""
+
+
+BESIDE = {
+    "gc": set[str](),
+    "release": set[str](),
+    "reindex": set[str](),
+    "doctor": set[str](),
+    "sessions": set[str](),
+    "undelete": {"all", "run"},
+    "history": {"limit", "nan"},
+    "compact": {"newest", "every"},
+    "forget": {"refs", "keep_last", "keep_every_steps", "keep_best", "keep_within", "thin", "yes"}
+    | {f"keep_{period}" for period in get_args(Period)},
+}
+"""Operations that call the method of their name, with the values that they use otherwise."""
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_each_value_of_an_operation_is_one_of_its_method(name: str) -> None:
+    common = {"help", "store", "index", "json", "debug"}
+    values = {action.dest for action in build(COMMANDS).commands[name]._actions} - common
+    assert BESIDE[name] <= values
+    assert values - BESIDE[name] <= set(signature(getattr(Maintenance, name)).parameters)

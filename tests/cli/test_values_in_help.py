@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
+from ckptstore.cli.call import UsageError
 from ckptstore.cli.commands import COMMANDS
-from ckptstore.cli.parser import build, parse_moment
+from ckptstore.cli.parser import build, parse, parse_moment
 from ckptstore.errors import InvalidInput
 from ckptstore.maintenance.check import parse_share
 
@@ -84,3 +85,9 @@ def test_what_is_no_amount_is_refused_with_those_that_are(text: str) -> None:
 
 def test_all_is_one_hundred_percent() -> None:
     assert parse_share("all") == parse_share("100%")
+
+
+@pytest.mark.parametrize("text", ["65536", "655350000", "0655350000", "8765x", ""])
+def test_what_is_no_port_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a port: wanted a number from 0 to 65535"):
+        parse(COMMANDS, ["ui", f"--port={text}"])

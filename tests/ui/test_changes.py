@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckptstore
+from ckptstore.ui.changes import CHANGES
 from ckptstore.ui.values import run_key
 from tests.ui.asking import Browser, browsing
 
@@ -83,3 +84,7 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(
     answer = writer.change(name, body.replace(b"COMMIT", commit))
     assert (answer.status_code, "error" in answer.json()) == (status, True), answer.text
     assert writer.view("position.json") == before
+
+
+def test_a_change_has_the_name_of_the_method_that_does_the_same() -> None:
+    assert set(CHANGES) <= set(dir(ckptstore.Store))
