@@ -23,7 +23,7 @@ from ckptstore.objects.documents import Layout, decode_document, decode_layout
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.chunk_reader import located_entries
-from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.chunk_store import ALONE, ObjectStore
 from ckptstore.repository.dedup import items_of
 from ckptstore.repository.memory_budget import ReadRoom, read_room
 from ckptstore.repository.thread_pool import ThreadPool
@@ -252,7 +252,7 @@ class Reader:
         # commit, or at another with the same schema.
         self.document = lru_cache(RECENT)(self._document)
         self.trees = lru_cache(RECENT)(self.read_trees)
-        self._schema = lru_cache(RECENT)(decode_schema)
+        self._schemas: dict[ChunkId, Schema] = {}
 
     def verifying_ids(self) -> "Reader":
         """This reader, but one that compares chunks with their ids too."""
@@ -265,15 +265,23 @@ class Reader:
         return decode_document(self._objects.storage.read(document_key(session, commit)), commit)
 
     def read_trees(self, refs: tuple[tuple[str, TreeRef], ...]) -> Mapping[str, Tree]:
-        """Several keys' trees; their schemas and pages are read in one batch."""
+        """Several keys' trees; their pages, and schemas that are not at hand, are read in one
+        batch."""
+        known = self._schemas
+        schemas = {ref.schema: known.get(ref.schema) for _, ref in refs}
+        unread = [chunk for chunk, schema in schemas.items() if schema is None]
         data = self._objects.read_metadata_many(
-            chunk for _, ref in refs for chunk in (ref.schema, *ref.pages)
+            (*unread, *(page for _, ref in refs for page in ref.pages))
         )
         found: dict[str, Tree] = {}
         for key, ref in refs:
-            schema = self._schema(data[ref.schema])
+            schema = schemas[ref.schema]
+            if schema is None:
+                schema = schemas[ref.schema] = decode_schema(data[ref.schema])
             contents = join_pages([data[page] for page in ref.pages], len(schema))
             found[key] = Tree(key, ref, schema, contents, self.chunk_bytes)
+        read = {chunk: schema for chunk, schema in schemas.items() if schema is not None}
+        self._schemas = dict([*(known | read).items()][-RECENT:])
         return found
 
     def tree(self, key: str, ref: TreeRef) -> Tree:
@@ -316,7 +324,6 @@ class Reader:
     ) -> Reading:
         """Plan a `read`. Raises `Corrupt` for pages that contradict the shapes, `InvalidInput` for
         too small a budget."""
-        room = read_room(memory_budget_bytes, self.chunk_bytes, self.threads.count)
         inline: list[tuple[ReadRequest, bytes]] = []
         jobs: list[ChunkRead] = []
         needed_bytes = 0
@@ -330,6 +337,11 @@ class Reader:
             jobs += (
                 ChunkRead(piece, want, memory) for piece in want.tree.pieces(want.number, want.box)
             )
+        # What lies in pages needs no memory: that of the host is not asked for.
+        alone = memory_budget_bytes is None and not jobs
+        room = (
+            ALONE if alone else read_room(memory_budget_bytes, self.chunk_bytes, self.threads.count)
+        )
         return Reading(commit, needed_bytes, room, tuple(inline), tuple(jobs))
 
     def carry_out(self, reading: Reading, jobs: Sequence[ChunkRead]) -> int:
