@@ -252,7 +252,7 @@ class Reader:
         # commit, or at another with the same schema.
         self.document = lru_cache(RECENT)(self._document)
         self.trees = lru_cache(RECENT)(self.read_trees)
-        self._schemas: dict[ChunkId, Schema] = {}
+        self._schema = lru_cache(RECENT)(decode_schema)
 
     def verifying_ids(self) -> "Reader":
         """This reader, but one that compares chunks with their ids too."""
@@ -265,23 +265,15 @@ class Reader:
         return decode_document(self._objects.storage.read(document_key(session, commit)), commit)
 
     def read_trees(self, refs: tuple[tuple[str, TreeRef], ...]) -> Mapping[str, Tree]:
-        """Several keys' trees; their pages, and schemas that are not at hand, are read in one
-        batch."""
-        known = self._schemas
-        schemas = {ref.schema: known.get(ref.schema) for _, ref in refs}
-        unread = [chunk for chunk, schema in schemas.items() if schema is None]
+        """Several keys' trees; their schemas and pages are read in one batch."""
         data = self._objects.read_metadata_many(
-            (*unread, *(page for _, ref in refs for page in ref.pages))
+            chunk for _, ref in refs for chunk in (ref.schema, *ref.pages)
         )
         found: dict[str, Tree] = {}
         for key, ref in refs:
-            schema = schemas[ref.schema]
-            if schema is None:
-                schema = schemas[ref.schema] = decode_schema(data[ref.schema])
+            schema = self._schema(data[ref.schema])
             contents = join_pages([data[page] for page in ref.pages], len(schema))
             found[key] = Tree(key, ref, schema, contents, self.chunk_bytes)
-        read = {chunk: schema for chunk, schema in schemas.items() if schema is not None}
-        self._schemas = dict([*(known | read).items()][-RECENT:])
         return found
 
     def tree(self, key: str, ref: TreeRef) -> Tree:
