@@ -68,11 +68,7 @@ def adopt(
 
     flats = partial(adopted_state, place, internals.threads, internals.handle.url)
 
-    def make() -> Snapshot:
-        request = internals.request(flats, metadata, Ranks())
-        return internals.committed(internals.commit(request, None))
-
-    snapshot = read_twice(make)
+    snapshot = read_twice(partial(internals.commit, flats, metadata, Ranks()))
     if hollow:
         make_hollow(internals, place, snapshot, hold)
     elif hold:

@@ -174,8 +174,7 @@ def combine(
             return replace(made, parents=tuple(snapshot.id for snapshot in found))
 
         flats = partial(_flats, contents, reader, factors_of, is_selected)
-        request = internals.request(flats, label, Ranks())
-        return internals.committed(internals.commit(request, None, follow=False))
+        return internals.commit(flats, label, Ranks(), follow=False)
 
 
 def mean(count: int) -> list[float]:

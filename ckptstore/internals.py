@@ -8,16 +8,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 from ckptstore.commit.async_commit import AsyncCommits, CommitRoute
-from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest, ParentTracker
+from ckptstore.commit.commit_metadata import (
+    CommitMetadata,
+    CommitRequest,
+    ParentTracker,
+    Prepared,
+    RunWatch,
+)
 from ckptstore.commit.pending import UNWATCHED, Pending
 from ckptstore.commit.plan import Flats
-from ckptstore.commit.run_watch import RunWatch
 from ckptstore.commit.transaction import CommitStats, Committed, Destination
 from ckptstore.contents import CommitContents, nearest_with
 from ckptstore.core.forks import cached_property, survives_forks
@@ -197,23 +202,46 @@ class StoreInternals:
             logger.warning("%s cannot be relied on for chunks: %s", self.handle.url, error)
             return None
 
-    def request(
+    def commit(
         self,
         flats: Callable[[], Flats],
         metadata: MakeMetadata,
         ranks: Ranks,
-        memory_budget_bytes: int | None = None,
+        peers: Collective | None = None,
         *,
+        memory_budget_bytes: int | None = None,
         stats: bool = False,
-    ) -> CommitRequest:
-        """A request to commit, now, the flattened state that `flats` returns, whose bytes may come
-        from anywhere, as in an import. With `stats`, tensors are measured."""
+        follow: bool = True,
+    ) -> Snapshot:
+        """Commit now the flattened state that `flats` returns, whose bytes may come from anywhere,
+        as in an import. With `stats`, tensors are measured; with `follow`, it becomes the parent of
+        the next commit. Every rank of `peers` calls this and gets the same commit."""
         self.check_not_within()
         self.async_commits.wait()
         started = time.perf_counter()
+        measured: dict[bytes, bytes] | None = {} if stats else None
+        with self._lock, self.async_commits.noting_failures():
+            what = self._prepared(flats, metadata, peers)
+            request = CommitRequest(
+                what, started, UNWATCHED, memory_budget_bytes, ranks, None, measured
+            )
+            committed = self._make(request, peers, self.committer)
+            if follow:
+                self.parent_tracker.now(committed.id)
+            committed = self._measured(committed, request, peers, self.threads)
+        return self.committed(committed)
 
-        @cache  # a retry after a full disk reuses the state
-        def prepare() -> tuple[CommitMetadata, Flats]:
+    def _prepared(
+        self, flats: Callable[[], Flats], metadata: MakeMetadata, peers: Collective | None
+    ) -> Prepared | BaseException:
+        """What to commit. Of one of several ranks also why it has nothing to commit, to be raised
+        where that reaches them all."""
+        try:
+            if peers:
+                peers.check_reached()
+                self.async_commits.raise_failure(
+                    "raised by the next commit, which was not made: repeat it"
+                )
             self.handle.check_writable()
             label = metadata()
             if not label.parents:
@@ -221,61 +249,51 @@ class StoreInternals:
             with self._within():
                 found = flats()
             refuse_divided(found, label)
-            return label, found
+            return Prepared(label, found)
+        except BaseException as error:
+            if peers:
+                return error
+            raise
 
-        measured: dict[bytes, bytes] | None = {} if stats else None
-        return CommitRequest(
-            prepare, started, UNWATCHED, memory_budget_bytes, ranks, None, measured
-        )
-
-    def commit(
+    def _make(
         self,
         request: CommitRequest,
         peers: Collective | None,
-        *,
-        behind: bool = False,
-        follow: bool = True,
+        committer: Committer | WorkerCommitter,
     ) -> Committed:
-        """Make a commit, `behind` the caller's back or not; on a full disk, try once more if that
-        is promising. With `follow`, it becomes the parent of the next one. Every rank of `peers`
-        calls this and gets the same commit."""
-        committer = self.background_committer if behind else self.committer
-        make: Callable[[CommitRequest], Committed] = partial(committer.commit, peers=peers)
-        if peers is None and isinstance(committer, Committer):
-            make = committer.whole.commit
-        sizes = [0]
-
-        def prepare() -> tuple[CommitMetadata, Flats]:
-            if peers and not behind:  # here, where it reaches them all
-                self.async_commits.raise_failure(
-                    "raised by the next commit, which was not made: repeat it"
-                )
-            label, flats = request.prepare()
-            sizes[0] = sum(flat.nbytes for flat in flats.values())
-            if peers is None or peers.leads:
-                self._disk.before(sizes[0])
-            return label, flats
-
-        sized = replace(request, prepare=prepare)
-        earlier = nullcontext() if behind else self.async_commits.noting_failures()
-        with self._lock, earlier:
+        """Make a commit; on a full disk, try once more if that is promising."""
+        alone = committer.whole.commit if isinstance(committer, Committer) else committer.commit
+        leads = peers is None or peers.leads
+        nbytes = 0
+        if isinstance(request.what, Prepared):
+            nbytes = request.what.nbytes
+            if leads:
+                self._disk.before(nbytes)
+        make = partial(committer.commit, request, peers) if peers else partial(alone, request)
+        try:
+            committed = make()
+        except NoSpace as full:
+            self._disk.relieve(full, nbytes, peers, collect=True)
             try:
-                committed = make(sized)
-            except NoSpace as full:
-                self._disk.relieve(full, sizes[0], peers, collect=True)
-                try:
-                    committed = make(sized)
-                except NoSpace as still_full:
-                    self._disk.relieve(still_full, sizes[0], peers, collect=False)
-                    raise
-            if peers is None or peers.leads:
-                self.handle.follow()
-            if follow and not behind:
-                self.parent_tracker.now(committed.id)
-            if request.measured is not None:
-                at = self.handle, self._low_priority if behind else self.threads, self.reader
-                committed = with_tensors(*at, committed, request.measured, peers)
+                committed = make()
+            except NoSpace as still_full:
+                self._disk.relieve(still_full, nbytes, peers, collect=False)
+                raise
+        if leads:
+            self.handle.follow()
         return committed
+
+    def _measured(
+        self,
+        committed: Committed,
+        request: CommitRequest,
+        peers: Collective | None,
+        threads: ThreadPool,
+    ) -> Committed:
+        """A commit with its statistics, if they were asked for."""
+        if request.measured is None:
+            return committed
+        return with_tensors(self.handle, threads, self.reader, committed, request.measured, peers)
 
     def commit_external(
         self,
@@ -335,7 +353,9 @@ class StoreInternals:
 
         def commit(request: CommitRequest, pending: PendingCommit) -> tuple[Committed, Snapshot]:
             asked = replace(request, ranks=ranks, measured={} if stats else None)
-            committed = self.commit(asked, behind, behind=True)
+            with self._lock:
+                committed = self._make(asked, behind, self.background_committer)
+                committed = self._measured(committed, asked, behind, self._low_priority)
             held_s = pending.timings.held_s or pending.age_s
             cost = replace(committed.stats, held_s=held_s)
             return committed, self.committed(replace(committed, stats=cost))

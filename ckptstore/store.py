@@ -136,8 +136,9 @@ class Store(Maintenance):
         ranks = ranks or Ranks()
         peers = collective_of(ranks.process_group, ranks.timeout_s)
         flats = partial(flats_of, app_state, ranks, peers, allow_pickle=allow_pickle)
-        request = self._internals.request(flats, metadata, ranks, memory_budget_bytes, stats=stats)
-        snapshot = self._internals.committed(self._internals.commit(request, peers))
+        snapshot = self._internals.commit(
+            flats, metadata, ranks, peers, memory_budget_bytes=memory_budget_bytes, stats=stats
+        )
         self._hint(snapshot.step, snapshot.tags, peers)
         return self._internals.after_failure(snapshot)
 

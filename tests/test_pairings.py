@@ -31,12 +31,12 @@ ALLOWED = {
 
 LEFT = {
     "core": 13,
-    "log": 2,
-    "index": 5,
-    "repository": 4,
+    "log": 0,
+    "index": 1,
+    "repository": 2,
     "state": 62,
-    "commit": 6,
-    "restore": 6,
+    "commit": 1,
+    "restore": 0,
     "distributed": 33,
     "maintenance": 4,
 }

@@ -6,14 +6,11 @@ adopts one directory imports neither torch nor what restores tensors.
 
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from ckptstore.adopt.adopting import adopted_state, read_twice
-from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
-from ckptstore.commit.plan import Flats
-from ckptstore.commit.transaction import Committed, Destination
-from ckptstore.commit.whole_commit import WholeCommitter
+from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest, Prepared
+from ckptstore.commit.transaction import Committed, Destination, WholeCommitter
 from ckptstore.core.text import unicode_text
 from ckptstore.errors import NoSpace
 from ckptstore.repository.store_handle import StoreHandle
@@ -36,24 +33,19 @@ def commit_directory(
     """
     handle.check_writable()
     committer = WholeCommitter(Destination(handle, threads))
-    flats = partial(adopted_state, place, threads, handle.url)
-
-    sizes = [0]
-
-    def prepare() -> tuple[CommitMetadata, Flats]:
-        found = flats()
-        sizes[0] = sum(flat.nbytes for flat in found.values())
-        return replace(label, message=label.message or message_of(place)), found
+    label = replace(label, message=label.message or message_of(place))
 
     def make() -> Committed:
-        return committer.commit(CommitRequest(prepare, time.perf_counter()))
+        started = time.perf_counter()
+        what = Prepared(label, adopted_state(place, threads, handle.url))
+        try:
+            return committer.commit(CommitRequest(what, started))
+        except NoSpace as full:
+            from ckptstore.maintenance.disk_space import DiskWatch  # here: it plans a gc
 
-    try:
-        committed = read_twice(make)
-    except NoSpace as full:
-        from ckptstore.maintenance.disk_space import DiskWatch  # here: it explains, by a plan of gc
+            DiskWatch(handle, label.run, "raise").relieve(full, what.nbytes, None, collect=False)
+            raise
 
-        DiskWatch(handle, label.run, "raise").relieve(full, sizes[0], None, collect=False)
-        raise
+    committed = read_twice(make)
     handle.follow()
     return committed

@@ -18,6 +18,7 @@ from ckptstore.commit.commit_metadata import (
     CommitMetadata,
     CommitRequest,
     ParentTracker,
+    Prepared,
     parents_of,
 )
 from ckptstore.commit.pending import Background, Pending, Watch
@@ -432,12 +433,8 @@ class AsyncCommits(Generic[S]):
                 if job.route.elsewhere:
                     begun.watch.wait_copied()
                 label = replace(job.label, parents=parents)
-                request = CommitRequest(
-                    lambda: (label, begun.staged),
-                    pending.started,
-                    begun.watch,
-                    buffer=begun.arena,
-                )
+                what = Prepared(label, begun.staged)
+                request = CommitRequest(what, pending.started, begun.watch, buffer=begun.arena)
                 committed, result = job.route.commit(request, pending)
             pending.tip = committed.id
             self._trust.remember(begun.candidates, committed.ids)

@@ -1,12 +1,13 @@
 """How does a caller ask for a commit: which state, run, step, message, metrics, tags, parents,
-links?"""
+links? And on which commits does it build: its own last one, or somebody else's?"""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptstore.commit.pending import UNWATCHED, Pending, Watch
 from ckptstore.commit.plan import Flats
@@ -24,6 +25,8 @@ from ckptstore.core.ids import CommitId, check_tag
 from ckptstore.core.options import Ranks
 from ckptstore.errors import InvalidInput
 from ckptstore.state.staging_buffers import Buffer
+
+logger = logging.getLogger("ckptstore")
 
 _STEPS = 2**53 + 1
 """Log entries hold steps below this number."""
@@ -46,20 +49,38 @@ class CommitMetadata:
     unchecked: tuple[str, ...] = ()
 
 
+class Prepared(NamedTuple):
+    """A commit's description, and the flattened state."""
+
+    label: CommitMetadata
+    flats: Flats
+
+    @property
+    def nbytes(self) -> int:
+        """Raw bytes of the state."""
+        return sum(flat.nbytes for flat in self.flats.values())
+
+
 @dataclass(frozen=True, slots=True)
 class CommitRequest:
-    """What to commit. `prepare` runs where its failure reaches every rank; times count from
+    """What to commit, or why one of several ranks has nothing to commit; times count from
     `started`, a value of `time.perf_counter`; `watch` follows the progress and may stop it. A
     worker process reads the state from `buffer`. Statistics of the chunks go to `measured`, if it
     is there."""
 
-    prepare: Callable[[], tuple[CommitMetadata, Flats]]
+    what: Prepared | BaseException
     started: float
     watch: Watch = UNWATCHED
     memory_budget_bytes: int | None = None
     ranks: Ranks = field(default_factory=Ranks)
     buffer: Buffer | None = None
     measured: dict[bytes, bytes] | None = None
+
+    def prepared(self) -> Prepared:
+        """What to commit. Raises why there is nothing; a rank asks where that reaches them all."""
+        if isinstance(self.what, BaseException):
+            raise self.what
+        return self.what
 
 
 def label_of(
@@ -238,3 +259,39 @@ def parents_of(tip: CommitId | Pending[Any] | None) -> tuple[CommitId, ...]:
     commit."""
     commit = tip.tip if isinstance(tip, Pending) else tip
     return (commit,) if commit else ()
+
+
+class RunWatch:
+    """Does another training commit to the same run? Looks at each commit of one open store, and
+    warns once.
+
+    Nothing is lost by that, but `resume` takes the newest commit of a run, whoever made it. A job
+    that was requeued while it still ran elsewhere is how it comes about.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._made: CommitId | None = None
+        self._told = False
+
+    def after(
+        self, commit: CommitId, parents: Sequence[CommitId], newest: Sequence[CommitId]
+    ) -> None:
+        """After `commit`, of which `newest` are the newest of its run, in order: warn if it follows
+        the one made before it, and somebody else has committed between the two.
+
+        A commit after a restore has another parent: to go back, and on from there, is no sign of
+        others.
+        """
+        before, self._made = self._made, commit
+        between = newest[-2] if len(newest) > 1 and newest[-1] == commit else before
+        if self._told or before is None or tuple(parents) != (before,) or between == before:
+            return
+        self._told = True
+        logger.warning(
+            "run %s: somebody else made commit %s between two of this training; `resume` "
+            "takes the newest, whoever made it: end the other training, or give each a run of its "
+            "own (run=…)",
+            self._run,
+            str(between)[:12],
+        )

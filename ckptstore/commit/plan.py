@@ -7,7 +7,7 @@ hand-overs. The thread copies, hashes and writes a batch in windows of 2 MiB.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple, TypeAlias
 
 from ckptstore.core.config import MIB, RUN_BYTES
@@ -64,6 +64,14 @@ def is_floating(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat"))
 
 
+class Cut(NamedTuple):
+    """Chunk `number` of a leaf's grid: bytes `start:stop` of the leaf."""
+
+    number: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Consecutive chunks of a part, starting with chunk `first`: chunk `first + i` is bytes
@@ -79,6 +87,15 @@ class Run:
     @property
     def raw_bytes(self) -> int:
         return self.cuts[-1] - self.cuts[0]
+
+    def chunks(self) -> Iterator[Cut]:
+        """The chunks, in order."""
+        for number, (start, stop) in enumerate(pairwise(self.cuts), self.first):
+            yield Cut(number, start, stop)
+
+    def memory(self, cut: Cut, run: memoryview) -> memoryview:
+        """The bytes of one of the chunks, of `run`, those of all."""
+        return run[cut.start - self.cuts[0] : cut.stop - self.cuts[0]]
 
     def pieces(self) -> Iterator["Run"]:
         """The run in pieces of at most `WINDOW_BYTES`, or one chunk."""

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType, TracebackType
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.log_entry import entry_of, new_packs
+from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
 from ckptstore.commit.pending import UNWATCHED, Watch
-from ckptstore.commit.plan import CommitPlan, Flats
+from ckptstore.commit.plan import CommitPlan, Flats, WholePlan
 from ckptstore.commit.write import PARALLEL_BYTES, ChunkWriter, Measured, write_metadata
 from ckptstore.core.ids import (
     ChunkId,
@@ -31,9 +30,10 @@ from ckptstore.core.ids import (
 from ckptstore.core.model import Cast, CommitDocument, LeafContent, PackRecord, Schema, TreeRef
 from ckptstore.core.options import Milestone
 from ckptstore.core.statistics import Moments
-from ckptstore.errors import Corrupt, InvalidInput, NoSpace
+from ckptstore.errors import Conflict, Corrupt, InvalidInput, NoSpace
 from ckptstore.log import entries
 from ckptstore.log.admission import Demand
+from ckptstore.log.entries import entry_of, new_packs
 from ckptstore.log.log import Refused
 from ckptstore.log.sessions import Session, open_session
 from ckptstore.objects.codecs import codec_id
@@ -43,11 +43,15 @@ from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import ChunkTable, Dedup, DedupHints
+from ckptstore.repository.memory_budget import write_room
 from ckptstore.repository.pack_writer import PackSet, delete_own
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, shared
 from ckptstore.state.leaf_sources import Source
 from ckptstore.storage.contract import put_finished
+
+if TYPE_CHECKING:
+    from ckptstore.state.casting import Casting
 
 ATTEMPTS = 5
 """A commit is written this often if others change the store meanwhile."""
@@ -265,7 +269,7 @@ class Transaction:
         `hints` know the last commit of the same plan, and then this one. Afterwards the packs are
         closing; `receipt` and `publish` wait for them.
         """
-        made = ChunkTable({part.leaf: len(part) for part in plan.parts})
+        made = ChunkTable({part.leaf: range(part.first, part.stop) for part in plan.parts})
         batches, threads = shared(plan.batches), self._to.threads
         small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
         count = min(max_workers or threads.count, threads.count, len(plan.batches))
@@ -426,3 +430,68 @@ def contents_of(flats: Flats, plan: CommitPlan, ids: Mapping[int, bytes]) -> Ite
             for i, source in enumerate(flat.leaves)
         ]
         yield TreeContent(key, flat.schema, contents)
+
+
+class WholeCommitter:
+    """Commits whole states to one store, one at a time. Keeps the plan for the next commit."""
+
+    def __init__(self, to: Destination) -> None:
+        self._to = to
+        self._whole = WholePlan()
+
+    def commit(self, request: CommitRequest) -> Committed:
+        """Write a state and append its entry; the commit is durable on return.
+
+        Staged and encoded bytes stay within the request's budget. Raises `InvalidInput` for too
+        small a budget, `Unavailable` if storage fails, `Conflict` if others kept removing chunks to
+        be reused, and exceptions of `watch`. After any of them the store is as before.
+        """
+        to, watch = self._to, request.watch
+        room = write_room(
+            request.memory_budget_bytes,
+            to.config.chunk_bytes,
+            to.threads.count,
+            encoding=to.config.codec != "raw",
+        )
+        label, flats = request.prepared()
+        casting = casting_of(flats, label)
+        flats = casting.flats if casting else flats
+        plan = self._whole.of(flats, to.config.chunk_bytes, room.run_bytes)
+        sources = [leaf for flat in flats.values() for leaf in flat.leaves]
+        for _ in range(ATTEMPTS):
+            watch.starting()
+            try:
+                with Transaction.begin(to, unbuffered=room.unbuffered) as whole:
+                    whole.measured = request.measured
+                    hints = self._whole.hints
+                    ids = whole.write(plan, sources, watch, hints=hints, max_workers=room.threads)
+                    watch.reached(Milestone.HASHED)
+                    trees = contents_of(flats, plan, ids)
+                    cast = casting.report if casting else no_cast
+                    published = whole.publish(
+                        label, trees, logical_bytes=plan.logical_bytes, watch=watch, cast=cast
+                    )
+                    return published.committed(request.started, ids)
+            except Refused as error:
+                if not error.refusal.again:
+                    raise
+                last = error
+        raise contended() from last
+
+
+def casting_of(flats: Flats, label: CommitMetadata) -> "Casting | None":
+    """The conversions that the label asks for."""
+    if not label.cast:
+        return None
+    # Imported here: worker processes and commands, which have no torch, cast nothing.
+    from ckptstore.state.casting import Casting
+
+    return Casting(flats, label.cast, label.unchecked)
+
+
+def contended() -> Conflict:
+    """The error after every attempt was refused."""
+    return Conflict(
+        f"the commit was refused {ATTEMPTS} times because others changed the store meanwhile; "
+        "repeat it"
+    )

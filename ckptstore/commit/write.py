@@ -7,20 +7,19 @@ same place, keeps its id: it is neither copied nor hashed by BLAKE3.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from itertools import compress, pairwise, takewhile
-from operator import eq
+from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from ckptstore.commit.pending import Watch
-from ckptstore.commit.plan import CommitPlan, Part, Run, is_floating, windows
+from ckptstore.commit.plan import CommitPlan, Cut, Part, Run, is_floating, windows
 from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId, checksum, digest
 from ckptstore.core.statistics import is_measured, key_of
 from ckptstore.errors import Conflict
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR, align
-from ckptstore.repository.dedup import ChunkTable, Dedup, items_of
+from ckptstore.repository.dedup import ChunkTable, Dedup, Known
 from ckptstore.repository.pack_writer import PackSet
 from ckptstore.repository.thread_pool import NO_MEMORY, Scratch, ThreadPool
 from ckptstore.state.leaf_sources import NotCopied, Source, memory_of
@@ -39,26 +38,35 @@ Measured: TypeAlias = MutableMapping[bytes, bytes]
 
 
 class _Hashed(NamedTuple):
-    """A run's chunks: ids, checksums, and bytes that no other thread changes.
+    """A chunk: its place, id, checksum, and bytes that no other thread changes.
 
-    None stands for the bytes of a chunk that the store probably has. `whole` is the memory that
-    holds all of them together, if there is one.
+    None stands for the bytes of a chunk that the store probably has.
     """
 
-    ids: list[ChunkId]
-    checksums: list[bytes]
-    raws: list[memoryview | None]
+    cut: Cut
+    id: ChunkId
+    checksum: bytes
+    raw: memoryview | None
+
+
+class _HashedRun(NamedTuple):
+    """The chunks of a run. `whole` is the memory that holds all of them together, if there is
+    one."""
+
+    run: Run
+    chunks: list[_Hashed]
     whole: memoryview | None
 
 
 class _New(NamedTuple):
-    """Chunks of `run` to be written; `first` is the number of the first."""
+    """Chunks of a run to be written next to each other, with the run's bytes as `PackWriter.add`
+    takes them."""
 
-    run: Run
-    first: int
+    part: Part
     ids: list[ChunkId]
     checksums: list[bytes]
     raws: list[memoryview]
+    run_bytes: int
     whole: memoryview | None
 
 
@@ -78,7 +86,7 @@ def hash_chunks(
         for run in batch:
             at = (run.first - run.part.first) * nbytes
             memory = memory_of(sources[run.part.leaf], run.cuts[0], run.cuts[-1])
-            found = b"".join(map(hashed, _chunks(run, memory)))
+            found = b"".join(hashed(run.memory(cut, memory)) for cut in run.chunks())
             ids[run.part.leaf][at : at + len(found)] = found
 
     small = plan.logical_bytes <= PARALLEL_BYTES
@@ -90,8 +98,7 @@ def write_metadata(
     chunks: Mapping[ChunkId, tuple[bytes, int]], dedup: Dedup, packs: PackSet
 ) -> None:
     """Write the new ones of `chunks` (bytes and kind) to a metadata pack, and close it."""
-    ids = list(chunks)
-    fresh = [chunk for chunk, new in zip(ids, dedup.fresh(ids), strict=True) if new]
+    fresh = dedup.fresh(chunks)
     if not fresh:
         return
     pack_writer = packs.pack_writer(metadata=True)
@@ -149,7 +156,16 @@ class ChunkWriter:
                 copied = not changed or any(map(self._copied, changed))
                 for window in windows(changed) if copied else (changed,):
                     for new in self._new(window):
-                        self._add(new)
+                        self._pack_writer.add(
+                            new.ids,
+                            new.checksums,
+                            new.raws,
+                            new.part.width,
+                            TENSOR,
+                            codec=self._codec_of(new.part),
+                            run_bytes=new.run_bytes,
+                            whole=new.whole,
+                        )
                     self._pack_writer.flush()
                 self._watch.worked(batch)
             self._packs.close_aside(self._pack_writer)
@@ -160,115 +176,113 @@ class ChunkWriter:
             self._scratch.give(self._memory)
             self._memory = NO_MEMORY
 
-    def _add(self, new: _New) -> None:
-        """Queue new chunks. A piece whose predecessor was just written follows it directly."""
-        run = new.run
-        follows = run.lead and self._written == (run.part.leaf, new.first)
-        self._pack_writer.add(
-            new.ids,
-            new.checksums,
-            new.raws,
-            run.part.width,
-            TENSOR,
-            codec=self._codec_of(run.part),
-            run_bytes=0 if follows else sum(map(len, new.raws)) + run.rest,
-            whole=new.whole,
-        )
-        self.new_chunks += len(new.ids)
-        self._written = run.part.leaf, new.first + len(new.ids)
-
     def _changed(self, run: Run) -> Run | None:
         """What is left of a run behind its first chunks that are as in the last commit; None if
         nothing is. Of all ways to write chunks, this one does least for each."""
         last, at = self._last, self._place(run)
-        if last is None or not self._dedup.are_live(packs := last.packs[at]):
+        if last is None or not self._dedup.are_live(last.packs(at)):
             return run
-        if ids := self._known(run):
-            same = map(eq, ids, last.ids_at(at))
-        elif (live := self._sources[run.part.leaf].view(run.cuts[0], run.cuts[-1])) is not None:
-            same = map(eq, map(checksum, _chunks(run, live)), last.checksums_at(at))
-        else:
-            return run
-        unchanged = sum(takewhile(bool, same))
+        leaf, source = run.part.leaf, self._sources[run.part.leaf]
+        live = source.view(run.cuts[0], run.cuts[-1]) if source.known_ids is None else None
+
+        def is_same(cut: Cut) -> bool:
+            known = last.known(leaf, cut.number)
+            if live is not None:
+                return checksum(run.memory(cut, live)) == known.checksum
+            return source.known_ids is not None and self._known_id(run, cut) == known.id
+
+        unchanged = sum(1 for _ in takewhile(is_same, run.chunks()))
         if not unchanged:
             return run
-        packs, at = packs[:unchanged], slice(at.start, at.start + unchanged)
-        self._dedup.reused.update(packs)
-        self._made.record(at, last.ids_at(at), last.checksums_at(at), packs)
+        at = slice(at.start, at.start + unchanged)
+        self._dedup.reused.update(last.packs(at))
+        self._made.take(at, last)
         return run.behind(unchanged) if unchanged < len(run.cuts) - 1 else None
 
     def _place(self, run: Run) -> slice:
         """Where the chunks of a run are in a table."""
-        return self._made.place(run.part.leaf, run.first - run.part.first, len(run.cuts) - 1)
+        return self._made.place(run.part.leaf, run.first, len(run.cuts) - 1)
 
     def _new(self, window: Sequence[Run]) -> Iterator[_New]:
         """Hash a window and look its chunks up; the chunks to write, run by run."""
         hashed = self._hashed(window)
-        is_fresh, packs = self._dedup.look_up([chunk for found in hashed for chunk in found.ids])
-        begin = 0
-        for run, found in zip(window, hashed, strict=True):
-            end = begin + len(found.ids)
-            self._made.record(self._place(run), found.ids, found.checksums, packs[begin:end])
-            if any(is_new := is_fresh[begin:end]):
-                yield self._fetched(run, found, is_new)
-            begin = end
+        packs = self._dedup.look_up(chunk.id for found in hashed for chunk in found.chunks)
+        for found in hashed:
+            rows = [Known(chunk.id, chunk.checksum, packs[chunk.id]) for chunk in found.chunks]
+            self._made.record(self._place(found.run), rows)
+            new = [c for c in found.chunks if not packs[c.id] and self._dedup.take(c.id)]
+            if new:
+                yield self._fetched(found, new)
 
-    def _fetched(self, run: Run, found: _Hashed, is_new: Sequence[bool]) -> _New:
+    def _fetched(self, found: _HashedRun, new: Sequence[_Hashed]) -> _New:
         """The new chunks of a run. The bytes of those that were recognised are compared with their
-        ids now, since they may have changed."""
-        ids, checksums, raws = list[ChunkId](), list[bytes](), list[memoryview]()
-        whole = found.whole if all(is_new) else None
-        for i in compress(range(len(is_new)), is_new):
-            raw, summed = found.raws[i], found.checksums[i]
+        ids now, since they may have changed. A piece whose predecessor was just written follows it
+        directly."""
+        run = found.run
+        checksums, raws = list[bytes](), list[memoryview]()
+        whole = found.whole if len(new) == len(found.chunks) else None
+        for chunk in new:
+            raw, summed = chunk.raw, chunk.checksum
             if raw is None:
-                raw = self._fetch(
-                    self._sources[run.part.leaf], found.ids[i], run.cuts[i], run.cuts[i + 1]
-                )
+                raw = self._fetch(run.part.leaf, chunk)
                 summed, whole = checksum(raw), None
-            ids.append(found.ids[i])
             checksums.append(summed)
             raws.append(raw)
-        return _New(run, run.first + is_new.index(True), ids, checksums, raws, whole)
+        first = new[0].cut.number
+        follows = run.lead and self._written == (run.part.leaf, first)
+        self._written = run.part.leaf, first + len(new)
+        self.new_chunks += len(new)
+        run_bytes = 0 if follows else sum(map(len, raws)) + run.rest
+        return _New(run.part, [chunk.id for chunk in new], checksums, raws, run_bytes, whole)
 
-    def _hashed(self, window: Sequence[Run]) -> list[_Hashed]:
+    def _hashed(self, window: Sequence[Run]) -> list[_HashedRun]:
         """For each run, its chunks."""
-        offsets, nbytes = self._copy_offsets(window)
+        places, nbytes = self._copy_places(window)
         if len(self._memory) < nbytes:
             self._memory = self._scratch.take(nbytes)
-        found: list[_Hashed] = []
-        for run, offset in zip(window, offsets, strict=True):
-            if offset is not None:
-                found.append(self._hash(run, self._memory[offset : offset + run.raw_bytes]))
-            elif ids := self._known(run):
-                found.append(_Hashed(ids, self._summed(run, ids), [None] * len(ids), None))
+        found: list[_HashedRun] = []
+        for run, place in places:
+            if place is not None:
+                found.append(self._hash(run, self._memory[place]))
+            elif self._sources[run.part.leaf].known_ids is not None:
+                found.append(_HashedRun(run, list(self._recognised(run)), None))
             else:
                 found.append(self._hash(run, None))
         return found
 
-    def _hash(self, run: Run, out: memoryview | None) -> _Hashed:
+    def _recognised(self, run: Run) -> Iterator[_Hashed]:
+        """The chunks of a run whose ids are known. Their checksums are those of the last commit, as
+        far as it had the same chunks, else zeros, which no chunk is recognised by."""
+        last = (self._before(run, cut) for cut in run.chunks())
+        before = {known.id: known.checksum for known in last if known}
+        for cut in run.chunks():
+            chunk = self._known_id(run, cut)
+            yield _Hashed(cut, chunk, before.get(chunk, bytes(CHECKSUM_BYTES)), None)
+
+    def _hash(self, run: Run, out: memoryview | None) -> _HashedRun:
         """The chunks of a run, one after the other while each is in the CPU's cache. Those that
         changed since the last commit are copied to `out`, unless it is None."""
-        source, known = self._sources[run.part.leaf], self._before(run)
+        source = self._sources[run.part.leaf]
         live = source.view(run.cuts[0], run.cuts[-1])
         if live is None:
             assert out is not None  # a still source always has a view
             source.stage(run.cuts[0], run.cuts[-1], out)
             live, out = out, None
-        found = _Hashed([], [], [], live if out is None else out)
-        for i, here in enumerate(_chunks(run, live)):
-            there = None if out is None else out[run.cuts[i] - run.cuts[0] :][: len(here)]
-            if known and (summed := checksum(here)) == known[i][1]:
-                chunk = known[i][0]
+        found = _HashedRun(run, [], live if out is None else out)
+        for cut in run.chunks():
+            here = run.memory(cut, live)
+            there = None if out is None else run.memory(cut, out)
+            known = self._before(run, cut)
+            if known and checksum(here) == known.checksum:
                 raw = here if there is None else None
-            else:
-                raw = here if there is None else there
-                if there is not None:
-                    _copy(here, there)
-                chunk, summed = ChunkId(digest(raw)), checksum(raw)
-                self._measure(run.part.dtype, chunk, raw)
-            found.ids.append(chunk)
-            found.checksums.append(summed)
-            found.raws.append(raw)
+                found.chunks.append(_Hashed(cut, known.id, known.checksum, raw))
+                continue
+            raw = here if there is None else there
+            if there is not None:
+                _copy(here, there)
+            chunk = ChunkId(digest(raw))
+            found.chunks.append(_Hashed(cut, chunk, checksum(raw), raw))
+            self._measure(run.part.dtype, chunk, raw)
         return found
 
     def _measure(self, dtype: str, chunk: ChunkId, raw: memoryview) -> None:
@@ -280,48 +294,37 @@ class ChunkWriter:
 
             self._measured[key] = moments_of(raw, dtype).encode()
 
-    def _before(self, run: Run) -> list[tuple[ChunkId, bytes]]:
-        """Id and checksum of each chunk of a run in the last commit; nothing if there was none."""
-        if self._last is None:
-            return []
-        at = self._place(run)
-        return list(zip(self._last.ids_at(at), self._last.checksums_at(at), strict=True))
+    def _before(self, run: Run, cut: Cut) -> Known | None:
+        """A chunk of a run in the last commit, if there was one."""
+        return self._last.known(run.part.leaf, cut.number) if self._last else None
 
-    def _summed(self, run: Run, ids: Sequence[ChunkId]) -> list[bytes]:
-        """The checksums of chunks whose ids are known: those of the last commit, as far as it had
-        the same chunks, else zeros, which no chunk is recognised by."""
-        before = dict(self._before(run))
-        return [before.get(chunk, bytes(CHECKSUM_BYTES)) for chunk in ids]
-
-    def _copy_offsets(self, window: Sequence[Run]) -> tuple[list[int | None], int]:
-        """Offsets in this thread's memory for the runs to be copied, and the total size. They are
-        aligned as in a pack, so that the copies can be written from there."""
-        offsets: list[int | None] = []
+    def _copy_places(self, window: Sequence[Run]) -> tuple[list[tuple[Run, slice | None]], int]:
+        """The runs, with places in this thread's memory for those to be copied, and the total size.
+        They are aligned as in a pack, so that the copies can be written from there."""
+        places: list[tuple[Run, slice | None]] = []
         end = 0
         for run in window:
             if self._copied(run):
                 start = align(end, run.raw_bytes) + run.lead % BLOCK_BYTES
-                offsets.append(start)
                 end = start + run.raw_bytes
+                places.append((run, slice(start, end)))
             else:
-                offsets.append(None)
-        return offsets, end
+                places.append((run, None))
+        return places, end
 
     def _copied(self, run: Run) -> bool:
         """Whether the run's memory may change while it is hashed and written."""
         source = self._sources[run.part.leaf]
         return not source.still and source.known_ids is None
 
-    def _known(self, run: Run) -> list[ChunkId]:
-        """The run's chunk ids if its source knows them already, else none."""
-        ids = self._sources[run.part.leaf].known_ids
-        if ids is None:
-            return []
-        first = run.first - run.part.first
-        own = ids[first * CHUNK_ID_BYTES : (first + len(run.cuts) - 1) * CHUNK_ID_BYTES]
-        return list(map(ChunkId, items_of(own)))
+    def _known_id(self, run: Run, cut: Cut) -> ChunkId:
+        """The id of a run's chunk whose source knows it already."""
+        ids = self._sources[run.part.leaf].known_ids or b""
+        at = (cut.number - run.part.first) * CHUNK_ID_BYTES
+        return ChunkId(ids[at : at + CHUNK_ID_BYTES])
 
-    def _fetch(self, source: Source, chunk: ChunkId, start: int, stop: int) -> memoryview:
+    def _fetch(self, leaf: int, chunk: _Hashed) -> memoryview:
+        source, (_, start, stop) = self._sources[leaf], chunk.cut
         try:
             data = source.view(start, stop) if source.still else None
             if data is None:
@@ -329,11 +332,11 @@ class ChunkWriter:
                 data = memoryview(bytearray(stop - start))
                 source.stage(start, stop, data)
         except NotCopied:
-            return self._dedup.read_back(chunk, stop - start)
-        if digest(data) != chunk:
+            return self._dedup.read_back(chunk.id, stop - start)
+        if digest(data) != chunk.id:
             raise Conflict(
                 f"bytes {start}:{stop} of a tensor changed after they were hashed as "
-                f"{chunk.hex()[:12]}; repeat the commit"
+                f"{chunk.id.hex()[:12]}; repeat the commit"
             )
         return data
 
@@ -341,11 +344,6 @@ class ChunkWriter:
         """Floats compress better split into byte planes."""
         split = self._packs.codec == codecs.ZSTD and is_floating(part.dtype) and part.width > 1
         return codecs.SPLIT_ZSTD if split else self._packs.codec
-
-
-def _chunks(run: Run, memory: memoryview) -> list[memoryview]:
-    """The chunks of a run whose bytes are `memory`."""
-    return [memory[start - run.cuts[0] : stop - run.cuts[0]] for start, stop in pairwise(run.cuts)]
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

@@ -117,6 +117,11 @@ class Collective:
         """Whether a rank is lost, which rules out further collective operations."""
         return bool(self._lost)
 
+    def check_reached(self, what: str = "commit: plan") -> None:
+        """Raise `Unavailable` if a rank is lost, and all that are left know of it."""
+        if self._lost and (self._announced or not self.leads):
+            raise self._incomplete(what)
+
     def round(
         self, what: str, mine: Callable[[], Any], answer: Callable[[list[Any]], Sequence[Any]]
     ) -> Any:
@@ -130,8 +135,7 @@ class Collective:
         causes share, with `causes` by rank.
         """
         with self._lock:
-            if self._lost and (self._announced or not self.leads):
-                raise self._incomplete(what)
+            self.check_reached(what)
             self._sequence += 1
             payload, own = _attempt(mine)
             if self.leads:

@@ -1,7 +1,7 @@
 """How does a state become one commit, whether one process holds it or many ranks?
 
-One process takes the short way, `commit.whole_commit`, without rounds. Of many ranks, each hashes
-and writes its part, between three rounds:
+One process takes the short way, `WholeCommitter`, without rounds. Of many ranks, each hashes and
+writes its part, between three rounds:
 
 * *plan*: Ranks describe what they hold. The coordinator assigns the work and names the session.
 * *decide*: Ranks have exchanged the fragments of cut chunks and written the planned chunks. They
@@ -26,8 +26,10 @@ from ckptstore.commit.transaction import (
     Destination,
     Published,
     Transaction,
+    WholeCommitter,
+    casting_of,
+    contended,
 )
-from ckptstore.commit.whole_commit import WholeCommitter, casting_of, contended
 from ckptstore.core.ids import CommitId, SessionId, digest
 from ckptstore.core.options import Milestone
 from ckptstore.core.process import uncollected
@@ -150,7 +152,7 @@ class Committer:
             self._to.threads.count,
             encoding=config.codec != "raw",
         )
-        label, flats = request.prepare()
+        label, flats = request.prepared()
         casting = casting_of(flats, label)
         flats = casting.flats if casting else flats
         with uncollected():

@@ -269,9 +269,7 @@ class Broadcast:
     def _read(self, held: list[_Held]) -> list[_Held]:
         with self._later.failing():
             if held and not self._later.failed:
-                self._reader.fetch(
-                    [each.jobs[0] for each in held], [each.memory for each in held], self._reading
-                )
+                self._reader.fetch([(each.jobs[0], each.memory) for each in held], self._reading)
                 self._read_bytes += sum(each.share.nbytes for each in held)
         return held
 

@@ -83,7 +83,7 @@ class WorkerCommitter:
         with self._lock:
             if peers is None:
                 request.watch.starting()
-                label, flats = request.prepare()
+                label, flats = request.prepared()
                 message = state_to(label, flats, request, self._schemas)
                 try:
                     self._working()
@@ -122,7 +122,7 @@ class WorkerCommitter:
 
         def describe() -> bool:
             request.watch.starting()
-            label, flats = request.prepare()
+            label, flats = request.prepared()
             found.append(state_to(label, flats, request, self._schemas))
             return self._alive is not None and self._met.get(peers) is self._alive
 

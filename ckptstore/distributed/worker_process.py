@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, TypeAlias
 
-from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
+from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest, Prepared
 from ckptstore.commit.pending import Watch
 from ckptstore.commit.plan import Flats
 from ckptstore.commit.transaction import CommitStats, Committed, Destination
@@ -243,9 +243,8 @@ class Worker(Watch):
                 raise found or Unavailable("the worker has not met the workers of other ranks")
             peers = found
             peers.timeout_s = message["timeout_s"]
-        label, flats = state_from(message, self._arena, self._schemas)
         request = CommitRequest(
-            lambda: (label, flats),
+            Prepared(*state_from(message, self._arena, self._schemas)),
             message["started"],
             self,
             ranks=Ranks(**message["ranks"]),

@@ -4,12 +4,14 @@ A body describes the change; an entry is a body at its position in the chain. Th
 both the encoder and the decoder.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.core.ids import (
     CommitId,
+    PackId,
     SessionId,
     StoreId,
     check_run,
@@ -19,7 +21,7 @@ from ckptstore.core.ids import (
     parse_store_id,
     parse_tag,
 )
-from ckptstore.core.model import PackRecord
+from ckptstore.core.model import CommitDocument, PackRecord
 from ckptstore.errors import Conflict, Corrupt
 from ckptstore.objects.canonical import bits_float, decode, encode, float_bits
 from ckptstore.objects.fields import (
@@ -372,3 +374,55 @@ _FIELDS = dict(_KINDS.values())
 def kind_of(body: Body) -> str:
     """The log's word for this kind of body."""
     return _KIND_OF[type(body)]
+
+
+def new_packs(entry: Entry) -> list[tuple[int, PackId]]:
+    """The numbers and names of the packs that an entry registers."""
+    assert isinstance(entry.body, Commit | Register)
+    return [(record.number, record.id) for record in entry.body.packs]
+
+
+def new_bytes_of(entry: Entry) -> int:
+    """What the store grew by when a commit was made, by its entry."""
+    assert isinstance(entry.body, Commit)
+    return entry.body.new_bytes
+
+
+def entry_of(
+    document: CommitDocument,
+    commit: CommitId,
+    document_bytes: int,
+    records: Sequence[PackRecord],
+    reused: Iterable[int],
+    *,
+    replaces: CommitId | None = None,
+) -> Commit:
+    """The log entry of a commit that registers the packs `records` and reuses the packs numbered
+    `reused`. It may take the place of another commit."""
+    thinned, cast = document.thinned, document.cast
+    kind: Callable[..., Commit] = Commit
+    if thinned or cast or replaces:
+        kind = partial(
+            Reduced,
+            replaces=replaces,
+            thinned=thinned.globs if thinned else (),
+            cast=cast.globs if cast else (),
+        )
+    return kind(
+        session=document.session,
+        commit=commit,
+        content=document.content,
+        run=document.run,
+        step=document.step,
+        parents=document.parents,
+        message=document.message,
+        metrics=document.metrics,
+        tags=document.tags,
+        packs=tuple(records),
+        reused=frozenset(reused),
+        schemas=tuple((key, ref.schema.hex()) for key, ref in document.trees),
+        logical_bytes=document.logical_bytes,
+        new_bytes=document.new_bytes,
+        leaves=document.leaves,
+        document_bytes=document_bytes,
+    )

@@ -265,12 +265,10 @@ class LogObjects:
         differs."""
         first = segment_end(n + 1)
         numbers = range(first, first + _SEGMENTS_AT_ONCE * SEGMENT_ENTRIES, SEGMENT_ENTRIES)
-        found = takewhile(
-            lambda data: data is not None, pool.map(self._read, map(segment_key, numbers))
-        )
+        files = pool.map(lambda last: (last, self._read(segment_key(last))), numbers)
         entries: list[Entry] = []
         try:
-            for last, data in zip(numbers, found, strict=False):
+            for last, data in takewhile(lambda file: file[1] is not None, files):
                 segment = decode_segment(data or b"", last, self._store)
                 if entries:
                     check_follows(segment[0], entries[-1].position, self._store)

@@ -121,7 +121,9 @@ def _to_columns(of: type[R], keys: Sequence[Any], rows: Sequence[R]) -> dict[str
 
 
 def _from_columns(of: type[R], columns: dict[str, Any]) -> Iterator[tuple[Any, R]]:
-    return zip(columns["key"], map(of, *(columns[name] for name in of._fields)), strict=True)
+    fields: tuple[str, ...] = of._fields
+    for key, *values in zip(*(columns[name] for name in ("key", *fields)), strict=True):
+        yield key, of(*values)
 
 
 class SavedStates:

@@ -12,9 +12,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, compress, groupby, islice, pairwise
+from itertools import accumulate, groupby, islice, pairwise
 
-from ckptstore.commit.log_entry import entry_of, new_bytes_of, new_packs
 from ckptstore.commit.transaction import ATTEMPTS, Destination, Transaction
 from ckptstore.commit.write import write_metadata
 from ckptstore.core.config import RUN_BYTES
@@ -24,6 +23,7 @@ from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.log import entries
 from ckptstore.log.admission import Code, tags_free
+from ckptstore.log.entries import entry_of, new_bytes_of, new_packs
 from ckptstore.log.log import Refused
 from ckptstore.log.resolve import resolved
 from ckptstore.maintenance import Counter, Progress, silent
@@ -218,8 +218,7 @@ class _Mirror:
             except DamagedMirrorSource as error:
                 self._skip(transfer, error)
                 continue
-            new = dedup.fresh(list(metadata))
-            fresh = [len(data) for data, _ in compress(metadata.values(), new)]
+            fresh = [len(metadata[chunk][0]) for chunk in dedup.fresh(metadata)]
             chunks += sum(len(part.ids) for part in parts) + len(fresh)
             raw_bytes += sum(part.raw_bytes for part in parts)
             metadata_bytes += sum(fresh)
@@ -363,8 +362,7 @@ class _Mirror:
         for n, content in enumerate(content for tree in trees for content in tree.contents):
             for chunk in items_of(content.ids):
                 leaf_of.setdefault(chunk, n)
-        chunks = list(map(ChunkId, leaf_of))
-        fresh = list(compress(chunks, dedup.fresh(chunks)))
+        fresh = dedup.fresh(map(ChunkId, leaf_of))
         with reading_source():
             where = self._source.objects.located(b"".join(fresh))
         rows = where[["chunk", "raw", "width"]].tolist()

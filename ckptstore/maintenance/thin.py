@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
-from ckptstore.commit.log_entry import entry_of, new_bytes_of, new_packs
 from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.commit.write import write_metadata
 from ckptstore.core.ids import ChunkId, CommitId, digest, document_key
@@ -20,7 +19,7 @@ from ckptstore.core.model import CommitDocument, CommitInfo, Thinning, TreeRef
 from ckptstore.core.text import selector
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.log.admission import check
-from ckptstore.log.entries import Forget
+from ckptstore.log.entries import Forget, entry_of, new_bytes_of, new_packs
 from ckptstore.log.log import Refused
 from ckptstore.objects.documents import content_id, encode_document
 from ckptstore.objects.pack import PAGE

@@ -5,9 +5,7 @@
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
-
-import numpy as np
+from typing import NamedTuple
 
 from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId
 from ckptstore.errors import Conflict, NotFound
@@ -17,48 +15,69 @@ from ckptstore.log.state import Pack, State
 from ckptstore.repository.chunk_store import ObjectStore
 
 
+class Known(NamedTuple):
+    """A chunk of a commit, and the number of the live pack that held it before (0: none)."""
+
+    id: ChunkId
+    checksum: bytes
+    pack: int
+
+
 class ChunkTable:
-    """The chunks of a plan in one commit, leaf by leaf in grid order: ids, checksums, and the
-    number of the live pack that held each chunk before (0: none). Takes 56 bytes per chunk.
+    """The chunks of a plan in one commit, leaf by leaf in grid order. Takes 56 bytes per chunk.
 
     In the next commit of the same plan, a chunk with the checksum that it had at this place has the
     id that it had, and is not looked up while its pack lives.
     """
 
-    def __init__(self, counts: Mapping[int, int]) -> None:
-        """`counts` has the number of chunks of each leaf."""
-        stops = list(accumulate(counts.values(), initial=0))
-        self._spans = dict(zip(counts, pairwise(stops), strict=True))
-        self.ids = memoryview(bytearray(CHUNK_ID_BYTES * stops[-1]))
-        self.checksums = memoryview(bytearray(CHECKSUM_BYTES * stops[-1]))
-        self.packs = memoryview(array("Q", bytes(8 * stops[-1])))
+    def __init__(self, numbers: Mapping[int, range]) -> None:
+        """`numbers` has the numbers of the chunks of each leaf."""
+        self._places: dict[int, slice] = {}
+        self._firsts: dict[int, int] = {}
+        """By leaf, what a chunk's number is less than its place in the table."""
+        stop = 0
+        for leaf, chunks in numbers.items():
+            start, stop = stop, stop + len(chunks)
+            self._places[leaf] = slice(start, stop)
+            self._firsts[leaf] = start - chunks.start
+        self._ids = memoryview(bytearray(CHUNK_ID_BYTES * stop))
+        self.checksums = memoryview(bytearray(CHECKSUM_BYTES * stop))
+        self._packs = memoryview(array("Q", bytes(8 * stop)))
 
     def place(self, leaf: int, first: int, count: int) -> slice:
-        """Where `count` chunks of a leaf are, from its number `first` on."""
-        start = self._spans[leaf][0] + first
+        """Where `count` chunks of a leaf are, from the number `first` on."""
+        start = self._firsts[leaf] + first
         return slice(start, start + count)
 
-    def record(
-        self, at: slice, ids: Iterable[bytes], checksums: Iterable[bytes], packs: Sequence[int]
-    ) -> None:
+    def record(self, at: slice, chunks: Sequence[Known]) -> None:
         """Write the chunks `at` a place."""
-        self.ids[_items(at, CHUNK_ID_BYTES)] = b"".join(ids)
-        self.checksums[_items(at, CHECKSUM_BYTES)] = b"".join(checksums)
-        self.packs[at] = array("Q", packs)
+        self._ids[_items(at, CHUNK_ID_BYTES)] = b"".join([known.id for known in chunks])
+        self.checksums[_items(at, CHECKSUM_BYTES)] = b"".join([known.checksum for known in chunks])
+        self._packs[at] = array("Q", [known.pack for known in chunks])
 
-    def ids_at(self, at: slice) -> list[ChunkId]:
-        """The ids of the chunks `at` a place."""
-        return list(map(ChunkId, items_of(bytes(self.ids[_items(at, CHUNK_ID_BYTES)]))))
+    def take(self, at: slice, last: "ChunkTable") -> None:
+        """Write the chunks that `last`, a table of the same plan, has `at` a place."""
+        ids, checksums = _items(at, CHUNK_ID_BYTES), _items(at, CHECKSUM_BYTES)
+        self._ids[ids], self.checksums[checksums] = last._ids[ids], last.checksums[checksums]
+        self._packs[at] = last._packs[at]
 
-    def checksums_at(self, at: slice) -> list[bytes]:
-        """The checksums of the chunks `at` a place."""
-        found = bytes(self.checksums[_items(at, CHECKSUM_BYTES)])
-        return items_of(found, CHECKSUM_BYTES)
+    def packs(self, at: slice) -> Sequence[int]:
+        """The numbers of the packs of the chunks `at` a place."""
+        return self._packs[at]
+
+    def known(self, leaf: int, number: int) -> Known:
+        """A chunk, by its number in the leaf."""
+        i = self._firsts[leaf] + number
+        return Known(
+            ChunkId(bytes(self._ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES])),
+            bytes(self.checksums[i * CHECKSUM_BYTES : (i + 1) * CHECKSUM_BYTES]),
+            self._packs[i],
+        )
 
     def ids_by_leaf(self) -> dict[int, bytes]:
         """All ids."""
-        spans = self._spans.items()
-        return {leaf: bytes(self.ids[_items(slice(*span), CHUNK_ID_BYTES)]) for leaf, span in spans}
+        places = self._places.items()
+        return {leaf: bytes(self._ids[_items(at, CHUNK_ID_BYTES)]) for leaf, at in places}
 
 
 def _items(at: slice, nbytes: int) -> slice:
@@ -66,9 +85,9 @@ def _items(at: slice, nbytes: int) -> slice:
     return slice(at.start * nbytes, at.stop * nbytes)
 
 
-def items_of(joined: bytes, nbytes: int = CHUNK_ID_BYTES) -> list[bytes]:
-    """The items of `nbytes` each that make up `joined`."""
-    return [joined[at : at + nbytes] for at in range(0, len(joined), nbytes)]
+def items_of(joined: bytes) -> list[bytes]:
+    """The chunk ids that make up `joined`."""
+    return [joined[at : at + CHUNK_ID_BYTES] for at in range(0, len(joined), CHUNK_ID_BYTES)]
 
 
 class DedupHints:
@@ -91,24 +110,29 @@ class Dedup:
         self._taken: dict[ChunkId, object] = {}
         self.reused: set[int] = set()
 
-    def fresh(self, ids: Sequence[ChunkId]) -> list[bool]:
-        """For each chunk, whether the caller must write it. Adds the packs of the others to
+    def fresh(self, ids: Iterable[ChunkId]) -> list[ChunkId]:
+        """The chunks that the caller must write, each once. Adds the packs of the others to
         `reused`."""
-        return self.look_up(ids)[0]
+        return [
+            chunk for chunk, number in self.look_up(ids).items() if not number and self.take(chunk)
+        ]
 
-    def look_up(self, ids: Sequence[ChunkId]) -> tuple[list[bool], list[int]]:
-        """As `fresh`, and for each chunk the number of the live pack that holds it, or 0."""
-        numbers = self._numbers(b"".join(ids))
-        is_fresh = [self._is_fresh(*each) for each in zip(ids, numbers, strict=True)]
-        return is_fresh, [number if self._is_live(number) else 0 for number in numbers]
+    def look_up(self, ids: Iterable[ChunkId]) -> dict[ChunkId, int]:
+        """For each chunk, the number of the live pack that holds it, which is then reused, or 0."""
+        found = self._numbers(b"".join(ids))
+        live = {chunk: number if self._is_live(number) else 0 for chunk, number in found.items()}
+        self.reused.update(live.values())
+        self.reused.discard(0)
+        return live
+
+    def take(self, chunk: ChunkId) -> bool:
+        """Whether the caller is the first to write a chunk that no live pack holds."""
+        me = object()
+        return self._taken.setdefault(chunk, me) is me
 
     def are_live(self, packs: Iterable[int]) -> bool:
         """Whether all of `packs`, by number, can be relied on for their chunks; 0 cannot."""
         return all(map(self._is_live, packs))
-
-    def live(self, ids: bytes) -> list[bool]:
-        """For each of `ids`, whether a live pack holds it. Changes nothing."""
-        return [self._is_live(number) for number in self._numbers(ids)]
 
     def read_back(self, chunk: ChunkId, nbytes: int) -> memoryview:
         """The bytes of a chunk that a live pack held when the state was staged.
@@ -126,20 +150,21 @@ class Dedup:
             ) from error
         return data
 
-    def _numbers(self, ids: bytes) -> list[int]:
+    def held(self, ids: bytes) -> dict[ChunkId, int]:
+        """The raw size of each of `ids` that a live pack holds. Changes nothing."""
+        where = self._objects.locate(ids)[["chunk", "pack", "raw", "found"]].tolist()
+        return {
+            ChunkId(chunk): raw
+            for chunk, pack, raw, found in where
+            if found and self._is_live(pack)
+        }
+
+    def _numbers(self, ids: bytes) -> dict[ChunkId, int]:
         """The number of the pack that holds each chunk; 0 for none. Packs count from 1."""
         if not self._state.packs:
-            return [0] * (len(ids) // CHUNK_ID_BYTES)
-        where = self._objects.locate(ids)
-        # numpy's tolist is untyped
-        return np.where(where["found"] == 1, where["pack"], 0).tolist()  # type: ignore[no-any-return]
-
-    def _is_fresh(self, chunk: ChunkId, number: int) -> bool:
-        if self._is_live(number):
-            self.reused.add(number)
-            return False
-        me = object()
-        return self._taken.setdefault(chunk, me) is me
+            return dict.fromkeys(map(ChunkId, items_of(ids)), 0)
+        where = self._objects.locate(ids)[["chunk", "pack", "found"]].tolist()
+        return {ChunkId(chunk): pack if found else 0 for chunk, pack, found in where}
 
     def _is_live(self, number: int) -> bool:
         live = self._live.get(number)
@@ -164,17 +189,9 @@ class GcPin:
         objects.sync(state)
         self._dedup = Dedup(objects, state)
 
-    def held(self, ids: bytes) -> dict[bytes, int]:
+    def held(self, ids: bytes) -> dict[ChunkId, int]:
         """The raw size of each of `ids` that a live pack holds."""
-        if not ids:
-            return {}
-        sizes = self.objects.locate(ids)["raw"].tolist()
-        live = self._dedup.live(ids)
-        return {
-            ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]: sizes[i]
-            for i in range(len(sizes))
-            if live[i]
-        }
+        return self._dedup.held(ids)
 
     def end(self) -> None:
         """Stop protecting the chunks. Idempotent."""

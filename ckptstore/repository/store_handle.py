@@ -272,8 +272,8 @@ class StoreHandle:
             return
         try:
             try:
-                self._fold()
-                self._unfoldable = self._why_empty()
+                if not self._fold():
+                    self._unfoldable = self._why_empty()
             except Corrupt as error:
                 # a broken log is not the catalog's fault, and `repair` may need what it remembers
                 self.log.replay()
@@ -285,19 +285,23 @@ class StoreHandle:
         except Unavailable as error:
             logger.warning("the catalog of %s stays behind: %s", self.url, error)
 
-    def _fold(self) -> None:
-        if self.database is None:
+    def _fold(self) -> bool:
+        """Fold what is new. False if the catalog may still be empty."""
+        has_some = self.database is not None
+        if not has_some:
             position = self.catalog.position()
             known = self.log.known_behind(position)
-            entries = self.log.read_entries(*position) if known is None else known
+            folded = self.catalog.fold(self.log.read_entries(*position) if known is None else known)
+            has_some = folded and position.n > 0
             # A catalog that turns out to be damaged is replaced by an empty one.
-            if not self.catalog.fold(entries) and self.catalog.position().n < position.n:
+            if not folded and self.catalog.position().n < position.n:
                 self.catalog.fold(self.log.read_entries())
         self._add_schemas(self.catalog)
+        return has_some
 
     def _why_empty(self) -> "Unfoldable | None":
         """Why the catalog is empty although the log is not, if an entry is to blame."""
-        if self.database is not None or self.catalog.position().n or not self.log.head_after(0):
+        if self.catalog.position().n or not self.log.head_after(0):
             return None
         try:
             self._catalog_of_entries().close()

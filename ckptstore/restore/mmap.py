@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 from ckptstore.core.ids import checksum, digest
@@ -183,11 +182,10 @@ def map_leaf(objects: ObjectStore, pieces: Sequence[Piece], width: int) -> memor
     ranges = objects.open_ranges(b"".join(chunk for _, chunk in landing))
     if ranges is None:
         raise Unmappable("it is stored compressed")
-    starts = accumulate((each.nbytes for each in ranges), initial=0)
-    parts = [
-        Stretch(start, each.key, each.offset, each.nbytes)
-        for start, each in zip(starts, ranges, strict=False)
-    ]
+    parts: list[Stretch] = []
+    for each in ranges:
+        start = parts[-1].stop if parts else 0
+        parts.append(Stretch(start, each.key, each.offset, each.nbytes))
     plan = plan_map(parts, width)
     files = {each.key: each for each in ranges}
     memory = MemoryMap(plan.skew + plan.nbytes)

@@ -110,15 +110,11 @@ def _piece(chunk: ChunkId, raw_bytes: int, region: Region) -> Piece:
 
 def _bounds(held: Box, overlap: Box, width: int) -> tuple[int, int]:
     """The first and the last byte of `overlap` in `held`'s memory, as a half-open range."""
-    start = stop = 0
-    stride = width
-    for offset, length, extent in zip(
-        reversed(overlap.offsets), reversed(overlap.lengths), reversed(held.lengths), strict=True
-    ):
-        start += offset * stride
-        stop += (offset + length - 1) * stride
-        stride *= extent
-    return start, stop + width
+    if not held.lengths:
+        return 0, width
+    last = tuple(part.stop - 1 for part in _indices(overlap))
+    first, stop = (np.ravel_multi_index(cell, held.lengths) for cell in (overlap.offsets, last))
+    return int(first) * width, int(stop) * width + width
 
 
 def _indices(box: Box) -> tuple[slice, ...]:

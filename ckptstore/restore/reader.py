@@ -7,8 +7,7 @@ store; it locates chunks again if gc moved them.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from itertools import accumulate
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -23,8 +22,8 @@ from ckptstore.errors import Corrupt, InvalidInput, Thinned
 from ckptstore.objects.documents import Layout, decode_document, decode_layout
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema
-from ckptstore.repository.chunk_reader import coalesce, located_entries
-from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.chunk_reader import located_entries
+from ckptstore.repository.chunk_store import ALONE, ObjectStore
 from ckptstore.repository.dedup import items_of
 from ckptstore.repository.memory_budget import ReadRoom, read_room
 from ckptstore.repository.thread_pool import ThreadPool
@@ -317,7 +316,6 @@ class Reader:
     ) -> Reading:
         """Plan a `read`. Raises `Corrupt` for pages that contradict the shapes, `InvalidInput` for
         too small a budget."""
-        room = read_room(memory_budget_bytes, self.chunk_bytes, self.threads.count)
         inline: list[tuple[ReadRequest, bytes]] = []
         jobs: list[ChunkRead] = []
         needed_bytes = 0
@@ -331,44 +329,41 @@ class Reader:
             jobs += (
                 ChunkRead(piece, want, memory) for piece in want.tree.pieces(want.number, want.box)
             )
+        # What lies in pages needs no memory: that of the host is not asked for.
+        alone = memory_budget_bytes is None and not jobs
+        room = (
+            ALONE if alone else read_room(memory_budget_bytes, self.chunk_bytes, self.threads.count)
+        )
         return Reading(commit, needed_bytes, room, tuple(inline), tuple(jobs))
 
     def carry_out(self, reading: Reading, jobs: Sequence[ChunkRead]) -> int:
         """Execute a plan, or some `jobs` of it; returns the raw bytes read from packs."""
         for want, inline in reading.inline:
             _land_inline(want, memoryview(inline))
+        if not jobs:
+            return 0
         direct = [(job, place) for job in jobs if (place := job.place) is not None]
         if direct:
-            self.fetch([job for job, _ in direct], [place for _, place in direct], reading)
-        aside = [job for job in jobs if job.place is None]
-        ends = list(accumulate((job.piece.raw_bytes for job in aside), initial=0))
+            self.fetch(direct, reading)
         # The others share scratch memory, or have one chunk's alone. It is used again for each
         # group: fresh pages would cost more than the bytes that go through them.
-        groups = list(coalesce(ends[:-1], ends[1:], limit_bytes=reading.room.aside_bytes))
-        sizes = (ends[some.stop] - ends[some.start] for some in groups)
-        scratch = memoryview(bytearray(max(sizes, default=0)))
-        for some in groups:
-            first = ends[some.start]
-            spans = zip(ends[some], ends[some.start + 1 : some.stop + 1], strict=True)
-            out = [scratch[start - first : stop - first] for start, stop in spans]
-            self.fetch(aside[some], out, reading)
-            for job, data in zip(aside[some], out, strict=True):
+        groups = list(_grouped((job for job in jobs if job.place is None), reading.room))
+        scratch = memoryview(bytearray(max((group.stop for group in groups), default=0)))
+        for group in groups:
+            aside = [(job, scratch[at : at + job.piece.raw_bytes]) for at, job in group.jobs]
+            self.fetch(aside, reading)
+            for job, data in aside:
                 job.land(data)
         return sum(job.piece.raw_bytes for job in jobs)
 
-    def fetch(
-        self,
-        jobs: Sequence[ChunkRead],
-        out: Sequence[memoryview],
-        reading: Reading,
-    ) -> None:
-        """Read and verify the chunks of `jobs` into `out`."""
+    def fetch(self, jobs: Sequence[tuple[ChunkRead, memoryview]], reading: Reading) -> None:
+        """Read and verify chunks, each into its memory."""
         self._objects.read_into(
-            b"".join(job.piece.chunk for job in jobs),
-            out,
+            b"".join(job.piece.chunk for job, _ in jobs),
+            [memory for _, memory in jobs],
             threads=self.threads,
             room=reading.room,
-            describe=partial(_describe, reading.commit, jobs),
+            describe=lambda i: _describe(reading.commit, jobs[i][0]),
             verify_ids=self.verify_ids,
             past_cache=self._past_cache,
         )
@@ -513,6 +508,30 @@ def _land_inline(want: ReadRequest, data: memoryview) -> None:
         want.destination.write(0, data)
 
 
-def _describe(commit: CommitId, jobs: Sequence[ChunkRead], i: int) -> str:
-    want = jobs[i].wanted
+class _Group:
+    """Chunks read together aside, each with its place in scratch memory."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[int, ChunkRead]] = []
+        self.stop = 0
+
+    def add(self, job: ChunkRead) -> None:
+        self.jobs.append((self.stop, job))
+        self.stop += job.piece.raw_bytes
+
+
+def _grouped(jobs: Iterable[ChunkRead], room: ReadRoom) -> Iterator[_Group]:
+    """Consecutive groups of what the room has memory for, or one chunk."""
+    group = _Group()
+    for job in jobs:
+        if group.jobs and group.stop + job.piece.raw_bytes > room.aside_bytes:
+            yield group
+            group = _Group()
+        group.add(job)
+    if group.jobs:
+        yield group
+
+
+def _describe(commit: CommitId, job: ChunkRead) -> str:
+    want = job.wanted
     return f"leaf {want.tree.schema.paths[want.number]}, commit {commit[:12]}"

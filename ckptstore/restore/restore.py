@@ -12,6 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptstore.core.forks import cached_property
+from ckptstore.core.identity import IdentityDict
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Node, Schema, Shape, leaves_of
 from ckptstore.core.text import near, selector
@@ -308,17 +309,17 @@ class RestoreOperation:
     def _overwritten(self, places: Sequence[Place]) -> list[str]:
         """What does not fit since other contents would go to the same memory of the target. Reads
         what goes to memory that may be shared, beside the target."""
-        trees = {id(view.schema): view.tree for view in self._views.values()}
+        trees = IdentityDict[Schema, Tree]()
+        for view in self._views.values():
+            trees[view.schema] = view.tree
         found = []
         for group in overlapping(places):
-            contents = [
-                new_tensor(schema, leaf, tensor.dtype, tuple(tensor.shape))
-                for schema, leaf, tensor in group
-            ]
-            wanted = [
-                ReadRequest(trees[id(schema)], leaf, destination(made, schema.dtypes[leaf]))
-                for (schema, leaf, _), made in zip(group, contents, strict=True)
-            ]
+            contents, wanted = [], []
+            for schema, leaf, tensor in group:
+                made = new_tensor(schema, leaf, tensor.dtype, tuple(tensor.shape))
+                contents.append(made)
+                to = destination(made, schema.dtypes[leaf])
+                wanted.append(ReadRequest(trees[schema], leaf, to))
             self._reader.read(wanted, self._commit, memory_budget_bytes=self._budget_bytes)
             found += [
                 f"{schema.paths[leaf]}: the commit has values of its own, the target has memory "

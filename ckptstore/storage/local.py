@@ -25,6 +25,7 @@ from ckptstore.storage.local_files import (
     Descriptor,
     Directories,
     LocalWriter,
+    Temporary,
     directory_of,
     failure,
     is_cached,
@@ -229,23 +230,23 @@ class LocalStorage:
         check_writable(key, self.url, self._read_only)
         temporary = f"tmp/{session}-{random_digits(8)}"
         try:
-            fd = self._directories.having(temporary, lambda: self._create(temporary))
+            opened = self._directories.having(temporary, lambda: self._create(temporary))
         except OSError as error:
             raise failure(error, "create", key, self.url, writing=True) from error
         return LocalWriter(
             self._directories,
             key,
-            temporary,
-            fd,
+            opened,
             durable=durable,
             direct_io=direct_io,
             replace=replace,
             named=self.forget_open_files,
         )
 
-    def _create(self, key: str) -> int:
+    def _create(self, key: str) -> Temporary:
         directory, name = directory_of(self.url, key)
-        return os.open(name, _CREATE, 0o666 & rights(self.url), dir_fd=directory.fd)
+        fd = os.open(name, _CREATE, 0o666 & rights(self.url), dir_fd=directory.fd)
+        return Temporary(directory, name, fd)
 
     def _walk(self, directory: str, prefix: str) -> Iterator[tuple[str, int]]:
         base = f"{directory}/" if directory else ""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 from ckptstore.core.config import MIB
 from ckptstore.core.paths import is_network_filesystem, rights
@@ -321,9 +321,17 @@ _SYNC_FILE_RANGE_WRITE = 2
 _WRITE_BACK_BYTES = 32 * MIB
 
 
+class Temporary(NamedTuple):
+    """A file to write: its directory, which stays open until it has its name, its name there, and
+    the file itself."""
+
+    directory: Descriptor
+    name: str
+    fd: int
+
+
 class LocalWriter:
-    """`Writer` of a local file. The bytes go to the key `temporary`, open as `fd`, which becomes
-    `key` in `directories`.
+    """`Writer` of a local file. The bytes go to `temporary`, which becomes `key` in `directories`.
 
     Without `durable` nothing is fsynced. With `direct_io` a large file bypasses the page cache.
     """
@@ -332,8 +340,7 @@ class LocalWriter:
         self,
         directories: Directories,
         key: str,
-        temporary: str,
-        fd: int,
+        temporary: Temporary,
         *,
         durable: bool,
         direct_io: bool,
@@ -344,8 +351,8 @@ class LocalWriter:
         object. `replace` allows replacing a finished one."""
         self._directories = directories
         self._key = key
-        self._temporary = temporary
-        self._fd = fd
+        self._temporary: Temporary | None = temporary
+        self._fd = fd = temporary.fd
         self._durable = durable
         self._replace = replace
         self._named = named
@@ -386,35 +393,35 @@ class LocalWriter:
     def discard(self) -> None:
         with suppress(OSError):  # nobody will read it
             self._close()
-        if self._temporary:
+        temporary, self._temporary = self._temporary, None
+        if temporary:
             # What cannot be unlinked now is found by gc under the session's name.
             with suppress(OSError):
-                directory, name = directory_of(self._directories.root, self._temporary)
-                os.unlink(name, dir_fd=directory.fd)
-            self._temporary = ""
+                os.unlink(temporary.name, dir_fd=temporary.directory.fd)
 
     def _rename(self) -> bool:
-        self._directories.having(self._key, self._replace_key)
-        self._temporary = ""
+        self._directories.having(self._key, partial(self._name, os.rename))
+        self._temporary = None
         return True
 
-    def _replace_key(self) -> None:
-        root = self._directories.root
-        old, new = directory_of(root, self._temporary), directory_of(root, self._key)
-        os.rename(old[1], new[1], src_dir_fd=old[0].fd, dst_dir_fd=new[0].fd)
-
     def _link(self) -> bool:
-        root = self._directories.root
+        link = partial(os.link, follow_symlinks=False)
         try:
-            self._directories.having(
-                self._key, partial(give_name, root, self._temporary, self._key)
-            )
+            self._directories.having(self._key, partial(self._name, link))
         except FileExistsError:
             # NFS may repeat a link whose answer was lost and call its own success a failure; the
             # count of names tells.
-            directory, name = directory_of(root, self._temporary)
+            assert self._temporary
+            directory, name, _ = self._temporary
             return os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_nlink == 2
         return True
+
+    def _name(self, name_it: Callable[..., None]) -> None:
+        """Give the file its name by link(2) or rename(2)."""
+        assert self._temporary
+        old, name, _ = self._temporary
+        new, new_name = directory_of(self._directories.root, self._key)
+        name_it(name, new_name, src_dir_fd=old.fd, dst_dir_fd=new.fd)
 
     def _write_back(self) -> None:
         """Advise the disk to start writing the file's cached pages. Promises and raises nothing."""

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 
 import ckptstore
 from ckptstore import InvalidInput, Unavailable
-from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
+from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest, Prepared
 from ckptstore.core.model import Schema
 from ckptstore.distributed import worker_client
 from ckptstore.distributed.worker_process import state_from, state_to
@@ -264,7 +263,7 @@ def test_the_worker_keeps_the_schemas_of_one_commit() -> None:
     for step in range(3):
         flats = flatten({"a": {"n": [step]}, "b": {str(step): 1.0}})
         label = CommitMetadata("main", step)
-        request = CommitRequest(partial(tuple, (label, flats)), 0.0)
+        request = CommitRequest(Prepared(label, flats), 0.0)
         message = state_to(label, flats, request, LastSchemas())
         got_label, got = state_from(message, memoryview(b""), known)
         assert got_label == label

@@ -20,7 +20,7 @@ from sqlalchemy.dialects import sqlite
 
 from ckptstore.core.ids import StoreId
 from ckptstore.errors import Corrupt, Unavailable
-from ckptstore.index import catalog, sqlite_tables, tables
+from ckptstore.index import catalog, tables
 from ckptstore.index.catalog import Catalog
 from ckptstore.index.catalog_sqlite import REVISION, open_catalog
 from ckptstore.objects.schema import encode_schema
@@ -69,7 +69,7 @@ def test_a_fresh_catalog_and_a_migrated_one_have_the_same_schema(tmp_path: Path)
 
 
 def test_the_tables_of_a_new_file_are_those_that_are_defined() -> None:
-    made_here = [" ".join(sql.split()) for sql in sqlite_tables.CREATE.split(";")]
+    made_here = [" ".join(sql.split()) for sql in catalog.CREATE.split(";")]
     defined = [" ".join(sql.split()) for sql in tables.creating(sqlite.dialect())]
     assert made_here == defined
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ckptstore.index.chunks import lmdb_writes as chunk_changes
+from ckptstore.index.chunks import index as chunk_changes
 from ckptstore.storage import local, local_files
 from tests.support.disk import INDEX, Disk, Left
 

@@ -18,7 +18,7 @@ import os
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.core.forks import survives_forks
-from ckptstore.core.ids import PackId, StoreId, random_digits
+from ckptstore.core.ids import CHUNK_ID_BYTES, PackId, StoreId, random_digits
 from ckptstore.core.paths import (
     index_file,
     is_plain,
@@ -37,7 +37,7 @@ from ckptstore.core.paths import (
     write_file,
 )
 from ckptstore.core.process import file_lock
-from ckptstore.index.chunks import lmdb_check, lmdb_writes
+from ckptstore.index.chunks import lmdb_check
 from ckptstore.index.chunks.lmdb_check import Damaged
 from ckptstore.index.chunks.lmdb_env import (
     DATABASES,
@@ -53,7 +53,9 @@ from ckptstore.index.chunks.lmdb_env import (
 )
 from ckptstore.index.chunks.records import (
     LOCATED_DTYPE,
+    LOCATION_DTYPE,
     NOTHING,
+    NUMBER_BYTES,
     RECORD_BYTES,
     Locations,
     MemoryRecords,
@@ -62,6 +64,7 @@ from ckptstore.index.chunks.records import (
     encode,
     encode_pack,
     ids_of,
+    items_of,
     seed_of,
     sorted_order,
     with_ids,
@@ -145,20 +148,15 @@ class ChunkIndex:
 
         A chunk in several packs is found in the one added last.
         """
-        ids = np.ascontiguousarray(table["chunk"])
-        order = sorted_order(ids)
-        ids = ids[order]
-        rows = encode(self._seed, number, ids, table[order])
+        rows = encode(self._seed, number, table)
         with self._lock:
-            if self._insert(number, pack, ids, rows):
-                for waiting in list(self._memory.packs):
-                    if not self._insert(
-                        waiting, self._memory.packs[waiting], *self._memory.contents(waiting)
-                    ):
-                        break
-                    self._memory.drop([waiting])
-            else:
-                self._memory.add(number, pack, ids, rows)
+            if not self._insert(number, pack, rows):
+                self._memory.add(number, pack, rows)
+                return
+            for waiting, other in list(self._memory.packs.items()):
+                if not self._insert(waiting, other, self._memory.contents[waiting]):
+                    break
+                self._memory.drop([waiting])
 
     def drop_packs(self, numbers: Iterable[int]) -> None:
         """Remove packs; their chunks are found in other packs that hold them. Reads the whole index
@@ -166,7 +164,7 @@ class ChunkIndex:
         gone = set(numbers)
         with self._lock:
             self._memory.drop(gone)
-            self._write(lambda env, txn: lmdb_writes.remove(env, txn, gone))
+            self._write(lambda env, txn: remove(env, txn, gone))
 
     def reset(self) -> None:
         """Clear the index: for `reindex`, and for a caller that finds a chunk missing although
@@ -213,11 +211,9 @@ class ChunkIndex:
             self._packs_at = txn.id(), packs
         return True
 
-    def _insert(
-        self, number: int, pack: PackId, ids: npt.NDArray[np.void], rows: Locations
-    ) -> bool:
+    def _insert(self, number: int, pack: PackId, rows: Locations) -> bool:
         row = encode_pack(self._seed, number, pack)
-        done = self._write(lambda env, txn: lmdb_writes.insert(env, txn, number, row, ids, rows))
+        done = self._write(lambda env, txn: insert(env, txn, number, row, rows))
         if done and done - 1 == self._packs_at[0]:
             self._packs_at[1][number] = pack
             self._packs_at = done, self._packs_at[1]
@@ -347,3 +343,68 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink()
+
+
+def insert(env: LmdbEnvironment, txn: Transaction, number: int, row: bytes, rows: Locations) -> int:
+    """Add a pack with its chunks, replacing another one of the same number; returns the
+    transaction's number, or 0 if the pack was present: LMDB gives the number of an empty
+    transaction to the next one again."""
+    key = number.to_bytes(NUMBER_BYTES)
+    if (there := txn.get(key, db=env.packs)) == row:
+        return 0
+    if there is not None:
+        remove(env, txn, {number})
+    for start in range(0, len(rows), _BATCH):
+        _insert_batch(env, txn, number, items_of(rows[start : start + _BATCH]))
+    txn.put(key, row, db=env.packs)
+    return txn.id()
+
+
+def _insert_batch(
+    env: LmdbEnvironment, txn: Transaction, number: int, items: list[tuple[bytes, bytes]]
+) -> None:
+    cursor = txn.cursor(env.chunks)
+    _, added = cursor.putmulti(items, overwrite=False)
+    if added < len(items):
+        held = (
+            (key, int.from_bytes(value[:NUMBER_BYTES], "little"), value)
+            for key, value in cursor.getmulti([key for key, _ in items])
+        )
+        others = [
+            (key + pack.to_bytes(NUMBER_BYTES), value)
+            for key, pack, value in held
+            if pack != number
+        ]
+        txn.cursor(env.others).putmulti(others)
+        cursor.putmulti(items)
+
+
+def remove(env: LmdbEnvironment, txn: Transaction, gone: set[int]) -> int:
+    """Remove packs; returns the transaction's number."""
+    keys = {number.to_bytes(NUMBER_BYTES) for number in gone}
+    deleted = [txn.delete(key, db=env.packs) for key in keys]
+    if any(deleted):
+        others: dict[bytes, bytes] = {}
+        for key in [key for key, _ in txn.cursor(env.others) if key[CHUNK_ID_BYTES:] in keys]:
+            txn.delete(key, db=env.others)
+        for key, _ in txn.cursor(env.others):
+            others[key[:CHUNK_ID_BYTES]] = key
+        for chunk in _chunks_of(env, txn, gone):
+            if other := others.get(chunk):
+                txn.put(chunk, txn.pop(other, db=env.others) or NOTHING)
+            else:
+                txn.delete(chunk)
+    return txn.id()
+
+
+def _chunks_of(env: LmdbEnvironment, txn: Transaction, packs: set[int]) -> list[bytes]:
+    """The chunks that the index finds in one of `packs`."""
+    chunks: list[bytes] = []
+    cursor, wanted = iter(txn.cursor(env.chunks)), np.array(sorted(packs), np.uint32)
+    while batch := list(islice(cursor, _BATCH)):
+        values = b"".join(value for _, value in batch)
+        if len(values) != len(batch) * RECORD_BYTES:
+            raise Damaged("a record does not have the size that all have")
+        rows = np.frombuffer(values, LOCATION_DTYPE)
+        chunks.extend(batch[i][0] for i in np.flatnonzero(np.isin(rows["pack"], wanted)).tolist())
+    return chunks

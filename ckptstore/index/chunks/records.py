@@ -62,7 +62,7 @@ NUMBER_BYTES = 4
 NOTHING = bytes(RECORD_BYTES)
 
 _ID = np.dtype(f"V{CHUNK_ID_BYTES}")
-_RECORD = np.dtype(f"V{RECORD_BYTES}")
+_ITEM = np.dtype([("chunk", _ID), ("record", f"V{RECORD_BYTES}")])
 _CHECK_WORD = RECORD_BYTES // 8 - 1
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(29)
@@ -93,17 +93,18 @@ def with_ids(ids: npt.NDArray[np.void], rows: Locations) -> Locations:
     return found
 
 
-def encode(
-    seed: int, number: int, ids: npt.NDArray[np.void], table: npt.NDArray[np.void]
-) -> Locations:
-    """The records of the chunks `ids`, at the locations in pack `number` that its footer rows
-    give."""
+def encode(seed: int, number: int, table: npt.NDArray[np.void]) -> Locations:
+    """The chunks of pack `number`, whose footer has the rows `table`, as rows of `LOCATED_DTYPE`
+    in the order of the index."""
+    ids = np.ascontiguousarray(table["chunk"])
+    order = sorted_order(ids)
+    ids, table = ids[order], table[order]
     rows = np.zeros(len(table), LOCATION_DTYPE)
     rows["pack"], rows["found"] = number, 1
     for field in ("stored", "raw", "codec", "width", "offset", "checksum"):
         rows[field] = table[field]
     rows["check"] = checks(seed, ids, rows)
-    return rows
+    return with_ids(ids, rows)
 
 
 def decode(seed: int, ids: npt.NDArray[np.void], records: bytearray) -> tuple[Locations, bool]:
@@ -120,9 +121,10 @@ def decode(seed: int, ids: npt.NDArray[np.void], records: bytearray) -> tuple[Lo
     return rows, not damaged.any()
 
 
-def as_values(rows: Locations) -> list[bytes]:
-    values: list[bytes] = rows.view(_RECORD).tolist()
-    return values
+def items_of(rows: Locations) -> list[tuple[bytes, bytes]]:
+    """Id and record of each of `rows`, which are of `LOCATED_DTYPE`."""
+    items: list[tuple[bytes, bytes]] = rows.view(_ITEM).tolist()
+    return items
 
 
 def checks(seed: int, ids: npt.NDArray[np.void], rows: Locations) -> npt.NDArray[np.uint64]:
@@ -158,27 +160,21 @@ def _pack_check(seed: int, number: int, pack: bytes) -> bytes:
     return digest(seed.to_bytes(8, "little") + number.to_bytes(NUMBER_BYTES, "little") + pack)[:8]
 
 
-_Contents = tuple[npt.NDArray[np.void], Locations]
-
-
 class MemoryRecords:
     """Records by chunk id, by pack. The caller serializes access."""
 
     def __init__(self) -> None:
         self.packs: dict[int, PackId] = {}
-        self._contents: dict[int, _Contents] = {}
+        self.contents: dict[int, Locations] = {}
+        """The chunks of a pack as they were added."""
         self._by_id: dict[bytes, bytes] = {}
 
-    def add(self, number: int, pack: PackId, ids: npt.NDArray[np.void], rows: Locations) -> None:
+    def add(self, number: int, pack: PackId, rows: Locations) -> None:
         if self.packs.get(number, pack) != pack:
             self.drop([number])
-        self._by_id.update(zip(ids.tolist(), as_values(rows), strict=True))
-        self._contents[number] = ids, rows
+        self._by_id.update(items_of(rows))
+        self.contents[number] = rows
         self.packs[number] = pack
-
-    def contents(self, number: int) -> _Contents:
-        """Ids and records of a pack as they were added."""
-        return self._contents[number]
 
     def get(self, ids: Iterable[bytes]) -> bytearray:
         return bytearray().join(map(self._by_id.get, ids, repeat(NOTHING)))
@@ -186,11 +182,11 @@ class MemoryRecords:
     def drop(self, numbers: Iterable[int]) -> None:
         gone = self.packs.keys() & set(numbers)
         for number in gone:
-            del self.packs[number], self._contents[number]
+            del self.packs[number], self.contents[number]
         if gone:
             self._by_id = {}
-            for ids, rows in self._contents.values():
-                self._by_id.update(zip(ids.tolist(), as_values(rows), strict=True))
+            for rows in self.contents.values():
+                self._by_id.update(items_of(rows))
 
 
 _DISTANCES = (CHUNK_ID_BYTES, CHUNK_ID_BYTES + NUMBER_BYTES)

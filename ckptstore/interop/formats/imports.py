@@ -91,12 +91,13 @@ def import_path(
         )
     message = labels.message or f"imported from {unicode_text(place.name)}"
     internals = internals_of(store)
-    request = internals.request(
-        lambda: _flats(place, internals.threads, allow_pickle=allow_pickle),
-        lambda: label_of(store.run, labels.step, labels.tags, message, labels.metrics),
-        Ranks(),
+    return internals.after_failure(
+        internals.commit(
+            lambda: _flats(place, internals.threads, allow_pickle=allow_pickle),
+            lambda: label_of(store.run, labels.step, labels.tags, message, labels.metrics),
+            Ranks(),
+        )
     )
-    return internals.after_failure(internals.committed(internals.commit(request, None)))
 
 
 def _flats(place: Path, threads: ThreadPool, *, allow_pickle: bool) -> Flats:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
-from ckptstore.commit.log_entry import new_packs
 from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import CommitId
@@ -23,7 +22,7 @@ from ckptstore.core.model import CommitDocument
 from ckptstore.core.numbers import check_number
 from ckptstore.core.text import Column, Table, bytes_text, count_text
 from ckptstore.errors import NotFound
-from ckptstore.log.entries import Register, Settings
+from ckptstore.log.entries import Register, Settings, new_packs
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.compact.coding import (
     Candidates,
