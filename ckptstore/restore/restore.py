@@ -324,7 +324,7 @@ class RestoreOperation:
     def _bind_plain(self, keys: Sequence[str], matching: Matching) -> "Bound":
         """One binding for keys of one leaf each."""
         views = [self._views[key] for key in keys]
-        schema = join_schemas([(view.tree.key, view.schema) for view in views])
+        schema = join_schemas([(key, self._views[key].schema) for key in keys])
         contents = [content for view in views for content in view.tree.contents]
         view = View(replace(views[0].tree, schema=schema, contents=contents), schema)
         target = {key: self._app_state[key] for key in keys}
@@ -354,7 +354,7 @@ class RestoreOperation:
     def _overwritten(self, places: Sequence[Place]) -> list[str]:
         """What does not fit since other contents would go to the same memory of the target. Reads
         what goes to memory that may be shared, beside the target."""
-        trees = {id(view.schema): view.tree for view in [each.view for each in self._bound]}
+        trees = {id(each.view.schema): each.view.tree for each in self._bound}
         found = []
         for group in overlapping(places):
             contents = [
