@@ -191,6 +191,7 @@ def _commit(
         parents,
         (),
         (),
+        ("model",),
         trees,
         None,
         content_id(trees),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
+from ckptstore.core.forks import cached_property
 from ckptstore.core.geometry import box_of_region
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Box, CommitDocument, CommitInfo, Shape
@@ -75,26 +76,34 @@ class CommitContents:
 
     @property
     def keys(self) -> list[str]:
-        return [key for key, _ in self.document.trees]
+        return list(self.document.keys)
 
     @property
     def trees(self) -> Trees:
         """Schema and content of each key, without the bytes of leaves."""
-        if len(self._trees) < len(self.document.trees):
-            read = self.reader.trees(self.document.trees)
-            self._trees.update({key: self._own(tree) for key, tree in read.items()})
+        if len(self._trees) < len(self.document.keys):
+            self._read_trees(self.document.keys)
         return {key: self._trees[key] for key in self.keys}
 
     def tree(self, key: str) -> Tree:
         """Schema and content of one key. Raises `NotFound`."""
         if key not in self._trees:
-            ref = dict(self.document.trees).get(key)
-            if ref is None:
+            if key not in self.document.keys:
                 raise NotFound(
                     f"commit {self.commit[:12]} has no key {key!r}; it has {', '.join(self.keys)}"
                 )
-            self._trees[key] = self._own(self.reader.tree(key, ref))
+            sharing = self.document.sharing
+            self._read_trees(sharing if key in sharing else (key,))
         return self._trees[key]
+
+    def _read_trees(self, keys: Sequence[str]) -> None:
+        read = self.reader.by_key(self.document, keys)
+        self._trees.update({key: self._own(tree) for key, tree in read.items()})
+
+    @cached_property
+    def _by_segment(self) -> dict[str, str]:
+        """The keys by the segment that their paths begin with."""
+        return {segment(key): key for key in self.keys}
 
     @property
     def layout(self) -> Layout | None:
@@ -102,12 +111,12 @@ class CommitContents:
 
     def narrowed(self, keys: frozenset[str], trees: Trees | None = None) -> "CommitContents":
         """These contents with `keys` alone, with other `trees` if given."""
-        kept = tuple(each for each in self.document.trees if each[0] in keys)
+        kept = tuple(key for key in self.keys if key in keys)
         known = self._trees if trees is None else trees
         return CommitContents(
             self.reader,
             self.commit,
-            replace(self.document, trees=kept),
+            replace(self.document, keys=kept),
             self.before_write,
             {key: tree for key, tree in known.items() if key in keys},
             self._nearest,
@@ -117,10 +126,13 @@ class CommitContents:
         """`tree` as one of this commit, if it is not whole."""
         if not (self.document.thinned or self.document.cast):
             return tree
+        return replace(tree, lacks=self._lacks, uncast=self._uncast)
+
+    @cached_property
+    def _uncast(self) -> dict[str, str]:
+        """By path, the dtypes of leaves that were cast."""
         errors = self.document.cast.errors if self.document.cast else ()
-        return replace(
-            tree, lacks=self._lacks, uncast={error.path: error.dtype for error in errors}
-        )
+        return {error.path: error.dtype for error in errors}
 
     def _lacks(self, path: str) -> Thinned:
         """The error for a leaf that is gone."""
@@ -160,7 +172,7 @@ class CommitContents:
                 f"{type(path).__name__} {path!r:.80} is no path of a leaf; wanted a string such as "
                 f"{self._example()!r}"
             )
-        key = next((key for key in self.keys if segment(key) == path.partition("/")[0]), None)
+        key = self._by_segment.get(path.partition("/")[0])
         tree = None if key is None else self.tree(key)
         if tree is not None and path in tree.numbers:
             return tree, tree.numbers[path]

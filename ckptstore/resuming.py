@@ -30,7 +30,7 @@ def has_all_of(snapshot: Snapshot, open_other: Callable[[], Snapshot]) -> bool:
 def _schemas_of(snapshot: Snapshot) -> object:
     """Equal for commits of the same leaves, and cheap to ask."""
     document = contents_of(snapshot).document
-    return [(key, ref.schema) for key, ref in document.trees], document.thinned
+    return document.keys, [(name, ref.schema) for name, ref in document.trees], document.thinned
 
 
 def _leaves_of(snapshot: Snapshot) -> Leaves:

@@ -174,7 +174,11 @@ class Store:
         data = inflate(file.read_bytes(), 0, 256 << 20)
         expect(blake3(data).hexdigest() == commit, "the document does not match its commit's id")
         of = json.loads(data)
-        return {leaf["paths"]: leaf for key in of["order"] for leaf in self._tree(of["trees"][key])}
+        escaped = (re.sub(r"[%/\0-\x1f\x7f]", lambda c: f"%{ord(c[0]):02X}", k) for k in of["keys"])
+        order = {key or "%empty": n for n, key in enumerate(escaped)}
+        leaves = [leaf for tree in of["trees"].values() for leaf in self._tree(tree)]
+        leaves.sort(key=lambda leaf: order[leaf["paths"].partition("/")[0]])
+        return {leaf["paths"]: leaf for leaf in leaves}
 
     def _tree(self, tree: dict[str, str]) -> list[dict[str, Any]]:
         schema = json.loads(self.chunk(bytes.fromhex(tree["schema"])))

@@ -1,5 +1,4 @@
-"""A state dict committed as it is, `store.commit(model.state_dict())`: each tensor is a key with a
-tree of its own."""
+"""A state dict committed as it is, `store.commit(model.state_dict())`: each tensor is a key."""
 
 import sqlite3
 from collections.abc import Iterator

@@ -19,6 +19,7 @@ from ckptstore.core.statistics import (
 )
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.restore.reader import Reader
+from ckptstore.snapshot import contents_of
 from ckptstore.state.measure import squared_distance, statistics_of
 from ckptstore.state.tensors import DTYPES, QUANTIZED, memory_of
 from ckptstore.store import internals_of
@@ -284,14 +285,12 @@ def test_other_layouts_of_one_tensor_have_one_history(store: ckptstore.Store) ->
     found = []
     for state in ({"w": x}, {"w": y}, {"w": halves.reshape(2, 64, 350)}):
         snap = store.commit(state)
-        tree = internals_of(store).reader.trees(snap._document.trees)["w"]
+        tree = contents_of(snap).trees["w"]
         found.append((snap.id, tree))
     (a, whole), (b, other), (c, _) = found
     boxes = tuple(Box((0, at), (64, 350)) for at in (0, 350))
     parts = [store.commit({"w": part.clone()}) for part in (x[:, :350], x[:, 350:])]
-    ids = b"".join(
-        internals_of(store).reader.trees(part._document.trees)["w"].content(0).ids for part in parts
-    )
+    ids = b"".join(contents_of(part).trees["w"].content(0).ids for part in parts)
     content = replace(whole.content(0), ids=ids, boxes=boxes)
     sharded = replace(whole, contents=[content])
     known = Measurements(internals_of(store).handle, internals_of(store).threads)

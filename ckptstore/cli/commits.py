@@ -2,7 +2,7 @@
 how they write it."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptstore.cli.call import Call
@@ -10,12 +10,12 @@ from ckptstore.cli.screen import fields_of
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.geometry import nbytes_of
 from ckptstore.core.ids import CommitId, document_key, parse_chunk_id
-from ckptstore.core.model import CommitDocument, CommitInfo, Schema
+from ckptstore.core.model import SHARED, CommitDocument, CommitInfo, Schema
 from ckptstore.core.text import ID_DIGITS, bytes_text, exact_text
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.index.queries import Queries
 from ckptstore.objects.documents import decode_document
-from ckptstore.objects.schema import decode_schema
+from ckptstore.objects.schema import decode_schema, parts_of
 from ckptstore.repository.resolve_ref import find_commit, find_id, trained_last
 from ckptstore.repository.store_handle import StoreHandle
 
@@ -139,11 +139,14 @@ def links_of(
 
 def schemas_of(store: StoreHandle, queries: Queries, info: CommitInfo) -> dict[str, Schema]:
     """The schema of each key. The catalog has them; one that it lacks is read from the packs."""
-    return {
-        key: queries.schema(schema)
+    found = {
+        name: queries.schema(schema)
         or decode_schema(store.objects.read_metadata(parse_chunk_id(schema)))
-        for key, schema in info.schemas.items()
+        for name, schema in info.schemas.items()
     }
+    shared = found.pop(SHARED, None)
+    parts = parts_of(shared) if shared else ()
+    return dict(sorted({**found, **{part.key: part.schema for part in parts}}.items()))
 
 
 def tensor_bytes(schema: Schema, leaf: int) -> int | None:
@@ -162,9 +165,9 @@ def reader_of(call: Call, store: StoreHandle, threads: int = 1) -> "Reader":
     return Reader(store.config, store.objects, call.threads(threads))
 
 
-def trees_of(reader: "Reader", info: CommitInfo) -> dict[str, "Tree"]:
+def trees_of(reader: "Reader", info: CommitInfo) -> Mapping[str, "Tree"]:
     """Schema and content of each key, in the order of the application state."""
-    return {key: reader.tree(key, ref) for key, ref in reader.document(info.session, info.id).trees}
+    return reader.by_key(reader.document(info.session, info.id))
 
 
 def is_folded(call: Call, rows: int, *, unless: bool = False) -> bool:

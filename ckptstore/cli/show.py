@@ -19,7 +19,7 @@ from ckptstore.cli.commits import (
 )
 from ckptstore.cli.screen import columns, fields_of, to_json
 from ckptstore.core.ids import CommitId, pack_session
-from ckptstore.core.model import CommitDocument, CommitInfo, Schema
+from ckptstore.core.model import SHARED, CommitDocument, CommitInfo, Schema
 from ckptstore.core.text import (
     BOLD,
     Column,
@@ -144,7 +144,7 @@ def _tree(key: str, info: CommitInfo, schema: Schema) -> dict[str, Any]:
     kinds = Counter("pickle" if path in pickles else dtype or kind for path, dtype, kind in columns)
     return {
         "key": key,
-        "schema": info.schemas[key],
+        "schema": info.schemas.get(key) or info.schemas[SHARED],
         "leaves": len(schema),
         "tensor_bytes": sum(tensor_bytes(schema, i) or 0 for i in range(len(schema))),
         "dtypes": dict(kinds.most_common()),

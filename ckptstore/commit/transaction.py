@@ -27,7 +27,15 @@ from ckptstore.core.ids import (
     document_key,
     parse_pack_id,
 )
-from ckptstore.core.model import Cast, CommitDocument, LeafContent, PackRecord, Schema, TreeRef
+from ckptstore.core.model import (
+    SHARED,
+    Cast,
+    CommitDocument,
+    LeafContent,
+    PackRecord,
+    Schema,
+    TreeRef,
+)
 from ckptstore.core.options import Milestone
 from ckptstore.core.statistics import Moments
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NoSpace
@@ -40,14 +48,14 @@ from ckptstore.objects.codecs import codec_id
 from ckptstore.objects.documents import content_id, encode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import split_pages
-from ckptstore.objects.schema import LastSchemas
+from ckptstore.objects.schema import LastSchemas, join_schemas
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import ChunkTable, Dedup, DedupHints
 from ckptstore.repository.memory_budget import write_room
 from ckptstore.repository.pack_writer import PackSet, delete_own
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, shared
-from ckptstore.state.leaf_sources import Source
+from ckptstore.state.leaf_sources import Source, is_plain_node
 from ckptstore.storage.contract import put_finished
 
 if TYPE_CHECKING:
@@ -98,6 +106,22 @@ class TreeContent(NamedTuple):
     key: str
     schema: Schema
     contents: Sequence[LeafContent]
+
+
+def stored_trees(trees: Iterable[TreeContent]) -> Iterator[TreeContent]:
+    """The trees as they are stored, by their names: keys of plain values share one
+    (docs/format.md §7)."""
+    sharing: list[TreeContent] = []
+    for tree in trees:
+        if tree.key == SHARED or is_plain_node(tree.schema.skeleton):
+            sharing.append(tree)
+        else:
+            yield tree
+    if sharing:
+        sharing.sort(key=lambda tree: tree.key)
+        schema = join_schemas([(tree.key, tree.schema) for tree in sharing])
+        contents = [content for tree in sharing for content in tree.contents]
+        yield TreeContent(SHARED, schema, contents)
 
 
 class Destination:
@@ -312,7 +336,8 @@ class Transaction:
         leaves were read. Raises what the log raises; after `Refused` and `NoSpace` the document is
         deleted.
         """
-        refs, layout_id, leaves = self._write_metadata(trees, layout)
+        trees = list(trees)
+        refs, layout_id, leaves = self._write_metadata(stored_trees(trees), layout)
         self.packs.wait()
         packed_at = time.perf_counter()
         watch.reached(Milestone.WRITTEN)
@@ -328,6 +353,7 @@ class Transaction:
             parents=label.parents or self._to.log.replay().runs.get(label.run, ())[-1:],
             metrics=label.metrics,
             tags=label.tags,
+            keys=tuple(tree.key for tree in trees),
             trees=refs,
             layout=layout_id,
             content=content_id(refs),
@@ -394,14 +420,14 @@ class Transaction:
             chunks[chunk] = data, kind
             return chunk
 
-        for key, schema, contents in trees:
-            schema_id = add(self._to.schemas.encode(key, schema), SCHEMA)
+        for name, schema, contents in trees:
+            schema_id = add(self._to.schemas.encode(name, schema), SCHEMA)
             pages = split_pages(schema.kinds, contents)
-            refs.append((key, TreeRef(schema_id, tuple(add(page, PAGE) for page in pages))))
+            refs.append((name, TreeRef(schema_id, tuple(add(page, PAGE) for page in pages))))
             leaves += len(schema)
         layout_id = None if layout is None else add(layout, LAYOUT)
         write_metadata(chunks, self.look(), self.packs)
-        return tuple(refs), layout_id, leaves
+        return tuple(sorted(refs)), layout_id, leaves
 
     def _records(self, receipts: Sequence[Receipt]) -> list[PackRecord]:
         """The packs of all writers. Two with one name come from two writers of one rank."""

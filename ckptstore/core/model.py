@@ -117,9 +117,14 @@ class LeafContent:
     gone: bool = False
 
 
+SHARED = ""
+"""The name of the tree that keys share. Every other tree has the name of its one key, so the key
+`""` is always among those that share."""
+
+
 @dataclass(frozen=True, slots=True)
 class TreeRef:
-    """One key of the application state in a commit document."""
+    """A tree in a commit document: one key of the application state, or those that share one."""
 
     schema: ChunkId
     pages: tuple[ChunkId, ...]
@@ -157,8 +162,9 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class CommitDocument:
-    """One version, immutable. `trees` are in the order of the application state's keys. `thinned`
-    and `cast` say what it has less of than the state that was committed."""
+    """One version, immutable. `keys` are those of the application state, in its order; `trees` are
+    in the order of their names. `thinned` and `cast` say what it has less of than the state that
+    was committed."""
 
     store: StoreId
     session: SessionId
@@ -169,6 +175,7 @@ class CommitDocument:
     parents: tuple[CommitId, ...]
     metrics: tuple[tuple[str, float], ...]
     tags: tuple[str, ...]
+    keys: tuple[str, ...]
     trees: tuple[tuple[str, TreeRef], ...]
     layout: ChunkId | None
     content: str
@@ -178,6 +185,16 @@ class CommitDocument:
     links: tuple[tuple[str, str], ...] = ()
     thinned: Thinning | None = None
     cast: Cast | None = None
+
+    def keys_of(self, name: str) -> tuple[str, ...]:
+        """The keys that the tree `name` has."""
+        return self.sharing if name == SHARED else (name,)
+
+    @property
+    def sharing(self) -> tuple[str, ...]:
+        """The keys that share a tree, in the order of their names, which is theirs in the tree."""
+        own = {name for name, _ in self.trees if name != SHARED}
+        return tuple(sorted(key for key in self.keys if key not in own))
 
 
 NO_BASE = 0xFFFFFFFF
@@ -221,8 +238,8 @@ class CommitInfo:
     """One commit as queries see it: what the log says of it and the tags that point at it now.
 
     `logical_bytes` is the size of the state; `new_bytes` what this commit added to the store.
-    `thinned` are globs of leaves that are gone, `cast` the dtypes of leaves of lower precision by
-    glob.
+    `schemas` are those of the trees, by their names. `thinned` are globs of leaves that are gone,
+    `cast` the dtypes of leaves of lower precision by glob.
     """
 
     id: CommitId

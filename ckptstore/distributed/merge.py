@@ -21,6 +21,7 @@ from ckptstore.errors import Conflict
 from ckptstore.objects.schema import LastSchemas, decode_schema
 from ckptstore.state.leaf_sources import (
     NAMES,
+    RANKS,
     FlatState,
     Holding,
     Mark,
@@ -131,9 +132,6 @@ def split(data: bytes, nbytes: int) -> list[bytes]:
 def split_ids(data: bytes) -> list[bytes]:
     return split(data, CHUNK_ID_BYTES)
 
-
-RANKS = "ranks"
-"""The node type whose children are keyed by rank number."""
 
 OF_RANKS = "ranks"
 """The attribute of a group's names that has, by rank number, the names that this rank had."""

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 from ckptstore.core.ids import CommitId, digest
 from ckptstore.core.model import Node, leaves_of
 from ckptstore.distributed.collective import Collective
-from ckptstore.distributed.merge import OF_RANKS, RANKS, schema_of
+from ckptstore.distributed.merge import OF_RANKS, schema_of
 from ckptstore.distributed.shared_reads import Broadcast
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.restore.reader import Tree
 from ckptstore.restore.restore import RestoreOperation, RestoreOptions, targets
-from ckptstore.state.leaf_sources import NAMES, paths_below, paths_of_leaves, segment
+from ckptstore.state.leaf_sources import NAMES, RANKS, paths_below, paths_of_leaves, segment
 from ckptstore.state.optimizer_forms import OWN_NAMES
 from ckptstore.state.restore import places_in
 from ckptstore.state.shards import is_bound_to_world_size, is_each_ranks

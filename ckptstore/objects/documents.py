@@ -27,6 +27,7 @@ from ckptstore.core.ids import (
     parse_store_id,
 )
 from ckptstore.core.model import (
+    SHARED,
     Box,
     Cast,
     CastError,
@@ -119,6 +120,7 @@ _FIELDS: Mapping[str, Field] = {
     "parents": COMMITS,
     "metrics": pairs_of(float_bits, bits_float),
     "tags": tuple_of(parse_text),
+    "keys": tuple_of(parse_text),
     "trees": pairs_of(
         lambda tree: dict(zip(("schema", "pages"), _tree_texts(tree), strict=True)), _parse_tree
     ),
@@ -170,10 +172,9 @@ _OPTIONAL: Mapping[str, Field] = {
 
 def _to_json(document: CommitDocument) -> dict[str, Any]:
     fields = {name: field.encode(getattr(document, name)) for name, field in _FIELDS.items()}
-    order = {"order": [key for key, _ in document.trees]}
     present = {name: each for name in _OPTIONAL if (each := getattr(document, name))}
     more = {name: _OPTIONAL[name].encode(each) for name, each in present.items()}
-    return {"ckptstore": _VERSION, **fields, **order, **more}
+    return {"ckptstore": _VERSION, **fields, **more}
 
 
 def _from_json(obj: Any) -> CommitDocument:
@@ -182,17 +183,17 @@ def _from_json(obj: Any) -> CommitDocument:
             f"a commit document has version {version}; wanted {_VERSION}; read it with a newer "
             "ckptstore"
         )
-    order = decode_fields({"order": tuple_of(parse_text)}, obj, "a commit document")["order"]
     found = decode_fields(_FIELDS, obj, "a commit document")
     present = {name: field for name, field in _OPTIONAL.items() if name in obj}
     found |= decode_fields(present, obj, "a commit document")
-    trees = dict(found["trees"])
-    if sorted(order) != sorted(trees):
+    keys, names = set(found["keys"]), {name for name, _ in found["trees"]}
+    own = names - {SHARED}
+    if len(keys) < len(found["keys"]) or own - keys or (keys > own) != (SHARED in names):
         raise Corrupt(
-            f"a commit document's 'order' is damaged: wanted the keys {sorted(trees)}, got "
-            f"{order}; run `ckptstore fsck`"
+            f"a commit document's 'keys' are damaged: wanted those of the trees {sorted(names)}, "
+            f"got {list(found['keys'])}; run `ckptstore fsck`"
         )
-    return CommitDocument(**{**found, "trees": tuple((key, trees[key]) for key in order)})
+    return CommitDocument(**found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,14 @@
 """How is the schema of a tree encoded, as one canonical JSON object of columns (docs/format.md
-§5)? Pure."""
+§5), and how do keys share one? Pure."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
-from ckptstore.core.model import LeafKind, Node, Schema, Shape
+from ckptstore.core.model import LeafKind, Node, Schema, Shape, leaves_of
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects import canonical
 from ckptstore.objects.canonical import field
@@ -72,6 +75,72 @@ def decode_schema(data: bytes | memoryview) -> Schema:
     return Schema(
         skeleton, paths, cast(tuple[LeafKind, ...], kinds), dtypes, shapes, tuple(aliases)
     )
+
+
+class Part(NamedTuple):
+    """A key in the tree that it shares: its own schema, and its leaves there."""
+
+    key: str
+    schema: Schema
+    leaves: slice
+
+
+def join_schemas(parts: Sequence[tuple[str, Schema]]) -> Schema:
+    """The schema of the tree that keys share, of each key and its own schema."""
+    children: list[Node | int] = []
+    aliases: list[int] = []
+    for _, schema in parts:
+        first = len(aliases)
+        children.append(_moved(schema.skeleton, first))
+        aliases += [alias if alias < 0 else first + alias for alias in schema.aliases]
+    schemas = [schema for _, schema in parts]
+    return Schema(
+        Node("dict", tuple(children), tuple([key for key, _ in parts])),
+        tuple(chain.from_iterable([schema.paths for schema in schemas])),
+        tuple(chain.from_iterable([schema.kinds for schema in schemas])),
+        tuple(chain.from_iterable([schema.dtypes for schema in schemas])),
+        tuple(chain.from_iterable([schema.shapes for schema in schemas])),
+        tuple(aliases),
+    )
+
+
+def parts_of(schema: Schema) -> Iterator[Part]:
+    """The keys that share the tree of `schema`: the inverse of `join_schemas`. Raises `Corrupt` for
+    another tree."""
+    node = schema.skeleton
+    if isinstance(node, int) or not _all_of(node.keys or (), str) or node.keys is None:
+        raise _corrupt("skeleton is no dict of the keys that share it")
+    first = 0
+    for key, child in node.items():
+        stop = first + (1 if isinstance(child, int) else sum(1 for _ in leaves_of(child)))
+        leaves = slice(first, stop)
+        aliases = schema.aliases[leaves]
+        if any(0 <= alias < first for alias in aliases):
+            raise _corrupt(f"aliases tie {key!r} to another key")
+        aliases = tuple([alias if alias < 0 else alias - first for alias in aliases])
+        columns = schema.kinds[leaves], schema.dtypes[leaves], schema.shapes[leaves], aliases
+        if isinstance(child, int):
+            columns = _alike(columns)
+        yield Part(key, Schema(_moved(child, -first), schema.paths[leaves], *columns), leaves)
+        first = stop
+
+
+_Columns: TypeAlias = tuple[
+    tuple[LeafKind, ...], tuple[str, ...], tuple[Shape, ...], tuple[int, ...]
+]
+
+
+@lru_cache(1024)
+def _alike(columns: _Columns) -> _Columns:
+    """The same for all keys of one leaf that are alike: there may be thousands."""
+    return columns
+
+
+def _moved(node: Node | int, by: int) -> Node | int:
+    """`node` with its leaves numbered from `by` on."""
+    if isinstance(node, int):
+        return node + by
+    return replace(node, children=tuple([_moved(child, by) for child in node.children]))
 
 
 def _node_to_json(node: Node | int) -> Any:

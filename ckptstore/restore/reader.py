@@ -16,12 +16,12 @@ from ckptstore.core.config import StoreConfig
 from ckptstore.core.forks import cached_property
 from ckptstore.core.geometry import Grid, grid
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, SessionId, document_key
-from ckptstore.core.model import Box, CommitDocument, LeafContent, Schema, Shape, TreeRef
+from ckptstore.core.model import SHARED, Box, CommitDocument, LeafContent, Schema, Shape, TreeRef
 from ckptstore.core.process import uncollected
 from ckptstore.errors import Corrupt, InvalidInput, Thinned
 from ckptstore.objects.documents import Layout, decode_document, decode_layout
 from ckptstore.objects.pages import join_pages
-from ckptstore.objects.schema import decode_schema
+from ckptstore.objects.schema import decode_schema, parts_of
 from ckptstore.repository.chunk_reader import located_entries
 from ckptstore.repository.chunk_store import ALONE, ObjectStore
 from ckptstore.repository.dedup import items_of
@@ -178,6 +178,29 @@ class Tree:
         return content
 
 
+def by_key(trees: Mapping[str, Tree], keys: Sequence[str]) -> dict[str, Tree]:
+    """What each of `keys` has, of `trees` by their names; those that share a tree have parts of it.
+    Raises `Corrupt` for a shared tree that lacks one."""
+    found = dict(trees)
+    if shared := found.pop(SHARED, None):
+        found = {**_parts(shared), **found}
+    if lost := [key for key in keys if key not in found]:
+        raise Corrupt(
+            f"the tree that keys of a commit share lacks {lost[0]!r}; run `ckptstore fsck`"
+        )
+    return {key: found[key] for key in keys}
+
+
+@uncollected()
+def _parts(shared: Tree) -> dict[str, Tree]:
+    """What each key has of the tree that it shares."""
+    ref, chunk_bytes = shared.ref, shared.chunk_bytes
+    return {
+        key: Tree(key, ref, schema, shared.contents[leaves], chunk_bytes)
+        for key, schema, leaves in parts_of(shared.schema)
+    }
+
+
 class ReadRequest(NamedTuple):
     """A box of leaf `number` of `tree` to read into `destination`; the whole leaf without `box`."""
 
@@ -252,6 +275,7 @@ class Reader:
         # commit, or at another with the same schema.
         self.document = lru_cache(RECENT)(self._document)
         self.trees = lru_cache(RECENT)(self.read_trees)
+        self._by_key = lru_cache(RECENT)(self._read_keys)
         self._schema = lru_cache(RECENT)(decode_schema)
 
     def verifying_ids(self) -> "Reader":
@@ -265,7 +289,7 @@ class Reader:
         return decode_document(self._objects.storage.read(document_key(session, commit)), commit)
 
     def read_trees(self, refs: tuple[tuple[str, TreeRef], ...]) -> Mapping[str, Tree]:
-        """Several keys' trees; their schemas and pages are read in one batch."""
+        """Trees by their names; their schemas and pages are read in one batch."""
         data = self._objects.read_metadata_many(
             chunk for _, ref in refs for chunk in (ref.schema, *ref.pages)
         )
@@ -276,9 +300,19 @@ class Reader:
             found[key] = Tree(key, ref, schema, contents, self.chunk_bytes)
         return found
 
-    def tree(self, key: str, ref: TreeRef) -> Tree:
-        """One key's tree."""
-        return self.trees(((key, ref),))[key]
+    def by_key(
+        self, document: CommitDocument, keys: Sequence[str] | None = None
+    ) -> Mapping[str, Tree]:
+        """What each key of a commit, or each of `keys`, has, in order; what shares a tree has a
+        part of it."""
+        return self._by_key(document.trees, document.keys if keys is None else tuple(keys))
+
+    def _read_keys(
+        self, refs: tuple[tuple[str, TreeRef], ...], keys: tuple[str, ...]
+    ) -> Mapping[str, Tree]:
+        own = {name for name, _ in refs}
+        names = {key if key in own else SHARED for key in keys}
+        return by_key(self.trees(tuple(each for each in refs if each[0] in names)), keys)
 
     def layout(self, document: CommitDocument) -> Layout | None:
         """The layout of the leaves on the ranks of the commit; None for a single process."""
@@ -440,9 +474,8 @@ class Reader:
         metadata = [chunk for _, ref in document.trees for chunk in (ref.schema, *ref.pages)]
         if document.layout is not None:
             metadata.append(document.layout)
-        contents = (
-            content for key, ref in document.trees for content in self.tree(key, ref).contents
-        )
+        trees = self.trees(document.trees).values()
+        contents = (content for tree in trees for content in tree.contents)
         return self._objects.packs_of(b"".join((*metadata, *(content.ids for content in contents))))
 
     def verify(self, trees: Iterable[Tree], commit: CommitId) -> None:

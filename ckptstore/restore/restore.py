@@ -8,15 +8,17 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptstore.core.forks import cached_property
 from ckptstore.core.identity import IdentityDict
 from ckptstore.core.ids import CommitId
-from ckptstore.core.model import Node, Schema, Shape, leaves_of
+from ckptstore.core.model import SHARED, Node, Schema, Shape, leaves_of
+from ckptstore.core.process import uncollected
 from ckptstore.core.text import near, selector
 from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.objects.schema import join_schemas
 from ckptstore.restore.mmap import Unmappable
 from ckptstore.restore.reader import (
     ChunkRead,
@@ -39,6 +41,7 @@ from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.renaming import Renamer, narrow, rename_tree
 from ckptstore.state.restore import bind
 from ckptstore.state.shared_memory import Place, overlapping, overwritten
+from ckptstore.state.stateful import is_plain
 from ckptstore.state.suggested_names import renaming_hint
 from ckptstore.state.tensors import destination, wanted_dtype
 
@@ -221,6 +224,22 @@ def check_whole(
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What one binding fills: the object of one key, or `plain` values of the target, one leaf
+    each, by their keys. A binding of each of these would cost as much as that of a module."""
+
+    keys: tuple[str, ...]
+    view: View
+    binding: "Binding"
+    plain: bool = False
+
+    def restored(self) -> Mapping[str, Any]:
+        """The objects by their keys, filled or new."""
+        made = self.binding.finish()
+        return made if self.plain else {self.keys[0]: made}
+
+
 class RestoreOperation:
     """A restore: bind targets, then `read`, then `finish`. `lacking` are paths that this rank has
     nothing for.
@@ -257,29 +276,23 @@ class RestoreOperation:
         names: Mapping[str, str] | None = None
         if options.rename is not None:
             names = new_names(chain.from_iterable(map(_moved, views.values())))
-        self._bindings = bindings = {
-            key: bind(
-                app_state[key],
-                key,
-                view.schema,
-                replace(matching, renames=None if names is None else _renames(names, view)),
-                content_of=view.tree.content_key,
-                value_of=partial(self._value_of, view.tree),
-                check=view.tree.check,
-                streams=view.tree.streams,
-                uncast=view.tree.uncast_leaves,
-            )
-            for key, view in views.items()
-            if key in app_state
-        }
+        present = [key for key in views if key in app_state]
+        self._bound = bound = list[Bound]()
+        for plain, keys in groupby(present, self._is_plain):
+            if plain and names is None:
+                with uncollected():
+                    bound.append(self._bind_plain(list(keys), matching))
+            else:
+                bound += [self._bind(key, matching, names) for key in keys]
+        bindings = [each.binding for each in bound]
         here = [key for key in app_state if key not in options.without and options.select is None]
         missing = {**dict.fromkeys(lacking), **{key: None for key in here if key not in views}}
         spare = [key for key in views if key not in app_state]
         unexpected: list[str] = []
-        for binding in bindings.values():
+        for binding in bindings:
             missing.update(dict.fromkeys(binding.missing))
             unexpected += binding.unexpected
-        self._skipped = [each for binding in bindings.values() for each in binding.skipped]
+        self._skipped = [each for binding in bindings for each in binding.skipped]
         paths = tuple(each.path for each in self._skipped)
         self.report = RestoreReport(tuple(missing), (*spare, *unexpected), mismatched=paths)
         problems, hint = [], ""
@@ -288,15 +301,48 @@ class RestoreOperation:
             problems += [f"{path}: in the commit, not wanted by the target" for path in unexpected]
             hint = renaming_hint(
                 [path for path in missing if "/" in path],
-                [path for key in bindings for path in views[key].schema.paths],
+                [path for each in bound for path in each.view.schema.paths],
             )
         # First: that an optimizer's moments do not fit follows from the weights that were skipped.
-        _refuse(commit, {}, matching.stepped_without_weights(app_state, bindings))
+        _refuse(commit, (), matching.stepped_without_weights(app_state, present))
         _refuse(commit, bindings, problems, hint)
-        _refuse(commit, {}, self._overwritten(matching.places))
-        for key, binding in bindings.items():
-            binding.receive(self._values_of(key, binding))
+        _refuse(commit, (), self._overwritten(matching.places))
+        for each in bound:
+            each.binding.receive(self._values_of(each))
         self._rehearse(atomic=options.atomic)
+
+    def _is_plain(self, key: str) -> bool:
+        """Whether a leaf of the commit goes to a plain value of the target."""
+        is_leaf = isinstance(self._views[key].schema.skeleton, int)
+        return is_leaf and is_plain(self._app_state[key])
+
+    def _bind(self, key: str, matching: Matching, names: Mapping[str, str] | None) -> "Bound":
+        view = self._views[key]
+        if names is not None:
+            matching = replace(matching, renames=_renames(names, view))
+        return Bound((key,), view, self._binding(self._app_state[key], key, view, matching))
+
+    def _bind_plain(self, keys: Sequence[str], matching: Matching) -> "Bound":
+        """One binding for keys of one leaf each."""
+        views = [self._views[key] for key in keys]
+        schema = join_schemas([(key, self._views[key].schema) for key in keys])
+        contents = [content for view in views for content in view.tree.contents]
+        view = View(replace(views[0].tree, schema=schema, contents=contents), schema)
+        target = {key: self._app_state[key] for key in keys}
+        return Bound(tuple(keys), view, self._binding(target, SHARED, view, matching), plain=True)
+
+    def _binding(self, target: Any, key: str, view: View, matching: Matching) -> "Binding":
+        return bind(
+            target,
+            key,
+            view.schema,
+            matching,
+            content_of=view.tree.content_key,
+            value_of=partial(self._value_of, view.tree),
+            check=view.tree.check,
+            streams=view.tree.streams,
+            uncast=view.tree.uncast_leaves,
+        )
 
     def _value_of(self, tree: Tree, leaf: int) -> bytes | None:
         """A small value that decides what fits; None for one that was thinned away."""
@@ -310,8 +356,8 @@ class RestoreOperation:
         """What does not fit since other contents would go to the same memory of the target. Reads
         what goes to memory that may be shared, beside the target."""
         trees = IdentityDict[Schema, Tree]()
-        for view in self._views.values():
-            trees[view.schema] = view.tree
+        for each in self._bound:
+            trees[each.view.schema] = each.view.tree
         found = []
         for group in overlapping(places):
             contents, wanted = [], []
@@ -328,12 +374,12 @@ class RestoreOperation:
             ]
         return found
 
-    def _values_of(self, key: str, binding: "Binding") -> dict[int, bytes]:
+    def _values_of(self, bound: "Bound") -> dict[int, bytes]:
         """The bytes of the leaves that are no tensors."""
-        tree, budget_bytes = self._views[key].tree, self._budget_bytes
+        tree, budget_bytes = bound.view.tree, self._budget_bytes
         return {
             i: self._reader.leaf_bytes(tree, i, self._commit, memory_budget_bytes=budget_bytes)
-            for i in binding.wanted_bytes
+            for i in bound.binding.wanted_bytes
         }
 
     def _rehearse(self, *, atomic: bool) -> None:
@@ -351,9 +397,9 @@ class RestoreOperation:
     @cached_property
     def _wanted(self) -> list[ReadRequest]:
         return [
-            ReadRequest(self._views[key].tree, i, part, box)
-            for key, binding in self._bindings.items()
-            for i, parts in enumerate(binding.destinations)
+            ReadRequest(each.view.tree, i, part, box)
+            for each in self._bound
+            for i, parts in enumerate(each.binding.destinations)
             for box, part in parts
         ]
 
@@ -389,15 +435,16 @@ class RestoreOperation:
         Raises `InvalidInput` if an object refuses its state; those of other keys may have theirs
         then, and all tensors have."""
         replaced: list[str] = []
-        keys = sorted(self._bindings, key=lambda k: self._bindings[k].late)
-        for n, key in enumerate(keys):
+        todo = sorted(self._bound, key=lambda each: each.binding.late)
+        for n, each in enumerate(todo):
             try:
-                restored = self._bindings[key].finish()
+                restored = each.restored()
             except InvalidInput as error:
-                raise InvalidInput(f"{error}; {_left_by(keys[:n], keys[n:])}") from error
-            replaced += self._bindings[key].replaced_paths(key)
-            if restored is not self._app_state[key]:
-                self._app_state[key] = restored
+                raise InvalidInput(f"{error}; {_left_by(todo[:n], todo[n:])}") from error
+            replaced += each.binding.replaced_paths(each.keys[0])
+            for key, made in restored.items():
+                if made is not self._app_state[key]:
+                    self._app_state[key] = made
         self.report = replace(self.report, replaced=tuple(replaced))
         if replaced:
             more = f" and {len(replaced) - SHOWN} more" if len(replaced) > SHOWN else ""
@@ -450,8 +497,9 @@ def _views(
     return {key: view for key, view in views.items() if key in app_state}
 
 
-def _left_by(done: Sequence[str], open_: Sequence[str]) -> str:
+def _left_by(finished: Sequence[Bound], unfinished: Sequence[Bound]) -> str:
     """What the target holds after an object refused its state."""
+    done, open_ = ([key for each in some for key in each.keys] for some in (finished, unfinished))
     given = f"{', '.join(done)} and " if done else ""
     return (
         f"the target mixes two states now: {given}all tensors are as committed, what else "
@@ -471,13 +519,11 @@ def _lacked(path: str, keys: Iterable[str]) -> str:
 
 def _refuse(
     commit: CommitId,
-    bindings: Mapping[str, "Binding"],
+    bindings: Iterable["Binding"],
     problems: Sequence[str],
     hint: str = "",
 ) -> None:
-    problems = [f"{m.path}: {_described(m)}" for b in bindings.values() for m in b.mismatched] + [
-        *problems
-    ]
+    problems = [f"{m.path}: {_described(m)}" for b in bindings for m in b.mismatched] + [*problems]
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise InvalidInput(

@@ -7,6 +7,8 @@ are encoded immediately.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
 from types import GeneratorType, ModuleType
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 from ckptstore.core.model import LeafKind, Node, Schema, Shape
 from ckptstore.core.process import uncollected
 from ckptstore.errors import CkptStoreError, InvalidInput
+from ckptstore.objects.schema import parts_of
 from ckptstore.state import containers, tensors, values
 from ckptstore.state.composites import split_distributed, split_tensor
 from ckptstore.state.containers import Parts
@@ -33,6 +36,7 @@ from ckptstore.state.optimizers import ParameterNames, named_state
 from ckptstore.state.shards import Held, held_of, is_distributed, without_attributes
 from ckptstore.state.stateful import (
     class_name,
+    is_plain,
     registered,
     state_of,
     tell_of_unknown_classes,
@@ -61,10 +65,14 @@ def flatten(
     check_app_state(app_state)
     tensors.check_surroundings()
     names = ParameterNames(app_state)
-    return {
-        key: _Tree(app_state, names, allow_pickle, ranks).flatten(key, value)
-        for key, value in app_state.items()
-    }
+    found: dict[str, FlatState] = {}
+    for plain, keys in groupby(app_state, lambda key: is_plain(app_state[key])):
+        walk = partial(_Walk, app_state, names, allow_pickle, ranks)
+        if plain:
+            found |= walk().flatten_plain({key: app_state[key] for key in keys})
+        else:
+            found |= {key: walk().flatten(key, app_state[key]) for key in keys}
+    return found
 
 
 def check_app_state(app_state: object) -> None:
@@ -82,7 +90,7 @@ def check_app_state(app_state: object) -> None:
             )
 
 
-class _Tree:
+class _Walk:
     """A schema on its way, column by column. Little is kept of a leaf: Python's cycle collector
     looks through all of it afterwards."""
 
@@ -111,16 +119,29 @@ class _Tree:
         with _noted(path):
             state = self._state_of_optimizer(value, path) if is_optimizer else state_of(value)
         with uncollected():
-            skeleton = self._visit(state, path)
-            schema = Schema(
-                skeleton,
-                tuple(self._paths),
-                tuple(self._kinds),
-                tuple(self._dtypes),
-                tuple(self._shapes),
-                tuple(self._aliases),
-            )
-            return FlatState(schema, self._leaves, self._held)
+            return FlatState(self._schema(self._visit(state, path)), self._leaves, self._held)
+
+    @uncollected()
+    def flatten_plain(self, found: Mapping[str, Any]) -> dict[str, FlatState]:
+        """Plain values by their keys, of which each has a schema of its own."""
+        children = []
+        for key, value in found.items():
+            self._by_memory.clear()
+            children.append(self._visit(value, segment(values.encode_key(key))))
+        schema = self._schema(Node("dict", tuple(children), tuple(found)))
+        return {
+            part.key: FlatState(part.schema, self._leaves[part.leaves]) for part in parts_of(schema)
+        }
+
+    def _schema(self, skeleton: Node | int) -> Schema:
+        return Schema(
+            skeleton,
+            tuple(self._paths),
+            tuple(self._kinds),
+            tuple(self._dtypes),
+            tuple(self._shapes),
+            tuple(self._aliases),
+        )
 
     def _visit(self, value: Any, path: str) -> Node | int:
         try:

@@ -16,6 +16,9 @@ from ckptstore.core.model import Box, Node, Schema, Shape, nodes_of
 from ckptstore.errors import InvalidInput
 from ckptstore.objects import canonical
 
+RANKS = "ranks"
+"""The node type whose children are keyed by rank number."""
+
 NAMES = "names"
 """The type of the node that lists the names of an optimizer's parameters."""
 
@@ -251,6 +254,14 @@ WRAPPERS = frozenset(
     )
 )
 """Node types whose one child has the node's own path."""
+
+
+def is_plain_node(node: Node | int) -> bool:
+    """Whether a value is no container: a leaf, perhaps in wrappers, or such a value of each
+    rank."""
+    if isinstance(node, int):
+        return True
+    return (node.type in WRAPPERS or node.type == RANKS) and all(map(is_plain_node, node.children))
 
 
 def attributes_in(node: Node | int) -> dict[str, Any]:

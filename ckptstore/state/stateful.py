@@ -68,6 +68,14 @@ def state_now(value: Any) -> Any:
         return None
 
 
+_PLAIN = frozenset((torch.Tensor, nn.Parameter, int, float, complex, bool, str, bytes, type(None)))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is one leaf, and no code of its own runs when it is asked for its state."""
+    return type(value) in _PLAIN
+
+
 def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
     """What a mapping, a list or a tuple holds, by key or number; nothing of anything else."""
     if isinstance(value, Mapping):

@@ -62,7 +62,7 @@ def commit(store: OpenStore, id_: str) -> Json:
         "links": [[clip(name), clip(link, TEXT_CHARACTERS)] for name, link in said.links]
         if said
         else [],
-        "keys": [clip(key) for key in info.schemas],
+        "keys": [clip(key) for key in (said.keys if said else info.schemas)],
         "world": layout.world if layout else 1,
         "layout": [[*group, count] for group, count in groups.most_common(100)],
         "lines": lines,

@@ -56,7 +56,7 @@ def test_the_reader_is_short_and_stands_alone() -> None:
         if name
     }
     assert imported - set(sys.stdlib_module_names) == LIBRARIES
-    assert len(text.splitlines()) <= 230
+    assert len(text.splitlines()) <= 234
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])

@@ -171,6 +171,7 @@ def append_commit(
         (),
         (),
         (),
+        tuple(name for name, _ in trees),
         trees,
         None,
         content_id(trees),

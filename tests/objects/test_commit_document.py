@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptstore.core.ids import ChunkId, CommitId, SessionId, StoreId, digest
-from ckptstore.core.model import CommitDocument, TreeRef
+from ckptstore.core.model import SHARED, CommitDocument, TreeRef
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects import canonical
 from ckptstore.objects.documents import content_id, decode_document, encode_document
@@ -20,14 +20,16 @@ CHUNKS = st.binary(min_size=32, max_size=32).map(ChunkId)
 COMMITS = CHUNKS.map(lambda chunk: CommitId(chunk.hex()))
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
 COUNTS = st.integers(0, 2**53)
-TREES = st.dictionaries(
-    NAMES, st.builds(TreeRef, CHUNKS, st.lists(CHUNKS, max_size=3).map(tuple)), max_size=4
-)
+TREE = st.builds(TreeRef, CHUNKS, st.lists(CHUNKS, max_size=3).map(tuple))
+TREES = st.dictionaries(NAMES.filter(bool), TREE, max_size=4)
 
 
 @st.composite
 def documents(draw: st.DrawFn) -> CommitDocument:
-    trees = tuple(draw(st.permutations(list(draw(TREES).items()))))
+    own = draw(TREES)
+    sharing = draw(st.sets(NAMES, max_size=4)) - own.keys()
+    keys = tuple(draw(st.permutations([*own, *sharing])))
+    trees = tuple(sorted({**own, **({SHARED: draw(TREE)} if sharing else {})}.items()))
     return CommitDocument(
         store=StoreId(draw(st.text(HEX, min_size=32, max_size=32))),
         session=SessionId(draw(st.text(HEX, min_size=24, max_size=24))),
@@ -40,6 +42,7 @@ def documents(draw: st.DrawFn) -> CommitDocument:
             sorted(draw(st.dictionaries(NAMES, st.floats(allow_nan=False), max_size=3)).items())
         ),
         tags=tuple(draw(st.lists(NAMES, max_size=2))),
+        keys=keys,
         trees=trees,
         layout=draw(st.none() | CHUNKS),
         content=content_id(trees),
@@ -87,6 +90,21 @@ def test_a_document_that_lacks_a_key_is_corrupt(
     obj = canonical.decode(decompress(encode_document(document)[1], 1 << 20))
     del obj[data.draw(st.sampled_from(sorted(obj)))]
     with pytest.raises(Corrupt):
+        decode_document(compress(canonical.encode(obj)), None)
+
+
+@given(documents(), st.data())
+def test_the_keys_of_a_document_are_those_of_its_trees(
+    document: CommitDocument, data: st.DataObject
+) -> None:
+    obj = canonical.decode(decompress(encode_document(document)[1], 1 << 20))
+    own, sharing = set(obj["trees"]) - {SHARED}, document.sharing
+    assert sharing == tuple(sorted(set(document.keys) - own))
+    wrong = [[*document.keys, key] for key in document.keys]  # twice
+    wrong += [[each for each in document.keys if each != key] for key in own]
+    wrong += [[*own]] if sharing else [[*document.keys, "a key that no tree has"]]
+    obj["keys"] = data.draw(st.sampled_from(wrong))
+    with pytest.raises(Corrupt, match="'keys' are damaged"):
         decode_document(compress(canonical.encode(obj)), None)
 
 

@@ -6,7 +6,7 @@ between. The log tells, because the entry that deletes a pack or purges a commit
 removal of its objects (docs/gc.md).
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -19,14 +19,14 @@ from ckptstore.core.ids import (
     document_key,
     twin_key,
 )
-from ckptstore.core.model import CommitDocument, TreeRef
+from ckptstore.core.model import SHARED, CommitDocument, TreeRef
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.log.state import CommitRow, State
 from ckptstore.maintenance.check import Finding, Kind, severity_of, unread
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA, FooterTable
 from ckptstore.objects.pages import decode_page, join_pages
-from ckptstore.objects.schema import decode_schema
+from ckptstore.objects.schema import decode_schema, parts_of
 from ckptstore.repository.footers import Inventory, load_tables, read_chunk, read_table_at
 from ckptstore.restore.reader import Tree
 from ckptstore.storage.contract import Storage
@@ -126,11 +126,11 @@ class Contents:
         except (Corrupt, NotFound) as error:
             raise self.unread or error from error
 
-    def tree(self, key: str, ref: TreeRef, chunk_bytes: int) -> Tree:
-        """One key's schema and complete content."""
+    def tree(self, name: str, ref: TreeRef, chunk_bytes: int) -> Tree:
+        """A tree's schema and complete content."""
         schema = self.schema(ref.schema)
         pages = [self.metadata(page) for page in ref.pages]
-        return Tree(key, ref, schema, join_pages(pages, len(schema)), chunk_bytes)
+        return Tree(name, ref, schema, join_pages(pages, len(schema)), chunk_bytes)
 
     def referrers(self, chunks: Collection[ChunkId]) -> Mapping[ChunkId, Referrer]:
         """The users of `chunks`. Reads every document, and every page once."""
@@ -142,8 +142,8 @@ class Contents:
 
         for commit, document in self.documents() if wanted else ():
             names = {chunk: name for chunk, _, name in _metadata(document) if chunk in wanted} | {
-                chunk: self._path(key, ref, leaf)
-                for key, ref in document.trees
+                chunk: self._path(name, ref, leaf)
+                for name, ref in document.trees
                 for page in ref.pages
                 for leaf, chunk in hits(page)
             }
@@ -163,11 +163,11 @@ class Contents:
                 if (chunk := ChunkId(content.ids[i : i + CHUNK_ID_BYTES])) in wanted:
                     yield leaf, chunk
 
-    def _path(self, key: str, ref: TreeRef, leaf: int) -> str:
+    def _path(self, name: str, ref: TreeRef, leaf: int) -> str:
         try:
             return self.schema(ref.schema).paths[leaf]
         except (CkptStoreError, IndexError):
-            return f"leaf {leaf} of {key}"
+            return f"leaf {leaf} of {shown(name)}"
 
 
 def taken(before: State, now: State) -> bool:
@@ -176,6 +176,11 @@ def taken(before: State, now: State) -> bool:
     return any(pack.id not in names for pack in before.packs.values()) or any(
         commit not in now.commits for commit in before.commits
     )
+
+
+def shown(name: str) -> str:
+    """The tree of this name, for people."""
+    return "plain values" if name == SHARED else name
 
 
 def read_document(storage: Storage, session: SessionId, commit: CommitId) -> CommitDocument:
@@ -191,9 +196,10 @@ def metadata_of(document: CommitDocument) -> dict[ChunkId, int]:
 
 def _metadata(document: CommitDocument) -> Iterator[tuple[ChunkId, int, str]]:
     """A commit's schemas, pages and layout, with their kinds and names."""
-    for key, ref in document.trees:
-        yield ref.schema, SCHEMA, f"the schema of {key}"
-        yield from ((page, PAGE, f"page {n} of {key}") for n, page in enumerate(ref.pages))
+    for name, ref in document.trees:
+        of = shown(name)
+        yield ref.schema, SCHEMA, f"the schema of {of}"
+        yield from ((page, PAGE, f"page {n} of {of}") for n, page in enumerate(ref.pages))
     if document.layout is not None:
         yield document.layout, LAYOUT, "its layout"
 
@@ -210,7 +216,7 @@ class Walk:
         self.findings: list[Finding] = []
         self._contents, self._chunk_bytes = contents, chunk_bytes
         self._is_whole = cache(self._look_at)
-        self._fits: dict[TreeRef, bool] = {}
+        self._fits: dict[tuple[TreeRef, tuple[str, ...]], bool] = {}
 
     def commit(self, commit: CommitId, row: CommitRow) -> None:
         """Check one commit."""
@@ -221,13 +227,14 @@ class Walk:
             self.commits.add(commit)
             return
         whole = [self._is_whole(chunk, kind) for chunk, kind in metadata_of(document).items()]
-        for key, ref in document.trees:
+        trees = [(name, ref, document.keys_of(name)) for name, ref in document.trees]
+        for name, ref, keys in trees:
             lacking = self.missing | self.unread
-            if ref not in self._fits and lacking.isdisjoint((ref.schema, *ref.pages)):
-                found = [_misfit(key, commit, row, what) for what in self._misfits(key, ref)]
+            if (ref, keys) not in self._fits and lacking.isdisjoint((ref.schema, *ref.pages)):
+                found = [_misfit(name, commit, row, w) for w in self._misfits(name, ref, keys)]
                 self.findings += found
-                self._fits[ref] = not found
-        if not all(whole) or not all(self._fits.get(ref) for _, ref in document.trees):
+                self._fits[ref, keys] = not found
+        if not all(whole) or not all(self._fits.get((ref, keys)) for _, ref, keys in trees):
             self.commits.add(commit)
 
     def _look_at(self, chunk: ChunkId, kind: int) -> bool:
@@ -246,10 +253,12 @@ class Walk:
         (self.unread if self._contents.unread else self.missing).update(missing)
         return not missing
 
-    def _misfits(self, key: str, ref: TreeRef) -> Iterator[str]:
+    def _misfits(self, name: str, ref: TreeRef, keys: Sequence[str]) -> Iterator[str]:
         """Leaves whose content does not match their shape: path and problem."""
         try:
-            tree = self._contents.tree(key, ref, self._chunk_bytes)
+            tree = self._contents.tree(name, ref, self._chunk_bytes)
+            if name == SHARED and (got := [part.key for part in parts_of(tree.schema)]) != [*keys]:
+                yield f"keys: wanted {', '.join(keys)}, got {', '.join(got)}"
         except Corrupt as error:
             yield str(error)
             return
@@ -266,10 +275,10 @@ def misfits(tree: Tree) -> Iterator[str]:
             yield f"{path}: {error}"
 
 
-def _misfit(key: str, commit: CommitId, row: CommitRow, what: str) -> Finding:
+def _misfit(name: str, commit: CommitId, row: CommitRow, what: str) -> Finding:
     return Finding(
         Kind.TREE,
-        f"tree {key} of commit {commit[:12]} does not fit together: {what}",
+        f"tree {shown(name)} of commit {commit[:12]} does not fit together: {what}",
         "restore another commit",
         severity_of(hidden=row.soft > 0),
         leaf=what.split(":")[0],
