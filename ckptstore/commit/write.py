@@ -21,7 +21,7 @@ from ckptstore.errors import Conflict
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR, align
 from ckptstore.repository.dedup import ChunkTable, Dedup, items_of
-from ckptstore.repository.pack_writer import PackSet
+from ckptstore.repository.pack_writer import NewChunk, PackSet, PackWriter, new_chunk
 from ckptstore.repository.thread_pool import NO_MEMORY, Scratch, ThreadPool
 from ckptstore.state.leaf_sources import NotCopied, Source, memory_of
 from ckptstore.storage.direct_io_file import BLOCK_BYTES
@@ -56,9 +56,7 @@ class _New(NamedTuple):
 
     run: Run
     first: int
-    ids: list[ChunkId]
-    checksums: list[bytes]
-    raws: list[memoryview]
+    chunks: list[NewChunk]
     whole: memoryview | None
 
 
@@ -90,28 +88,13 @@ def write_metadata(
     chunks: Mapping[ChunkId, tuple[bytes, int]], dedup: Dedup, packs: PackSet
 ) -> None:
     """Write the new ones of `chunks` (bytes and kind) to a metadata pack, and close it."""
-    ids = list(chunks)
-    fresh = [chunk for chunk, new in zip(ids, dedup.fresh(ids), strict=True) if new]
-    if not fresh:
+    if not (fresh := dedup.fresh(list(chunks))):
         return
-    pack_writer = packs.pack_writer(metadata=True)
-    try:
+    with packs.writing(metadata=True) as pack_writer:
         for chunk in fresh:
             data, kind = chunks[chunk]
-            pack_writer.add(
-                [chunk],
-                [checksum(data)],
-                [memoryview(data)],
-                1,
-                kind,
-                codec=codecs.ZSTD,
-                run_bytes=len(data),
-            )
-        pack_writer.flush()
-        packs.close(pack_writer)
-    except BaseException:
-        pack_writer.discard()
-        raise
+            new = [new_chunk(chunk, memoryview(data))]
+            pack_writer.add(new, 1, kind, codec=codecs.ZSTD, run_bytes=len(data))
 
 
 class ChunkWriter:
@@ -134,7 +117,7 @@ class ChunkWriter:
         self._measured = measured
         self._batches, self._sources, self._made, self._last = batches, sources, made, last
         self._dedup, self._packs, self._watch = dedup, packs, watch
-        self._pack_writer = packs.pack_writer()
+        self._pack_writer: PackWriter
         self._scratch = scratch
         self._memory = NO_MEMORY
         """Private to this thread; each window overwrites it."""
@@ -144,18 +127,15 @@ class ChunkWriter:
     def work(self) -> None:
         """Write batches until none is left. The last pack is then closing."""
         try:
-            for batch in self._batches:
-                changed = [rest for run in batch if (rest := self._changed(run))]
-                copied = not changed or any(map(self._copied, changed))
-                for window in windows(changed) if copied else (changed,):
-                    for new in self._new(window):
-                        self._add(new)
-                    self._pack_writer.flush()
-                self._watch.worked(batch)
-            self._packs.close_aside(self._pack_writer)
-        except BaseException:
-            self._pack_writer.discard()
-            raise
+            with self._packs.writing() as self._pack_writer:
+                for batch in self._batches:
+                    changed = [rest for run in batch if (rest := self._changed(run))]
+                    copied = not changed or any(map(self._copied, changed))
+                    for window in windows(changed) if copied else (changed,):
+                        for new in self._new(window):
+                            self._add(new)
+                        self._pack_writer.flush()
+                    self._watch.worked(batch)
         finally:
             self._scratch.give(self._memory)
             self._memory = NO_MEMORY
@@ -165,17 +145,15 @@ class ChunkWriter:
         run = new.run
         follows = run.lead and self._written == (run.part.leaf, new.first)
         self._pack_writer.add(
-            new.ids,
-            new.checksums,
-            new.raws,
+            new.chunks,
             run.part.width,
             TENSOR,
             codec=self._codec_of(run.part),
-            run_bytes=0 if follows else sum(map(len, new.raws)) + run.rest,
+            run_bytes=0 if follows else sum(len(chunk.raw) for chunk in new.chunks) + run.rest,
             whole=new.whole,
         )
-        self.new_chunks += len(new.ids)
-        self._written = run.part.leaf, new.first + len(new.ids)
+        self.new_chunks += len(new.chunks)
+        self._written = run.part.leaf, new.first + len(new.chunks)
 
     def _changed(self, run: Run) -> Run | None:
         """What is left of a run behind its first chunks that are as in the last commit; None if
@@ -216,8 +194,7 @@ class ChunkWriter:
     def _fetched(self, run: Run, found: _Hashed, is_new: Sequence[bool]) -> _New:
         """The new chunks of a run. The bytes of those that were recognised are compared with their
         ids now, since they may have changed."""
-        ids, checksums, raws = list[ChunkId](), list[bytes](), list[memoryview]()
-        whole = found.whole if all(is_new) else None
+        chunks, whole = list[NewChunk](), found.whole if all(is_new) else None
         for i in compress(range(len(is_new)), is_new):
             raw, summed = found.raws[i], found.checksums[i]
             if raw is None:
@@ -225,10 +202,8 @@ class ChunkWriter:
                     self._sources[run.part.leaf], found.ids[i], run.cuts[i], run.cuts[i + 1]
                 )
                 summed, whole = checksum(raw), None
-            ids.append(found.ids[i])
-            checksums.append(summed)
-            raws.append(raw)
-        return _New(run, run.first + is_new.index(True), ids, checksums, raws, whole)
+            chunks.append(NewChunk(found.ids[i], summed, raw))
+        return _New(run, run.first + is_new.index(True), chunks, whole)
 
     def _hashed(self, window: Sequence[Run]) -> list[_Hashed]:
         """For each run, its chunks."""

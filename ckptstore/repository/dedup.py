@@ -5,9 +5,6 @@
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
-
-import numpy as np
 
 from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId
 from ckptstore.errors import Conflict, NotFound
@@ -27,11 +24,14 @@ class ChunkTable:
 
     def __init__(self, counts: Mapping[int, int]) -> None:
         """`counts` has the number of chunks of each leaf."""
-        stops = list(accumulate(counts.values(), initial=0))
-        self._spans = dict(zip(counts, pairwise(stops), strict=True))
-        self.ids = memoryview(bytearray(CHUNK_ID_BYTES * stops[-1]))
-        self.checksums = memoryview(bytearray(CHECKSUM_BYTES * stops[-1]))
-        self.packs = memoryview(array("Q", bytes(8 * stops[-1])))
+        self._spans: dict[int, tuple[int, int]] = {}
+        end = 0
+        for leaf, count in counts.items():
+            self._spans[leaf] = end, end + count
+            end += count
+        self.ids = memoryview(bytearray(CHUNK_ID_BYTES * end))
+        self.checksums = memoryview(bytearray(CHECKSUM_BYTES * end))
+        self.packs = memoryview(array("Q", bytes(8 * end)))
 
     def place(self, leaf: int, first: int, count: int) -> slice:
         """Where `count` chunks of a leaf are, from its number `first` on."""
@@ -91,24 +91,29 @@ class Dedup:
         self._taken: dict[ChunkId, object] = {}
         self.reused: set[int] = set()
 
-    def fresh(self, ids: Sequence[ChunkId]) -> list[bool]:
-        """For each chunk, whether the caller must write it. Adds the packs of the others to
-        `reused`."""
-        return self.look_up(ids)[0]
+    def fresh(self, ids: Sequence[ChunkId]) -> list[ChunkId]:
+        """The chunks that the caller must write. Adds the packs of the others to `reused`."""
+        return [row[0] for row in self._numbers(b"".join(ids)) if self._is_fresh(*row)]
 
     def look_up(self, ids: Sequence[ChunkId]) -> tuple[list[bool], list[int]]:
-        """As `fresh`, and for each chunk the number of the live pack that holds it, or 0."""
-        numbers = self._numbers(b"".join(ids))
-        is_fresh = [self._is_fresh(*each) for each in zip(ids, numbers, strict=True)]
-        return is_fresh, [number if self._is_live(number) else 0 for number in numbers]
+        """For each chunk, whether the caller must write it, and the number of the live pack that
+        holds it, or 0. Adds these packs to `reused`."""
+        rows = self._numbers(b"".join(ids))
+        is_fresh = [self._is_fresh(*row) for row in rows]
+        return is_fresh, [number if self._is_live(number) else 0 for _, number in rows]
 
     def are_live(self, packs: Iterable[int]) -> bool:
         """Whether all of `packs`, by number, can be relied on for their chunks; 0 cannot."""
         return all(map(self._is_live, packs))
 
-    def live(self, ids: bytes) -> list[bool]:
-        """For each of `ids`, whether a live pack holds it. Changes nothing."""
-        return [self._is_live(number) for number in self._numbers(ids)]
+    def held(self, ids: bytes) -> dict[bytes, int]:
+        """The raw size of each of `ids` that a live pack holds. Changes nothing."""
+        where = self._objects.locate(ids)
+        return {
+            chunk: raw_bytes
+            for chunk, number, found, raw_bytes in where[["chunk", "pack", "found", "raw"]].tolist()
+            if found and self._is_live(number)
+        }
 
     def read_back(self, chunk: ChunkId, nbytes: int) -> memoryview:
         """The bytes of a chunk that a live pack held when the state was staged.
@@ -126,13 +131,13 @@ class Dedup:
             ) from error
         return data
 
-    def _numbers(self, ids: bytes) -> list[int]:
-        """The number of the pack that holds each chunk; 0 for none. Packs count from 1."""
+    def _numbers(self, ids: bytes) -> list[tuple[ChunkId, int]]:
+        """Each chunk with the number of the pack that holds it; 0 for none. Packs count from 1."""
         if not self._state.packs:
-            return [0] * (len(ids) // CHUNK_ID_BYTES)
+            return [(ChunkId(chunk), 0) for chunk in items_of(ids)]
         where = self._objects.locate(ids)
-        # numpy's tolist is untyped
-        return np.where(where["found"] == 1, where["pack"], 0).tolist()  # type: ignore[no-any-return]
+        where["pack"][where["found"] != 1] = 0
+        return where[["chunk", "pack"]].tolist()  # type: ignore[no-any-return]  # numpy's is untyped
 
     def _is_fresh(self, chunk: ChunkId, number: int) -> bool:
         if self._is_live(number):
@@ -166,15 +171,7 @@ class GcPin:
 
     def held(self, ids: bytes) -> dict[bytes, int]:
         """The raw size of each of `ids` that a live pack holds."""
-        if not ids:
-            return {}
-        sizes = self.objects.locate(ids)["raw"].tolist()
-        live = self._dedup.live(ids)
-        return {
-            ids[i * CHUNK_ID_BYTES : (i + 1) * CHUNK_ID_BYTES]: sizes[i]
-            for i in range(len(sizes))
-            if live[i]
-        }
+        return self._dedup.held(ids) if ids else {}
 
     def end(self) -> None:
         """Stop protecting the chunks. Idempotent."""
