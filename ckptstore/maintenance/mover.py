@@ -4,6 +4,14 @@ the steps that they share are here.
 The order is always the same, and it makes a move safe: what was read is verified, the new packs are
 durable before an entry lists them, and what they replace is condemned by that entry at the
 earliest.
+
+| who | plans | reads | compares with | writes | entry | after a refusal |
+|---|---|---|---|---|---|---|
+| gc | `gc.plan` | packs, by footer | ids | as stored | register, condemns | less, or a new mark |
+| compact | `compact.plan` | by id | checksums | planes, deltas | register | fails; a gc follows |
+| mirror | `mirror_plan` | by id | ids | as committed | register; commit | again, 5 times |
+| thin | `retention` | metadata | ids | pages | commit | again, 5 times |
+| repair | `rescue` | any pack anywhere | ids | with the same codec | register, condemns | a new plan |
 """
 
 from collections.abc import Callable, Iterable, Sequence
