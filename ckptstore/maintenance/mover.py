@@ -11,7 +11,7 @@ earliest.
 | compact | `compact.plan` | by id | checksums | planes, deltas | register | fails; a gc follows |
 | mirror | `mirror_plan` | by id | ids | as committed | register; commit | again, 5 times |
 | thin | `retention` | metadata | ids | pages | commit | again, 5 times |
-| repair | `rescue` | any pack anywhere | ids | with the same codec | register, condemns | a new plan |
+| repair | `rescue` | any pack anywhere | ids | same codec | register, condemns | a new plan |
 """
 
 from collections.abc import Callable, Iterable, Sequence
