@@ -20,7 +20,7 @@ from ckptstore.errors import Conflict
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR, align
 from ckptstore.repository.dedup import ChunkTable, Dedup, Known
-from ckptstore.repository.pack_writer import PackSet
+from ckptstore.repository.pack_writer import NewChunk, PackSet, PackWriter, new_chunk
 from ckptstore.repository.thread_pool import NO_MEMORY, Scratch, ThreadPool
 from ckptstore.state.leaf_sources import NotCopied, Source, memory_of
 from ckptstore.storage.direct_io_file import BLOCK_BYTES
@@ -63,9 +63,7 @@ class _New(NamedTuple):
     takes them."""
 
     part: Part
-    ids: list[ChunkId]
-    checksums: list[bytes]
-    raws: list[memoryview]
+    chunks: list[NewChunk]
     run_bytes: int
     whole: memoryview | None
 
@@ -98,27 +96,13 @@ def write_metadata(
     chunks: Mapping[ChunkId, tuple[bytes, int]], dedup: Dedup, packs: PackSet
 ) -> None:
     """Write the new ones of `chunks` (bytes and kind) to a metadata pack, and close it."""
-    fresh = dedup.fresh(chunks)
-    if not fresh:
+    if not (fresh := dedup.fresh(chunks)):
         return
-    pack_writer = packs.pack_writer(metadata=True)
-    try:
+    with packs.writing(metadata=True) as pack_writer:
         for chunk in fresh:
             data, kind = chunks[chunk]
-            pack_writer.add(
-                [chunk],
-                [checksum(data)],
-                [memoryview(data)],
-                1,
-                kind,
-                codec=codecs.ZSTD,
-                run_bytes=len(data),
-            )
-        pack_writer.flush()
-        packs.close(pack_writer)
-    except BaseException:
-        pack_writer.discard()
-        raise
+            new = [new_chunk(chunk, memoryview(data))]
+            pack_writer.add(new, 1, kind, codec=codecs.ZSTD, run_bytes=len(data))
 
 
 class ChunkWriter:
@@ -141,7 +125,7 @@ class ChunkWriter:
         self._measured = measured
         self._batches, self._sources, self._made, self._last = batches, sources, made, last
         self._dedup, self._packs, self._watch = dedup, packs, watch
-        self._pack_writer = packs.pack_writer()
+        self._pack_writer: PackWriter
         self._scratch = scratch
         self._memory = NO_MEMORY
         """Private to this thread; each window overwrites it."""
@@ -151,27 +135,22 @@ class ChunkWriter:
     def work(self) -> None:
         """Write batches until none is left. The last pack is then closing."""
         try:
-            for batch in self._batches:
-                changed = [rest for run in batch if (rest := self._changed(run))]
-                copied = not changed or any(map(self._copied, changed))
-                for window in windows(changed) if copied else (changed,):
-                    for new in self._new(window):
-                        self._pack_writer.add(
-                            new.ids,
-                            new.checksums,
-                            new.raws,
-                            new.part.width,
-                            TENSOR,
-                            codec=self._codec_of(new.part),
-                            run_bytes=new.run_bytes,
-                            whole=new.whole,
-                        )
-                    self._pack_writer.flush()
-                self._watch.worked(batch)
-            self._packs.close_aside(self._pack_writer)
-        except BaseException:
-            self._pack_writer.discard()
-            raise
+            with self._packs.writing() as self._pack_writer:
+                for batch in self._batches:
+                    changed = [rest for run in batch if (rest := self._changed(run))]
+                    copied = not changed or any(map(self._copied, changed))
+                    for window in windows(changed) if copied else (changed,):
+                        for new in self._new(window):
+                            self._pack_writer.add(
+                                new.chunks,
+                                new.part.width,
+                                TENSOR,
+                                codec=self._codec_of(new.part),
+                                run_bytes=new.run_bytes,
+                                whole=new.whole,
+                            )
+                        self._pack_writer.flush()
+                    self._watch.worked(batch)
         finally:
             self._scratch.give(self._memory)
             self._memory = NO_MEMORY
@@ -219,21 +198,19 @@ class ChunkWriter:
         ids now, since they may have changed. A piece whose predecessor was just written follows it
         directly."""
         run = found.run
-        checksums, raws = list[bytes](), list[memoryview]()
-        whole = found.whole if len(new) == len(found.chunks) else None
+        chunks, whole = list[NewChunk](), found.whole if len(new) == len(found.chunks) else None
         for chunk in new:
             raw, summed = chunk.raw, chunk.checksum
             if raw is None:
                 raw = self._fetch(run.part.leaf, chunk)
                 summed, whole = checksum(raw), None
-            checksums.append(summed)
-            raws.append(raw)
+            chunks.append(NewChunk(chunk.id, summed, raw))
         first = new[0].cut.number
         follows = run.lead and self._written == (run.part.leaf, first)
         self._written = run.part.leaf, first + len(new)
         self.new_chunks += len(new)
-        run_bytes = 0 if follows else sum(map(len, raws)) + run.rest
-        return _New(run.part, [chunk.id for chunk in new], checksums, raws, run_bytes, whole)
+        run_bytes = 0 if follows else sum(len(chunk.raw) for chunk in chunks) + run.rest
+        return _New(run.part, chunks, run_bytes, whole)
 
     def _hashed(self, window: Sequence[Run]) -> list[_HashedRun]:
         """For each run, its chunks."""

@@ -17,6 +17,7 @@ from ckptstore.log.entries import Forget, Tag, Undelete
 from ckptstore.log.log import Refused
 from ckptstore.log.resolve import Resolved, check_there, forgotten_alone, resolve, resolved
 from ckptstore.log.state import State, by_age
+from ckptstore.maintenance.mover import persist
 from ckptstore.maintenance.retention import (
     NOTHING_PINNED,
     ForgetPlan,
@@ -229,14 +230,8 @@ def set_tag(
     parse_tag(name)
     document = reader.document(info.session, info.id)
     demand = None if move else tags_free((name,), info.id)
-    for attempt in range(ATTEMPTS):
-        try:
-            handle.log.append(Tag(name, info.id, reader.packs_of(document)), demand=demand)
-            break
-        except Refused as error:
-            if not error.refusal.again or attempt == ATTEMPTS - 1:
-                raise
-            handle.objects.sync(handle.log.replay(), thorough=True)
+    append = handle.log.append
+    persist(handle, lambda: append(Tag(name, info.id, reader.packs_of(document)), demand=demand))
     handle.follow()
 
 

@@ -12,24 +12,32 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, groupby, islice, pairwise
+from itertools import chain, groupby
+from typing import NamedTuple, TypeAlias
 
-from ckptstore.commit.transaction import ATTEMPTS, Destination, Transaction
+from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.commit.write import write_metadata
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import ChunkId, CommitId, checksum, document_key
+from ckptstore.core.ids import ChunkId, CommitId, document_key
 from ckptstore.core.model import CommitDocument
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
-from ckptstore.log import entries
 from ckptstore.log.admission import Code, tags_free
-from ckptstore.log.entries import entry_of, new_bytes_of, new_packs
+from ckptstore.log.entries import entry_of, new_bytes_of
 from ckptstore.log.log import Refused
 from ckptstore.log.resolve import resolved
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of
 from ckptstore.maintenance.forget import set_tag
 from ckptstore.maintenance.mirror_plan import CommitTransfer, MirrorPlan, plan_between
+from ckptstore.maintenance.mover import (
+    fill,
+    list_packs,
+    persist,
+    put_commit,
+    raw_bytes_of,
+    rows_in,
+)
 from ckptstore.maintenance.signatures import copy_signatures
 from ckptstore.objects import codecs
 from ckptstore.objects.documents import decode_document
@@ -37,11 +45,10 @@ from ckptstore.objects.pack import TENSOR
 from ckptstore.repository import footers
 from ckptstore.repository.chunk_reader import cut, read_chunks
 from ckptstore.repository.dedup import Dedup, items_of
-from ckptstore.repository.pack_writer import PackSet, PackWriter
+from ckptstore.repository.pack_writer import PackSet, new_chunk
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.repository.thread_pool import ThreadPool, shared
+from ckptstore.repository.thread_pool import Scratch, ThreadPool, shared
 from ckptstore.restore.reader import Reader, Tree
-from ckptstore.storage.contract import put_finished
 
 logger = logging.getLogger("ckptstore")
 
@@ -117,17 +124,16 @@ class MirrorOptions:
     holds: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkBatch:
-    """Consecutive chunks of one leaf that the target lacks, at most `RUN_BYTES` of them."""
+class LackedChunk(NamedTuple):
+    """A chunk that the target lacks."""
 
-    ids: tuple[ChunkId, ...]
-    sizes: tuple[int, ...]
+    id: ChunkId
+    raw_bytes: int
     width: int
 
-    @property
-    def raw_bytes(self) -> int:
-        return sum(self.sizes)
+
+Batch: TypeAlias = Sequence[LackedChunk]
+"""Consecutive chunks of one leaf, at most `RUN_BYTES` of them."""
 
 
 class DamagedMirrorSource(Exception):
@@ -213,14 +219,14 @@ class _Mirror:
         for transfer in self._done.plan.commits:
             try:
                 _, document, trees = self._read(transfer)
-                parts = list(self._missing_batches(trees, dedup))
+                lacked = list(chain.from_iterable(self._missing_batches(trees, dedup)))
                 metadata = self._metadata(document)
             except DamagedMirrorSource as error:
                 self._skip(transfer, error)
                 continue
             fresh = [len(metadata[chunk][0]) for chunk in dedup.fresh(metadata)]
-            chunks += sum(len(part.ids) for part in parts) + len(fresh)
-            raw_bytes += sum(part.raw_bytes for part in parts)
+            chunks += len(lacked) + len(fresh)
+            raw_bytes += raw_bytes_of(lacked)
             metadata_bytes += sum(fresh)
         return Load(chunks, raw_bytes, metadata_bytes)
 
@@ -270,77 +276,76 @@ class _Mirror:
 
     def _send(self, transfer: CommitTransfer) -> None:
         stored, document, trees = self._read(transfer)
-        for attempt in range(ATTEMPTS):
-            try:
-                with Transaction.begin(self._into, what="push") as transaction:
-                    self._attempt(transaction, transfer, document, stored, trees)
-                break
-            except Refused as error:
-                if error.refusal.code is Code.COMMIT_KNOWN:
-                    # Another process sent it meanwhile, perhaps with other tags.
-                    for tag in transfer.tags:
-                        self._tag(tag, transfer.commit)
-                    return
-                if not error.refusal.again or attempt == ATTEMPTS - 1:
-                    raise
+        try:
+            persist(self._target, lambda: self._attempt(transfer, document, stored, trees))
+        except Refused as error:
+            if error.refusal.code is not Code.COMMIT_KNOWN:
+                raise
+            # Another process sent it meanwhile, perhaps with other tags.
+            for tag in transfer.tags:
+                self._tag(tag, transfer.commit)
+            return
         self._done = replace(self._done, sent=(*self._done.sent, transfer.commit))
 
     def _attempt(
         self,
-        transaction: Transaction,
         transfer: CommitTransfer,
         document: CommitDocument,
         stored: bytes,
         trees: Sequence[Tree],
     ) -> None:
-        dedup, packs = transaction.look(), transaction.packs
-        batches = grouped(list(self._missing_batches(trees, dedup)), self._batch_bytes)
-        last = batches.pop() if batches else ()
-        new_bytes = sum(self._register(batch, dedup) for batch in batches)
-        self._copy(last, packs)
-        write_metadata(self._metadata(document), dedup, packs)
-        self._close(packs)
-        records = [pack.record for pack in packs.closed]
-        new_bytes += sum(record.stored_bytes for record in records)
-        key = document_key(transaction.session, transfer.commit)
-        own = (key,) if put_finished(self._target.storage, key, stored) else ()
-        replaces, state = transfer.replaces, self._target.log.state
-        # A place in the history has what the target grew by for all commits that had it.
-        old = state.commits.get(replaces) if replaces else None
-        old_bytes = new_bytes_of(self._target.log.entry(old.n)) if old else 0
-        body = replace(
-            entry_of(
-                document, transfer.commit, len(stored), records, dedup.reused, replaces=replaces
-            ),
-            session=transaction.session,
-            parents=tuple(
-                named if state.in_place_of(named) in state.commits else there
-                for named, there in zip(document.parents, transfer.parents, strict=True)
-            ),
-            tags=transfer.tags,
-            new_bytes=old_bytes + new_bytes,
-        )
-        # A commit that takes another's place has its time, and the entry says when that one went.
-        time_ns = None if replaces else document.time_ns
-        demand = None if self._options.force else tags_free(transfer.tags, transfer.commit)
-        entry = transaction.append(body, own, time_ns=time_ns, demand=demand)
-        transaction.index(new_packs(entry))
-        stored_bytes = self._done.stored_bytes + new_bytes + len(stored)
-        self._done = replace(self._done, stored_bytes=stored_bytes)
+        """Send what the target lacks of a commit, and append its entry."""
+        with Transaction.begin(self._into, what="push") as transaction:
+            dedup, packs = transaction.look(), transaction.packs
+            missing = list(self._missing_batches(trees, dedup))
+            batches = list(cut(missing, raw_bytes_of, self._batch_bytes))
+            last = batches.pop() if batches else ()
+            new_bytes = sum(self._register(batch, dedup) for batch in batches)
+            self._copy(last, packs)
+            write_metadata(self._metadata(document), dedup, packs)
+            self._close(packs)
+            records = [pack.record for pack in packs.closed]
+            new_bytes += sum(record.stored_bytes for record in records)
+            replaces, state = transfer.replaces, self._target.log.state
+            # A place in the history has what the target grew by for all commits that had it.
+            old = state.commits.get(replaces) if replaces else None
+            old_bytes = new_bytes_of(self._target.log.entry(old.n)) if old else 0
+            body = replace(
+                entry_of(
+                    document, transfer.commit, len(stored), records, dedup.reused, replaces=replaces
+                ),
+                session=transaction.session,
+                parents=tuple(
+                    named if state.in_place_of(named) in state.commits else there
+                    for named, there in zip(document.parents, transfer.parents, strict=True)
+                ),
+                tags=transfer.tags,
+                new_bytes=old_bytes + new_bytes,
+            )
+            # A commit that takes another's place has its time; the entry says when that one went.
+            time_ns = None if replaces else document.time_ns
+            demand = None if self._options.force else tags_free(transfer.tags, transfer.commit)
+            put_commit(
+                self._target.storage,
+                transaction,
+                transfer.commit,
+                stored,
+                body,
+                time_ns=time_ns,
+                demand=demand,
+            )
+            stored_bytes = self._done.stored_bytes + new_bytes + len(stored)
+            self._done = replace(self._done, stored_bytes=stored_bytes)
 
-    def _register(self, batch: Sequence[ChunkBatch], dedup: Dedup) -> int:
-        """Send a batch and list its packs, so that they outlive this process; returns their bytes.
+    def _register(self, batches: Sequence[Batch], dedup: Dedup) -> int:
+        """Send batches and list its packs, so that they outlive this process; returns their bytes.
         A concurrent gc may condemn them, but waits for the commit's session before it deletes them.
         """
         with Transaction.begin(self._into, what="push") as transaction:
-            self._copy(batch, transaction.packs)
+            self._copy(batches, transaction.packs)
             self._close(transaction.packs)
-            state = self._target.log.replay()
-            records = tuple(pack.record for pack in transaction.packs.closed)
-            body = entries.Register(transaction.session, state.n, state.fence, records, frozenset())
-            registered = new_packs(transaction.append(body))
-            transaction.index(registered)
-        dedup.reused.update(number for number, _ in registered)
+            records = list_packs(self._target.log, transaction)
+        dedup.reused.update(record.number for record in records)
         return sum(record.bytes for record in records)
 
     def _read(self, transfer: CommitTransfer) -> tuple[bytes, CommitDocument, list[Tree]]:
@@ -356,7 +361,7 @@ class _Mirror:
             data = self._source.objects.read_metadata_many(kinds)
         return {chunk: (data[chunk], kind) for chunk, kind in kinds.items()}
 
-    def _missing_batches(self, trees: Sequence[Tree], dedup: Dedup) -> Iterator[ChunkBatch]:
+    def _missing_batches(self, trees: Sequence[Tree], dedup: Dedup) -> Iterator[Batch]:
         """Batches of the trees' chunks that the target lacks, leaf by leaf; looked up together."""
         leaf_of: dict[bytes, int] = {}
         for n, content in enumerate(content for tree in trees for content in tree.contents):
@@ -365,85 +370,57 @@ class _Mirror:
         fresh = dedup.fresh(map(ChunkId, leaf_of))
         with reading_source():
             where = self._source.objects.located(b"".join(fresh))
-        rows = where[["chunk", "raw", "width"]].tolist()
-        for _, leaf in groupby(rows, key=lambda row: leaf_of[row[0]]):
-            ids, raw_bytes, (width, *_) = zip(*leaf, strict=True)
-            for some in cut(raw_bytes, RUN_BYTES):
-                yield ChunkBatch(ids[some], raw_bytes[some], width)
+        lacked = [LackedChunk(*row) for row in where[["chunk", "raw", "width"]].tolist()]
+        for _, leaf in groupby(lacked, key=lambda chunk: leaf_of[chunk.id]):
+            yield from cut(list(leaf), lambda chunk: chunk.raw_bytes, RUN_BYTES)
 
     # -- bytes --
 
-    def _copy(self, batch: Sequence[ChunkBatch], packs: PackSet) -> None:
+    def _copy(self, batches: Sequence[Batch], packs: PackSet) -> None:
         """Read, verify and write; afterwards the packs are being written."""
         # Small leaves are grouped, so that each read fetches many.
-        runs = shared(grouped(batch, RUN_BYTES))
-        workers = [
-            partial(copy_chunks, self._source, runs, packs, packs.pack_writer())
-            for _ in range(min(self._threads.count, len(batch)))
-        ]
+        runs = shared(cut(batches, raw_bytes_of, RUN_BYTES))
+        workers = [partial(self._copy_runs, runs, packs)] * min(self._threads.count, len(batches))
         if workers:
             self._threads.together(workers, runs.stop)
+        chunks = list(chain.from_iterable(batches))
         self._done = replace(
             self._done,
-            chunks=self._done.chunks + sum(len(part.ids) for part in batch),
-            raw_bytes=self._done.raw_bytes + sum(part.raw_bytes for part in batch),
+            chunks=self._done.chunks + len(chunks),
+            raw_bytes=self._done.raw_bytes + raw_bytes_of(chunks),
         )
+
+    def _copy_runs(self, runs: Iterable[Sequence[Batch]], packs: PackSet) -> None:
+        """Copy chunks from the source into packs of the target, on this thread."""
+        scratch = Scratch()
+        with packs.writing() as writer:
+            for run in runs:
+                chunks = list(chain.from_iterable(run))
+                # Lent in one size, so that it fits the next run as well.
+                with scratch.lend(max(raw_bytes_of(chunks), RUN_BYTES)) as memory:
+                    rows = rows_in(memory, chunks)
+                    with reading_source():
+                        fill(self._source.objects, rows, "being sent to a mirror", verify_ids=True)
+                    raws = {chunk.id: raw for chunk, raw in rows}
+                    for batch in run:
+                        width = batch[0].width
+                        split = packs.codec == codecs.ZSTD and width > 1
+                        writer.add(
+                            [new_chunk(chunk.id, raws[chunk.id]) for chunk in batch],
+                            width,
+                            TENSOR,
+                            codec=codecs.SPLIT_ZSTD if split else packs.codec,
+                            run_bytes=raw_bytes_of(batch),
+                        )
+                    writer.flush()
 
     def _close(self, packs: PackSet) -> None:
         """Wait until the packs are durable; with `verify`, read them back."""
         packs.wait()
         storage = self._target.storage
         for record in (pack.record for pack in packs.closed if self._options.verify):
-            rows = footers.read_table(storage, record.id, metadata=record.metadata)
-            for _ in read_chunks(storage, record.id, rows, metadata=record.metadata):
+            for _ in read_chunks(storage, record, footers.read_table(storage, record)):
                 pass
-
-
-def copy_chunks(
-    source: StoreHandle,
-    runs: Iterable[Sequence[ChunkBatch]],
-    packs: PackSet,
-    pack_writer: PackWriter,
-) -> None:
-    """Copy chunks from the source into packs of the target, on this thread."""
-    memory = memoryview(bytearray(RUN_BYTES))
-    try:
-        for run in runs:
-            sizes = [size for part in run for size in part.sizes]
-            # Reused for every run, since fresh memory costs as much as the copy into it. Chunks may
-            # be larger than a run.
-            if sum(sizes) > len(memory):
-                memory = memoryview(bytearray(sum(sizes)))
-            ends = accumulate(sizes, initial=0)
-            buffers = [memory[start:stop] for start, stop in pairwise(ends)]
-            ids = b"".join(chunk for part in run for chunk in part.ids)
-            with reading_source():
-                source.objects.read_into(
-                    ids, buffers, describe=lambda i: "being sent to a mirror", verify_ids=True
-                )
-            filled = iter(buffers)
-            for part in run:
-                split = packs.codec == codecs.ZSTD and part.width > 1
-                raws = list(islice(filled, len(part.ids)))
-                pack_writer.add(
-                    part.ids,
-                    list(map(checksum, raws)),
-                    raws,
-                    part.width,
-                    TENSOR,
-                    codec=codecs.SPLIT_ZSTD if split else packs.codec,
-                    run_bytes=part.raw_bytes,
-                )
-            pack_writer.flush()
-        packs.close_aside(pack_writer)
-    except BaseException:
-        pack_writer.discard()
-        raise
-
-
-def grouped(batch: Sequence[ChunkBatch], limit_bytes: int) -> list[Sequence[ChunkBatch]]:
-    """Consecutive chunk batches of at most `limit_bytes` together."""
-    return [batch[some] for some in cut([part.raw_bytes for part in batch], limit_bytes)]
 
 
 def _rejection(plan: MirrorPlan, url: str) -> str:

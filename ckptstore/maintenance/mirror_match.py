@@ -4,10 +4,10 @@ pages of commits that were thinned, before a mirror run is planned."""
 from collections.abc import Iterator, Mapping
 from enum import Enum
 
-from ckptstore.core.ids import CommitId, document_key
+from ckptstore.core.ids import CommitId
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.log.state import CommitRow, State
-from ckptstore.objects.documents import decode_document
+from ckptstore.maintenance.check.trees import read_document
 from ckptstore.objects.pages import decode_page
 from ckptstore.repository.store_handle import StoreHandle
 
@@ -64,8 +64,7 @@ def _compare(lost: frozenset[tuple[str, int]], lost_there: frozenset[tuple[str, 
 
 def _lost(handle: StoreHandle, commit: CommitId, row: CommitRow) -> Iterator[tuple[str, int]]:
     """The leaves that were thinned away, by key and number."""
-    stored = handle.storage.read(document_key(row.session, commit))
-    for key, ref in decode_document(stored, commit).trees:
+    for key, ref in read_document(handle.storage, row.session, commit).trees:
         for data in handle.objects.read_metadata_many(ref.pages).values():
             page = decode_page(data)
             yield from (

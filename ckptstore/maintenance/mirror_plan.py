@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from ckptstore.core.ids import CommitId, SessionId, document_key, is_hold
+from ckptstore.core.ids import CommitId, SessionId, is_hold
 from ckptstore.core.model import CommitDocument, TreeRef
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.log.admission import irreplaceable
 from ckptstore.log.state import CommitRow, State
+from ckptstore.maintenance.check.trees import read_document
 from ckptstore.maintenance.mirror_match import Leaves, compare_leaves
-from ckptstore.objects.documents import decode_document, encode_document
+from ckptstore.objects.documents import encode_document
 from ckptstore.repository.init_store import init_store
 from ckptstore.repository.resolve_ref import AnyRef, find_commit
 from ckptstore.repository.store_handle import StoreHandle
@@ -250,8 +251,7 @@ def _origin(handle: StoreHandle, commit: CommitId, row: CommitRow) -> CommitId |
     cannot be read."""
     if commit not in _origins:
         try:
-            stored = handle.storage.read(document_key(row.session, commit))
-            document = decode_document(stored, commit)
+            document = read_document(handle.storage, row.session, commit)
         except (Corrupt, NotFound):
             return None
         _origins[commit], _ = encode_document(_as_if_empty(document))

@@ -77,7 +77,7 @@ class WriteConfig:
             "that every commit can be read so"
         )
 
-    def apply(self, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
+    def apply(self, offline_store: OfflineStore) -> None:
         replace_object(offline_store.storage, CONFIG_KEY, encode_config(self.config))
 
 
@@ -95,7 +95,7 @@ class PutBack:
             f"put back {self.key} from {self.origin}; certain: its hash is the one that others name"
         )
 
-    def apply(self, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
+    def apply(self, offline_store: OfflineStore) -> None:
         """A document is needed only while its commit is listed."""
         if self.commit is None or self.commit in offline_store.open_log().replay().commits:
             replace_object(offline_store.storage, self.key, self.data)
@@ -111,7 +111,7 @@ class SetAside:
     def __str__(self) -> str:
         return f"move {self.key} to quarantine/: {self.why}"
 
-    def apply(self, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
+    def apply(self, offline_store: OfflineStore) -> None:
         quarantine(offline_store.storage, self.key)
 
 
@@ -126,7 +126,7 @@ class Mark:
             return "take back the marks of damaged commits"
         return f"mark as damaged: {', '.join(commit[:12] for commit in self.commits)}"
 
-    def apply(self, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
+    def apply(self, offline_store: OfflineStore) -> None:
         log = offline_store.open_log()
         log.replay()
         log.append(entries.Settings(((DAMAGED_SETTING, self.commits or None),)))
@@ -139,7 +139,7 @@ class Rebuild:
     def __str__(self) -> str:
         return "make this host's indexes anew: the indexes disagree with the store"
 
-    def apply(self, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
+    def apply(self, offline_store: OfflineStore) -> None:
         drop_indexes(offline_store)
 
 
@@ -247,7 +247,7 @@ def repair(
         try:
             for action in plan.actions:
                 progress("repair", len(applied), len(applied) + len(plan.actions))
-                action.apply(facts.offline_store, mirrors)
+                action.apply(facts.offline_store)
                 applied.append(action)
             rounds -= 1
         except (Conflict, Corrupt, NotFound):

@@ -19,7 +19,7 @@ from functools import partial
 
 from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.core.forks import cached_property
-from ckptstore.core.ids import ChunkId, PackId, SessionId, checksum, digest, new_session_id
+from ckptstore.core.ids import ChunkId, PackId, SessionId, digest, new_session_id
 from ckptstore.core.model import PackEntry, PackRecord
 from ckptstore.core.text import count_text
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, NotFound, Unavailable
@@ -43,8 +43,8 @@ from ckptstore.objects.pack import (
 from ckptstore.objects.pages import decode_page
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.chunk_reader import coalesce, keys_of, read_chunk_at
-from ckptstore.repository.footers import Inventory, read_chunk, read_table_at
-from ckptstore.repository.pack_writer import PackSet
+from ckptstore.repository.footers import Inventory, Table, read_chunk, read_table_at
+from ckptstore.repository.pack_writer import PackSet, new_chunk
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.local_files import Directories, give_name
@@ -59,9 +59,9 @@ _PACK_FILE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A location of a chunk: the object `key` of source number `donor`."""
+    """A location of a chunk: the object `key` of `storage`."""
 
-    donor: int
+    storage: Storage
     key: str
     entry: PackEntry
 
@@ -106,38 +106,37 @@ class ChunkSource:
 
     @cached_property
     def _inventory(self) -> Inventory:
-        return Inventory({}, {key: (PackId(key), table) for key, table in self.tables.items()})
+        return Inventory(Table(PackId(key), (key,), rows) for key, rows in self.tables.items())
 
-    def entries_of(self, chunk: ChunkId) -> Iterator[tuple[str, PackEntry]]:
+    def places(self, chunk: ChunkId) -> Iterator[Source]:
         """The locations of `chunk` by the footers, and those remembered."""
-        yield from ((place.keys[0], place.entry) for place in self._inventory.places(chunk))
-        yield from self._remembered.get(chunk, ())
+        for place in self._inventory.places(chunk):
+            yield Source(self.storage, place.keys[0], place.entry)
+        for key, entry in self._remembered.get(chunk, ()):
+            yield Source(self.storage, key, entry)
 
 
 def find_source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
     """The first location of `chunk` whose bytes match, or else match with one bit flipped back.
-    Source 0 is the store itself.
 
     Raises `Unavailable` if the chunk is found nowhere, and one of its locations or any footer did
     not answer: it may not be lost.
     """
     unanswered: Unavailable | None = None
     damaged: list[Source] = []
-    for number, donor in enumerate(donors):
-        for key, entry in donor.entries_of(chunk):
-            source = Source(number, key, entry)
-            try:
-                read_chunk_at(donor.storage, [key], entry)
-                return source
-            except Corrupt:
-                damaged.append(source)
-            except NotFound:
-                continue
-            except Unavailable as error:
-                unanswered = error
+    for source in (source for donor in donors for source in donor.places(chunk)):
+        try:
+            read_chunk_at(source.storage, [source.key], source.entry)
+            return source
+        except Corrupt:
+            damaged.append(source)
+        except NotFound:
+            continue
+        except Unavailable as error:
+            unanswered = error
     for source in damaged:
         with suppress(Corrupt, NotFound):
-            read_source(donors, source)
+            read_source(source)
             return source
     unanswered = unanswered or next(filter(None, (donor.unanswered for donor in donors)), None)
     if unanswered is not None:
@@ -145,10 +144,10 @@ def find_source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
     return None
 
 
-def read_source(donors: Sequence[ChunkSource], source: Source) -> memoryview:
+def read_source(source: Source) -> memoryview:
     """The raw bytes of the chunk, verified, if need be with one bit flipped back; raises `Corrupt`,
     `NotFound` or `Unavailable`."""
-    storage, key, entry = donors[source.donor].storage, source.key, source.entry
+    storage, key, entry = source.storage, source.key, source.entry
     try:
         return read_chunk_at(storage, [key], entry)
     except Corrupt:
@@ -181,34 +180,24 @@ def _read_table(storage: Storage, key: str) -> FooterTable:
 
 
 def write_packs(
-    donors: Sequence[ChunkSource], sources: Iterable[Source], session: SessionId
+    storage: Storage, sources: Iterable[Source], session: SessionId
 ) -> tuple[PackRecord, ...]:
-    """Copy chunks into new packs of `session`, durable on return and not yet listed by the log.
-    A failure leaves nothing behind."""
+    """Copy chunks into new packs of `session` in `storage`, durable on return and not yet listed by
+    the log. A failure leaves nothing behind."""
     threads = ThreadPool(1)
-    packs = PackSet(donors[0].storage, session, threads, codec=codecs.RAW)
-    writers = {metadata: packs.pack_writer(metadata=metadata) for metadata in (False, True)}
+    packs = PackSet(storage, session, threads, codec=codecs.RAW)
+    ordered = sorted(sources, key=lambda each: (each.storage.url, each.key, each.entry.offset))
     try:
-        for run in _runs(sorted(sources, key=lambda s: (s.donor, s.key, s.entry.offset))):
-            raws = [read_source(donors, source) for source in run]
-            first = run[0].entry
-            writer = writers[first.kind != TENSOR]
-            writer.add(
-                [source.entry.chunk for source in run],
-                list(map(checksum, raws)),
-                raws,
-                first.width,
-                first.kind,
-                codec=first.codec,
-                run_bytes=sum(map(len, raws)),
-            )
-            writer.flush()
-        for writer in writers.values():
-            packs.close(writer)
+        for metadata in (False, True):
+            some = [source for source in ordered if (source.entry.kind != TENSOR) == metadata]
+            with packs.writing(metadata=metadata) as writer:
+                for run in _runs(some):
+                    chunks = [new_chunk(each.entry.chunk, read_source(each)) for each in run]
+                    first, nbytes = run[0].entry, sum(len(chunk.raw) for chunk in chunks)
+                    writer.add(chunks, first.width, first.kind, codec=first.codec, run_bytes=nbytes)
+                    writer.flush()
         packs.wait()
     except BaseException:
-        for writer in writers.values():
-            writer.discard()
         packs.drop()
         raise
     finally:
@@ -223,7 +212,10 @@ def _runs(sources: Sequence[Source]) -> Iterator[Sequence[Source]]:
     for some in coalesce(
         [entry.offset for entry in entries],
         [entry.offset + entry.stored_bytes for entry in entries],
-        objects=[(s.donor, s.key, s.entry[4:7]) for s in sources],
+        objects=[
+            (each.storage.url, each.key, each.entry.codec, each.entry.width, each.entry.kind)
+            for each in sources
+        ],
         limit_bytes=RUN_BYTES,
     ):
         yield sources[some]
@@ -252,7 +244,7 @@ class SavePacks:
             text += f"; {lost} that commits need could not be found"
         return text
 
-    def apply(self, offline_store: OfflineStore, mirrors: Sequence[Storage]) -> None:
+    def apply(self, offline_store: OfflineStore) -> None:
         """New packs first, then the log, then the damaged objects: a crash anywhere leaves the old
         state or the new.
 
@@ -260,9 +252,8 @@ class SavePacks:
         ones: plan again.
         """
         storage, log = offline_store.storage, offline_store.open_log()
-        donors = [ChunkSource(storage), *map(ChunkSource, mirrors)]
         with open_session(storage, "repair") as session:
-            records = write_packs(donors, self.sources, session.id)
+            records = write_packs(storage, self.sources, session.id)
             state = log.replay()
             if state.fence != self.fence:
                 raise Conflict(
@@ -279,7 +270,7 @@ class SavePacks:
         if gone:
             log.append(entries.Delete(gone))
         for n in gone:
-            for key in keys_of(damaged[n].id, metadata=damaged[n].metadata):
+            for key in keys_of(damaged[n]):
                 quarantine(storage, key)
 
 
@@ -362,13 +353,13 @@ class _Rescue:
         return listed | {entry.chunk for entry in self._facts.remembered.get(name, ())}
 
     def _keys(self, name: PackId) -> tuple[str, ...]:
-        return keys_of(name, metadata=self._packs[name][1].metadata)
+        return keys_of(self._packs[name][1])
 
     def _named(self, source: Source) -> Source:
         """`source` with the kind of its chunk, which the chunk index does not know."""
         if source.entry.kind != UNKNOWN:
             return source
-        data, found = bytes(read_source(self._donors, source)), LAYOUT
+        data, found = bytes(read_source(source)), LAYOUT
         for kind, decode in ((PAGE, decode_page), (SCHEMA, decode_schema)):
             try:
                 decode(data)

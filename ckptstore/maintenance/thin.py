@@ -14,22 +14,20 @@ from functools import cache
 
 from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.commit.write import write_metadata
-from ckptstore.core.ids import ChunkId, CommitId, digest, document_key
+from ckptstore.core.ids import ChunkId, CommitId, digest
 from ckptstore.core.model import CommitDocument, CommitInfo, Thinning, TreeRef
 from ckptstore.core.text import selector
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.log.admission import check
-from ckptstore.log.entries import Forget, entry_of, new_bytes_of, new_packs
+from ckptstore.log.entries import Forget, entry_of, new_bytes_of
 from ckptstore.log.log import Refused
+from ckptstore.maintenance.mover import persist, put_commit
 from ckptstore.objects.documents import content_id, encode_document
 from ckptstore.objects.pack import PAGE
 from ckptstore.objects.pages import GONE, split_pages
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.reader import Reader, Tree
-from ckptstore.storage.contract import put_finished
 from ckptstore.storage.reserve import room
-
-ATTEMPTS = 5
 
 
 class Leaves:
@@ -79,32 +77,30 @@ def thin_commit(
     A leaf that shares memory with one that stays, stays, until that one is thinned too. Raises
     `Refused` if the commit may not be forgotten, or is not there any more.
     """
-    destination = Destination(handle, reader.threads)
-    for attempt in range(ATTEMPTS):
-        state = handle.log.replay()
-        if refusal := check(state, Forget((commit,), "")):
-            raise Refused(refusal)
-        try:
-            document = reader.document(state.commits[commit].session, commit)
-            trees = reader.trees(document.trees)
-        except NotFound:
-            # Lost, or deleted by a gc after others forgot the commit: the log says which.
-            if refusal := check(handle.log.replay(), Forget((commit,), "")):
-                raise Refused(refusal) from None
-            raise
-        before = document.thinned.globs if document.thinned else ()
-        if not _matches_more(trees, before, globs):
-            return None
-        every = (*before, *(glob for glob in globs if glob not in before))
-        old_bytes = new_bytes_of(handle.log.entry(state.commits[commit].n))
-        try:
-            with Transaction.begin(destination, what="thin") as transaction:
-                return _replace(handle, transaction, commit, document, trees, every, old_bytes)
-        except Refused as error:
-            if not error.refusal.again or attempt == ATTEMPTS - 1:
-                raise
-            handle.objects.sync(handle.log.replay(), thorough=True)
-    raise AssertionError("the last attempt returns or raises")
+    return persist(handle, lambda: _thin(handle, reader, commit, globs))
+
+
+def _thin(
+    handle: StoreHandle, reader: Reader, commit: CommitId, globs: Sequence[str]
+) -> CommitId | None:
+    state = handle.log.replay()
+    if refusal := check(state, Forget((commit,), "")):
+        raise Refused(refusal)
+    try:
+        document = reader.document(state.commits[commit].session, commit)
+        trees = reader.trees(document.trees)
+    except NotFound:
+        # Lost, or deleted by a gc after others forgot the commit: the log says which.
+        if refusal := check(handle.log.replay(), Forget((commit,), "")):
+            raise Refused(refusal) from None
+        raise
+    before = document.thinned.globs if document.thinned else ()
+    if not _matches_more(trees, before, globs):
+        return None
+    every = (*before, *(glob for glob in globs if glob not in before))
+    old_bytes = new_bytes_of(handle.log.entry(state.commits[commit].n))
+    with Transaction.begin(Destination(handle, reader.threads), what="thin") as transaction:
+        return _replace(handle, transaction, commit, document, trees, every, old_bytes)
 
 
 def _replace(
@@ -152,13 +148,10 @@ def _replace(
         thinned=Thinning(commit, globs),
     )
     thinned, stored = encode_document(document)
-    key = document_key(transaction.session, thinned)
-    own = (key,) if put_finished(handle.storage, key, stored) else ()
     reused |= transaction.look().reused
     body = entry_of(document, thinned, len(stored), records, reused, replaces=commit)
     with room(handle.storage):
-        entry = transaction.append(body, own)
-    transaction.index(new_packs(entry))
+        put_commit(handle.storage, transaction, thinned, stored, body)
     return thinned
 
 

@@ -115,14 +115,15 @@ def _usage(handle: StoreHandle, wanted: frozenset[CommitId], progress: Progress)
         progress("reading commits", done, len(rows))
         documents[commit] = read_document(handle.storage, row.session, commit)
     named = {commit: metadata_of(document) for commit, document in documents.items()}
+    numbers = {commit: number for number, commit in enumerate(documents)}
     bases = Bases(handle)
-    keys, owner = _owned_keys(handle, bases, list(named.values()))
+    keys, owner = _owned_keys(handle, bases, {numbers[each]: named[each] for each in numbers})
     size_of = sizes_of(handle, keys)
     owned = owner != SHARED
     exclusive = np.bincount(owner[owned], size_of[owned], len(documents)).astype(np.int64)
     commits = []
-    for (commit, document), own_bytes in zip(documents.items(), exclusive.tolist(), strict=True):
-        shared = None
+    for commit, document in documents.items():
+        own_bytes, shared = int(exclusive[numbers[commit]]), None
         if commit in wanted:
             needed = bases.added(np.concatenate(list(_named_keys(handle, named[commit]))))
             at = np.searchsorted(keys, np.unique(needed))
@@ -142,16 +143,16 @@ def _usage(handle: StoreHandle, wanted: frozenset[CommitId], progress: Progress)
 
 
 def _owned_keys(
-    handle: StoreHandle, bases: "Bases", named: list[dict[ChunkId, int]]
+    handle: StoreHandle, bases: "Bases", named: Mapping[int, dict[ChunkId, int]]
 ) -> tuple["Keys", "Counts"]:
-    """Every chunk's key, sorted, and the one commit that needs it, or SHARED. `named` has the
-    metadata of each commit."""
+    """Every chunk's key, sorted, and the number of the one commit that needs it, or SHARED. `named`
+    has the metadata of each commit, by its number."""
     owners: dict[ChunkId, int] = {}
     kinds: dict[ChunkId, int] = {}
-    for i, metadata in enumerate(named):
+    for number, metadata in named.items():
         kinds |= metadata
         for chunk in metadata:
-            owners[chunk] = SHARED if chunk in owners else i
+            owners[chunk] = SHARED if chunk in owners else number
     keys = list(map(bases.added, _named_keys(handle, kinds)))
     if not keys:
         return np.empty(0, np.uint64), np.empty(0, np.int64)
@@ -182,7 +183,7 @@ class Bases:
     def __init__(self, handle: StoreHandle) -> None:
         deltas, bases = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
         for pack in handle.log.state.packs.values():
-            table = footers.read_table(handle.storage, pack.id, metadata=pack.metadata)
+            table = footers.read_table(handle.storage, pack)
             keys, base = short_keys(table["chunk"].tobytes()), table["base"]
             deltas.append(keys[base != NO_BASE])
             bases.append(keys[base[base != NO_BASE]])
@@ -201,7 +202,7 @@ def sizes_of(handle: StoreHandle, keys: "Keys") -> "Counts":
     twins included."""
     sizes, padded = np.zeros(len(keys) + 1, np.int64), np.append(keys, np.uint64(0))
     for pack in handle.log.state.packs.values():
-        table = footers.read_table(handle.storage, pack.id, metadata=pack.metadata)
+        table = footers.read_table(handle.storage, pack)
         wanted = short_keys(table["chunk"].tobytes())
         at = np.searchsorted(keys, wanted)
         known = padded[at] == wanted

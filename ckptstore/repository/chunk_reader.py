@@ -12,22 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import (
-    CHUNK_ID_BYTES,
-    ChunkId,
-    PackId,
-    checksum,
-    digest,
-    pack_key,
-    twin_key,
-)
-from ckptstore.core.model import PackEntry
-from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, checksum, digest, pack_key, twin_key
+from ckptstore.core.model import PackEntry, PackRecord
+from ckptstore.errors import Corrupt, NotFound, Unavailable
+from ckptstore.log.state import Pack
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import FooterTable, entries
 from ckptstore.repository.thread_pool import Scratch
@@ -52,56 +45,69 @@ METADATA_BYTES_MAX = 256 << 20
 
 Problem: TypeAlias = Corrupt | NotFound | Unavailable
 
+T = TypeVar("T")
+
+
+class PackRead(NamedTuple):
+    """A chunk to read from a pack: its record there, the memory for its raw bytes (None: new
+    memory), and its number in the request."""
+
+    entry: PackEntry
+    out: memoryview | None = None
+    number: int = 0
+
+    def raw_bytes(self) -> int:
+        return self.entry.raw_bytes
+
 
 class StoredChunk(NamedTuple):
     """A verified chunk: its stored and its raw bytes, which may be the same memory. The
-    stored bytes of what was decoded into `Run.out` are gone: their memory is reused."""
+    stored bytes of what was decoded into `PackRead.out` are gone: their memory is reused."""
 
-    entry: PackEntry
+    read: PackRead
     stored: memoryview
     raw: memoryview
 
+    @property
+    def entry(self) -> PackEntry:
+        return self.read.entry
 
-class _Encoded(NamedTuple):
-    """A chunk that was read: its stored bytes, and the memory for the raw ones, if there is any."""
 
-    entry: PackEntry
-    stored: memoryview
-    out: memoryview | None
+class Unread(NamedTuple):
+    """A chunk that could not be read. Its `problem` tells what became of it: `Corrupt`, it is
+    damaged there; `NotFound`, the object is absent; `Unavailable`, storage did not answer, and the
+    chunk may be sound."""
+
+    read: PackRead
+    problem: Problem
 
 
 class Run(NamedTuple):
     """Chunks of one pack that one read fetches, in order of offset; bytes between them are
-    discarded.
+    discarded. All have memory for their raw bytes, or none has."""
 
-    `positions` are their places in the request. Raw bytes go to `out`, or to new memory.
-    """
-
-    entries: Sequence[PackEntry]
-    positions: Sequence[int]
-    out: Sequence[memoryview] | None = None
+    reads: Sequence[PackRead]
 
     @property
     def offset(self) -> int:
-        return self.entries[0].offset
+        return self.reads[0].entry.offset
 
     @property
     def stored_bytes(self) -> int:
-        return self.entries[-1].offset + self.entries[-1].stored_bytes - self.offset
+        last = self.reads[-1].entry
+        return last.offset + last.stored_bytes - self.offset
 
-    def alone(self, i: int) -> "Run":
-        """Chunk `i` as a run of its own."""
-        one = slice(i, i + 1)
-        return Run(self.entries[one], self.positions[one], self.out and self.out[one])
-
-    def buffers(self) -> list[memoryview]:
-        """`out` with scratch memory for the gaps."""
+    def buffers(self) -> list[memoryview] | None:
+        """The memory of raw chunks, with scratch memory for the gaps; None if one is coded, or has
+        no memory."""
         found, at = [], self.offset
-        for entry, memory in zip(self.entries, self.out or (), strict=True):
+        for entry, out, _ in self.reads:
+            if out is None or entry.codec != codecs.RAW:
+                return None
             if entry.offset > at:
-                found.append(memoryview(bytearray(entry.offset - at)))
-            found.append(memory)
-            at = entry.offset + memory.nbytes
+                found.append(_fresh(entry.offset - at))
+            found.append(out)
+            at = entry.offset + out.nbytes
         return found
 
 
@@ -164,10 +170,11 @@ def coalesce(
             first = i
 
 
-def cut(sizes: Sequence[int], limit_bytes: int) -> Iterator[slice]:
-    """Ranges of items of at most `limit_bytes` together, or of one item."""
-    ends = list(accumulate(sizes, initial=0))
-    return coalesce(ends[:-1], ends[1:], limit_bytes=limit_bytes)
+def cut(items: Sequence[T], nbytes: Callable[[T], int], limit_bytes: int) -> Iterator[Sequence[T]]:
+    """Consecutive items of at most `limit_bytes` together, or one item."""
+    ends = list(accumulate(map(nbytes, items), initial=0))
+    for some in coalesce(ends[:-1], ends[1:], limit_bytes=limit_bytes):
+        yield items[some]
 
 
 def plan_runs(
@@ -186,9 +193,8 @@ def plan_runs(
             "nothing was read; run `ckptstore reindex`"
         )
     order = np.lexsort((where["offset"], where["pack"]))
-    rows = where[order]
-    at = [positions[i] for i in order.tolist()]
-    found = located_entries(rows)
+    found, rows = located_entries(where), where[order]
+    reads = [PackRead(found[i], request.out[positions[i]], positions[i]) for i in order.tolist()]
     numbers = rows["pack"].tolist()
     for some in coalesce(
         rows["offset"].tolist(),
@@ -197,7 +203,7 @@ def plan_runs(
         limit_bytes=limit_bytes,
         gap_bytes=gap_bytes,
     ):
-        yield numbers[some.start], Run(found[some], at[some], [request.out[i] for i in at[some]])
+        yield numbers[some.start], Run(reads[some])
 
 
 _LOCATED_ENTRY = ["chunk", "checksum", "offset", "stored", "raw", "codec", "width"]
@@ -209,9 +215,12 @@ def located_entries(where: "NDArray[np.void]") -> list[PackEntry]:
     return [PackEntry(*row) for row in where[_LOCATED_ENTRY].tolist()]
 
 
-def keys_of(name: PackId, *, metadata: bool) -> tuple[str, ...]:
+AnyPack: TypeAlias = Pack | PackRecord
+
+
+def keys_of(pack: AnyPack) -> tuple[str, ...]:
     """The object keys of a pack: its own, and its twin's if it holds metadata."""
-    return (pack_key(name), twin_key(name)) if metadata else (pack_key(name),)
+    return (pack_key(pack.id), twin_key(pack.id)) if pack.metadata else (pack_key(pack.id),)
 
 
 class DecodedBases:
@@ -242,7 +251,7 @@ def read_run(
     verify_ids: bool = True,
     bases: DecodedBases | None = None,
     scratch: Scratch | None = None,
-) -> list[StoredChunk | Problem]:
+) -> list[StoredChunk | Unread]:
     """Read, decode and verify the chunks of a run: each chunk, or why it cannot be read.
 
     `keys` are objects with the same bytes; the later ones supply what the first lacks. A damaged
@@ -251,98 +260,81 @@ def read_run(
     """
     memory = scratch or Scratch()
 
-    def one(keys: Sequence[str], i: int) -> StoredChunk | Problem:
-        return read_run(storage, keys, run.alone(i), verify_ids=verify_ids, scratch=memory)[0]
+    def alone(read: PackRead, keys: Sequence[str]) -> StoredChunk | Unread:
+        return read_run(storage, keys, Run((read,)), verify_ids=verify_ids, scratch=memory)[0]
 
-    first, others = keys[0], keys[1:]
-    each = range(len(run.entries))
-    found: list[StoredChunk | Problem]
+    def copied(found: StoredChunk | Unread) -> StoredChunk | Unread:
+        """What was read, or a copy of it; an absent or damaged copy explains nothing."""
+        if isinstance(found, StoredChunk):
+            return found
+        copy = alone(found.read, keys[1:])
+        failed = isinstance(copy, Unread) and not isinstance(copy.problem, Unavailable)
+        return found if failed else copy
+
+    first = keys[0]
+    found: Iterable[StoredChunk | Unread]
     try:
-        if run.out is not None and all(entry.codec == codecs.RAW for entry in run.entries):
-            storage.read_into(first, run.offset, run.buffers())
-            chunks = map(StoredChunk, run.entries, run.out, run.out)
-            found = [_mismatch(first, chunk, verify_ids) or chunk for chunk in chunks]
+        if (buffers := run.buffers()) is not None:
+            storage.read_into(first, run.offset, buffers)
+            found = (
+                StoredChunk(read, read.out, read.out) for read in run.reads if read.out is not None
+            )
         else:
-            found = _read_coded(storage, first, run, verify_ids, bases, memory)
+            found = _read_coded(storage, first, run, bases, memory)
+        found = [_verified(first, each, verify_ids) for each in found]
     except (NotFound, Unavailable) as error:
-        found = [error for _ in each]
+        found = [Unread(read, error) for read in run.reads]
     except Corrupt as error:
-        found = [error]
-        if len(each) > 1:
-            found = [one(keys[:1], i) for i in each]
-    for i in each if others else ():
-        if isinstance(found[i], CkptStoreError):
-            copy = one(others, i)
-            if isinstance(copy, StoredChunk | Unavailable):
-                found[i] = copy
-    return found
-
-
-def _read_coded(
-    storage: Storage,
-    key: str,
-    run: Run,
-    verify_ids: bool,
-    bases: DecodedBases | None,
-    scratch: Scratch,
-) -> list[StoredChunk | Problem]:
-    """Read a run beside its memory, decode and verify its chunks."""
-    with scratch.lend(run.stored_bytes if run.out else 0) as lent:
-        stored = lent if run.out else _fresh(run.stored_bytes)
-        storage.read_into(key, run.offset, [stored])
-        return [
-            _mismatch(key, chunk, verify_ids) or chunk if isinstance(chunk, StoredChunk) else chunk
-            for chunk in _decoded(storage, key, run, stored, bases, scratch)
-        ]
+        if len(run.reads) > 1:
+            found = [alone(read, keys[:1]) for read in run.reads]
+        else:
+            found = [Unread(run.reads[0], error)]
+    return list(map(copied, found)) if keys[1:] else found
 
 
 def _fresh(nbytes: int) -> memoryview:
     return memoryview(bytearray(nbytes))
 
 
-def _mismatch(key: str, chunk: StoredChunk, verify_ids: bool) -> Corrupt | None:
-    """What is wrong with the bytes of a chunk of the object `key`, if anything."""
-    entry = chunk.entry
-    if (got := checksum(chunk.raw)) != entry.checksum:
+def _verified(key: str, found: StoredChunk | Unread, verify_ids: bool) -> StoredChunk | Unread:
+    """A chunk of the object `key`, or what is wrong with its bytes."""
+    if isinstance(found, Unread):
+        return found
+    entry = found.entry
+    if (got := checksum(found.raw)) != entry.checksum:
         what = f"checksum {entry.checksum.hex()[:12]}: got {got.hex()[:12]}"
-    elif verify_ids and (got := digest(chunk.raw)) != entry.chunk:
+    elif verify_ids and (got := digest(found.raw)) != entry.chunk:
         what = f"id: got {got.hex()[:12]}"
     else:
-        return None
-    return Corrupt(f"chunk {entry.chunk.hex()[:12]} in {key} does not match its {what}")
+        return found
+    problem = Corrupt(f"chunk {entry.chunk.hex()[:12]} in {key} does not match its {what}")
+    return Unread(found.read, problem)
 
 
-def _decoded(
-    storage: Storage,
-    key: str,
-    run: Run,
-    whole: memoryview,
-    kept: DecodedBases | None,
-    scratch: Scratch,
-) -> Iterator[StoredChunk | Problem]:
-    """The chunks of a run that was read into `whole`."""
-    for some in cut([entry.raw_bytes for entry in run.entries], RUN_BYTES):
-        rows = [
-            _Encoded(
-                entry,
-                whole[entry.offset - run.offset :][: entry.stored_bytes],
-                run.out[i] if run.out else None,
-            )
-            for i, entry in enumerate(run.entries[some], some.start)
-        ]
-        bases = _Bases(storage, key, kept)
-        with scratch.lend(bases.plan(rows)) as memory:
-            bases.read(memory)
-            for entry, stored, place in rows:
-                try:
-                    raw = _raw(entry, stored, place, bases)
-                except Corrupt as error:
-                    yield error
-                    continue
-                if kept and place is None and entry.codec not in (codecs.RAW, codecs.DELTA):
-                    at = codecs.Base(entry.offset, entry.stored_bytes, entry.codec)
-                    kept.put(key, at, raw)
-                yield StoredChunk(entry, stored, raw)
+def _read_coded(
+    storage: Storage, key: str, run: Run, kept: DecodedBases | None, scratch: Scratch
+) -> Iterator[StoredChunk | Unread]:
+    """Read a run beside its memory, and decode its chunks."""
+    aside = run.reads[0].out is not None
+    with scratch.lend(run.stored_bytes if aside else 0) as lent:
+        whole = lent if aside else _fresh(run.stored_bytes)
+        storage.read_into(key, run.offset, [whole])
+        for some in cut(run.reads, PackRead.raw_bytes, RUN_BYTES):
+            rows = [
+                (read, whole[read.entry.offset - run.offset :][: read.entry.stored_bytes])
+                for read in some
+            ]
+            bases = _Bases(storage, key, kept)
+            with scratch.lend(bases.plan(rows)) as memory:
+                bases.read(memory)
+                for read, stored in rows:
+                    try:
+                        raw = _raw(read.entry, stored, read.out, bases)
+                    except Corrupt as error:
+                        yield Unread(read, error)
+                        continue
+                    bases.keep(read, raw)
+                    yield StoredChunk(read, stored, raw)
 
 
 def _raw(
@@ -376,10 +368,11 @@ class _Bases:
         self._reads: list[Sequence[codecs.Base]] = []
         self._stored: dict[codecs.Base, memoryview] = {}
 
-    def plan(self, chunks: Iterable["_Encoded"]) -> int:
-        """Find the bases of the deltas among `chunks`; the bytes of memory that `read` needs."""
+    def plan(self, chunks: Iterable[tuple[PackRead, memoryview]]) -> int:
+        """Find the bases of the deltas among `chunks`, with their stored bytes; the bytes of memory
+        that `read` needs."""
         wanted = set[codecs.Base]()
-        for entry, stored, _ in chunks:
+        for (entry, _, _), stored in chunks:
             if entry.codec == codecs.DELTA:
                 with suppress(Corrupt):
                     base = codecs.base_of(stored)
@@ -403,6 +396,13 @@ class _Bases:
                 for base in bases:
                     start = base.offset - bases[0].offset
                     self._stored[base] = stored[start : start + base.stored_bytes]
+
+    def keep(self, read: PackRead, raw: memoryview) -> None:
+        """Keep a decoded chunk in memory of its own for the deltas that are read next."""
+        entry = read.entry
+        if self._kept and read.out is None and entry.codec not in (codecs.RAW, codecs.DELTA):
+            at = codecs.Base(entry.offset, entry.stored_bytes, entry.codec)
+            self._kept.put(self._key, at, raw)
 
     def decode(self, entry: PackEntry, stored: memoryview, out: memoryview) -> None:
         """Fill `out` with the raw bytes of a delta; raises `Corrupt`. Its base has as many."""
@@ -430,46 +430,48 @@ def _span(bases: Sequence[codecs.Base]) -> int:
 def runs_of(storage: Storage, table: FooterTable) -> Iterator[Run]:
     """The runs that fetch the chunks of a footer, or some of its rows, into new memory."""
     limit_bytes = RUN_BYTES if storage.capabilities.slow_requests else CHECKED_BYTES
-    raw_bytes = table["raw"].tolist()
     for some in coalesce(
         table["offset"].tolist(),
         (table["offset"] + table["stored"]).tolist(),
         limit_bytes=limit_bytes,
         gap_bytes=GAP_BYTES,
     ):
-        for part in _within(some, raw_bytes, limit_bytes):
-            yield Run(entries(table[part]), range(part.start, part.stop))
+        reads = list(map(PackRead, entries(table[some])))
+        # Each part needs at most so much memory, too.
+        yield from map(Run, cut(reads, PackRead.raw_bytes, limit_bytes))
 
 
-def _within(some: slice, raw_bytes: Sequence[int], limit_bytes: int) -> Iterator[slice]:
-    """A slice in parts that need at most `limit_bytes` of memory each."""
-    for part in cut(raw_bytes[some], limit_bytes):
-        yield slice(some.start + part.start, some.start + part.stop)
-
-
-def read_chunks(
-    storage: Storage, pack: PackId, rows: FooterTable, *, metadata: bool
-) -> Iterator[StoredChunk]:
-    """The chunks of `rows` of a pack's footer, in order, compared with their ids. A pack with
-    `metadata` has a twin. Raises `Corrupt` for a chunk that does not match, `NotFound` for an
-    absent pack."""
-    keys, bases = keys_of(pack, metadata=metadata), DecodedBases()
+def read_rows(
+    storage: Storage, keys: Sequence[str], rows: FooterTable
+) -> Iterator[StoredChunk | Unread]:
+    """The chunks of `rows` of the footer of the objects `keys`, in order, compared with their
+    ids."""
+    bases = DecodedBases()
     for run in runs_of(storage, rows):
-        for chunk in read_run(storage, keys, run, bases=bases):
-            if isinstance(chunk, Corrupt):
-                raise Corrupt(
-                    f"{chunk}, in {storage.url}; run `ckptstore fsck --read-data`, or heal it with "
-                    "`ckptstore repair`"
-                ) from chunk
-            if isinstance(chunk, CkptStoreError):
-                raise chunk
+        yield from read_run(storage, keys, run, bases=bases)
+
+
+def read_chunks(storage: Storage, pack: AnyPack, rows: FooterTable) -> Iterator[StoredChunk]:
+    """As `read_rows` of a pack. Raises `Corrupt` for a chunk that does not match, `NotFound` for an
+    absent pack."""
+    for chunk in read_rows(storage, keys_of(pack), rows):
+        if isinstance(chunk, StoredChunk):
             yield chunk
+        elif isinstance(chunk.problem, Corrupt):
+            raise Corrupt(
+                f"{chunk.problem}, in {storage.url}; run `ckptstore fsck --read-data`, or heal it "
+                "with `ckptstore repair`"
+            ) from chunk.problem
+        else:
+            raise chunk.problem
 
 
-def read_chunk_at(storage: Storage, keys: Sequence[str], entry: PackEntry) -> memoryview:
+def read_chunk_at(
+    storage: Storage, keys: Sequence[str], entry: PackEntry, out: memoryview | None = None
+) -> memoryview:
     """The verified raw bytes of the chunk at `entry` of one of the objects `keys`. Raises
     `Corrupt`, `NotFound` or `Unavailable`."""
-    (chunk,) = read_run(storage, keys, Run((entry,), (0,)))
-    if isinstance(chunk, CkptStoreError):
-        raise chunk
+    (chunk,) = read_run(storage, keys, Run((PackRead(entry, out),)))
+    if isinstance(chunk, Unread):
+        raise chunk.problem
     return chunk.raw

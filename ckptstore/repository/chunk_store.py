@@ -29,10 +29,12 @@ from ckptstore.objects import codecs
 from ckptstore.repository.chunk_reader import (
     METADATA_BYTES_MAX,
     FileRange,
+    PackRead,
     Problem,
     Request,
     Run,
     StoredChunk,
+    Unread,
     coalesce,
     keys_of,
     plan_runs,
@@ -302,8 +304,9 @@ class ObjectStore:
         without a plan, which costs half as much as the read. `name` is for errors, which are those
         of `read_into`."""
         if pack is not None and not self._remote:
-            keys, run = keys_of(pack.id, metadata=pack.metadata), Run((entry,), (0,), (out,))
-            if isinstance(read_run(self.storage, keys, run, verify_ids=verify_ids)[0], StoredChunk):
+            run = Run((PackRead(entry, out),))
+            found = read_run(self.storage, keys_of(pack), run, verify_ids=verify_ids)
+            if isinstance(found[0], StoredChunk):
                 return
         self.read_into(entry.chunk, [out], describe=lambda _: name, verify_ids=verify_ids)
 
@@ -349,7 +352,7 @@ class ObjectStore:
             if number in packs:
                 runs.append((packs[number], run))
             else:
-                moved.extend(run.positions)
+                moved.extend(read.number for read in run.reads)
         # Streams in turn, each in the order of the disk, so that read-ahead works for all threads.
         stride = -(-len(runs) // streams)
         return [run for first in range(stride) for run in runs[first::stride]], moved, threads
@@ -375,29 +378,28 @@ class ObjectStore:
         scratch = Scratch()
         for number in numbers:
             pack, run = runs[number]
-            keys = keys_of(pack.id, metadata=pack.metadata)
-            found = read_run(
-                self.storage, keys, run, verify_ids=request.verify_ids, scratch=scratch
-            )
-            for n, chunk in enumerate(found):
+            for chunk in read_run(
+                self.storage, keys_of(pack), run, verify_ids=request.verify_ids, scratch=scratch
+            ):
                 if isinstance(chunk, StoredChunk):
                     if self._cache is not None:
                         self._cache.put(chunk.entry.chunk, chunk.raw)
-                elif self._is_moved(request, pack, run.alone(n), chunk):
-                    moved.append(run.positions[n])
+                elif self._is_moved(request, pack, chunk):
+                    moved.append(chunk.read.number)
                 else:
                     self.suspect_packs.add(pack.id)
-                    damaged[run.positions[n]] = pack.id, chunk
+                    damaged[chunk.read.number] = pack.id, chunk.problem
 
-    def _is_moved(self, request: Request, pack: Pack, run: Run, problem: Problem) -> bool:
-        """Whether the one chunk may be elsewhere: its pack is absent, or the index misplaces it.
+    def _is_moved(self, request: Request, pack: Pack, chunk: Unread) -> bool:
+        """Whether the chunk may be elsewhere: its pack is absent, or the index misplaces it.
         Raises `Unavailable`."""
+        read, problem = chunk
         if isinstance(problem, NotFound):
             return True
         if isinstance(problem, Unavailable):
-            problem.add_note(f"while reading chunk {request.name(run.positions[0])}")
+            problem.add_note(f"while reading chunk {request.name(read.number)}")
             raise problem
-        if is_elsewhere(self.storage, pack, run.entries[0]):
+        if is_elsewhere(self.storage, pack, read.entry):
             self.index.reset()
             return True
         return False

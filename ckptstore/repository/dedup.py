@@ -191,7 +191,7 @@ class GcPin:
 
     def held(self, ids: bytes) -> dict[ChunkId, int]:
         """The raw size of each of `ids` that a live pack holds."""
-        return self._dedup.held(ids)
+        return self._dedup.held(ids) if ids else {}
 
     def end(self) -> None:
         """Stop protecting the chunks. Idempotent."""

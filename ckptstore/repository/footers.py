@@ -13,8 +13,9 @@ import logging
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -23,17 +24,20 @@ from ckptstore.core.model import PackEntry
 from ckptstore.core.process import Pool, behind
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.log.state import Pack, Packs, State
-from ckptstore.objects import pack as packs
 from ckptstore.objects.frames import compress, decompress
-from ckptstore.objects.pack import TRAILER_BYTES, FooterTable, parse_footer, parse_trailer
+from ckptstore.objects.pack import (
+    TRAILER_BYTES,
+    FooterTable,
+    entries,
+    parse_footer,
+    parse_trailer,
+)
 from ckptstore.repository.chunk_reader import (
+    AnyPack,
     Problem,
     Request,
-    Run,
-    StoredChunk,
     keys_of,
     read_chunk_at,
-    read_run,
 )
 from ckptstore.storage.contract import FOOTERS_BYTES_MAX, Storage
 
@@ -47,9 +51,6 @@ _WORDS = CHUNK_ID_BYTES // 8
 _GUESS_BYTES = 65536
 """A tail of this size holds the footer of a pack of up to 818 chunks."""
 
-Strays: TypeAlias = Mapping[str, tuple[PackId, FooterTable]]
-"""Tables of twins that list other chunks than their pack does, by key."""
-
 
 class Footer(NamedTuple):
     """The records of a pack, and footer and trailer as stored."""
@@ -58,15 +59,14 @@ class Footer(NamedTuple):
     tail: bytes
 
 
-def read_table(storage: Storage, pack: PackId, *, metadata: bool) -> FooterTable:
-    """The records of `pack`, which has a twin if it holds `metadata`; raises `NotFound`, `Corrupt`,
-    `Unavailable`."""
-    return read_footer(storage, pack, metadata=metadata).table
+def read_table(storage: Storage, pack: AnyPack) -> FooterTable:
+    """The records of `pack`; raises `NotFound`, `Corrupt`, `Unavailable`."""
+    return read_footer(storage, pack).table
 
 
-def read_footer(storage: Storage, pack: PackId, *, metadata: bool) -> Footer:
+def read_footer(storage: Storage, pack: AnyPack) -> Footer:
     """The footer of `pack` or of its twin; raises as `read_table` does."""
-    first, *others = keys_of(pack, metadata=metadata)
+    first, *others = keys_of(pack)
     try:
         return _read_at(storage, first)
     except (Corrupt, NotFound, Unavailable):
@@ -93,15 +93,15 @@ def is_elsewhere(storage: Storage, pack: Pack, entry: PackEntry) -> bool:
 
 def load_tables(
     storage: Storage, listed: Sequence[Pack]
-) -> Iterator[tuple[PackId, FooterTable | Problem]]:
+) -> Iterator[tuple[Pack, FooterTable | Problem]]:
     """The footer of each pack, in order, or the reason why it cannot be read. Slow storage is asked
     for several at once."""
 
-    def read(pack: Pack) -> tuple[PackId, FooterTable | Problem]:
+    def read(pack: Pack) -> tuple[Pack, FooterTable | Problem]:
         try:
-            return pack.id, read_table(storage, pack.id, metadata=pack.metadata)
+            return pack, read_table(storage, pack)
         except (Corrupt, NotFound, Unavailable) as error:
-            return pack.id, error
+            return pack, error
 
     if not storage.capabilities.slow_requests or len(listed) < 2:
         yield from map(read, listed)
@@ -130,17 +130,22 @@ class Place(NamedTuple):
     entry: PackEntry
 
 
+class Table(NamedTuple):
+    """The footer of a pack, and the objects that have its chunks."""
+
+    pack: PackId
+    keys: tuple[str, ...]
+    rows: FooterTable
+
+
 class Inventory:
     """The chunks of packs whose footers could be read."""
 
-    def __init__(self, tables: Mapping[PackId, FooterTable], strays: Strays | None = None) -> None:
-        self._tables: list[tuple[PackId, str | None, FooterTable]] = [
-            (name, None, table) for name, table in tables.items()
-        ]
-        self._tables += [(name, key, table) for key, (name, table) in (strays or {}).items()]
-        lengths = [len(table) for _, _, table in self._tables]
+    def __init__(self, tables: Iterable[Table]) -> None:
+        self._tables = list(tables)
+        lengths = [len(table.rows) for table in self._tables]
         self._starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-        ids = [_words(table["chunk"].tobytes()) for _, _, table in self._tables]
+        ids = [_words(table.rows["chunk"].tobytes()) for table in self._tables]
         rows = np.concatenate(ids) if ids else np.empty((0, _WORDS), "<u8")
         self._order = np.argsort(rows[:, 0], kind="stable")
         self._rows = rows[self._order]
@@ -170,20 +175,19 @@ class Inventory:
 
     def _place(self, at: int) -> Place:
         number = int(np.searchsorted(self._starts, at, "right")) - 1
-        (name, key, table), row = self._tables[number], at - int(self._starts[number])
-        entry = packs.entries(table[row : row + 1])[0]
-        return Place(
-            name, (key,) if key else keys_of(name, metadata=entry.kind != packs.TENSOR), entry
-        )
+        (pack, keys, rows), row = self._tables[number], at - int(self._starts[number])
+        return Place(pack, keys, entries(rows[row : row + 1])[0])
 
 
-def read_chunk(storage: Storage, places: Iterable[Place]) -> memoryview:
+def read_chunk(
+    storage: Storage, places: Iterable[Place], out: memoryview | None = None
+) -> memoryview:
     """The raw bytes of a chunk from the first place where they match its id. If no place has them,
     raises `Unavailable` where one did not answer, else `Corrupt` or `NotFound`."""
     problem: Problem = NotFound("the chunk lies in no pack")
     for place in places:
         try:
-            return read_chunk_at(storage, place.keys, place.entry)
+            return read_chunk_at(storage, place.keys, place.entry, out)
         except (Corrupt, NotFound, Unavailable) as error:
             problem = problem if isinstance(problem, Unavailable) else error
     raise problem
@@ -199,17 +203,16 @@ def read_copies(
     `listed` packs whose bytes match their ids, and warn. Reads footers until all are found. Raises
     `Corrupt`, or `NotFound` for an absent pack, for one that is not."""
     left = set(damaged)
-    for name, table in load_tables(storage, list(listed)):
+    for other, table in load_tables(storage, list(listed)):
         if isinstance(table, CkptStoreError):
             continue
-        inventory = Inventory({name: table})
+        inventory = Inventory([Table(other.id, keys_of(other), table)])
         for i in sorted(left):
-            for place in inventory.places(request.id(i)):
-                run = Run((place.entry,), (i,), (request.out[i],))
-                fits = place.entry.raw_bytes == len(request.out[i])
-                if fits and isinstance(read_run(storage, place.keys, run)[0], StoredChunk):
-                    left.discard(i)
-                    break
+            out, places = request.out[i], inventory.places(request.id(i))
+            fitting = [place for place in places if place.entry.raw_bytes == len(out)]
+            with suppress(Corrupt, NotFound, Unavailable):
+                read_chunk(storage, fitting, out)
+                left.discard(i)
         if not left:
             break
     told: dict[PackId, str] = {}
@@ -344,8 +347,7 @@ class FooterBatches:
     def _write(self, batch: int, members: Iterable[Pack]) -> None:
         def read(pack: Pack) -> tuple[PackId, bytes] | None:
             try:
-                footer = read_footer(self._storage, pack.id, metadata=pack.metadata)
-                return pack.id, footer.tail
+                return pack.id, read_footer(self._storage, pack).tail
             except (NotFound, Corrupt):
                 return None  # one that is gone or damaged is for `fsck` to report
 
@@ -364,12 +366,11 @@ def readable_tables(
     yield from known.items()
     rest = [number for number in numbers if number not in known]
     numbers_of = {state.packs[number].id: number for number in rest}
-    for name, table in load_tables(storage, [state.packs[number] for number in rest]):
-        number = numbers_of[name]
+    for pack, table in load_tables(storage, [state.packs[number] for number in rest]):
         if isinstance(table, Unavailable):
             raise table
         if not isinstance(table, Corrupt | NotFound):
-            yield number, table
+            yield numbers_of[pack.id], table
 
 
 def _checked(

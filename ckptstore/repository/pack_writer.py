@@ -6,25 +6,47 @@ back, fsync, name.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ckptstore.core.config import MIB
-from ckptstore.core.ids import ChunkId, PackId, SessionId, pack_id, pack_key, pack_session, twin_key
+from ckptstore.core.ids import (
+    ChunkId,
+    PackId,
+    SessionId,
+    checksum,
+    pack_id,
+    pack_key,
+    pack_session,
+    twin_key,
+)
 from ckptstore.core.model import PackEntry, PackRecord
 from ckptstore.errors import CkptStoreError
 from ckptstore.objects import codecs, pack
 from ckptstore.repository.thread_pool import ThreadPool, one_by_one
 from ckptstore.storage.contract import Storage, Writer
 
-Spread: TypeAlias = Callable[[Callable[[Writer], None], Sequence[Writer]], None]
+Spread: TypeAlias = Callable[[Callable[[str], None], Sequence[str]], None]
 
 FLUSH_BYTES = 2 * MIB
 _ZEROS = bytes(4096)
+
+
+class NewChunk(NamedTuple):
+    """A chunk to write: its id, and the checksum and the memory of its raw bytes."""
+
+    id: ChunkId
+    checksum: bytes
+    raw: memoryview
+
+
+def new_chunk(chunk: ChunkId, raw: memoryview) -> NewChunk:
+    """A chunk to write, whose bytes were verified."""
+    return NewChunk(chunk, checksum(raw), raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +78,12 @@ class OpenPack:
         self._pending: list[memoryview | bytes] = []
         self._flushed = 0
         self._storage = storage
-        self._keys = [pack_key(name), twin_key(name)] if metadata else [pack_key(name)]
-        self._writers: list[Writer] = []
+        self._writers: dict[str, Writer] = {}
         self._own: list[str] = []
         try:
-            for key in self._keys:
-                self._writers.append(
-                    storage.create(
-                        key, session=pack_session(name), unbuffered=unbuffered, aside=aside
-                    )
+            for key in (pack_key(name), twin_key(name)) if metadata else (pack_key(name),):
+                self._writers[key] = storage.create(
+                    key, session=pack_session(name), unbuffered=unbuffered, aside=aside
                 )
         except BaseException:
             self.discard()
@@ -78,10 +97,18 @@ class OpenPack:
         self.offset += len(data)
         return start
 
-    @property
-    def is_full(self) -> bool:
-        """Whether enough is queued for `flush`."""
-        return self.offset - self._flushed >= FLUSH_BYTES
+    def put(self, entry: PackEntry, stored: memoryview | bytes) -> int:
+        """Queue a chunk, which its record says begins at `offset`; the number of the record. Chunks
+        are written once there are enough."""
+        self.append(stored)
+        self.entries.append(entry)
+        self.flush_full()
+        return len(self.entries) - 1
+
+    def flush_full(self) -> None:
+        """`flush` if enough is queued."""
+        if self.offset - self._flushed >= FLUSH_BYTES:
+            self.flush()
 
     def pad_to(self, offset: int) -> None:
         while self.offset < offset:
@@ -90,7 +117,7 @@ class OpenPack:
     def flush(self) -> None:
         if not self._pending:
             return
-        for writer in self._writers:
+        for writer in self._writers.values():
             writer.append([memoryview(data) for data in self._pending])
         self._pending.clear()
         self._flushed = self.offset
@@ -105,7 +132,7 @@ class OpenPack:
             tail, table = pack.encode_tail(self.entries, self.offset, self._metadata)
             self.append(tail)
             self.flush()
-            spread(self._finish, self._writers)
+            spread(self._finish, list(self._writers))
         except BaseException:
             self.discard()
             raise
@@ -118,13 +145,13 @@ class OpenPack:
     def discard(self) -> None:
         """Delete the bytes written so far; one of two twins may already have its name. Objects
         of other writers stay."""
-        for writer in self._writers:
+        for writer in self._writers.values():
             writer.discard()
         delete_own(self._storage, self._own)
 
-    def _finish(self, writer: Writer) -> None:
-        if writer.finish():
-            self._own.append(self._keys[self._writers.index(writer)])
+    def _finish(self, key: str) -> None:
+        if self._writers[key].finish():
+            self._own.append(key)
 
 
 class PackWriter:
@@ -136,9 +163,7 @@ class PackWriter:
 
     def add(
         self,
-        ids: Sequence[ChunkId],
-        checksums: Sequence[bytes],
-        raws: Sequence[memoryview],
+        chunks: Sequence[NewChunk],
         width: int,
         kind: int,
         *,
@@ -149,38 +174,33 @@ class PackWriter:
         """Append chunks that will lie next to each other: a run, or a piece of one.
 
         `run_bytes` is the run's raw length and decides its alignment; 0 if these chunks go on with
-        the run of the last call. `whole` is the memory that holds all of `raws` contiguously, if
+        the run of the last call. `whole` is the memory that holds all of `chunks` contiguously, if
         there is one: unencoded chunks then go to storage in one piece, even if they end within a
-        disk block. The memory of `raws` must not change before `flush`.
+        disk block. The memory of `chunks` must not change before `flush`.
         """
         target = self.pack_with_room(run_bytes)
         if run_bytes:
             target.pad_to(pack.align(target.offset, run_bytes))
         if whole is not None and codec == codecs.RAW:
             offset = target.append(whole)
-            for chunk, summed, raw in zip(ids, checksums, raws, strict=True):
+            for chunk, summed, raw in chunks:
                 target.entries.append(
                     PackEntry(chunk, summed, offset, len(raw), len(raw), codecs.RAW, width, kind)
                 )
                 offset += len(raw)
-            if target.is_full:
-                target.flush()
+            target.flush_full()
             return
-        for chunk, summed, raw in zip(ids, checksums, raws, strict=True):
+        for chunk, summed, raw in chunks:
             used, stored = codecs.encode(codec, raw, width)
-            offset = target.append(stored)
-            target.entries.append(
-                PackEntry(chunk, summed, offset, len(stored), len(raw), used, width, kind)
-            )
-            if target.is_full:
-                target.flush()
+            nbytes, offset = len(stored), target.offset
+            entry = PackEntry(chunk, summed, offset, nbytes, len(raw), used, width, kind)
+            target.put(entry, stored)
 
     def pack_with_room(self, nbytes: int) -> OpenPack:
         """The pack to write `nbytes` to, if it has room for them, else a new one."""
         target = self._pack
         if target is None or (target.offset and target.offset + nbytes > self._packs.pack_bytes):
-            self.flush()
-            self._packs.close_aside(self)
+            self.close()
             target = self._pack = self._packs.open_pack(metadata=self._metadata)
         return target
 
@@ -189,20 +209,20 @@ class PackWriter:
         if self._pack:
             self._pack.flush()
 
-    def take(self) -> OpenPack | None:
-        """The open pack, which is then the caller's to close."""
-        last, self._pack = self._pack, None
-        return last
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the open pack has no chunks."""
-        return self._pack is None or not self._pack.entries
+    def close(self) -> None:
+        """Close the open pack, in the background if it holds tensors; one without chunks is
+        deleted."""
+        self.flush()
+        if self._pack and self._pack.entries:
+            last, self._pack = self._pack, None
+            self._packs.close(last, aside=not self._metadata)
+        self.discard()
 
     def discard(self) -> None:
         """Delete the open pack; nothing refers to it."""
-        if last := self.take():
-            last.discard()
+        if self._pack:
+            self._pack.discard()
+        self._pack = None
 
 
 class PackSet:
@@ -227,8 +247,17 @@ class PackSet:
         self._closing: list[Future[None]] = []
         self._lock = threading.Lock()
 
-    def pack_writer(self, *, metadata: bool = False) -> PackWriter:
-        return PackWriter(self, metadata=metadata)
+    @contextmanager
+    def writing(self, *, metadata: bool = False) -> Iterator[PackWriter]:
+        """A writer for one thread, whose last pack is closed after the block, or deleted if that
+        raises."""
+        writer = PackWriter(self, metadata=metadata)
+        try:
+            yield writer
+            writer.close()
+        except BaseException:
+            writer.discard()
+            raise
 
     def open_pack(self, *, metadata: bool) -> OpenPack:
         """A new pack of this session."""
@@ -240,15 +269,12 @@ class PackSet:
             aside=self._threads.aside,
         )
 
-    def close(self, pack_writer: PackWriter) -> None:
-        """Close the writer's last pack on this thread."""
-        if last := pack_writer.take():
-            self._close(last)
-
-    def close_aside(self, pack_writer: PackWriter) -> None:
-        """Close the writer's last pack in the background; `wait` waits for it."""
-        if last := pack_writer.take():
-            self._closing.append(self._threads.submit(lambda: self._close(last)))
+    def close(self, pack: OpenPack, *, aside: bool) -> None:
+        """Close a pack, or let that be done in the background; `wait` waits for it."""
+        if aside:
+            self._closing.append(self._threads.submit(lambda: self._close(pack)))
+        else:
+            self._close(pack)
 
     def wait(self) -> None:
         """Wait until every pack is closed and durable."""

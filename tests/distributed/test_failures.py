@@ -57,7 +57,7 @@ def commit_with_a_full_disk(rank: int, path: Path) -> str:
     with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=1 << 16)) as store:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(PackSet, "pack_writer", _full)
+                patch.setattr(PackSet, "writing", _full)
             with pytest.raises(ckptstore.NoSpace, match="rank 1: NoSpace: no room"):
                 store.commit(state)
         assert store.log() == []

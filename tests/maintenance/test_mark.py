@@ -50,7 +50,7 @@ def test_what_is_live_is_what_the_commits_need(tmp_path: Path, scattered: bool) 
     threads.close()
     live = []
     for use in marked.uses:
-        table = footers.read_table(handle.storage, use.pack.id, metadata=use.pack.metadata)
+        table = footers.read_table(handle.storage, use.pack)
         rows = table[use.live]
         assert (len(rows), int(rows["stored"].sum())) == (use.live_chunks, use.live_bytes)
         live.extend(rows["chunk"].tolist())

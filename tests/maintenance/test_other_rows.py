@@ -52,7 +52,7 @@ def test_a_footer_of_as_many_other_chunks_is_not_that_of_the_mark(
 
 def without_bases(storage: Any, use: PackUse) -> PackUse:
     """A use that the mark should never make: the bases of its differences are not live."""
-    table = footers.read_table(storage, use.pack.id, metadata=use.pack.metadata)
+    table = footers.read_table(storage, use.pack)
     bases = table["base"][table["base"] != NO_BASE]
     live = use.live.copy()
     live[bases] = False

@@ -14,7 +14,15 @@ import pytest
 import ckptstore
 from ckptstore.cli.call import Exit
 from ckptstore.cli.main import main as cli
-from ckptstore.core.ids import log_key, pack_key, segment_key, twin_key
+from ckptstore.core.ids import (
+    ChunkId,
+    digest,
+    log_key,
+    new_session_id,
+    pack_key,
+    segment_key,
+    twin_key,
+)
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.log.log_backend import SEGMENT_ENTRIES
 from ckptstore.log.state import Pack
@@ -30,8 +38,13 @@ from ckptstore.maintenance.repair import (
     WriteConfig,
     plan_repair,
 )
-from ckptstore.maintenance.rescue import SavePacks
+from ckptstore.maintenance.rescue import SavePacks, Source, write_packs
+from ckptstore.objects import codecs
+from ckptstore.objects.pack import PAGE, SCHEMA, entries
+from ckptstore.repository.footers import read_table
+from ckptstore.repository.pack_writer import PackSet, new_chunk
 from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
 from tests.maintenance.stopping import Stopped, StoppingBackend
@@ -251,7 +264,7 @@ def test_a_repair_that_ends_midway_leaves_a_document_that_heals_itself(
         (action,) = plan_repair(facts, []).actions
         stopping = StoppingBackend(offline_store.storage, changes)
         with suppress(Stopped):
-            action.apply(replace(offline_store, storage=cast(Storage, stopping)), [])
+            action.apply(replace(offline_store, storage=cast(Storage, stopping)))
     heal(store)
     assert_whole(store)
 
@@ -442,3 +455,22 @@ def test_a_segment_of_the_log_gives_back_an_entry_and_is_set_aside_when_it_is_da
     assert isinstance(action, SetAside)
     assert storage.size(segment) is None and storage.size(f"quarantine/{segment}") is not None
     assert check(place).findings == ()
+
+
+def test_saved_metadata_keeps_its_kinds(tmp_path: Path) -> None:
+    """A page that is recorded as the schema beside it, which has as many bytes, is a page that no
+    gc finds."""
+    storage = open_storage(str(tmp_path / "store"))
+    packs = PackSet(storage, new_session_id(), ThreadPool(1), codec=codecs.RAW)
+    with packs.writing(metadata=True) as writer:
+        for kind in (SCHEMA, PAGE):
+            data = secrets.token_bytes(64)
+            chunk = new_chunk(ChunkId(digest(data)), memoryview(data))
+            writer.add([chunk], 1, kind, codec=codecs.ZSTD, run_bytes=len(data))
+    packs.wait()
+    (closed,) = packs.closed
+    there = entries(closed.table)
+    sources = [Source(storage, pack_key(closed.record.id), entry) for entry in there]
+    (saved,) = write_packs(storage, sources, new_session_id())
+    kinds = {entry.chunk: entry.kind for entry in entries(read_table(storage, saved))}
+    assert kinds == {entry.chunk: entry.kind for entry in there}

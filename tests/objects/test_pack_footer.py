@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.core.ids import ChunkId, PackId, SessionId, digest, pack_id, pack_key, twin_key
-from ckptstore.core.model import PackEntry
+from ckptstore.core.model import PackEntry, PackRecord
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.objects.pack import (
     FOOTER_DTYPE,
@@ -178,6 +178,11 @@ def storage(request: pytest.FixtureRequest) -> Storage:
     return open_storage(f"memory://footers/{request.node.name}")
 
 
+def record(*, metadata: bool) -> PackRecord:
+    """The pack as the log would list it."""
+    return PackRecord(PACK, 0, 0, metadata)
+
+
 def put_pack(storage: Storage, key: str, count: int, pack: PackId = PACK) -> list[PackEntry]:
     found = [entry(i * 10, 10, PAGE) for i in range(count)]
     storage.put(key, bytes(count * 10) + encode_tail(found, count * 10, metadata=True)[0])
@@ -189,7 +194,7 @@ def test_a_footer_of_any_length_is_read_from_the_end_of_its_pack(
     storage: Storage, count: int
 ) -> None:
     found = put_pack(storage, pack_key(PACK), count)
-    assert entries(read_table(storage, PACK, metadata=False)) == found
+    assert entries(read_table(storage, record(metadata=False))) == found
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "flipped"])
@@ -200,9 +205,9 @@ def test_the_twin_answers_for_a_damaged_metadata_pack(storage: Storage, damage: 
         storage.put(
             pack_key(PACK), whole[:-1] if damage == "cut" else whole[:-100] + b"?" + whole[-99:]
         )
-    assert entries(read_table(storage, PACK, metadata=True)) == found
+    assert entries(read_table(storage, record(metadata=True))) == found
     with pytest.raises(NotFound if damage == "gone" else Corrupt):
-        read_table(storage, PACK, metadata=False)
+        read_table(storage, record(metadata=False))
 
 
 @pytest.mark.parametrize(

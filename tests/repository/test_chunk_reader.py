@@ -47,16 +47,19 @@ def test_runs_have_every_chunk_once_and_no_more_than_they_may(
     for number, run in plan_runs(
         request, where, positions, limit_bytes=limit_bytes, gap_bytes=gap_bytes
     ):
-        assert len(run.entries) == 1 or run.stored_bytes <= limit_bytes
+        assert len(run.reads) == 1 or run.stored_bytes <= limit_bytes
         at = run.offset
-        for entry, i in zip(run.entries, run.positions, strict=True):
+        for entry, memory, i in run.reads:
+            assert memory is out[i]
             assert (entry.chunk, number) == (request.id(i), int(where["pack"][i]))
             assert entry.checksum == where["checksum"][i].tobytes()
             assert (entry.offset, entry.stored_bytes) == tuple(where[["offset", "stored"]][i])
             assert 0 <= entry.offset - at <= gap_bytes
             at = entry.offset + entry.stored_bytes
-        assert sum(buffer.nbytes for buffer in run.buffers()) == run.stored_bytes
-        seen += run.positions
+        buffers = run.buffers()
+        assert buffers is not None
+        assert sum(buffer.nbytes for buffer in buffers) == run.stored_bytes
+        seen += [read.number for read in run.reads]
     assert sorted(seen) == list(positions)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.core.ids import ChunkId, checksum, digest, new_session_id, pack_key, twin_key
+from ckptstore.core.ids import ChunkId, digest, new_session_id, pack_key, twin_key
 from ckptstore.errors import Corrupt
 from ckptstore.index.chunks import ChunkIndex
 from ckptstore.index.suspect_packs import SuspectPacks
@@ -17,7 +17,7 @@ from ckptstore.objects import codecs
 from ckptstore.objects.pack import PAGE
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.init_store import init_store
-from ckptstore.repository.pack_writer import ClosedPack, PackSet
+from ckptstore.repository.pack_writer import ClosedPack, PackSet, new_chunk
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from tests.maintenance.stores import flip
@@ -35,20 +35,10 @@ def pack(
     handle = StoreHandle(tmp_path / "store")
     values = range(4) if request.param == codecs.ZSTD else range(256)
     chunks = [bytes(random.choices(values, k=CHUNK_BYTES)) for _ in range(CHUNKS)]
-    ids = [ChunkId(digest(chunk)) for chunk in chunks]
+    new = [new_chunk(ChunkId(digest(chunk)), memoryview(chunk)) for chunk in chunks]
     packs = PackSet(handle.storage, new_session_id(), ThreadPool(1), codec=request.param)
-    pack_writer = packs.pack_writer(metadata=True)
-    pack_writer.add(
-        ids,
-        list(map(checksum, chunks)),
-        [memoryview(c) for c in chunks],
-        1,
-        PAGE,
-        codec=request.param,
-        run_bytes=CHUNKS * CHUNK_BYTES,
-    )
-    pack_writer.flush()
-    packs.close(pack_writer)
+    with packs.writing(metadata=True) as pack_writer:
+        pack_writer.add(new, 1, PAGE, codec=request.param, run_bytes=CHUNKS * CHUNK_BYTES)
     packs.wait()
     handle.log.append(Register(packs.session, 0, 0, (packs.closed[0].record,), frozenset()))
     yield handle, packs.closed[0]

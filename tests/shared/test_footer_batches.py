@@ -67,7 +67,7 @@ def test_a_batch_holds_the_footers_as_they_lie_in_the_packs(site: Site, tmp_path
         tails = decode_batch(handle.storage.read(footers_key(0)))
         assert sorted(tails) == sorted(packs[n].id for n in range(1, BATCH_PACKS))
         for n in range(1, BATCH_PACKS, 7):
-            footer = read_footer(handle.storage, packs[n].id, metadata=packs[n].metadata)
+            footer = read_footer(handle.storage, packs[n])
             assert tails[packs[n].id] == footer.tail
 
 

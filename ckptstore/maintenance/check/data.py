@@ -14,14 +14,21 @@ from pathlib import Path
 from ckptstore.core.config import default_threads
 from ckptstore.core.ids import PackId, StoreId
 from ckptstore.core.model import PackEntry
-from ckptstore.errors import CkptStoreError, Unavailable
+from ckptstore.errors import Unavailable
 from ckptstore.log.state import Pack
 from ckptstore.maintenance import Progress, load_note, save_note
 from ckptstore.maintenance.check import Share
 from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.trees import Contents
 from ckptstore.objects import pack as packs
-from ckptstore.repository.chunk_reader import Problem, Run, keys_of, read_run, runs_of
+from ckptstore.repository.chunk_reader import (
+    Problem,
+    Run,
+    Unread,
+    keys_of,
+    read_run,
+    runs_of,
+)
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
 
@@ -109,7 +116,7 @@ def verify_pack(
     """
     return [
         bad
-        for key in keys_of(pack.id, metadata=pack.metadata)
+        for key in keys_of(pack)
         for bad in _verify_object(storage, key, pack.id, table, threads)
     ]
 
@@ -121,13 +128,14 @@ def _verify_object(
 
     def verify(run: Run) -> None:
         found = read_run(storage, [key], run)
-        if isinstance(found[0], Unavailable) and len(found) > 1:
+        one = found[0]
+        if len(found) > 1 and isinstance(one, Unread) and isinstance(one.problem, Unavailable):
             # Part of it may be readable.
-            found = [read_run(storage, [key], run.alone(i))[0] for i in range(len(found))]
+            found = [each for read in run.reads for each in read_run(storage, [key], Run((read,)))]
         bad.extend(
-            BadChunk(pack, key, entry, chunk)
-            for entry, chunk in zip(run.entries, found, strict=True)
-            if isinstance(chunk, CkptStoreError)
+            BadChunk(pack, key, chunk.read.entry, chunk.problem)
+            for chunk in found
+            if isinstance(chunk, Unread)
         )
 
     threads.spread(verify, list(runs_of(storage, table)))

@@ -343,7 +343,7 @@ def pack_findings(storage: Storage, pack: Pack, table: FooterTable) -> Iterator[
         yield _object(
             pack, pack_key(pack.id), f"has {len(table)} chunks; the log says {pack.chunks}"
         )
-    for key in keys_of(pack.id, metadata=pack.metadata):
+    for key in keys_of(pack):
         try:
             size = storage.size(key)
             if size is None:

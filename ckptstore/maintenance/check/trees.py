@@ -27,7 +27,8 @@ from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA, FooterTable
 from ckptstore.objects.pages import decode_page, join_pages
 from ckptstore.objects.schema import decode_schema, parts_of
-from ckptstore.repository.footers import Inventory, load_tables, read_chunk, read_table_at
+from ckptstore.repository.chunk_reader import keys_of
+from ckptstore.repository.footers import Inventory, Table, load_tables, read_chunk, read_table_at
 from ckptstore.restore.reader import Tree
 from ckptstore.storage.contract import Storage
 
@@ -65,17 +66,23 @@ class Contents:
             pack.id: known[pack.id] for pack in listed if pack.id in known
         }
         self.problems: dict[PackId, CkptStoreError] = {}
-        for name, table in load_tables(storage, [p for p in listed if p.id not in known]):
+        for pack, table in load_tables(storage, [p for p in listed if p.id not in known]):
             if isinstance(table, CkptStoreError):
-                self.problems[name] = table
+                self.problems[pack.id] = table
             else:
-                self.tables[name] = table
-        self.inventory = Inventory(self.tables, dict(self._strays()) if twins else None)
+                self.tables[pack.id] = table
+        self.inventory = Inventory((*self._readable(), *(self._strays() if twins else ())))
         self.metadata = lru_cache(_CACHED)(self.read)
         self.schema = lru_cache(_CACHED)(lambda chunk: decode_schema(self.read(chunk)))
 
-    def _strays(self) -> Iterator[tuple[str, tuple[PackId, FooterTable]]]:
-        """Tables of twins that list other chunks than their packs do."""
+    def _readable(self) -> Iterator[Table]:
+        """The packs whose footers could be read."""
+        for pack in self.state.packs.values():
+            if pack.id in self.tables:
+                yield Table(pack.id, keys_of(pack), self.tables[pack.id])
+
+    def _strays(self) -> Iterator[Table]:
+        """Twins that list other chunks than their packs do."""
         for pack in self.state.packs.values():
             key = twin_key(pack.id)
             try:
@@ -84,7 +91,7 @@ class Contents:
                 continue
             known = self.tables.get(pack.id)
             if table is not None and known is not None and table.tobytes() != known.tobytes():
-                yield key, (pack.id, table)
+                yield Table(pack.id, (key,), table)
 
     def commits(self) -> list[tuple[CommitId, CommitRow]]:
         """The commits, oldest first."""

@@ -22,7 +22,7 @@ from ckptstore.core.model import CommitDocument
 from ckptstore.core.numbers import check_number
 from ckptstore.core.text import Column, Table, bytes_text, count_text
 from ckptstore.errors import NotFound
-from ckptstore.log.entries import Register, Settings, new_packs
+from ckptstore.log.entries import Settings
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.compact.coding import (
     Candidates,
@@ -42,6 +42,7 @@ from ckptstore.maintenance.compact.plan import (
     strips,
 )
 from ckptstore.maintenance.gc import GcOptions, GcReport, collect
+from ckptstore.maintenance.mover import list_packs
 from ckptstore.repository.pack_writer import PackSet
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, shared
@@ -277,21 +278,17 @@ class _Compaction:
             works = [partial(self._code, work, write.packs, stop_at)] * self._threads.count
             self._threads.together(works, work.stop)
             write.packs.wait()
-            records = tuple(pack.record for pack in write.packs.closed)
-            if records:
+            if write.packs.closed:
+                records = list_packs(self._handle.log, write)
                 self._packed_bytes += sum(record.bytes for record in records)
-                state = self._handle.log.replay()
-                body = Register(write.session, state.n, state.fence, records, frozenset())
-                write.index(new_packs(write.append(body)))
-        return bool(records)
+        return bool(write.packs.closed)
 
     def _code(
         self, work: Iterable[tuple[Group, Sequence[Place]]], packs: PackSet, stop_at: float
     ) -> None:
         """Code strips on this thread while fewer than `stop_at` bytes were made in all."""
-        writer = packs.pack_writer()
-        coder = StripCoder(self._handle.objects, writer, self._coded)
-        try:
+        with packs.writing() as writer:
+            coder = StripCoder(self._handle.objects, writer, self._coded)
             for group, strip in work:
                 with self._unless_purged(group.commits):
                     chunks = self._candidates.of(strip)
@@ -299,12 +296,6 @@ class _Compaction:
                         coder.code(chunks, group.key, self._candidates.done)
                 if self._coded.coded_bytes >= stop_at:
                     break
-            if writer.is_empty:
-                writer.discard()
-            packs.close_aside(writer)
-        except BaseException:
-            writer.discard()
-            raise
 
     def _strips(self) -> Iterator[tuple[Group, Sequence[Place]]]:
         """The strips of all groups, oldest first."""

@@ -9,18 +9,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import ChunkId, PackId, checksum
+from ckptstore.core.ids import ChunkId, checksum
 from ckptstore.core.model import NO_BASE, PackEntry
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.log.log import Log
+from ckptstore.log.state import Pack
 from ckptstore.maintenance.compact.plan import Place, choose_base
 from ckptstore.maintenance.gc.mark import Keys, short_keys
+from ckptstore.maintenance.mover import fill, raw_bytes_of, rows_in
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR
 from ckptstore.repository import footers
@@ -116,25 +117,25 @@ class Candidates:
         packs, numbers = self._log.state.packs, np.unique(where["pack"]).tolist()
         for number in numbers:
             if number not in self._coded and number in packs:
-                self._coded[number] = self._has_bases(packs[number].id)
+                self._coded[number] = self._has_bases(packs[number])
         # Not of all that is known: other threads add to it.
         coded = [number for number in numbers if self._coded.get(number)]
         return np.isin(where["pack"], coded)
 
-    def _has_bases(self, pack: PackId) -> bool:
+    def _has_bases(self, pack: Pack) -> bool:
         """Whether chunks of `pack` are stored as differences. True for one that others deleted
         meanwhile: they have just moved its chunks, which a later run may code."""
         try:
-            table = footers.read_table(self._objects.storage, pack, metadata=False)
+            table = footers.read_table(self._objects.storage, pack)
         except NotFound:
-            if any(pack == listed.id for listed in self._log.replay().packs.values()):
+            if any(pack.id == listed.id for listed in self._log.replay().packs.values()):
                 raise
             return True
         return bool((table["base"] != NO_BASE).any())
 
 
-_Raw: TypeAlias = tuple[Chunk, memoryview | None]
-"""A chunk and its raw bytes; None if they cannot be read."""
+_Raw: TypeAlias = tuple[Chunk, memoryview]
+"""A chunk and its raw bytes."""
 
 
 @dataclass(slots=True)
@@ -153,7 +154,7 @@ class StripCoder:
 
     def __init__(self, objects: ObjectStore, writer: PackWriter, coded: Coded) -> None:
         self._objects, self._writer, self._coded = objects, writer, coded
-        self._pack: OpenPack | None = None
+        self._pack: OpenPack
         self._scratch = Scratch()
 
     def code(self, places: Sequence[Sequence[Chunk]], key: int, done: set[ChunkId]) -> None:
@@ -164,7 +165,7 @@ class StripCoder:
             chunk: base for chunks in places for base in [_base(chunks, key)] for chunk in chunks
         }
         with self._read(list(dict.fromkeys(base_of.values()))) as read:
-            bases = {chunk: self._store_base(chunk, raw) for chunk, raw in read if raw is not None}
+            bases = {chunk: self._store_base(chunk, raw) for chunk, raw in read}
             self._pack.flush()
             for member in sorted({chunk.member for chunk in base_of}):
                 self._code_member(
@@ -178,11 +179,9 @@ class StripCoder:
 
     def _code_member(self, base_of: Mapping[Chunk, _Base]) -> None:
         """Code the chunks of one commit, each with the base of its place."""
-        assert self._pack is not None
         with self._read(list(base_of)) as read:
             for chunk, raw in read:
-                if raw is not None:
-                    self._store(chunk, raw, base_of[chunk])
+                self._store(chunk, raw, base_of[chunk])
             self._pack.flush()
 
     def _store_base(self, chunk: Chunk, raw: memoryview) -> _Base:
@@ -202,7 +201,6 @@ class StripCoder:
     def _store(self, chunk: Chunk, raw: memoryview, base: _Base) -> None:
         """Store a chunk, as the difference from its base if that is worth it. Then the base is
         written, too, unchanged if it was not worth coding."""
-        assert self._pack is not None
         delta = codecs.sample(raw, chunk.width, base.raw)
         if delta.share > WORTH * base.share or delta.share * len(raw) > WORTH * chunk.stored_bytes:
             self._store_planes(chunk, raw, codecs.sample(raw, chunk.width))
@@ -222,18 +220,15 @@ class StripCoder:
         stored: memoryview | bytes,
         base: int = NO_BASE,
     ) -> int:
-        assert self._pack is not None
-        offset, nbytes = self._pack.append(stored), len(stored)
-        self._pack.entries.append(
-            PackEntry(
-                chunk.id, checksum(raw), offset, nbytes, len(raw), codec, chunk.width, TENSOR, base
-            )
+        offset, nbytes = self._pack.offset, len(stored)
+        entry = PackEntry(
+            chunk.id, checksum(raw), offset, nbytes, len(raw), codec, chunk.width, TENSOR, base
         )
         self._coded.add(chunk, nbytes, delta=base != NO_BASE)
-        return len(self._pack.entries) - 1
+        return self._pack.put(entry, stored)
 
     def _read(self, chunks: Sequence[Chunk]) -> AbstractContextManager[list[_Raw]]:
-        """Raw bytes of chunks, for the duration of a block; None for those that cannot be read."""
+        """Raw bytes of those chunks that can be read, for the duration of a block."""
         return lend_raws(self._objects, chunks, self._scratch, self._coded.problems)
 
 
@@ -243,39 +238,22 @@ def lend_raws(
 ) -> Iterator[list[_Raw]]:
     """Raw bytes of chunks, for the duration of a block. They are compared with their checksums: the
     gc that follows compares what was coded with the ids. Those that are damaged, or that a gc has
-    taken away with their commits, are None, and `problems` say why."""
-    ends = list(accumulate((chunk.raw_bytes for chunk in chunks), initial=0))
+    taken away with their commits, are left out, and `problems` say why."""
     # Lent in one size, so that it fits the next chunks as well.
-    with scratch.lend(max(ends[-1], RUN_BYTES)) as memory:
-        rows = [(chunk, memory[ends[i] : ends[i + 1]]) for i, chunk in enumerate(chunks)]
-        yield _read_raws(objects, rows, problems)
+    with scratch.lend(max(raw_bytes_of(chunks), RUN_BYTES)) as memory:
+        yield _filled(objects, rows_in(memory, chunks), problems)
 
 
-def _read_raws(
-    objects: ObjectStore, rows: Sequence[tuple[Chunk, memoryview]], problems: list[str]
-) -> list[_Raw]:
-    """Fill the memory of each chunk, or say that it cannot be read."""
-
-    def read(some: Sequence[tuple[Chunk, memoryview]]) -> None:
-        objects.read_into(
-            b"".join(chunk.id for chunk, _ in some),
-            [out for _, out in some],
-            describe=lambda i: "being compacted",
-        )
-
+def _filled(objects: ObjectStore, rows: list[_Raw], problems: list[str]) -> list[_Raw]:
+    """The rows whose memory could be filled."""
     try:
-        read(rows)
-        return list(rows)
-    except (Corrupt, NotFound):
-        found: list[_Raw] = []
-        for chunk, out in rows:
-            try:
-                read([(chunk, out)])
-                found.append((chunk, out))
-            except (Corrupt, NotFound) as error:
-                problems.append(str(error))
-                found.append((chunk, None))
-        return found
+        fill(objects, rows, "being compacted")
+        return rows
+    except (Corrupt, NotFound) as error:
+        if len(rows) == 1:
+            problems.append(str(error))
+            return []
+        return [row for each in rows for row in _filled(objects, [each], problems)]
 
 
 def estimate(
@@ -290,21 +268,18 @@ def estimate(
         base = _base(chunks, key)
         ordered = [base, *(chunk for chunk in chunks if chunk.id != base.id)]
         with lend_raws(objects, ordered, scratch, coded.problems) as read:
-            _estimate_place(read, coded, total / known)
+            if any(chunk == base for chunk, _ in read):
+                _estimate_place(read, coded, total / known)
 
 
 def _estimate_place(read: Sequence[_Raw], coded: Coded, times: float) -> None:
     """Add what coding the chunks of a place would do, so many times; the first is the base."""
     (base, base_raw), *others = read
-    if base_raw is None:
-        return
     share = codecs.sample(base_raw, base.width).share
     written = share * len(base_raw) <= WORTH * base.stored_bytes
     if written:
         coded.add(base, share * len(base_raw), delta=False, times=times)
     for chunk, raw in others:
-        if raw is None:
-            continue
         delta = codecs.sample(raw, chunk.width, base_raw).share
         is_delta = delta <= WORTH * share
         nbytes = (delta if is_delta else share) * len(raw)

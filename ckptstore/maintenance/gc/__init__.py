@@ -247,11 +247,11 @@ class _PackCopy:
             number, base = self._base(chunk)
             entry, stored = entry._replace(base=number), moved(stored, base)
         target.pad_to(self._offsets[entry.offset])
-        copied = entry._replace(offset=target.append(stored))
+        copied = entry._replace(offset=target.offset)
+        number = target.put(copied, stored)
         if entry.base == NO_BASE:
             base = Base(copied.offset, copied.stored_bytes, copied.codec)
-            self._bases[entry.offset] = len(target.entries), base
-        target.entries.append(copied)
+            self._bases[entry.offset] = number, base
         return len(stored)
 
     def _base(self, chunk: StoredChunk) -> tuple[int, Base]:
@@ -388,7 +388,7 @@ class _Gc:
         counter = Counter(self._progress, "delete packs", len(body.packs))
         for n in sorted(body.packs):
             pack = condemned[n]
-            for key in keys_of(pack.id, metadata=pack.metadata):
+            for key in keys_of(pack):
                 self._remove(key, pack.bytes)
             self.report.deleted += (pack.id,)
             counter.add()
@@ -439,18 +439,14 @@ class _Gc:
     def _write(self, copy: Copy, packs: PackSet, counter: Counter) -> frozenset[int]:
         """Write the new pack durably; the log does not list it yet. Returns the numbers of the
         packs that were copied; none if none could be read."""
-        target = packs.open_pack(metadata=copy.sources[0].pack.metadata)
-        try:
-            moved = [use for use in copy.sources if self._append_chunks(use, target, counter)]
-        except BaseException:
-            target.discard()
-            raise
-        if moved:
-            packs.closed.append(target.close(self._threads.spread))
-            packs.wait()
-        else:
-            target.discard()
-        return frozenset(use.number for use in moved)
+        with packs.writing(metadata=copy.sources[0].pack.metadata) as writer:
+            target = writer.pack_with_room(copy.bytes)
+            sources = (use for use in copy.sources if self._append_chunks(use, target, counter))
+            moved = frozenset(use.number for use in sources)
+            if not moved:
+                writer.discard()
+        packs.wait()
+        return moved
 
     def _append_chunks(self, use: PackUse, target: OpenPack, counter: Counter) -> bool:
         """Append the live chunks of a pack as they are stored, each verified; False, with the pack
@@ -459,10 +455,8 @@ class _Gc:
             rows = live_rows(self._storage, use)
             moves, _ = place(rows, target.offset)
             copy = _PackCopy(use.pack.id, target, dict(moves.tolist()))
-            for chunk in read_chunks(self._storage, use.pack.id, rows, metadata=use.pack.metadata):
+            for chunk in read_chunks(self._storage, use.pack, rows):
                 counter.add(copy.append(chunk))
-                if target.is_full:  # so that no more of a pack is in memory than what is read
-                    target.flush()
             target.flush()
         except (Corrupt, NotFound) as error:
             if self._log.replay().fence != self._fence:

@@ -29,7 +29,8 @@ from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of, read_document
 from ckptstore.objects.pack import FOOTER_DTYPE, PAGE, FooterTable
 from ckptstore.objects.pages import decode_page
-from ckptstore.repository import chunk_reader, footers
+from ckptstore.repository import footers
+from ckptstore.repository.chunk_reader import Unread, keys_of, read_chunks, read_rows
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
 
@@ -302,9 +303,7 @@ class _Marking:
         def read(item: tuple[int, FooterTable]) -> None:
             i, rows = item
             try:
-                for chunk in chunk_reader.read_chunks(
-                    self._storage, self._packs[i].id, rows, metadata=True
-                ):
+                for chunk in read_chunks(self._storage, self._packs[i], rows):
                     named = (leaf.ids for leaf in decode_page(chunk.raw).leaves)
                     self._need(b"".join((chunk.entry.chunk, *named)))
                     counter.add()
@@ -337,7 +336,7 @@ class _Marking:
     def _table(self, i: int) -> FooterTable | None:
         pack = self._packs[i]
         try:
-            return footers.read_table(self._storage, pack.id, metadata=pack.metadata)
+            return footers.read_table(self._storage, pack)
         except (Corrupt, NotFound):
             return None
 
@@ -373,16 +372,13 @@ class _Marking:
         pack, table = self._packs[i], self._table(i)
         if table is None or ids_checksum(table) != self.holdings.ids_checksum(i):
             return rows
-        keys, found = chunk_reader.keys_of(pack.id, metadata=pack.metadata), list[int]()
-        bases = chunk_reader.DecodedBases()
-        for run in chunk_reader.runs_of(self._storage, table[rows]):
-            read = chunk_reader.read_run(self._storage, keys, run, bases=bases)
-            for position, chunk in zip(run.positions, read, strict=True):
-                if isinstance(chunk, Unavailable):
-                    raise chunk
-                if isinstance(chunk, Corrupt | NotFound):
-                    found.append(rows[position])
-        return found
+        damaged = set[int]()
+        for chunk in read_rows(self._storage, keys_of(pack), table[rows]):
+            if isinstance(chunk, Unread):
+                if isinstance(chunk.problem, Unavailable):
+                    raise chunk.problem
+                damaged.add(chunk.read.entry.offset)
+        return [row for row in rows if int(table["offset"][row]) in damaged]
 
 
 def _unmarkable(commit: CommitId, error: Exception) -> Corrupt:

@@ -120,30 +120,26 @@ def orphans(
     In a plan, `over` are sessions that will have been declared over, and `purged` commits that will
     have been purged. `stale` are names in `tmp/` without a writer.
     """
-    there = {key: size for key, size in listing.items() if key.startswith(("tmp/", "sessions/"))}
-    found: list[Orphan] = []
-    for key, size in (there | dict(unlisted(listing, state, purged))).items():
+    unnamed = dict(unlisted(listing, state, purged))
+    old = frozenset(sorted(filter(_CHECKPOINT.fullmatch, listing))[:-CHECKPOINTS_KEPT])
+
+    def why(key: str) -> str | None:
+        """Why an object may be deleted; None for one that stays."""
         folder, _, name = key.partition("/")
-        session = owner(key)
-        if session and (session in over or state.closed(session) or name in stale):
-            found.append(Orphan(key, size, _WHY[folder]))
-    checkpoints = [key for key in sorted(listing) if _CHECKPOINT.fullmatch(key)]
-    found += (
-        Orphan(key, listing[key], "there are newer checkpoints")
-        for key in checkpoints[:-CHECKPOINTS_KEPT]
-    )
-    found += (
-        Orphan(key, size, "it was made to be deleted")
-        for key, size in listing.items()
-        if _SCRATCH.fullmatch(key)
-    )
-    found += (
-        Orphan(key, size, _WHY["signatures"])
-        for key, size in listing.items()
-        if (signed := parse_signature_key(key))
-        and (signed[0] not in state.commits or signed[0] in purged)
-    )
-    return tuple(sorted(found))
+        if key in old:
+            return "there are newer checkpoints"
+        if _SCRATCH.fullmatch(key):
+            return "it was made to be deleted"
+        if signed := parse_signature_key(key):
+            gone = signed[0] not in state.commits or signed[0] in purged
+        elif (key in unnamed or folder in ("tmp", "sessions")) and (session := owner(key)):
+            gone = session in over or state.closed(session) or name in stale
+        else:
+            gone = False
+        return _WHY[folder] if gone else None
+
+    reasons = ((key, size, why(key)) for key, size in sorted(listing.items()))
+    return tuple(Orphan(key, size, reason) for key, size, reason in reasons if reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +372,7 @@ def plan_copies(storage: Storage, chosen: Iterable[PackUse], pack_bytes: int) ->
 def live_rows(storage: Storage, use: PackUse) -> FooterTable:
     """The footer's records of the chunks to copy. Raises `Corrupt`, also for a footer of other
     chunks than those that were marked, and `NotFound`."""
-    table = footers.read_table(storage, use.pack.id, metadata=use.pack.metadata)
+    table = footers.read_table(storage, use.pack)
     if ids_checksum(table) != use.ids_checksum:
         raise Corrupt(
             f"pack {use.pack.id} has {len(table)} chunks now, which are not the {len(use.live)} "
