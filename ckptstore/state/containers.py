@@ -185,13 +185,11 @@ def attributes_of(
     return ((ATTRIBUTES, values.encode_attribute(found)),)
 
 
-def fields_of(value: Any, names: Sequence[str]) -> list[Any]:
-    """What an instance has under the names of fields, and of attributes beside them; else None."""
-    fields = getattr(type(value), "__dataclass_fields__", ())
-    return [
-        getattr(value, name, None) if name in fields else _own_attribute(value, name)
-        for name in names
-    ]
+def field_of(value: Any, name: str) -> Any:
+    """What an instance has under the name of a field, or of an attribute beside them; else None."""
+    if name in getattr(type(value), "__dataclass_fields__", ()):
+        return getattr(value, name, None)
+    return _own_attribute(value, name)
 
 
 def _own_attribute(value: Any, name: str) -> Any:
