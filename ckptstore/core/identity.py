@@ -31,6 +31,10 @@ class IdentityDict(Generic[_Key, _Value]):
     def __delitem__(self, key: _Key) -> None:
         del self._items[id(key)]
 
+    def items(self) -> Iterable[tuple[_Key, _Value]]:
+        """Each key with its value."""
+        return self._items.values()
+
     def get(self, key: _Key, default: _Value) -> _Value:
         """The value of `key`, or `default`."""
         found = self._items.get(id(key))

@@ -30,7 +30,11 @@ class Box(NamedTuple):
     @property
     def slices(self) -> tuple[slice, ...]:
         """The box as an index into the global tensor."""
-        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths, strict=True))
+        return tuple(slice(o, o + n) for o, n in zip(*self, strict=True))
+
+    def beside(self, other: "Box") -> Iterator[tuple[int, int, int, int]]:
+        """Offset and length of this box and of another of the same tensor, by dimension."""
+        return zip(*self, *other, strict=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,19 +311,20 @@ class RestoreOperation:
         trees = {id(view.schema): view.tree for view in self._views.values()}
         found = []
         for group in overlapping(places):
-            contents = [
-                new_tensor(schema, leaf, tensor.dtype, tuple(tensor.shape))
-                for schema, leaf, tensor in group
+            made = [
+                (place, new_tensor(schema, leaf, tensor.dtype, tuple(tensor.shape)))
+                for place in group
+                for schema, leaf, tensor in [place]
             ]
             wanted = [
-                ReadRequest(trees[id(schema)], leaf, destination(made, schema.dtypes[leaf]))
-                for (schema, leaf, _), made in zip(group, contents, strict=True)
+                ReadRequest(trees[id(schema)], leaf, destination(content, schema.dtypes[leaf]))
+                for (schema, leaf, _), content in made
             ]
             self._reader.read(wanted, self._commit, memory_budget_bytes=self._budget_bytes)
             found += [
                 f"{schema.paths[leaf]}: the commit has values of its own, the target has memory "
                 "for it in which others would land: give it a clone()"
-                for schema, leaf, _ in overwritten(group, contents)
+                for schema, leaf, _ in overwritten(made)
             ]
         return found
 

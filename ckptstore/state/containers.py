@@ -12,7 +12,7 @@ import dataclasses
 import io
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import getattr_static
@@ -59,6 +59,10 @@ class Parts(NamedTuple):
     children: Sequence[Any]
     keys: Sequence[Any] | None = None
     attrs: tuple[tuple[str, Any], ...] = ()
+
+    def items(self) -> Iterable[tuple[Any, Any]]:
+        """Each child with its key, or with its number."""
+        return zip(self.keys or range(len(self.children)), self.children, strict=True)
 
 
 class Joint(NamedTuple):

@@ -97,7 +97,8 @@ class Fillings:
         among them."""
         if not any(type(item) in _NESTED for item in made):
             return made, True
-        filled = list(map(self.fill, [*target, *[None] * len(made)], made))
+        there = dict(enumerate(target))
+        filled = [self.fill(there.get(number), item) for number, item in enumerate(made)]
         items = [item for item, _ in filled]
         return tuple(items) if type(made) is tuple else items, all(whole for _, whole in filled)
 

@@ -245,8 +245,12 @@ def unescape(name: str) -> str:
     return text
 
 
+ITSELF = ""
+"""The type of what is no node: its one child stands for it."""
+
 WRAPPERS = frozenset(
     (
+        ITSELF,
         *("stateful", "pickle", "registered", "bytearray", "BytesIO", "Random"),
         *("torch.Parameter", "torch.Tensor", "torch.thin_subclass", "torch.Generator"),
         *("numpy.ndarray", "numpy.Generator", "numpy.RandomState"),
@@ -276,9 +280,13 @@ class Branch(Protocol[_Child]):
     def keys(self) -> Sequence[Any] | None: ...
 
 
-def rows(node: Branch[_Child], path: str) -> Iterable[tuple[_Child, str, Any]]:
-    """The children of `node`, which is at `path`, each with its path and its encoded key or number:
-    the one rule that makes paths of a tree. Raises `InvalidInput` for two keys of one path."""
+Row: TypeAlias = tuple[_Child, str, Any]
+"""A child, its path, and its encoded key; its number in what has no keys."""
+
+
+def rows(node: Branch[_Child], path: str) -> Iterable[Row[_Child]]:
+    """The children of `node`, which is at `path`: the one rule that makes paths of a tree. Raises
+    `InvalidInput` for two keys of one path."""
     if node.keys is not None:
         below = [f"{path}/{name}" for name in segments(node.keys)]
         return zip(node.children, below, node.keys, strict=True)

@@ -303,20 +303,23 @@ class Binding(Inflater):
     @uncollected()
     def _pair_items(self, node: Node, target: Any, path: str, *, report: bool) -> None:
         there = counterparts(node, target, self._classes)
-        found = [(child, at, there(key)) for child, at, key in rows(node, path)]
         if report:
-            self._hold_items(found)
-        for child, at, below in found:
+            self._hold_items(node, there, path)
+        for child, at, key in rows(node, path):
+            below = there(key)
             if isinstance(child, int):  # by far the most
                 if isinstance(below, torch.Tensor):
                     self._tensors.pair(child, below, self._schema.paths[child], report=report)
             elif below is not None or self._matching.partial:
                 self._pair(child, below, at, report=report)
 
-    def _hold_items(self, found: Sequence[tuple[Node | int, str, Any]]) -> None:
+    def _hold_items(self, node: Node, there: Callable[[Any], Any], path: str) -> None:
         """Look at the items of a plain container that are filled in place."""
-        kinds = {type(below) for _, _, below in found}
-        for child, at, below in found if any(issubclass(k, _FILLED) for k in kinds) else ():
+        kinds = {type(there(key)) for key, _ in node.items()}
+        if not any(issubclass(kind, _FILLED) for kind in kinds):
+            return
+        for child, at, key in rows(node, path):
+            below = there(key)
             if isinstance(below, _FILLED) and not is_stateful(below):
                 self._tensors.hold(child, below, at)
 
