@@ -28,9 +28,6 @@ class IdentityDict(Generic[_Key, _Value]):
     def __setitem__(self, key: _Key, value: _Value) -> None:
         self._items[id(key)] = key, value
 
-    def __delitem__(self, key: _Key) -> None:
-        del self._items[id(key)]
-
     def items(self) -> Iterable[tuple[_Key, _Value]]:
         """Each key with its value."""
         return self._items.values()

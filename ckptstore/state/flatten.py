@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import LeafKind, Node, Schema, Shape
 from ckptstore.core.process import uncollected
 from ckptstore.errors import CkptStoreError, InvalidInput
@@ -103,7 +102,7 @@ class _Tree:
         self._leaves: list[Source] = []
         self._held: dict[int, HeldLeaf] = {}
         self._by_memory: dict[tuple[Any, ...], int] = {}
-        self._open: IdentityDict[Any, str] = IdentityDict()
+        self._open: list[tuple[Any, str]] = []
 
     def flatten(self, key: str, value: Any) -> FlatState:
         path = segment(values.encode_key(key))
@@ -193,20 +192,21 @@ class _Tree:
     def _container(
         self, value: Any, parts: Parts, below: Iterable[Row[Any]], path: str
     ) -> Node | int:
-        if value in self._open:
-            raise InvalidInput(
-                f"{path} is {self._open[value]} again, which holds it: a cycle cannot be "
-                "stored; break it first"
-            )
+        for other, place in self._open:
+            if other is value:
+                raise InvalidInput(
+                    f"{path} is {place} again, which holds it: a cycle cannot be stored; break it "
+                    "first"
+                )
         if len(self._open) == MAX_NESTING:
             raise InvalidInput(
                 f"{path} is nested more than {MAX_NESTING} containers deep; use flatter containers"
             )
-        self._open[value] = path
+        self._open.append((value, path))
         try:
             children = tuple([self._visit(child, place) for child, place, _ in below])
         finally:
-            del self._open[value]
+            self._open.pop()
         if parts.type == ITSELF:
             return children[0]
         return Node(

@@ -27,7 +27,7 @@ from ckptstore.state.inflate import (
     decode_leaf,
     refuse_pickles,
 )
-from ckptstore.state.leaf_sources import rows, segment, segments, walk
+from ckptstore.state.leaf_sources import Row, rows, segment, segments, walk
 from ckptstore.state.match_target import ContentOf, Landing, Matching, Mismatch, TensorMatch
 from ckptstore.state.optimizer_fit import Committed, Difference, Fitted, fit, scaler_difference
 from ckptstore.state.optimizer_forms import ValueOf
@@ -303,9 +303,10 @@ class Binding(Inflater):
     @uncollected()
     def _pair_items(self, node: Node, target: Any, path: str, *, report: bool) -> None:
         there = counterparts(node, target, self._classes)
+        items = list(rows(node, path))
         if report:
-            self._hold_items(node, there, path)
-        for child, at, key in rows(node, path):
+            self._hold_items(items, there)
+        for child, at, key in items:
             below = there(key)
             if isinstance(child, int):  # by far the most
                 if isinstance(below, torch.Tensor):
@@ -313,12 +314,10 @@ class Binding(Inflater):
             elif below is not None or self._matching.partial:
                 self._pair(child, below, at, report=report)
 
-    def _hold_items(self, node: Node, there: Callable[[Any], Any], path: str) -> None:
+    def _hold_items(self, items: list[Row[Node | int]], there: Callable[[Any], Any]) -> None:
         """Look at the items of a plain container that are filled in place."""
-        kinds = {type(there(key)) for key, _ in node.items()}
-        if not any(issubclass(kind, _FILLED) for kind in kinds):
-            return
-        for child, at, key in rows(node, path):
+        kinds = {type(there(key)) for _, _, key in items}
+        for child, at, key in items if any(issubclass(kind, _FILLED) for kind in kinds) else ():
             below = there(key)
             if isinstance(below, _FILLED) and not is_stateful(below):
                 self._tensors.hold(child, below, at)
@@ -359,6 +358,8 @@ class Binding(Inflater):
 
     def replaced_paths(self, key: str) -> list[str]:
         """The paths whose objects could not be filled by `finish`: new ones stand there now."""
+        if not self.replaced:
+            return []
         leaves = {node for node in self.replaced if isinstance(node, int)}
         nodes = IdentityDict((node, True) for node in self.replaced if isinstance(node, Node))
         found = [self._schema.paths[leaf] for leaf in sorted(leaves)]
