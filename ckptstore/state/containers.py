@@ -358,8 +358,6 @@ def attribute(value: Any, what: str) -> Any:
 
 def _type(name: str) -> NodeType:
     if name not in _TYPES:
-        values.load_codecs()
-    if name not in _TYPES:
         raise Corrupt(
             f"unknown container type {name[:40]!r}; written by a newer ckptstore, or damaged: run "
             "`ckptstore fsck`"

@@ -16,7 +16,8 @@ from torch.optim.optimizer import Optimizer
 from ckptstore.core.model import LeafKind, Node, Schema, Shape
 from ckptstore.core.process import uncollected
 from ckptstore.errors import CkptStoreError, InvalidInput
-from ckptstore.state import containers, tensors, values
+from ckptstore.state import tensors
+from ckptstore.state.codecs import containers, values
 from ckptstore.state.composites import split_distributed, split_tensor
 from ckptstore.state.containers import Parts
 from ckptstore.state.inflate import pickled

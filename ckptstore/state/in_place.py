@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ckptstore.core.identity import IdentityDict
-from ckptstore.state import tensors, values
+from ckptstore.state import tensors
+from ckptstore.state.codecs import values
 from ckptstore.state.containers import slots_of
 from ckptstore.state.stateful import STORED_AS_THEY_ARE
 

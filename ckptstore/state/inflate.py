@@ -14,7 +14,8 @@ import torch
 from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.state import containers, tensors, values
+from ckptstore.state import tensors
+from ckptstore.state.codecs import containers, values
 from ckptstore.state.containers import LEFT_OUT
 from ckptstore.state.in_place import Fillings, can_change
 from ckptstore.state.leaf_sources import pickled_paths

@@ -16,7 +16,8 @@ from torch.optim.optimizer import Optimizer
 from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Box, Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
-from ckptstore.state import tensors, values
+from ckptstore.state import tensors
+from ckptstore.state.codecs import values
 from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
 from ckptstore.state.inflate import convertible

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Node, Schema, Shape, leaves_of
 from ckptstore.errors import CkptStoreError, InvalidInput
-from ckptstore.state import values
+from ckptstore.state.codecs import values
 from ckptstore.state.optimizer_forms import Form, Group, ValueOf, form_of, group_node
 from ckptstore.state.optimizers import ParameterNames, ShardedOptimizer
 from ckptstore.state.parameter_matching import (

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
-from ckptstore.state import containers, values
+from ckptstore.state.codecs import containers, values
 from ckptstore.state.containers import LEFT_OUT
 from ckptstore.state.leaf_sources import rows, segment, unescape
 from ckptstore.state.optimizer_forms import with_names

@@ -18,7 +18,8 @@ from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Node, Schema, leaves_of, nodes_of
 from ckptstore.core.process import uncollected
 from ckptstore.errors import CkptStoreError, InvalidInput
-from ckptstore.state import containers, tensors, values
+from ckptstore.state import tensors
+from ckptstore.state.codecs import containers, values
 from ckptstore.state.containers import LEFT_OUT
 from ckptstore.state.inflate import (
     Inflater,

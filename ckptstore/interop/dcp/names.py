@@ -32,7 +32,7 @@ from ckptstore.repository.resolve_ref import AnyRef, is_path
 from ckptstore.restore.reader import Tree
 from ckptstore.restore.restore import assemble_nodes
 from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state import containers, values
+from ckptstore.state.codecs import containers, values
 from ckptstore.state.leaf_sources import rows, segment
 from ckptstore.store import Store, internals_of
 
