@@ -406,7 +406,8 @@ class _Fitting:
         if self._renames and self._renames.are_in_state:
             key = name
         shape = self._shape_of(parameter.name, key) if is_by_shape else None
-        return parameter._replace(name=name, key=key, shape=shape, has_state=key in self._entries)
+        has_state, is_own = key in self._entries, parameter.has_own_options
+        return Parameter(parameter.number, key, name, parameter.group, shape, has_state, is_own)
 
     @property
     def _is_sharded(self) -> bool:

@@ -28,7 +28,7 @@ from ckptstore.state.inflate import (
     decode_leaf,
     refuse_pickles,
 )
-from ckptstore.state.leaf_sources import Row, rows, segment, segments, walk
+from ckptstore.state.leaf_sources import rows, segment, segments, walk
 from ckptstore.state.match_target import ContentOf, Landing, Matching, Mismatch, TensorMatch
 from ckptstore.state.optimizer_fit import Committed, Difference, Fitted, fit, scaler_difference
 from ckptstore.state.optimizer_forms import ValueOf
@@ -304,22 +304,25 @@ class Binding(Inflater):
     @uncollected()
     def _pair_items(self, node: Node, target: Any, path: str, *, report: bool) -> None:
         there = counterparts(node, target, self._classes)
-        items = list(rows(node, path))
+        paths = self._schema.paths
+        if node.keys is None or not all(type(child) is int for child in node.children):
+            items = [(child, at, there(key)) for child, at, key in rows(node, path)]
+        else:  # by far the most: leaves, which have their paths
+            own = zip(node.keys, node.children, strict=True)
+            items = [(leaf, paths[leaf], there(key)) for key, leaf in own if isinstance(leaf, int)]
         if report:
-            self._hold_items(items, there)
-        for child, at, key in items:
-            below = there(key)
+            self._hold_items(items)
+        for child, at, below in items:
             if isinstance(child, int):  # by far the most
                 if isinstance(below, torch.Tensor):
                     self._tensors.pair(child, below, self._schema.paths[child], report=report)
             elif below is not None or self._matching.partial:
                 self._pair(child, below, at, report=report)
 
-    def _hold_items(self, items: list[Row[Node | int]], there: Callable[[Any], Any]) -> None:
+    def _hold_items(self, items: Sequence[tuple[Node | int, str, Any]]) -> None:
         """Look at the items of a plain container that are filled in place."""
-        kinds = {type(there(key)) for _, _, key in items}
-        for child, at, key in items if any(issubclass(kind, _FILLED) for kind in kinds) else ():
-            below = there(key)
+        kinds = {type(below) for _, _, below in items}
+        for child, at, below in items if any(issubclass(kind, _FILLED) for kind in kinds) else ():
             if isinstance(below, _FILLED) and not is_stateful(below):
                 self._tensors.hold(child, below, at)
 
