@@ -305,11 +305,11 @@ class Binding(Inflater):
     def _pair_items(self, node: Node, target: Any, path: str, *, report: bool) -> None:
         there = counterparts(node, target, self._classes)
         paths = self._schema.paths
-        if node.keys is None or not all(type(child) is int for child in node.children):
+        if node.keys is None or set(map(type, node.children)) != {int}:
             items = [(child, at, there(key)) for child, at, key in rows(node, path)]
         else:  # by far the most: leaves, which have their paths
-            own = zip(node.keys, node.children, strict=True)
-            items = [(leaf, paths[leaf], there(key)) for key, leaf in own if isinstance(leaf, int)]
+            own: Any = zip(node.keys, node.children, strict=True)
+            items = [(leaf, paths[leaf], there(key)) for key, leaf in own]
         if report:
             self._hold_items(items)
         for child, at, below in items:
