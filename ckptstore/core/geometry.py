@@ -46,12 +46,11 @@ class Grid:
         if not self.box.lengths:
             return self.box
         start, stop = self._row_range(i % self._per_prefix)
-        prefix = _unravel(i // self._per_prefix, self.box.lengths[: self.dim])
-        offsets = tuple(o + p for o, p in zip(self.box.offsets, prefix, strict=False))
+        before = _unravel(i // self._per_prefix, self.box, self.dim)
         first = self.box.offsets[self.dim] + start
         return Box(
-            (*offsets, first, *self.box.offsets[self.dim + 1 :]),
-            (*(1 for _ in prefix), stop - start, *self.box.lengths[self.dim + 1 :]),
+            (*before, first, *self.box.offsets[self.dim + 1 :]),
+            (*(1 for _ in before), stop - start, *self.box.lengths[self.dim + 1 :]),
         )
 
     def covering(self, start: int, stop: int) -> tuple[int, int]:
@@ -112,33 +111,30 @@ def byte_ranges(outer: Shape, inner: Box, width: int) -> Iterator[tuple[int, int
     whole = len(outer)
     while whole and inner.lengths[whole - 1] == outer[whole - 1]:
         whole -= 1
-    strides = [width * prod(outer[i + 1 :]) for i in range(len(outer))]
     if not whole:
         yield 0, width * prod(outer)
         return
-    run = inner.lengths[whole - 1] * strides[whole - 1]
-    base = sum(o * s for o, s in zip(inner.offsets, strides, strict=True))
-    for index in product(*(range(n) for n in inner.lengths[: whole - 1])):
-        start = base + sum(i * s for i, s in zip(index, strides, strict=False))
-        yield start, start + run
+    steps = []
+    for i in range(whole):
+        stride, offset = width * prod(outer[i + 1 :]), inner.offsets[i]
+        steps.append(range(offset * stride, (offset + inner.lengths[i]) * stride, stride))
+    run = steps.pop()
+    for before in product(*steps):
+        start = sum(before)
+        yield start + run.start, start + run.stop
 
 
 def intersect(a: Box, b: Box) -> Box | None:
     """The box that `a` and `b` share, or None."""
-    offsets = tuple(map(max, a.offsets, b.offsets))
-    ends = tuple(
-        min(x + n, y + m)
-        for x, n, y, m in zip(a.offsets, a.lengths, b.offsets, b.lengths, strict=True)
-    )
-    lengths = tuple(e - o for o, e in zip(offsets, ends, strict=True))
-    return None if any(n <= 0 for n in lengths) else Box(offsets, lengths)
+    spans = [(max(x, y), min(x + n, y + m)) for x, n, y, m in a.beside(b)]
+    if any(start >= stop for start, stop in spans):
+        return None
+    return Box(tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans))
 
 
 def within(inner: Box, outer: Box) -> Box:
     """`inner` in the indices of `outer`."""
-    return Box(
-        tuple(i - o for i, o in zip(inner.offsets, outer.offsets, strict=True)), inner.lengths
-    )
+    return Box(tuple(x - y for x, _, y, _ in inner.beside(outer)), inner.lengths)
 
 
 def box_of_region(shape: Shape, region: tuple[slice | int, ...]) -> tuple[Box, Shape]:
@@ -168,11 +164,12 @@ def box_of_region(shape: Shape, region: tuple[slice | int, ...]) -> tuple[Box, S
     return Box(tuple(offsets), tuple(lengths)), tuple(result)
 
 
-def _unravel(i: int, lengths: Shape) -> Shape:
+def _unravel(i: int, box: Box, dim: int) -> Shape:
+    """Index number `i` of the dimensions of `box` before `dim`, in those of the tensor."""
     index = []
-    for n in reversed(lengths):
-        i, r = divmod(i, n)
-        index.append(r)
+    for offset, length in reversed(list(zip(*box, strict=True))[:dim]):
+        i, r = divmod(i, length)
+        index.append(offset + r)
     return tuple(reversed(index))
 
 

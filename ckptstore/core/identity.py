@@ -1,5 +1,6 @@
 """How is something remembered of an object that cannot be hashed, or equals others?"""
 
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 _Key = TypeVar("_Key")
@@ -12,8 +13,8 @@ class IdentityDict(Generic[_Key, _Value]):
     It keeps its keys alive: another object cannot get the `id()` of a key that is gone.
     """
 
-    def __init__(self) -> None:
-        self._items: dict[int, tuple[_Key, _Value]] = {}
+    def __init__(self, items: Iterable[tuple[_Key, _Value]] = ()) -> None:
+        self._items = {id(key): (key, value) for key, value in items}
 
     def __len__(self) -> int:
         return len(self._items)
@@ -26,6 +27,10 @@ class IdentityDict(Generic[_Key, _Value]):
 
     def __setitem__(self, key: _Key, value: _Value) -> None:
         self._items[id(key)] = key, value
+
+    def items(self) -> Iterable[tuple[_Key, _Value]]:
+        """Each key with its value."""
+        return self._items.values()
 
     def get(self, key: _Key, default: _Value) -> _Value:
         """The value of `key`, or `default`."""

@@ -3,7 +3,7 @@
 No I/O and no torch here; dtypes are torch's names without `torch.`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -30,7 +30,11 @@ class Box(NamedTuple):
     @property
     def slices(self) -> tuple[slice, ...]:
         """The box as an index into the global tensor."""
-        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths, strict=True))
+        return tuple(slice(o, o + n) for o, n in zip(*self, strict=True))
+
+    def beside(self, other: "Box") -> Iterator[tuple[int, int, int, int]]:
+        """Offset and length of this box and of another of the same tensor, by dimension."""
+        return zip(*self, *other, strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +48,20 @@ class Node:
     attrs: tuple[tuple[str, Any], ...] = ()
 
     def items(self) -> "Iterator[tuple[Any, Node | int]]":
-        """The encoded keys of a mapping, each with its child."""
-        return zip(self.keys or (), self.children, strict=True)
+        """Each child with its encoded key; in a node without keys, with its number."""
+        if self.keys is None:
+            return enumerate(self.children)
+        return zip(self.keys, self.children, strict=True)
 
     def filtered(self, keep: "Callable[[Any, Node | int], bool]") -> "Node":
         """A mapping with those items only for which `keep` holds."""
-        kept = [(key, child) for key, child in self.items() if keep(key, child)]
-        children = tuple(child for _, child in kept)
-        return replace(self, children=children, keys=tuple(key for key, _ in kept))
+        return self.of(item for item in self.items() if keep(*item))
+
+    def of(self, items: "Iterable[tuple[Any, Node | int]]") -> "Node":
+        """A mapping like this one with other items."""
+        own = list(items)
+        children, keys = tuple(child for _, child in own), tuple(key for key, _ in own)
+        return replace(self, children=children, keys=keys)
 
 
 def leaves_of(node: Node | int) -> Iterator[int]:

@@ -18,7 +18,7 @@ from ckptstore.distributed.shared_reads import Broadcast
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.restore.reader import Tree
 from ckptstore.restore.restore import RestoreOperation, RestoreOptions, targets
-from ckptstore.state.leaf_sources import NAMES, RANKS, paths_below, paths_of_leaves, segment
+from ckptstore.state.leaf_sources import NAMES, RANKS, paths_of_leaves, rows, segment
 from ckptstore.state.optimizer_forms import OWN_NAMES
 from ckptstore.state.restore import places_in
 from ckptstore.state.shards import is_bound_to_world_size, is_each_ranks
@@ -233,11 +233,8 @@ class _View:
             return len(self._taken) - 1
         if node.type == RANKS:
             return self._choose(node, path)
-        first, paths = len(self._taken), paths_below(node, path)
-        children = [
-            (key, self._visit(child, at))
-            for key, child, at in zip(node.keys or node.children, node.children, paths, strict=True)
-        ]
+        first = len(self._taken)
+        children = [(key, self._visit(child, at)) for child, at, key in rows(node, path)]
         there = [(key, child) for key, child in children if child is not None]
         if len(there) < len(children) and node.keys is None:
             del self._taken[first:]  # a sequence must have no gaps
@@ -278,12 +275,12 @@ class _View:
         """The tree of `skeleton`, which `seen` returned."""
         old, numbers = self._tree.schema, {leaf: i for i, leaf in enumerate(self._taken)}
         paths = dict(paths_of_leaves(skeleton, segment(self._tree.key)))
-        rows = [
+        leaves = [
             (paths[n], old.kinds[i], old.dtypes[i], old.shapes[i], numbers.get(old.aliases[i], -1))
             for n, i in enumerate(self._taken)
         ]
         contents = [self._tree.contents[i] for i in self._taken]
-        own = replace(self._tree, schema=schema_of(skeleton, rows), contents=contents)
+        own = replace(self._tree, schema=schema_of(skeleton, leaves), contents=contents)
         return self.with_streams(own, self._new)
 
     def with_streams(self, own: Tree, leaves: Sequence[int]) -> Tree:

@@ -202,7 +202,7 @@ revision = Table(
 
 def make_tables(connection: Connection) -> None:
     """Create the tables within a transaction. Those of a catalog on SQLite are made by
-    `catalog.make_sqlite_tables`."""
+    `catalog.make_tables`."""
     for statement in creating(connection.dialect):
         connection.exec_driver_sql(statement)
 

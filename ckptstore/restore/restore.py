@@ -360,17 +360,20 @@ class RestoreOperation:
             trees[each.view.schema] = each.view.tree
         found = []
         for group in overlapping(places):
-            contents, wanted = [], []
-            for schema, leaf, tensor in group:
-                made = new_tensor(schema, leaf, tensor.dtype, tuple(tensor.shape))
-                contents.append(made)
-                to = destination(made, schema.dtypes[leaf])
-                wanted.append(ReadRequest(trees[schema], leaf, to))
+            made = [
+                (place, new_tensor(schema, leaf, tensor.dtype, tuple(tensor.shape)))
+                for place in group
+                for schema, leaf, tensor in [place]
+            ]
+            wanted = [
+                ReadRequest(trees[schema], leaf, destination(content, schema.dtypes[leaf]))
+                for (schema, leaf, _), content in made
+            ]
             self._reader.read(wanted, self._commit, memory_budget_bytes=self._budget_bytes)
             found += [
                 f"{schema.paths[leaf]}: the commit has values of its own, the target has memory "
                 "for it in which others would land: give it a clone()"
-                for schema, leaf, _ in overwritten(group, contents)
+                for schema, leaf, _ in overwritten(made)
             ]
         return found
 

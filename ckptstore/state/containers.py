@@ -12,7 +12,7 @@ import dataclasses
 import io
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import getattr_static
@@ -59,6 +59,10 @@ class Parts(NamedTuple):
     children: Sequence[Any]
     keys: Sequence[Any] | None = None
     attrs: tuple[tuple[str, Any], ...] = ()
+
+    def items(self) -> Iterable[tuple[Any, Any]]:
+        """Each child with its key, or with its number."""
+        return zip(self.keys or range(len(self.children)), self.children, strict=True)
 
 
 class Joint(NamedTuple):
@@ -185,13 +189,11 @@ def attributes_of(
     return ((ATTRIBUTES, values.encode_attribute(found)),)
 
 
-def fields_of(value: Any, names: Sequence[str]) -> list[Any]:
-    """What an instance has under the names of fields, and of attributes beside them; else None."""
-    fields = getattr(type(value), "__dataclass_fields__", ())
-    return [
-        getattr(value, name, None) if name in fields else _own_attribute(value, name)
-        for name in names
-    ]
+def field_of(value: Any, name: str) -> Any:
+    """What an instance has under the name of a field, or of an attribute beside them; else None."""
+    if name in getattr(type(value), "__dataclass_fields__", ()):
+        return getattr(value, name, None)
+    return _own_attribute(value, name)
 
 
 def _own_attribute(value: Any, name: str) -> Any:
@@ -355,8 +357,6 @@ def attribute(value: Any, what: str) -> Any:
 
 
 def _type(name: str) -> NodeType:
-    if name not in _TYPES:
-        values.load_codecs()
     if name not in _TYPES:
         raise Corrupt(
             f"unknown container type {name[:40]!r}; written by a newer ckptstore, or damaged: run "

@@ -5,7 +5,7 @@ Nothing is copied: the result of `flatten` refers to tensors and keeps them aliv
 are encoded immediately.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -19,18 +19,21 @@ from ckptstore.core.model import LeafKind, Node, Schema, Shape
 from ckptstore.core.process import uncollected
 from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.objects.schema import parts_of
-from ckptstore.state import containers, tensors, values
+from ckptstore.state import tensors
+from ckptstore.state.codecs import containers, values
 from ckptstore.state.composites import split_distributed, split_tensor
 from ckptstore.state.containers import Parts
 from ckptstore.state.inflate import pickled
 from ckptstore.state.leaf_sources import (
+    ITSELF,
     NOTHING,
     BytesSource,
     FlatState,
     HeldLeaf,
+    Row,
     Source,
+    rows,
     segment,
-    segments,
 )
 from ckptstore.state.optimizers import ParameterNames, named_state
 from ckptstore.state.shards import Held, held_of, is_distributed, without_attributes
@@ -42,9 +45,6 @@ from ckptstore.state.stateful import (
     tell_of_unknown_classes,
 )
 from ckptstore.state.tensors import DTYPE_NAMES, TensorSource
-
-_ITSELF = ""
-"""Parts of this type are no container: the child stands for the object."""
 
 MAX_NESTING = 80
 """Containers within containers; each takes two of canonical JSON's 200 levels, and its keys and
@@ -111,7 +111,7 @@ class _Walk:
         self._leaves: list[Source] = []
         self._held: dict[int, HeldLeaf] = {}
         self._by_memory: dict[tuple[Any, ...], int] = {}
-        self._open: dict[int, str] = {}
+        self._open: list[tuple[Any, str]] = []
 
     def flatten(self, key: str, value: Any) -> FlatState:
         path = segment(values.encode_key(key))
@@ -151,13 +151,13 @@ class _Walk:
             found = self._leaf_or_parts(value, path)
             if isinstance(found, int):
                 return found
-            names = None if found.keys is None else segments(found.keys)
+            below = rows(found, path)
         except InvalidInput as error:
             raise InvalidInput(f"{path}: {error}") from error
         except Exception as error:
             _note(error, path)
             raise
-        return self._container(value, found, names, path)
+        return self._container(value, found, below, path)
 
     def _leaf_or_parts(self, value: Any, path: str) -> int | Parts:
         if self._ranks and isinstance(value, torch.Tensor) and is_distributed(value):
@@ -184,7 +184,7 @@ class _Walk:
             return Parts("stateful", [self._state_of_optimizer(value, path)])
         if isinstance(value, torch.Tensor):
             parts = split_tensor(value)
-            return parts if isinstance(parts, Parts) else Parts(_ITSELF, [parts])
+            return parts if isinstance(parts, Parts) else Parts(ITSELF, [parts])
         return None
 
     def _state_of_optimizer(self, optimizer: Optimizer, path: str) -> Any:
@@ -212,32 +212,24 @@ class _Walk:
         )
 
     def _container(
-        self, value: Any, parts: Parts, names: Sequence[str] | None, path: str
+        self, value: Any, parts: Parts, below: Iterable[Row[Any]], path: str
     ) -> Node | int:
-        if id(value) in self._open:
-            raise InvalidInput(
-                f"{path} is {self._open[id(value)]} again, which holds it: a cycle cannot be "
-                "stored; break it first"
-            )
+        for other, place in self._open:
+            if other is value:
+                raise InvalidInput(
+                    f"{path} is {place} again, which holds it: a cycle cannot be stored; break it "
+                    "first"
+                )
         if len(self._open) == MAX_NESTING:
             raise InvalidInput(
                 f"{path} is nested more than {MAX_NESTING} containers deep; use flatter containers"
             )
-        self._open[id(value)] = path
+        self._open.append((value, path))
         try:
-            if parts.type == _ITSELF or containers.is_wrapper(parts.type):
-                children: tuple[Node | int, ...] = (self._visit(parts.children[0], path),)
-            else:
-                below = names if names is not None else map(str, range(len(parts.children)))
-                children = tuple(
-                    [
-                        self._visit(child, f"{path}/{name}")
-                        for child, name in zip(parts.children, below, strict=True)
-                    ]
-                )
+            children = tuple([self._visit(child, place) for child, place, _ in below])
         finally:
-            del self._open[id(value)]
-        if parts.type == _ITSELF:
+            self._open.pop()
+        if parts.type == ITSELF:
             return children[0]
         return Node(
             parts.type,

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ckptstore.core.identity import IdentityDict
-from ckptstore.state import tensors, values
+from ckptstore.state import tensors
+from ckptstore.state.codecs import values
 from ckptstore.state.containers import slots_of
 from ckptstore.state.stateful import STORED_AS_THEY_ARE
 
@@ -97,7 +98,8 @@ class Fillings:
         among them."""
         if not any(type(item) in _NESTED for item in made):
             return made, True
-        filled = list(map(self.fill, [*target, *[None] * len(made)], made))
+        there = dict(enumerate(target))
+        filled = [self.fill(there.get(number), item) for number, item in enumerate(made)]
         items = [item for item, _ in filled]
         return tuple(items) if type(made) is tuple else items, all(whole for _, whole in filled)
 

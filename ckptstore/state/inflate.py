@@ -5,7 +5,8 @@ Only this file pickles and unpickles, and only with `allow_pickle=True`.
 """
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ import torch
 from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.state import containers, tensors, values
+from ckptstore.state import tensors
+from ckptstore.state.codecs import containers, values
 from ckptstore.state.containers import LEFT_OUT
 from ckptstore.state.in_place import Fillings, can_change
 from ckptstore.state.leaf_sources import pickled_paths
@@ -151,10 +153,10 @@ class Inflater:
 
     def _join(self, node: Node, target: Any = None) -> Any:
         there = counterparts(node, target, self._classes)
-        made = self._leaves
+        made, pairs = self._leaves, [(child, there(key)) for key, child in node.items()]
         children = [
             made[each] if below is None and isinstance(each, int) else self.inflate(each, below)
-            for each, below in zip(node.children, there, strict=True)
+            for each, below in pairs
         ]
         return containers.join(node, children, self._classes, target, clears=self._clears)
 
@@ -210,26 +212,32 @@ def _wraps(node: Node | int) -> bool:
     )
 
 
-def counterparts(node: Node, target: Any, classes: Classes) -> Sequence[Any]:
-    """For each child of `node`, its counterpart in `target`, or None."""
+def counterparts(node: Node, target: Any, classes: Classes) -> Callable[[Any], Any]:
+    """What `target` has for the child of `node` under an encoded key or a number, or None."""
     if containers.is_wrapper(node.type):
-        return [None]
+        return _nothing
     if node.keys is None:
         is_sequence = isinstance(target, list | tuple) or type(target).__name__ == "deque"
-        there = [*target] if is_sequence else []
-        return [*there, *[None] * len(node.children)][: len(node.children)]
+        return dict(enumerate(target)).get if is_sequence else _nothing
     if node.type == "namedtuple":
-        return [getattr(target, key, None) for key in node.keys]
+        return lambda key: getattr(target, key, None)
     if node.type == "dataclass":
-        return containers.fields_of(target, node.keys)
+        return partial(containers.field_of, target)
     if not isinstance(target, dict):
-        return [None] * len(node.children)
-    return [target.get(key) for key in keys_of(node, classes)]
+        return _nothing
+    if set(map(type, node.keys)) <= {str}:  # by far the most
+        return target.get
+    return lambda key: target.get(values.decode_key(key, classes))
 
 
-def keys_of(node: Node, classes: Classes) -> list[Any]:
-    keys = node.keys or ()
-    return [key if type(key) is str else values.decode_key(key, classes) for key in keys]
+def _nothing(key: Any) -> None:
+    """No counterpart."""
+
+
+def children_of(node: Node, classes: Classes) -> dict[Any, Node | int]:
+    """The children of a mapping by their decoded keys; none of any other node."""
+    items = () if node.keys is None else node.items()
+    return {values.decode_key(key, classes): child for key, child in items}
 
 
 _COMPOSITES = (

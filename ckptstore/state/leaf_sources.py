@@ -7,14 +7,16 @@ A path is made of the keys of all levels, escaped and joined by `/` (docs/format
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ckptstore.core import geometry
 from ckptstore.core.model import Box, Node, Schema, Shape, nodes_of
 from ckptstore.errors import InvalidInput
 from ckptstore.objects import canonical
+
+_Child = TypeVar("_Child", covariant=True)
 
 RANKS = "ranks"
 """The node type whose children are keyed by rank number."""
@@ -246,8 +248,12 @@ def unescape(name: str) -> str:
     return text
 
 
+ITSELF = ""
+"""The type of what is no node: its one child stands for it."""
+
 WRAPPERS = frozenset(
     (
+        ITSELF,
         *("stateful", "pickle", "registered", "bytearray", "BytesIO", "Random"),
         *("torch.Parameter", "torch.Tensor", "torch.thin_subclass", "torch.Generator"),
         *("numpy.ndarray", "numpy.Generator", "numpy.RandomState"),
@@ -271,22 +277,46 @@ def attributes_in(node: Node | int) -> dict[str, Any]:
     return dict(found)
 
 
-def paths_below(node: Node, path: str) -> list[str]:
-    """The paths of the children of a node at `path`: the one rule that makes paths of a tree."""
+class Branch(Protocol[_Child]):
+    """A node, or what an object was split into: its children, and their encoded keys, if it is a
+    mapping."""
+
+    @property
+    def type(self) -> str: ...
+
+    @property
+    def children(self) -> Sequence[_Child]: ...
+
+    @property
+    def keys(self) -> Sequence[Any] | None: ...
+
+
+Row: TypeAlias = tuple[_Child, str, Any]
+"""A child, its path, and its encoded key; its number in what has no keys."""
+
+
+def rows(node: Branch[_Child], path: str) -> Iterable[Row[_Child]]:
+    """The children of `node`, which is at `path`: the one rule that makes paths of a tree. Raises
+    `InvalidInput` for two keys of one path."""
     if node.keys is not None:
-        return [f"{path}/{name}" for name in segments(node.keys)]
+        below = [f"{path}/{name}" for name in segments(node.keys)]
+        return zip(node.children, below, node.keys, strict=True)
     if node.type in WRAPPERS:
-        return [path]
-    return [f"{path}/{i}" for i in range(len(node.children))]
+        return [(node.children[0], path, 0)]
+    return [(child, f"{path}/{n}", n) for n, child in enumerate(node.children)]
+
+
+def walk(node: Node | int, path: str) -> Iterator[tuple[Node | int, str]]:
+    """`node`, which is at `path`, and all below it, each with its path: outer ones first."""
+    yield node, path
+    if not isinstance(node, int):
+        for child, below, _ in rows(node, path):
+            yield from walk(child, below)
 
 
 def paths_of_leaves(node: Node | int, path: str) -> Iterator[tuple[int, str]]:
     """The leaves of the tree of `node`, which is at `path`, each with its path."""
-    if isinstance(node, int):
-        yield node, path
-        return
-    for child, below in zip(node.children, paths_below(node, path), strict=True):
-        yield from paths_of_leaves(child, below)
+    return ((leaf, at) for leaf, at in walk(node, path) if isinstance(leaf, int))
 
 
 def pickled_paths(schema: Schema) -> list[str]:

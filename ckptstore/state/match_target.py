@@ -16,7 +16,8 @@ from torch.optim.optimizer import Optimizer
 from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Box, Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
-from ckptstore.state import tensors, values
+from ckptstore.state import tensors
+from ckptstore.state.codecs import values
 from ckptstore.state.composites import split_tensor
 from ckptstore.state.containers import Parts
 from ckptstore.state.inflate import convertible
@@ -59,9 +60,9 @@ class Claim(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def root(self) -> tuple[int, int]:
+    def root(self) -> tuple["TensorMatch", int]:
         """Identifies the leaf that stores the bytes, with its tree."""
-        return id(self.match), self.match.schema.owner(self.leaf)
+        return self.match, self.match.schema.owner(self.leaf)
 
     def content(self) -> object:
         content = self.match.content_of(self.leaf)
@@ -330,8 +331,9 @@ class TensorMatch:
         ):
             yield None
             return
-        for child, below in zip(node.children, parts.children, strict=True):
-            inner = parts_of(below)
+        there = dict(parts.items())
+        for key, child in node.items():
+            inner = parts_of(there[key])
             if isinstance(child, Node):
                 yield from self._places(child, inner) if isinstance(inner, Parts) else (None,)
             elif (
@@ -404,8 +406,10 @@ def is_other(schema: Schema, node: Node, parts: Parts) -> bool:
     there, here = dict(node.attrs), dict(parts.attrs)
     if any(there.get(name) != here.get(name) for name in ("shape", "dtype", "class")):
         return True
-    pairs = zip(node.children, parts.children, strict=False)
+    components = dict(parts.items())
     return any(
-        isinstance(child, int) and schema.dtypes[child] != tensors.DTYPE_NAMES[below.dtype]
-        for child, below in pairs
+        isinstance(child, int)
+        and key in components
+        and schema.dtypes[child] != tensors.DTYPE_NAMES[components[key].dtype]
+        for key, child in node.items()
     )

@@ -8,19 +8,26 @@ restore is refused while nothing has changed. `Fitted.load` hands the filled sta
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial as partial_of
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 
+from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Node, Schema, Shape, leaves_of
 from ckptstore.errors import CkptStoreError, InvalidInput
-from ckptstore.state import values
+from ckptstore.state.codecs import values
 from ckptstore.state.optimizer_forms import Form, Group, ValueOf, form_of, group_node
 from ckptstore.state.optimizers import ParameterNames, ShardedOptimizer
-from ckptstore.state.parameter_matching import Pairing, Parameter, Sources, by_name, sources_of
+from ckptstore.state.parameter_matching import (
+    Pairing,
+    Parameter,
+    Sources,
+    by_group,
+    by_name,
+    sources_of,
+)
 from ckptstore.state.stateful import load_optimizer, parameters_of
 
 _OF_PARAMETERS_SHAPE = frozenset(
@@ -153,7 +160,11 @@ def fit(
         return Fitted(receiver, state, skeleton, is_own_form=True)
     if form is None or not (partial or (form.state is not None and form.groups is not None)):
         return Fitted(receiver, state, skeleton, differences=(_other_form(skeleton, optimizer),))
-    target = _Target.of(optimizer, sharded, state, names)
+    target = (
+        _Target.of(optimizer, state, names)
+        if sharded is None
+        else _Target.of_sharded(sharded, state)
+    )
     fitting = _Fitting(form, target, committed, renames, strict, partial)
     if _goes_by_name(form, target):
         return fitting.by_name(receiver, state, partial_of(names.follower, optimizer))
@@ -193,81 +204,69 @@ def _other_form(skeleton: Node | int, optimizer: Optimizer) -> Difference:
 
 
 def _goes_by_name(form: Form, target: "_Target") -> bool:
-    names = form.names()
+    names = [each.name for each in form.parameters]
     if form.groups is None or not form.is_named or len(names) > len({*names}):
         return False
     # Names that an optimizer was given beside its numbers may have prefixes that the target's lack.
-    return not form.is_numbered or {*names} == {*target.names}
+    return not form.is_numbered or {*names} == {each.name for each in target.parameters}
 
 
 class _Target(NamedTuple):
-    """The parameters of a target optimizer in their order: their names ("" if not known), the keys
-    that its state has for them, the tensors, their shapes, and the groups by their numbers. If it
-    `goes_by_order`, one row of numbers is for all of its parameters."""
+    """The parameters of a target optimizer in their order, and of each group, by its number, the
+    parameters and the options. If it `goes_by_order`, one row of numbers is for all of its
+    parameters."""
 
-    names: tuple[str, ...]
-    keys: tuple[int | str, ...]
-    tensors: tuple[torch.Tensor | None, ...]
-    shapes: tuple[Shape | None, ...]
-    groups: tuple[tuple[int, ...], ...]
-    options: tuple[Mapping[str, Any], ...]
-    has_torchs_moments: bool
-    goes_by_order: bool
+    parameters: tuple[Parameter, ...]
+    groups: Mapping[int, Sequence[Parameter]]
+    options: Mapping[int, Mapping[str, Any]]
+    has_torchs_moments: bool = False
+    goes_by_order: bool = False
 
     @classmethod
-    def of(
-        cls,
-        optimizer: Optimizer,
-        sharded: ShardedOptimizer | None,
-        state: Mapping[str, Any],
-        names: ParameterNames,
-    ) -> "_Target":
-        options = tuple(state["param_groups"])
-        if sharded is not None:
-            listed = [list(group["params"]) for group in options]
-            own = tuple(chain.from_iterable(listed))
-            tensors = tuple(sharded.models.get(name) for name in own)
-            return cls(
-                own,
-                own,
-                tensors,
-                (None,) * len(own),
-                _divided(map(len, listed)),
-                options,
-                has_torchs_moments=False,
-                goes_by_order=False,
-            )
-        parameters = parameters_of(optimizer)
+    def of_sharded(cls, sharded: ShardedOptimizer, state: Mapping[str, Any]) -> "_Target":
+        options = dict(enumerate(state["param_groups"]))
+        listed = [(group, name) for group, each in options.items() for name in each["params"]]
+        parameters = tuple(
+            Parameter(n, name, name, group, tensor=sharded.models.get(name))
+            for n, (group, name) in enumerate(listed)
+        )
+        return cls(parameters, by_group(parameters, len(options)), options)
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, state: Mapping[str, Any], names: ParameterNames) -> "_Target":
         inner = getattr(optimizer, "optimizer", None)  # as Accelerate's has one
         stepping = inner if isinstance(inner, Optimizer) else optimizer
         found = names.of(optimizer) or _given_names(optimizer)
+        groups = optimizer.param_groups
+        listed = [(number, each) for number, group in enumerate(groups) for each in group["params"]]
+        parameters = tuple(
+            Parameter(
+                n,
+                n,
+                found.get(each, ""),
+                group,
+                None if is_lazy(each) else tuple(each.shape),
+                tensor=each,
+            )
+            for n, (group, each) in enumerate(listed)
+        )
         return cls(
-            tuple(chain.from_iterable(found)) if found else ("",) * len(parameters),
-            tuple(range(len(parameters))),
-            tuple(parameters),
-            tuple(None if is_lazy(each) else tuple(each.shape) for each in parameters),
-            _divided(len(group["params"]) for group in optimizer.param_groups),
-            options,
+            parameters,
+            by_group(parameters, len(groups)),
+            dict(enumerate(state["param_groups"])),
             has_torchs_moments=type(stepping).__module__.startswith("torch.optim."),
             goes_by_order=isinstance(stepping, torch.optim.LBFGS),
         )
 
 
-def _given_names(optimizer: Optimizer) -> list[list[str]] | None:
+def _given_names(optimizer: Optimizer) -> IdentityDict[torch.Tensor, str]:
     """The names that the optimizer was given with its parameters, if it was given all."""
-    found = [list(group.get("param_names") or ()) for group in optimizer.param_groups]
-    flat = list(chain.from_iterable(found))
-    is_whole = [len(group["params"]) for group in optimizer.param_groups] == list(map(len, found))
-    return found if is_whole and len(flat) == len(set(flat)) else None
-
-
-def _divided(counts: Any) -> tuple[tuple[int, ...], ...]:
-    found: list[tuple[int, ...]] = []
-    first = 0
-    for count in counts:
-        found.append(tuple(range(first, first + count)))
-        first += count
-    return tuple(found)
+    given = [(group["params"], group.get("param_names") or ()) for group in optimizer.param_groups]
+    found = [
+        row for group in given if len({*map(len, group)}) == 1 for row in zip(*group, strict=True)
+    ]
+    is_whole = len(found) == len(parameters_of(optimizer)) == len({name for _, name in found})
+    return IdentityDict(found if is_whole else ())
 
 
 class _Fitting:
@@ -283,49 +282,40 @@ class _Fitting:
         partial: bool,
     ) -> None:
         self._form, self._target, self._committed = form, target, committed
-        self._renames, self._strict, self._partial = renames, strict, partial
+        self._renames, self._new_names = renames, renames.new if renames else {}
+        self._strict, self._partial = strict, partial
         self._groups: Sequence[Group] = form.groups or ()
         self._differences: list[Difference] = []
         entries = () if form.state is None else form.state.items()
         self._entries = {key: child for key, child in entries if _is_plain(key)}
-        self._keys: list[Any] = [key for group in self._groups for key in group.params or ()]
+        self._parameters = form.parameters
 
     def by_name(
         self, receiver: "Optimizer | ShardedOptimizer", state: Any, follower: Follower
     ) -> Fitted:
         """Entries and options by the names of parameters."""
-        new = self._renames.new if self._renames else {}
-        names = self._form.names()
-        renamed = [new.get(name, name) for name in names]
-        keys = self._keys
-        if self._renames and self._renames.are_in_state:
-            keys = self._keys = renamed
-        pairing = self._paired(names, renamed)
-        target = self._target
-        key_of = {keys[there]: target.keys[here] for here, there in pairing.committed.items()}
-        models = {target.keys[here]: target.tensors[here] for here in pairing.committed}
+        target, pairing = self._target, self._paired()
         if not pairing.contradicted:
-            shapes = {keys[there]: target.shapes[n] for n, there in pairing.committed.items()}
-            self._check_shapes(shapes)
-        if target.goes_by_order and any(a != b for a, b in pairing.committed.items()):
+            self._check_shapes({one.key: there for one, there in pairing.pairs})
+        if target.goes_by_order and any(one.number != here.number for one, here in pairing.pairs):
             self._differences.append(
                 Difference(
                     "state",
-                    f"one row for the parameters {_shown(names)}",
-                    f"them in another order ({_shown(target.names)}): give them in that of the "
-                    "commit",
+                    f"one row for the parameters {_shown(self._form.parameters)}",
+                    f"them in another order ({_shown(target.parameters)}): give them in that of "
+                    "the commit",
                 )
             )
         groups, kept, lacking = self._arranged_groups(pairing, follower)
-        inner = self._under_new_keys(key_of)
-        left = [keys[n] for n in pairing.left]
-        free = (f"state/{target.names[n] or n}" for n in pairing.free)
+        inner = self._under_new_keys({one.key: there.key for one, there in pairing.pairs})
+        left = [(one.key, self._entries[one.key]) for one in pairing.left if one.has_state]
+        free = (f"state/{each.name or each.number}" for each in pairing.free)
         return Fitted(
             receiver,
             state,
             self._form.arranged(inner, groups),
-            _models(inner, models),
-            tuple((str(key), self._entries[key]) for key in left if key in self._entries),
+            _models(inner, {there.key: there for _, there in pairing.pairs}),
+            tuple((str(key), entry) for key, entry in left),
             (*free, *lacking),
             tuple(self._differences),
             () if self._partial else kept,
@@ -334,24 +324,27 @@ class _Fitting:
     def _under_new_keys(self, key_of: Mapping[Any, int | str]) -> Node | None:
         """The state of the parameters in `key_of`, under the target's keys. What is of no parameter
         at all, as some optimizers have it, stays under its own."""
-        state, gone = self._form.state, frozenset(self._keys) - key_of.keys()
+        state, gone = self._form.state, {each.key for each in self._parameters} - key_of.keys()
         if state is None:
             return None
-        taken = state.filtered(lambda key, child: not (_is_plain(key) and key in gone))
-        own = (key_of.get(key, key) if _is_plain(key) else key for key in taken.keys or ())
-        return Node("dict", taken.children, tuple(own))
+        return Node("dict", ()).of(
+            (key_of.get(key, key) if _is_plain(key) else key, child)
+            for key, child in state.items()
+            if not (_is_plain(key) and key in gone)
+        )
 
     def by_position(self, receiver: "Optimizer | ShardedOptimizer", state: Any) -> Fitted:
         """Entries and options by their numbers, where groups are the same."""
         target = self._target
-        counts = [None if g.params is None else len(g.params) for g in self._groups]
-        sizes = [len(group) for group in target.groups]
-        if self._form.groups is not None and (
-            len(counts) != len(sizes)
-            or any(n not in (None, m) for n, m in zip(counts, sizes, strict=True))
-        ):
+        is_same = len(self._groups) == len(target.groups) and all(
+            group.parameters is None or len(group.parameters) == len(target.groups[group.number])
+            for group in self._groups
+        )
+        are_known = all(group.parameters is not None for group in self._groups)
+        if self._form.groups is not None and not is_same:
             self._differ("the commit has no names for its parameters, so that position decides")
-        keys = list(target.keys) if None in counts or not counts else self._keys
+        own = self._parameters if self._groups and are_known else target.parameters
+        keys = {each.key for each in own}
         stranger = next(
             (key for key in self._entries if type(key) is int and key not in keys), None
         )
@@ -361,8 +354,9 @@ class _Fitting:
                     "state", f"state of parameter {stranger}", f"{len(keys)} parameters, from 0"
                 )
             )
-        self._check_shapes(dict(zip(keys, target.shapes, strict=False)))
-        models = dict(zip(keys, target.tensors, strict=False))
+        numbered = {each.number: each for each in target.parameters}
+        models = {each.key: numbered[each.number] for each in own if each.number in numbered}
+        self._check_shapes(models)
         return Fitted(
             receiver,
             state,
@@ -371,58 +365,55 @@ class _Fitting:
             differences=tuple(self._differences),
         )
 
-    def _paired(self, names: Sequence[str], renamed: Sequence[str]) -> Pairing:
-        target, common = self._target, {*renamed} & {*self._target.names}
+    def _new_name(self, parameter: Parameter) -> str:
+        return self._new_names.get(parameter.name, parameter.name)
+
+    def _paired(self) -> Pairing:
+        here, old = self._target.parameters, self._form.parameters
+        common = {*map(self._new_name, old)} & {each.name for each in here}
         in_order = (self._renames is not None or not common) and not self._is_sharded
-        is_by_shape = in_order and len(common) < len(target.names)
-        groups = [number for number, group in enumerate(self._groups) for _ in group.params or ()]
-        shape_of = self._shape_of if is_by_shape else lambda name, key: None
-        committed = [
-            Parameter(new, group, shape_of(name, key), key in self._entries)
-            for name, new, key, group in zip(names, renamed, self._keys, groups, strict=True)
-        ]
-        here = [
-            Parameter(name, shape=shape)
-            for name, shape in zip(target.names, target.shapes, strict=True)
-        ]
+        is_by_shape = in_order and len(common) < len(here)
+        self._parameters = [self._renamed(each, is_by_shape) for each in old]
         pairing = by_name(
-            committed, here, in_order=in_order, have_equal_options=self._have_equal_options
+            self._parameters,
+            here,
+            in_order=in_order,
+            have_equal_options=self._have_equal_options,
         )
+        found = None
         if pairing.contradicted:
             one, there = pairing.contradicted
-            self._differences.append(
-                Difference(
-                    "state",
-                    f"{one.name} of shape {list(one.shape or ())}",
-                    f"a parameter of shape {list(there.shape or ())} in its place, "
-                    f"{_known(target.names)}: {NEXT_STEP}",
-                )
+            found = (
+                f"{one.name} of shape {list(one.shape or ())}",
+                f"a parameter of shape {list(there.shape or ())} in its place, {_known(here)}",
             )
         elif pairing.unproven:
             names_alike = " and ".join(each.name for each in pairing.unproven)
-            self._differences.append(
-                Difference(
-                    "state",
-                    f"{names_alike} among its parameters, alike in shape",
-                    f"parameters {_known(target.names)}, so that their order cannot be proven: "
-                    f"{NEXT_STEP}",
-                )
+            found = (
+                f"{names_alike} among its parameters, alike in shape",
+                f"parameters {_known(here)}, so that their order cannot be proven",
             )
-        elif pairing.free and not any(target.names):
-            self._differences.append(
-                Difference(
-                    "state",
-                    f"{len(committed)} parameters ({_shown(names)})",
-                    f"{len(here)} without names: {NEXT_STEP}",
-                )
-            )
+        elif pairing.free and not any(each.name for each in here):
+            found = (f"{len(old)} parameters ({_shown(old)})", f"{len(here)} without names")
+        if found:
+            self._differences.append(Difference("state", found[0], f"{found[1]}: {NEXT_STEP}"))
         return pairing
+
+    def _renamed(self, parameter: Parameter, is_by_shape: bool) -> Parameter:
+        """A committed parameter under the name and the key that the target has for it, with its
+        shape where that decides."""
+        name, key = self._new_name(parameter), parameter.key
+        if self._renames and self._renames.are_in_state:
+            key = name
+        shape = self._shape_of(parameter.name, key) if is_by_shape else None
+        has_state, is_own = key in self._entries, parameter.has_own_options
+        return Parameter(parameter.number, key, name, parameter.group, shape, has_state, is_own)
 
     @property
     def _is_sharded(self) -> bool:
-        return any(isinstance(key, str) for key in self._target.keys)
+        return any(isinstance(each.key, str) for each in self._target.parameters)
 
-    def _shape_of(self, name: str, key: Any) -> Shape | None:
+    def _shape_of(self, name: str, key: int | str) -> Shape | None:
         """The shape of a committed parameter: as its module was committed, or as that of its
         moments."""
         shape = self._committed.shape_of(name)
@@ -441,10 +432,11 @@ class _Fitting:
             if name in _OF_PARAMETERS_SHAPE and isinstance(leaf, int) and kinds[leaf] == "tensor"
         ]
 
-    def _check_shapes(self, wanted: Mapping[Any, Shape | None]) -> None:
+    def _check_shapes(self, wanted: Mapping[int | str, Parameter]) -> None:
         """Refuse moments in another shape than that of the parameter that they would go to."""
         schema = self._committed.schema
-        for key, shape in wanted.items():
+        for key, parameter in wanted.items():
+            shape = parameter.shape
             for leaf in self._moments(key):
                 if shape is not None and schema.shapes[leaf] != shape:
                     there = f"{schema.dtypes[leaf]}{list(schema.shapes[leaf])}"
@@ -457,25 +449,26 @@ class _Fitting:
     ) -> tuple[list[Node], tuple[int, ...], list[str]]:
         """A node for each group of the target, the groups that keep their options, and parts that
         the commit has no options for."""
-        target, numbers = self._target, iter(range(len(self._form.names())))
-        committed = [[next(numbers) for _ in group.params or ()] for group in self._groups]
-        sources = sources_of(committed, target.groups, pairing.committed, self._have_equal_options)
-        foreign = self._foreign_groups(pairing)
+        target, pairs = self._target, pairing.pairs
+        empty = [group.number for group in self._groups if not group.parameters]
+        sources = sources_of(empty, target.groups, pairs, self._have_equal_options)
+        # Another rank had the options of some of their parameters.
+        foreign = sorted({there.group for one, there in pairs if not one.has_own_options})
         reason = self._why_groups_differ(sources, foreign, follower) if self._has_options else None
         if reason:
             self._differ(reason)
         lacking = sorted({*sources.conflicts, *foreign})
-        of_group = [
-            None if here in lacking else there for here, there in enumerate(sources.of_group)
-        ]
+        of_group = {
+            here: None if here in lacking else there for here, there in sources.of_group.items()
+        }
         nodes = [
             group_node(
                 Node("dict", (), ()) if there is None else self._groups[there].options,
-                [target.keys[n] for n in group],
+                [each.key for each in target.groups[here]],
             )
-            for group, there in zip(target.groups, of_group, strict=True)
+            for here, there in of_group.items()
         ]
-        kept = tuple(here for here, there in enumerate(of_group) if there is None)
+        kept = tuple(here for here, there in of_group.items() if there is None)
         return nodes, kept, [] if reason else [f"param_groups/{here}" for here in lacking]
 
     def _why_groups_differ(
@@ -483,7 +476,7 @@ class _Fitting:
     ) -> str | None:
         """Why the commit's groups do not fit the target's, with the next step; None if they do."""
         is_divided = self._form.is_divided
-        moved = any(there not in (None, here) for here, there in enumerate(sources.of_group))
+        moved = any(there not in (None, here) for here, there in sources.of_group.items())
         if moved and is_divided and (kind := follower()):
             return f"{kind} goes by the order of groups: give them in the order of the commit"
         if not self._strict:
@@ -503,36 +496,19 @@ class _Fitting:
 
     def _loses_options(self, sources: Sources) -> bool:
         """Whether nobody takes the options of a group, and it has no state that would be missed."""
-        keys = iter(self._keys)
-        own = [[next(keys) for _ in group.params or ()] for group in self._groups]
+        taken = {*sources.of_group.values()}
         return any(
-            number not in sources.of_group and group and self._entries.keys().isdisjoint(group)
-            for number, group in enumerate(own)
+            number not in taken and group and not any(each.has_state for each in group)
+            for number, group in by_group(self._parameters, len(self._groups)).items()
         )
-
-    def _foreign_groups(self, pairing: Pairing) -> list[int]:
-        """The target's groups with parameters whose options another rank had."""
-        is_known = [
-            group.own_names is None or name in group.own_names
-            for group in self._groups
-            for name in group.names or ()
-        ]
-        pairs = pairing.committed
-        return [
-            number
-            for number, group in enumerate(self._target.groups)
-            if not all(is_known[pairs[n]] for n in group if n in pairs)
-        ]
 
     @property
     def _has_options(self) -> bool:
         return any(group.options.children for group in self._groups)
 
-    def _have_equal_options(self, one: int | None, other: int | None) -> bool:
+    def _have_equal_options(self, one: int, other: int) -> bool:
         if one == other:
             return True
-        if one is None or other is None:
-            return False
         found = [self._content(self._groups[number].options) for number in (one, other)]
         return bool(found[0] == found[1])
 
@@ -542,18 +518,15 @@ class _Fitting:
             content = self._committed.content_of(node)
             schema = self._committed.schema
             return object() if content is None else (schema.dtypes[node], content)
-        children = tuple(map(self._content, node.children))
-        if node.keys is None:
-            return node.type, children
-        return node.type, dict(zip(map(str, node.keys), children, strict=True))
+        return node.type, {str(key): self._content(child) for key, child in node.items()}
 
     def _differ(self, reason: str) -> None:
         there = [self._described(group) for group in self._groups]
-        names = iter(self._target.names)
-        here = []
-        for group, options in zip(self._target.groups, self._target.options, strict=True):
-            own = [next(names) for _ in group]
-            here.append((own if all(own) else [f"{len(own)} parameters"], dict(options)))
+        target = self._target
+        here = [
+            (_shown(group), dict(target.options.get(number, {})))
+            for number, group in target.groups.items()
+        ]
         shown = {
             key
             for sides in (there, here)
@@ -569,7 +542,7 @@ class _Fitting:
             )
         )
 
-    def _described(self, group: Group) -> tuple[list[str], dict[str, Any]]:
+    def _described(self, group: Group) -> tuple[str, dict[str, Any]]:
         """The names and the plain options of a group, as far as they can be had without tensors."""
         options = {}
         for key, leaf in group.options.items():
@@ -577,28 +550,30 @@ class _Fitting:
                 data = self._committed.value_of(leaf)
                 if data is not None:
                     options[str(key)] = values.decode_leaf(data)
-        count = "?" if group.params is None else len(group.params)
-        return list(group.names or [f"{count} parameters"]), options
+        return "? parameters" if group.parameters is None else _shown(group.parameters), options
 
 
-def _listed_groups(
-    groups: Sequence[tuple[Sequence[str], Mapping[str, Any]]], shown: set[str]
-) -> str:
+def _listed_groups(groups: Sequence[tuple[str, Mapping[str, Any]]], shown: set[str]) -> str:
     found = []
-    for number, (names, options) in enumerate(groups[:_SHOWN]):
+    for number, (parameters, options) in enumerate(groups[:_SHOWN]):
         own = "".join(f", {key}={value!r:.40}" for key, value in options.items() if key in shown)
-        found.append(f"{number}: {_shown(names)}{own}")
+        found.append(f"{number}: {parameters}{own}")
     more = "; …" if len(groups) > _SHOWN else ""
     return f"{len(groups)} group{'s' * (len(groups) != 1)} ({'; '.join(found)}{more})"
 
 
-def _shown(names: Sequence[str]) -> str:
+def _shown(parameters: Sequence[Parameter]) -> str:
+    """The names of the first few, or how many there are if they have none."""
+    names = [each.name for each in parameters if each.name]
+    if not names or len(names) < len(parameters):
+        return f"{len(parameters)} parameters"
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _known(names: Sequence[str]) -> str:
-    return f"of other names ({_shown(names)})" if any(names) else "without names"
+def _known(parameters: Sequence[Parameter]) -> str:
+    are_named = any(each.name for each in parameters)
+    return f"of other names ({_shown(parameters)})" if are_named else "without names"
 
 
 def _is_plain(key: Any) -> bool:
@@ -606,13 +581,11 @@ def _is_plain(key: Any) -> bool:
     return isinstance(key, int | str)
 
 
-def _models(
-    state: Node | None, models: Mapping[Any, torch.Tensor | None]
-) -> dict[int, torch.Tensor]:
+def _models(state: Node | None, models: Mapping[int | str, Parameter]) -> dict[int, torch.Tensor]:
     """The parameter of each leaf."""
     return {
-        leaf: model
+        leaf: models[key].tensor
         for key, child in (state.items() if state is not None else ())
-        if _is_plain(key) and (model := models.get(key)) is not None
+        if _is_plain(key) and key in models and models[key].tensor is not None
         for leaf in leaves_of(child)
     }

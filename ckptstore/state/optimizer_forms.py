@@ -9,9 +9,9 @@ of the optimizer's own, which only its `load_state_dict` understands. Only skele
 values are read here, no tensors.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any, TypeAlias, TypeGuard
 
 from ckptstore.core.forks import cached_property
@@ -19,6 +19,7 @@ from ckptstore.core.model import Node, Schema, Shape
 from ckptstore.state import containers, values
 from ckptstore.state.containers import LEFT_OUT
 from ckptstore.state.leaf_sources import NAMES, unescape
+from ckptstore.state.parameter_matching import Parameter
 
 _FLAT_MEMORY = ("_fsdp_wrapped_module", "_flat_param")
 """Parts of the names of FSDP1's flat memory, which a process that commits alone has."""
@@ -27,6 +28,10 @@ OWN_NAMES = "own"
 """The attribute of a group's names, as one rank sees it, that has the names which this rank had."""
 
 _STATE, _GROUPS = "state", "param_groups"
+_PARAMETERS = ("params", "param_names")
+
+_DEPTHS = (1, 0)
+"""Where parameters are named: in one module, and in the application state, if there are several."""
 
 ValueOf: TypeAlias = Callable[[int], bytes | None]
 """The bytes of a value leaf, or None if they cannot be had now."""
@@ -34,14 +39,12 @@ ValueOf: TypeAlias = Callable[[int], bytes | None]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group of parameters in a commit. `params` are the keys of its parameters in the state, or
-    None if they are not known; `names` are theirs in the modules, if the commit has any. `options`
-    has everything else. Where ranks had different ones, they are those of `own_names` only."""
+    """A group in a commit: its number, its parameters, None if they are not known, and everything
+    else."""
 
-    params: tuple[int | str, ...] | None
-    names: tuple[str, ...] | None
+    number: int
+    parameters: tuple[Parameter, ...] | None
     options: Node
-    own_names: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +60,24 @@ class Form:
     @property
     def is_named(self) -> bool:
         """Whether the commit says which name each parameter has."""
-        return self.groups is not None and all(group.names is not None for group in self.groups)
+        are_known = all(group.parameters is not None for group in self.groups or ())
+        are_named = all(each.name for each in self.parameters)
+        return self.groups is not None and are_known and are_named
 
     @property
     def is_numbered(self) -> bool:
         """Whether the state is under numbers, whatever names the optimizer was given."""
-        params = [key for group in self.groups or () for key in group.params or ()]
-        return all(type(key) is int for key in params)
+        return all(type(each.key) is int for each in self.parameters)
 
-    def names(self) -> list[str]:
-        """The names of the parameters, in their order."""
-        return [name for group in self.groups or () for name in group.names or ()]
+    @property
+    def parameters(self) -> list[Parameter]:
+        """The parameters of all groups that are known."""
+        return [each for group in self.groups or () for each in group.parameters or ()]
 
     def is_flat_memory(self) -> bool:
         """Whether some names are those of FSDP1's flat memory."""
-        names = (*map(str, self.state.keys or () if self.state else ()), *self.names())
+        keys = self.state.keys or () if self.state else ()
+        names = map(str, (*keys, *(each.name for each in self.parameters)))
         return any(part in name for name in names for part in _FLAT_MEMORY)
 
     def arranged(self, state: Node | None, groups: Sequence[Node]) -> Node:
@@ -101,25 +107,33 @@ def form_of(skeleton: Node | int, value_of: ValueOf) -> Form | None:
         return None
     if not all(map(_is_group, listed.children)):
         return None
-    groups = tuple(_group(_node(child), value_of) for child in listed.children)
-    return Form(skeleton, state, groups)
+    return Form(skeleton, state, tuple(_groups(listed, value_of)))
 
 
 def _is_group(node: Node | int) -> bool:
     return isinstance(node, Node) and (node is LEFT_OUT or node.keys is not None)
 
 
-def _group(node: Node, value_of: ValueOf) -> Group:
-    if node is LEFT_OUT:
-        return Group(None, None, Node("dict", (), ()))
-    parts = texts_of(node)
-    params = _listed(parts.get("params"), value_of)
-    is_text = params is not None and all(type(key) is str for key in params)
-    names = params if is_text else _listed(parts.get("param_names"), value_of)
-    if names is not None and (params is None or len(names) != len(params)):
-        names = None
-    options = node.filtered(lambda key, child: key not in ("params", "param_names"))
-    return Group(params, names, options, _own_names(parts.get("params")))
+def _groups(listed: Node, value_of: ValueOf) -> Iterator[Group]:
+    first = 0
+    for number, node in listed.items():
+        if isinstance(node, int) or node is LEFT_OUT:
+            yield Group(number, None, _mapping({}))
+            continue
+        parts = texts_of(node)
+        options = node.filtered(lambda key, child: key not in _PARAMETERS)
+        keys, parameters = _listed(parts.get("params"), value_of), None
+        if keys is not None:
+            is_text = all(type(key) is str for key in keys)
+            given = keys if is_text else _listed(parts.get("param_names"), value_of) or ()
+            names = given if len(given) == len(keys) else ("",) * len(keys)
+            own = _own_names(parts.get("params"))
+            parameters = tuple(
+                Parameter(n, key, name, number, has_own_options=own is None or name in own)
+                for n, (key, name) in enumerate(zip(keys, names, strict=True), first)
+            )
+            first += len(keys)
+        yield Group(number, parameters, options)
 
 
 def _own_names(node: Node | int | None) -> frozenset[str] | None:
@@ -152,7 +166,8 @@ def _flat_form(skeleton: Node, parts: Mapping[str, Node | int]) -> Form | None:
     state = _mapping({name: _mapping(entry) for name, entry in found[_STATE].items()})
     names = dict.fromkeys((*found[_GROUPS], *found[_STATE]))
     groups = tuple(
-        Group((name,), (name,), _mapping(found[_GROUPS].get(name, {}))) for name in names
+        Group(n, (Parameter(n, name, name, n),), _mapping(found[_GROUPS].get(name, {})))
+        for n, name in enumerate(names)
     )
     return Form(skeleton, state, groups, is_divided=False)
 
@@ -166,11 +181,6 @@ def _mapping(items: Mapping[str, Node | int]) -> Node:
     return Node("dict", tuple(items.values()), tuple(items))
 
 
-def _node(node: Node | int) -> Node:
-    assert isinstance(node, Node)
-    return node
-
-
 def _is_names(node: Node | int | None) -> TypeGuard[Node]:
     return isinstance(node, Node) and node.type == NAMES
 
@@ -180,9 +190,7 @@ def group_node(options: Node, params: Sequence[int | str]) -> Node:
     optimizer was given the target knows itself."""
     listed = containers.attribute(list(params), "the numbers of parameters")
     own = Node(NAMES, (), None, (("names", listed),))
-    return replace(
-        options, children=(*options.children, own), keys=(*(options.keys or ()), "params")
-    )
+    return options.of([*options.items(), ("params", own)])
 
 
 def is_named(skeleton: Node | int) -> bool:
@@ -201,13 +209,11 @@ def unnamed(skeleton: Node | int) -> Node | int:
     form = form_of(skeleton, lambda leaf: None)
     if form is None or form.state is None or not _has_names(form.state):
         return skeleton
-    numbers = {name: number for number, name in enumerate(form.names())}
+    numbers = {each.name: each.number for each in form.parameters}
     keys = tuple(numbers.get(str(key), key) for key in form.state.keys or ())
-    groups = form.groups or ()
-    firsts = accumulate((len(group.params or ()) for group in groups), initial=0)
     numbered = [
-        group_node(group.options, range(first, first + len(group.params or ())))
-        for group, first in zip(groups, firsts, strict=False)
+        group_node(group.options, [each.number for each in group.parameters or ()])
+        for group in form.groups or ()
     ]
     return form.arranged(replace(form.state, type="dict", keys=keys), numbered)
 
@@ -222,12 +228,10 @@ def with_names(node: Node, narrowed: Node) -> Node:
     if not _has_names(state) and {*map(type, state.keys or ())} != {str}:
         return narrowed
     some = texts_of(narrowed).get(_GROUPS)
-    there = some.children if isinstance(some, Node) else (None,) * len(listed.children)
-    groups = replace(listed, children=tuple(map(_with_names, listed.children, there)))
+    left = dict(some.items()) if isinstance(some, Node) else {}
+    groups = tuple(_with_names(group, left.get(number)) for number, group in listed.items())
     others = narrowed.filtered(lambda key, child: key != _GROUPS)
-    return replace(
-        others, children=(*others.children, groups), keys=(*(others.keys or ()), _GROUPS)
-    )
+    return others.of([*others.items(), (_GROUPS, replace(listed, children=groups))])
 
 
 def _with_names(group: Node | int, left: Node | int | None) -> Node | int:
@@ -251,9 +255,8 @@ class ShapesByName:
         found: dict[str, set[Shape]] = {}
         for schema in self._schemas:
             for path, kind, shape in zip(schema.paths, schema.kinds, schema.shapes, strict=True):
-                if kind == "tensor":
-                    for name in _names_of(path):
-                        found.setdefault(name, set()).add(shape)
+                for depth in _DEPTHS if kind == "tensor" else ():
+                    found.setdefault(_name_of(path, depth), set()).add(shape)
         return found
 
     def __call__(self, name: str) -> Shape | None:
@@ -261,10 +264,9 @@ class ShapesByName:
         return next(iter(shapes)) if len(shapes) == 1 else None
 
 
-def _names_of(path: str) -> tuple[str, str]:
-    """The names that a parameter under `path` may have: in one module, and in one of several."""
-    segments = list(map(unescape, path.split("/")))
-    return ".".join(segments[1:]), ".".join(segments)
+def _name_of(path: str, depth: int) -> str:
+    """The name of a parameter under `path` in what lies so many segments deep."""
+    return ".".join(map(unescape, path.split("/")[depth:]))
 
 
 def new_names(paths: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -272,8 +274,8 @@ def new_names(paths: Iterable[tuple[str, str]]) -> dict[str, str]:
     in one of several. A name that would get two is left out."""
     found: dict[str, set[str]] = {}
     for old, new in paths:
-        for before, after in zip(_names_of(old), _names_of(new), strict=True):
-            found.setdefault(before, set()).add(after)
+        for depth in _DEPTHS:
+            found.setdefault(_name_of(old, depth), set()).add(_name_of(new, depth))
     return {name: news.pop() for name, news in found.items() if len(news) == 1}
 
 
@@ -286,5 +288,5 @@ def own_new_names(paths: Iterable[tuple[str, str]]) -> dict[str, str]:
 def _name_in(path: str) -> str | None:
     """The parameter's name in the path of a leaf of its state."""
     segments = path.split("/")
-    pairs = zip(segments, segments[1:], strict=False)
+    pairs = pairwise(segments)
     return next((unescape(name) for before, name in pairs if before == _STATE), None)

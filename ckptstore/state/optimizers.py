@@ -11,13 +11,14 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from ckptstore.core.forks import cached_property
+from ckptstore.core.identity import IdentityDict
 from ckptstore.state.containers import Named, Names
 from ckptstore.state.stateful import (
     found_in,
@@ -47,11 +48,11 @@ class ParameterNames:
         self._app_state = app_state
 
     @cached_property
-    def _found(self) -> dict[int, _Found]:
-        found: dict[int, _Found] = {}
+    def _found(self) -> IdentityDict[torch.Tensor, _Found]:
+        found: IdentityDict[torch.Tensor, _Found] = IdentityDict()
         for keys, module in found_in(self._app_state, _is_module):
             for name, parameter in named_parameters_of(module):
-                found.setdefault(id(parameter), _Found(".".join(map(str, keys)), name))
+                found.setdefault(parameter, _Found(".".join(map(str, keys)), name))
         return found
 
     def sharded(self, optimizer: Optimizer) -> "ShardedOptimizer | None":
@@ -60,11 +61,11 @@ class ParameterNames:
         wrapper = getattr(sys.modules.get(_FSDP1), "FullyShardedDataParallel", None)
         if wrapper is None:  # whoever has such a module has imported its file
             return None
-        stepped = set(map(id, parameters_of(optimizer)))
         for _, module in found_in(self._app_state, _is_module):
             groups = (each.process_group for each in module.modules() if isinstance(each, wrapper))
             group = next(groups, None)
-            if group is not None and stepped <= {id(each) for each in module.parameters()}:
+            own = IdentityDict((each, True) for each in module.parameters())
+            if group is not None and all(each in own for each in parameters_of(optimizer)):
                 return ShardedOptimizer(module, optimizer, group)
         return None
 
@@ -79,23 +80,18 @@ class ParameterNames:
                 return type(value).__qualname__
         return None
 
-    def of(self, optimizer: Optimizer) -> list[list[str]] | None:
-        """The names of the parameters, group by group: with the module's place in front where they
-        are of several modules.
+    def of(self, optimizer: Optimizer) -> IdentityDict[torch.Tensor, str] | None:
+        """The name of each parameter: with the module's place in front where they are of several
+        modules.
 
         None if a parameter is in no module, or two have one name.
         """
-        found = [
-            [self._found.get(id(parameter)) for parameter in group["params"]]
-            for group in optimizer.param_groups
-        ]
-        several = len({each.module for each in chain.from_iterable(found) if each}) > 1
-        names = [
-            [f"{each.module}.{each.name}" if several else each.name for each in group if each]
-            for group in found
-        ]
-        flat = list(chain.from_iterable(names))
-        return names if len(flat) == sum(map(len, found)) == len(set(flat)) else None
+        parameters = parameters_of(optimizer)
+        found = [(each, self._found[each]) for each in parameters if each in self._found]
+        several = len({place.module for _, place in found}) > 1
+        names = [(each, f"{m}.{name}" if several else name) for each, (m, name) in found]
+        is_whole = len(found) == len(parameters) == len({name for _, name in names})
+        return IdentityDict(names) if is_whole else None
 
 
 def named_state(optimizer: Optimizer, names: ParameterNames, *, ranks: bool = False) -> Any:
@@ -109,18 +105,21 @@ def named_state(optimizer: Optimizer, names: ParameterNames, *, ranks: bool = Fa
     if sharded is not None and (ranks or sharded.ranks == 1):
         return sharded.state_dict()
     state = optimizer.state_dict()
-    groups = names.of(optimizer)
-    if groups is None or not _is_numbered(state, groups):
+    found = names.of(optimizer)
+    if found is None:
         return state
-    flat = [name for group in groups for name in group]
+    by_number = {number: found[each] for number, each in enumerate(parameters_of(optimizer))}
+    if not _is_numbered(state, optimizer, by_number):
+        return state
     return {
         **state,
         "state": Named(
-            (flat[key] if type(key) is int else key, value) for key, value in state["state"].items()
+            (by_number[key] if type(key) is int else key, value)
+            for key, value in state["state"].items()
         ),
         "param_groups": [
-            _named_group(group, own)
-            for group, own in zip(state["param_groups"], groups, strict=True)
+            _named_group(group, [by_number[number] for number in group["params"]])
+            for group in state["param_groups"]
         ],
     }
 
@@ -137,20 +136,21 @@ def _named_group(group: Mapping[str, Any], names: Sequence[str]) -> dict[str, An
     return {**group, **more, "params": Names(names)}
 
 
-def _is_numbered(state: Any, groups: Sequence[Sequence[str]]) -> bool:
+def _is_numbered(state: Any, optimizer: Optimizer, names: Mapping[int, str]) -> bool:
     """Whether a state dict has the form that torch gives it, numbering all parameters in order."""
     if (
         type(state) is not dict
         or type(state.get("state")) is not dict
         or type(state.get("param_groups")) is not list
+        or not all(type(group) is dict for group in state["param_groups"])
     ):
         return False
-    numbers = iter(range(sum(map(len, groups))))
-    wanted = [list(islice(numbers, len(group))) for group in groups]
-    given = [each.get("params", ()) for each in state["param_groups"] if type(each) is dict]
-    names = set(chain.from_iterable(groups))
-    return list(map(list, given)) == wanted and all(
-        0 <= key < len(names) if type(key) is int else key not in names for key in state["state"]
+    given = [list(group.get("params", ())) for group in state["param_groups"]]
+    taken = set(names.values())
+    return (
+        list(map(len, given)) == [len(group["params"]) for group in optimizer.param_groups]
+        and list(chain.from_iterable(given)) == list(names)
+        and all(key in names if type(key) is int else key not in taken for key in state["state"])
     )
 
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.core.model import Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
-from ckptstore.state import containers, values
+from ckptstore.state.codecs import containers, values
 from ckptstore.state.containers import LEFT_OUT
-from ckptstore.state.leaf_sources import paths_below, segment, unescape
+from ckptstore.state.leaf_sources import rows, segment, unescape
 from ckptstore.state.optimizer_forms import with_names
 
 Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str]"
@@ -147,8 +147,8 @@ def _units(
             node, tuple(path.split("/")), _renamed(schema, node, path, above, rename), above
         )
         return
-    for (key, child), name in zip(inner.items(), paths_below(inner, path), strict=True):
-        yield from _units(schema, child, name, (*above, _Above(inner, wrappers, key)), rename)
+    for child, below, key in rows(inner, path):
+        yield from _units(schema, child, below, (*above, _Above(inner, wrappers, key)), rename)
 
 
 def _renamed(
@@ -261,8 +261,8 @@ def _narrow(
         found = (path, *(schema.paths[leaf] for leaf in leaves_of(node)))
         return node if any(map(is_selected, found)) else LEFT_OUT
     children = tuple(
-        _narrow(schema, child, name, is_selected, completed)
-        for child, name in zip(node.children, paths_below(node, path), strict=True)
+        _narrow(schema, child, below, is_selected, completed)
+        for child, below, _ in rows(node, path)
     )
     if all(child is LEFT_OUT for child in children):
         return node if not children and is_selected(path) else LEFT_OUT

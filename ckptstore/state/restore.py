@@ -18,10 +18,17 @@ from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Node, Schema, leaves_of, nodes_of
 from ckptstore.core.process import uncollected
 from ckptstore.errors import CkptStoreError, InvalidInput
-from ckptstore.state import containers, tensors, values
+from ckptstore.state import tensors
+from ckptstore.state.codecs import containers, values
 from ckptstore.state.containers import LEFT_OUT
-from ckptstore.state.inflate import Inflater, counterparts, decode_leaf, keys_of, refuse_pickles
-from ckptstore.state.leaf_sources import paths_below, segment, segments
+from ckptstore.state.inflate import (
+    Inflater,
+    children_of,
+    counterparts,
+    decode_leaf,
+    refuse_pickles,
+)
+from ckptstore.state.leaf_sources import rows, segment, segments, walk
 from ckptstore.state.match_target import ContentOf, Landing, Matching, Mismatch, TensorMatch
 from ckptstore.state.optimizer_fit import Committed, Difference, Fitted, fit, scaler_difference
 from ckptstore.state.optimizer_forms import ValueOf
@@ -182,21 +189,20 @@ class Binding(Inflater):
         state, adapting = state_now(module), own_loading(module)
         if state is None:
             return node
-        keys = keys_of(node, self._classes)
-        lacking, taken = state.keys() - keys, {*keys} & state.keys()
+        keys = children_of(node, self._classes)
+        lacking, taken = state.keys() - keys.keys(), keys.keys() & state.keys()
         for name in state if lacking and not self._matching.partial else ():
             if name in lacking and not name.startswith(adapting):
                 self.missing.append(f"{path}/{segment(name)}")
         if len(taken) < len(keys):
             taken |= {key for key in keys if str(key).startswith(adapting)}
-            for key, child in zip(keys, node.children, strict=True):
+            for key, child in keys.items():
                 if key not in taken:
                     self._leave_out(child, _below(path, key))
             node = node.filtered(lambda key, child: values.decode_key(key, self._classes) in taken)
-        below = dict(zip(keys_of(node, self._classes), node.children, strict=True))
         for name in extra_states(module, taken & state.keys()):
             # Its class alone decides what fits; objects in it are the target's own.
-            if self._is_whole(node, name, path) and not _has_objects(below[name]):
+            if self._is_whole(node, name, path) and not _has_objects(keys[name]):
                 self._handed_over.setdefault(module, []).append(name)
                 del state[name]
         self._pair_items(node, state, path, report=True)
@@ -206,7 +212,7 @@ class Binding(Inflater):
         """Whether all leaves of the commit under `name` are in `node`."""
         if not self._matching.partial or not isinstance(node, Node):
             return True
-        children = dict(zip(keys_of(node, self._classes), node.children, strict=True))
+        children = children_of(node, self._classes)
         below = f"{path}/{segment(name)}"
         every = [each for each in self._schema.paths if f"{each}/".startswith(f"{below}/")]
         return len(every) == len([*leaves_of(children[name])])
@@ -257,7 +263,7 @@ class Binding(Inflater):
                     "no object with load_state_dict there; make it before the restore",
                 )
             within_state |= receiver is not None and not isinstance(receiver, StateDict)
-        for child, below in zip(node.children, paths_below(node, path), strict=True):
+        for child, below, _ in rows(node, path):
             self._check_objects(child, below, within_state=within_state)
 
     def _leave_out(self, node: Node | int, path: str) -> None:
@@ -281,9 +287,9 @@ class Binding(Inflater):
     def _pair_children(self, node: Node, target: Any, path: str, report: bool) -> None:
         partial = self._matching.partial
         if report and not partial and isinstance(target, dict) and node.keys is not None:
-            known = set(keys_of(node, self._classes))
+            known = children_of(node, self._classes)
             # Values that are no tensors are not reported.
-            for key, value in target.items() if target.keys() - known else ():
+            for key, value in target.items() if target.keys() - known.keys() else ():
                 if key not in known:
                     found = found_in(value, _is_reported, (key,))
                     self.missing.extend(reduce(_below, keys, path) for keys, _ in found)
@@ -298,24 +304,27 @@ class Binding(Inflater):
     @uncollected()
     def _pair_items(self, node: Node, target: Any, path: str, *, report: bool) -> None:
         there = counterparts(node, target, self._classes)
+        paths = self._schema.paths
+        if node.keys is None or set(map(type, node.children)) != {int}:
+            items = [(child, at, there(key)) for child, at, key in rows(node, path)]
+        else:  # by far the most: leaves, which have their paths
+            own: Any = zip(node.keys, node.children, strict=True)
+            items = [(leaf, paths[leaf], there(key)) for key, leaf in own]
         if report:
-            self._hold_items(node, there, path)
-        names = range(len(node.children)) if node.keys is None else segments(node.keys)
-        for child, below, name in zip(node.children, there, names, strict=True):
+            self._hold_items(items)
+        for child, at, below in items:
             if isinstance(child, int):  # by far the most
                 if isinstance(below, torch.Tensor):
                     self._tensors.pair(child, below, self._schema.paths[child], report=report)
             elif below is not None or self._matching.partial:
-                self._pair(child, below, f"{path}/{name}", report=report)
+                self._pair(child, below, at, report=report)
 
-    def _hold_items(self, node: Node, there: Sequence[Any], path: str) -> None:
+    def _hold_items(self, items: Sequence[tuple[Node | int, str, Any]]) -> None:
         """Look at the items of a plain container that are filled in place."""
-        if not any(issubclass(kind, _FILLED) for kind in set(map(type, there))):
-            return
-        names = range(len(node.children)) if node.keys is None else segments(node.keys)
-        for child, below, name in zip(node.children, there, names, strict=True):
+        kinds = {type(below) for _, _, below in items}
+        for child, at, below in items if any(issubclass(kind, _FILLED) for kind in kinds) else ():
             if isinstance(below, _FILLED) and not is_stateful(below):
-                self._tensors.hold(child, below, f"{path}/{name}")
+                self._tensors.hold(child, below, at)
 
     def receive(self, content: Mapping[int, bytes]) -> None:
         """Take the bytes of `wanted_bytes`. Changes nothing of the target. Raises `InvalidInput`
@@ -353,13 +362,13 @@ class Binding(Inflater):
 
     def replaced_paths(self, key: str) -> list[str]:
         """The paths whose objects could not be filled by `finish`: new ones stand there now."""
+        if not self.replaced:
+            return []
         leaves = {node for node in self.replaced if isinstance(node, int)}
-        nodes: IdentityDict[Node, bool] = IdentityDict()
-        for node in self.replaced:
-            if isinstance(node, Node):
-                nodes[node] = True
+        nodes = IdentityDict((node, True) for node in self.replaced if isinstance(node, Node))
         found = [self._schema.paths[leaf] for leaf in sorted(leaves)]
-        return found + list(_paths_of(self._schema.skeleton, segment(key), nodes))
+        below = walk(self._schema.skeleton, segment(key)) if len(nodes) else ()
+        return found + [path for node, path in below if node in nodes]
 
     def _receiver(self, node: Node, target: Any) -> Any:
         return self._objects.get(node, target)
@@ -381,7 +390,7 @@ class Binding(Inflater):
             state = self._within(node, state)
             del self.replaced[noted:]  # what is in a state, its object takes from there
         if self._streams and isinstance(target, RNGState) and isinstance(node, Node):
-            children = zip(keys_of(node, self._classes), node.children, strict=True)
+            children = children_of(node, self._classes).items()
             new = [key for key, child in children if self._streams.leaves & {*leaves_of(child)}]
             state = reseeded(state, new, self._streams.seed)
         try:
@@ -423,15 +432,6 @@ def places_in(
 
 def _has_objects(node: Node | int) -> bool:
     return any(each.type == "stateful" for each in nodes_of(node))
-
-
-def _paths_of(node: Node | int, path: str, wanted: IdentityDict[Node, bool]) -> Iterator[str]:
-    if not wanted or isinstance(node, int):
-        return
-    if node in wanted:
-        yield path
-    for child, below in zip(node.children, paths_below(node, path), strict=True):
-        yield from _paths_of(child, below, wanted)
 
 
 def _has_places(node: Node, target: Any) -> bool:

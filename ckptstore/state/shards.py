@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate, chain, product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors
@@ -275,19 +276,22 @@ def rank_part(shape: Shape, cuts: Sequence[Cut]) -> RankPart:
     runs = [[range(n)] for n in shape]
     for cut in cuts:
         runs[cut.dim] = _cut(runs[cut.dim], cut)
-    lengths_of = [list(map(len, found)) for found in runs]
-    # each run with where it begins in the rank's own tensor
-    placed = [
-        list(zip(found, accumulate(lengths, initial=0), strict=False))
-        for found, lengths in zip(runs, lengths_of, strict=True)
-    ]
     boxes, local = [], []
-    for chosen in product(*placed):
+    for chosen in product(*map(_placed_runs, runs)):
         lengths = tuple(len(run) for run, _ in chosen)
         if 0 not in lengths:
             boxes.append(Box(tuple(run.start for run, _ in chosen), lengths))
             local.append(Box(tuple(at for _, at in chosen), lengths))
-    return RankPart(tuple(map(sum, lengths_of)), tuple(boxes), tuple(local))
+    own_shape = tuple(sum(map(len, found)) for found in runs)
+    return RankPart(own_shape, tuple(boxes), tuple(local))
+
+
+def _placed_runs(runs: Sequence[range]) -> Iterator[tuple[range, int]]:
+    """Each run with where it begins in the rank's own tensor."""
+    start = 0
+    for run in runs:
+        yield run, start
+        start += len(run)
 
 
 def _cut(runs: Sequence[range], cut: Cut) -> list[range]:
@@ -351,7 +355,7 @@ class _Replicas:
     and the parameters themselves, by identity."""
 
     memory: dict[int, Mark] = field(default_factory=dict)
-    parameters: set[int] = field(default_factory=set)
+    parameters: IdentityDict[Any, bool] = field(default_factory=IdentityDict)
 
 
 def _replicas(values: Iterable[Any]) -> _Replicas:
@@ -359,7 +363,7 @@ def _replicas(values: Iterable[Any]) -> _Replicas:
     for module in chain.from_iterable(map(_parallel_in, values)):
         for name, parameter in module.module.named_parameters():
             if name not in module.parameters_to_ignore:
-                known.parameters.add(id(parameter))
+                known.parameters[parameter] = True
                 known.memory.setdefault(parameter.data_ptr(), "replica")
         for buffer in module.module.buffers() if module.broadcast_buffers else ():
             known.memory[buffer.data_ptr()] = "lead"
@@ -380,7 +384,7 @@ def _marks(value: Any, flat: FlatState, known: _Replicas, globs: Globs) -> dict[
     if isinstance(value, torch.optim.Optimizer):
         if not is_named(flat.schema.skeleton):
             marks.update((i, "numbered") for i in flat.held)
-        if known.parameters.issuperset(map(id, parameters_of(value))):
+        if all(each in known.parameters for each in parameters_of(value)):
             marks.update(
                 (i, "replica")
                 for i, kind in enumerate(flat.schema.kinds)

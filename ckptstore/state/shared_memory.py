@@ -77,28 +77,29 @@ def is_shared(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(other.any())
 
 
-def overwritten(group: Sequence[Place], contents: Sequence[torch.Tensor]) -> list[Place]:
-    """The places that would not have their content after all of `contents`, contiguous tensors on
-    the CPU, were written to memory that is shared as that of `group` is."""
-    spans = [_span(place.tensor) for place in group]
+def overwritten(group: Sequence[tuple[Place, torch.Tensor]]) -> list[Place]:
+    """The places that would not have their content, a contiguous tensor on the CPU, after all
+    contents were written to memory that is shared as that of the places is."""
+    spans = [_span(place.tensor) for place, _ in group]
     first = min(start for start, _ in spans) // _ALIGNMENT * _ALIGNMENT
     scratch = tensors.new((max(stop for _, stop in spans) - first,), torch.uint8)
-    views = [
-        tensors.over(
+
+    def view_of(tensor: torch.Tensor) -> torch.Tensor:
+        start, _ = _span(tensor)
+        return tensors.over(
             scratch.untyped_storage(),
-            place.tensor.dtype,
-            (start - first) // place.tensor.itemsize,
-            tuple(place.tensor.shape),
-            place.tensor.stride(),
+            tensor.dtype,
+            (start - first) // tensor.itemsize,
+            tuple(tensor.shape),
+            tensor.stride(),
         )
-        for place, (start, _) in zip(group, spans, strict=True)
-    ]
-    for view, content in zip(views, contents, strict=True):
-        tensors.write_range(view, 0, tensors.memory_of(content))
+
+    for place, content in group:
+        tensors.write_range(view_of(place.tensor), 0, tensors.memory_of(content))
     found = []
-    for place, view, content in zip(group, views, contents, strict=True):
+    for place, content in group:
         there = bytearray(content.nbytes)
-        tensors.read_range(view, 0, len(there), memoryview(there))
+        tensors.read_range(view_of(place.tensor), 0, len(there), memoryview(there))
         if there != tensors.memory_of(content):
             found.append(place)
     return found

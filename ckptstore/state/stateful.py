@@ -161,11 +161,9 @@ class RNGState:
             import numpy as np
 
             np.random.set_state(state_dict["numpy"])
-        for device, state in zip(
-            range(torch.cuda.device_count() if "cuda" in state_dict else 0),
-            state_dict.get("cuda", ()),
-            strict=False,
-        ):
+        of_devices = state_dict.get("cuda", ())
+        present = torch.cuda.device_count() if of_devices else 0
+        for device, state in enumerate(of_devices[:present]):
             with suppress(RuntimeError):  # a forked child cannot use CUDA
                 torch.cuda.init()  # or torch would seed the generators after what is set here
             torch.cuda.set_rng_state(state, device)
@@ -334,7 +332,8 @@ def _in_own_dtype(loaded: Any, saved: Any, name: Any) -> Any:
         for key in saved.keys() & loaded.keys():
             loaded[key] = _in_own_dtype(loaded[key], saved[key], key)
     elif type(saved) in (list, tuple) and type(loaded) is type(saved):
-        return type(saved)(_in_own_dtype(a, b, name) for a, b in zip(loaded, saved, strict=True))
+        there = dict(items_of(saved))
+        return type(saved)(_in_own_dtype(each, there[n], name) for n, each in items_of(loaded))
     return loaded
 
 

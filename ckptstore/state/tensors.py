@@ -532,8 +532,8 @@ def _differ_in_range(old: torch.dtype, new: torch.dtype) -> bool:
 def narrows_range(old: torch.dtype, new: torch.dtype) -> bool:
     """Whether finite values of `old` may lie beyond the range of `new`, or become zero there."""
     before, after = torch.finfo(old), torch.finfo(new)
-    least = (each.smallest_normal * each.eps for each in (before, after))
-    return before.max > _range_of(new) or next(least) < next(least)
+    least, new_least = (each.smallest_normal * each.eps for each in (before, after))
+    return before.max > _range_of(new) or least < new_least
 
 
 class Losses:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from enum import Enum, Flag
 from fractions import Fraction
-from functools import cache, partial
-from importlib import import_module
+from functools import partial
 from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any, Final, NamedTuple, TypeAlias
 from uuid import UUID
@@ -92,8 +91,6 @@ def decode_value(encoded: Any, classes: Classes = no_classes) -> Any:
         )
     tag, *payload = encoded
     if tag not in _DECODERS:
-        load_codecs()
-    if tag not in _DECODERS:
         raise Corrupt(
             f"unknown tag {tag[:40]!r} in a value; written by a newer ckptstore, or damaged: run "
             "`ckptstore fsck`"
@@ -147,14 +144,6 @@ def decode_key(encoded: Any, classes: Classes = no_classes) -> Any:
     return key
 
 
-@cache
-def load_codecs() -> None:
-    """Register the types of `composites` and `arrays`, which import this file: called for the first
-    type or name that is not known without them."""
-    import_module("ckptstore.state.composites")
-    import_module("ckptstore.state.arrays")
-
-
 def add_codec(
     cls: type, tag: str, encode: Callable[[Any], Iterable[Any] | None], decode: Callable[..., Any]
 ) -> None:
@@ -199,8 +188,7 @@ def _find_encoder(cls: type) -> tuple[str, _Encode]:
         return "registered", _encode_registered
     if issubclass(cls, Enum):
         return ("flag", _encode_flag) if issubclass(cls, Flag) else ("enum", _encode_enum)
-    load_codecs()
-    return _ENCODERS.get(cls, ("", lambda value, room: None))
+    return "", lambda value, room: None
 
 
 def _encode_items(items: Iterable[Any], room: _Room) -> list[Any] | None:

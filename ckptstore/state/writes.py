@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptstore.core.forks import cached_property
+from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.state import tensors
 from ckptstore.state.leaf_sources import Source
@@ -141,17 +142,20 @@ class FrozenWeights:
         """The leaves that are frozen weights now."""
         _watch_optimizers()
         optimizers = optimizers_in(app_state)
-        in_optimizers = {id(p) for p in chain.from_iterable(map(parameters_of, optimizers))}
+        stepped = chain.from_iterable(map(parameters_of, optimizers))
+        in_optimizers = IdentityDict((parameter, True) for parameter in stepped)
         modules = [value for value in app_state.values() if isinstance(value, torch.nn.Module)]
-        everything = {
-            id(t): t for module in modules for t in (*module.parameters(), *module.buffers())
-        }
-        storages = {id(t): _storage(t) for t in everything.values() if tensors.is_strided(t)}
-        sharers = Counter(storages.values())
+        storages = IdentityDict(
+            (tensor, _storage(tensor))
+            for module in modules
+            for tensor in (*module.parameters(), *module.buffers())
+            if tensors.is_strided(tensor)
+        )
+        sharers = Counter(storage for _, storage in storages.items())
         frozen = {
-            storages[id(p)]: p
-            for p in everything.values()
-            if _is_frozen(p) and id(p) not in in_optimizers and not self._is_suspect(p)
+            storage: tensor
+            for tensor, storage in storages.items()
+            if _is_frozen(tensor) and tensor not in in_optimizers and not self._is_suspect(tensor)
         }
         shown = {n: each.tensor for n, each in enumerate(sources) if isinstance(each, TensorSource)}
         shown_storages = {n: _storage(tensor) for n, tensor in shown.items()}

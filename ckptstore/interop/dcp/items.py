@@ -28,7 +28,7 @@ from ckptstore.log.sessions import Session
 from ckptstore.objects import canonical
 from ckptstore.objects.schema import decode_schema, encode_schema
 from ckptstore.snapshot import Snapshot
-from ckptstore.state import values
+from ckptstore.state.codecs import values
 from ckptstore.state.flatten import flatten
 from ckptstore.state.leaf_sources import NOTHING, BytesSource, Source, segment, segments
 from ckptstore.store import Store, internals_of

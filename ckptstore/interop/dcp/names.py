@@ -32,8 +32,8 @@ from ckptstore.repository.resolve_ref import AnyRef, is_path
 from ckptstore.restore.reader import Tree
 from ckptstore.restore.restore import assemble_nodes
 from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state import containers, values
-from ckptstore.state.leaf_sources import paths_below, segment
+from ckptstore.state.codecs import containers, values
+from ckptstore.state.leaf_sources import rows, segment
 from ckptstore.store import Store, internals_of
 
 CheckpointId: TypeAlias = str | os.PathLike[str]
@@ -344,11 +344,8 @@ class CommitItems:
             and path not in self.marks.parts
             and is_divided(node, tree.schema)
         ):
-            names: Iterable[str | int] = (
-                range(len(node.children)) if node.keys is None else map(_text, node.keys)
-            )
-            below = paths_below(node, path)
-            for name, child, own in zip(names, node.children, below, strict=True):
+            for child, own, key in rows(node, path):
+                name = key if node.keys is None else _text(key)
                 yield from self._below(tree, child, (*keys, name), own)
         elif not keys:
             raise InvalidInput(
@@ -391,7 +388,7 @@ def _is_tensor(node: Node | int, schema: Schema) -> bool:
 
 def _boxes(schema: Schema, node: Node, path: str) -> Iterator[tuple[Box, int]]:
     """The boxes that one rank saved, which are leaves named by their offsets."""
-    for key, child in zip(node.keys or (), node.children, strict=True):
+    for key, child in node.items():
         if not isinstance(child, int):
             raise Corrupt(
                 f"{path} is marked as boxes of a tensor, but holds other values; run `ckptstore "

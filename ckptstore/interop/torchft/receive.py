@@ -26,7 +26,8 @@ from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.read_plan import select
 from ckptstore.restore.reader import ChunkRead, ReadRequest, Tree
-from ckptstore.state import containers, tensors
+from ckptstore.state import tensors
+from ckptstore.state.codecs import containers
 from ckptstore.state.inflate import inflate, refuse_pickles
 from ckptstore.state.leaf_sources import NOTHING, FlatState, Source
 from ckptstore.state.tensors import Destination as TensorDestination

@@ -20,7 +20,7 @@ from ckptstore.interop.torchsnapshot import knobs
 from ckptstore.interop.torchsnapshot.reading import Index, Item, keys_of, primitive
 from ckptstore.objects.documents import Layout, Placed
 from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state import values
+from ckptstore.state.codecs import values
 
 INTERFACE_VERSION = "0.1.0"
 """The release of TorchSnapshot whose interface this is."""

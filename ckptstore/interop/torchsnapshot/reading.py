@@ -37,7 +37,8 @@ from ckptstore.interop.formats.sources import (
 from ckptstore.restore.reader import Tree
 from ckptstore.restore.restore import assemble_nodes
 from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state import tensors, values
+from ckptstore.state import tensors
+from ckptstore.state.codecs import values
 from ckptstore.state.leaf_sources import NAMES, FlatState
 from ckptstore.state.shards import held_of, is_distributed
 

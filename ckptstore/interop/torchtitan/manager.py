@@ -44,7 +44,7 @@ from ckptstore.objects.pointer_files import is_pointer, read_pointer
 from ckptstore.open_store import open as open_store
 from ckptstore.open_store import open_pointer, write_pointer
 from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state.inflate import keys_of
+from ckptstore.state.inflate import children_of
 from ckptstore.state.leaf_sources import segment
 from ckptstore.state.stateful import RNGState, StateDict, no_classes
 from ckptstore.store import Store, internals_of
@@ -408,7 +408,7 @@ def is_model_only(snapshot: Snapshot) -> bool:
 
 def _names(snapshot: Snapshot, key: str) -> set[Any]:
     skeleton = contents_of(snapshot).tree(key).schema.skeleton
-    return set() if isinstance(skeleton, int) else set(keys_of(skeleton, no_classes))
+    return set() if isinstance(skeleton, int) else set(children_of(skeleton, no_classes))
 
 
 def _check_fits(snapshot: Snapshot, state: Mapping[str, Any]) -> None:
