@@ -31,7 +31,6 @@ from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.commit import Committer
 from ckptstore.distributed.coordinator import PartsCommitter
 from ckptstore.distributed.gloo import BACKGROUND, collective_of
-from ckptstore.distributed.merge import split_ids
 from ckptstore.distributed.restore import agreed
 from ckptstore.distributed.worker_client import WorkerCommitter
 from ckptstore.errors import CkptStoreError, InvalidInput, NoSpace, NotFound, ReadOnly, Unavailable
@@ -40,7 +39,7 @@ from ckptstore.maintenance.disk_space import DiskWatch
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.measurements import with_tensors
 from ckptstore.repository.chunk_store import ObjectStore
-from ckptstore.repository.dedup import GcPin
+from ckptstore.repository.dedup import GcPin, items_of
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, reads_at_once
@@ -184,7 +183,7 @@ class StoreInternals:
         trees = [tree for document in documents for tree in reader.trees(document.trees).values()]
         ids = b"".join({content.ids for tree in trees for content in tree.contents})
         where = objects.locate(ids)
-        rows = zip(where["checksum"].tolist(), where["found"].tolist(), split_ids(ids), strict=True)
+        rows = zip(where["checksum"].tolist(), where["found"].tolist(), items_of(ids), strict=True)
         return {checksum: ChunkId(chunk) for checksum, found, chunk in rows if found}
 
     def gc_pin(self, purpose: str) -> GcPin | None:

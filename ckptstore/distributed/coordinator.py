@@ -21,19 +21,14 @@ from ckptstore.core.process import uncollected
 from ckptstore.distributed.assemble import (
     Assembler,
     Decided,
-    Observation,
     Report,
+    Written,
     decide,
     layout_of,
     logical_bytes,
 )
-from ckptstore.distributed.merge import (
-    RankTree,
-    decode_description,
-    merge,
-    split_ids,
-)
-from ckptstore.distributed.plan import RanksPlan, Shared, plan_ranks
+from ckptstore.distributed.merge import RankTree, decode_description, merge
+from ckptstore.distributed.plan import RanksPlan, plan_ranks
 from ckptstore.distributed.rank_worker import encode_tasks
 from ckptstore.errors import Conflict
 from ckptstore.log.log import Refused
@@ -66,7 +61,7 @@ class Coordinator:
         self._assembler = Assembler(self._plan)
         self._layout = b""
         self._decided = Decided()
-        self._observations: list[Observation] = []
+        self._observed: list[bytes] = []
         self.session: Session | None = None
 
     def plan(
@@ -127,23 +122,10 @@ class Coordinator:
 
     def decide(self, handed_in: Sequence[Any]) -> list[Any]:
         """Answer the ranks' reports with the chunks that each rank still has to write."""
-        reports = [[Report(*each) for each in found] for found, _, _ in handed_in]
+        reports = [{number: Report(*each) for number, each in found} for found, _ in handed_in]
+        self._observed = [observed for _, observed in handed_in]
         self._decided = decide(self._plan, reports)
-        self._observations = [
-            Observation(shared[number], cell, chunk)
-            for shared, (_, where, ids) in zip(
-                self._shared_by_rank(len(handed_in)), handed_in, strict=True
-            )
-            for (number, cell), chunk in zip(where, split_ids(ids), strict=True)
-        ]
         return self._decided.writes
-
-    def _shared_by_rank(self, size: int) -> list[list[Shared]]:
-        """The shared boxes of each rank's task, in its order."""
-        shared: list[list[Shared]] = [[] for _ in range(size)]
-        for each in self._plan.shared:
-            shared[each.place.rank].append(each)
-        return shared
 
     def publish(
         self, handed_in: Sequence[Any], label: CommitMetadata, transaction: Transaction
@@ -153,10 +135,11 @@ class Coordinator:
         An error is raised only before the append, or if its outcome is unknown; in the second case
         nothing may be deleted.
         """
-        said, written, decided, errors = zip(*handed_in, strict=True)
-        receipts = list(map(Receipt.decode, said))
+        receipts = [Receipt.decode(receipt) for receipt, _, _ in handed_in]
+        written = [Written(*each) for _, each, _ in handed_in]
+        errors = [each for _, _, each in handed_in]
         with uncollected():
-            trees = self._assembler.assemble(self._decided, written, decided, self._observations)
+            trees = self._assembler.assemble(self._decided, written, self._observed)
         try:
             published = transaction.publish(
                 label,

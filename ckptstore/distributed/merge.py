@@ -12,9 +12,9 @@ later (`finish`).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-from ckptstore.core.ids import CHUNK_ID_BYTES
+from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Box, LeafContent, LeafKind, Node, Schema, Shape, leaves_of
 from ckptstore.distributed.framing import damaged, pack, unpack
 from ckptstore.errors import Conflict
@@ -45,15 +45,14 @@ class RankTree:
 def encode_description(flats: Mapping[str, FlatState], schemas: LastSchemas) -> bytes:
     meshes: dict[Mesh | None, int] = {}
     holdings: dict[Holding, int] = {}
-    known: dict[int, int] = {}  # by identity, which avoids hashing a mesh of many ranks
+    known: IdentityDict[Holding, int] = IdentityDict()  # a mesh of many ranks is slow to hash
     trees = []
     for key, flat in flats.items():
         held = [-1] * len(flat.schema)
         for leaf, (holding, _, _) in flat.held.items():
-            number = known.get(id(holding))
-            if number is None:
-                number = known[id(holding)] = holdings.setdefault(holding, len(holdings))
-            held[leaf] = number
+            if holding not in known:
+                known[holding] = holdings.setdefault(holding, len(holdings))
+            held[leaf] = known[holding]
         trees.append([key, held, list(flat.marks.items()), schemas.encode(key, flat.schema)])
     # Layers repeat, so most leaves share their holding with others.
     distinct = [
@@ -123,15 +122,6 @@ def contents_from(said: Any) -> list[LeafContent]:
         raise damaged(error) from error
 
 
-def split(data: bytes, nbytes: int) -> list[bytes]:
-    """`data` in pieces of `nbytes`."""
-    return [data[i : i + nbytes] for i in range(0, len(data), nbytes)]
-
-
-def split_ids(data: bytes) -> list[bytes]:
-    return split(data, CHUNK_ID_BYTES)
-
-
 RANKS = "ranks"
 """The node type whose children are keyed by rank number."""
 
@@ -186,8 +176,12 @@ def schema_of(skeleton: Node | int, rows: Sequence[Sequence[Any]]) -> Schema:
     return Schema(skeleton, *(zip(*rows, strict=True) if rows else ((),) * 5))
 
 
-Finished: TypeAlias = tuple[Schema, list[tuple[int, int | None]]]
-"""A schema, and for each of its leaves the merged leaf and the rank that owns it, if private."""
+class FinishedLeaf(NamedTuple):
+    """Which merged leaf a leaf of the whole state is, and of which rank, if private."""
+
+    leaf: int
+    rank: int | None
+    is_alias: bool
 
 
 def merge(by_rank: Sequence[Sequence[RankTree]]) -> list[MergedTree]:
@@ -199,20 +193,21 @@ def merge(by_rank: Sequence[Sequence[RankTree]]) -> list[MergedTree]:
     return [_merge_key(key, trees) for key, trees in keys.items()]
 
 
-def finish(tree: MergedTree, private: frozenset[int]) -> Finished:
+def finish(tree: MergedTree, private: frozenset[int]) -> tuple[Schema, list[FinishedLeaf]]:
     """The whole state, with the leaves numbered `private` divided by rank."""
     found: list[tuple[int, int | None]] = []
     # A leaf tied to a divided leaf is divided too, so that each rank's leaves stay tied.
     tied = frozenset(i for i, leaf in enumerate(tree.leaves) if leaf.alias in private)
     skeleton = _divide(tree.skeleton, tree, private | tied, found)
     numbers = {each: i for i, each in enumerate(found)}
-    rows = []
+    rows, leaves = [], []
     paths = dict(paths_of_leaves(skeleton, segment(tree.key)))
     for (i, rank), number in numbers.items():
-        leaf, path = tree.leaves[i], paths[number]
+        leaf = tree.leaves[i]
         alias = numbers.get((leaf.alias, rank), -1) if leaf.alias >= 0 else -1
-        rows.append((path, leaf.kind, leaf.dtype, leaf.shape, alias))
-    return schema_of(skeleton, rows), found
+        rows.append((paths[number], leaf.kind, leaf.dtype, leaf.shape, alias))
+        leaves.append(FinishedLeaf(i, rank, alias >= 0))
+    return schema_of(skeleton, rows), leaves
 
 
 def _divide(
@@ -250,9 +245,16 @@ def _merge_key(key: str, trees: dict[int, RankTree]) -> MergedTree:
 
 
 def _same(key: str, schema: Schema, trees: dict[int, RankTree]) -> MergedTree:
-    columns = zip(schema.paths, schema.kinds, schema.dtypes, schema.shapes, strict=True)
-    holders = zip(*([Holder(rank, i) for i in range(len(schema))] for rank in trees), strict=True)
-    leaves = [MergedLeaf(*column, each) for column, each in zip(columns, holders, strict=True)]
+    leaves = [
+        MergedLeaf(
+            schema.paths[i],
+            schema.kinds[i],
+            schema.dtypes[i],
+            schema.shapes[i],
+            tuple([Holder(rank, i) for rank in trees]),
+        )
+        for i in range(len(schema))
+    ]
     return MergedTree(key, schema.skeleton, leaves, trees)
 
 
@@ -288,7 +290,7 @@ class _Merger:
     ) -> Node:
         below: dict[Any, tuple[Any, list[tuple[int, Node | int]]]] = {}
         for rank, node in nodes:
-            for key, child in zip(node.keys or (), node.children, strict=True):
+            for key, child in node.items():
                 below.setdefault(_hashable(key), (key, []))[1].append((rank, child))
         children = tuple(self.merge(found) for _, found in below.values())
         return Node(nodes[0][1].type, children, tuple(key for key, _ in below.values()), attrs)
@@ -345,7 +347,7 @@ class _Merger:
 
 def _is_part(tree: RankTree, leaf: int) -> bool:
     """Whether a rank holds less of a leaf than all of it."""
-    whole = Box((0,) * len(tree.schema.shapes[leaf]), tree.schema.shapes[leaf])
+    whole = Box.whole(tree.schema.shapes[leaf])
     return leaf in tree.held and tree.held[leaf].boxes != (whole,)
 
 

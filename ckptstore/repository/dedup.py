@@ -55,6 +55,12 @@ class ChunkTable:
         found = bytes(self.checksums[_items(at, CHECKSUM_BYTES)])
         return items_of(found, CHECKSUM_BYTES)
 
+    def rows(self) -> bytes:
+        """The checksum and the id of each chunk, row by row."""
+        checksums = items_of(bytes(self.checksums), CHECKSUM_BYTES)
+        ids = items_of(bytes(self.ids))
+        return b"".join(map(b"".join, zip(checksums, ids, strict=True)))
+
     def ids_by_leaf(self) -> dict[int, bytes]:
         """All ids."""
         spans = self._spans.items()
