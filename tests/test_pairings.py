@@ -37,7 +37,7 @@ LEFT = {
     "state": 62,
     "commit": 6,
     "restore": 6,
-    "distributed": 7,
+    "distributed": 1,
     "maintenance": 4,
 }
 """Pairings that are still there, by room."""

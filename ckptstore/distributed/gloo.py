@@ -5,6 +5,7 @@ They are separate from the caller's process group, which training may use at the
 backend. The caller's `torch.distributed` store introduces the ranks to each other.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -23,9 +24,10 @@ ALONE = "alone"
 FOREGROUND, BACKGROUND = "calls", "background"
 """Channels: connections for calls that block, and for commits in the background."""
 
-_known: dict[tuple[int, tuple[int, ...], str], Collective] = {}
-_made: dict[tuple[int, tuple[int, ...], str], int] = {}
-_stores: list[Any] = []
+_known: dict[tuple[Any, tuple[int, ...], str], Collective] = {}
+"""The connected ranks by the store that introduced them, their numbers and the channel."""
+
+_made: Counter[tuple[Any, tuple[int, ...], str]] = Counter()
 
 
 def collective_of(
@@ -71,15 +73,12 @@ def is_several(process_group: Any = None) -> bool:
 
 def _connected(ranks: tuple[int, ...], rank: int, timeout_s: float, channel: str) -> Collective:
     store = dist.distributed_c10d._get_default_store()
-    if not any(store is known for known in _stores):
-        _stores.append(store)  # kept alive, so that no later store gets its `id`
-    key = (id(store), ranks, channel)
+    key = (store, ranks, channel)
     peers = _known.get(key)
     if peers is None:
-        number = _made[key] = _made.get(key, -1) + 1
-        own: Any = dist.distributed_c10d.PrefixStore(
-            f"ckptstore/{channel}/{'-'.join(map(str, ranks))}/{number}", store
-        )
+        name = f"ckptstore/{channel}/{'-'.join(map(str, ranks))}/{_made[key]}"
+        _made[key] += 1
+        own: Any = dist.distributed_c10d.PrefixStore(name, store)
         try:
             own.set(f"came/{rank}", "1")
             probe = _another(own)

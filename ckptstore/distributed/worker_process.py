@@ -24,7 +24,7 @@ from ckptstore.commit.pending import Watch
 from ckptstore.commit.plan import Flats
 from ckptstore.commit.transaction import CommitStats, Committed, Destination
 from ckptstore.core.ids import CommitId
-from ckptstore.core.model import Schema
+from ckptstore.core.model import Box, Schema
 from ckptstore.core.options import Milestone, Ranks
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.commit import Committer
@@ -36,7 +36,7 @@ from ckptstore.objects.documents import decode_document, encode_document
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, step_aside_of_parent
-from ckptstore.state.leaf_sources import FlatState, HeldLeaf, Source, leaves_of
+from ckptstore.state.leaf_sources import FlatState, HeldLeaf, Source
 from ckptstore.state.staging_buffers import BufferSource, ElsewhereSource
 
 Message: TypeAlias = dict[str, Any]
@@ -74,7 +74,7 @@ def state_to(
         },
         "started": request.started,
         "description": encode_description(flats, schemas),
-        "sources": list(map(_leaf_to, leaves_of(flats))),
+        "sources": [[key, *_sources_to(flat)] for key, flat in flats.items()],
         "group": None,
     }
 
@@ -97,16 +97,33 @@ def state_from(
     trees = decode_description(message["description"], schemas)
     for gone in schemas.keys() - {tree.schema_bytes for tree in trees}:
         del schemas[gone]
-    sources = (_leaf_from(arena, *leaf) for leaf in message["sources"])
+    sources = {key: rows for key, *rows in message["sources"]}
     flats = {}
     for tree in trees:
-        leaves = [next(sources) for _ in range(len(tree.schema))]
-        held = {
-            n: HeldLeaf(holding, tuple((box, next(sources)) for box in holding.boxes))
-            for n, holding in tree.held.items()
+        leaves, held = sources[tree.key]
+        parts = {
+            n: tuple(
+                (Box(tuple(offsets), tuple(lengths)), _leaf_from(arena, *leaf))
+                for offsets, lengths, *leaf in boxes
+            )
+            for n, boxes in held
         }
-        flats[tree.key] = FlatState(tree.schema, leaves, held, tree.marks)
+        flats[tree.key] = FlatState(
+            tree.schema,
+            [_leaf_from(arena, *leaf) for leaf in leaves],
+            {n: HeldLeaf(holding, parts[n]) for n, holding in tree.held.items()},
+            tree.marks,
+        )
     return label, flats
+
+
+def _sources_to(flat: FlatState) -> list[Any]:
+    """The sources of a key: by leaf, and of leaves that ranks divide by leaf and box."""
+    held = [
+        [n, [[*box, *_leaf_to(source)] for box, source in each.parts]]
+        for n, each in flat.held.items()
+    ]
+    return [list(map(_leaf_to, flat.leaves)), held]
 
 
 def _leaf_to(source: Source) -> list[Any]:

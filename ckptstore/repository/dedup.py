@@ -57,9 +57,9 @@ class ChunkTable:
 
     def rows(self) -> bytes:
         """The checksum and the id of each chunk, row by row."""
-        checksums = items_of(bytes(self.checksums), CHECKSUM_BYTES)
-        ids = items_of(bytes(self.ids))
-        return b"".join(map(b"".join, zip(checksums, ids, strict=True)))
+        every = slice(0, len(self.packs))
+        columns = zip(self.checksums_at(every), self.ids_at(every), strict=True)
+        return b"".join(map(b"".join, columns))
 
     def ids_by_leaf(self) -> dict[int, bytes]:
         """All ids."""
