@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptstore.commit.async_commit import AsyncCommits, CommitRoute
 from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest, ParentTracker
@@ -27,17 +27,12 @@ from ckptstore.core.options import Async, Ranks
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
 from ckptstore.core.text import bytes_text, seconds_text
-from ckptstore.distributed.collective import Collective
-from ckptstore.distributed.commit import Committer
-from ckptstore.distributed.coordinator import PartsCommitter
-from ckptstore.distributed.gloo import BACKGROUND, collective_of
-from ckptstore.distributed.restore import agreed
-from ckptstore.distributed.worker_client import WorkerCommitter
 from ckptstore.errors import CkptStoreError, InvalidInput, NoSpace, NotFound, ReadOnly, Unavailable
 from ckptstore.log.resolve import Resolved, newest_first, resolved
 from ckptstore.maintenance.disk_space import DiskWatch
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.measurements import with_tensors
+from ckptstore.peers import Committer, collective_of
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import GcPin, items_of
 from ckptstore.repository.resolve_ref import find_commit
@@ -48,6 +43,11 @@ from ckptstore.snapshot import Snapshot
 from ckptstore.state.casting import refuse_divided_ties
 from ckptstore.state.flatten import flatten
 from ckptstore.state.shards import Globs, marked
+
+if TYPE_CHECKING:
+    from ckptstore.distributed.collective import Collective
+    from ckptstore.distributed.coordinator import PartsCommitter
+    from ckptstore.distributed.worker_client import WorkerCommitter
 
 logger = logging.getLogger("ckptstore")
 
@@ -66,7 +66,7 @@ MakeMetadata: TypeAlias = Callable[[], CommitMetadata]
 
 
 def flats_of(
-    app_state: Mapping[str, Any], ranks: Ranks, peers: Collective | None, *, allow_pickle: bool
+    app_state: Mapping[str, Any], ranks: Ranks, peers: "Collective | None", *, allow_pickle: bool
 ) -> Flats:
     """The flattened state; with `peers`, this rank's part of one."""
     flats = flatten(app_state, allow_pickle=allow_pickle, ranks=peers is not None)
@@ -125,9 +125,11 @@ class StoreInternals:
         return Committer(Destination(self.handle, self.threads))
 
     @cached_property
-    def background_committer(self) -> Committer | WorkerCommitter:
+    def background_committer(self) -> "Committer | WorkerCommitter":
         if self.settings.executor != "process":
             return Committer(Destination(self.handle, self._low_priority))
+        from ckptstore.distributed.worker_client import WorkerCommitter
+
         options = {
             "storage_options": dict(self.settings.storage_options),
             "direct_io": self.settings.direct_io is not False,
@@ -136,9 +138,11 @@ class StoreInternals:
         return WorkerCommitter(self.handle.place, options, self.settings.threads)
 
     @cached_property
-    def parts_committer(self) -> PartsCommitter:
+    def parts_committer(self) -> "PartsCommitter":
         """For commits whose parts another library's ranks write: `open` and `write`, then
         `publish` within `commit_external`."""
+        from ckptstore.distributed.coordinator import PartsCommitter
+
         return PartsCommitter(Destination(self.handle, self.threads))
 
     @cached_property
@@ -146,10 +150,10 @@ class StoreInternals:
         return Reader(self.handle.config, self.handle.objects, self._reading)
 
     @property
-    def worker(self) -> WorkerCommitter | None:
+    def worker(self) -> "WorkerCommitter | None":
         """The worker process; None while there is none."""
-        found = self.__dict__.get("background_committer")
-        return found if isinstance(found, WorkerCommitter) else None
+        is_there = self.settings.executor == "process"
+        return self.__dict__.get("background_committer") if is_there else None
 
     def chunks(self) -> ObjectStore:
         """The chunks that this store has now, by id."""
@@ -230,7 +234,7 @@ class StoreInternals:
     def commit(
         self,
         request: CommitRequest,
-        peers: Collective | None,
+        peers: "Collective | None",
         *,
         behind: bool = False,
         follow: bool = True,
@@ -240,8 +244,6 @@ class StoreInternals:
         calls this and gets the same commit."""
         committer = self.background_committer if behind else self.committer
         make: Callable[[CommitRequest], Committed] = partial(committer.commit, peers=peers)
-        if peers is None and isinstance(committer, Committer):
-            make = committer.whole.commit
         sizes = [0]
 
         def prepare() -> tuple[CommitMetadata, Flats]:
@@ -311,13 +313,13 @@ class StoreInternals:
         metadata: CommitMetadata,
         options: Async,
         ranks: Ranks,
-        peers: Collective | None,
+        peers: "Collective | None",
         *,
         allow_pickle: bool,
         stats: bool,
     ) -> PendingCommit:
         """Stage `app_state` and commit it in the background, alone or with `peers`."""
-        behind = collective_of(ranks.process_group, ranks.timeout_s, channel=BACKGROUND)
+        behind = collective_of(ranks.process_group, ranks.timeout_s, behind=True)
         if peers and options.trust_version:
             raise InvalidInput(
                 "ranks that commit together copy all that they hold: leave out trust_version"
@@ -392,7 +394,7 @@ class StoreInternals:
         if self.tier:
             self.tier.wake()
 
-    def candidates(self, peers: Collective | None) -> Iterable[tuple[Reader | None, Resolved]]:
+    def candidates(self, peers: "Collective | None") -> Iterable[tuple[Reader | None, Resolved]]:
         """Commits of this run, newest first, each with a reader if only the mirror has it; with
         `peers`, as the coordinator lists them."""
         log = self.handle.log
@@ -401,7 +403,7 @@ class StoreInternals:
             return self.tier.newest_first(self.run, state)
         found = newest_first(state, self.run)
         if peers:
-            wanted = agreed(peers, [info.id for info in found])
+            wanted = peers.agreed([info.id for info in found])
             state = log.replay(refresh=any(commit not in state.commits for commit in wanted))
             found = [resolved(state, commit) for commit in wanted]
         return [(None, info) for info in found]

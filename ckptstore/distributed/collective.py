@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ckptstore.distributed.framing import (
     MAX_BYTES,
@@ -29,8 +29,7 @@ from ckptstore.distributed.framing import (
 from ckptstore.distributed.waiting import EVERY_RANK, MEETINGS, silent, told, warning_when_slow
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, Unavailable
 
-TIMEOUT_S = 300.0
-"""How long a rank waits for another before it counts as lost."""
+T = TypeVar("T")
 
 GRACE_S = 5.0
 """How long a disconnected rank waits for the coordinator's report of the rank that failed."""
@@ -143,6 +142,17 @@ class Collective:
     ) -> Any:
         """A `round` with one answer for all ranks: `join` of their values, None without it."""
         return self.round(what, mine, lambda found: [join(found) if join else None] * len(found))
+
+    def agreed(self, mine: list[T]) -> list[T]:
+        """The coordinator's list, on every rank."""
+        found: list[T] = self.share("resume: choose", lambda: mine, lambda handed_in: handed_in[0])
+        return found
+
+    def on_all(self, act: Callable[[], T]) -> T:
+        """The result of `act` on this rank; an error on any rank is raised on every rank."""
+        found: list[T] = []
+        self.share("resume: open", lambda: found.append(act()))
+        return found[0]
 
     def exchange(self, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
         """Send and receive bytes directly; both sides must name the same parts in the same order.

@@ -18,8 +18,8 @@ from ckptstore.core import geometry
 from ckptstore.core.geometry import Grid, byte_ranges, grid, within
 from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import INLINE_BYTES, Box
+from ckptstore.core.tiling import Cell, Span, Tiling, misfit, tile
 from ckptstore.distributed.merge import Holder, MergedLeaf, MergedTree
-from ckptstore.distributed.tiling import Cell, Span, Tiling, misfit, tile
 from ckptstore.errors import Conflict
 from ckptstore.repository.memory_budget import WINDOW_BYTES
 from ckptstore.state.leaf_sources import Holding

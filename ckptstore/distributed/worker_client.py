@@ -44,7 +44,7 @@ ENDS_S = 60.0
 
 
 class WorkerCommitter:
-    """Like `distributed.commit.Committer`, in a worker process, for states in shared buffers. The
+    """Like `peers.Committer`, in a worker process, for states in shared buffers. The
     process starts at the first commit. One commit at a time.
     """
 

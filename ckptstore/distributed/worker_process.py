@@ -23,11 +23,12 @@ from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
 from ckptstore.commit.pending import Watch
 from ckptstore.commit.plan import Flats
 from ckptstore.commit.transaction import CommitStats, Committed, Destination
+from ckptstore.commit.whole_commit import WholeCommitter
 from ckptstore.core.ids import CommitId
 from ckptstore.core.model import Box, Schema
 from ckptstore.core.options import Milestone, Ranks
 from ckptstore.distributed.collective import Collective
-from ckptstore.distributed.commit import Committer
+from ckptstore.distributed.commit import RanksCommitter
 from ckptstore.distributed.framing import Cause, cause_of, pack, unpack
 from ckptstore.distributed.merge import decode_description, encode_description
 from ckptstore.distributed.sockets import Invitation, Listener, SocketLink
@@ -205,13 +206,14 @@ class Worker(Watch):
             return
         handle = StoreHandle(first["place"], **first["options"])
         threads = ThreadPool(first["threads"])
-        committer = Committer(Destination(handle, threads))
+        to = Destination(handle, threads)
+        self._alone, self._together = WholeCommitter(to), RanksCommitter(to)
         while message := self._heard():
             if "fd" in message:  # memory that holds staged states until another one comes
                 self._arena = memoryview(mmap.mmap(message["fd"], 0))
                 os.close(message["fd"])
             try:
-                self._do(message, committer)
+                self._do(message)
             except Exception as error:
                 self.tell(failure_to(error))
         for link in self._links.values():
@@ -219,7 +221,7 @@ class Worker(Watch):
         threads.close()
         handle.close()
 
-    def _do(self, message: Message, committer: Committer) -> None:
+    def _do(self, message: Message) -> None:
         if "listen" in message:
             if self._listener:
                 self._listener.close()
@@ -228,7 +230,7 @@ class Worker(Watch):
         elif "places" in message:
             self._meet(message)
         else:
-            self.tell(self._commit(message, committer))
+            self.tell(committed_to(self._commit(message)))
 
     def _meet(self, message: Message) -> None:
         """Connect to the other workers of a group. If this fails, the commits of the group fail
@@ -251,7 +253,7 @@ class Worker(Watch):
         finally:
             self._listener = None
 
-    def _commit(self, message: Message, committer: Committer) -> Message:
+    def _commit(self, message: Message) -> Committed:
         """Make the commit, or this rank's part of it, that `state_to` described."""
         peers = None
         if (group := message["group"]) is not None:
@@ -267,7 +269,7 @@ class Worker(Watch):
             self,
             ranks=Ranks(**message["ranks"]),
         )
-        return committed_to(committer.commit(request, peers))
+        return self._together.commit(request, peers) if peers else self._alone.commit(request)
 
     def tell(self, message: Message) -> None:
         """Tell the trainer, if it is still there."""

@@ -4,11 +4,11 @@ import pytest
 
 from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, digest
 from ckptstore.core.model import Box, Node, Schema
+from ckptstore.core.tiling import tile
 from ckptstore.distributed.assemble import Assembler, Decided, Written
 from ckptstore.distributed.framing import numbered
 from ckptstore.distributed.merge import RankTree, merge
 from ckptstore.distributed.plan import HeldBox, Job, Place, RanksPlan, Target, Tiled, plan_ranks
-from ckptstore.distributed.tiling import tile
 from ckptstore.errors import Conflict, Corrupt
 from ckptstore.state.leaf_sources import Holding, Mesh
 

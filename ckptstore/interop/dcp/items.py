@@ -18,10 +18,10 @@ from ckptstore.commit.transaction import TreeContent
 from ckptstore.core import geometry
 from ckptstore.core.ids import CHUNK_ID_BYTES, SessionId, parse_session_id
 from ckptstore.core.model import INLINE_BYTES, Box, LeafContent, Node, Schema, Shape
+from ckptstore.core.tiling import misfit, tile
 from ckptstore.distributed import framing
 from ckptstore.distributed.coordinator import Part
 from ckptstore.distributed.merge import contents_from, contents_to
-from ckptstore.distributed.tiling import misfit, tile
 from ckptstore.errors import Conflict, Corrupt
 from ckptstore.interop.dcp.names import Keys, Marks, is_divided
 from ckptstore.log.sessions import Session
