@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptstore.commit.async_commit import AsyncCommits, CommitRoute
 from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest, ParentTracker
+from ckptstore.commit.parts import PartsCommitter
 from ckptstore.commit.pending import UNWATCHED, Pending
 from ckptstore.commit.plan import Flats
 from ckptstore.commit.run_watch import RunWatch
@@ -46,7 +47,6 @@ from ckptstore.state.shards import Globs, marked
 
 if TYPE_CHECKING:
     from ckptstore.distributed.collective import Collective
-    from ckptstore.distributed.coordinator import PartsCommitter
     from ckptstore.distributed.worker_client import WorkerCommitter
 
 logger = logging.getLogger("ckptstore")
@@ -138,11 +138,9 @@ class StoreInternals:
         return WorkerCommitter(self.handle.place, options, self.settings.threads)
 
     @cached_property
-    def parts_committer(self) -> "PartsCommitter":
+    def parts_committer(self) -> PartsCommitter:
         """For commits whose parts another library's ranks write: `open` and `write`, then
         `publish` within `commit_external`."""
-        from ckptstore.distributed.coordinator import PartsCommitter
-
         return PartsCommitter(Destination(self.handle, self.threads))
 
     @cached_property

@@ -247,12 +247,6 @@ class Assembler:
         return TreeContent(self._plan.trees[number].key, whole.schema, contents)
 
 
-def logical_bytes(trees: Sequence[TreeContent]) -> int:
-    """Raw bytes of the whole state: an alias has no content."""
-    contents = [content for tree in trees for content in tree.contents]
-    return sum(each.raw_bytes or len(each.inline or b"") for each in contents)
-
-
 def layout_of(plan: RanksPlan, size: int) -> bytes:
     """The layout chunk (docs/format.md §7): mesh, placements, boxes and their ranks, for every leaf
     that several ranks hold.

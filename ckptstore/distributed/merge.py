@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ckptstore.core.identity import IdentityDict
-from ckptstore.core.model import Box, LeafContent, LeafKind, Node, Schema, Shape, leaves_of
+from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape, leaves_of
 from ckptstore.distributed.framing import damaged, pack, unpack
 from ckptstore.errors import Conflict
 from ckptstore.objects.schema import LastSchemas, decode_schema
@@ -107,19 +107,6 @@ def _schema(data: bytes, known: dict[bytes, Schema]) -> Schema:
 
 def _boxes(boxes: Sequence[Any]) -> tuple[Box, ...]:
     return tuple(Box(tuple(offsets), tuple(lengths)) for offsets, lengths in boxes)
-
-
-def contents_to(contents: Sequence[LeafContent]) -> list[Any]:
-    """Contents without boxes, as values of a message."""
-    return [[each.inline, each.ids, each.raw_bytes] for each in contents]
-
-
-def contents_from(said: Any) -> list[LeafContent]:
-    """The inverse of `contents_to`; raises `Corrupt`."""
-    try:
-        return [LeafContent(inline, ids, raw_bytes) for inline, ids, raw_bytes in said]
-    except (TypeError, ValueError) as error:
-        raise damaged(error) from error
 
 
 RANKS = "ranks"
