@@ -330,13 +330,11 @@ def _is_whole_on_one(tree: MergedTree, leaf: MergedLeaf) -> bool:
 def _leaf_layout(tree: MergedTree, leaf: MergedLeaf, tiled: Tiled | None) -> dict[str, Any]:
     held = (tree.trees[rank].held.get(number) for rank, number in leaf.holders)
     first = next((each for each in held if each is not None), None)
+    boxes = tiled.boxes if tiled else ()
     return {
-        "mesh": first.mesh and [list(first.mesh.shape), list(first.mesh.ranks)] if first else None,
+        "mesh": first.mesh if first else None,
         "placements": list(first.placements) if first else [],
-        "boxes": [[list(held.box.offsets), list(held.box.lengths)] for held in tiled.boxes]
-        if tiled
-        else [],
-        "ranks": [sorted({place.rank for place in held.holders}) for held in tiled.boxes]
-        if tiled
-        else [[rank for rank, _ in leaf.holders]],
+        "boxes": [held.box for held in boxes],
+        "ranks": [sorted({place.rank for place in held.holders}) for held in boxes]
+        or [[rank for rank, _ in leaf.holders]],
     }

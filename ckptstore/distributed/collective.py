@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ckptstore.distributed.framing import (
     MAX_BYTES,
@@ -46,13 +46,9 @@ _MARGIN = 1.1
 _GONE = "gone"
 
 
-class Transfer(Protocol):
-    """A send or a receive in progress."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for completion. Raises `RuntimeError` if the other rank is gone, or silent for
-        `timeout_s`.
-        """
+Transfer: TypeAlias = Callable[[float], object]
+"""A send or a receive in progress: waits for its end, for at most so many seconds. Raises
+`RuntimeError` if the other rank is gone, or silent for that time."""
 
 
 class Link(Protocol):
@@ -403,7 +399,7 @@ class Collective:
         return status, bytes(payload)
 
     def _wait(self, work: Transfer, timeout_s: float | None = None) -> None:
-        work.wait(self.timeout_s if timeout_s is None else timeout_s)
+        work(self.timeout_s if timeout_s is None else timeout_s)
 
     def _readable(self, cause: Cause) -> Cause:
         if cause.kind != _GONE:

@@ -192,23 +192,18 @@ class RanksCommitter:
             return SessionId(said)
 
 
+@dataclass(slots=True)
 class _Publication:
     """The third round. `failed` is what kept this rank, the coordinator, from the log."""
 
-    def __init__(
-        self,
-        peers: Collective,
-        transaction: Transaction,
-        worker: RankWorker,
-        request: CommitRequest,
-        coordinator: Coordinator,
-        casting: "Casting | None",
-    ) -> None:
-        self._casting = casting
-        self._peers, self._transaction, self._worker = peers, transaction, worker
-        self._request, self._coordinator = request, coordinator
-        self._packed_at = 0.0
-        self.failed: Exception | None = None
+    _peers: Collective
+    _transaction: Transaction
+    _worker: RankWorker
+    _request: CommitRequest
+    _coordinator: Coordinator
+    _casting: "Casting | None"
+    _packed_at: float = 0.0
+    failed: Exception | None = None
 
     def ask(self, decided: Any, label: CommitMetadata) -> Any:
         """The coordinator's answer to the ranks' receipts. If another rank has failed, the log was

@@ -50,6 +50,11 @@ def unpack(data: bytes) -> Any:
     return value
 
 
+def tuples(said: Any) -> Any:
+    """A value of a message with tuples in place of lists."""
+    return tuple(map(tuples, said)) if isinstance(said, list) else said
+
+
 def damaged(why: object) -> Corrupt:
     said = f"a rank's message is damaged: {why}"
     return Corrupt(f"{said}; do all ranks run one version of ckptstore?")

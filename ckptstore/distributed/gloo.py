@@ -90,10 +90,10 @@ class _GlooLink:
         memory = (
             memoryview(bytearray(memory)) if memory.readonly else memory
         )  # torch warns about read-only buffers
-        return _GlooTransfer(self._group.send([_tensor(memory)], rank, lane))
+        return _transfer(self._group.send([_tensor(memory)], rank, lane))
 
     def receive(self, rank: int, lane: int, memory: memoryview) -> Transfer:
-        return _GlooTransfer(self._group.recv([_tensor(memory)], rank, lane))
+        return _transfer(self._group.recv([_tensor(memory)], rank, lane))
 
     def leave(self, name: str, data: bytes) -> None:
         _quietly(lambda: self._store.set(name, data))
@@ -104,12 +104,8 @@ class _GlooLink:
         return bytes(found) if found else None
 
 
-class _GlooTransfer:
-    def __init__(self, work: Any) -> None:
-        self._work = work
-
-    def wait(self, timeout_s: float) -> None:
-        self._work.wait(timedelta(seconds=timeout_s))
+def _transfer(work: Any) -> Transfer:
+    return lambda timeout_s: work.wait(timedelta(seconds=timeout_s))
 
 
 def _tensor(memory: memoryview) -> torch.Tensor:

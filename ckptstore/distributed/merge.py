@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape, leaves_of
-from ckptstore.distributed.framing import damaged, pack, unpack
+from ckptstore.distributed.framing import damaged, pack, tuples, unpack
 from ckptstore.errors import Conflict
 from ckptstore.objects.schema import LastSchemas, decode_schema
 from ckptstore.state.leaf_sources import (
@@ -56,19 +56,9 @@ def encode_description(flats: Mapping[str, FlatState], schemas: LastSchemas) -> 
         trees.append([key, held, list(flat.marks.items()), schemas.encode(key, flat.schema)])
     # Layers repeat, so most leaves share their holding with others.
     distinct = [
-        [
-            meshes.setdefault(mesh, len(meshes)),
-            names,
-            [[list(numbers) for numbers in box] for box in boxes],
-        ]
-        for mesh, names, boxes in holdings
+        [meshes.setdefault(mesh, len(meshes)), names, boxes] for mesh, names, boxes in holdings
     ]
-    head = {
-        "meshes": [mesh and [list(mesh.shape), list(mesh.ranks)] for mesh in meshes],
-        "holdings": distinct,
-        "trees": trees,
-    }
-    return pack(head)
+    return pack({"meshes": list(meshes), "holdings": distinct, "trees": trees})
 
 
 def decode_description(data: bytes, schemas: dict[bytes, Schema]) -> list[RankTree]:
@@ -77,12 +67,9 @@ def decode_description(data: bytes, schemas: dict[bytes, Schema]) -> list[RankTr
     """
     head = unpack(data)
     try:
-        meshes = [
-            None if mesh is None else Mesh(tuple(mesh[0]), tuple(mesh[1]))
-            for mesh in head["meshes"]
-        ]
+        meshes = [mesh and Mesh(*tuples(mesh)) for mesh in head["meshes"]]
         holdings = [
-            Holding(meshes[mesh], tuple(names), _boxes(boxes))
+            Holding(meshes[mesh], tuple(names), tuple(Box(*box) for box in tuples(boxes)))
             for mesh, names, boxes in head["holdings"]
         ]
         return [
@@ -103,10 +90,6 @@ def _schema(data: bytes, known: dict[bytes, Schema]) -> Schema:
     if data not in known:
         known[data] = decode_schema(data)
     return known[data]
-
-
-def _boxes(boxes: Sequence[Any]) -> tuple[Box, ...]:
-    return tuple(Box(tuple(offsets), tuple(lengths)) for offsets, lengths in boxes)
 
 
 RANKS = "ranks"

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ckptstore.commit.plan import CommitPlan, Extent, plan_chunks
@@ -19,7 +18,7 @@ from ckptstore.commit.write import hash_chunks
 from ckptstore.core import geometry
 from ckptstore.core.geometry import grid
 from ckptstore.core.ids import CHECKSUM_BYTES, SessionId, checksum, digest
-from ckptstore.core.model import INLINE_BYTES
+from ckptstore.core.model import INLINE_BYTES, Box
 from ckptstore.distributed.assemble import Report, Written
 from ckptstore.distributed.collective import Collective, DeferredErrors, Part
 from ckptstore.distributed.framing import damaged, numbered, pack, unpack
@@ -188,19 +187,18 @@ class Boxes:
         self._flats, self.chunk_bytes = flats, chunk_bytes
 
     def source(self, ref: LeafRef) -> Source:
-        flat, leaf = self._resolved(ref)
-        return flat.held[leaf].parts[ref.part][1] if leaf in flat.held else flat.leaves[leaf]
+        return self._parts(ref)[ref.part][1]
 
     def extent(self, ref: LeafRef) -> Extent:
         """The extent of a whole box."""
-        flat, leaf = self._resolved(ref)
-        source = self.source(ref)
-        if flat.schema.kinds[leaf] != "tensor":
+        schema = self._flats[ref.tree].schema
+        leaf = schema.owner(ref.leaf)
+        box, source = self._parts(ref)[ref.part]
+        if schema.kinds[leaf] != "tensor":
             return Extent((source.nbytes,), 1, source.nbytes, "")
-        dtype = flat.schema.dtypes[leaf]
-        box = flat.held[leaf].parts[ref.part][0] if leaf in flat.held else None
+        dtype = schema.dtypes[leaf]
         width = geometry.width_of(dtype)
-        return Extent(flat.schema.shapes[leaf], width, source.nbytes, dtype, box)
+        return Extent(schema.shapes[leaf], width, source.nbytes, dtype, box)
 
     def cells(self, ref: LeafRef, first: int, stop: int) -> Extent:
         """The extent of cells `first:stop` of a box."""
@@ -212,27 +210,23 @@ class Boxes:
 
     def pieces(self, ref: LeafRef) -> list[LeafRef]:
         """All boxes of a leaf."""
-        flat, leaf = self._resolved(ref)
-        return (
-            [LeafRef(ref.tree, ref.leaf, part) for part in range(len(flat.held[leaf].parts))]
-            if leaf in flat.held
-            else [ref]
-        )
+        return [ref._replace(part=part) for part in range(len(self._parts(ref)))]
 
     def global_bytes(self, ref: LeafRef) -> int:
         """Raw bytes of the whole leaf, on all ranks."""
-        flat, leaf = self._resolved(ref)
-        if leaf not in flat.held:
-            return flat.leaves[leaf].nbytes
-        return geometry.width_of(flat.schema.dtypes[leaf]) * prod(flat.schema.shapes[leaf])
+        schema = self._flats[ref.tree].schema
+        leaf = schema.owner(ref.leaf)
+        if schema.kinds[leaf] == "tensor":
+            return geometry.nbytes_of(schema.dtypes[leaf], schema.shapes[leaf])
+        return self.source(ref).nbytes
 
-    def _resolved(self, ref: LeafRef) -> tuple[FlatState, int]:
-        """The leaf with the bytes: an alias on this rank may be no alias in the whole state, so it
-        resolves to the leaf it shares memory with.
+    def _parts(self, ref: LeafRef) -> Sequence[tuple[Box | None, Source]]:
+        """The boxes of the leaf with the bytes: an alias on this rank may be no alias in the whole
+        state, so it resolves to the leaf it shares memory with.
         """
         flat = self._flats[ref.tree]
-        alias = flat.schema.aliases[ref.leaf]
-        return flat, ref.leaf if alias < 0 else alias
+        leaf = flat.schema.owner(ref.leaf)
+        return flat.held[leaf].parts if leaf in flat.held else ((None, flat.leaves[leaf]),)
 
 
 SAMPLE = 32

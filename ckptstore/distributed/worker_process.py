@@ -29,7 +29,7 @@ from ckptstore.core.model import Box, Schema
 from ckptstore.core.options import Milestone, Ranks
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.commit import RanksCommitter
-from ckptstore.distributed.framing import Cause, cause_of, pack, unpack
+from ckptstore.distributed.framing import Cause, cause_of, pack, tuples, unpack
 from ckptstore.distributed.merge import decode_description, encode_description
 from ckptstore.distributed.sockets import Invitation, Listener, SocketLink
 from ckptstore.errors import Cancelled, CkptStoreError, Unavailable
@@ -85,16 +85,7 @@ def state_from(
 ) -> tuple[CommitMetadata, Flats]:
     """The inverse of `state_to`, for a buffer mapped at `arena`. `schemas` has the decoded schemas
     of the last message, and then of this one."""
-    said = message["label"]
-    label = CommitMetadata(
-        said["run"],
-        said["step"],
-        said["message"],
-        tuple((str(name), float(value)) for name, value in said["metrics"]),
-        tuple(said["tags"]),
-        tuple(CommitId(commit) for commit in said["parents"]),
-        tuple((str(name), str(link)) for name, link in said["links"]),
-    )
+    label = CommitMetadata(**{name: tuples(said) for name, said in message["label"].items()})
     trees = decode_description(message["description"], schemas)
     for gone in schemas.keys() - {tree.schema_bytes for tree in trees}:
         del schemas[gone]
@@ -103,10 +94,7 @@ def state_from(
     for tree in trees:
         leaves, held = sources[tree.key]
         parts = {
-            n: tuple(
-                (Box(tuple(offsets), tuple(lengths)), _leaf_from(arena, *leaf))
-                for offsets, lengths, *leaf in boxes
-            )
+            n: tuple((Box(*tuples(box)), _leaf_from(arena, *leaf)) for box, *leaf in boxes)
             for n, boxes in held
         }
         flats[tree.key] = FlatState(
@@ -121,7 +109,7 @@ def state_from(
 def _sources_to(flat: FlatState) -> list[Any]:
     """The sources of a key: by leaf, and of leaves that ranks divide by leaf and box."""
     held = [
-        [n, [[*box, *_leaf_to(source)] for box, source in each.parts]]
+        [n, [[box, *_leaf_to(source)] for box, source in each.parts]]
         for n, each in flat.held.items()
     ]
     return [list(map(_leaf_to, flat.leaves)), held]
