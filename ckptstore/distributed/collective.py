@@ -239,7 +239,7 @@ class Collective:
             self._announce(what, causes)
             self._raise(what, causes, own)
         for rank in range(1, self.size):
-            self._try(rank, lambda rank=rank: self._send(rank, what, _OK, answers[rank]))  # type: ignore[misc]
+            self._try(rank, partial(self._send, rank, what, _OK, answers[rank]))
         return unpack(answers[0])
 
     def _gather(self, what: str) -> tuple[dict[int, bytes], dict[int, Cause]]:
@@ -271,7 +271,7 @@ class Collective:
             self._link.leave(f"lost/{self._sequence}", data)
         for rank in range(1, self.size):
             if rank not in self._lost:
-                self._try(rank, lambda rank=rank: self._send(rank, what, _FAILED, data))  # type: ignore[misc]
+                self._try(rank, partial(self._send, rank, what, _FAILED, data))
 
     def _follow(self, what: str, payload: bytes, own: BaseException | None) -> Any:
         try:

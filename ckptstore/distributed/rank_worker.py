@@ -49,14 +49,6 @@ class Cells(NamedTuple):
     number: int
 
 
-class Assembly(NamedTuple):
-    """How rank `owner` assembles a chunk. Shared by leaves with equal holdings."""
-
-    owner: int
-    extent: Extent
-    pieces: tuple[Piece, ...]
-
-
 @dataclass(slots=True)
 class Message:
     """The pieces of chunks that one rank sends another in a window: bytes `start:stop` of boxes.
@@ -80,11 +72,11 @@ class Message:
 @dataclass(slots=True)
 class Window:
     """What is in transfer at a time: the messages to ranks and from ranks, and the chunks to
-    assemble by number, each with the numbers of key and leaf."""
+    assemble by number, each with this rank's piece of it."""
 
     outgoing: defaultdict[int, Message] = field(default_factory=lambda: defaultdict(Message))
     incoming: defaultdict[int, Message] = field(default_factory=lambda: defaultdict(Message))
-    assemblies: dict[int, tuple[int, int, Assembly]] = field(default_factory=dict)
+    assemblies: dict[int, tuple[LeafRef, ChunkAssembly]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +93,21 @@ class RankTask:
 
 
 _PIECE = struct.Struct("<QQQ")
-_COLUMNS = ("jobs", "assemblies", "cells", "reports", "shared", "replicas")
-"""A task as a message: lists of numbers. `cells` are a window, the number of the chunk, key and
-leaf, and the number of the assembly in which the rank takes part."""
 
 
 def encode_tasks(
     plan: RanksPlan, keys: Sequence[Sequence[str]], *, trust_replicated: bool
 ) -> list[bytes]:
-    """The task of every rank; `keys` are each rank's keys in order."""
+    """The task of every rank; `keys` are each rank's keys in order.
+
+    It is lists of numbers: `cells` are a window, the number of the chunk, key and leaf, and the
+    number of the assembly in which the rank takes part.
+    """
     trees = [
-        [names.index(tree.key) if tree.key in names else -1 for tree in plan.trees]
-        for names in keys
+        [own.index(tree.key) if tree.key in own else -1 for tree in plan.trees] for own in keys
     ]
-    tasks: list[dict[str, list[Any]]] = [{name: [] for name in _COLUMNS} for _ in keys]
+    names = "jobs", "shared", "replicas", "reports", "assemblies", "cells"
+    tasks: list[dict[str, list[Any]]] = [{name: [] for name in names} for _ in keys]
 
     def ref(target: Target, place: Place) -> list[int]:
         leaf = plan.leaf(target).holders[place.holder].leaf
@@ -124,21 +117,17 @@ def encode_tasks(
     for name, jobs in (("jobs", plan.jobs), *compared, ("replicas", plan.replicas)):
         for target, place, *cells in jobs:
             tasks[place.rank][name].append([*ref(target, place), *cells])
-    roles: dict[ChunkAssembly, dict[int, tuple[int, int]]] = {}
+    roles: dict[ChunkAssembly, dict[int, tuple[Place, int]]] = {}
     for target, number, assembly, window in plan.cells:
-        leaf = plan.leaf(target)
         if assembly not in roles:
-            width = geometry.width_of(leaf.dtype)
-            said = assembly.owner.rank, width, leaf.dtype, assembly.pieces
             places = (assembly.owner, *(piece.place for piece in assembly.pieces))
             roles[assembly] = {
-                place.rank: (place.holder, len(tasks[place.rank]["assemblies"])) for place in places
+                place.rank: (place, len(tasks[place.rank]["assemblies"])) for place in places
             }
             for rank in roles[assembly]:
-                tasks[rank]["assemblies"].append(said)
-        for rank, (holder, how) in roles[assembly].items():
-            at = trees[rank][target.tree], leaf.holders[holder].leaf
-            tasks[rank]["cells"].append((window, number, *at, how))
+                tasks[rank]["assemblies"].append((assembly.owner, assembly.pieces))
+        for rank, (place, how) in roles[assembly].items():
+            tasks[rank]["cells"].append((window, number, *ref(target, place)[:2], how))
     for number, (target, places) in enumerate(plan.reported.items()):
         for place in places:
             tasks[place.rank]["reports"].append([number, *ref(target, place)])
@@ -160,24 +149,23 @@ def decode_task(data: bytes, rank: int) -> RankTask:
 
 
 def _windows(task: Mapping[str, Any], me: int) -> tuple[Window, ...]:
-    assemblies = [_assembly(*each) for each in task["assemblies"]]
+    assemblies = [
+        ChunkAssembly(
+            Place(*owner), tuple(Piece(Place(*place), *where) for place, *where in pieces)
+        )
+        for owner, pieces in task["assemblies"]
+    ]
     windows: defaultdict[int, Window] = defaultdict(Window)
     for at, number, tree, leaf, how in task["cells"]:
-        window = windows[at]
-        owner, _, pieces = assembly = assemblies[how]
+        window, assembly = windows[at], assemblies[how]
+        owner, part, _ = assembly.owner
         if owner == me:
-            window.assemblies[number] = tree, leaf, assembly
-        for (rank, part, _), start, stop, _ in pieces:
+            window.assemblies[number] = LeafRef(tree, leaf, part), assembly
+        for (rank, part, _), start, stop, _ in assembly.pieces:
             if rank != owner and me in (rank, owner):
                 message = window.outgoing[owner] if rank == me else window.incoming[rank]
                 message.add(number, LeafRef(tree, leaf, part), start, stop)
     return tuple(windows[number] for number in sorted(windows))
-
-
-def _assembly(owner: int, width: int, dtype: str, found: Sequence[Any]) -> Assembly:
-    pieces = tuple(Piece(Place(*place), *where) for place, *where in found)
-    nbytes = sum(piece.nbytes for piece in pieces)
-    return Assembly(owner, Extent((nbytes // width,), width, nbytes, dtype), pieces)
 
 
 class Boxes:
@@ -369,9 +357,11 @@ class RankWorker:
         size = 0
         for window in self._task.windows:
             arrived = self._exchange(peers, window)
-            for number, (tree, leaf, assembly) in window.assemblies.items():
-                data = self._assemble(tree, leaf, assembly, arrived)
-                batch[number] = assembly.extent, data
+            for number, (ref, assembly) in window.assemblies.items():
+                data = self._assemble(ref, assembly, arrived)
+                whole = self._boxes.extent(ref)
+                shape = (len(data) // whole.width,)
+                batch[number] = Extent(shape, whole.width, len(data), whole.dtype), data
                 size += len(data)
                 if size >= self._room.cells_bytes:
                     yield batch
@@ -405,9 +395,9 @@ class RankWorker:
         return data
 
     def _assemble(
-        self, tree: int, leaf: int, assembly: Assembly, arrived: Mapping[int, "_Cursor"]
+        self, ref: LeafRef, assembly: ChunkAssembly, arrived: Mapping[int, "_Cursor"]
     ) -> bytearray:
-        data = bytearray(assembly.extent.raw_bytes)
+        data = bytearray(sum(piece.nbytes for piece in assembly.pieces))
         memory = memoryview(data)
         for (rank, part, _), start, stop, ranges in assembly.pieces:
             if rank in arrived:
@@ -417,7 +407,7 @@ class RankWorker:
                 if len(ranges) > 1:
                     buffer = memoryview(bytearray(stop - start))
                 with self._later.failing():
-                    self._stage(LeafRef(tree, leaf, part), start, stop, buffer)
+                    self._stage(ref._replace(part=part), start, stop, buffer)
                 if len(ranges) == 1:
                     continue
             cursor = _Cursor(buffer)
