@@ -16,10 +16,10 @@ from ckptstore.commit.transaction import TreeContent
 from ckptstore.core import geometry
 from ckptstore.core.geometry import byte_ranges
 from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES
-from ckptstore.core.model import Box, LeafContent, Schema
+from ckptstore.core.model import Box, LeafContent
 from ckptstore.distributed.framing import check_keys, damaged, numbers_and_ids
-from ckptstore.distributed.merge import MergedLeaf, MergedTree, finish
-from ckptstore.distributed.plan import Place, RanksPlan, Target, Tiled, nbytes_of
+from ckptstore.distributed.merge import Finished, MergedLeaf, MergedTree, finish
+from ckptstore.distributed.plan import Place, RanksPlan, Target, Tiled
 from ckptstore.errors import Conflict
 from ckptstore.objects import canonical
 from ckptstore.repository.dedup import items_of
@@ -166,8 +166,6 @@ def _assembled(tree: MergedTree, leaf: MergedLeaf, parts: Mapping[Place, bytes])
 
 
 _EMPTY = Report(b"", b"", 0)
-_NOWHERE = (Target(-1, -1), None)
-"""Stands for leaves without content of their own: no content is ever resolved for it."""
 
 
 class Written(NamedTuple):
@@ -186,7 +184,7 @@ class Assembler:
 
     def __init__(self, plan: RanksPlan) -> None:
         self._plan = plan
-        self._resolved: dict[tuple[int, frozenset[int]], _ResolvedTree] = {}
+        self._finished: dict[tuple[int, frozenset[int]], Finished] = {}
         self._writers = np.full(plan.chunks, -1, np.int32)
         for job in plan.jobs:
             self._writers[job.number : job.number + job.stop - job.first] = job.place.rank
@@ -233,18 +231,22 @@ class Assembler:
         self, number: int, decided: Decided, joined: bytes, by_checksum: Mapping[bytes, bytes]
     ) -> TreeContent:
         private = frozenset(target.leaf for target in decided.private if target.tree == number)
-        whole = self._resolved.get((number, private))
-        if whole is None:
-            whole = self._resolved[number, private] = _resolve(self._plan, number, private)
+        tree, key = self._plan.trees[number], (number, private)
+        if key not in self._finished:
+            self._finished[key] = finish(tree, private)
+        schema, leaves = self._finished[key]
         contents = []
-        for start, stop, raw_bytes, boxes, elsewhere in whole.leaves:
-            if elsewhere is None:
-                contents.append(LeafContent(None, joined[start:stop], raw_bytes, boxes))
-            else:
-                inline, checksums, raw_bytes = decided.contents.get(elsewhere, _EMPTY)
-                found = b"".join(map(by_checksum.__getitem__, items_of(checksums, CHECKSUM_BYTES)))
-                contents.append(LeafContent(inline, found, raw_bytes))
-        return TreeContent(self._plan.trees[number].key, whole.schema, contents)
+        for leaf, rank in leaves:
+            target = Target(number, leaf)
+            if tiled := self._plan.tiled.get(target):
+                start = self._plan.numbers[target] * CHUNK_ID_BYTES
+                ids = joined[start : start + tiled.tiling.chunks * CHUNK_ID_BYTES]
+                contents.append(LeafContent(None, ids, tiled.raw_bytes, tiled.parts))
+            else:  # an alias, or a tensor without elements, has no content
+                inline, checksums, nbytes = decided.contents.get((target, rank), _EMPTY)
+                ids = b"".join(map(by_checksum.__getitem__, items_of(checksums, CHECKSUM_BYTES)))
+                contents.append(LeafContent(inline, ids, nbytes))
+        return TreeContent(tree.key, schema, contents)
 
 
 def layout_of(plan: RanksPlan, size: int) -> bytes:
@@ -258,42 +260,6 @@ def layout_of(plan: RanksPlan, size: int) -> bytes:
     return canonical.encode_joined(
         {"world": canonical.encode(size), "trees": canonical.encode_joined(trees)}
     )
-
-
-class _LeafSource(NamedTuple):
-    """The source of a leaf's content: bytes `start:stop` of the planned ids, or the content
-    resolved for (target, rank) `elsewhere`.
-    """
-
-    start: int
-    stop: int
-    raw_bytes: int
-    boxes: tuple[Box, ...] | None
-    elsewhere: tuple[Target, int | None] | None
-
-
-class _ResolvedTree(NamedTuple):
-    """A tree, given the set of leaves that turned out to be private."""
-
-    schema: Schema
-    leaves: list[_LeafSource]
-
-
-def _resolve(plan: RanksPlan, number: int, private: frozenset[int]) -> _ResolvedTree:
-    tree = plan.trees[number]
-    schema, leaves = finish(tree, private)
-    found = []
-    for i, rank, is_alias in leaves:
-        target = Target(number, i)
-        tiled = None if is_alias else plan.tiled.get(target)
-        if tiled is None:
-            found.append(_LeafSource(0, 0, 0, None, _NOWHERE if is_alias else (target, rank)))
-        else:
-            boxes = None if tiled.tiling.whole else tuple(held.box for held in tiled.boxes)
-            start = plan.numbers[target] * CHUNK_ID_BYTES
-            stop = start + tiled.tiling.chunks * CHUNK_ID_BYTES
-            found.append(_LeafSource(start, stop, nbytes_of(tree.leaves[i]), boxes, None))
-    return _ResolvedTree(schema, found)
 
 
 def _diverged(plan: RanksPlan, target: Target, rank: int) -> None:

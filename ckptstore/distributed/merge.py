@@ -12,7 +12,7 @@ later (`finish`).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape, leaves_of
@@ -146,12 +146,8 @@ def schema_of(skeleton: Node | int, rows: Sequence[Sequence[Any]]) -> Schema:
     return Schema(skeleton, *(zip(*rows, strict=True) if rows else ((),) * 5))
 
 
-class FinishedLeaf(NamedTuple):
-    """Which merged leaf a leaf of the whole state is, and of which rank, if private."""
-
-    leaf: int
-    rank: int | None
-    is_alias: bool
+Finished: TypeAlias = tuple[Schema, list[tuple[int, int | None]]]
+"""A schema, and for each of its leaves the merged leaf and the rank that owns it, if private."""
 
 
 def merge(by_rank: Sequence[Sequence[RankTree]]) -> list[MergedTree]:
@@ -163,21 +159,20 @@ def merge(by_rank: Sequence[Sequence[RankTree]]) -> list[MergedTree]:
     return [_merge_key(key, trees) for key, trees in keys.items()]
 
 
-def finish(tree: MergedTree, private: frozenset[int]) -> tuple[Schema, list[FinishedLeaf]]:
+def finish(tree: MergedTree, private: frozenset[int]) -> Finished:
     """The whole state, with the leaves numbered `private` divided by rank."""
     found: list[tuple[int, int | None]] = []
     # A leaf tied to a divided leaf is divided too, so that each rank's leaves stay tied.
     tied = frozenset(i for i, leaf in enumerate(tree.leaves) if leaf.alias in private)
     skeleton = _divide(tree.skeleton, tree, private | tied, found)
     numbers = {each: i for i, each in enumerate(found)}
-    rows, leaves = [], []
+    rows = []
     paths = dict(paths_of_leaves(skeleton, segment(tree.key)))
     for (i, rank), number in numbers.items():
         leaf = tree.leaves[i]
         alias = numbers.get((leaf.alias, rank), -1) if leaf.alias >= 0 else -1
         rows.append((paths[number], leaf.kind, leaf.dtype, leaf.shape, alias))
-        leaves.append(FinishedLeaf(i, rank, alias >= 0))
-    return schema_of(skeleton, rows), leaves
+    return schema_of(skeleton, rows), found
 
 
 def _divide(

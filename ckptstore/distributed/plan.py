@@ -107,12 +107,18 @@ class HeldBox(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiled:
-    """A leaf whose chunks are planned: `boxes` tile it. Leaves with equal holdings share one
-    object, which is its own key.
+    """A leaf of `raw_bytes` whose chunks are planned: `boxes` tile it. Leaves with equal holdings
+    share one object, which is its own key.
     """
 
     boxes: tuple[HeldBox, ...]
     tiling: Tiling
+    raw_bytes: int
+
+    @property
+    def parts(self) -> tuple[Box, ...] | None:
+        """The boxes that are cut one by one; None for a leaf that is cut as if it were whole."""
+        return None if self.tiling.whole else tuple(held.box for held in self.boxes)
 
 
 @dataclass(slots=True)
@@ -161,17 +167,19 @@ def plan_ranks(
     divide it differently.
     """
     plan = RanksPlan(list(trees), load=[0] * size)
-    alike: dict[object, Target] = {}
+    alike: dict[object, Tiled | tuple[Place, ...] | None] = {}
     holdings: IdentityDict[Holding | None, int] = IdentityDict()
     for t, tree in enumerate(trees):
         for i, leaf in enumerate(tree.leaves):
             if leaf.alias < 0:
-                target = Target(t, i)
-                first = alike.setdefault(_how_held(tree, leaf, holdings), target)
-                if first == target:
-                    _place(plan, target, tree, leaf, chunk_bytes, canonical)
-                else:
-                    _place_alike(plan, first, target)
+                how = _how_held(tree, leaf, holdings)
+                if how not in alike:
+                    alike[how] = _placed(tree, leaf, chunk_bytes, canonical)
+                found, target = alike[how], Target(t, i)
+                if isinstance(found, Tiled):
+                    plan.tile(target, found)
+                elif found is not None:
+                    plan.reported[target] = found
     _assign(plan, chunk_bytes, window_bytes)
     return plan
 
@@ -195,52 +203,34 @@ def _how_held(
     return leaf.kind, leaf.dtype, leaf.shape, tuple(found)
 
 
-def _place_alike(plan: RanksPlan, first: Target, target: Target) -> None:
-    """Place a leaf as `first` was placed."""
-    if (tiled := plan.tiled.get(first)) is not None:
-        plan.tile(target, tiled)
-    if (reported := plan.reported.get(first)) is not None:
-        plan.reported[target] = reported
-
-
-def _place(
-    plan: RanksPlan,
-    target: Target,
-    tree: MergedTree,
-    leaf: MergedLeaf,
-    chunk_bytes: int,
-    canonical: bool,
-) -> None:
+def _placed(
+    tree: MergedTree, leaf: MergedLeaf, chunk_bytes: int, canonical: bool
+) -> Tiled | tuple[Place, ...] | None:
+    """How the chunks of a leaf are planned, or where it is reported from, or None for a tensor
+    without elements.
+    """
     divided = any(holder.leaf in tree.trees[holder.rank].held for holder in leaf.holders)
     marks = {tree.trees[holder.rank].marks.get(holder.leaf) for holder in leaf.holders}
     holders = leaf.holders
     if marks == {"lead"}:
         holders = holders[:1]
     if leaf.kind != "tensor":
-        plan.reported[target] = _places(holders)
-    elif nbytes_of(leaf) == 0:
-        return
-    elif "private" in marks and divided:
-        raise Conflict(
-            f"{leaf.path} is divided among ranks and private as well; leave it out of private="
-        )
-    elif divided:
-        boxes = _boxes(tree, leaf)
-        _check_tiles(leaf, boxes, numbered="numbered" in marks)
-        if nbytes_of(leaf) <= INLINE_BYTES:
-            plan.reported[target] = _places(holders)
-        else:
-            _tile(plan, target, tree, leaf, boxes, chunk_bytes, canonical)
-    elif (
-        nbytes_of(leaf) <= INLINE_BYTES
-        or "private" in marks
-        or (len(holders) > 1 and marks != {"replica"})
-    ):
-        plan.reported[target] = _places(holders)
+        return _places(holders)
+    if nbytes_of(leaf) == 0:
+        return None
+    is_small = nbytes_of(leaf) <= INLINE_BYTES
+    if divided:
+        if "private" in marks:
+            raise Conflict(
+                f"{leaf.path} is divided among ranks and private as well; leave it out of private="
+            )
+        by_mesh = _boxes(tree, leaf)
+        _check_tiles(leaf, by_mesh, numbered="numbered" in marks)
+    elif "private" in marks or (len(holders) > 1 and marks != {"replica"}):
+        return _places(holders)
     else:
-        whole = Box.whole(leaf.shape)
-        tiling = _tile_boxes(leaf.shape, geometry.width_of(leaf.dtype), chunk_bytes, (whole,))
-        plan.tile(target, Tiled((HeldBox(whole, _places(holders)),), tiling))
+        by_mesh = {None: {Box.whole(leaf.shape): list(_places(holders))}}
+    return _places(holders) if is_small else _tiled(leaf, by_mesh, chunk_bytes, canonical)
 
 
 def _places(holders: Sequence[Holder]) -> tuple[Place, ...]:
@@ -294,15 +284,12 @@ def _ranks(places: Iterable[Sequence[Place]]) -> list[int]:
     return sorted({place.rank for group in places for place in group})
 
 
-def _tile(
-    plan: RanksPlan,
-    target: Target,
-    tree: MergedTree,
+def _tiled(
     leaf: MergedLeaf,
     by_mesh: Mapping[object, Mapping[Box, Sequence[Place]]],
     chunk_bytes: int,
     canonical: bool,
-) -> None:
+) -> Tiled:
     first, *others = by_mesh.values()
     # Replicas on several meshes are compared chunk by chunk, so no chunk may lie in two boxes.
     tiling = _tile_boxes(
@@ -316,7 +303,7 @@ def _tile(
         HeldBox(box, tuple(first[box]), tuple(place for held in others for place in held[box]))
         for box in sorted(first)
     ]
-    plan.tile(target, Tiled(tuple(boxes), tiling))
+    return Tiled(tuple(boxes), tiling, nbytes_of(leaf))
 
 
 class _Planned(NamedTuple):

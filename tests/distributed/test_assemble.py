@@ -20,7 +20,7 @@ def two_ranks() -> RanksPlan:
     boxes = (Box((0,), (8,)), Box((8,), (8,)))
     held = tuple(HeldBox(box, (Place(rank, 0, rank),)) for rank, box in enumerate(boxes))
     plan = RanksPlan([])
-    plan.tile(LEAF, Tiled(held, tile((16,), 4, 32, boxes)))
+    plan.tile(LEAF, Tiled(held, tile((16,), 4, 32, boxes), 64))
     plan.jobs += [Job(LEAF, Place(rank, 0, rank), 0, 1, rank) for rank in (0, 1)]
     assert plan.chunks == 2
     return plan

@@ -262,7 +262,7 @@ def check_ranks(random: Random) -> None:
         # In the place of each leaf's content, the ranks whose it is.
         owners = [
             [holder for holder in tree.leaves[i].holders if rank in (None, holder.rank)]
-            for i, rank, _ in found
+            for i, rank in found
         ]
         contents = [LeafContent(repr(own).encode(), b"", 0) for own in owners]
         whole = Tree(tree.key, TreeRef(ChunkId(b""), ()), schema, contents, CHUNK_BYTES)
