@@ -7,9 +7,10 @@ reports content.
 
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import starmap
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ckptstore.commit.plan import CommitPlan, Extent, plan_chunks
@@ -24,7 +25,7 @@ from ckptstore.distributed.collective import Collective, DeferredErrors, Part
 from ckptstore.distributed.framing import damaged, numbered, pack, unpack
 from ckptstore.distributed.plan import ChunkAssembly, Piece, Place, RanksPlan, Target
 from ckptstore.errors import Conflict
-from ckptstore.repository.dedup import DedupHints
+from ckptstore.repository.dedup import ChunkTable, DedupHints
 from ckptstore.repository.memory_budget import RankRoom
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import BytesSource, FlatState, Source
@@ -265,11 +266,13 @@ class RankWorker:
         """Write chunks `first:stop` of reported leaves: (number of the report, first, stop). Raises
         `Conflict` if they are no longer those that were reported.
         """
-        refs = [(self._task.reports[number], first, stop) for number, first, stop in decided]
-        plan, hints = self._planned([self._boxes.cells(*each) for each in refs]), DedupHints()
-        self._write(plan, hints, [self._boxes.source(ref) for ref, _, _ in refs])
-        if (table := hints.last) is None:
-            return
+        cells = {
+            (number, first): (self._task.reports[number], first, stop)
+            for number, first, stop in decided
+        }
+        plan, hints = self._planned(list(starmap(self._boxes.cells, cells.values()))), DedupHints()
+        self._write(plan, hints, {at: self._boxes.source(ref) for at, (ref, *_) in cells.items()})
+        table = hints.last or ChunkTable({})
         if table.checksums != b"".join(
             self._reported[number].checksums[first * CHECKSUM_BYTES : stop * CHECKSUM_BYTES]
             for number, first, stop in decided
@@ -289,15 +292,15 @@ class RankWorker:
             with self._later.failing():
                 extents = [extent for extent, _ in batch.values()]
                 plan = self._kept(f"cells {name}", partial(self._planned, extents))
-                sources = [BytesSource(data, extent.width) for extent, data in batch.values()]
-                numbers = list(batch)
-                found = self._write(*plan, sources)
-                self._written |= {numbers[i]: ids for i, ids in found.items()}
+                sources = {
+                    number: BytesSource(data, extent.width)
+                    for number, (extent, data) in batch.items()
+                }
+                self._written |= self._write(*plan, sources)
         self._later.settle()
         jobs, boxes = self._task.jobs, self._boxes
         plan = self._kept("jobs", lambda: self._planned([boxes.cells(*job[:3]) for job in jobs]))
-        found = self._write(*plan, [boxes.source(job.ref) for job in jobs])
-        self._written |= {jobs[i].number: ids for i, ids in found.items()}
+        self._written |= self._write(*plan, {job.number: boxes.source(job.ref) for job in jobs})
 
     def _reports(self) -> dict[int, Report]:
         """This rank's content of the reported leaves."""
@@ -328,8 +331,7 @@ class RankWorker:
         sources = [self._boxes.source(ref) for ref, _ in cells.values()]
         plan, workers = self._planned([each for _, each in cells.values()]), self._room.write
         found = hash_chunks(plan, sources, self._threads, workers.threads, hashed)
-        keys = list(cells)
-        return {keys[i]: each for i, each in found.items()}
+        return _by_key(cells, found)
 
     def _planned(self, extents: Sequence[Extent]) -> CommitPlan:
         return plan_chunks(extents, self._boxes.chunk_bytes, self._room.write.run_bytes)
@@ -341,13 +343,15 @@ class RankWorker:
         return self._plans[key]
 
     def _write(
-        self, plan: CommitPlan, hints: DedupHints, sources: Sequence[Source]
-    ) -> dict[int, bytes]:
+        self, plan: CommitPlan, hints: DedupHints, sources: Mapping[_Key, Source]
+    ) -> dict[_Key, bytes]:
         """The ids of the plan's chunks by source, written as far as the store lacks them."""
         if self._later.failed or not sources:
             return {}
-        threads = self._room.write.threads
-        return self._transaction.write(plan, sources, hints=hints, max_workers=threads)
+        found = self._transaction.write(
+            plan, list(sources.values()), hints=hints, max_workers=self._room.write.threads
+        )
+        return _by_key(sources, found)
 
     def _batches(self, peers: Collective) -> Iterator[dict[int, tuple[Extent, bytearray]]]:
         """The assembled chunks by number, in batches of bounded size. After a local failure, send
@@ -422,6 +426,12 @@ class RankWorker:
             source.stage(start, stop, out)
         else:
             out[:] = memory
+
+
+def _by_key(keys: Iterable[_Key], found: Mapping[int, bytes]) -> dict[_Key, bytes]:
+    """What was found for the sources of a plan, which numbers them in the order of `keys`."""
+    numbered_keys = list(keys)
+    return {numbered_keys[number]: each for number, each in found.items()}
 
 
 class _Cursor:
