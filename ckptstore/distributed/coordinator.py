@@ -115,9 +115,10 @@ class Coordinator:
 
     def decide(self, handed_in: Sequence[Any]) -> list[Any]:
         """Answer the ranks' reports with the chunks that each rank still has to write."""
-        reports = [{number: Report(*each) for number, each in found} for found, _ in handed_in]
         self._observed = [observed for _, observed in handed_in]
-        self._decided = decide(self._plan, reports)
+        with uncollected():
+            reports = [{number: Report(*each) for number, each in found} for found, _ in handed_in]
+            self._decided = decide(self._plan, reports)
         return self._decided.writes
 
     def publish(

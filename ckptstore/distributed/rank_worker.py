@@ -20,6 +20,7 @@ from ckptstore.core import geometry
 from ckptstore.core.geometry import grid
 from ckptstore.core.ids import CHECKSUM_BYTES, SessionId, checksum, digest
 from ckptstore.core.model import INLINE_BYTES, Box
+from ckptstore.core.process import uncollected
 from ckptstore.distributed.assemble import Report, Written
 from ckptstore.distributed.collective import Collective, DeferredErrors, Part
 from ckptstore.distributed.framing import damaged, numbered, pack, unpack
@@ -305,21 +306,23 @@ class RankWorker:
     def _reports(self) -> dict[int, Report]:
         """This rank's content of the reported leaves."""
         boxes, found = self._boxes, {}
-        pieces = {number: boxes.pieces(ref) for number, ref in self._task.reports.items()}
-        large = {
-            number
-            for number, ref in self._task.reports.items()
-            if boxes.global_bytes(ref) > INLINE_BYTES
-        }
-        hashed = {ref: (ref, boxes.extent(ref)) for number in large for ref in pieces[number]}
+        with uncollected():
+            pieces = {number: boxes.pieces(ref) for number, ref in self._task.reports.items()}
+            large = {
+                number
+                for number, ref in self._task.reports.items()
+                if boxes.global_bytes(ref) > INLINE_BYTES
+            }
+            hashed = {ref: (ref, boxes.extent(ref)) for number in large for ref in pieces[number]}
         sums = self._hash(hashed, checksum)
-        for number, refs in pieces.items():
-            nbytes = sum(boxes.source(ref).nbytes for ref in refs)
-            if number in large:
-                found[number] = Report(None, b"".join([sums[ref] for ref in refs]), nbytes)
-            else:
-                inline = b"".join([boxes.source(ref).read_all() for ref in refs])
-                found[number] = Report(inline, b"", nbytes)
+        with uncollected():
+            for number, refs in pieces.items():
+                nbytes = sum(boxes.source(ref).nbytes for ref in refs)
+                if number in large:
+                    found[number] = Report(None, b"".join([sums[ref] for ref in refs]), nbytes)
+                else:
+                    inline = b"".join([boxes.source(ref).read_all() for ref in refs])
+                    found[number] = Report(inline, b"", nbytes)
         return found
 
     def _hash(
