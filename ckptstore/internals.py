@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptstore.commit.async_commit import AsyncCommits, CommitRoute
 from ckptstore.commit.commit_metadata import (
@@ -21,6 +21,7 @@ from ckptstore.commit.commit_metadata import (
     Prepared,
     RunWatch,
 )
+from ckptstore.commit.parts import PartsCommitter
 from ckptstore.commit.pending import UNWATCHED, Pending
 from ckptstore.commit.plan import Flats
 from ckptstore.commit.transaction import CommitStats, Committed, Destination
@@ -32,20 +33,14 @@ from ckptstore.core.options import Async, Ranks
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
 from ckptstore.core.text import bytes_text, seconds_text
-from ckptstore.distributed.collective import Collective
-from ckptstore.distributed.commit import Committer
-from ckptstore.distributed.coordinator import PartsCommitter
-from ckptstore.distributed.gloo import BACKGROUND, collective_of
-from ckptstore.distributed.merge import split_ids
-from ckptstore.distributed.restore import agreed
-from ckptstore.distributed.worker_client import WorkerCommitter
 from ckptstore.errors import CkptStoreError, InvalidInput, NoSpace, NotFound, ReadOnly, Unavailable
 from ckptstore.log.resolve import Resolved, newest_first, resolved
 from ckptstore.maintenance.disk_space import DiskWatch
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.measurements import with_tensors
+from ckptstore.peers import Committer, collective_of
 from ckptstore.repository.chunk_store import ObjectStore
-from ckptstore.repository.dedup import GcPin
+from ckptstore.repository.dedup import GcPin, items_of
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, reads_at_once
@@ -54,6 +49,10 @@ from ckptstore.snapshot import Snapshot
 from ckptstore.state.casting import refuse_divided_ties
 from ckptstore.state.flatten import flatten
 from ckptstore.state.shards import Globs, marked
+
+if TYPE_CHECKING:
+    from ckptstore.distributed.collective import Collective
+    from ckptstore.distributed.worker_client import WorkerCommitter
 
 logger = logging.getLogger("ckptstore")
 
@@ -72,7 +71,7 @@ MakeMetadata: TypeAlias = Callable[[], CommitMetadata]
 
 
 def flats_of(
-    app_state: Mapping[str, Any], ranks: Ranks, peers: Collective | None, *, allow_pickle: bool
+    app_state: Mapping[str, Any], ranks: Ranks, peers: "Collective | None", *, allow_pickle: bool
 ) -> Flats:
     """The flattened state; with `peers`, this rank's part of one."""
     flats = flatten(app_state, allow_pickle=allow_pickle, ranks=peers is not None)
@@ -131,9 +130,11 @@ class StoreInternals:
         return Committer(Destination(self.handle, self.threads))
 
     @cached_property
-    def background_committer(self) -> Committer | WorkerCommitter:
+    def background_committer(self) -> "Committer | WorkerCommitter":
         if self.settings.executor != "process":
             return Committer(Destination(self.handle, self._low_priority))
+        from ckptstore.distributed.worker_client import WorkerCommitter
+
         options = {
             "storage_options": dict(self.settings.storage_options),
             "direct_io": self.settings.direct_io is not False,
@@ -152,10 +153,10 @@ class StoreInternals:
         return Reader(self.handle.config, self.handle.objects, self._reading)
 
     @property
-    def worker(self) -> WorkerCommitter | None:
+    def worker(self) -> "WorkerCommitter | None":
         """The worker process; None while there is none."""
-        found = self.__dict__.get("background_committer")
-        return found if isinstance(found, WorkerCommitter) else None
+        is_there = self.settings.executor == "process"
+        return self.__dict__.get("background_committer") if is_there else None
 
     def chunks(self) -> ObjectStore:
         """The chunks that this store has now, by id."""
@@ -189,7 +190,7 @@ class StoreInternals:
         trees = [tree for document in documents for tree in reader.trees(document.trees).values()]
         ids = b"".join({content.ids for tree in trees for content in tree.contents})
         where = objects.locate(ids)
-        rows = zip(where["checksum"].tolist(), where["found"].tolist(), split_ids(ids), strict=True)
+        rows = zip(where["checksum"].tolist(), where["found"].tolist(), items_of(ids), strict=True)
         return {checksum: ChunkId(chunk) for checksum, found, chunk in rows if found}
 
     def gc_pin(self, purpose: str) -> GcPin | None:
@@ -207,7 +208,7 @@ class StoreInternals:
         flats: Callable[[], Flats],
         metadata: MakeMetadata,
         ranks: Ranks,
-        peers: Collective | None = None,
+        peers: "Collective | None" = None,
         *,
         memory_budget_bytes: int | None = None,
         stats: bool = False,
@@ -232,7 +233,7 @@ class StoreInternals:
         return self.committed(committed)
 
     def _prepared(
-        self, flats: Callable[[], Flats], metadata: MakeMetadata, peers: Collective | None
+        self, flats: Callable[[], Flats], metadata: MakeMetadata, peers: "Collective | None"
     ) -> Prepared | BaseException:
         """What to commit. Of one of several ranks also why it has nothing to commit, to be raised
         where that reaches them all."""
@@ -258,18 +259,17 @@ class StoreInternals:
     def _make(
         self,
         request: CommitRequest,
-        peers: Collective | None,
-        committer: Committer | WorkerCommitter,
+        peers: "Collective | None",
+        committer: "Committer | WorkerCommitter",
     ) -> Committed:
         """Make a commit; on a full disk, try once more if that is promising."""
-        alone = committer.whole.commit if isinstance(committer, Committer) else committer.commit
         leads = peers is None or peers.leads
         nbytes = 0
         if isinstance(request.what, Prepared):
             nbytes = request.what.nbytes
             if leads:
                 self._disk.before(nbytes)
-        make = partial(committer.commit, request, peers) if peers else partial(alone, request)
+        make = partial(committer.commit, request, peers)
         try:
             committed = make()
         except NoSpace as full:
@@ -287,7 +287,7 @@ class StoreInternals:
         self,
         committed: Committed,
         request: CommitRequest,
-        peers: Collective | None,
+        peers: "Collective | None",
         threads: ThreadPool,
     ) -> Committed:
         """A commit with its statistics, if they were asked for."""
@@ -330,13 +330,13 @@ class StoreInternals:
         metadata: CommitMetadata,
         options: Async,
         ranks: Ranks,
-        peers: Collective | None,
+        peers: "Collective | None",
         *,
         allow_pickle: bool,
         stats: bool,
     ) -> PendingCommit:
         """Stage `app_state` and commit it in the background, alone or with `peers`."""
-        behind = collective_of(ranks.process_group, ranks.timeout_s, channel=BACKGROUND)
+        behind = collective_of(ranks.process_group, ranks.timeout_s, behind=True)
         if peers and options.trust_version:
             raise InvalidInput(
                 "ranks that commit together copy all that they hold: leave out trust_version"
@@ -413,7 +413,7 @@ class StoreInternals:
         if self.tier:
             self.tier.wake()
 
-    def candidates(self, peers: Collective | None) -> Iterable[tuple[Reader | None, Resolved]]:
+    def candidates(self, peers: "Collective | None") -> Iterable[tuple[Reader | None, Resolved]]:
         """Commits of this run, newest first, each with a reader if only the mirror has it; with
         `peers`, as the coordinator lists them."""
         log = self.handle.log
@@ -422,7 +422,7 @@ class StoreInternals:
             return self.tier.newest_first(self.run, state)
         found = newest_first(state, self.run)
         if peers:
-            wanted = agreed(peers, [info.id for info in found])
+            wanted = peers.agreed([info.id for info in found])
             state = log.replay(refresh=any(commit not in state.commits for commit in wanted))
             found = [resolved(state, commit) for commit in wanted]
         return [(None, info) for info in found]

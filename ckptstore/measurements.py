@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.geometry import grid
@@ -26,12 +26,14 @@ from ckptstore.core.statistics import (
     is_measured,
     key_of,
 )
-from ckptstore.distributed.collective import Collective
 from ckptstore.errors import CkptStoreError
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Memory, Reader, ReadRequest, Tree
+
+if TYPE_CHECKING:
+    from ckptstore.distributed.collective import Collective
 
 READ_BYTES = 8 << 20
 """A thread reads about this much before it measures it, """
@@ -173,7 +175,7 @@ def with_tensors(
     reader: Reader,
     committed: Committed,
     measured: Mapping[bytes, bytes],
-    peers: Collective | None,
+    peers: "Collective | None",
 ) -> Committed:
     """A new commit with the moments of its tensors by path. `measured` are those of the chunks that
     this rank hashed; others are looked up, or read."""

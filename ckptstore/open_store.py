@@ -12,7 +12,6 @@ from typing import Never
 from ckptstore.core.options import Async, Storage
 from ckptstore.core.public_calls import public_call
 from ckptstore.core.settings import Settings
-from ckptstore.distributed.gloo import is_several
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
 from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.mirror import MirrorOptions, mirror
@@ -21,6 +20,7 @@ from ckptstore.maintenance.retention import Policy
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.objects.pointer_files import Pointer, read_pointer
 from ckptstore.objects.pointer_files import write_pointer as write_file
+from ckptstore.peers import is_several
 from ckptstore.repository.init_store import init_store
 from ckptstore.repository.resolve_ref import AnyRef
 from ckptstore.repository.store_handle import StoreHandle

@@ -1,6 +1,6 @@
 """Read one commit: restore it, or read some of its leaves."""
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -12,11 +12,9 @@ from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Ranks
 from ckptstore.core.public_calls import public_methods
 from ckptstore.core.text import bytes_text, selector
-from ckptstore.distributed.gloo import collective_of
-from ckptstore.distributed.restore import RankView, own_trees, restore_together, tree_of_rank
-from ckptstore.distributed.shared_reads import Broadcast
 from ckptstore.errors import InvalidInput
 from ckptstore.objects.documents import Layout
+from ckptstore.peers import collective_of
 from ckptstore.restore.mmap import Unmappable
 from ckptstore.restore.reader import ReadRequest, Tree
 from ckptstore.restore.restore import (
@@ -43,6 +41,8 @@ if TYPE_CHECKING:
     import torch
 
     from ckptstore.commit.transaction import CommitStats
+    from ckptstore.distributed.collective import Collective
+    from ckptstore.distributed.shared_reads import Broadcast
     from ckptstore.state.renaming import Rename
     from ckptstore.state.tensors import AskedDtype
 
@@ -163,6 +163,8 @@ class Snapshot:
     def of_rank(self, rank: int) -> "Snapshot":
         """This commit as `rank` saw it: shared leaves, and its own under their paths on that rank.
         Leaves that only other ranks have are left out."""
+        from ckptstore.distributed.restore import tree_of_rank
+
         trees = {
             key: own
             for key, tree in self._trees.items()
@@ -245,11 +247,11 @@ class Snapshot:
         )
         ranks = ranks or Ranks()
         peers = collective_of(ranks.process_group, ranks.timeout_s)
-        view = RankView(
-            peers.rank if peers else 0, peers.size if peers else 1, ranks.private_from or {}
-        )
-        begin = partial(self._begin_restore, app_state, view, options)
+        private = ranks.private_from or {}
+        begin = partial(self._begin_restore, app_state, peers, private, options)
         if peers:
+            from ckptstore.distributed.restore import restore_together
+
             sends = self._contents.reader.remote if ranks.broadcast is None else ranks.broadcast
             operation = restore_together(peers, self.id, begin, self._sharing if sends else None)
         else:
@@ -261,14 +263,21 @@ class Snapshot:
         return operation.report
 
     def _begin_restore(
-        self, app_state: MutableMapping[str, Any], view: RankView, options: RestoreOptions
+        self,
+        app_state: MutableMapping[str, Any],
+        peers: "Collective | None",
+        private: Mapping[int, int],
+        options: RestoreOptions,
     ) -> RestoreOperation:
         check_app_state(app_state)
         self._contents.before_write()
         check_keys(app_state, self._trees, options)
         own: dict[str, Tree] = self._trees
         lacking: list[str] = []
-        if view.size > 1 or self._document.layout:
+        if peers or self._document.layout:
+            from ckptstore.distributed.restore import RankView, own_trees
+
+            view = RankView(peers.rank if peers else 0, peers.size if peers else 1, private)
             own, lacking = own_trees(own, view, app_state, self._world, options)
         return RestoreOperation(self._contents.reader, self.id, own, app_state, options, lacking)
 
@@ -277,7 +286,9 @@ class Snapshot:
         layout = self.layout
         return layout.world if layout else 1
 
-    def _sharing(self, operation: RestoreOperation) -> Broadcast:
+    def _sharing(self, operation: RestoreOperation) -> "Broadcast":
+        from ckptstore.distributed.shared_reads import Broadcast
+
         ids = b"".join(c.ids for tree in self._trees.values() for c in tree.contents)
         return Broadcast(self._contents.reader, operation.reading, ids)
 

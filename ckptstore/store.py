@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from types import TracebackType
-from typing import Any, Literal, Never, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Never, Self, get_args
 
 from ckptstore.adoption import adopt
 from ckptstore.commit.commit_metadata import label_of, refuse_unnamed
@@ -18,9 +18,6 @@ from ckptstore.core.model import CommitInfo, Skipped
 from ckptstore.core.options import Async, Ranks, Verify
 from ckptstore.core.public_calls import beside_commits, public_methods_of_store
 from ckptstore.core.settings import Settings
-from ckptstore.distributed.collective import Collective
-from ckptstore.distributed.gloo import agreed_schedule, collective_of
-from ckptstore.distributed.restore import agreed, on_all
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.internals import PendingCommit, StoreInternals, flats_of
 from ckptstore.log.resolve import Resolved
@@ -28,6 +25,7 @@ from ckptstore.maintenance import signatures
 from ckptstore.maintenance.forget import remove_tag, set_tag
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance_api import Maintenance
+from ckptstore.peers import agreed_schedule, collective_of
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, log_resumed, through_pointers
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.diff import Difference, compare
@@ -36,6 +34,9 @@ from ckptstore.restore.restore import check_whole, keys_of
 from ckptstore.resuming import has_all_of
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state.staging_buffers import BufferPool
+
+if TYPE_CHECKING:
+    from ckptstore.distributed.collective import Collective
 
 logger = logging.getLogger("ckptstore")
 
@@ -200,7 +201,7 @@ class Store(Maintenance):
     def _settle(self) -> None:
         self._internals.async_commits.settle()
 
-    def _hint(self, step: int | None, tags: Sequence[str], peers: Collective | None) -> None:
+    def _hint(self, step: int | None, tags: Sequence[str], peers: "Collective | None") -> None:
         """Say once that a commit can be named."""
         if step is None and not tags and self._hints and (peers is None or peers.leads):
             self._hints = False
@@ -367,7 +368,7 @@ class Store(Maintenance):
         self,
         look: Callable[[Resolved, Reader | None], Snapshot],
         restore: Callable[..., object],
-        peers: Collective | None,
+        peers: "Collective | None",
     ) -> Snapshot | None:
         skipped: list[Skipped] = []
         torn: Snapshot | None = None
@@ -375,9 +376,9 @@ class Store(Maintenance):
         for (reader, info), after in zip_longest(candidates, candidates[1:]):
             begin = partial(look, info, reader)
             try:
-                snapshot = on_all(peers, begin) if peers else begin()
+                snapshot = peers.on_all(begin) if peers else begin()
                 plan = self._plan_of_fallback(snapshot, after, torn)
-                whole, atomic = agreed(peers, plan) if peers else plan
+                whole, atomic = peers.agreed(plan) if peers else plan
                 if not whole:
                     break
                 if not atomic:

@@ -1,5 +1,8 @@
 """How much of the package a small operation enters; the ceilings may only be lowered."""
 
+import subprocess
+import sys
+
 from tests.support.entered import Entered, operations, trace
 
 CEILINGS = {
@@ -20,5 +23,13 @@ def test_operations_enter_no_more_of_the_package_than_before() -> None:
     for name, (files, changes, calls) in CEILINGS.items():
         least = min(found[name], key=lambda entered: len(entered.files))
         assert len(least.files) <= files, f"{name}: {sorted(least.files)}"
+        assert not [file for file in least.files if file.startswith("distributed/")], name
         assert min(entered.changes for entered in found[name]) <= changes, found[name]
         assert min(entered.calls for entered in found[name]) <= calls, found[name]
+
+
+def test_a_process_that_works_alone_imports_nothing_of_many_ranks() -> None:
+    code = "import sys, torch, ckptstore.store; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "ckptstore.snapshot" in done.stdout.split()
+    assert "ckptstore.distributed" not in done.stdout

@@ -44,7 +44,6 @@ LEFT = {
     "index": 1,
     "state": 2,
     "commit": 1,
-    "distributed": 32,
 }
 """Pairings that are still there, by room."""
 

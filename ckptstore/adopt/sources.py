@@ -12,7 +12,7 @@ from ckptstore.adopt.strides import gather, span_bytes
 from ckptstore.core.config import CHUNK_BYTES
 from ckptstore.core.geometry import byte_ranges, grid, intersect, nbytes_of, within
 from ckptstore.core.model import Box, Shape
-from ckptstore.distributed.tiling import misfit
+from ckptstore.core.tiling import misfit
 from ckptstore.errors import InvalidInput, Unavailable
 from ckptstore.state.leaf_sources import Source, StagedSource
 from ckptstore.storage.local_files import transfer

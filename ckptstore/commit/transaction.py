@@ -124,6 +124,12 @@ def stored_trees(trees: Iterable[TreeContent]) -> Iterator[TreeContent]:
         yield TreeContent(SHARED, schema, contents)
 
 
+def logical_bytes(trees: Sequence[TreeContent]) -> int:
+    """Raw bytes of a state: an alias has no content."""
+    contents = [content for tree in trees for content in tree.contents]
+    return sum(each.raw_bytes or len(each.inline or b"") for each in contents)
+
+
 class Destination:
     """An open store as its committers see it. `schemas` caches the encoded ones of the last
     commit."""

@@ -74,11 +74,11 @@ def hash_chunks(
     threads: ThreadPool,
     max_workers: int,
     hashed: Callable[[memoryview], bytes] = digest,
-) -> list[bytes]:
-    """The ids of the chunks of each part of the plan, or their checksums if that is how they are
+) -> dict[int, bytes]:
+    """The ids of the chunks of each leaf of the plan, or their checksums if that is how they are
     `hashed`, by at most `max_workers` threads. Writes nothing."""
     nbytes = len(hashed(NO_MEMORY))
-    ids = [bytearray(nbytes * len(part)) for part in plan.parts]
+    ids = {part.leaf: bytearray(nbytes * len(part)) for part in plan.parts}
 
     def work(batch: Sequence[Run]) -> None:
         for run in batch:
@@ -89,7 +89,7 @@ def hash_chunks(
 
     small = plan.logical_bytes <= PARALLEL_BYTES
     threads.spread(work, plan.batches, max_workers=1 if small else max_workers)
-    return [bytes(each) for each in ids]
+    return {leaf: bytes(each) for leaf, each in ids.items()}
 
 
 def write_metadata(

@@ -8,21 +8,21 @@ a conflict.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptstore.commit.transaction import TreeContent
 from ckptstore.core import geometry
 from ckptstore.core.geometry import byte_ranges
 from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES
-from ckptstore.core.model import Box, LeafContent, Schema
-from ckptstore.distributed.merge import MergedLeaf, MergedTree, finish, split
-from ckptstore.distributed.plan import Place, RanksPlan, Shared, Target, Tiled, nbytes_of
-from ckptstore.errors import Conflict, Corrupt
+from ckptstore.core.model import Box, LeafContent
+from ckptstore.distributed.framing import check_keys, damaged, numbers_and_ids
+from ckptstore.distributed.merge import Finished, MergedLeaf, MergedTree, finish
+from ckptstore.distributed.plan import Place, RanksPlan, Target, Tiled
+from ckptstore.errors import Conflict
 from ckptstore.objects import canonical
+from ckptstore.repository.dedup import items_of
 
 
 class Report(NamedTuple):
@@ -39,8 +39,8 @@ class Decided:
     """`contents` are leaf contents by rank, None for a leaf that is one; `private` are the leaves
     divided by rank.
 
-    By rank, `writes` lists (number of the rank's report, first chunk, stop), and `checksums` has
-    the checksums of these chunks.
+    By rank, `writes` lists (number of the report, first chunk, stop), and `checksums` has the
+    checksums of these chunks.
     """
 
     contents: dict[tuple[Target, int | None], Report] = field(default_factory=dict)
@@ -49,28 +49,34 @@ class Decided:
     checksums: list[list[bytes]] = field(default_factory=list)
 
 
-def decide(plan: RanksPlan, reports: Sequence[Sequence[Report]]) -> Decided:
-    """Compare `reports`, by rank in the order of the rank's task. Raises `Conflict` for replicas
-    that differ, naming path and ranks.
+def decide(plan: RanksPlan, reports: Sequence[Mapping[int, Report]]) -> Decided:
+    """Compare `reports`: by rank, and by the number of the reported leaf in the plan. Raises
+    `Conflict` for replicas that differ, naming path and ranks, and `Corrupt` for reports that were
+    not asked for.
     """
     decided = Decided(writes=[[] for _ in reports], checksums=[[] for _ in reports])
+    asked: list[set[int]] = [set() for _ in reports]
+    for number, places in enumerate(plan.reported.values()):
+        for place in places:
+            asked[place.rank].add(number)
+    for rank, found in enumerate(reports):
+        check_keys(rank, "contents of leaves", found, asked[rank])
     load = list(plan.load)
-    found = [iter(enumerate(each)) for each in reports]
     taken: set[bytes] = set()
-    for target, places in plan.reported.items():
+    for number, (target, places) in enumerate(plan.reported.items()):
         tree = plan.trees[target.tree]
         leaf = plan.leaf(target)
-        here = {place: next(found[place.rank]) for place in places}
+        here = {place: reports[place.rank][number] for place in places}
         if leaf.kind == "tensor" and any(
             holder.leaf in tree.trees[holder.rank].held for holder in leaf.holders
         ):
             content = _assembled(
-                tree, leaf, {place: report.inline or b"" for place, (_, report) in here.items()}
+                tree, leaf, {place: report.inline or b"" for place, report in here.items()}
             )
             decided.contents[target, None] = Report(content, b"", len(content))
         else:
             _decide_whole(decided, target, tree, here)
-            _spread(decided, here, load, taken)
+            _spread(decided, number, here, load, taken)
     return decided
 
 
@@ -78,11 +84,11 @@ def _decide_whole(
     decided: Decided,
     target: Target,
     tree: MergedTree,
-    here: Mapping[Place, tuple[int, Report]],
+    here: Mapping[Place, Report],
 ) -> None:
     leaf = tree.leaves[target.leaf]
     marks = {tree.trees[place.rank].marks.get(leaf.holders[place.holder].leaf) for place in here}
-    contents = {place.rank: report for place, (_, report) in here.items()}
+    contents = {place.rank: report for place, report in here.items()}
     if leaf.owned or ("private" not in marks and len(set(contents.values())) == 1):
         decided.contents[target, None] = next(iter(contents.values()))
         return
@@ -107,21 +113,23 @@ def _groups(contents: Mapping[int, Report]) -> str:
 
 def _spread(
     decided: Decided,
-    here: Mapping[Place, tuple[int, Report]],
+    number: int,
+    here: Mapping[Place, Report],
     load: list[int],
     taken: set[bytes],
 ) -> None:
-    """Assign each chunk to the least loaded rank of those that have it."""
-    holders: dict[bytes, list[tuple[int, int, int, int]]] = {}
-    for place, (number, report) in here.items():
-        checksums = split(report.checksums, CHECKSUM_BYTES)
+    """Assign each chunk of reported leaf `number` to the least loaded rank of those that have
+    it.
+    """
+    holders: dict[bytes, list[tuple[int, int, int]]] = {}
+    for place, report in here.items():
+        checksums = items_of(report.checksums, CHECKSUM_BYTES)
         for i, summed in enumerate(checksums):
             if summed not in taken:
-                holders.setdefault(summed, []).append(
-                    (place.rank, number, i, report.raw_bytes // len(checksums))
-                )
+                nbytes = report.raw_bytes // len(checksums)
+                holders.setdefault(summed, []).append((place.rank, i, nbytes))
     for summed, found in holders.items():
-        rank, number, i, nbytes = min(found, key=lambda each: load[each[0]])
+        rank, i, nbytes = min(found, key=lambda each: load[each[0]])
         taken.add(summed)
         load[rank] += nbytes
         decided.checksums[rank].append(summed)
@@ -140,7 +148,7 @@ def _assembled(tree: MergedTree, leaf: MergedLeaf, parts: Mapping[Place, bytes])
     for place, joined in parts.items():
         holding = tree.trees[place.rank].held.get(leaf.holders[place.holder].leaf)
         at = 0
-        for box in holding.boxes if holding else (Box((0,) * len(leaf.shape), leaf.shape),):
+        for box in holding.boxes if holding else (Box.whole(leaf.shape),):
             ranges = list(byte_ranges(leaf.shape, box, width))
             nbytes = sum(stop - start for start, stop in ranges)
             mine, at = joined[at : at + nbytes], at + nbytes
@@ -158,16 +166,15 @@ def _assembled(tree: MergedTree, leaf: MergedLeaf, parts: Mapping[Place, bytes])
 
 
 _EMPTY = Report(b"", b"", 0)
-_NOWHERE = (Target(-1, -1), None)
-"""Stands for leaves without content of their own: no content is ever resolved for it."""
 
 
-class Observation(NamedTuple):
-    """The id of cell `cell` of a shared box, as computed by a rank that does not write it."""
+class Written(NamedTuple):
+    """The ids that a rank hands in: `numbered` ones of the chunks that it was planned to write, and
+    rows of checksum and id of those that it was told to write.
+    """
 
-    shared: Shared
-    cell: int
-    id: bytes
+    planned: bytes
+    decided: bytes
 
 
 class Assembler:
@@ -177,61 +184,69 @@ class Assembler:
 
     def __init__(self, plan: RanksPlan) -> None:
         self._plan = plan
-        self._gathering: _Gathering | None = None
-        self._resolved: dict[tuple[int, frozenset[int]], _ResolvedTree] = {}
+        self._finished: dict[tuple[int, frozenset[int]], Finished] = {}
+        self._writers = np.full(plan.chunks, -1, np.int32)
+        for job in plan.jobs:
+            self._writers[job.number : job.number + job.stop - job.first] = job.place.rank
+        for _, number, assembly, _ in plan.cells:
+            self._writers[number] = assembly.owner.rank
+        assert self._writers.min(initial=0) >= 0, "a chunk of the plan is nobody's"
 
     def assemble(
-        self,
-        decided: Decided,
-        written: Sequence[bytes],
-        decided_ids: Sequence[bytes],
-        observations: Sequence[Observation],
+        self, decided: Decided, written: Sequence[Written], observed: Sequence[bytes]
     ) -> list[TreeContent]:
-        """All trees of the whole state. `written` are the ids of the chunks that each rank wrote:
-        for its jobs, then for the cells that it completed. `decided_ids` are those of the chunks
-        that it was told to write.
+        """All trees of the whole state, of what the ranks have `written`. `observed` are ids of
+        chunks that others write, as the ranks computed them, by number.
 
-        Raises `Conflict` if replicas differ, and `Corrupt` if ids do not match the plan.
+        Raises `Conflict` if replicas differ, and `Corrupt` for ids that were not asked for.
         """
-        if self._gathering is None:
-            self._gathering = _gathering_of(self._plan, len(written))
-        ids = _Ids(self._gathering.where, _gathered(self._gathering, written))
-        _compare(self._plan, ids, observations)
-        by_checksum = _by_checksum(decided.checksums, decided_ids)
+        ids = np.empty(self._plan.chunks, f"V{CHUNK_ID_BYTES}")
+        by_checksum: dict[bytes, bytes] = {}
+        for rank, (planned, told) in enumerate(written):
+            numbers, found = numbers_and_ids(planned)
+            asked = np.flatnonzero(self._writers == rank)
+            check_keys(rank, "ids of chunks", numbers.tolist(), asked.tolist())
+            ids[numbers] = found
+            rows = items_of(told, CHECKSUM_BYTES + CHUNK_ID_BYTES)
+            own = {row[:CHECKSUM_BYTES]: row[CHECKSUM_BYTES:] for row in rows}
+            check_keys(rank, "ids of checksums", own, decided.checksums[rank])
+            by_checksum |= own
+        for rank, found in enumerate(observed):
+            self._compare(rank, ids, *numbers_and_ids(found))
+        joined = ids.tobytes()
         return [
-            self._tree(number, decided, ids, by_checksum) for number in range(len(self._plan.trees))
+            self._tree(number, decided, joined, by_checksum)
+            for number in range(len(self._plan.trees))
         ]
 
+    def _compare(self, rank: int, ids: Any, numbers: Any, found: Any) -> None:
+        """Compare what a rank observed with what was written."""
+        if numbers.max(initial=0) >= max(len(ids), 1):
+            raise damaged(f"rank {rank} compares a chunk that is not planned")
+        for number in numbers[ids[numbers] != found][:1].tolist():
+            numbered = self._plan.numbers.items()
+            _diverged(self._plan, [of for of, first in numbered if first <= number][-1], rank)
+
     def _tree(
-        self, number: int, decided: Decided, ids: "_Ids", by_checksum: Mapping[bytes, bytes]
+        self, number: int, decided: Decided, joined: bytes, by_checksum: Mapping[bytes, bytes]
     ) -> TreeContent:
         private = frozenset(target.leaf for target in decided.private if target.tree == number)
-        whole = self._resolved.get((number, private))
-        if whole is None:
-            whole = self._resolved[number, private] = _resolve(
-                self._plan, number, private, ids.where
-            )
-        contents, joined = [], ids.joined
-        for start, stop, raw_bytes, boxes, elsewhere in whole.leaves:
-            if elsewhere is None:
-                contents.append(LeafContent(None, joined[start:stop], raw_bytes, boxes))
-            else:
-                inline, checksums, raw_bytes = decided.contents.get(elsewhere, _EMPTY)
-                found = b"".join(map(by_checksum.__getitem__, split(checksums, CHECKSUM_BYTES)))
-                contents.append(LeafContent(inline, found, raw_bytes))
-        return TreeContent(self._plan.trees[number].key, whole.schema, contents)
-
-
-def logical_bytes(trees: Sequence[TreeContent]) -> int:
-    """Raw bytes of the whole state, without aliases."""
-    total = 0
-    for _, schema, contents in trees:
-        for kind, dtype, shape, alias, content in zip(
-            schema.kinds, schema.dtypes, schema.shapes, schema.aliases, contents, strict=True
-        ):
-            if alias < 0:
-                total += geometry.nbytes_of(dtype, shape) if kind == "tensor" else content.raw_bytes
-    return total
+        tree, key = self._plan.trees[number], (number, private)
+        if key not in self._finished:
+            self._finished[key] = finish(tree, private)
+        schema, leaves = self._finished[key]
+        contents = []
+        for leaf, rank in leaves:
+            target = Target(number, leaf)
+            if tiled := self._plan.tiled.get(target):
+                start = self._plan.numbers[target] * CHUNK_ID_BYTES
+                ids = joined[start : start + tiled.tiling.chunks * CHUNK_ID_BYTES]
+                contents.append(LeafContent(None, ids, tiled.raw_bytes, tiled.parts))
+            else:  # an alias, or a tensor without elements, has no content
+                inline, checksums, nbytes = decided.contents.get((target, rank), _EMPTY)
+                ids = b"".join(map(by_checksum.__getitem__, items_of(checksums, CHECKSUM_BYTES)))
+                contents.append(LeafContent(inline, ids, nbytes))
+        return TreeContent(tree.key, schema, contents)
 
 
 def layout_of(plan: RanksPlan, size: int) -> bytes:
@@ -247,138 +262,6 @@ def layout_of(plan: RanksPlan, size: int) -> bytes:
     )
 
 
-class _Gathering(NamedTuple):
-    """How the ids that the ranks hand in are reordered into the plan's order.
-
-    `counts` are the number of ids of each rank, `order` is the permutation, and `where` gives each
-    target's byte range after it.
-    """
-
-    counts: list[int]
-    order: "npt.NDArray[np.int64]"
-    where: dict[Target, tuple[int, int]]
-
-
-class _Ids(NamedTuple):
-    """The chunk ids of all planned leaves."""
-
-    where: dict[Target, tuple[int, int]]
-    joined: bytes
-
-    def of(self, target: Target) -> bytes:
-        start, stop = self.where[target]
-        return self.joined[start:stop]
-
-
-class _LeafSource(NamedTuple):
-    """The source of a leaf's content: ids `start:stop` of the planned ones, or the content resolved
-    for (target, rank) `elsewhere`.
-    """
-
-    start: int
-    stop: int
-    raw_bytes: int
-    boxes: tuple[Box, ...] | None
-    elsewhere: tuple[Target, int | None] | None
-
-
-class _ResolvedTree(NamedTuple):
-    """A tree, given the set of leaves that turned out to be private."""
-
-    schema: Schema
-    leaves: list[_LeafSource]
-
-
-def _gathering_of(plan: RanksPlan, size: int) -> _Gathering:
-    """A rank hands in the ids of its jobs, then the ids of its cells, each in the plan's order."""
-    where: dict[Target, tuple[int, int]] = {}
-    end = 0
-    for target, tiled in plan.tiled.items():
-        where[target] = (end, end := end + CHUNK_ID_BYTES * tiled.tiling.chunks)
-    counts = [0] * size
-    for job in plan.jobs:
-        counts[job.place.rank] += job.stop - job.first
-    for _, assembly, _ in plan.cells:
-        counts[assembly.owner.rank] += 1
-    at = [0, *accumulate(counts)]
-    order = np.full(end // CHUNK_ID_BYTES, -1, np.int64)
-    for job in plan.jobs:
-        first, rank = where[job.target][0] // CHUNK_ID_BYTES + job.chunk, job.place.rank
-        count = job.stop - job.first
-        order[first : first + count] = range(at[rank], at[rank] + count)
-        at[rank] += count
-    for target, assembly, _ in plan.cells:
-        rank = assembly.owner.rank
-        order[where[target][0] // CHUNK_ID_BYTES + assembly.chunk] = at[rank]
-        at[rank] += 1
-    assert order.min(initial=0) >= 0, "a chunk of the plan is nobody's"
-    return _Gathering(counts, order, where)
-
-
-def _by_checksum(checksums: Sequence[list[bytes]], ids: Sequence[bytes]) -> dict[bytes, bytes]:
-    """The ids of the chunks that ranks were told to write, by their checksums."""
-    found: dict[bytes, bytes] = {}
-    for rank, (wanted, got) in enumerate(zip(checksums, ids, strict=True)):
-        if len(got) != CHUNK_ID_BYTES * len(wanted):
-            raise _wrong_count(rank, len(got), len(wanted))
-        found.update(zip(wanted, split(got, CHUNK_ID_BYTES), strict=True))
-    return found
-
-
-def _wrong_count(rank: int, nbytes: int, count: int) -> Corrupt:
-    return Corrupt(
-        f"rank {rank} hands in {nbytes} bytes of ids; wanted {count} ids; is ckptstore of one "
-        "version on all ranks?"
-    )
-
-
-def _gathered(gathering: _Gathering, written: Sequence[bytes]) -> bytes:
-    for rank, (ids, count) in enumerate(zip(written, gathering.counts, strict=True)):
-        if len(ids) != CHUNK_ID_BYTES * count:
-            raise _wrong_count(rank, len(ids), count)
-    return np.frombuffer(b"".join(written), f"V{CHUNK_ID_BYTES}")[gathering.order].tobytes()
-
-
-def _resolve(
-    plan: RanksPlan, number: int, private: frozenset[int], where: Mapping[Target, tuple[int, int]]
-) -> _ResolvedTree:
-    tree = plan.trees[number]
-    schema, leaves = finish(tree, private)
-    found = []
-    for (i, rank), alias in zip(leaves, schema.aliases, strict=True):
-        target = Target(number, i)
-        tiled = plan.tiled.get(target) if alias < 0 else None
-        if tiled is None:
-            found.append(_LeafSource(0, 0, 0, None, (target, rank) if alias < 0 else _NOWHERE))
-        else:
-            boxes = None if tiled.tiling.whole else tiled.boxes
-            found.append(_LeafSource(*where[target], nbytes_of(tree.leaves[i]), boxes, None))
-    return _ResolvedTree(schema, found)
-
-
-def _compare(plan: RanksPlan, ids: _Ids, observations: Sequence[Observation]) -> None:
-    """Compare the observations of replicas with what was written for them."""
-    for (target, box, place, _, _), cell, chunk in observations:
-        number = _chunk_of(plan.tiled[target], box, cell)
-        if (
-            number is not None
-            and ids.of(target)[number * CHUNK_ID_BYTES : (number + 1) * CHUNK_ID_BYTES] != chunk
-        ):
-            _diverged(plan, target, place.rank)
-
-
-def _chunk_of(tiled: Tiled, box: int, cell: int) -> int | None:
-    """The chunk of a box's cell; None for a cell that box edges cut."""
-    return next(
-        (
-            s.chunk + cell - s.first
-            for s in tiled.tiling.spans
-            if s.box == box and s.first <= cell < s.stop
-        ),
-        None,
-    )
-
-
 def _diverged(plan: RanksPlan, target: Target, rank: int) -> None:
     leaf = plan.leaf(target)
     ranks = [holder.rank for holder in leaf.holders]
@@ -391,7 +274,7 @@ def _diverged(plan: RanksPlan, target: Target, rank: int) -> None:
 
 
 def _tree_layout(plan: RanksPlan, number: int, tree: MergedTree) -> Iterator[tuple[str, bytes]]:
-    known: dict[int, bytes] = {}  # by identity: leaves with equal holdings share one object
+    known: dict[Tiled, bytes] = {}
     for i, leaf in enumerate(tree.leaves):
         tiled = plan.tiled.get(Target(number, i))
         if leaf.alias >= 0 or _is_whole_on_one(tree, leaf):
@@ -399,9 +282,9 @@ def _tree_layout(plan: RanksPlan, number: int, tree: MergedTree) -> Iterator[tup
         if tiled is None:
             yield leaf.path, canonical.encode(_leaf_layout(tree, leaf, None))
         else:
-            if id(tiled) not in known:
-                known[id(tiled)] = canonical.encode(_leaf_layout(tree, leaf, tiled))
-            yield leaf.path, known[id(tiled)]
+            if tiled not in known:
+                known[tiled] = canonical.encode(_leaf_layout(tree, leaf, tiled))
+            yield leaf.path, known[tiled]
 
 
 def _is_whole_on_one(tree: MergedTree, leaf: MergedLeaf) -> bool:
@@ -413,11 +296,11 @@ def _is_whole_on_one(tree: MergedTree, leaf: MergedLeaf) -> bool:
 def _leaf_layout(tree: MergedTree, leaf: MergedLeaf, tiled: Tiled | None) -> dict[str, Any]:
     held = (tree.trees[rank].held.get(number) for rank, number in leaf.holders)
     first = next((each for each in held if each is not None), None)
+    boxes = tiled.boxes if tiled else ()
     return {
-        "mesh": first.mesh and [list(first.mesh.shape), list(first.mesh.ranks)] if first else None,
+        "mesh": first.mesh if first else None,
         "placements": list(first.placements) if first else [],
-        "boxes": [[list(box.offsets), list(box.lengths)] for box in tiled.boxes] if tiled else [],
-        "ranks": [sorted({place.rank for place in places}) for places in tiled.holders]
-        if tiled
-        else [[rank for rank, _ in leaf.holders]],
+        "boxes": [held.box for held in boxes],
+        "ranks": [sorted({place.rank for place in held.holders}) for held in boxes]
+        or [[rank for rank, _ in leaf.holders]],
     }

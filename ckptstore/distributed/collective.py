@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ckptstore.distributed.framing import (
     MAX_BYTES,
@@ -29,8 +29,7 @@ from ckptstore.distributed.framing import (
 from ckptstore.distributed.waiting import EVERY_RANK, MEETINGS, silent, told, warning_when_slow
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, Unavailable
 
-TIMEOUT_S = 300.0
-"""How long a rank waits for another before it counts as lost."""
+T = TypeVar("T")
 
 GRACE_S = 5.0
 """How long a disconnected rank waits for the coordinator's report of the rank that failed."""
@@ -47,13 +46,9 @@ _MARGIN = 1.1
 _GONE = "gone"
 
 
-class Transfer(Protocol):
-    """A send or a receive in progress."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for completion. Raises `RuntimeError` if the other rank is gone, or silent for
-        `timeout_s`.
-        """
+Transfer: TypeAlias = Callable[[float], object]
+"""A send or a receive in progress: waits for its end, for at most so many seconds. Raises
+`RuntimeError` if the other rank is gone, or silent for that time."""
 
 
 class Link(Protocol):
@@ -148,6 +143,17 @@ class Collective:
         """A `round` with one answer for all ranks: `join` of their values, None without it."""
         return self.round(what, mine, lambda found: [join(found) if join else None] * len(found))
 
+    def agreed(self, mine: list[T]) -> list[T]:
+        """The coordinator's list, on every rank."""
+        found: list[T] = self.share("resume: choose", lambda: mine, lambda handed_in: handed_in[0])
+        return found
+
+    def on_all(self, act: Callable[[], T]) -> T:
+        """The result of `act` on this rank; an error on any rank is raised on every rank."""
+        found: list[T] = []
+        self.share("resume: open", lambda: found.append(act()))
+        return found[0]
+
     def exchange(self, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
         """Send and receive bytes directly; both sides must name the same parts in the same order.
 
@@ -237,7 +243,7 @@ class Collective:
             self._announce(what, causes)
             self._raise(what, causes, own)
         for rank in range(1, self.size):
-            self._try(rank, lambda rank=rank: self._send(rank, what, _OK, answers[rank]))  # type: ignore[misc]
+            self._try(rank, partial(self._send, rank, what, _OK, answers[rank]))
         return unpack(answers[0])
 
     def _gather(self, what: str) -> tuple[dict[int, bytes], dict[int, Cause]]:
@@ -269,7 +275,7 @@ class Collective:
             self._link.leave(f"lost/{self._sequence}", data)
         for rank in range(1, self.size):
             if rank not in self._lost:
-                self._try(rank, lambda rank=rank: self._send(rank, what, _FAILED, data))  # type: ignore[misc]
+                self._try(rank, partial(self._send, rank, what, _FAILED, data))
 
     def _follow(self, what: str, payload: bytes, own: BaseException | None) -> Any:
         try:
@@ -397,7 +403,7 @@ class Collective:
         return status, bytes(payload)
 
     def _wait(self, work: Transfer, timeout_s: float | None = None) -> None:
-        work.wait(self.timeout_s if timeout_s is None else timeout_s)
+        work(self.timeout_s if timeout_s is None else timeout_s)
 
     def _readable(self, cause: Cause) -> Cause:
         if cause.kind != _GONE:

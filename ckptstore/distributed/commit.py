@@ -1,7 +1,7 @@
-"""How does a state become one commit, whether one process holds it or many ranks?
+"""How does a state that many ranks hold become one commit?
 
-One process takes the short way, `WholeCommitter`, without rounds. Of many ranks, each hashes and
-writes its part, between three rounds:
+One process takes the short way, `commit.transaction.WholeCommitter`, without rounds. Each rank
+hashes and writes its part, between three rounds:
 
 * *plan*: Ranks describe what they hold. The coordinator assigns the work and names the session.
 * *decide*: Ranks have exchanged the fragments of cut chunks and written the planned chunks. They
@@ -26,7 +26,6 @@ from ckptstore.commit.transaction import (
     Destination,
     Published,
     Transaction,
-    WholeCommitter,
     casting_of,
     contended,
 )
@@ -72,14 +71,13 @@ class _Described:
     casting: "Casting | None"
 
 
-class Committer:
-    """Commits states to one store, one at a time, alone or with other ranks, each of which has one.
-    Keeps the plan, and this rank's task, for the next commit. `whole` commits alone.
+class RanksCommitter:
+    """Commits states to one store with other ranks, each of which has one; one at a time. Keeps the
+    plan, and this rank's task, for the next commit.
     """
 
     def __init__(self, to: Destination) -> None:
         self._to = to
-        self.whole = WholeCommitter(to)
         self._coordinator = Coordinator(to)
         self._schemas = LastSchemas()
         self._described_last = b""
@@ -87,21 +85,18 @@ class Committer:
         self._task: RankTask | None = None
         self._plans: Plans = {}
 
-    def commit(self, request: CommitRequest, peers: Collective | None = None) -> Committed:
-        """Write a state, or this rank's part of one, and append its entry; the commit is durable on
-        return. Every rank of `peers` must call it with its own part.
+    def commit(self, request: CommitRequest, peers: Collective) -> Committed:
+        """Write this rank's part of a state, and append the entry; the commit is durable on return.
+        Every rank of `peers` must call it with its own part.
 
         The coordinator's metadata and options count. Staged, encoded, exchanged and assembled bytes
         stay within the request's budget; the coordinator's limits the bytes in transfer.
 
         Raises `InvalidInput` for too small a budget, `Unavailable` if storage fails, `Conflict` if
         others kept removing chunks to be reused, for states that do not fit together and for
-        replicas that differ, and exceptions of `watch`. Many ranks raise one error, of the class
+        replicas that differ, and exceptions of `watch`. All ranks raise one error, of the class
         that the causes share; `causes` names the ranks. After any of them the store is as before.
         """
-        return self.whole.commit(request) if peers is None else self._together(request, peers)
-
-    def _together(self, request: CommitRequest, peers: Collective) -> Committed:
         try:
             described, session = self._plan(peers, request)
             for _ in range(ATTEMPTS):
@@ -198,23 +193,18 @@ class Committer:
             return SessionId(said)
 
 
+@dataclass(slots=True)
 class _Publication:
     """The third round. `failed` is what kept this rank, the coordinator, from the log."""
 
-    def __init__(
-        self,
-        peers: Collective,
-        transaction: Transaction,
-        worker: RankWorker,
-        request: CommitRequest,
-        coordinator: Coordinator,
-        casting: "Casting | None",
-    ) -> None:
-        self._casting = casting
-        self._peers, self._transaction, self._worker = peers, transaction, worker
-        self._request, self._coordinator = request, coordinator
-        self._packed_at = 0.0
-        self.failed: Exception | None = None
+    _peers: Collective
+    _transaction: Transaction
+    _worker: RankWorker
+    _request: CommitRequest
+    _coordinator: Coordinator
+    _casting: "Casting | None"
+    _packed_at: float = 0.0
+    failed: Exception | None = None
 
     def ask(self, decided: Any, label: CommitMetadata) -> Any:
         """The coordinator's answer to the ranks' receipts. If another rank has failed, the log was

@@ -1,46 +1,34 @@
-"""How is a commit of several processes published, by rank 0 or by another library's coordinator?
+"""How does rank 0 lead the commit of many ranks? It plans, resolves content and publishes; it alone
+appends to the log.
 
-The coordinator of ranks plans, resolves content and publishes; it alone appends to the log. Where
-another library, such as DCP, assigns the writers, it brings their receipts to a publisher
-(`PartsCommitter`). The order is that of every commit: durable packs on each writer, then metadata,
-document and log entry. A failure before the entry leaves only files that no entry names.
+A failure before the entry leaves only files that no entry names.
 """
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from typing import Any
 
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.plan import Extent, plan_chunks
-from ckptstore.commit.transaction import Committed, Destination, Receipt, Transaction, TreeContent
-from ckptstore.core.ids import SessionId, pack_rank
-from ckptstore.core.model import INLINE_BYTES, Cast, LeafContent, Schema
+from ckptstore.commit.transaction import Destination, Receipt, Transaction, logical_bytes
+from ckptstore.core.ids import SessionId
+from ckptstore.core.model import Cast, Schema
 from ckptstore.core.options import Ranks
 from ckptstore.core.process import uncollected
 from ckptstore.distributed.assemble import (
     Assembler,
     Decided,
-    Observation,
     Report,
+    Written,
     decide,
     layout_of,
-    logical_bytes,
 )
-from ckptstore.distributed.merge import (
-    RankTree,
-    decode_description,
-    merge,
-    split_ids,
-)
-from ckptstore.distributed.plan import RanksPlan, Shared, plan_ranks
+from ckptstore.distributed.merge import RankTree, decode_description, merge
+from ckptstore.distributed.plan import RanksPlan, plan_ranks
 from ckptstore.distributed.rank_worker import encode_tasks
 from ckptstore.errors import Conflict
 from ckptstore.log.log import Refused
 from ckptstore.log.sessions import Session, open_session
 from ckptstore.objects.documents import encode_document
-from ckptstore.repository.dedup import DedupHints
-from ckptstore.state.leaf_sources import Source
 
 SAME, PLANNED, DESCRIBE = "same", "planned", "describe"
 """Answers of the first round: repeat the last task; follow this task; the digest is unknown, send
@@ -66,7 +54,7 @@ class Coordinator:
         self._assembler = Assembler(self._plan)
         self._layout = b""
         self._decided = Decided()
-        self._observations: list[Observation] = []
+        self._observed: list[bytes] = []
         self.session: Session | None = None
 
     def plan(
@@ -127,23 +115,11 @@ class Coordinator:
 
     def decide(self, handed_in: Sequence[Any]) -> list[Any]:
         """Answer the ranks' reports with the chunks that each rank still has to write."""
-        reports = [[Report(*each) for each in found] for found, _, _ in handed_in]
-        self._decided = decide(self._plan, reports)
-        self._observations = [
-            Observation(shared[number], cell, chunk)
-            for shared, (_, where, ids) in zip(
-                self._shared_by_rank(len(handed_in)), handed_in, strict=True
-            )
-            for (number, cell), chunk in zip(where, split_ids(ids), strict=True)
-        ]
+        self._observed = [observed for _, observed in handed_in]
+        with uncollected():
+            reports = [{number: Report(*each) for number, each in found} for found, _ in handed_in]
+            self._decided = decide(self._plan, reports)
         return self._decided.writes
-
-    def _shared_by_rank(self, size: int) -> list[list[Shared]]:
-        """The shared boxes of each rank's task, in its order."""
-        shared: list[list[Shared]] = [[] for _ in range(size)]
-        for each in self._plan.shared:
-            shared[each.place.rank].append(each)
-        return shared
 
     def publish(
         self, handed_in: Sequence[Any], label: CommitMetadata, transaction: Transaction
@@ -153,10 +129,11 @@ class Coordinator:
         An error is raised only before the append, or if its outcome is unknown; in the second case
         nothing may be deleted.
         """
-        said, written, decided, errors = zip(*handed_in, strict=True)
-        receipts = list(map(Receipt.decode, said))
+        receipts = [Receipt.decode(receipt) for receipt, _, _ in handed_in]
+        written = [Written(*each) for _, each, _ in handed_in]
+        errors = [each for _, _, each in handed_in]
         with uncollected():
-            trees = self._assembler.assemble(self._decided, written, decided, self._observations)
+            trees = self._assembler.assemble(self._decided, written, self._observed)
         try:
             published = transaction.publish(
                 label,
@@ -214,101 +191,3 @@ def _check_labels(heads: Sequence[list[Any]], label: CommitMetadata) -> None:
                 f"rank {rank} commits step {step} of run {run}, rank 0 step {label.step} of run "
                 f"{label.run}; they must agree"
             )
-
-
-class Part(NamedTuple):
-    """The bytes of a leaf, or of its box `extent.box`, and their source. `leaf_bytes` is the size
-    of the whole leaf.
-    """
-
-    extent: Extent
-    source: Source
-    leaf_bytes: int
-
-
-class PartsWritten(NamedTuple):
-    """The result of a writer: the content of each part, and the receipt for `publish`."""
-
-    contents: list[LeafContent]
-    receipt: list[Any]
-
-
-class PartsCommitter:
-    """Writes and publishes parts of commits to one store, several commits at once if asynchronous
-    saves overlap. Keeps dedup hints for the next commit of the same parts.
-    """
-
-    def __init__(self, to: Destination) -> None:
-        self._to = to
-        # One attribute, replaced as a whole: saves that overlap each take hints of their own parts.
-        self._last: tuple[list[Extent], DedupHints] = [], DedupHints()
-        # Weak, so that saves that fail, or that another rank publishes, leave with their session.
-        self._opened: WeakValueDictionary[SessionId, Session] = WeakValueDictionary()
-        self._own: WeakKeyDictionary[Session, Transaction] = WeakKeyDictionary()
-
-    def open(self) -> Session:
-        """Open the session under which all writers of a commit write. Called by the publisher."""
-        session = open_session(self._to.objects.storage, "commit")
-        self._opened[session.id] = session
-        return session
-
-    def write(self, session: SessionId, rank: int, parts: Sequence[Part]) -> PartsWritten:
-        """Hash `parts` and pack the chunks that the store lacks; they are durable on return. `rank`
-        keeps the pack names of several writers apart.
-        """
-        extents = [part.extent for part in parts]
-        known, hints = self._last
-        if extents != known:
-            hints = DedupHints()
-            self._last = extents, hints
-        chunked = [i for i, part in enumerate(parts) if part.leaf_bytes > INLINE_BYTES]
-        plan = plan_chunks([extents[i] for i in chunked], self._to.config.chunk_bytes)
-        with Transaction(self._to, session, rank=rank) as transaction:
-            sources = [parts[i].source for i in chunked]
-            found = transaction.write(plan, sources, hints=hints)
-            receipt = transaction.receipt()
-            ids = {i: found[number] for number, i in enumerate(chunked)}
-            contents = [
-                LeafContent(ids=ids[i], raw_bytes=part.source.nbytes)
-                if i in ids
-                else LeafContent(inline=part.source.read_all())
-                for i, part in enumerate(parts)
-            ]
-        if opened := self._opened.get(session):
-            self._own[opened] = transaction
-        return PartsWritten(contents, receipt.encode())
-
-    def publish(
-        self,
-        session: Session,
-        label: CommitMetadata,
-        trees: Sequence[TreeContent],
-        layout: bytes | None,
-        receipts: Sequence[Any],
-        started: float,
-    ) -> Committed:
-        """Append the commit of what all writers have written, and close the session. A label
-        without parents gets the run's newest commit.
-
-        Raises `Conflict` if reused chunks were removed meanwhile: write everything again under
-        another session. Raises `InvalidInput` if two writers had one rank, in one process or in
-        two, so that their packs have the same names.
-        """
-        told = [Receipt.decode(receipt) for receipt in receipts]
-        transaction = self._own.pop(session, None)
-        if transaction is None:  # a publisher that has written nothing takes no writer's names
-            rank = 1 + max((pack_rank(pack.id) for each in told for pack in each.packs), default=-1)
-            transaction = Transaction(self._to, session.id, rank=rank)
-        transaction.owns = session
-        try:
-            with transaction:
-                published = transaction.publish(
-                    label, trees, logical_bytes=logical_bytes(trees), layout=layout, receipts=told
-                )
-        except Refused as error:
-            if error.refusal.again:
-                raise Conflict(
-                    "others changed the store while this commit was written; repeat it"
-                ) from error
-            raise
-        return published.committed(started)

@@ -2,10 +2,13 @@
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ckptstore import errors
+from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.errors import CkptStoreError, Corrupt, Unavailable
 
 _TEXT_BYTES = struct.Struct("<Q")
@@ -47,9 +50,51 @@ def unpack(data: bytes) -> Any:
     return value
 
 
+def tuples(said: Any) -> Any:
+    """A value of a message with tuples in place of lists."""
+    return tuple(map(tuples, said)) if isinstance(said, list) else said
+
+
 def damaged(why: object) -> Corrupt:
     said = f"a rank's message is damaged: {why}"
     return Corrupt(f"{said}; do all ranks run one version of ckptstore?")
+
+
+_NUMBERED = np.dtype([("number", "<u4"), ("id", f"V{CHUNK_ID_BYTES}")])
+
+
+def numbered(found: Mapping[int, bytes]) -> bytes:
+    """A message of rows, each a number and a chunk id. `found` has the ids of consecutive chunks by
+    the number of the first.
+    """
+    numbers = [
+        n for first, ids in found.items() for n in range(first, first + len(ids) // CHUNK_ID_BYTES)
+    ]
+    rows = np.empty(len(numbers), _NUMBERED)
+    rows["number"] = numbers
+    rows["id"] = np.frombuffer(b"".join(found.values()), _NUMBERED["id"])
+    return rows.tobytes()
+
+
+def numbers_and_ids(data: bytes) -> tuple[Any, Any]:
+    """The columns of a message of `numbered`, as arrays. Raises `Corrupt`."""
+    try:
+        rows = np.frombuffer(data, _NUMBERED)
+    except ValueError as error:
+        raise damaged(error) from error
+    return rows["number"], rows["id"]
+
+
+def check_keys(rank: int, what: str, found: Iterable[Any], asked: Iterable[Any]) -> None:
+    """Raise `Corrupt` unless the keys of a message from `rank` are those that it was asked for,
+    each once.
+    """
+    if (got := sorted(found)) != (wanted := sorted(asked)):
+        lacking, strange = set(wanted) - set(got), set(got) - set(wanted)
+        raise damaged(
+            f"rank {rank} sends {len(got)} {what}, wanted {len(wanted)}: {len(lacking)} are "
+            f"missing, {len(strange)} were not asked for"
+        )
 
 
 MAX_BYTES = 1 << 31

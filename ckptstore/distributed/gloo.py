@@ -5,81 +5,40 @@ They are separate from the caller's process group, which training may use at the
 backend. The caller's `torch.distributed` store introduces the ranks to each other.
 """
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ckptstore.core.options import Ranks
-from ckptstore.distributed.collective import TIMEOUT_S, Collective, Transfer
+from ckptstore.distributed.collective import Collective, Transfer
 from ckptstore.distributed.waiting import EVERY_RANK, named, warning_when_slow
-from ckptstore.errors import InvalidInput, Unavailable
+from ckptstore.errors import Unavailable
 
-ALONE = "alone"
-"""Given instead of a process group: this process works alone, whatever is initialized."""
+_known: dict[tuple[Any, tuple[int, ...], bool], Collective] = {}
+"""The connected ranks, by the store that introduced them, their numbers, and for which calls."""
 
-FOREGROUND, BACKGROUND = "calls", "background"
-"""Channels: connections for calls that block, and for commits in the background."""
-
-_known: dict[tuple[int, tuple[int, ...], str], Collective] = {}
-_made: dict[tuple[int, tuple[int, ...], str], int] = {}
-_stores: list[Any] = []
+_made: Counter[tuple[Any, tuple[int, ...], bool]] = Counter()
 
 
-def collective_of(
-    process_group: Any = None, timeout_s: float = TIMEOUT_S, *, channel: str = FOREGROUND
-) -> Collective | None:
-    """The connected ranks of `process_group` (default: the default group); None if this process
-    works alone.
+def connected(process_group: Any, timeout_s: float, *, behind: bool) -> Collective:
+    """The connected ranks of `process_group` (None: the default group), for calls that block, or
+    for commits `behind` their callers. On first use all ranks of the group must call this.
 
-    It works alone if nothing is initialized, the group has one rank, or `process_group` is
-    `"alone"`. A background thread uses its own `channel`, so that its rounds do not mix with the
-    caller's. On first use all ranks of the group must call this. Raises `InvalidInput` if this
-    process is not in the group, and `Unavailable` if the ranks cannot reach each other.
+    Raises `Unavailable` if the ranks cannot reach each other.
     """
-    if not is_several(process_group):
-        return None
     group = process_group if process_group is not None else dist.group.WORLD
-    return _connected(
-        tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), timeout_s, channel
-    )
-
-
-def is_several(process_group: Any = None) -> bool:
-    """Whether several ranks act together. Raises `InvalidInput` for an invalid group."""
-    if isinstance(process_group, str):
-        if process_group != ALONE:
-            raise InvalidInput(
-                f"process_group is {process_group!r}; wanted a process group, None, or {ALONE!r}"
-            )
-        return False
-    if not (dist.is_available() and dist.is_initialized()):
-        if process_group is not None:
-            raise InvalidInput(
-                "a process_group was given, but torch.distributed is not initialized"
-            )
-        return False
-    group = process_group if process_group is not None else dist.group.WORLD
-    if dist.get_rank(group) < 0:
-        raise InvalidInput(
-            "this process is no member of the process_group; only its ranks may call"
-        )
-    return len(dist.get_process_group_ranks(group)) > 1
-
-
-def _connected(ranks: tuple[int, ...], rank: int, timeout_s: float, channel: str) -> Collective:
+    ranks, rank = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
     store = dist.distributed_c10d._get_default_store()
-    if not any(store is known for known in _stores):
-        _stores.append(store)  # kept alive, so that no later store gets its `id`
-    key = (id(store), ranks, channel)
+    key = (store, ranks, behind)
     peers = _known.get(key)
     if peers is None:
-        number = _made[key] = _made.get(key, -1) + 1
-        own: Any = dist.distributed_c10d.PrefixStore(
-            f"ckptstore/{channel}/{'-'.join(map(str, ranks))}/{number}", store
-        )
+        channel = "background" if behind else "calls"
+        name = f"ckptstore/{channel}/{'-'.join(map(str, ranks))}/{_made[key]}"
+        _made[key] += 1
+        own: Any = dist.distributed_c10d.PrefixStore(name, store)
         try:
             own.set(f"came/{rank}", "1")
             probe = _another(own)
@@ -98,7 +57,7 @@ def _connected(ranks: tuple[int, ...], rank: int, timeout_s: float, channel: str
                 f"the {len(ranks)} ranks cannot reach each other within {timeout_s:g} s: {why}"
             ) from error
         peers = _known[key] = Collective(
-            _GlooLink(group, own), rank, len(ranks), timeout_s, called=channel == FOREGROUND
+            _GlooLink(group, own), rank, len(ranks), timeout_s, called=not behind
         )
     peers.timeout_s = timeout_s
     return peers
@@ -131,10 +90,10 @@ class _GlooLink:
         memory = (
             memoryview(bytearray(memory)) if memory.readonly else memory
         )  # torch warns about read-only buffers
-        return _GlooTransfer(self._group.send([_tensor(memory)], rank, lane))
+        return _transfer(self._group.send([_tensor(memory)], rank, lane))
 
     def receive(self, rank: int, lane: int, memory: memoryview) -> Transfer:
-        return _GlooTransfer(self._group.recv([_tensor(memory)], rank, lane))
+        return _transfer(self._group.recv([_tensor(memory)], rank, lane))
 
     def leave(self, name: str, data: bytes) -> None:
         _quietly(lambda: self._store.set(name, data))
@@ -145,12 +104,8 @@ class _GlooLink:
         return bytes(found) if found else None
 
 
-class _GlooTransfer:
-    def __init__(self, work: Any) -> None:
-        self._work = work
-
-    def wait(self, timeout_s: float) -> None:
-        self._work.wait(timedelta(seconds=timeout_s))
+def _transfer(work: Any) -> Transfer:
+    return lambda timeout_s: work.wait(timedelta(seconds=timeout_s))
 
 
 def _tensor(memory: memoryview) -> torch.Tensor:
@@ -163,10 +118,3 @@ def _quietly(act: Callable[[], Any]) -> Any:
         return act()
     except RuntimeError:
         return None
-
-
-def agreed_schedule(options: Mapping[str, Any], due: bool, came: bool) -> tuple[bool, bool]:
-    """Whether a commit is due and a signal came, as the ranks that commit together agree."""
-    ranks = options.get("ranks") or Ranks()
-    peers = collective_of(ranks.process_group, ranks.timeout_s)
-    return peers.is_due(due, came) if peers else (due, came)

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from ckptstore.core.ids import CHUNK_ID_BYTES
-from ckptstore.core.model import Box, LeafContent, LeafKind, Node, Schema, Shape, leaves_of
-from ckptstore.distributed.framing import damaged, pack, unpack
+from ckptstore.core.identity import IdentityDict
+from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape, leaves_of
+from ckptstore.distributed.framing import damaged, pack, tuples, unpack
 from ckptstore.errors import Conflict
 from ckptstore.objects.schema import LastSchemas, decode_schema
 from ckptstore.state.leaf_sources import (
@@ -46,31 +46,20 @@ class RankTree:
 def encode_description(flats: Mapping[str, FlatState], schemas: LastSchemas) -> bytes:
     meshes: dict[Mesh | None, int] = {}
     holdings: dict[Holding, int] = {}
-    known: dict[int, int] = {}  # by identity, which avoids hashing a mesh of many ranks
+    known: IdentityDict[Holding, int] = IdentityDict()  # a mesh of many ranks is slow to hash
     trees = []
     for key, flat in flats.items():
         held = [-1] * len(flat.schema)
         for leaf, (holding, _, _) in flat.held.items():
-            number = known.get(id(holding))
-            if number is None:
-                number = known[id(holding)] = holdings.setdefault(holding, len(holdings))
-            held[leaf] = number
+            if holding not in known:
+                known[holding] = holdings.setdefault(holding, len(holdings))
+            held[leaf] = known[holding]
         trees.append([key, held, list(flat.marks.items()), schemas.encode(key, flat.schema)])
     # Layers repeat, so most leaves share their holding with others.
     distinct = [
-        [
-            meshes.setdefault(mesh, len(meshes)),
-            names,
-            [[list(numbers) for numbers in box] for box in boxes],
-        ]
-        for mesh, names, boxes in holdings
+        [meshes.setdefault(mesh, len(meshes)), names, boxes] for mesh, names, boxes in holdings
     ]
-    head = {
-        "meshes": [mesh and [list(mesh.shape), list(mesh.ranks)] for mesh in meshes],
-        "holdings": distinct,
-        "trees": trees,
-    }
-    return pack(head)
+    return pack({"meshes": list(meshes), "holdings": distinct, "trees": trees})
 
 
 def decode_description(data: bytes, schemas: dict[bytes, Schema]) -> list[RankTree]:
@@ -79,12 +68,9 @@ def decode_description(data: bytes, schemas: dict[bytes, Schema]) -> list[RankTr
     """
     head = unpack(data)
     try:
-        meshes = [
-            None if mesh is None else Mesh(tuple(mesh[0]), tuple(mesh[1]))
-            for mesh in head["meshes"]
-        ]
+        meshes = [mesh and Mesh(*tuples(mesh)) for mesh in head["meshes"]]
         holdings = [
-            Holding(meshes[mesh], tuple(names), _boxes(boxes))
+            Holding(meshes[mesh], tuple(names), tuple(Box(*box) for box in tuples(boxes)))
             for mesh, names, boxes in head["holdings"]
         ]
         return [
@@ -105,32 +91,6 @@ def _schema(data: bytes, known: dict[bytes, Schema]) -> Schema:
     if data not in known:
         known[data] = decode_schema(data)
     return known[data]
-
-
-def _boxes(boxes: Sequence[Any]) -> tuple[Box, ...]:
-    return tuple(Box(tuple(offsets), tuple(lengths)) for offsets, lengths in boxes)
-
-
-def contents_to(contents: Sequence[LeafContent]) -> list[Any]:
-    """Contents without boxes, as values of a message."""
-    return [[each.inline, each.ids, each.raw_bytes] for each in contents]
-
-
-def contents_from(said: Any) -> list[LeafContent]:
-    """The inverse of `contents_to`; raises `Corrupt`."""
-    try:
-        return [LeafContent(inline, ids, raw_bytes) for inline, ids, raw_bytes in said]
-    except (TypeError, ValueError) as error:
-        raise damaged(error) from error
-
-
-def split(data: bytes, nbytes: int) -> list[bytes]:
-    """`data` in pieces of `nbytes`."""
-    return [data[i : i + nbytes] for i in range(0, len(data), nbytes)]
-
-
-def split_ids(data: bytes) -> list[bytes]:
-    return split(data, CHUNK_ID_BYTES)
 
 
 OF_RANKS = "ranks"
@@ -207,9 +167,9 @@ def finish(tree: MergedTree, private: frozenset[int]) -> Finished:
     rows = []
     paths = dict(paths_of_leaves(skeleton, segment(tree.key)))
     for (i, rank), number in numbers.items():
-        leaf, path = tree.leaves[i], paths[number]
+        leaf = tree.leaves[i]
         alias = numbers.get((leaf.alias, rank), -1) if leaf.alias >= 0 else -1
-        rows.append((path, leaf.kind, leaf.dtype, leaf.shape, alias))
+        rows.append((paths[number], leaf.kind, leaf.dtype, leaf.shape, alias))
     return schema_of(skeleton, rows), found
 
 
@@ -248,9 +208,16 @@ def _merge_key(key: str, trees: dict[int, RankTree]) -> MergedTree:
 
 
 def _same(key: str, schema: Schema, trees: dict[int, RankTree]) -> MergedTree:
-    columns = zip(schema.paths, schema.kinds, schema.dtypes, schema.shapes, strict=True)
-    holders = zip(*([Holder(rank, i) for i in range(len(schema))] for rank in trees), strict=True)
-    leaves = [MergedLeaf(*column, each) for column, each in zip(columns, holders, strict=True)]
+    leaves = [
+        MergedLeaf(
+            schema.paths[i],
+            schema.kinds[i],
+            schema.dtypes[i],
+            schema.shapes[i],
+            tuple([Holder(rank, i) for rank in trees]),
+        )
+        for i in range(len(schema))
+    ]
     return MergedTree(key, schema.skeleton, leaves, trees)
 
 
@@ -286,7 +253,7 @@ class _Merger:
     ) -> Node:
         below: dict[Any, tuple[Any, list[tuple[int, Node | int]]]] = {}
         for rank, node in nodes:
-            for key, child in zip(node.keys or (), node.children, strict=True):
+            for key, child in node.items():
                 below.setdefault(_hashable(key), (key, []))[1].append((rank, child))
         children = tuple(self.merge(found) for _, found in below.values())
         return Node(nodes[0][1].type, children, tuple(key for key, _ in below.values()), attrs)
@@ -343,7 +310,7 @@ class _Merger:
 
 def _is_part(tree: RankTree, leaf: int) -> bool:
     """Whether a rank holds less of a leaf than all of it."""
-    whole = Box((0,) * len(tree.schema.shapes[leaf]), tree.schema.shapes[leaf])
+    whole = Box.whole(tree.schema.shapes[leaf])
     return leaf in tree.held and tree.held[leaf].boxes != (whole,)
 
 

@@ -16,11 +16,13 @@ from typing import NamedTuple
 
 from ckptstore.core import geometry
 from ckptstore.core.geometry import Grid, byte_ranges, grid, within
+from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import INLINE_BYTES, Box
+from ckptstore.core.tiling import Cell, Span, Tiling, misfit, tile
 from ckptstore.distributed.merge import Holder, MergedLeaf, MergedTree
-from ckptstore.distributed.tiling import Cell, Span, Tiling, misfit, tile
 from ckptstore.errors import Conflict
 from ckptstore.repository.memory_budget import WINDOW_BYTES
+from ckptstore.state.leaf_sources import Holding
 
 # A model repeats its shapes, so tilings are cached.
 _grid, _tile_boxes, _misfit = (
@@ -48,15 +50,15 @@ class Place(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Hash and write cells `first:stop` of a box in place; they are the leaf's chunks from `chunk`
+    """Cells `first:stop` of a box in place, to be hashed. They are the plan's chunks from `number`
     on.
     """
 
+    target: Target
     place: Place
     first: int
     stop: int
-    target: Target
-    chunk: int
+    number: int
 
 
 class Piece(NamedTuple):
@@ -69,54 +71,62 @@ class Piece(NamedTuple):
     stop: int
     ranges: Sequence[Sequence[int]]
 
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
 
-class ChunkAssembly(NamedTuple):
-    """How rank `owner` assembles chunk `chunk` of a leaf from pieces; `moved` bytes come from other
-    ranks. Shared by leaves with equal holdings.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkAssembly:
+    """How rank `owner` assembles a chunk from pieces. Leaves with equal holdings share one object,
+    which is its own key.
     """
 
     owner: Place
-    chunk: int
     pieces: tuple[Piece, ...]
-    moved: int
 
 
 class CellJob(NamedTuple):
-    """A chunk to be assembled, in window number `window` of the exchange."""
+    """Chunk `number` of the plan, to be assembled in window number `window` of the exchange."""
 
     target: Target
+    number: int
     assembly: ChunkAssembly
     window: int
 
 
-class Shared(NamedTuple):
-    """Box number `box` of a leaf, of `cells` cells, held by the rank at `place` and by others. All
-    of it is to be compared, or a sample.
+class HeldBox(NamedTuple):
+    """A box of a leaf. The ranks of one mesh hold it at `holders`, and one of them writes it; those
+    of other meshes hold it at `replicas`.
     """
 
-    target: Target
-    box: int
-    place: Place
-    cells: int
-    all: bool
+    box: Box
+    holders: tuple[Place, ...]
+    replicas: tuple[Place, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Tiled:
-    """A leaf whose chunks are planned: `boxes` tile it, and `holders` lists the ranks of each box;
-    those of one mesh write it. `replicas` are boxes on other meshes, by number. Leaves with equal
-    holdings share one object.
+    """A leaf of `raw_bytes` whose chunks are planned: `boxes` tile it. Leaves with equal holdings
+    share one object, which is its own key.
     """
 
-    boxes: tuple[Box, ...]
+    boxes: tuple[HeldBox, ...]
     tiling: Tiling
-    holders: tuple[tuple[Place, ...], ...]
-    replicas: tuple[tuple[int, Place], ...] = ()
+    raw_bytes: int
+
+    @property
+    def parts(self) -> tuple[Box, ...] | None:
+        """The boxes that are cut one by one; None for a leaf that is cut as if it were whole."""
+        return None if self.tiling.whole else tuple(held.box for held in self.boxes)
 
 
 @dataclass(slots=True)
 class RanksPlan:
     """The coordinator's plan. Every rank that holds a `reported` leaf reports it.
+
+    The chunks of all `tiled` leaves are numbered: those of a leaf from `numbers` on. Boxes of
+    `shared` are on several ranks: a sample of them is compared, all those of `replicas` are.
 
     A leaf in neither `tiled` nor `reported` has no content: it is an alias, or a tensor without
     elements.
@@ -124,14 +134,22 @@ class RanksPlan:
 
     trees: list[MergedTree]
     tiled: dict[Target, Tiled] = field(default_factory=dict)
+    numbers: dict[Target, int] = field(default_factory=dict)
+    chunks: int = 0
     reported: dict[Target, tuple[Place, ...]] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
     cells: list[CellJob] = field(default_factory=list)
-    shared: list[Shared] = field(default_factory=list)
+    shared: list[Job] = field(default_factory=list)
+    replicas: list[Job] = field(default_factory=list)
     load: list[int] = field(default_factory=list)
 
     def leaf(self, target: Target) -> MergedLeaf:
         return self.trees[target.tree].leaves[target.leaf]
+
+    def tile(self, target: Target, tiled: Tiled) -> None:
+        """Plan the chunks of a leaf."""
+        self.tiled[target], self.numbers[target] = tiled, self.chunks
+        self.chunks += tiled.tiling.chunks
 
 
 def plan_ranks(
@@ -149,16 +167,19 @@ def plan_ranks(
     divide it differently.
     """
     plan = RanksPlan(list(trees), load=[0] * size)
-    alike: dict[object, Target] = {}
+    alike: dict[object, Tiled | tuple[Place, ...] | None] = {}
+    holdings: IdentityDict[Holding | None, int] = IdentityDict()
     for t, tree in enumerate(trees):
         for i, leaf in enumerate(tree.leaves):
             if leaf.alias < 0:
-                target = Target(t, i)
-                first = alike.setdefault(_how_held(tree, leaf), target)
-                if first == target:
-                    _place(plan, target, tree, leaf, chunk_bytes, canonical)
-                else:
-                    _place_alike(plan, first, target)
+                how = _how_held(tree, leaf, holdings)
+                if how not in alike:
+                    alike[how] = _placed(tree, leaf, chunk_bytes, canonical)
+                found, target = alike[how], Target(t, i)
+                if isinstance(found, Tiled):
+                    plan.tile(target, found)
+                elif found is not None:
+                    plan.reported[target] = found
     _assign(plan, chunk_bytes, window_bytes)
     return plan
 
@@ -168,63 +189,48 @@ def nbytes_of(leaf: MergedLeaf) -> int:
     return geometry.nbytes_of(leaf.dtype, leaf.shape)
 
 
-def _how_held(tree: MergedTree, leaf: MergedLeaf) -> object:
+def _how_held(
+    tree: MergedTree, leaf: MergedLeaf, holdings: "IdentityDict[Holding | None, int]"
+) -> object:
     """A key that is equal for leaves with equal placement: a model repeats its layers, and
-    descriptions repeat their holdings.
+    descriptions repeat their `holdings`, which are numbered.
     """
-    trees = tree.trees
-    holders = tuple(
-        [(rank, id(trees[rank].held.get(n)), trees[rank].marks.get(n)) for rank, n in leaf.holders]
-    )
-    return leaf.kind, leaf.dtype, leaf.shape, holders
+    found = []
+    for rank, number in leaf.holders:
+        own = tree.trees[rank]
+        held = holdings.setdefault(own.held.get(number), len(holdings))
+        found.append((rank, held, own.marks.get(number)))
+    return leaf.kind, leaf.dtype, leaf.shape, tuple(found)
 
 
-def _place_alike(plan: RanksPlan, first: Target, target: Target) -> None:
-    """Place a leaf as `first` was placed."""
-    if (tiled := plan.tiled.get(first)) is not None:
-        plan.tiled[target] = tiled
-    if (reported := plan.reported.get(first)) is not None:
-        plan.reported[target] = reported
-
-
-def _place(
-    plan: RanksPlan,
-    target: Target,
-    tree: MergedTree,
-    leaf: MergedLeaf,
-    chunk_bytes: int,
-    canonical: bool,
-) -> None:
+def _placed(
+    tree: MergedTree, leaf: MergedLeaf, chunk_bytes: int, canonical: bool
+) -> Tiled | tuple[Place, ...] | None:
+    """How the chunks of a leaf are planned, or where it is reported from, or None for a tensor
+    without elements.
+    """
     divided = any(holder.leaf in tree.trees[holder.rank].held for holder in leaf.holders)
     marks = {tree.trees[holder.rank].marks.get(holder.leaf) for holder in leaf.holders}
     holders = leaf.holders
     if marks == {"lead"}:
         holders = holders[:1]
     if leaf.kind != "tensor":
-        plan.reported[target] = _places(holders)
-    elif nbytes_of(leaf) == 0:
-        return
-    elif "private" in marks and divided:
-        raise Conflict(
-            f"{leaf.path} is divided among ranks and private as well; leave it out of private="
-        )
-    elif divided:
-        boxes = _boxes(tree, leaf)
-        _check_tiles(leaf, boxes, numbered="numbered" in marks)
-        if nbytes_of(leaf) <= INLINE_BYTES:
-            plan.reported[target] = _places(holders)
-        else:
-            _tile(plan, target, tree, leaf, boxes, chunk_bytes, canonical)
-    elif (
-        nbytes_of(leaf) <= INLINE_BYTES
-        or "private" in marks
-        or (len(holders) > 1 and marks != {"replica"})
-    ):
-        plan.reported[target] = _places(holders)
+        return _places(holders)
+    if nbytes_of(leaf) == 0:
+        return None
+    is_small = nbytes_of(leaf) <= INLINE_BYTES
+    if divided:
+        if "private" in marks:
+            raise Conflict(
+                f"{leaf.path} is divided among ranks and private as well; leave it out of private="
+            )
+        by_mesh = _boxes(tree, leaf)
+        _check_tiles(leaf, by_mesh, numbered="numbered" in marks)
+    elif "private" in marks or (len(holders) > 1 and marks != {"replica"}):
+        return _places(holders)
     else:
-        whole = Box((0,) * len(leaf.shape), leaf.shape)
-        tiling = _tile_boxes(leaf.shape, geometry.width_of(leaf.dtype), chunk_bytes, (whole,))
-        plan.tiled[target] = Tiled((whole,), tiling, (_places(holders),))
+        by_mesh = {None: {Box.whole(leaf.shape): list(_places(holders))}}
+    return _places(holders) if is_small else _tiled(leaf, by_mesh, chunk_bytes, canonical)
 
 
 def _places(holders: Sequence[Holder]) -> tuple[Place, ...]:
@@ -236,7 +242,7 @@ def _boxes(tree: MergedTree, leaf: MergedLeaf) -> dict[object, dict[Box, list[Pl
     of its own.
     """
     by_mesh: dict[object, dict[Box, list[Place]]] = {}
-    whole = Box((0,) * len(leaf.shape), leaf.shape)
+    whole = Box.whole(leaf.shape)
     for i, (rank, number) in enumerate(leaf.holders):
         held = tree.trees[rank].held.get(number)
         boxes = (whole,) if held is None else held.boxes
@@ -278,83 +284,83 @@ def _ranks(places: Iterable[Sequence[Place]]) -> list[int]:
     return sorted({place.rank for group in places for place in group})
 
 
-def _tile(
-    plan: RanksPlan,
-    target: Target,
-    tree: MergedTree,
+def _tiled(
     leaf: MergedLeaf,
     by_mesh: Mapping[object, Mapping[Box, Sequence[Place]]],
     chunk_bytes: int,
     canonical: bool,
-) -> None:
+) -> Tiled:
     first, *others = by_mesh.values()
-    boxes = tuple(sorted(first))
     # Replicas on several meshes are compared chunk by chunk, so no chunk may lie in two boxes.
     tiling = _tile_boxes(
         leaf.shape,
         geometry.width_of(leaf.dtype),
         chunk_bytes,
-        boxes,
+        tuple(sorted(first)),
         canonical=canonical and not others,
     )
-    plan.tiled[target] = Tiled(
-        boxes,
-        tiling,
-        tuple(tuple(first[box]) for box in boxes),
-        tuple((i, place) for held in others for i, box in enumerate(boxes) for place in held[box]),
-    )
+    boxes = [
+        HeldBox(box, tuple(first[box]), tuple(place for held in others for place in held[box]))
+        for box in sorted(first)
+    ]
+    return Tiled(tuple(boxes), tiling, nbytes_of(leaf))
+
+
+class _Planned(NamedTuple):
+    """A span of a leaf's chunks: the box that they lie in, that box's grid, and the number of the
+    first chunk in the plan.
+    """
+
+    target: Target
+    span: Span
+    held: HeldBox
+    grid: Grid
+    number: int
+
+    def job(self, place: Place, first: int, stop: int) -> Job:
+        """Cells `first:stop`, for the rank at `place`."""
+        return Job(self.target, place, first, stop, self.number + first - self.span.first)
 
 
 def _assign(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
     """Assign the chunks of all tiled leaves to ranks: chunks of one holder first, then shared ones,
     large leaves first.
     """
-    spans = [
-        (target, tiled, span) for target, tiled in plan.tiled.items() for span in tiled.tiling.spans
-    ]
-    for target, tiled, span in spans:
-        if len(tiled.holders[span.box]) == 1:
-            cells = _cells(plan, target, tiled.boxes[span.box], chunk_bytes)
-            nbytes = cells.span(span.stop - 1)[1] - cells.span(span.first)[0]
-            _give(
-                plan,
-                Job(tiled.holders[span.box][0], span.first, span.stop, target, span.chunk),
-                nbytes,
-            )
-    _assign_cells(plan, chunk_bytes, window_bytes)
-    for target, tiled, span in sorted(spans, key=lambda item: -nbytes_of(plan.leaf(item[0]))):
-        if len(tiled.holders[span.box]) > 1:
-            _spread(
-                plan,
-                target,
-                span,
-                tiled.holders[span.box],
-                _cells(plan, target, tiled.boxes[span.box], chunk_bytes),
-            )
-    order = {target: i for i, target in enumerate(plan.tiled)}
-    plan.jobs.sort(key=lambda job: (order[job.target], job.chunk))
+    spans = []
     for target, tiled in plan.tiled.items():
-        for box, place in tiled.replicas:
-            count = len(_cells(plan, target, tiled.boxes[box], chunk_bytes))
-            plan.shared.append(Shared(target, box, place, count, all=True))
+        for span in tiled.tiling.spans:
+            held, number = tiled.boxes[span.box], plan.numbers[target] + span.chunk
+            cells = _cells(plan, target, held.box, chunk_bytes)
+            spans.append(_Planned(target, span, held, cells, number))
+    for each in spans:
+        if len(each.held.holders) == 1:
+            _give(plan, each, each.held.holders[0], each.span.first, each.span.stop)
+    _assign_cells(plan, chunk_bytes, window_bytes)
+    for each in sorted(spans, key=lambda each: -nbytes_of(plan.leaf(each.target))):
+        if len(each.held.holders) > 1:
+            _spread(plan, each)
+    plan.jobs.sort(key=lambda job: job.number)
+    plan.replicas = [
+        each.job(place, each.span.first, each.span.stop)
+        for each in spans
+        for place in each.held.replicas
+    ]
 
 
-def _spread(
-    plan: RanksPlan, target: Target, span: Span, holders: Sequence[Place], cells: Grid
-) -> None:
+def _spread(plan: RanksPlan, planned: _Planned) -> None:
     """Divide a span among its holders, each part to the least loaded rank."""
-    step = -(-(span.stop - span.first) // len(holders))
-    for start in range(span.first, span.stop, step):
-        end = min(start + step, span.stop)
+    _, first, stop, _ = planned.span
+    holders = planned.held.holders
+    step = -(-(stop - first) // len(holders))
+    for start in range(first, stop, step):
         place = min(holders, key=lambda each: plan.load[each.rank])
-        job = Job(place, start, end, target, span.chunk + start - span.first)
-        _give(plan, job, cells.span(end - 1)[1] - cells.span(start)[0])
-    plan.shared.extend(Shared(target, span.box, place, len(cells), all=False) for place in holders)
+        _give(plan, planned, place, start, min(start + step, stop))
+    plan.shared.extend(planned.job(place, first, stop) for place in holders)
 
 
-def _give(plan: RanksPlan, job: Job, nbytes: int) -> None:
-    plan.jobs.append(job)
-    plan.load[job.place.rank] += nbytes
+def _give(plan: RanksPlan, planned: _Planned, place: Place, first: int, stop: int) -> None:
+    plan.jobs.append(planned.job(place, first, stop))
+    plan.load[place.rank] += planned.grid.span(stop - 1)[1] - planned.grid.span(first)[0]
 
 
 class _CutCell:
@@ -365,21 +371,16 @@ class _CutCell:
     def __init__(
         self, tiled: Tiled, cell: Cell, width: int, whole: Grid, grids: Sequence[Grid]
     ) -> None:
-        self._chunk = cell.chunk
-        self._pieces = [
-            (
-                tiled.holders[box],
-                _piece(tiled.holders[box][0], whole, cell, grids[box], part, width),
-            )
-            for box, part in cell.fragments
-        ]
-        sizes = [piece.stop - piece.start for _, piece in self._pieces]
-        self.nbytes = sum(sizes)
+        self.chunk = cell.chunk
+        self._pieces = []
+        for box, part in cell.fragments:
+            holders = tiled.boxes[box].holders
+            piece = _piece(holders[0], whole, cell, grids[box], part, width)
+            self._pieces.append((holders, piece))
+        most = max(piece.nbytes for _, piece in self._pieces)
+        self.nbytes = sum(piece.nbytes for _, piece in self._pieces)
         self.able = [
-            place
-            for (places, _), nbytes in zip(self._pieces, sizes, strict=True)
-            if nbytes == max(sizes)
-            for place in places
+            place for places, piece in self._pieces if piece.nbytes == most for place in places
         ]
         self._assemblies: dict[Place, ChunkAssembly] = {}
 
@@ -388,10 +389,7 @@ class _CutCell:
             pieces = tuple(
                 piece._replace(place=_nearest(places, owner.rank)) for places, piece in self._pieces
             )
-            moved = sum(
-                piece.stop - piece.start for piece in pieces if piece.place.rank != owner.rank
-            )
-            self._assemblies[owner] = ChunkAssembly(owner, self._chunk, pieces, moved)
+            self._assemblies[owner] = ChunkAssembly(owner, pieces)
         return self._assemblies[owner]
 
 
@@ -407,28 +405,26 @@ def _piece(place: Place, whole: Grid, cell: Cell, held: Grid, number: int, width
 
 def _assign_cells(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
     on_the_way = window = 0
-    cut: dict[int, list[_CutCell]] = {}
+    cut: dict[Tiled, list[_CutCell]] = {}
     for target, tiled in plan.tiled.items():
-        if id(tiled) not in cut:
-            held = tiled.boxes if tiled.tiling.cells else ()
-            grids = [_cells(plan, target, box, chunk_bytes) for box in held]
+        if tiled.tiling.cells and tiled not in cut:
+            grids = [_cells(plan, target, held.box, chunk_bytes) for held in tiled.boxes]
             whole = _cells(plan, target, None, chunk_bytes)
             width = geometry.width_of(plan.leaf(target).dtype)
-            cut[id(tiled)] = [
-                _CutCell(tiled, cell, width, whole, grids) for cell in tiled.tiling.cells
-            ]
-        for cell in cut[id(tiled)]:
+            cut[tiled] = [_CutCell(tiled, cell, width, whole, grids) for cell in tiled.tiling.cells]
+        for cell in cut.get(tiled, ()):
             assembly = cell.assembly(min(cell.able, key=lambda place: plan.load[place.rank]))
-            if on_the_way + assembly.moved > window_bytes:
+            owner = assembly.owner.rank
+            moved = sum(piece.nbytes for piece in assembly.pieces if piece.place.rank != owner)
+            if on_the_way + moved > window_bytes:
                 window, on_the_way = window + 1, 0
-            on_the_way += assembly.moved
-            plan.load[assembly.owner.rank] += cell.nbytes
-            plan.cells.append(CellJob(target, assembly, window))
+            on_the_way += moved
+            plan.load[owner] += cell.nbytes
+            number = plan.numbers[target] + cell.chunk
+            plan.cells.append(CellJob(target, number, assembly, window))
 
 
 def _nearest(places: Sequence[Place], rank: int) -> Place:
-    if len(places) == 1:
-        return places[0]
     return next((place for place in places if place.rank == rank), places[0])
 
 

@@ -5,12 +5,13 @@ bytes and computes nothing. The rank exchanges pieces of cut chunks, hashes and 
 reports content.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from itertools import starmap
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ckptstore.commit.plan import CommitPlan, Extent, plan_chunks
 from ckptstore.commit.transaction import Transaction
@@ -18,16 +19,19 @@ from ckptstore.commit.write import hash_chunks
 from ckptstore.core import geometry
 from ckptstore.core.geometry import grid
 from ckptstore.core.ids import CHECKSUM_BYTES, SessionId, checksum, digest
-from ckptstore.core.model import INLINE_BYTES
-from ckptstore.distributed.assemble import Report
+from ckptstore.core.model import INLINE_BYTES, Box
+from ckptstore.core.process import uncollected
+from ckptstore.distributed.assemble import Report, Written
 from ckptstore.distributed.collective import Collective, DeferredErrors, Part
-from ckptstore.distributed.framing import damaged, pack, unpack
-from ckptstore.distributed.plan import Piece, Place, RanksPlan, Target
+from ckptstore.distributed.framing import damaged, numbered, pack, unpack
+from ckptstore.distributed.plan import ChunkAssembly, Piece, Place, RanksPlan, Target
 from ckptstore.errors import Conflict
-from ckptstore.repository.dedup import DedupHints
+from ckptstore.repository.dedup import ChunkTable, DedupHints
 from ckptstore.repository.memory_budget import RankRoom
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import BytesSource, FlatState, Source
+
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 class LeafRef(NamedTuple):
@@ -38,80 +42,97 @@ class LeafRef(NamedTuple):
     part: int
 
 
-class Assembly(NamedTuple):
-    """How rank `owner` assembles a chunk. Shared by leaves with equal holdings."""
+class Cells(NamedTuple):
+    """Cells `first:stop` of a box on this rank, which are the plan's chunks from `number` on."""
 
-    owner: int
-    extent: Extent
-    pieces: tuple[Piece, ...]
+    ref: LeafRef
+    first: int
+    stop: int
+    number: int
+
+
+@dataclass(slots=True)
+class Message:
+    """The pieces of chunks that one rank sends another in a window: bytes `start:stop` of boxes.
+    `names` has the chunk and the range of each; a digest of them precedes the bytes.
+    """
+
+    pieces: list[tuple[LeafRef, int, int]] = field(default_factory=list)
+    names: bytearray = field(default_factory=bytearray)
+    nbytes: int = CHECKSUM_BYTES
+
+    def add(self, number: int, ref: LeafRef, start: int, stop: int) -> None:
+        self.pieces.append((ref, start, stop))
+        self.names += _PIECE.pack(number, start, stop)
+        self.nbytes += stop - start
+
+    @property
+    def key(self) -> bytes:
+        return checksum(memoryview(self.names))
 
 
 @dataclass(slots=True)
 class Window:
-    """What is in transfer at a time: box and byte range of the pieces for each rank, to be sent as
-    one message; the number of bytes from each rank; the chunks to assemble, with the numbers of key
-    and leaf."""
+    """What is in transfer at a time: the messages to ranks and from ranks, and the chunks to
+    assemble by number, each with this rank's piece of it."""
 
-    outgoing: dict[int, list[tuple[LeafRef, int, int]]] = field(default_factory=dict)
-    incoming: Counter[int] = field(default_factory=Counter)
-    assemblies: list[tuple[int, int, Assembly]] = field(default_factory=list)
+    outgoing: defaultdict[int, Message] = field(default_factory=lambda: defaultdict(Message))
+    incoming: defaultdict[int, Message] = field(default_factory=lambda: defaultdict(Message))
+    assemblies: dict[int, tuple[LeafRef, ChunkAssembly]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """The work of a rank before content is resolved. `jobs` are boxes and their cells to write;
-    `shared` are boxes that other ranks hold as well, their number of cells, and whether all of them
-    are to be compared."""
+    """The work of a rank before content is resolved: cells to write; boxes to report, by the number
+    of the reported leaf; cells that other ranks hold as well, of which a sample is compared, or
+    all."""
 
-    jobs: tuple[tuple[LeafRef, int, int], ...]
+    jobs: tuple[Cells, ...]
     windows: tuple[Window, ...]
-    reports: tuple[LeafRef, ...]
-    shared: tuple[tuple[LeafRef, int, bool], ...]
+    reports: Mapping[int, LeafRef]
+    shared: tuple[Cells, ...]
+    replicas: tuple[Cells, ...]
 
 
-_COLUMNS = ("jobs", "assemblies", "cells", "reports", "shared")
-"""A task as a message: lists of numbers. `cells` are a window, key and leaf, and the number of the
-assembly in which the rank takes part."""
+_PIECE = struct.Struct("<QQQ")
 
 
 def encode_tasks(
     plan: RanksPlan, keys: Sequence[Sequence[str]], *, trust_replicated: bool
 ) -> list[bytes]:
-    """The task of every rank; `keys` are each rank's keys in order."""
+    """The task of every rank; `keys` are each rank's keys in order.
+
+    It is lists of numbers: `cells` are a window, the number of the chunk, key and leaf, and the
+    number of the assembly in which the rank takes part.
+    """
     trees = [
-        [names.index(tree.key) if tree.key in names else -1 for tree in plan.trees]
-        for names in keys
+        [own.index(tree.key) if tree.key in own else -1 for tree in plan.trees] for own in keys
     ]
-    tasks: list[dict[str, list[Any]]] = [{name: [] for name in _COLUMNS} for _ in keys]
+    names = "jobs", "shared", "replicas", "reports", "assemblies", "cells"
+    tasks: list[dict[str, list[Any]]] = [{name: [] for name in names} for _ in keys]
 
     def ref(target: Target, place: Place) -> list[int]:
         leaf = plan.leaf(target).holders[place.holder].leaf
         return [trees[place.rank][target.tree], leaf, place.part]
 
-    for job in plan.jobs:
-        tasks[job.place.rank]["jobs"].append([*ref(job.target, job.place), job.first, job.stop])
-    roles: dict[int, list[tuple[int, int, int]]] = {}  # by identity of the assemblies
-    for target, assembly, window in plan.cells:
-        leaf = plan.leaf(target)
-        if id(assembly) not in roles:
-            width = geometry.width_of(leaf.dtype)
-            said = assembly.owner.rank, width, leaf.dtype, assembly.pieces
+    compared = [("shared" if trust_replicated else "replicas", plan.shared)]
+    for name, jobs in (("jobs", plan.jobs), *compared, ("replicas", plan.replicas)):
+        for target, place, *cells in jobs:
+            tasks[place.rank][name].append([*ref(target, place), *cells])
+    roles: dict[ChunkAssembly, dict[int, tuple[Place, int]]] = {}
+    for target, number, assembly, window in plan.cells:
+        if assembly not in roles:
             places = (assembly.owner, *(piece.place for piece in assembly.pieces))
-            holders = {place.rank: place.holder for place in places}
-            roles[id(assembly)] = [
-                (rank, holder, len(tasks[rank]["assemblies"])) for rank, holder in holders.items()
-            ]
-            for rank in holders:
-                tasks[rank]["assemblies"].append(said)
-        for rank, holder, number in roles[id(assembly)]:
-            at = trees[rank][target.tree], leaf.holders[holder].leaf
-            tasks[rank]["cells"].append((window, *at, number))
-    for target, places in plan.reported.items():
+            roles[assembly] = {
+                place.rank: (place, len(tasks[place.rank]["assemblies"])) for place in places
+            }
+            for rank in roles[assembly]:
+                tasks[rank]["assemblies"].append((assembly.owner, assembly.pieces))
+        for rank, (place, how) in roles[assembly].items():
+            tasks[rank]["cells"].append((window, number, *ref(target, place)[:2], how))
+    for number, (target, places) in enumerate(plan.reported.items()):
         for place in places:
-            tasks[place.rank]["reports"].append(ref(target, place))
-    for target, _, place, cells, every in plan.shared:
-        entry = [*ref(target, place), cells, every or not trust_replicated]
-        tasks[place.rank]["shared"].append(entry)
+            tasks[place.rank]["reports"].append([number, *ref(target, place)])
     return list(map(pack, tasks))
 
 
@@ -119,37 +140,34 @@ def decode_task(data: bytes, rank: int) -> RankTask:
     """The inverse of `encode_tasks` for rank `rank`; raises `Corrupt`."""
     try:
         task = unpack(data)
-        return RankTask(
-            tuple((LeafRef(*ref), first, stop) for *ref, first, stop in task["jobs"]),
-            _windows(task, rank),
-            tuple(LeafRef(*ref) for ref in task["reports"]),
-            tuple((LeafRef(*ref), cells, every) for *ref, cells, every in task["shared"]),
+        jobs, shared, replicas = (
+            tuple(Cells(LeafRef(*row[:3]), *row[3:]) for row in task[name])
+            for name in ("jobs", "shared", "replicas")
         )
+        reports = {number: LeafRef(*ref) for number, *ref in task["reports"]}
+        return RankTask(jobs, _windows(task, rank), reports, shared, replicas)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise damaged(f"the coordinator's plan: {error!r}") from error
 
 
 def _windows(task: Mapping[str, Any], me: int) -> tuple[Window, ...]:
-    assemblies = [_assembly(*each) for each in task["assemblies"]]
-    windows: dict[int, Window] = {}
-    for number, tree, leaf, how in task["cells"]:
-        window = windows.setdefault(number, Window())
-        owner, _, pieces = assembly = assemblies[how]
+    assemblies = [
+        ChunkAssembly(
+            Place(*owner), tuple(Piece(Place(*place), *where) for place, *where in pieces)
+        )
+        for owner, pieces in task["assemblies"]
+    ]
+    windows: defaultdict[int, Window] = defaultdict(Window)
+    for at, number, tree, leaf, how in task["cells"]:
+        window, assembly = windows[at], assemblies[how]
+        owner, part, _ = assembly.owner
         if owner == me:
-            window.assemblies.append((tree, leaf, assembly))
-        for (rank, part, _), start, stop, _ in pieces:
-            if rank == me != owner:
-                parts = window.outgoing.setdefault(owner, [])
-                parts.append((LeafRef(tree, leaf, part), start, stop))
-            elif rank != me == owner:
-                window.incoming[rank] += stop - start
+            window.assemblies[number] = LeafRef(tree, leaf, part), assembly
+        for (rank, part, _), start, stop, _ in assembly.pieces:
+            if rank != owner and me in (rank, owner):
+                message = window.outgoing[owner] if rank == me else window.incoming[rank]
+                message.add(number, LeafRef(tree, leaf, part), start, stop)
     return tuple(windows[number] for number in sorted(windows))
-
-
-def _assembly(owner: int, width: int, dtype: str, found: Sequence[Any]) -> Assembly:
-    pieces = tuple(Piece(Place(*place), *where) for place, *where in found)
-    nbytes = sum(piece.stop - piece.start for piece in pieces)
-    return Assembly(owner, Extent((nbytes // width,), width, nbytes, dtype), pieces)
 
 
 class Boxes:
@@ -159,22 +177,21 @@ class Boxes:
         self._flats, self.chunk_bytes = flats, chunk_bytes
 
     def source(self, ref: LeafRef) -> Source:
-        flat, leaf = self._resolved(ref)
-        return flat.held[leaf].parts[ref.part][1] if leaf in flat.held else flat.leaves[leaf]
+        return self._parts(ref)[ref.part][1]
 
     def extent(self, ref: LeafRef) -> Extent:
         """The extent of a whole box."""
-        flat, leaf = self._resolved(ref)
-        source = self.source(ref)
-        if flat.schema.kinds[leaf] != "tensor":
+        schema = self._flats[ref.tree].schema
+        leaf = schema.owner(ref.leaf)
+        box, source = self._parts(ref)[ref.part]
+        if schema.kinds[leaf] != "tensor":
             return Extent((source.nbytes,), 1, source.nbytes, "")
-        dtype = flat.schema.dtypes[leaf]
-        box = flat.held[leaf].parts[ref.part][0] if leaf in flat.held else None
+        dtype = schema.dtypes[leaf]
         width = geometry.width_of(dtype)
-        return Extent(flat.schema.shapes[leaf], width, source.nbytes, dtype, box)
+        return Extent(schema.shapes[leaf], width, source.nbytes, dtype, box)
 
     def cells(self, ref: LeafRef, first: int, stop: int) -> Extent:
-        """Cells `first:stop` of a box."""
+        """The extent of cells `first:stop` of a box."""
         extent = self.extent(ref)
         cells = grid(extent.shape, extent.width, self.chunk_bytes, extent.box)
         return extent._replace(
@@ -183,27 +200,23 @@ class Boxes:
 
     def pieces(self, ref: LeafRef) -> list[LeafRef]:
         """All boxes of a leaf."""
-        flat, leaf = self._resolved(ref)
-        return (
-            [LeafRef(ref.tree, ref.leaf, part) for part in range(len(flat.held[leaf].parts))]
-            if leaf in flat.held
-            else [ref]
-        )
+        return [ref._replace(part=part) for part in range(len(self._parts(ref)))]
 
     def global_bytes(self, ref: LeafRef) -> int:
         """Raw bytes of the whole leaf, on all ranks."""
-        flat, leaf = self._resolved(ref)
-        if leaf not in flat.held:
-            return flat.leaves[leaf].nbytes
-        return geometry.width_of(flat.schema.dtypes[leaf]) * prod(flat.schema.shapes[leaf])
+        schema = self._flats[ref.tree].schema
+        leaf = schema.owner(ref.leaf)
+        if schema.kinds[leaf] == "tensor":
+            return geometry.nbytes_of(schema.dtypes[leaf], schema.shapes[leaf])
+        return self.source(ref).nbytes
 
-    def _resolved(self, ref: LeafRef) -> tuple[FlatState, int]:
-        """The leaf with the bytes: an alias on this rank may be no alias in the whole state, so it
-        resolves to the leaf it shares memory with.
+    def _parts(self, ref: LeafRef) -> Sequence[tuple[Box | None, Source]]:
+        """The boxes of the leaf with the bytes: an alias on this rank may be no alias in the whole
+        state, so it resolves to the leaf it shares memory with.
         """
         flat = self._flats[ref.tree]
-        alias = flat.schema.aliases[ref.leaf]
-        return flat, ref.leaf if alias < 0 else alias
+        leaf = flat.schema.owner(ref.leaf)
+        return flat.held[leaf].parts if leaf in flat.held else ((None, flat.leaves[leaf]),)
 
 
 SAMPLE = 32
@@ -229,92 +242,99 @@ class RankWorker:
         self._transaction, self._boxes, self._task, self._plans = transaction, boxes, task, plans
         self._threads, self._room = threads, room
         self._later = DeferredErrors()
-        self._ids = self._decided_ids = b""
-        self._reported: list[Report] = []
+        self._written: dict[int, bytes] = {}
+        self._decided = b""
+        self._reported: dict[int, Report] = {}
 
     def report(self, peers: Collective) -> Any:
         """Exchange fragments, write the planned chunks that the store lacks, and report the content
-        of leaves whose replication is unknown, and a sample of what other ranks write.
+        of leaves whose replication is unknown, and the ids of a sample of what other ranks write.
 
         Peers get what they wait for even if something fails here.
         """
         self._write_planned(peers)
-        chosen = list(_chosen(self._task, self._transaction.session))
-        spots = [self._task.shared[number][0] for number, _ in chosen]
-        cells = [
-            self._boxes.cells(ref, cell, cell + 1)
-            for ref, (_, cell) in zip(spots, chosen, strict=True)
-        ]
+        chosen = _chosen(self._task, self._transaction.session)
+        observed = self._hash(
+            {
+                number: (ref, self._boxes.cells(ref, cell, cell + 1))
+                for number, (ref, cell) in chosen.items()
+            }
+        )
         self._reported = self._reports()
-        return list(map(list, self._reported)), chosen, b"".join(self._hash(spots, cells))
+        return list(self._reported.items()), numbered(observed)
 
     def write_decided(self, decided: Sequence[Sequence[int]]) -> None:
         """Write chunks `first:stop` of reported leaves: (number of the report, first, stop). Raises
         `Conflict` if they are no longer those that were reported.
         """
-        spots = [self._task.reports[number] for number, _, _ in decided]
-        extents = [
-            self._boxes.cells(ref, first, stop)
-            for ref, (_, first, stop) in zip(spots, decided, strict=True)
-        ]
-        sources, hints = list(map(self._boxes.source, spots)), DedupHints()
-        self._decided_ids = self._write(self._planned(extents), hints, sources)
-        if bytes(hints.last.checksums if hints.last else b"") != b"".join(
+        cells = {
+            (number, first): (self._task.reports[number], first, stop)
+            for number, first, stop in decided
+        }
+        plan, hints = self._planned(list(starmap(self._boxes.cells, cells.values()))), DedupHints()
+        self._write(plan, hints, {at: self._boxes.source(ref) for at, (ref, *_) in cells.items()})
+        table = hints.last or ChunkTable({})
+        if table.checksums != b"".join(
             self._reported[number].checksums[first * CHECKSUM_BYTES : stop * CHECKSUM_BYTES]
             for number, first, stop in decided
         ):
             raise Conflict("the state was changed while it was committed; commit between steps")
+        self._decided = table.rows()
 
     def receipt(self) -> Any:
-        """This rank's receipt, the ids of its jobs and its cells, and those of what it was told to
-        write, once its packs are durable."""
-        return self._transaction.receipt().encode(), self._ids, self._decided_ids
+        """This rank's receipt, once its packs are durable, and what it has `Written`."""
+        written = Written(numbered(self._written), self._decided)
+        return self._transaction.receipt().encode(), written
 
     def _write_planned(self, peers: Collective) -> None:
-        ids: list[bytes] = []
         with self._later.failing():
             self._transaction.look()
-        for number, batch in enumerate(self._batches(peers)):
+        for name, batch in enumerate(self._batches(peers)):
             with self._later.failing():
-                extents = [extent for extent, _ in batch]
-                plan = self._kept(f"cells {number}", partial(self._planned, extents))
-                sources: list[Source] = [BytesSource(data, extent.width) for extent, data in batch]
-                ids.append(self._write(*plan, sources))
+                extents = [extent for extent, _ in batch.values()]
+                plan = self._kept(f"cells {name}", partial(self._planned, extents))
+                sources = {
+                    number: BytesSource(data, extent.width)
+                    for number, (extent, data) in batch.items()
+                }
+                self._written |= self._write(*plan, sources)
         self._later.settle()
-        plan = self._kept(
-            "jobs", lambda: self._planned([self._boxes.cells(*job) for job in self._task.jobs])
-        )
-        jobs = self._write(*plan, [self._boxes.source(ref) for ref, _, _ in self._task.jobs])
-        self._ids = b"".join((jobs, *ids))
+        jobs, boxes = self._task.jobs, self._boxes
+        plan = self._kept("jobs", lambda: self._planned([boxes.cells(*job[:3]) for job in jobs]))
+        self._written |= self._write(*plan, {job.number: boxes.source(job.ref) for job in jobs})
 
-    def _reports(self) -> list[Report]:
+    def _reports(self) -> dict[int, Report]:
         """This rank's content of the reported leaves."""
-        boxes = self._boxes
-        small = [boxes.global_bytes(ref) <= INLINE_BYTES for ref in self._task.reports]
-        pieces = [boxes.pieces(ref) for ref in self._task.reports]
-        hashed = [
-            ref
-            for is_small, refs in zip(small, pieces, strict=True)
-            if not is_small
-            for ref in refs
-        ]
-        sums = iter(self._hash(hashed, list(map(boxes.extent, hashed)), checksum))
-        found = []
-        for is_small, refs in zip(small, pieces, strict=True):
-            sources = list(map(boxes.source, refs))
-            inline = b"".join([source.read_all() for source in sources]) if is_small else None
-            checksums = b"" if is_small else b"".join(next(sums) for _ in refs)
-            found.append(Report(inline, checksums, sum(source.nbytes for source in sources)))
+        boxes, found = self._boxes, {}
+        with uncollected():
+            pieces = {number: boxes.pieces(ref) for number, ref in self._task.reports.items()}
+            large = {
+                number
+                for number, ref in self._task.reports.items()
+                if boxes.global_bytes(ref) > INLINE_BYTES
+            }
+            hashed = {ref: (ref, boxes.extent(ref)) for number in large for ref in pieces[number]}
+        sums = self._hash(hashed, checksum)
+        with uncollected():
+            for number, refs in pieces.items():
+                nbytes = sum(boxes.source(ref).nbytes for ref in refs)
+                if number in large:
+                    found[number] = Report(None, b"".join([sums[ref] for ref in refs]), nbytes)
+                else:
+                    inline = b"".join([boxes.source(ref).read_all() for ref in refs])
+                    found[number] = Report(inline, b"", nbytes)
         return found
 
     def _hash(
         self,
-        spots: Sequence[LeafRef],
-        extents: Sequence[Extent],
+        cells: Mapping[_Key, tuple[LeafRef, Extent]],
         hashed: Callable[[memoryview], bytes] = digest,
-    ) -> list[bytes]:
-        sources, workers = list(map(self._boxes.source, spots)), self._room.write.threads
-        return hash_chunks(self._planned(extents), sources, self._threads, workers, hashed)
+    ) -> dict[_Key, bytes]:
+        """The ids of the chunks in `cells` of boxes, or their checksums, by the keys of `cells`."""
+        sources = [self._boxes.source(ref) for ref, _ in cells.values()]
+        plan, workers = self._planned([each for _, each in cells.values()]), self._room.write
+        found = hash_chunks(plan, sources, self._threads, workers.threads, hashed)
+        return _by_key(cells, found)
 
     def _planned(self, extents: Sequence[Extent]) -> CommitPlan:
         return plan_chunks(extents, self._boxes.chunk_bytes, self._room.write.run_bytes)
@@ -325,54 +345,66 @@ class RankWorker:
             self._plans[key] = make(), DedupHints()
         return self._plans[key]
 
-    def _write(self, plan: CommitPlan, hints: DedupHints, sources: Sequence[Source]) -> bytes:
-        """The ids of the plan's chunks, written as far as the store lacks them."""
+    def _write(
+        self, plan: CommitPlan, hints: DedupHints, sources: Mapping[_Key, Source]
+    ) -> dict[_Key, bytes]:
+        """The ids of the plan's chunks by source, written as far as the store lacks them."""
         if self._later.failed or not sources:
-            return b""
-        threads = self._room.write.threads
-        ids = self._transaction.write(plan, sources, hints=hints, max_workers=threads)
-        return b"".join(ids[i] for i in range(len(sources)))
+            return {}
+        found = self._transaction.write(
+            plan, list(sources.values()), hints=hints, max_workers=self._room.write.threads
+        )
+        return _by_key(sources, found)
 
-    def _batches(self, peers: Collective) -> Iterator[list[tuple[Extent, bytearray]]]:
-        """The assembled chunks, in batches of bounded size. After a local failure, send and yield
-        placeholders so that peers do not block.
+    def _batches(self, peers: Collective) -> Iterator[dict[int, tuple[Extent, bytearray]]]:
+        """The assembled chunks by number, in batches of bounded size. After a local failure, send
+        and yield placeholders so that peers do not block.
         """
-        batch: list[tuple[Extent, bytearray]] = []
+        batch: dict[int, tuple[Extent, bytearray]] = {}
         size = 0
         for window in self._task.windows:
-            for extent, data in self._in_window(peers, window):
-                batch.append((extent, data))
+            arrived = self._exchange(peers, window)
+            for number, (ref, assembly) in window.assemblies.items():
+                data = self._assemble(ref, assembly, arrived)
+                whole = self._boxes.extent(ref)
+                shape = (len(data) // whole.width,)
+                batch[number] = Extent(shape, whole.width, len(data), whole.dtype), data
                 size += len(data)
                 if size >= self._room.cells_bytes:
                     yield batch
-                    batch, size = [], 0
+                    batch, size = {}, 0
         yield batch
 
-    def _in_window(self, peers: Collective, window: Window) -> Iterator[tuple[Extent, bytearray]]:
+    def _exchange(self, peers: Collective, window: Window) -> "dict[int, _Cursor]":
+        """The messages of a window from other ranks, each behind the digest of its names."""
         outgoing = [
-            Part(rank, self._joined(found)) for rank, found in sorted(window.outgoing.items())
+            Part(rank, self._joined(message)) for rank, message in sorted(window.outgoing.items())
         ]
-        arrived = {rank: bytearray(nbytes) for rank, nbytes in sorted(window.incoming.items())}
-        incoming = [Part(rank, memoryview(data)) for rank, data in arrived.items()]
+        arrived = {
+            rank: memoryview(bytearray(message.nbytes))
+            for rank, message in sorted(window.incoming.items())
+        }
         with self._later.failing():
-            peers.exchange(outgoing, incoming)
-        cursors = {rank: _Cursor(memoryview(data)) for rank, data in arrived.items()}
-        for tree, leaf, assembly in window.assemblies:
-            yield assembly.extent, self._assemble(tree, leaf, assembly, cursors)
+            peers.exchange(outgoing, [Part(rank, data) for rank, data in arrived.items()])
+            for rank, data in arrived.items():
+                if data[:CHECKSUM_BYTES] != window.incoming[rank].key:
+                    raise damaged(f"rank {rank} sends pieces of other chunks than were asked for")
+        return {rank: _Cursor(data[CHECKSUM_BYTES:]) for rank, data in arrived.items()}
 
-    def _joined(self, outgoing: Sequence[tuple[LeafRef, int, int]]) -> memoryview:
-        """One message with copies of the bytes: sources may be reused while it is sent."""
-        message = memoryview(bytearray(sum(stop - start for _, start, stop in outgoing)))
-        cursor = _Cursor(message)
+    def _joined(self, message: Message) -> memoryview:
+        """The message with copies of the bytes: sources may be reused while it is sent."""
+        data = memoryview(bytearray(message.nbytes))
+        cursor = _Cursor(data)
+        cursor.take(CHECKSUM_BYTES)[:] = message.key
         with self._later.failing():
-            for ref, start, stop in outgoing:
+            for ref, start, stop in message.pieces:
                 self._stage(ref, start, stop, cursor.take(stop - start))
-        return message
+        return data
 
     def _assemble(
-        self, tree: int, leaf: int, assembly: Assembly, arrived: Mapping[int, "_Cursor"]
+        self, ref: LeafRef, assembly: ChunkAssembly, arrived: Mapping[int, "_Cursor"]
     ) -> bytearray:
-        data = bytearray(assembly.extent.raw_bytes)
+        data = bytearray(sum(piece.nbytes for piece in assembly.pieces))
         memory = memoryview(data)
         for (rank, part, _), start, stop, ranges in assembly.pieces:
             if rank in arrived:
@@ -382,7 +414,7 @@ class RankWorker:
                 if len(ranges) > 1:
                     buffer = memoryview(bytearray(stop - start))
                 with self._later.failing():
-                    self._stage(LeafRef(tree, leaf, part), start, stop, buffer)
+                    self._stage(ref._replace(part=part), start, stop, buffer)
                 if len(ranges) == 1:
                     continue
             cursor = _Cursor(buffer)
@@ -399,6 +431,12 @@ class RankWorker:
             out[:] = memory
 
 
+def _by_key(keys: Iterable[_Key], found: Mapping[int, bytes]) -> dict[_Key, bytes]:
+    """What was found for the sources of a plan, which numbers them in the order of `keys`."""
+    numbered_keys = list(keys)
+    return {numbered_keys[number]: each for number, each in found.items()}
+
+
 class _Cursor:
     """Memory that is taken in consecutive ranges."""
 
@@ -410,11 +448,17 @@ class _Cursor:
         return self._memory[self._at - nbytes : self._at]
 
 
-def _chosen(task: RankTask, session: SessionId) -> Iterator[tuple[int, int]]:
-    """Shared boxes by their number in the task, and their chosen cells: a sample, or all."""
+def _chosen(task: RankTask, session: SessionId) -> dict[int, tuple[LeafRef, int]]:
+    """The cells to compare with what other ranks write, by number: all of replicas, and a sample of
+    shared ones."""
+    found = {
+        number + cell - first: (ref, cell)
+        for ref, first, stop, number in task.replicas
+        for cell in range(first, stop)
+    }
     seed = int(session[:12], 16)
-    for i, (_, cells, every) in enumerate(task.shared):
-        if every:
-            yield from ((i, cell) for cell in range(cells))
-        elif (i + seed) % min(SAMPLE, len(task.shared)) == 0:
-            yield i, (seed // SAMPLE + i) % cells
+    for i, (ref, first, stop, number) in enumerate(task.shared):
+        if (i + seed) % min(SAMPLE, len(task.shared)) == 0:
+            step = (seed // SAMPLE + i) % (stop - first)
+            found[number + step] = ref, first + step
+    return found

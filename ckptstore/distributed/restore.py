@@ -8,7 +8,7 @@ streams of random numbers, and must be told what to do about everything else.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from ckptstore.core.ids import CommitId, digest
 from ckptstore.core.model import Node, leaves_of
@@ -23,8 +23,6 @@ from ckptstore.state.optimizer_forms import OWN_NAMES
 from ckptstore.state.restore import places_in
 from ckptstore.state.shards import is_bound_to_world_size, is_each_ranks
 from ckptstore.state.stateful import NewStreams
-
-T = TypeVar("T")
 
 
 def restore_together(
@@ -65,20 +63,6 @@ def restore_together(
     peers.share("restore: read", read)
     peers.share("restore: finish", restoring.finish)
     return restoring
-
-
-def agreed(peers: Collective, mine: list[T]) -> list[T]:
-    """The coordinator's list, on every rank."""
-    found: list[T] = peers.share("resume: choose", lambda: mine, lambda handed_in: handed_in[0])
-    return found
-
-
-def on_all(peers: Collective, act: Callable[[], T]) -> T:
-    """The result of `act` on this rank; an error on any rank is raised on every rank."""
-    found: list[T] = []
-
-    peers.share("resume: open", lambda: found.append(act()))
-    return found[0]
 
 
 def _check_same(handed_in: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, checksum, digest
+from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId, checksum, digest
 from ckptstore.distributed.collective import Collective, DeferredErrors, Part
 from ckptstore.restore.reader import ChunkRead, Reader, Reading
 from ckptstore.restore.restore import Brought
@@ -55,6 +55,9 @@ class Numbering:
     def ids(self) -> bytes:
         """The ids by number."""
         return self._ids.tobytes()
+
+    def id_of(self, number: int) -> ChunkId:
+        return ChunkId(self._ids[number].tobytes())
 
     def numbers(self, ids: bytes) -> "NDArray[np.int64]":
         """The number of each of `ids`, which the commit must name."""
@@ -188,6 +191,10 @@ class _Held:
     jobs: Sequence[ChunkRead]
     at_home: ChunkRead | None
 
+    @property
+    def chunk(self) -> ChunkId:
+        return self.jobs[0].piece.chunk
+
 
 class Broadcast:
     """The chunks of one restore that this rank shares with others: one rank reads a chunk and sends
@@ -197,11 +204,10 @@ class Broadcast:
         """`ids` are the ids of all chunks of the commit, in its order."""
         self._reader, self._reading = reader, reading
         self._numbering = Numbering(ids)
-        self._numbers = self._numbering.numbers(b"".join(job.piece.chunk for job in reading.jobs))
         self._later = DeferredErrors()
-        self._left: dict[int, list[ChunkRead]] = {}
-        for number, job in zip(self._numbers.tolist(), reading.jobs, strict=True):
-            self._left.setdefault(number, []).append(job)
+        self._left: dict[ChunkId, list[ChunkRead]] = {}
+        for job in reading.jobs:
+            self._left.setdefault(job.piece.chunk, []).append(job)
         self._checksums = b""
         self._lock = threading.Lock()
         self._read_bytes = self._received_bytes = 0
@@ -213,7 +219,7 @@ class Broadcast:
         if not len(self._numbering):
             return None
         needed = np.zeros(len(self._numbering), bool)
-        needed[self._numbers] = True
+        needed[self._numbering.numbers(b"".join(self._left))] = True
         bits = zlib.compress(np.packbits(needed).tobytes(), 1)
         return self._numbering.digest, self._reading.room.shared_bytes, bits
 
@@ -287,9 +293,9 @@ class Broadcast:
         """Verify what arrived. A chunk that does not match stays among the jobs and is read from
         the store, which raises the error if it is damaged there too.
         """
-        at, chunk = held.share.number * CHECKSUM_BYTES, held.jobs[0].piece.chunk
+        at = held.share.number * CHECKSUM_BYTES
         if checksum(held.memory) == self._checksums[at : at + CHECKSUM_BYTES] and (
-            not self._reader.verify_ids or digest(held.memory) == chunk
+            not self._reader.verify_ids or digest(held.memory) == held.chunk
         ):
             self._land(held)
             with self._lock:
@@ -299,11 +305,11 @@ class Broadcast:
         for job in held.jobs:
             if job is not held.at_home:
                 job.land(held.memory)
-        del self._left[held.share.number]
+        del self._left[held.chunk]
 
     def _hold(self, share: Share) -> _Held:
         """Memory for a chunk: its place in the target, if it has one."""
-        jobs = self._left[share.number]
+        jobs = self._left[self._numbering.id_of(share.number)]
         for job in jobs:
             if (place := job.place) is not None and len(place) == share.nbytes:
                 return _Held(share, place, jobs, job)

@@ -18,16 +18,17 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ckptstore.core.process import start
+from ckptstore.distributed.collective import Transfer
 from ckptstore.errors import Unavailable
 
 Address: TypeAlias = tuple[str, int]
@@ -293,15 +294,16 @@ class SocketLink:
         )
         start(self._thread, "workers cannot exchange bytes")
 
-    def send(self, rank: int, lane: int, memory: memoryview) -> "SocketTransfer":
+    def send(self, rank: int, lane: int, memory: memoryview) -> Transfer:
         end = self._ends[rank]
-        work = self._send(end, memory.cast("B"))
-        return SocketTransfer(end, asyncio.run_coroutine_threadsafe(work, self._loop))
+        return self._moving(end, self._send(end, memory.cast("B")))
 
-    def receive(self, rank: int, lane: int, memory: memoryview) -> "SocketTransfer":
+    def receive(self, rank: int, lane: int, memory: memoryview) -> Transfer:
         end = self._ends[rank]
-        work = self._receive(end, memory.cast("B"))
-        return SocketTransfer(end, asyncio.run_coroutine_threadsafe(work, self._loop))
+        return self._moving(end, self._receive(end, memory.cast("B")))
+
+    def _moving(self, end: "_End", work: Coroutine[Any, Any, None]) -> Transfer:
+        return transfer_of(end, asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def leave(self, name: str, data: bytes) -> None:
         """Does nothing: there is no shared place, and a rank that cannot be reached is gone."""
@@ -352,15 +354,14 @@ class _End:
             self.connection.shutdown(socket.SHUT_RDWR)
 
 
-class SocketTransfer:
-    """A `Transfer` over a socket."""
+def transfer_of(end: _End, moved: "Future[None]") -> Transfer:
+    """A transfer over a socket, which `moved` ends."""
 
-    def __init__(self, end: _End, moved: "Future[None]") -> None:
-        self._end, self._moved = end, moved
-
-    def wait(self, timeout_s: float) -> None:
+    def wait(timeout_s: float) -> None:
         try:
-            self._moved.result(timeout_s)
+            moved.result(timeout_s)
         except (TimeoutError, OSError) as error:
-            self._end.shut_down()
+            end.shut_down()
             raise RuntimeError(str(error) or f"silent for {timeout_s:g} s") from error
+
+    return wait

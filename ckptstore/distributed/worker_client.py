@@ -44,7 +44,7 @@ ENDS_S = 60.0
 
 
 class WorkerCommitter:
-    """Like `distributed.commit.Committer`, in a worker process, for states in shared buffers. The
+    """Like `peers.Committer`, in a worker process, for states in shared buffers. The
     process starts at the first commit. One commit at a time.
     """
 
@@ -82,9 +82,7 @@ class WorkerCommitter:
         """
         with self._lock:
             if peers is None:
-                request.watch.starting()
-                label, flats = request.prepared()
-                message = state_to(label, flats, request, self._schemas)
+                message = self._message(request)
                 try:
                     self._working()
                 except OSError as error:
@@ -114,6 +112,11 @@ class WorkerCommitter:
                 self._process.wait(ENDS_S)
         self._connection = self._process = self._sent = None
 
+    def _message(self, request: CommitRequest) -> Message:
+        """The message for the worker, for which the state is staged."""
+        request.watch.starting()
+        return state_to(*request.prepared(), request, self._schemas)
+
     # -- the workers of many ranks --
 
     def _ready(self, peers: Collective, request: CommitRequest) -> Message:
@@ -121,9 +124,7 @@ class WorkerCommitter:
         found: list[Message] = []
 
         def describe() -> bool:
-            request.watch.starting()
-            label, flats = request.prepared()
-            found.append(state_to(label, flats, request, self._schemas))
+            found.append(self._message(request))
             return self._alive is not None and self._met.get(peers) is self._alive
 
         if not peers.share("workers: ready", describe, all):

@@ -22,13 +22,13 @@ from typing import Any, TypeAlias
 from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest, Prepared
 from ckptstore.commit.pending import Watch
 from ckptstore.commit.plan import Flats
-from ckptstore.commit.transaction import CommitStats, Committed, Destination
+from ckptstore.commit.transaction import CommitStats, Committed, Destination, WholeCommitter
 from ckptstore.core.ids import CommitId
-from ckptstore.core.model import Schema
+from ckptstore.core.model import Box, Schema
 from ckptstore.core.options import Milestone, Ranks
 from ckptstore.distributed.collective import Collective
-from ckptstore.distributed.commit import Committer
-from ckptstore.distributed.framing import Cause, cause_of, pack, unpack
+from ckptstore.distributed.commit import RanksCommitter
+from ckptstore.distributed.framing import Cause, cause_of, pack, tuples, unpack
 from ckptstore.distributed.merge import decode_description, encode_description
 from ckptstore.distributed.sockets import Invitation, Listener, SocketLink
 from ckptstore.errors import Cancelled, CkptStoreError, Unavailable
@@ -36,7 +36,7 @@ from ckptstore.objects.documents import decode_document, encode_document
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, step_aside_of_parent
-from ckptstore.state.leaf_sources import FlatState, HeldLeaf, Source, leaves_of
+from ckptstore.state.leaf_sources import FlatState, HeldLeaf, Source
 from ckptstore.state.staging_buffers import BufferSource, ElsewhereSource
 
 Message: TypeAlias = dict[str, Any]
@@ -74,7 +74,7 @@ def state_to(
         },
         "started": request.started,
         "description": encode_description(flats, schemas),
-        "sources": list(map(_leaf_to, leaves_of(flats))),
+        "sources": [[key, *_sources_to(flat)] for key, flat in flats.items()],
         "group": None,
     }
 
@@ -84,29 +84,34 @@ def state_from(
 ) -> tuple[CommitMetadata, Flats]:
     """The inverse of `state_to`, for a buffer mapped at `arena`. `schemas` has the decoded schemas
     of the last message, and then of this one."""
-    said = message["label"]
-    label = CommitMetadata(
-        said["run"],
-        said["step"],
-        said["message"],
-        tuple((str(name), float(value)) for name, value in said["metrics"]),
-        tuple(said["tags"]),
-        tuple(CommitId(commit) for commit in said["parents"]),
-        tuple((str(name), str(link)) for name, link in said["links"]),
-    )
+    label = CommitMetadata(**{name: tuples(said) for name, said in message["label"].items()})
     trees = decode_description(message["description"], schemas)
     for gone in schemas.keys() - {tree.schema_bytes for tree in trees}:
         del schemas[gone]
-    sources = (_leaf_from(arena, *leaf) for leaf in message["sources"])
+    sources = {key: rows for key, *rows in message["sources"]}
     flats = {}
     for tree in trees:
-        leaves = [next(sources) for _ in range(len(tree.schema))]
-        held = {
-            n: HeldLeaf(holding, tuple((box, next(sources)) for box in holding.boxes))
-            for n, holding in tree.held.items()
+        leaves, held = sources[tree.key]
+        parts = {
+            n: tuple((Box(*tuples(box)), _leaf_from(arena, *leaf)) for box, *leaf in boxes)
+            for n, boxes in held
         }
-        flats[tree.key] = FlatState(tree.schema, leaves, held, tree.marks)
+        flats[tree.key] = FlatState(
+            tree.schema,
+            [_leaf_from(arena, *leaf) for leaf in leaves],
+            {n: HeldLeaf(holding, parts[n]) for n, holding in tree.held.items()},
+            tree.marks,
+        )
     return label, flats
+
+
+def _sources_to(flat: FlatState) -> list[Any]:
+    """The sources of a key: by leaf, and of leaves that ranks divide by leaf and box."""
+    held = [
+        [n, [[box, *_leaf_to(source)] for box, source in each.parts]]
+        for n, each in flat.held.items()
+    ]
+    return [list(map(_leaf_to, flat.leaves)), held]
 
 
 def _leaf_to(source: Source) -> list[Any]:
@@ -188,13 +193,14 @@ class Worker(Watch):
             return
         handle = StoreHandle(first["place"], **first["options"])
         threads = ThreadPool(first["threads"])
-        committer = Committer(Destination(handle, threads))
+        to = Destination(handle, threads)
+        self._alone, self._together = WholeCommitter(to), RanksCommitter(to)
         while message := self._heard():
             if "fd" in message:  # memory that holds staged states until another one comes
                 self._arena = memoryview(mmap.mmap(message["fd"], 0))
                 os.close(message["fd"])
             try:
-                self._do(message, committer)
+                self._do(message)
             except Exception as error:
                 self.tell(failure_to(error))
         for link in self._links.values():
@@ -202,7 +208,7 @@ class Worker(Watch):
         threads.close()
         handle.close()
 
-    def _do(self, message: Message, committer: Committer) -> None:
+    def _do(self, message: Message) -> None:
         if "listen" in message:
             if self._listener:
                 self._listener.close()
@@ -211,7 +217,7 @@ class Worker(Watch):
         elif "places" in message:
             self._meet(message)
         else:
-            self.tell(self._commit(message, committer))
+            self.tell(committed_to(self._commit(message)))
 
     def _meet(self, message: Message) -> None:
         """Connect to the other workers of a group. If this fails, the commits of the group fail
@@ -234,7 +240,7 @@ class Worker(Watch):
         finally:
             self._listener = None
 
-    def _commit(self, message: Message, committer: Committer) -> Message:
+    def _commit(self, message: Message) -> Committed:
         """Make the commit, or this rank's part of it, that `state_to` described."""
         peers = None
         if (group := message["group"]) is not None:
@@ -249,7 +255,7 @@ class Worker(Watch):
             self,
             ranks=Ranks(**message["ranks"]),
         )
-        return committed_to(committer.commit(request, peers))
+        return self._together.commit(request, peers) if peers else self._alone.commit(request)
 
     def tell(self, message: Message) -> None:
         """Tell the trainer, if it is still there."""

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from ckptstore.core.options import Ranks
-from ckptstore.distributed.gloo import collective_of
 from ckptstore.internals import PendingCommit
+from ckptstore.peers import collective_of
 from ckptstore.snapshot import Snapshot
 
 T = TypeVar("T")

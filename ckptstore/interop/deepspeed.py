@@ -22,7 +22,6 @@ import torch
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Ranks
 from ckptstore.core.paths import scratch_for, sync_path, write_file
-from ckptstore.distributed.gloo import collective_of
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.background_saves import BackgroundSaves, as_first_rank, together
 from ckptstore.interop.deepspeed_weights import (
@@ -38,6 +37,7 @@ from ckptstore.objects.pointer_files import (
     read_pointer,
     write_pointer,
 )
+from ckptstore.peers import collective_of
 from ckptstore.snapshot import Snapshot
 from ckptstore.state.stateful import register_class, register_value
 from ckptstore.store import Store

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ckptstore.core.model import Skipped
 from ckptstore.distributed.collective import Collective
-from ckptstore.distributed.gloo import collective_of
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound
 from ckptstore.interop.directories import CheckpointDirectories, logger
 from ckptstore.maintenance.retention import KeepBest, Policy
 from ckptstore.objects.pointer_files import HOLLOW_POINTER, is_pointer
 from ckptstore.open_store import open as open_store
+from ckptstore.peers import collective_of
 from ckptstore.snapshot import Snapshot
 from ckptstore.store import Store
 

@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptstore.core import forks
 from ckptstore.core.options import OnFull
 from ckptstore.core.text import bytes_text
-from ckptstore.distributed.collective import Collective
 from ckptstore.errors import CkptStoreError, NoSpace
 from ckptstore.log.state import NEWEST_KEPT
 from ckptstore.maintenance.gc import GcOptions, collect, plans_at
@@ -25,6 +24,9 @@ from ckptstore.maintenance.retention import KeepLast, plan_policies
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.reserve import RESERVE_KEY
+
+if TYPE_CHECKING:
+    from ckptstore.distributed.collective import Collective
 
 logger = logging.getLogger("ckptstore")
 
@@ -173,7 +175,7 @@ class DiskWatch:
         self._warn(DiskRoom(free_bytes(self._handle), (new_bytes,), logical_bytes, None))
 
     def relieve(
-        self, error: NoSpace, logical_bytes: int, peers: Collective | None, *, collect: bool
+        self, error: NoSpace, logical_bytes: int, peers: "Collective | None", *, collect: bool
     ) -> None:
         """Return if a commit of a state of `logical_bytes` that failed with `error` is to be
         repeated: with `collect` and `on_full="gc"`, after a gc that freed something.
@@ -229,7 +231,7 @@ class DiskWatch:
             logger.warning("%s: %s", self._handle.url, text)
 
 
-def _said_by_the_first(peers: Collective, look: Callable[[], str | None]) -> str | None:
+def _said_by_the_first(peers: "Collective", look: Callable[[], str | None]) -> str | None:
     """The coordinator's answer on every rank. The others wait, and hear that it is at work."""
     begun: list[Future[str | None]] = []
     threads = ThreadPool(1)

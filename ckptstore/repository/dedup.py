@@ -74,6 +74,14 @@ class ChunkTable:
             self._packs[i],
         )
 
+    def rows(self) -> bytes:
+        """The checksum and the id of each chunk, row by row."""
+        return b"".join(
+            bytes(self.checksums[_items(at, CHECKSUM_BYTES)])
+            + bytes(self._ids[_items(at, CHUNK_ID_BYTES)])
+            for at in (slice(i, i + 1) for i in range(len(self._packs)))
+        )
+
     def ids_by_leaf(self) -> dict[int, bytes]:
         """All ids."""
         places = self._places.items()
@@ -85,9 +93,9 @@ def _items(at: slice, nbytes: int) -> slice:
     return slice(at.start * nbytes, at.stop * nbytes)
 
 
-def items_of(joined: bytes) -> list[bytes]:
-    """The chunk ids that make up `joined`."""
-    return [joined[at : at + CHUNK_ID_BYTES] for at in range(0, len(joined), CHUNK_ID_BYTES)]
+def items_of(joined: bytes, nbytes: int = CHUNK_ID_BYTES) -> list[bytes]:
+    """The items of `nbytes` each, or chunk ids, that make up `joined`."""
+    return [joined[at : at + nbytes] for at in range(0, len(joined), nbytes)]
 
 
 class DedupHints:

@@ -2,27 +2,55 @@
 
 import pytest
 
-from ckptstore.core.ids import CHUNK_ID_BYTES, digest
+from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, digest
 from ckptstore.core.model import Box, Node, Schema
-from ckptstore.distributed.assemble import Assembler, Decided, Observation
+from ckptstore.core.tiling import tile
+from ckptstore.distributed.assemble import Assembler, Decided, Written
+from ckptstore.distributed.framing import numbered
 from ckptstore.distributed.merge import RankTree, merge
-from ckptstore.distributed.plan import Job, Place, RanksPlan, Target, Tiled, plan_ranks
-from ckptstore.distributed.tiling import tile
+from ckptstore.distributed.plan import HeldBox, Job, Place, RanksPlan, Target, Tiled, plan_ranks
 from ckptstore.errors import Conflict, Corrupt
 from ckptstore.state.leaf_sources import Holding, Mesh
 
 LEAF = Target(0, 0)
 
 
-def test_ids_of_a_wrong_number_are_refused_also_if_their_sum_is_right() -> None:
+def two_ranks() -> RanksPlan:
+    """A leaf of two chunks, of which two ranks write one each."""
     boxes = (Box((0,), (8,)), Box((8,), (8,)))
-    tiled = Tiled(boxes, tile((16,), 4, 32, boxes), ((Place(0, 0, 0),), (Place(1, 0, 1),)))
-    assert tiled.tiling.chunks == 2
-    jobs = [Job(Place(rank, 0, rank), 0, 1, LEAF, rank) for rank in (0, 1)]
-    plan = RanksPlan([], {LEAF: tiled}, jobs=jobs)
-    two = bytes(2 * CHUNK_ID_BYTES)
-    with pytest.raises(Corrupt, match=f"rank 0 hands in {len(two)} bytes of ids; wanted 1 ids"):
-        Assembler(plan).assemble(Decided(), [two, b""], [], [])
+    held = tuple(HeldBox(box, (Place(rank, 0, rank),)) for rank, box in enumerate(boxes))
+    plan = RanksPlan([])
+    plan.tile(LEAF, Tiled(held, tile((16,), 4, 32, boxes), 64))
+    plan.jobs += [Job(LEAF, Place(rank, 0, rank), 0, 1, rank) for rank in (0, 1)]
+    assert plan.chunks == 2
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param({0: bytes(2 * CHUNK_ID_BYTES)}, {}, id="too many, their sum is right"),
+        pytest.param({1: bytes(CHUNK_ID_BYTES)}, {0: bytes(CHUNK_ID_BYTES)}, id="exchanged"),
+        pytest.param({0: bytes(CHUNK_ID_BYTES)}, {}, id="one too few"),
+        pytest.param({7: bytes(CHUNK_ID_BYTES)}, {1: bytes(CHUNK_ID_BYTES)}, id="of another plan"),
+    ],
+)
+def test_ids_of_chunks_that_were_not_asked_for_are_refused(
+    first: dict[int, bytes], second: dict[int, bytes]
+) -> None:
+    written = [Written(numbered(found), b"") for found in (first, second)]
+    with pytest.raises(Corrupt, match=r"rank [01] sends \d ids of chunks, wanted 1"):
+        Assembler(two_ranks()).assemble(Decided(checksums=[[], []]), written, [])
+
+
+def test_a_chunk_that_a_rank_was_not_told_to_write_is_refused() -> None:
+    written = [
+        Written(numbered({rank: bytes(CHUNK_ID_BYTES)}), bytes(CHECKSUM_BYTES + CHUNK_ID_BYTES))
+        for rank in (0, 1)
+    ]
+    decided = Decided(checksums=[[bytes(CHECKSUM_BYTES)], []])
+    with pytest.raises(Corrupt, match="rank 1 sends 1 ids of checksums, wanted 0"):
+        Assembler(two_ranks()).assemble(decided, written, [])
 
 
 def tree_of(rank: int) -> RankTree:
@@ -39,21 +67,19 @@ def tree_of(rank: int) -> RankTree:
 def test_replicas_on_another_mesh_are_compared_chunk_by_chunk() -> None:
     plan = plan_ranks(merge([[tree_of(rank)] for rank in range(4)]), 4, 4096, canonical=True)
     assert [job.place.rank for job in plan.jobs] == [0, 1]
-    assert {(shared.place.rank, shared.box, shared.cells) for shared in plan.shared} == {
-        (2, 0, 2),
-        (3, 1, 2),
+    assert not plan.shared
+    assert {job.place.rank: (job.number, job.first, job.stop) for job in plan.replicas} == {
+        2: (0, 0, 2),
+        3: (2, 0, 2),
     }
-    assert all(shared.all for shared in plan.shared)
     chunks = [digest(bytes([number])) for number in range(4)]
-    written = [b"".join(found) for found in (chunks[:2], chunks[2:], (), ())]
+    found = {0: b"".join(chunks[:2])}, {2: b"".join(chunks[2:])}, {}, {}
+    written = [Written(numbered(each), b"") for each in found]
 
     def assembled(*observed: bytes) -> bytes | None:
-        observations = [
-            Observation(shared, cell, observed[2 * shared.box + cell])
-            for shared in plan.shared
-            for cell in range(shared.cells)
-        ]
-        trees = Assembler(plan).assemble(Decided(), written, [], observations)
+        by_rank = {}, {}, {0: b"".join(observed[:2])}, {2: b"".join(observed[2:])}
+        decided = Decided(checksums=[[]] * 4)
+        trees = Assembler(plan).assemble(decided, written, list(map(numbered, by_rank)))
         return trees[0].contents[0].ids
 
     assert assembled(*chunks) == b"".join(chunks)

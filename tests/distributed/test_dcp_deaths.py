@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DeviceMesh, Shard
 
 import ckptstore
-from ckptstore.distributed.coordinator import PartsCommitter
+from ckptstore.commit.parts import PartsCommitter
 from ckptstore.interop.dcp import StoreReader, StoreWriter
 from ckptstore.log.log import Log
 from ckptstore.repository.pack_writer import PackSet

@@ -9,10 +9,10 @@ import torch
 
 import ckptstore
 from ckptstore.commit.commit_metadata import CommitMetadata
+from ckptstore.commit.parts import Part, PartsWritten
 from ckptstore.commit.plan import extent_of
 from ckptstore.commit.transaction import TreeContent
 from ckptstore.core.ids import CommitId, SessionId
-from ckptstore.distributed.coordinator import Part, PartsWritten
 from ckptstore.errors import Conflict, InvalidInput
 from ckptstore.log.sessions import Session
 from ckptstore.state.flatten import flatten

@@ -16,11 +16,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptstore
 from ckptstore.commit.transaction import Transaction
-from ckptstore.distributed.collective import TIMEOUT_S, Collective
+from ckptstore.core.options import TIMEOUT_S
+from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.commit import _Publication
 from ckptstore.distributed.coordinator import Coordinator
-from ckptstore.distributed.gloo import collective_of
 from ckptstore.distributed.rank_worker import RankWorker
+from ckptstore.peers import collective_of
 from ckptstore.repository import memory_budget
 from ckptstore.repository.pack_writer import PackSet
 from tests.distributed.layouts import full, group_of, layout, meet, placed

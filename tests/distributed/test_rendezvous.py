@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from ckptstore.distributed.collective import Collective, Part
-from ckptstore.distributed.sockets import Invitation, Listener, SocketTransfer
+from ckptstore.distributed.sockets import Invitation, Listener, transfer_of
 from ckptstore.errors import Unavailable
 
 T = TypeVar("T")
@@ -179,6 +179,6 @@ def test_a_silence_is_named_though_the_shutdown_ends_the_transfer_at_once() -> N
         def shut_down(self) -> None:
             moved.set_exception(ConnectionResetError("it closed the connection"))
 
-    transfer = SocketTransfer(End(), moved)  # type: ignore[arg-type]
+    wait = transfer_of(End(), moved)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"silent for 0\.01 s"):
-        transfer.wait(0.01)
+        wait(0.01)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptstore.core.geometry import byte_ranges, grid
 from ckptstore.core.model import Box
-from ckptstore.distributed.tiling import Tiling, misfit, tile
+from ckptstore.core.tiling import Tiling, misfit, tile
 from ckptstore.state.shards import Cut, rank_part
 
 CHUNK = 64 << 10

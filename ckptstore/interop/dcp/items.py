@@ -13,15 +13,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.adopt.sources import Joined
 from ckptstore.commit.commit_metadata import CommitMetadata
+from ckptstore.commit.parts import Part
 from ckptstore.commit.plan import Extent
 from ckptstore.commit.transaction import TreeContent
 from ckptstore.core import geometry
 from ckptstore.core.ids import CHUNK_ID_BYTES, SessionId, parse_session_id
 from ckptstore.core.model import INLINE_BYTES, Box, LeafContent, Node, Schema, Shape
+from ckptstore.core.tiling import misfit, tile
 from ckptstore.distributed import framing
-from ckptstore.distributed.coordinator import Part
-from ckptstore.distributed.merge import contents_from, contents_to
-from ckptstore.distributed.tiling import misfit, tile
 from ckptstore.errors import Conflict, Corrupt
 from ckptstore.interop.dcp.names import Keys, Marks, is_divided
 from ckptstore.log.sessions import Session
@@ -95,17 +94,15 @@ def write_items(
     parts = [part for item, sources in resolved for part in _parts(item, sources, alone)]
     written = internals_of(store).parts_committer.write(session, rank, parts)
     given = iter(written.contents)
-    heads: list[list[Any]] = []
-    schemas: list[bytes] = []
-    contents: list[LeafContent] = []
+    rows: list[list[Any]] = []
     for item, sources in resolved:
-        contents += [_EMPTY if source is NOTHING else next(given) for source in sources]
+        contents = [_EMPTY if source is NOTHING else next(given) for source in sources]
+        said = [[each.inline, each.ids, each.raw_bytes] for each in contents]
         if item.box is None:
-            heads.append([item.name, item.is_bytes])
-            schemas.append(encode_schema(item.schema))
+            rows.append([item.name, said, item.is_bytes, encode_schema(item.schema)])
         else:
-            heads.append([item.name, item.schema.dtypes[0], item.shape, *item.box])
-    return framing.pack([session, written.receipt, heads, schemas, contents_to(contents)])
+            rows.append([item.name, said, item.schema.dtypes[0], item.shape, *item.box])
+    return framing.pack([session, written.receipt, rows])
 
 
 def read_message(rank: int, message: object) -> RankItems:
@@ -115,17 +112,18 @@ def read_message(rank: int, message: object) -> RankItems:
             f"rank {rank} sent no message about its items; do all ranks use a StoreWriter, and one "
             "version of ckptstore?"
         )
-    session, receipt, heads, schemas, contents = framing.unpack(message)
-    objects = iter(schemas)
-    items: list[Item] = []
-    for name, *head in heads:
-        if len(head) == 1:
-            items.append(Item(name, decode_schema(next(objects)), is_bytes=head[0]))
-        else:
-            dtype, shape, offsets, lengths = head
-            items.append(box_item(name, dtype, tuple(shape), Box(tuple(offsets), tuple(lengths))))
-    leaves = iter(contents_from(contents))
-    stored = [Stored(item, [next(leaves) for _ in item.schema.paths], rank) for item in items]
+    session, receipt, rows = framing.unpack(message)
+    stored = []
+    try:
+        for name, contents, *head in rows:
+            if len(head) == 2:
+                item = Item(name, decode_schema(head[1]), is_bytes=head[0])
+            else:
+                dtype, shape, offsets, lengths = head
+                item = box_item(name, dtype, tuple(shape), Box(tuple(offsets), tuple(lengths)))
+            stored.append(Stored(item, [LeafContent(*each) for each in contents], rank))
+    except (TypeError, ValueError) as error:
+        raise framing.damaged(error) from error
     return RankItems(parse_session_id(session), receipt, stored)
 
 

@@ -23,8 +23,6 @@ from ckptstore.core.options import Async, Ranks, Storage
 from ckptstore.core.paths import sync_path
 from ckptstore.core.refs import parse_ref
 from ckptstore.core.text import count_text
-from ckptstore.distributed.gloo import ALONE, collective_of
-from ckptstore.distributed.restore import agreed, on_all
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.leaving import read_leaving, write_leaving
 from ckptstore.interop.lightning.packages import (
@@ -47,6 +45,7 @@ from ckptstore.interop.lightning.pointers import (
 from ckptstore.maintenance.retention import Policy
 from ckptstore.objects.pointer_files import Pointer
 from ckptstore.open_store import open, open_commit
+from ckptstore.peers import ALONE, collective_of
 from ckptstore.repository.resolve_ref import is_path
 from ckptstore.snapshot import Snapshot
 from ckptstore.store import Store, internals_of
@@ -340,7 +339,7 @@ class StoreCheckpointIO:
         peers = collective_of()
         commits = self._candidates(path)
         if peers:
-            commits = agreed(peers, commits)
+            commits = peers.agreed(commits)
         skipped: list[str] = []
 
         def attempt(commit: CommitId) -> tuple[Snapshot, dict[str, Any]]:
@@ -350,7 +349,7 @@ class StoreCheckpointIO:
         for commit in commits:
             act = partial(attempt, commit)
             try:
-                snapshot, checkpoint = on_all(peers, act) if peers else act()
+                snapshot, checkpoint = peers.on_all(act) if peers else act()
             except (Corrupt, NotFound) as error:
                 skipped.append(str(error))
                 logger.warning("%s: skipped commit %s: %s", path, commit[:12], error)

@@ -19,9 +19,9 @@ from xxhash import xxh3_128
 from ckptstore.core.config import MIB, check_chunk_bytes
 from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, checksum, digest
 from ckptstore.core.model import Shape
-from ckptstore.distributed.merge import split_ids
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects import canonical
+from ckptstore.repository.dedup import items_of
 
 HELLO_PATH = "/ckptstore/1/hello"
 _PATH = re.compile(r"/ckptstore/1/(state|chunks)/(-?[0-9]{1,18})")
@@ -216,7 +216,7 @@ def _description(said: _Described) -> Description:
 def decode_names(body: bytes) -> list[bytes] | None:
     """The chunks that a request names; None for an invalid request."""
     count, rest = divmod(len(body), CHUNK_ID_BYTES)
-    return split_ids(body) if not rest and 0 < count <= CHUNKS_PER_REQUEST else None
+    return items_of(body) if not rest and 0 < count <= CHUNKS_PER_REQUEST else None
 
 
 def encode_request(

@@ -8,8 +8,6 @@ from typing import Any
 from ckptstore.commit.pending import Pending
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Ranks
-from ckptstore.distributed.gloo import collective_of
-from ckptstore.distributed.restore import on_all
 from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.interop.torchsnapshot.locator import find_snapshot, store_at
 from ckptstore.interop.torchsnapshot.manifest import (
@@ -27,6 +25,7 @@ from ckptstore.interop.torchsnapshot.stateful import (
     check_stateful,
     collected,
 )
+from ckptstore.peers import collective_of
 from ckptstore.snapshot import Snapshot as Commit
 from ckptstore.store import Store
 
@@ -166,7 +165,7 @@ class Snapshot:
         """
         check_stateful(app_state)
         peers = collective_of(self.pg)
-        commit = on_all(peers, self._commit) if peers else self._commit()
+        commit = peers.on_all(self._commit) if peers else self._commit()
         try:
             commit.only(app_state).restore(
                 app_state,

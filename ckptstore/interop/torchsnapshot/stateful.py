@@ -15,13 +15,13 @@ import torch
 
 from ckptstore.core.options import Ranks
 from ckptstore.distributed.collective import Collective
-from ckptstore.distributed.gloo import collective_of
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchsnapshot import knobs
 from ckptstore.interop.torchsnapshot.locator import Place, place_to_take, store_at
 from ckptstore.interop.torchsnapshot.reading import encode
 from ckptstore.objects import canonical
 from ckptstore.objects.pointer_files import Pointer, write_pointer
+from ckptstore.peers import collective_of
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import stateful as native
 from ckptstore.state.shards import is_distributed, with_local

@@ -19,8 +19,6 @@ import torch
 
 from ckptstore.core.options import Ranks
 from ckptstore.core.refs import Best, parse_ref
-from ckptstore.distributed.gloo import collective_of
-from ckptstore.distributed.restore import on_all
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.torchtitan.contract import (
     DATALOADER,
@@ -43,6 +41,7 @@ from ckptstore.maintenance.retention import KeepBest, KeepLast, Policy
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
 from ckptstore.open_store import open as open_store
 from ckptstore.open_store import open_pointer, write_pointer
+from ckptstore.peers import collective_of
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state.inflate import children_of
 from ckptstore.state.leaf_sources import segment
@@ -256,7 +255,7 @@ class StoreManager(BaseCheckpointManager):  # type: ignore[misc]
         for reader, info in internals.candidates(peers):
             look = partial(internals.snapshot, info, reader)
             try:
-                snapshot = on_all(peers, look) if peers else look()
+                snapshot = peers.on_all(look) if peers else look()
                 model_only = is_model_only(snapshot)
                 if model_only and info.step != 0:
                     passed.append(info.step)
@@ -325,7 +324,7 @@ class StoreManager(BaseCheckpointManager):  # type: ignore[misc]
         peers = collective_of()
         check = partial(_check_fits, snapshot, state)
         if peers:
-            on_all(peers, check)
+            peers.on_all(check)
         else:
             check()
         names = {f"{key}/{segment(name)}" for key in BY_NAME for name in state.get(key, ())}

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
+
 from ckptstore.core.geometry import Grid, grid, intersect
 from ckptstore.core.model import Box, Shape
 
@@ -55,7 +57,8 @@ class Tiling:
 def misfit(shape: Shape, boxes: Sequence[Box]) -> str | None:
     """Why `boxes` do not tile a tensor of `shape` exactly once; None if they do."""
     held, wanted = sum(prod(box.lengths) for box in boxes), prod(shape)
-    if any(o < 0 or o + n > size for box in boxes for o, n, size in zip(*box, shape, strict=True)):
+    whole = Box.whole(shape)
+    if any(0 not in box.lengths and intersect(box, whole) != box for box in boxes):
         return f"a box lies outside the shape {list(shape)}"
     if clash := next(_overlaps(boxes), None):
         return f"{_text(clash[0])} and {_text(clash[1])} overlap"
@@ -128,7 +131,9 @@ def _rows(whole: Grid, held: Grid) -> Iterator[tuple[int, int, int, bool]]:
     low = first_line + (start % rows != 0)
     high = last_line + (stop % rows == 0 or stop == size)
     per_prefix = last_line - first_line + 1
-    for i, base in enumerate(_prefixes(whole.box.lengths[:dim], held.box, lines)):
+    # By each index before the grid's dimension, the number of its first chunk.
+    bases = np.arange(0, lines * prod(prefix := whole.box.lengths[:dim]), lines).reshape(prefix)
+    for i, base in enumerate(bases[held.box.slices[:dim]].ravel().tolist()):
         at = i * per_prefix - first_line
         if low > first_line:
             yield at + first_line, at + first_line + 1, base + first_line, False
@@ -136,14 +141,6 @@ def _rows(whole: Grid, held: Grid) -> Iterator[tuple[int, int, int, bool]]:
             yield at + low, at + high, base + low, True
         if high <= last_line and last_line >= low:
             yield at + last_line, at + last_line + 1, base + last_line, False
-
-
-def _prefixes(lengths: Shape, box: Box, lines: int) -> Iterator[int]:
-    """The number of the first chunk of every index of `box` in the dimensions before the grid's."""
-    base = [0]
-    for size, offset, length in zip(lengths, box.offsets, box.lengths, strict=False):
-        base = [b * size + i for b in base for i in range(offset, offset + length)]
-    return (b * lines for b in base)
 
 
 def _overlaps(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
@@ -164,4 +161,4 @@ def _overlaps(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
 
 
 def _text(box: Box) -> str:
-    return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(*box, strict=True)) + "]"
+    return "[" + ", ".join(f"{each.start}:{each.stop}" for each in box.slices) + "]"
