@@ -78,7 +78,7 @@ class Store:
         """The store in the directory `place`, as its log is now."""
         self.place = place
         config = json.loads((place / "ckptstore.json").read_bytes())
-        expect(config["ckptstore"] == 2, f"format {config['ckptstore']}; wanted 2")
+        expect(config["ckptstore"] == 3, f"format {config['ckptstore']}; wanted 3")
         check = config.pop("check")
         canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         expect(blake3(canonical.encode()).hexdigest() == check, "ckptstore.json is damaged")

@@ -71,7 +71,7 @@ def test_a_script_that_opens_commits_and_resumes_does_not_import_torchs_compiler
         (lambda text: text[:40], Corrupt, "not JSON"),
         (lambda text: "", Corrupt, "not JSON"),
         (lambda text: json.dumps({"name": "something else"}), InvalidInput, "not a ckptstore's"),
-        (lambda text: json.dumps({**json.loads(text), "ckptstore": 3}), InvalidInput, "format 3"),
+        (lambda text: json.dumps({**json.loads(text), "ckptstore": 4}), InvalidInput, "format 4"),
         (lambda text: json.dumps({**json.loads(text), "ckptstore": 1}), InvalidInput, "format 1"),
         (
             lambda text: json.dumps({**json.loads(text), "chunk_bytes": 1 << 16}),

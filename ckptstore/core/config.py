@@ -10,7 +10,7 @@ from ckptstore.core.ids import StoreId
 from ckptstore.errors import InvalidInput
 
 MIB = 1 << 20
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 CHUNK_BYTES = 1 * MIB
 CHUNK_BYTES_MIN = 64 << 10
 CHUNK_BYTES_MAX = 64 * MIB

@@ -292,8 +292,8 @@ def decode_config(data: bytes, where: str) -> StoreConfig:
     if fields["ckptstore"] < FORMAT_VERSION:
         raise InvalidInput(
             f"{where} is a store of format {fields['ckptstore']}, and this ckptstore reads format "
-            f"{FORMAT_VERSION}: `ckptstore export` its commits with version 0.1 of ckptstore, and "
-            "`ckptstore import` them into a new store"
+            f"{FORMAT_VERSION}: `ckptstore export` its commits with the ckptstore that made "
+            "it, and `ckptstore import` them into a new store"
         )
     check = fields.pop("check", None)
     if check != _check(fields):

@@ -1,4 +1,4 @@
-"""The worked example of docs/format.md, taken from the golden store `v2/zstd`.
+"""The worked example of docs/format.md, taken from the golden store `v3/zstd`.
 
 `python -m tests.golden.example` writes it into the page; a test compares them.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from tests.golden.reader import reader
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
-PLACE = Path(__file__).parent / "v2" / "zstd"
+PLACE = Path(__file__).parent / "v3" / "zstd"
 BEGIN, END = "<!-- example: begin -->\n", "<!-- example: end -->\n"
 TAG, KEY, LEAF = "best", "model", "model/half"
 RECORD = {

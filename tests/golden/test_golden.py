@@ -1,5 +1,5 @@
-"""A store of each format version from 2 on is read, continued and found sound, forever. Format 1
-was never released."""
+"""A store of each format version from 3 on is read, continued and found sound, forever. Formats 1
+and 2 were never released."""
 
 import itertools
 import shutil
@@ -15,7 +15,7 @@ from tests.golden.reader import reader
 
 HERE = Path(__file__).parent
 STORES = sorted(path.parent.relative_to(HERE) for path in HERE.glob("*/*/ckptstore.json"))
-COMPACTED = Path("v2/compacted")
+COMPACTED = Path("v3/compacted")
 
 
 def same(a: object, b: object) -> bool:
@@ -32,7 +32,7 @@ def same(a: object, b: object) -> bool:
 
 
 def test_there_is_a_store_of_each_format_version() -> None:
-    assert {str(path) for path in STORES} >= {"v2/raw", "v2/zstd", "v2/compacted"}
+    assert {str(path) for path in STORES} >= {"v3/raw", "v3/zstd", "v3/compacted"}
 
 
 @pytest.mark.parametrize("name", [name for name in STORES if name != COMPACTED], ids=str)
@@ -78,14 +78,19 @@ def test_a_golden_store_can_be_read_where_it_is_not_writable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CKPTSTORE_CACHE", str(tmp_path))
-    with ckptstore.open(HERE / "v2" / "raw", read_only=True) as store:
+    with ckptstore.open(HERE / "v3" / "raw", read_only=True) as store:
         assert same(store.checkout("best").state_dict(), state(2))
-    assert not (HERE / "v2" / "raw" / "index").exists()
+    assert not (HERE / "v3" / "raw" / "index").exists()
 
 
-def test_a_store_of_format_1_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    shutil.copytree(HERE / "v2" / "raw", tmp_path / "store")
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_store_of_an_unreleased_format_is_refused_with_what_to_do(
+    tmp_path: Path, version: int
+) -> None:
+    shutil.copytree(HERE / "v3" / "raw", tmp_path / "store")
     config = tmp_path / "store" / "ckptstore.json"
-    config.write_text(config.read_text().replace('"ckptstore": 2', '"ckptstore": 1'))
-    with pytest.raises(ckptstore.InvalidInput, match=r"format 1, .* `ckptstore import` them"):
+    config.write_text(config.read_text().replace('"ckptstore": 3', f'"ckptstore": {version}'))
+    with pytest.raises(
+        ckptstore.InvalidInput, match=rf"format {version}, .* `ckptstore import` them"
+    ):
         ckptstore.open(tmp_path / "store")

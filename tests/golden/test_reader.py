@@ -21,7 +21,7 @@ from tests.golden.contents import MOVED_STEPS, TAGS, moved_state, state
 from tests.golden.example import BEGIN, END, PAGE, example
 from tests.golden.reader import FILE, described, read, reader
 
-GOLDEN = Path(__file__).parent / "v2"
+GOLDEN = Path(__file__).parent / "v3"
 DTYPES = sorted(name for name, dtype in tensors.DTYPES.items() if dtype not in tensors.QUANTIZED)
 LIBRARIES = {"blake3", "xxhash", "zstandard"}
 
