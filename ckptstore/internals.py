@@ -269,13 +269,13 @@ class StoreInternals:
             nbytes = request.what.nbytes
             if leads:
                 self._disk.before(nbytes)
-        make = partial(committer.commit, request, peers)
+        make = committer.way(peers)
         try:
-            committed = make()
+            committed = make(request)
         except NoSpace as full:
             self._disk.relieve(full, nbytes, peers, collect=True)
             try:
-                committed = make()
+                committed = make(request)
             except NoSpace as still_full:
                 self._disk.relieve(still_full, nbytes, peers, collect=False)
                 raise

@@ -3,7 +3,8 @@ neither imports nor enters that room.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.commit.commit_metadata import CommitRequest
@@ -83,9 +84,7 @@ class Committer:
 
         return RanksCommitter(self._to)
 
-    def commit(self, request: CommitRequest, peers: "Collective | None" = None) -> Committed:
-        """Write a state, or with `peers` this rank's part of one; see `WholeCommitter.commit` and
+    def way(self, peers: "Collective | None") -> Callable[[CommitRequest], Committed]:
+        """What writes a state, or with `peers` this rank's part of one: `WholeCommitter.commit` or
         `RanksCommitter.commit`."""
-        if peers is None:
-            return self._whole.commit(request)
-        return self._together.commit(request, peers)
+        return self._whole.commit if peers is None else partial(self._together.commit, peers=peers)

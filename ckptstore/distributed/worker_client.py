@@ -12,8 +12,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,12 @@ class WorkerCommitter:
         """The worker's process id; None before it starts."""
         return self._process.pid if self._process else None
 
-    def commit(self, request: CommitRequest, peers: Collective | None = None) -> Committed:
-        """Commit the state in the request's buffer; see `Committer.commit`.
+    def way(self, peers: Collective | None) -> Callable[[CommitRequest], Committed]:
+        """What writes a state, or with `peers` this rank's part of one."""
+        return partial(self.commit, peers=peers)
+
+    def commit(self, request: CommitRequest, peers: Collective | None) -> Committed:
+        """Commit the state in the request's buffer.
 
         Raises `Unavailable`, with `causes` if there are peers, if a worker or a trainer is gone;
         the next call starts new workers in place of lost ones.

@@ -102,13 +102,14 @@ class OpenPack:
         are written once there are enough."""
         self.append(stored)
         self.entries.append(entry)
-        self.flush_full()
+        if self.is_full:
+            self.flush()
         return len(self.entries) - 1
 
-    def flush_full(self) -> None:
-        """`flush` if enough is queued."""
-        if self.offset - self._flushed >= FLUSH_BYTES:
-            self.flush()
+    @property
+    def is_full(self) -> bool:
+        """Whether enough is queued to be written."""
+        return self.offset - self._flushed >= FLUSH_BYTES
 
     def pad_to(self, offset: int) -> None:
         while self.offset < offset:
@@ -188,7 +189,8 @@ class PackWriter:
                     PackEntry(chunk, summed, offset, len(raw), len(raw), codecs.RAW, width, kind)
                 )
                 offset += len(raw)
-            target.flush_full()
+            if target.is_full:
+                target.flush()
             return
         for chunk, summed, raw in chunks:
             used, stored = codecs.encode(codec, raw, width)
