@@ -84,9 +84,10 @@ def check_app_state(app_state: object) -> None:
             f'{{"model": model}}'
         )
     for key in app_state:
-        if not isinstance(key, str):
+        if type(key) is not str:  # a str of numpy or of an Enum would come back as another key
             raise InvalidInput(
-                f"the application state has the key {key!r}; its keys must be strings"
+                f"the application state has the key {key!r}, a {type(key).__name__}; its keys must "
+                f"be plain strings, such as {str(key)!r}"
             )
 
 

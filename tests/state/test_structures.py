@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import nn
 from ckptstore.core.model import Node, Schema
 from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.state import containers, tensors
-from ckptstore.state.flatten import MAX_NESTING
+from ckptstore.state.flatten import MAX_NESTING, flatten
 from ckptstore.state.inflate import inflate, inflate_leaf
 from ckptstore.state.restore import bind
 from ckptstore.state.stateful import StateDict, is_stateful
@@ -212,6 +213,17 @@ def test_a_nested_object_gives_its_state_dict() -> None:
 
 def test_a_state_dict_of_ours_is_stored_as_a_dict() -> None:
     assert carry(StateDict(a=1)).schema == carry({"a": 1}).schema
+
+
+class Part(StrEnum):
+    MODEL = "model"
+
+
+@pytest.mark.parametrize("key", [5, np.str_("5"), Part.MODEL])
+def test_a_key_of_the_application_state_is_a_plain_string(key: Any) -> None:
+    """Another would come back as another key, or not at all."""
+    with pytest.raises(InvalidInput, match=rf"a {type(key).__name__}; its keys must be plain"):
+        flatten({key: torch.ones(2)})
 
 
 def test_the_order_of_keys_is_kept() -> None:
