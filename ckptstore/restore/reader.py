@@ -23,7 +23,7 @@ from ckptstore.objects.documents import Layout, decode_document, decode_layout
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema, parts_of
 from ckptstore.repository.chunk_reader import located_entries
-from ckptstore.repository.chunk_store import ALONE, ObjectStore
+from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import items_of
 from ckptstore.repository.memory_budget import ReadRoom, read_room
 from ckptstore.repository.thread_pool import ThreadPool
@@ -363,11 +363,7 @@ class Reader:
             jobs += (
                 ChunkRead(piece, want, memory) for piece in want.tree.pieces(want.number, want.box)
             )
-        # What lies in pages needs no memory: that of the host is not asked for.
-        alone = memory_budget_bytes is None and not jobs
-        room = (
-            ALONE if alone else read_room(memory_budget_bytes, self.chunk_bytes, self.threads.count)
-        )
+        room = read_room(memory_budget_bytes, self.chunk_bytes, self.threads.count)
         return Reading(commit, needed_bytes, room, tuple(inline), tuple(jobs))
 
     def carry_out(self, reading: Reading, jobs: Sequence[ChunkRead]) -> int:

@@ -5,6 +5,7 @@ all ranks.
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -335,3 +336,22 @@ def test_a_broadcast_restore_sends_nothing_where_no_chunk_is_shared(
     pool: Pool, tmp_path: Path
 ) -> None:
     assert pool.run(restore_apart, tmp_path / "store") == [(CHUNK_BYTES, 0)] * 4
+
+
+def restore_few_rows(rank: int, path: Path) -> None:
+    meet(4)
+    whole = torch.arange(CHUNK_BYTES // 4, dtype=torch.float32).reshape(2, -1)
+    mesh, rows = mesh_of(4, False), (torch.distributed.tensor.Shard(0),)
+    with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)) as store:
+        store.commit({"x": {"w": placed(whole, mesh, rows), "step": 7}}, step=1)
+        state = {"x": {"w": placed(torch.zeros_like(whole), mesh, rows), "step": 0}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)  # numpy's, of a division by zero
+            store.checkout(1).restore(state, ranks=ckptstore.Ranks(broadcast=True))
+    assert state["x"]["step"] == 7
+    assert torch.equal(state["x"]["w"].full_tensor(), whole)
+
+
+def test_a_rank_that_needs_no_chunk_limits_nobody(pool: Pool, tmp_path: Path) -> None:
+    """Two of four ranks have no row of the tensor, whose one chunk the others share."""
+    pool.run(restore_few_rows, tmp_path / "store")
