@@ -424,7 +424,8 @@ def test_a_fork_waits_for_a_catalog_that_another_thread_opens(
         return connection
 
     monkeypatch.setattr("ckptstore.index.catalog.sqlite3.connect", slow)
-    opening = Thread(target=lambda: Catalog.open(tmp_path / "catalog.sqlite", STORE).close())
+    place = tmp_path / "catalog.sqlite"
+    opening = Thread(target=lambda: Catalog.open(place, STORE).close(), daemon=True)
     opening.start()
     assert within.wait(60)
     child = multiprocessing.get_context("fork").Process(target=lambda: exit(0 if connected else 1))
