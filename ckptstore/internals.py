@@ -37,8 +37,8 @@ from ckptstore.errors import CkptStoreError, InvalidInput, NoSpace, NotFound, Re
 from ckptstore.log.resolve import Resolved, newest_first, resolved
 from ckptstore.maintenance.disk_space import DiskWatch
 from ckptstore.maintenance.tiers import Tier
-from ckptstore.measurements import with_tensors
 from ckptstore.peers import Committer, collective_of
+from ckptstore.plugins.analysis.measurements import with_tensors
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import GcPin, items_of
 from ckptstore.repository.resolve_ref import find_commit

@@ -11,7 +11,6 @@ from ckptstore.core.model import CommitInfo
 from ckptstore.core.options import Storage
 from ckptstore.core.public_calls import beside_commits, public_methods_of_store
 from ckptstore.errors import InvalidInput, NoSpace
-from ckptstore.history import History, history
 from ckptstore.log.resolve import check_there
 from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check import Level, Report, parse_level, parse_share
@@ -37,6 +36,7 @@ from ckptstore.maintenance.mirror_plan import choose, other_end
 from ckptstore.maintenance.repair import Repaired, repair
 from ckptstore.maintenance.retention import ForgetPlan, Policy
 from ckptstore.maintenance.usage import Usage, usage
+from ckptstore.plugins.analysis.history import History, history
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, find_id, trained_last
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool

@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
-from ckptstore.adopt.materializing import Materialized, materialize
 from ckptstore.contents import CommitContents, Leaf, Region, box_of, leaf_of
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Ranks
@@ -15,6 +14,7 @@ from ckptstore.core.text import bytes_text, selector
 from ckptstore.errors import InvalidInput
 from ckptstore.objects.documents import Layout
 from ckptstore.peers import collective_of
+from ckptstore.plugins.adopt.materializing import Materialized, materialize
 from ckptstore.restore.mmap import Unmappable
 from ckptstore.restore.reader import ReadRequest, Tree
 from ckptstore.restore.restore import (

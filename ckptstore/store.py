@@ -10,7 +10,6 @@ from itertools import zip_longest
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Never, Self, get_args
 
-from ckptstore.adoption import adopt
 from ckptstore.commit.commit_metadata import label_of, refuse_unnamed
 from ckptstore.commit.schedule import Schedule, rule_of
 from ckptstore.core.ids import CommitId, check_run, check_tag
@@ -26,6 +25,7 @@ from ckptstore.maintenance.forget import remove_tag, set_tag
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance_api import Maintenance
 from ckptstore.peers import agreed_schedule, collective_of
+from ckptstore.plugins.adopt.adoption import adopt
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, log_resumed, through_pointers
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.diff import Difference, compare

@@ -235,7 +235,7 @@ def test_what_is_not_added_is_not_read(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commits = committed(store, states())
-    monkeypatch.setattr("ckptstore.averages.add_up", None)
+    monkeypatch.setattr("ckptstore.plugins.analysis.averages.add_up", None)
     made = combine(store, commits, mean(COUNT), select="progress/*")
     assert made.content_id == commits[-1].content_id
 

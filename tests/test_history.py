@@ -278,7 +278,7 @@ def test_other_layouts_of_one_tensor_have_one_history(store: ckptstore.Store) ->
     from dataclasses import replace
 
     from ckptstore.core.model import Box
-    from ckptstore.measurements import Measurements, Tensor
+    from ckptstore.plugins.analysis.measurements import Measurements, Tensor
 
     x, y = torch.randn(64, 700), torch.randn(64, 700)
     halves = torch.cat([x[:, :350].reshape(-1), x[:, 350:].reshape(-1)])

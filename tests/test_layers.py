@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.size import owner
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ckptstore"
 
@@ -23,16 +25,38 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "state": ("torch", "pickle"),
     "commit": (),
     "restore": (),
+    "foreign": ("torch", "pickle"),
     "distributed": ("torch",),
     "maintenance": (),
-    "adopt": ("pickle",),
     "api": (),
-    "interop": ("torch", "pickle", "fsspec"),
-    "ui": ("starlette", "uvicorn"),
+    "interop": ("torch",),
     "cli": (),
+    "plugin": (),
+    "plugins": ("torch", "pickle", "fsspec", "starlette", "uvicorn"),
 }
-"""Each room, from the ground up, and the guarded packages it may import. A file imports from its
-own room and from lower ones."""
+"""Each room, from the ground up, and the guarded packages it may import. A file of the core imports
+from its own room and from lower ones. `plugin` is the surface, and `plugins` are the files that
+`tests.support.size.PLUGINS` names; `interop` without them is
+DCP's face."""
+
+DOORS = {
+    "store": ("plugins.adopt.adoption",),
+    "plugin.stores": ("plugins.adopt.adoption",),
+    "snapshot": ("plugins.adopt.materializing",),
+    "maintenance_api": ("plugins.analysis.history",),
+    "internals": ("plugins.analysis.measurements",),
+    "cli.maintain": ("interop.formats",),
+}
+"""Who in the core enters a plugin: a method of the store that a plugin carries out, and a command.
+"""
+
+BESIDE = {
+    "formats": ("adopt", "torchsnapshot"),
+    "trainers": ("adopt", "formats"),
+    "trackers": ("adopt", "formats", "trainers"),
+    "ui": ("adopt", "analysis"),
+}
+"""The plugins that a plugin stands on."""
 
 GUARDED = {package for packages in ROOMS.values() for package in packages} | {
     "_pickle",
@@ -83,9 +107,20 @@ def _dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def plugin_of(module: str) -> str:
+    return owner(modules()[module].relative_to(PACKAGE).as_posix())
+
+
+def is_plugin(module: str) -> bool:
+    inside = modules()[module].is_relative_to(PACKAGE)  # migrations stand beside it
+    return inside and plugin_of(module) != "core"
+
+
 def room(module: str) -> str:
-    """The room of a module: its folder; `errors` is core, migrations are index, other single files
-    are the API."""
+    """The room of a module: its folder, or the plugins; `errors` is core, migrations are index,
+    other single files are the API."""
+    if is_plugin(module):
+        return "plugins"
     first = module.partition(".")[0]
     if first in ROOMS:
         return first
@@ -143,9 +178,49 @@ def test_a_file_imports_only_from_its_own_or_a_lower_room() -> None:
     upward = [
         f"{place}: {module} ({room(module)}) imports {name} ({room(name)})"
         for module, name, place in own_imports()
-        if order.index(room(name)) > order.index(room(module))
+        if order.index(room(name)) > order.index(room(module)) and not is_plugin(name)
     ]
     assert not upward, "\n".join(upward)
+
+
+def test_a_plugin_imports_nothing_of_ours_but_the_public_surface() -> None:
+    through = [
+        f"{place}: {module} imports {name}"
+        for module, name, place in own_imports()
+        if is_plugin(module)
+        and not (name in {"", "errors"} or room(name) == "plugin")
+        and plugin_of(name) not in (plugin_of(module), *BESIDE.get(plugin_of(module), ()))
+    ]
+    assert not through, "\n".join(through)
+
+
+def test_the_core_enters_plugins_by_its_doors_alone() -> None:
+    found = {
+        (module, name)
+        for module, name, _ in own_imports()
+        if is_plugin(name) and not is_plugin(module)
+    }
+    assert found == {(module, name) for module, names in DOORS.items() for name in names}
+
+
+def test_the_surface_offers_what_plugins_use_and_no_more() -> None:
+    offered = {
+        (module, alias.asname or alias.name)
+        for module, path in modules().items()
+        if room(module) == "plugin" and module != "plugin.stores"
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    used = {
+        ((node.module or "").removeprefix("ckptstore."), alias.name)
+        for module, path in modules().items()
+        if is_plugin(module)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert not offered - used, "nobody uses these: take them out of the surface"
 
 
 def test_state_and_storage_do_not_know_each_other() -> None:

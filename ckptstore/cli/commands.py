@@ -82,7 +82,7 @@ _KEEP = (
 COMMANDS = (
     Operation(
         "init",
-        "setup.init",
+        "cli.setup.init",
         "create an empty store",
         (
             Option(
@@ -108,7 +108,7 @@ COMMANDS = (
     ),
     Operation(
         "log",
-        "log.log",
+        "cli.log.log",
         "list commits, newest first",
         (
             Option("-n", "N", "list at most N commits", dest="limit"),
@@ -139,7 +139,7 @@ COMMANDS = (
     ),
     Operation(
         "show",
-        "show.show",
+        "cli.show.show",
         "show everything about a commit",
         (
             _REF,
@@ -149,7 +149,7 @@ COMMANDS = (
     ),
     Operation(
         "ls",
-        "ls.ls",
+        "cli.ls.ls",
         "list the leaves of a commit",
         (
             _REF,
@@ -168,7 +168,7 @@ COMMANDS = (
     ),
     Operation(
         "diff",
-        "diff.diff",
+        "cli.diff.diff",
         "compare two commits",
         (
             Option("a", "A", "the older commit"),
@@ -183,7 +183,7 @@ COMMANDS = (
     ),
     Operation(
         "parted",
-        "analysis.parted",
+        "plugins.analysis.commands.parted",
         "find where two runs part that should be equal",
         (
             Option("a", "RUN_A", "a run"),
@@ -197,7 +197,7 @@ COMMANDS = (
     ),
     Operation(
         "history",
-        "history.history",
+        "plugins.analysis.history_command.history",
         "show how tensors moved over the commits of a run",
         (
             Option("select*", "GLOB", "tensors by their paths (default: all)"),
@@ -212,7 +212,7 @@ COMMANDS = (
     ),
     Operation(
         "plot",
-        "plot.plot",
+        "plugins.analysis.plot.plot",
         "draw metrics, sizes, tensors or a difference",
         (
             Option(
@@ -244,7 +244,7 @@ COMMANDS = (
     ),
     Operation(
         "watch",
-        "watch.watch",
+        "cli.watch.watch",
         "show new commits, writers and the disk as they change",
         (
             Option("--every", "SPAN", "look every SPAN (default: 2s)", default=2),
@@ -257,7 +257,7 @@ COMMANDS = (
     ),
     Operation(
         "bisect",
-        "analysis.bisect",
+        "plugins.analysis.commands.bisect",
         "find the first bad commit between two",
         (
             Option("--good", "REF", "a commit that is good"),
@@ -279,7 +279,7 @@ COMMANDS = (
     ),
     Operation(
         "verify",
-        "signing.verify",
+        "cli.signing.verify",
         "check that a commit is signed by a key that you trust",
         (
             _REF,
@@ -291,7 +291,7 @@ COMMANDS = (
     ),
     Operation(
         "ui",
-        "ui.ui",
+        "plugins.ui.command.ui",
         "show a web page of the store",
         (
             Option("--host", "HOST", "the address to serve it at (default: 127.0.0.1)"),
@@ -312,7 +312,7 @@ COMMANDS = (
     ),
     Operation(
         "tag",
-        "log.tag",
+        "cli.log.tag",
         "list, set, rename or remove tags",
         (
             Option("name?", "NAME", "the tag to set, move or rename"),
@@ -333,7 +333,7 @@ COMMANDS = (
     ),
     Operation(
         "stats",
-        "show.stats",
+        "cli.show.stats",
         "show the size of the store and its largest commits",
         (
             Option(
@@ -350,7 +350,7 @@ COMMANDS = (
     ),
     Operation(
         "forget",
-        "maintain.forget",
+        "cli.maintain.forget",
         "forget commits by policy or by name",
         (
             Option("refs*", "REF", "commits to forget, instead of --keep options"),
@@ -370,7 +370,7 @@ COMMANDS = (
     ),
     Operation(
         "undelete",
-        "maintain.undelete",
+        "cli.maintain.undelete",
         "restore forgotten commits",
         (
             Option("refs*", "REF", "forgotten commits"),
@@ -382,7 +382,7 @@ COMMANDS = (
     ),
     Operation(
         "release",
-        "maintain.release",
+        "cli.maintain.release",
         "let the commits of deleted hollow directories go",
         (
             Option("holds*", "DIR|HOLD", "hollow directories, or holds by name"),
@@ -400,7 +400,7 @@ COMMANDS = (
     ),
     Operation(
         "compact",
-        "maintain.compact_store",
+        "cli.maintain.compact_store",
         "store old commits smaller, without loss",
         (
             _DRY_RUN,
@@ -433,7 +433,7 @@ COMMANDS = (
     ),
     Operation(
         "gc",
-        "maintain.gc",
+        "cli.maintain.gc",
         "delete what no commit needs",
         (
             _DRY_RUN,
@@ -470,10 +470,10 @@ COMMANDS = (
         "and combine\nsparse and small packs. Others may commit, read and collect meanwhile. A "
         "later gc deletes what commits\nin flight may reuse.",
     ),
-    Operation("sessions", "maintain.sessions", "list writers and the packs that wait for them"),
+    Operation("sessions", "cli.maintain.sessions", "list writers and the packs that wait for them"),
     Operation(
         "fsck",
-        "maintain.fsck_store",
+        "cli.maintain.fsck_store",
         "check the store for damage",
         (
             Option(
@@ -493,7 +493,7 @@ COMMANDS = (
     ),
     Operation(
         "repair",
-        "maintain.repair_store",
+        "cli.maintain.repair_store",
         "repair damage",
         (
             flag("--apply", "carry the plan out"),
@@ -506,13 +506,13 @@ COMMANDS = (
         "Replaced objects\ngo to quarantine/ in the store. Commits that stay damaged are named. "
         "Readers and writers may continue.",
     ),
-    Operation("reindex", "maintain.reindex", "rebuild this host's catalog and chunk index"),
+    Operation("reindex", "cli.maintain.reindex", "rebuild this host's catalog and chunk index"),
     Operation(
-        "doctor", "maintain.doctor", "test the storage, and check the space for the next commit"
+        "doctor", "cli.maintain.doctor", "test the storage, and check the space for the next commit"
     ),
     Operation(
         "push",
-        "maintain.push",
+        "cli.maintain.push",
         "copy commits to another store",
         (
             Option("other", "TO", _PLACE),
@@ -525,14 +525,14 @@ COMMANDS = (
     ),
     Operation(
         "pull",
-        "maintain.pull",
+        "cli.maintain.pull",
         "copy commits from another store",
         (Option("other", "FROM", _PLACE), _FROM_INDEX, *_MIRROR),
         "Copy commits and their tags from the store FROM, as `push` does.",
     ),
     Operation(
         "clone",
-        "maintain.clone",
+        "cli.maintain.clone",
         "copy a whole store",
         (
             Option("other", "FROM", _PLACE),
@@ -547,7 +547,7 @@ COMMANDS = (
     ),
     Operation(
         "import",
-        "maintain.import_files",
+        "cli.maintain.import_files",
         "commit files of another format",
         (Option("path", "PATH", "a file or a directory"), *_LABEL, _PICKLE),
         "Commit the content of PATH: a .safetensors file, a .safetensors.index.json with its "
@@ -556,7 +556,7 @@ COMMANDS = (
     ),
     Operation(
         "average",
-        "analysis.average",
+        "plugins.analysis.commands.average",
         "commit the average of commits",
         (
             Option("refs*", "REF", "two commits or more"),
@@ -579,7 +579,7 @@ COMMANDS = (
     ),
     Operation(
         "export",
-        "maintain.export_files",
+        "cli.maintain.export_files",
         "write a commit as files of another format",
         (
             Option("ref", "REF", "the commit"),
@@ -595,7 +595,7 @@ COMMANDS = (
     ),
     Operation(
         "sign",
-        "signing.sign",
+        "cli.signing.sign",
         "sign a commit, or make a key to sign with",
         (
             Option("ref?", "REF", "the commit"),
@@ -605,10 +605,10 @@ COMMANDS = (
         ),
         "Sign the id of a commit, and so every byte of it. Mirrors copy signatures.",
     ),
-    Operation("which", "setup.which", "print which store is used, and where it was found"),
+    Operation("which", "cli.setup.which", "print which store is used, and where it was found"),
     Operation(
         "adopt",
-        "adopt.adopt",
+        "plugins.adopt.commands.adopt",
         "commit a checkpoint directory, byte for byte",
         (
             Option("directory", "DIR", "the directory"),
@@ -621,7 +621,7 @@ COMMANDS = (
     ),
     Operation(
         "materialize",
-        "adopt.materialize",
+        "plugins.adopt.commands.materialize",
         "write an adopted directory again",
         (
             Option("ref", "REF", "the commit, or a hollow directory"),
@@ -636,7 +636,7 @@ COMMANDS = (
     ),
     Operation(
         "migrate",
-        "setup.migrate",
+        "cli.setup.migrate",
         "update the catalog to this version, or move the log",
         (
             (
@@ -657,7 +657,7 @@ COMMANDS = (
     ),
     Operation(
         "completion",
-        "setup.completion",
+        "cli.setup.completion",
         "print a completion script for a shell",
         (Option("shell", "SHELL", "bash, zsh or fish", choices=("bash", "zsh", "fish")),),
         'Print a completion script.\n  bash: eval "$(ckptstore completion bash)" in ~/.bashrc\n'

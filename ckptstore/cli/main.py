@@ -55,8 +55,8 @@ def _run(words: Sequence[str]) -> int:
         return Exit.USAGE
     _log_to_stderr(debug=args.debug)
     operation: Operation = args.operation
-    module, _, name = operation.run.partition(".")
-    run: Callable[[Call], Answer] = getattr(import_module(f"ckptstore.cli.{module}"), name)
+    module, _, name = operation.run.rpartition(".")
+    run: Callable[[Call], Answer] = getattr(import_module(f"ckptstore.{module}"), name)
     screen = Screen(json=args.json)
     call = Call(args, screen)
     with call.stack:

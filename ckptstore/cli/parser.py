@@ -94,8 +94,8 @@ class Operation:
     """One verb, written once: its command, the words and help of its arguments, their checks and
     the completions of shells are made from this.
 
-    `run` is the function of this room that carries it out and reports, as text and as JSON
-    (`call.Answer`): `module.function`. Where a store has a method of the operation's name, options
+    `run` is the function that carries it out and reports, as text and as JSON (`call.Answer`), by
+    its dotted name below `ckptstore`. Where a store has a method of the operation's name, options
     are named as its parameters are, and `Call.carry_out` calls it. `summary` is for the list of
     commands, `description` for the command's own help. With `several_stores`, `-s` may be repeated
     behind the command; the further ones are in `more_stores`. A command that `draws` shows on a

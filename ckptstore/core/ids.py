@@ -106,7 +106,8 @@ def parse_chunk_id(text: object) -> ChunkId:
 
 
 HOLDS = "held/"
-"""The tags with this prefix are holds. Nobody gives such a name to a commit but `adoption`."""
+"""The tags with this prefix are holds. Only `plugins.adopt` gives such
+a name to a commit."""
 
 
 def check_tag(name: object) -> str:
@@ -141,7 +142,7 @@ def hold_tag(hold: HoldId) -> str:
 
 
 def is_hold(tag: str) -> bool:
-    """Whether a tag is the hold of hollow directories (`adoption`)."""
+    """Whether a tag is the hold of hollow directories (`plugins.adopt.adoption`)."""
     return tag.startswith(HOLDS)
 
 

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ckptstore.core.options import Ranks
-from ckptstore.internals import PendingCommit
-from ckptstore.peers import collective_of
-from ckptstore.snapshot import Snapshot
+from ckptstore import Ranks
+from ckptstore.plugin.ranks import collective_of
+from ckptstore.plugin.snapshots import PendingCommit, Snapshot
 
 T = TypeVar("T")
 

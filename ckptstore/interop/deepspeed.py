@@ -19,9 +19,7 @@ from typing import Any
 
 import torch
 
-from ckptstore.core.ids import CommitId
-from ckptstore.core.options import Ranks
-from ckptstore.core.paths import scratch_for, sync_path, write_file
+from ckptstore import Ranks, Store
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.background_saves import BackgroundSaves, as_first_rank, together
 from ckptstore.interop.deepspeed_weights import (
@@ -30,17 +28,18 @@ from ckptstore.interop.deepspeed_weights import (
     file_names,
     fp32_weights,
 )
-from ckptstore.objects.pointer_files import (
+from ckptstore.plugin.files import scratch_for, sync_path, write_file
+from ckptstore.plugin.model import CommitId
+from ckptstore.plugin.pointers import (
     DIRECTORY_POINTERS,
     Pointer,
     is_pointer,
     read_pointer,
     write_pointer,
 )
-from ckptstore.peers import collective_of
-from ckptstore.snapshot import Snapshot
-from ckptstore.state.stateful import register_class, register_value
-from ckptstore.store import Store
+from ckptstore.plugin.ranks import collective_of
+from ckptstore.plugin.snapshots import Snapshot
+from ckptstore.plugin.values import register_class, register_value
 
 try:
     import deepspeed

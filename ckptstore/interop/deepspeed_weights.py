@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ckptstore.errors import InvalidInput
-from ckptstore.snapshot import Snapshot
+from ckptstore.plugin.snapshots import Snapshot
 
 RECORD = "deepspeed"
 """The key of what the commit says of itself; the other keys are names of files."""

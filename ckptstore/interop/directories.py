@@ -2,7 +2,7 @@
 
 A whole directory needs no commit, and which one it has is what this process remembers. A hollow one
 has a pointer, and a hold in the store, which stays when a trainer deletes the directory: a copy may
-lie anywhere (`adoption`). Somebody who makes no copies says so with `release`.
+lie anywhere (`plugins.adopt.adoption`). Somebody who makes no copies says so with `release`.
 
 One process of a training has such an object, and uses it from one thread.
 """
@@ -15,24 +15,16 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from ckptstore.adopt.commit_directory import message_of
-from ckptstore.adopt.hashed_files import FileChanged
-from ckptstore.adopt.materializing import differing, is_adopted, manifest_of, refill
-from ckptstore.adoption import make_hollow
-from ckptstore.core.ids import CommitId, HoldId, hold_tag
-from ckptstore.core.model import Skipped
+from ckptstore import Store, open_pointer
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound
-from ckptstore.maintenance.forget import forget_by_policy
-from ckptstore.maintenance.retention import Policy
-from ckptstore.objects.pointer_files import (
-    HOLLOW_POINTER,
-    Pointer,
-    is_pointer,
-    read_pointer,
-)
-from ckptstore.open_store import open_pointer
-from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.store import Store, internals_of
+from ckptstore.plugin import stores
+from ckptstore.plugin.model import CommitId, HoldId, Skipped, hold_tag
+from ckptstore.plugin.pointers import HOLLOW_POINTER, Pointer, is_pointer, read_pointer
+from ckptstore.plugin.snapshots import Snapshot, contents_of
+from ckptstore.plugin.upkeep import Policy
+from ckptstore.plugins.adopt.commit_directory import message_of
+from ckptstore.plugins.adopt.hashed_files import FileChanged
+from ckptstore.plugins.adopt.materializing import differing, is_adopted, manifest_of, refill
 
 logger = logging.getLogger("ckptstore")
 
@@ -132,14 +124,13 @@ class CheckpointDirectories:
 
     def _make_hollow(self, parent: Path, whole: int) -> None:
         """Make all but the directories of the newest `whole` commits hollow."""
-        internals = internals_of(self.store)
         places = self._probable(parent)
         newest_first = [info.id for info in self.store.log() if info.id in places]
         for commit in newest_first[whole:]:
             place = places[commit]
             if not os.path.lexists(place / HOLLOW_POINTER):
                 try:
-                    make_hollow(internals, place, self.store.checkout(commit))
+                    stores.make_hollow(self.store, place, self.store.checkout(commit))
                 except FileChanged as error:
                     logger.info("%s stays as it is: %s", place, error)
                 except (Corrupt, NotFound) as error:
@@ -147,13 +138,8 @@ class CheckpointDirectories:
 
     def _forget(self, parent: Path) -> None:
         """Forget and collect what no policy keeps. The commits of directories that exist stay."""
-        internals = internals_of(self.store)
         pinned = {commit: f"of {place.name}" for commit, place in self._probable(parent).items()}
-        plan = forget_by_policy(
-            internals.handle, self._keep, internals.reader, run=self.store.run, pinned=pinned
-        )
-        internals.handle.follow()
-        if plan.forgotten:
+        if stores.forget_by_policy(self.store, self._keep, pinned):
             self.store.gc()
 
     def _release(self, parent: Path) -> None:
@@ -248,19 +234,20 @@ class CheckpointDirectories:
         if all are.
         """
         skipped: list[Skipped] = []
-        internals = internals_of(self.store)
-        for reader, info in internals.candidates(None):
+        for commit in stores.candidates(self.store):
             try:
-                snapshot = internals.snapshot(info, reader)
+                snapshot = commit.snapshot()
                 if required not in files_of(snapshot):
                     continue
                 place = place_of(snapshot)
                 self.fill(place, snapshot)
             except (Corrupt, NotFound) as error:
-                skipped.append(Skipped(info.id, info.step, str(error)))
-                logger.warning("skipped commit %s (step %s): %s", info.id[:12], info.step, error)
+                skipped.append(Skipped(commit.id, commit.step, str(error)))
+                logger.warning(
+                    "skipped commit %s (step %s): %s", commit.id[:12], commit.step, error
+                )
                 continue
-            internals.parent_tracker.now(snapshot.id)
+            stores.follow(self.store, snapshot)
             self.skipped = tuple(skipped)
             return place
         self.skipped = tuple(skipped)

@@ -22,20 +22,16 @@ from urllib.parse import quote, unquote
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from fsspec.utils import stringify_path
 
-from ckptstore.adopt.commit_files import CommitFiles, Found
-from ckptstore.contents import CommitContents
-from ckptstore.core.config import default_threads
-from ckptstore.core.forks import survives_forks
-from ckptstore.core.ids import CONFIG_KEY, CommitId, SessionId
-from ckptstore.core.text import near
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound, ReadOnly
-from ckptstore.repository.resolve_ref import find_commit
-from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.repository.thread_pool import ThreadPool, reads_at_once
-from ckptstore.restore.reader import Reader
+from ckptstore.plugin.handles import StoreHandle, find_commit
+from ckptstore.plugin.model import CONFIG_KEY, CommitId, SessionId, default_threads
+from ckptstore.plugin.reading import CommitContents, Reader
+from ckptstore.plugin.text import near
+from ckptstore.plugin.work import ThreadPool, reads_at_once, survives_forks
+from ckptstore.plugins.adopt.commit_files import CommitFiles, Found
 
 if TYPE_CHECKING:
-    from ckptstore.snapshot import Snapshot
+    from ckptstore.plugin.snapshots import Snapshot
 
 PROTOCOL = "ckptstore"
 
@@ -110,7 +106,7 @@ def url_of(snapshot: "Snapshot", name: str = "") -> str:
         >>> url_of(store.checkout("best:loss"), "model.safetensors")
         'ckptstore:///data/checkpoints@8f3a1c…/model.safetensors'
     """
-    from ckptstore.snapshot import contents_of
+    from ckptstore.plugin.snapshots import contents_of
 
     return _START + _written(contents_of(snapshot).reader.url, snapshot.id, name)
 
@@ -140,16 +136,16 @@ def open_url(
         >>> with open_url("ckptstore://s3://bucket/run@best:loss") as snap:
         ...     weights = snap.state_dict("model")
     """
-    from ckptstore.core.options import Storage
-    from ckptstore.open_store import open as open_store
-    from ckptstore.snapshot import contents_of
-    from ckptstore.store import internals_of
+    from ckptstore import Storage
+    from ckptstore import open as open_store
+    from ckptstore.plugin.snapshots import contents_of
+    from ckptstore.plugin.stores import commit_in_any_run
 
     place = parse_url(url)
     options = Storage(options=dict(target_options) if target_options else None, index=index)
     store = open_store(place.store, create=False, read_only=True, storage=options)
     try:
-        found = find_commit(internals_of(store).handle, place.ref, None)
+        found = commit_in_any_run(store, place.ref)
         snapshot = store.checkout(found.id)
     except BaseException:
         store.close()

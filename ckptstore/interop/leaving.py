@@ -4,8 +4,8 @@ something protects them? A file lists them, so that a later process of the train
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckptstore.core.ids import CommitId
-from ckptstore.core.paths import scratch_for, sync_path, write_file
+from ckptstore.plugin.files import scratch_for, sync_path, write_file
+from ckptstore.plugin.model import CommitId
 
 
 def read_leaving(file: Path) -> list[CommitId]:

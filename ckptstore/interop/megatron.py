@@ -13,9 +13,9 @@ from typing import Any
 
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from ckptstore import Store
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.dcp import redirect
-from ckptstore.store import Store
+from ckptstore.plugin.dcp import redirect
 
 try:
     import megatron.core

@@ -17,8 +17,8 @@ import mlflow
 from mlflow.entities import FileInfo
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
-from ckptstore.adopt.commit_files import CommitFiles, Found
-from ckptstore.core.ids import CommitId, check_run
+from ckptstore import Store
+from ckptstore import open as open_store
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.interop.fsspec import (
     CheckpointFileSystem,
@@ -28,9 +28,9 @@ from ckptstore.interop.fsspec import (
     split_url,
     url_of,
 )
-from ckptstore.open_store import open as open_store
-from ckptstore.snapshot import Snapshot
-from ckptstore.store import Store
+from ckptstore.plugin.model import CommitId, check_run
+from ckptstore.plugin.snapshots import Snapshot
+from ckptstore.plugins.adopt.commit_files import CommitFiles, Found
 
 if tuple(map(int, mlflow.__version__.split(".")[:2])) < (3, 5):
     raise ImportError(

@@ -18,14 +18,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
-from ckptstore.core.ids import CommitId
-from ckptstore.core.options import Storage
+from ckptstore import Storage, Store, open_pointer
+from ckptstore import open as open_store
 from ckptstore.errors import Conflict, Corrupt, NotFound, Unavailable
-from ckptstore.objects.pointer_files import Pointer, encode_pointer
-from ckptstore.open_store import open as open_store
-from ckptstore.open_store import open_pointer
-from ckptstore.snapshot import Snapshot
-from ckptstore.store import Store
+from ckptstore.plugin.model import CommitId
+from ckptstore.plugin.pointers import Pointer, encode_pointer
+from ckptstore.plugin.snapshots import Snapshot
 
 try:
     import pyarrow.fs

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from ckptstore.adopt.commit_files import CommitFiles
-from ckptstore.adopt.manifest import MODEL
-from ckptstore.adopt.materializing import is_adopted
 from ckptstore.errors import InvalidInput, NotFound
-from ckptstore.objects.pointer_files import HOLLOW_POINTER, Pointer
-from ckptstore.objects.pointer_files import write_pointer as write_file
-from ckptstore.snapshot import Snapshot, contents_of
+from ckptstore.plugin.pointers import HOLLOW_POINTER, Pointer
+from ckptstore.plugin.pointers import write_pointer as write_file
+from ckptstore.plugin.snapshots import Snapshot, contents_of
+from ckptstore.plugins.adopt.commit_files import CommitFiles
+from ckptstore.plugins.adopt.manifest import MODEL
+from ckptstore.plugins.adopt.materializing import is_adopted
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"

@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from ckptstore.core.text import redact
+from ckptstore import Store
 from ckptstore.errors import Corrupt, NotFound
-from ckptstore.snapshot import Snapshot
-from ckptstore.store import Store
+from ckptstore.plugin.snapshots import Snapshot
+from ckptstore.plugin.text import redact
 
 GIT_TIMEOUT_S = 5.0
 

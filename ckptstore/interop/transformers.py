@@ -14,16 +14,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ckptstore.core.model import Skipped
-from ckptstore.distributed.collective import Collective
+from ckptstore import Store
+from ckptstore import open as open_store
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound
 from ckptstore.interop.directories import CheckpointDirectories, logger
-from ckptstore.maintenance.retention import KeepBest, Policy
-from ckptstore.objects.pointer_files import HOLLOW_POINTER, is_pointer
-from ckptstore.open_store import open as open_store
-from ckptstore.peers import collective_of
-from ckptstore.snapshot import Snapshot
-from ckptstore.store import Store
+from ckptstore.plugin.model import Skipped
+from ckptstore.plugin.pointers import HOLLOW_POINTER, is_pointer
+from ckptstore.plugin.ranks import Collective, collective_of
+from ckptstore.plugin.snapshots import Snapshot
+from ckptstore.plugin.upkeep import KeepBest, Policy
 
 try:
     import transformers

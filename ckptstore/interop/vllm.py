@@ -15,17 +15,17 @@ from contextlib import ExitStack
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.adopt.commit_files import tensor_name
-from ckptstore.adopt.manifest import MODEL
+from ckptstore import open_pointer
 from ckptstore.errors import NotFound
 from ckptstore.interop.fsspec import open_url
-from ckptstore.objects.pointer_files import HOLLOW_POINTER
-from ckptstore.open_store import open_pointer
+from ckptstore.plugin.pointers import HOLLOW_POINTER
+from ckptstore.plugins.adopt.commit_files import tensor_name
+from ckptstore.plugins.adopt.manifest import MODEL
 
 if TYPE_CHECKING:
     import torch
 
-    from ckptstore.snapshot import Snapshot
+    from ckptstore.plugin.snapshots import Snapshot
 
 LOAD_FORMAT = "ckptstore"
 OPTIONS = ("url", "key")

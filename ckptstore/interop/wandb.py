@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.interop.fsspec import PROTOCOL, open_url, url_of
-from ckptstore.snapshot import Snapshot
+from ckptstore.plugin.snapshots import Snapshot
 
 if TYPE_CHECKING:
     import wandb

@@ -1,8 +1,9 @@
 """Release the holds of hollow directories: the tags under which a store keeps their commits.
 
-A hold is named by the random id of a directory and its copies (`adoption`). A store cannot know
-that the last of them is gone, so a hold goes only at the word of somebody: a directory that is
-about to go, the name of a hold, or the folders that have every hollow directory which is left.
+A hold is named by the random id of a directory and its copies (`plugins.adopt.adoption`). A store
+cannot know that the last of them is gone, so a hold goes only at the word of somebody: a directory
+that is about to go, the name of a hold, or the folders that have every hollow directory which is
+left.
 """
 
 import os

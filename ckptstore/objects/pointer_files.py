@@ -2,13 +2,13 @@
 
     {"ckptstore_pointer": 1, "store": "..", "commit": "91bc…"}
 
-The pointer of a hollow directory (`adopt.hollow`) has a "hold", too: the random id of that
+The pointer of a hollow directory (`plugins.adopt.hollow`) has a "hold", too: the random id of that
 directory and its copies, under which the store keeps the commit.
 
 A directory may stand for its pointer: scripts expect a checkpoint to be one. The pointer then has
 the name of the metadata of the library whose checkpoint the directory stands for, so that what
-looks for that file finds it. A hollow directory (`adopt.hollow`) keeps some files, and a pointer
-under a name of its own.
+looks for that file finds it. A hollow directory (`plugins.adopt.hollow`) keeps some
+files, and a pointer under a name of its own.
 
 `store` is a bucket's URL, or a directory: relative to the pointer's own where the pointer lies in
 the store or beside it, so that both can be moved together. Scripts may list, copy and delete

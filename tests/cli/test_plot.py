@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.cli.charts import Chart, Series, draw, text_of
-from ckptstore.cli.plot import LINES
+from ckptstore.plugins.analysis.charts import Chart, Series, draw, text_of
+from ckptstore.plugins.analysis.plot import LINES
 from tests.cli.running import call, run_on_terminal
 from tests.cli.test_analysis import train
 

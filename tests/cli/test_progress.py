@@ -68,8 +68,8 @@ def test_a_command_that_takes_long_says_that_it_works(
         terminal.wait_for(f"{ERASE}ckptstore {command.name}")
         return Answer({})
 
-    module, _, name = command.run.partition(".")
-    monkeypatch.setattr(import_module(f"ckptstore.cli.{module}"), name, wait)
+    module, _, name = command.run.rpartition(".")
+    monkeypatch.setattr(import_module(f"ckptstore.{module}"), name, wait)
     with redirect_stderr(terminal):
         assert command_line.main([command.name, *_operands(command)]) == 0
     assert terminal.getvalue().endswith(ERASE)
@@ -151,7 +151,7 @@ sys.exit(main())
 @pytest.mark.parametrize(
     ("words", "module", "function"),
     [
-        ("history --run main", "ckptstore.measurements", "_measure"),
+        ("history --run main", "ckptstore.plugins.analysis.measurements", "_measure"),
         ("fsck --read-data 100%", "ckptstore.maintenance.check.data", "read_run"),
     ],
 )

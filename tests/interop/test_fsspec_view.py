@@ -17,8 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load, load_file
 
-from ckptstore.adopt import commit_files
-from ckptstore.adopt.commit_files import CommitFiles
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, ReadOnly
 from ckptstore.interop.formats import export
 from ckptstore.interop.fsspec import (
@@ -26,6 +24,8 @@ from ckptstore.interop.fsspec import (
     parse_url,
     url_of,
 )
+from ckptstore.plugins.adopt import commit_files
+from ckptstore.plugins.adopt.commit_files import CommitFiles
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.store import Store
 from tests.interop.adopt import test_round_trips

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ckptstore.adopt.sources import Joined, check_tiling
 from ckptstore.core.model import Box
 from ckptstore.errors import InvalidInput
+from ckptstore.foreign.sources import Joined, check_tiling
 from ckptstore.interop.formats import export, import_path
 from ckptstore.state.leaf_sources import BytesSource
 from ckptstore.store import Store

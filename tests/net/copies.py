@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import save
 
 import ckptstore
-from ckptstore.adopt.hashed_files import FileChanged
 from ckptstore.objects.pointer_files import HOLLOW_POINTER, read_pointer
+from ckptstore.plugins.adopt.hashed_files import FileChanged
 from tests.net.registry import Operation
 from tests.support.mounts import (
     second_mount,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ckptstore.ui import opened
-from ckptstore.ui.views import JOBS, VIEWS
+from ckptstore.plugins.ui import opened
+from ckptstore.plugins.ui.views import JOBS, VIEWS
 from tests.cli.running import call
 from tests.maintenance.collecting import state_of
 from tests.shared.sites import Site, Sites, kinds, on, sites_of

@@ -27,15 +27,16 @@ SAYS = {
     "restore": "plan, read, inflate, mmap",
     "distributed": "one commit and one restore over many ranks",
     "maintenance": "retention, gc, fsck, repair, mirrors, statistics",
-    "adopt": "directories of foreign files, byte for byte",
+    "foreign": "files of other programs, read without running them",
     "api": "Store and Snapshot: what a trainer sees",
-    "interop": "DCP, TorchSnapshot, torchft, safetensors, .pt",
-    "ui": "a web page: views, server, static files",
+    "interop": "torch.distributed.checkpoint (DCP), on a store",
     "cli": "the ckptstore command",
+    "plugin": "the public surface for plugins",
+    "plugins": "files, trainers, trackers, torchft, TorchSnapshot, analysis, ui",
 }
 
 WIDTH, MARGIN, ROW, GAP = 860, 20, 46, 26
-HIGH = ("interop", "cli", "api")
+HIGH = ("plugin", "interop", "cli", "api")
 COLORS = {"top": "#8250df", "torch": "#bc4c00", "rest": "#0969da"}
 ARROW = "#848d97"
 
@@ -44,10 +45,11 @@ Graph = Mapping[str, frozenset[str]]
 
 @cache
 def imports_of_rooms() -> Graph:
-    """Which other rooms the files of each room import."""
+    """Which other rooms the files of each room import; without the doors into plugins."""
     found: dict[str, set[str]] = {name: set() for name in ROOMS}
     for module, name, _ in own_imports():
-        found[room(module)].add(room(name))
+        if room(name) != "plugins":
+            found[room(module)].add(room(name))
     return {name: frozenset(below - {name}) for name, below in found.items()}
 
 
@@ -70,7 +72,12 @@ def rows(graph: Graph) -> dict[str, tuple[int, int]]:
         above = [depth(other) for other, below in graph.items() if name in below]
         return min(above) - 1 if above else depth(name)
 
-    return {name: (depth(name), highest(name)) for name in graph}
+    spans = {name: (depth(name), highest(name)) for name in graph}
+    for name, (low, high) in spans.items():
+        beside = [sum(a <= row <= b for a, b in spans.values()) for row in range(low, high)]
+        if max(beside, default=0) > 2:  # no row has space for three: it stands at its top alone
+            spans[name] = (high, high)
+    return spans
 
 
 def draw() -> str:

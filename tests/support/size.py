@@ -17,20 +17,30 @@ from pathlib import Path
 from statistics import median
 
 PLUGINS = {
-    "files": ("adopt/", "adoption.py", "interop/formats/", "interop/fsspec.py"),
+    "adopt": ("plugins/adopt/",),
+    "formats": ("interop/formats/", "interop/fsspec.py", "interop/serving.py"),
     "trainers": (
         *("interop/lightning/", "interop/accelerate/", "interop/torchtitan/", "interop/ray.py"),
         *("interop/transformers.py", "interop/deepspeed", "interop/directories.py"),
-        *("interop/mlflow.py", "interop/serving.py", "interop/trackers.py", "interop/vllm.py"),
-        *("interop/trackio.py", "interop/wandb.py", "interop/megatron.py", "interop/leaving.py"),
-        "interop/background_saves.py",
+        *("interop/megatron.py", "interop/leaving.py", "interop/background_saves.py"),
+    ),
+    "trackers": (
+        *("interop/mlflow.py", "interop/trackers.py", "interop/trackio.py", "interop/wandb.py"),
+        "interop/vllm.py",
     ),
     "torchft": ("interop/torchft/",),
     "torchsnapshot": ("interop/torchsnapshot/",),
-    "analysis": ("analysis.py", "averages.py", "history.py", "measurements.py"),
-    "ui": ("ui/",),
+    "analysis": ("plugins/analysis/", "analysis.py", "averages.py", "history.py"),
+    "ui": ("plugins/ui/",),
 }
 """How the names of the files of each plugin begin, below the package; all others are the core."""
+
+
+def owner(below: str) -> str:
+    """The plugin of a file, by its name below the package; `core` if it is of none."""
+    owners = (plugin for plugin, begins in PLUGINS.items() if below.startswith(begins))
+    return next(owners, "core")
+
 
 FILE_LINES_MAX = 450
 FUNCTION_LINES_MAX = 60
@@ -99,9 +109,7 @@ def shares(sources: Iterable[tuple[str, bytes]]) -> dict[str, int]:
     """The tokens of the core and of each plugin, of sources named `ckptstore/…`."""
     tokens = dict.fromkeys(("core", *PLUGINS), 0)
     for name, source in sources:
-        below = name.partition("/")[2]
-        owners = (plugin for plugin, begins in PLUGINS.items() if below.startswith(begins))
-        tokens[next(owners, "core")] += measure([(name, source)]).tokens
+        tokens[owner(name.partition("/")[2])] += measure([(name, source)]).tokens
     return tokens
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 
+from ckptstore.plugins.ui.jobs import Jobs
+from ckptstore.plugins.ui.opened import OpenStore
+from ckptstore.plugins.ui.server import Page, make_app
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.ui.jobs import Jobs
-from ckptstore.ui.opened import OpenStore
-from ckptstore.ui.server import Page, make_app
 
 TOKEN, PORT = "right-token", 8765
 ORIGIN = f"http://127.0.0.1:{PORT}"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.ui.changes import CHANGES
-from ckptstore.ui.values import run_key
+from ckptstore.plugins.ui.changes import CHANGES
+from ckptstore.plugins.ui.values import run_key
 from tests.ui.asking import Browser, browsing
 
 

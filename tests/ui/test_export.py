@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.ui.server import STATIC
+from ckptstore.plugins.ui.server import STATIC
 from tests.cli.running import call, environment
 
 VENDORED = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.ui.guard import Guard, is_loopback
+from ckptstore.plugins.ui.guard import Guard, is_loopback
 from tests.ui.asking import COOKIE, ORIGIN, PORT, TOKEN, Browser, browsing
 
 ADDRESSES = ("/", "/data/site.json", "/data/0/store.json", "/static/app.js", "/download/0/a/0.npy")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.ui.values import LABEL_CHARACTERS, TEXT_CHARACTERS, clip, encode, run_key
+from ckptstore.plugins.ui.values import LABEL_CHARACTERS, TEXT_CHARACTERS, clip, encode, run_key
 from tests.ui.asking import Browser, browsing
 
 ANSWER_BYTES_MAX = 100_000

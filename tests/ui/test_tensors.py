@@ -17,9 +17,9 @@ from safetensors.torch import load
 import ckptstore
 from ckptstore.errors import Cancelled
 from ckptstore.maintenance.retention import KeepLast
-from ckptstore.ui import downloads, tensor_views
-from ckptstore.ui.jobs import LEASE_S, Job, Jobs, Work
-from ckptstore.ui.tensor_views import HeatMap, Histogram, regions
+from ckptstore.plugins.ui import downloads, tensor_views
+from ckptstore.plugins.ui.jobs import LEASE_S, Job, Jobs, Work
+from ckptstore.plugins.ui.tensor_views import HeatMap, Histogram, regions
 from tests.ui.asking import browsing
 
 STATE = {

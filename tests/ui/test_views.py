@@ -8,8 +8,8 @@ import torch
 
 import ckptstore
 from ckptstore.maintenance.retention import KeepBest, KeepLast
-from ckptstore.ui import opened
-from ckptstore.ui.values import run_key
+from ckptstore.plugins.ui import opened
+from ckptstore.plugins.ui.values import run_key
 from tests.ui.asking import Browser, browsing
 
 

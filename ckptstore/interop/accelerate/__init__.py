@@ -16,15 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from ckptstore.core.ids import CommitId
-from ckptstore.core.options import Ranks
+from ckptstore import Ranks, Store, write_pointer
+from ckptstore import open as open_store
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.background_saves import BackgroundSaves, as_first_rank, together
-from ckptstore.objects.pointer_files import is_pointer, read_pointer
-from ckptstore.open_store import open as open_store
-from ckptstore.open_store import write_pointer
-from ckptstore.snapshot import Snapshot
-from ckptstore.store import Store
+from ckptstore.plugin.model import CommitId
+from ckptstore.plugin.pointers import is_pointer, read_pointer
+from ckptstore.plugin.snapshots import Snapshot
 
 try:
     import accelerate

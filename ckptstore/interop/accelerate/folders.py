@@ -7,9 +7,9 @@ from typing import cast
 
 from accelerate import Accelerator
 
-from ckptstore.core.ids import CommitId
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
-from ckptstore.objects.pointer_files import DIRECTORY_POINTERS, read_pointer
+from ckptstore.plugin.model import CommitId
+from ckptstore.plugin.pointers import DIRECTORY_POINTERS, read_pointer
 
 POINTER = DIRECTORY_POINTERS[0]
 _NAME = re.compile(r"checkpoint_(\d+)")

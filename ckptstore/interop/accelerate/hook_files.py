@@ -10,10 +10,10 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from ckptstore.core.paths import scratch_for, write_file
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.accelerate.folders import POINTER
-from ckptstore.snapshot import Snapshot
+from ckptstore.plugin.files import scratch_for, write_file
+from ckptstore.plugin.snapshots import Snapshot
 
 logger = logging.getLogger("ckptstore")
 

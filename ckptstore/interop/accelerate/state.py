@@ -10,7 +10,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import DistributedType
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from ckptstore.state.stateful import RNGState
+from ckptstore.plugin.values import RNGState
 
 
 @dataclass(frozen=True, slots=True)

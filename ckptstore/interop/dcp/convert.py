@@ -22,22 +22,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-from ckptstore.adopt.inert_pickles import load_inert
 from ckptstore.commit.commit_metadata import label_of
 from ckptstore.core.model import Box, Shape
 from ckptstore.core.text import unicode_text
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, Unavailable
-from ckptstore.interop.dcp.items import (
-    Resolved,
-    box_item,
-    object_item,
-    publish_items,
-    read_message,
-    write_items,
-)
-from ckptstore.interop.dcp.names import FLAT_KEY, CommitItems, Keys, Named, dumped
-from ckptstore.interop.formats.foreign_files import check_comes_back
-from ckptstore.interop.formats.sources import (
+from ckptstore.foreign.inert_pickles import load_inert
+from ckptstore.foreign.kinds import check_comes_back
+from ckptstore.foreign.loaded import (
     DCP_METADATA,
     Piece,
     Shelf,
@@ -47,6 +38,15 @@ from ckptstore.interop.formats.sources import (
     shape_of,
     stored_tensor,
 )
+from ckptstore.interop.dcp.items import (
+    Resolved,
+    box_item,
+    object_item,
+    publish_items,
+    read_message,
+    write_items,
+)
+from ckptstore.interop.dcp.names import FLAT_KEY, CommitItems, Keys, Named, dumped
 from ckptstore.objects.pointer_files import is_pointer, read_pointer
 from ckptstore.snapshot import Snapshot
 from ckptstore.state import tensors

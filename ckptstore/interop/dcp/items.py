@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from ckptstore.adopt.sources import Joined
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.parts import Part
 from ckptstore.commit.plan import Extent
@@ -22,6 +21,7 @@ from ckptstore.core.model import INLINE_BYTES, Box, LeafContent, Node, Schema, S
 from ckptstore.core.tiling import misfit, tile
 from ckptstore.distributed import framing
 from ckptstore.errors import Conflict, Corrupt
+from ckptstore.foreign.sources import Joined
 from ckptstore.interop.dcp.names import Keys, Marks, is_divided
 from ckptstore.log.sessions import Session
 from ckptstore.objects import canonical

@@ -24,8 +24,8 @@ from ckptstore.core.model import Box, Node, Schema, Shape
 from ckptstore.core.options import Storage
 from ckptstore.core.text import redact
 from ckptstore.errors import Conflict, Corrupt, InvalidInput
-from ckptstore.interop.formats.plain_pickles import save
-from ckptstore.interop.formats.sources import DCP_METADATA
+from ckptstore.foreign.loaded import DCP_METADATA
+from ckptstore.foreign.plain_pickles import save
 from ckptstore.objects.pointer_files import is_pointer
 from ckptstore.open_store import open
 from ckptstore.repository.resolve_ref import AnyRef, is_path

@@ -35,6 +35,8 @@ from ckptstore.commit.commit_metadata import label_of
 from ckptstore.core.ids import CommitId, SessionId, parse_session_id
 from ckptstore.core.model import Box
 from ckptstore.errors import Conflict, InvalidInput
+from ckptstore.foreign.kinds import load_torch
+from ckptstore.foreign.loaded import Loaded, Shelf
 from ckptstore.interop.dcp.items import (
     RankItems,
     Resolved,
@@ -53,8 +55,6 @@ from ckptstore.interop.dcp.names import (
     keeps,
     of_rank,
 )
-from ckptstore.interop.formats.foreign_files import load_torch
-from ckptstore.interop.formats.sources import Loaded, Shelf
 from ckptstore.log.sessions import Session
 from ckptstore.objects.pointer_files import Pointer, write_pointer
 from ckptstore.state import tensors

@@ -13,16 +13,15 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from ckptstore.adopt.adopting import SUFFIX
-from ckptstore.adopt.commit_files import tensor_name
-from ckptstore.adopt.materializing import is_adopted, manifest_of, write_tree
-from ckptstore.adopt.safetensors_header import Header, encode_header, read_header
-from ckptstore.core.paths import check_path, scratch_for, sync_path
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
-from ckptstore.restore.reader import ReadRequest, Tree
-from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state.leaf_sources import shown
-from ckptstore.storage.local_files import write_cached
+from ckptstore.plugin.files import check_path, scratch_for, sync_path, write_cached
+from ckptstore.plugin.leaves import shown
+from ckptstore.plugin.reading import ReadRequest, Tree
+from ckptstore.plugin.snapshots import Snapshot, contents_of
+from ckptstore.plugins.adopt.adopting import SUFFIX
+from ckptstore.plugins.adopt.commit_files import tensor_name
+from ckptstore.plugins.adopt.materializing import is_adopted, manifest_of, write_tree
+from ckptstore.plugins.adopt.safetensors_header import Header, encode_header, read_header
 
 Format: TypeAlias = Literal["files", "safetensors", "torch", "dcp"]
 FORMATS: tuple[Format, ...] = ("files", "safetensors", "torch", "dcp")
@@ -252,8 +251,7 @@ def _selected(snapshot: Snapshot, selects: Selects) -> Iterator[Leaf]:
 def _write_torch(
     snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool
 ) -> Written:
-    from ckptstore.interop.formats.foreign_files import check_comes_back
-    from ckptstore.interop.formats.plain_pickles import refused_by_torch, save
+    from ckptstore.plugin.foreign import check_comes_back, refused_by_torch, save
 
     state = _state(snapshot, selects, allow_pickle)
     # torch.save accepts no path that begins with a dot and has no suffix
@@ -267,8 +265,7 @@ def _write_torch(
 def _write_dcp(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool) -> Written:
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from ckptstore.interop.dcp import store_to_dcp
-    from ckptstore.interop.dcp.convert import PlainPlanner, errors_of_dcp
+    from ckptstore.plugin.dcp import PlainPlanner, errors_of_dcp, store_to_dcp
 
     if selects == (EVERYTHING,):
         store_to_dcp(snapshot, scratch, allow_pickle=allow_pickle)

@@ -1,7 +1,7 @@
 """Import checkpoints of other formats.
 
-A directory or a safetensors file is adopted (`ckptstore.adopt`), but strictly: safetensors files
-must be valid and fit together, and links to files are followed.
+A directory or a safetensors file is adopted (`ckptstore.plugins.adopt`), but strictly: safetensors
+files must be valid and fit together, and links to files are followed.
 """
 
 import logging
@@ -13,28 +13,31 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal, NoReturn, TypeAlias
 
-from ckptstore.adopt.adopting import DCP_SHARD, SUFFIX, group_of, state_of
-from ckptstore.adopt.directory import Folder, Identity, ListedFile, Listing
-from ckptstore.adopt.manifest import RESERVED
-from ckptstore.adopt.safetensors_header import Header, read_header
-from ckptstore.adopt.sources import Entry, check_tiling, shape_around
-from ckptstore.commit.commit_metadata import label_of
-from ckptstore.commit.plan import Flats
-from ckptstore.core.options import Ranks
-from ckptstore.core.text import count_text, redact, unicode_text
+from ckptstore import Store
 from ckptstore.errors import InvalidInput, NotFound, Unavailable
-from ckptstore.interop.formats.foreign_files import file_kind, is_safetensors, load_torch
-from ckptstore.interop.formats.sources import (
+from ckptstore.plugin.foreign import (
     DCP_METADATA,
     SNAPSHOT_METADATA,
+    Entry,
     as_app_state,
+    check_tiling,
+    file_kind,
     foreign_metadata,
     inside,
+    is_safetensors,
+    load_torch,
     read_json,
+    shape_around,
 )
-from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.snapshot import Snapshot
-from ckptstore.store import Store, internals_of
+from ckptstore.plugin.snapshots import Snapshot
+from ckptstore.plugin.stores import commit_leaves, threads_of
+from ckptstore.plugin.text import count_text, redact, unicode_text
+from ckptstore.plugin.work import ThreadPool
+from ckptstore.plugin.writing import Flats, label_of
+from ckptstore.plugins.adopt.adopting import DCP_SHARD, SUFFIX, group_of, state_of
+from ckptstore.plugins.adopt.directory import Folder, Identity, ListedFile, Listing
+from ckptstore.plugins.adopt.manifest import RESERVED
+from ckptstore.plugins.adopt.safetensors_header import Header, read_header
 
 _logger = logging.getLogger("ckptstore")
 
@@ -78,7 +81,7 @@ def import_path(
         )
     place = Path(path)
     if kind_of(place) == "dcp":
-        from ckptstore.interop.dcp import dcp_to_store
+        from ckptstore.plugin.dcp import dcp_to_store
 
         return dcp_to_store(
             place,
@@ -90,13 +93,10 @@ def import_path(
             allow_pickle=allow_pickle,
         )
     message = labels.message or f"imported from {unicode_text(place.name)}"
-    internals = internals_of(store)
-    return internals.after_failure(
-        internals.commit(
-            lambda: _flats(place, internals.threads, allow_pickle=allow_pickle),
-            lambda: label_of(store.run, labels.step, labels.tags, message, labels.metrics),
-            Ranks(),
-        )
+    return commit_leaves(
+        store,
+        lambda: _flats(place, threads_of(store), allow_pickle=allow_pickle),
+        lambda: label_of(store.run, labels.step, labels.tags, message, labels.metrics),
     )
 
 
@@ -112,7 +112,7 @@ def _flats(place: Path, threads: ThreadPool, *, allow_pickle: bool) -> Flats:
             )
         return flats
     if kind == "torch":
-        from ckptstore.state.flatten import flatten
+        from ckptstore.plugin.leaves import flatten
 
         return flatten(
             as_app_state(load_torch(place, str(place), allow_pickle=allow_pickle)),

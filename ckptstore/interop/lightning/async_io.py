@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ckptstore.core.ids import CommitId
-from ckptstore.internals import PendingCommit
 from ckptstore.interop.lightning.checkpoint_io import ALONE_RANKS, StoreCheckpointIO
-from ckptstore.maintenance.retention import KeepSince, Policy
+from ckptstore.plugin.model import CommitId
+from ckptstore.plugin.snapshots import PendingCommit
+from ckptstore.plugin.upkeep import KeepSince, Policy
 
 logger = logging.getLogger("ckptstore")
 

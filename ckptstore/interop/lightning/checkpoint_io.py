@@ -17,12 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptstore.core.ids import CommitId, digest
-from ckptstore.core.model import CommitInfo
-from ckptstore.core.options import Async, Ranks, Storage
-from ckptstore.core.paths import sync_path
-from ckptstore.core.refs import parse_ref
-from ckptstore.core.text import count_text
+from ckptstore import Async, Ranks, Storage, Store, open
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.leaving import read_leaving, write_leaving
 from ckptstore.interop.lightning.packages import (
@@ -42,13 +37,16 @@ from ckptstore.interop.lightning.pointers import (
     remove,
     resolved,
 )
-from ckptstore.maintenance.retention import Policy
-from ckptstore.objects.pointer_files import Pointer
-from ckptstore.open_store import open, open_commit
-from ckptstore.peers import ALONE, collective_of
-from ckptstore.repository.resolve_ref import is_path
-from ckptstore.snapshot import Snapshot
-from ckptstore.store import Store, internals_of
+from ckptstore.plugin import stores
+from ckptstore.plugin.files import sync_path
+from ckptstore.plugin.handles import is_path
+from ckptstore.plugin.model import CommitId, CommitInfo, digest, parse_ref
+from ckptstore.plugin.pointers import Pointer
+from ckptstore.plugin.ranks import ALONE, collective_of
+from ckptstore.plugin.snapshots import Snapshot
+from ckptstore.plugin.stores import open_commit
+from ckptstore.plugin.text import count_text
+from ckptstore.plugin.upkeep import Policy
 
 logger = logging.getLogger("ckptstore")
 
@@ -330,7 +328,7 @@ class StoreCheckpointIO:
 
     def _follow(self, snapshot: Snapshot) -> None:
         """Make the commit the parent of the next one."""
-        internals_of(self.store).parent_tracker.now(snapshot.id)
+        stores.follow(self.store, snapshot)
 
     def _resumed(
         self, path: str | os.PathLike[str], read: Callable[[Snapshot], dict[str, Any]]

@@ -18,9 +18,9 @@ import torch
 
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.lightning.pointers import is_pointer_file, pointer_of, resolved
-from ckptstore.open_store import open_commit
-from ckptstore.snapshot import Snapshot
-from ckptstore.state.stateful import register_value, registered
+from ckptstore.plugin.snapshots import Snapshot
+from ckptstore.plugin.stores import open_commit
+from ckptstore.plugin.values import register_value, registered
 
 logger = logging.getLogger("ckptstore")
 

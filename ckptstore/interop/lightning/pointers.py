@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ckptstore.core.paths import make_directories, sync_path
 from ckptstore.errors import CkptStoreError, Conflict
-from ckptstore.objects.pointer_files import (
+from ckptstore.plugin.files import make_directories, sync_path
+from ckptstore.plugin.pointers import (
     POINTER_BYTES_MAX,
     Pointer,
     decode_pointer,

@@ -10,10 +10,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptstore.core.config import CHUNK_BYTES, default_threads
-from ckptstore.core.forks import cached_property
-from ckptstore.core.process import behind, free_bytes
-from ckptstore.distributed.sockets import own_addresses
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchft.connection import Deadline, Route
 from ckptstore.interop.torchft.fetch import Peers
@@ -25,9 +21,11 @@ from ckptstore.interop.torchft.wire import (
     decode_invitation,
     encode_invitation,
 )
-from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.state.staging_buffers import BufferPool, default_budget
-from ckptstore.store import internals_of
+from ckptstore.plugin import stores
+from ckptstore.plugin.model import CHUNK_BYTES, default_threads
+from ckptstore.plugin.ranks import own_addresses
+from ckptstore.plugin.tensors import BufferPool, default_budget
+from ckptstore.plugin.work import ThreadPool, behind, cached_property, free_bytes
 
 try:
     from torchft.checkpointing.transport import CheckpointTransport
@@ -39,7 +37,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ckptstore.store import Store
+    from ckptstore import Store
 
 __all__ = ["Received", "StoreTransport"]
 
@@ -176,15 +174,15 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
         peers = Peers(routes, step, deadline, self._connections)
         with self._receiving:
             max_bytes = self._max_bytes if self._max_bytes is not None else free_bytes()
-            store = internals_of(self._store) if self._store else None
+            store = self._store
             transfer = Transfer(
                 peers,
                 deadline,
                 self._threads,
                 flatten_state(self._state_dict()) if self._state_dict else None,
                 self._in_place,
-                store.chunks() if store else None,
-                store.committed_chunks() if store else {},
+                stores.chunks_of(store) if store else None,
+                stores.committed_chunks(store) if store else {},
                 self._meshes,
                 self._left,
                 max_bytes if max_bytes is not None else 1 << 62,
@@ -216,9 +214,8 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
         takes sessions."""
         if self._store is None:
             return None
-        store = internals_of(self._store)
-        pin = store.gc_pin("serve")
-        return Stored(pin, store.committed_chunks()) if pin else None
+        pin = stores.gc_pin(self._store, "serve")
+        return Stored(pin, stores.committed_chunks(self._store)) if pin else None
 
     def _release(self) -> None:
         with self._sending:

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from http.client import HTTPException, HTTPResponse
 
-from ckptstore.distributed.sockets import Address, reach
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, Unavailable
 from ckptstore.interop.torchft.wire import (
     DESCRIPTION_BYTES_MAX,
@@ -29,6 +28,7 @@ from ckptstore.interop.torchft.wire import (
     encode_request,
     path_of,
 )
+from ckptstore.plugin.ranks import Address, reach
 
 HELLOS = 4
 """An address may belong to another process: its answer is awaited for this part of the patience."""

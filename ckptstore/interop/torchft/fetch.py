@@ -14,8 +14,6 @@ from concurrent.futures import as_completed, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ckptstore.core.config import MIB, RUN_BYTES
-from ckptstore.core.process import Pool
 from ckptstore.errors import CkptStoreError, Corrupt, Unavailable
 from ckptstore.interop.torchft.connection import Connection, Deadline, PeerFailed, Route
 from ckptstore.interop.torchft.wire import (
@@ -23,7 +21,9 @@ from ckptstore.interop.torchft.wire import (
     Description,
     name_of,
 )
-from ckptstore.restore.reader import ChunkRead
+from ckptstore.plugin.model import MIB, RUN_BYTES
+from ckptstore.plugin.reading import ChunkRead
+from ckptstore.plugin.work import Pool
 
 FAILURES_MAX = 4
 """A peer is dropped after this many consecutive failures."""

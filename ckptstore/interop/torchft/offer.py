@@ -16,11 +16,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from ckptstore.commit.plan import Extent, Run, plan_chunks
-from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import ChunkId
-from ckptstore.core.model import INLINE_BYTES, LeafContent
-from ckptstore.core.text import bytes_text
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable
 from ckptstore.interop.torchft.targets import placed_leaves
 from ckptstore.interop.torchft.wire import (
@@ -31,17 +26,22 @@ from ckptstore.interop.torchft.wire import (
     name_of,
     name_of_pieces,
 )
-from ckptstore.objects.pages import split_pages
-from ckptstore.objects.schema import encode_schema
-from ckptstore.repository.chunk_reader import FileRange
-from ckptstore.repository.dedup import GcPin
-from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.state import tensors
-from ckptstore.state.flatten import flatten
-from ckptstore.state.leaf_sources import FlatState, Source, memory_of
-from ckptstore.state.staging import copy_task, prepare
-from ckptstore.state.staging_buffers import Buffer, BufferPool, Copy
-from ckptstore.state.tensors import TensorSource
+from ckptstore.plugin.encoding import encode_schema, split_pages
+from ckptstore.plugin.leaves import FlatState, Source, flatten, memory_of
+from ckptstore.plugin.model import INLINE_BYTES, RUN_BYTES, ChunkId, LeafContent
+from ckptstore.plugin.reading import FileRange
+from ckptstore.plugin.tensors import (
+    Buffer,
+    BufferPool,
+    Copy,
+    TensorSource,
+    copy_task,
+    prepare,
+    tensors,
+)
+from ckptstore.plugin.text import bytes_text
+from ckptstore.plugin.work import ThreadPool
+from ckptstore.plugin.writing import Extent, GcPin, Run, plan_chunks
 
 T = TypeVar("T")
 

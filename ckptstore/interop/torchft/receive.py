@@ -11,32 +11,26 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.commit.plan import Run
-from ckptstore.core.ids import ChunkId
-from ckptstore.core.model import TreeRef
-from ckptstore.core.process import uncollected
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.interop.torchft.connection import Deadline
 from ckptstore.interop.torchft.fetch import Peers, Wanted
 from ckptstore.interop.torchft.offer import KEY, batches, cut_state
 from ckptstore.interop.torchft.targets import Target, check_claims, make_targets
 from ckptstore.interop.torchft.wire import Description, checksum_of, name_of
-from ckptstore.objects.pages import join_pages
-from ckptstore.objects.schema import decode_schema
-from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.restore.read_plan import select
-from ckptstore.restore.reader import ChunkRead, ReadRequest, Tree
-from ckptstore.state import tensors
-from ckptstore.state.codecs import containers
-from ckptstore.state.inflate import inflate, refuse_pickles
-from ckptstore.state.leaf_sources import NOTHING, FlatState, Source
-from ckptstore.state.tensors import Destination as TensorDestination
-from ckptstore.state.tensors import TensorSource
+from ckptstore.plugin.encoding import decode_schema, join_pages
+from ckptstore.plugin.leaves import NOTHING, FlatState, Source
+from ckptstore.plugin.model import ChunkId, TreeRef
+from ckptstore.plugin.reading import ChunkRead, ReadRequest, Tree, select
+from ckptstore.plugin.tensors import Destination as TensorDestination
+from ckptstore.plugin.tensors import TensorSource, tensors
+from ckptstore.plugin.values import containers, inflate, refuse_pickles
+from ckptstore.plugin.work import ThreadPool, uncollected
+from ckptstore.plugin.writing import Run
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ckptstore.repository.chunk_store import ObjectStore
+    from ckptstore.plugin.writing import ObjectStore
 
 
 @dataclass(frozen=True, slots=True)

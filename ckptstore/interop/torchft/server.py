@@ -20,9 +20,6 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from ckptstore.core.ids import CHUNK_ID_BYTES
-from ckptstore.core.process import behind, start
-from ckptstore.distributed.sockets import listen
 from ckptstore.errors import Unavailable
 from ckptstore.interop.torchft.connection import cut_off
 from ckptstore.interop.torchft.offer import ServedState
@@ -35,7 +32,10 @@ from ckptstore.interop.torchft.wire import (
     decode_names,
     parse_path,
 )
-from ckptstore.repository.chunk_reader import FileRange
+from ckptstore.plugin.model import CHUNK_ID_BYTES
+from ckptstore.plugin.ranks import listen
+from ckptstore.plugin.reading import FileRange
+from ckptstore.plugin.work import behind, start
 
 logger = logging.getLogger("ckptstore.transport")
 

@@ -17,16 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from ckptstore.core.model import Box, Shape
-from ckptstore.core.text import bytes_text
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.interop.torchft.wire import MeshName, Placed
-from ckptstore.restore.reader import Destination, Memory, Tree
-from ckptstore.state import tensors
-from ckptstore.state.leaf_sources import FlatState
-from ckptstore.state.shards import empty_local, held_of, is_dtensor
-from ckptstore.state.tensors import Destination as TensorDestination
-from ckptstore.state.tensors import TensorSource
+from ckptstore.plugin.leaves import FlatState
+from ckptstore.plugin.model import Box, Shape
+from ckptstore.plugin.reading import Destination, Memory, Tree
+from ckptstore.plugin.tensors import Destination as TensorDestination
+from ckptstore.plugin.tensors import TensorSource, empty_local, held_of, is_dtensor, tensors
+from ckptstore.plugin.text import bytes_text
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

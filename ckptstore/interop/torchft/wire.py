@@ -16,12 +16,18 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 from pydantic.dataclasses import dataclass as validated
 from xxhash import xxh3_128
 
-from ckptstore.core.config import MIB, check_chunk_bytes
-from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, checksum, digest
-from ckptstore.core.model import Shape
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.objects import canonical
-from ckptstore.repository.dedup import items_of
+from ckptstore.plugin.encoding import canonical
+from ckptstore.plugin.model import (
+    CHECKSUM_BYTES,
+    CHUNK_ID_BYTES,
+    MIB,
+    Shape,
+    check_chunk_bytes,
+    checksum,
+    digest,
+)
+from ckptstore.plugin.writing import items_of
 
 HELLO_PATH = "/ckptstore/1/hello"
 _PATH = re.compile(r"/ckptstore/1/(state|chunks)/(-?[0-9]{1,18})")

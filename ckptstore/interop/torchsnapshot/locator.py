@@ -19,26 +19,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptstore.core import forks
-from ckptstore.core.ids import CONFIG_KEY, ROOT_ENTRIES, CommitId, check_tag, digest
-from ckptstore.core.options import Storage
-from ckptstore.core.paths import (
+from ckptstore import Storage, Store
+from ckptstore import open as open_store
+from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
+from ckptstore.plugin.files import (
     BESIDE,
     SAFE,
     base_of,
     distrust,
     is_alone,
     make_directories,
+    open_storage,
     rights,
     search,
 )
-from ckptstore.core.text import redact
-from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound, ReadOnly
-from ckptstore.interop.formats.sources import SNAPSHOT_METADATA
-from ckptstore.objects.pointer_files import DIRECTORY_POINTERS, Pointer, is_pointer, read_pointer
-from ckptstore.open_store import open as open_store
-from ckptstore.storage import open_storage
-from ckptstore.store import Store
+from ckptstore.plugin.foreign import SNAPSHOT_METADATA
+from ckptstore.plugin.model import CONFIG_KEY, ROOT_ENTRIES, CommitId, check_tag, digest
+from ckptstore.plugin.pointers import DIRECTORY_POINTERS, Pointer, is_pointer, read_pointer
+from ckptstore.plugin.text import redact
+from ckptstore.plugin.work import forks
 
 logger = logging.getLogger("ckptstore")
 

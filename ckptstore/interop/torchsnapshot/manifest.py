@@ -13,14 +13,13 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any, ClassVar, TypeAlias
 
-from ckptstore.core.geometry import nbytes_of, width_of
-from ckptstore.core.model import Box, Node, Schema, leaves_of
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchsnapshot import knobs
 from ckptstore.interop.torchsnapshot.reading import Index, Item, keys_of, primitive
-from ckptstore.objects.documents import Layout, Placed
-from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state.codecs import values
+from ckptstore.plugin.encoding import Layout, Placed
+from ckptstore.plugin.model import Box, Node, Schema, leaves_of, nbytes_of, width_of
+from ckptstore.plugin.snapshots import Snapshot, contents_of
+from ckptstore.plugin.values import values
 
 INTERFACE_VERSION = "0.1.0"
 """The release of TorchSnapshot whose interface this is."""

@@ -19,11 +19,8 @@ from urllib.parse import unquote
 
 import torch
 
-from ckptstore.core.geometry import intersect, nbytes_of, within
-from ckptstore.core.model import Box, Node, Shape
-from ckptstore.core.text import near
 from ckptstore.errors import InvalidInput, NotFound
-from ckptstore.interop.formats.sources import (
+from ckptstore.plugin.foreign import (
     SNAPSHOT_METADATA,
     Piece,
     Placeholders,
@@ -34,13 +31,13 @@ from ckptstore.interop.formats.sources import (
     read_json,
     shape_of,
 )
-from ckptstore.restore.reader import Tree
-from ckptstore.restore.restore import assemble_nodes
-from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state import tensors
-from ckptstore.state.codecs import values
-from ckptstore.state.leaf_sources import NAMES, FlatState
-from ckptstore.state.shards import held_of, is_distributed
+from ckptstore.plugin.leaves import NAMES, FlatState
+from ckptstore.plugin.model import Box, Node, Shape, intersect, nbytes_of, within
+from ckptstore.plugin.reading import Tree, assemble_nodes
+from ckptstore.plugin.snapshots import Snapshot, contents_of
+from ckptstore.plugin.tensors import held_of, is_distributed, tensors
+from ckptstore.plugin.text import near
+from ckptstore.plugin.values import values
 
 logger = logging.getLogger("ckptstore")
 

@@ -5,9 +5,7 @@ import os
 import threading
 from typing import Any
 
-from ckptstore.commit.pending import Pending
-from ckptstore.core.ids import CommitId
-from ckptstore.core.options import Ranks
+from ckptstore import Ranks, Store
 from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.interop.torchsnapshot.locator import find_snapshot, store_at
 from ckptstore.interop.torchsnapshot.manifest import (
@@ -25,9 +23,10 @@ from ckptstore.interop.torchsnapshot.stateful import (
     check_stateful,
     collected,
 )
-from ckptstore.peers import collective_of
-from ckptstore.snapshot import Snapshot as Commit
-from ckptstore.store import Store
+from ckptstore.plugin.model import CommitId
+from ckptstore.plugin.ranks import collective_of
+from ckptstore.plugin.snapshots import Snapshot as Commit
+from ckptstore.plugin.writing import Pending
 
 logger = logging.getLogger("ckptstore")
 

@@ -13,20 +13,18 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ckptstore.core.options import Ranks
-from ckptstore.distributed.collective import Collective
+from ckptstore import Ranks, Store
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchsnapshot import knobs
 from ckptstore.interop.torchsnapshot.locator import Place, place_to_take, store_at
 from ckptstore.interop.torchsnapshot.reading import encode
-from ckptstore.objects import canonical
-from ckptstore.objects.pointer_files import Pointer, write_pointer
-from ckptstore.peers import collective_of
-from ckptstore.snapshot import Snapshot
-from ckptstore.state import stateful as native
-from ckptstore.state.shards import is_distributed, with_local
-from ckptstore.state.stateful import Stateful as Stateful
-from ckptstore.store import Store
+from ckptstore.plugin.encoding import canonical
+from ckptstore.plugin.pointers import Pointer, write_pointer
+from ckptstore.plugin.ranks import Collective, collective_of
+from ckptstore.plugin.snapshots import Snapshot
+from ckptstore.plugin.tensors import is_distributed, with_local
+from ckptstore.plugin.values import Stateful as Stateful
+from ckptstore.plugin.values import stateful as native
 
 logger = logging.getLogger("ckptstore")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptstore.interop.torchtitan.contract import METHODS
 from ckptstore.interop.torchtitan.manager import NoCheckpoint, StoreManager, is_model_only
-from ckptstore.objects.pointer_files import is_pointer, read_pointer
+from ckptstore.plugin.pointers import is_pointer, read_pointer
 
 __all__ = ["NoCheckpoint", "StoreCheckpointManager"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from ckptstore.objects.pointer_files import is_pointer
+from ckptstore.plugin.pointers import is_pointer
 
 dcp: Any = torch.distributed.checkpoint
 """Asked for its functions when they are called: others may have replaced them."""

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ckptstore.core.options import Ranks
-from ckptstore.core.refs import Best, parse_ref
+from ckptstore import Ranks, Store, open_pointer, write_pointer
+from ckptstore import open as open_store
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.torchtitan.contract import (
     DATALOADER,
@@ -37,19 +37,17 @@ from ckptstore.interop.torchtitan.files import (
     step_directories,
     write_hf,
 )
-from ckptstore.maintenance.retention import KeepBest, KeepLast, Policy
-from ckptstore.objects.pointer_files import is_pointer, read_pointer
-from ckptstore.open_store import open as open_store
-from ckptstore.open_store import open_pointer, write_pointer
-from ckptstore.peers import collective_of
-from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state.inflate import children_of
-from ckptstore.state.leaf_sources import segment
-from ckptstore.state.stateful import RNGState, StateDict, no_classes
-from ckptstore.store import Store, internals_of
+from ckptstore.plugin import stores
+from ckptstore.plugin.leaves import segment
+from ckptstore.plugin.model import Best, parse_ref
+from ckptstore.plugin.pointers import is_pointer, read_pointer
+from ckptstore.plugin.ranks import collective_of
+from ckptstore.plugin.snapshots import Snapshot, contents_of
+from ckptstore.plugin.upkeep import KeepBest, KeepLast, Policy
+from ckptstore.plugin.values import RNGState, StateDict, children_of, no_classes
 
 if TYPE_CHECKING:
-    from ckptstore.internals import PendingCommit
+    from ckptstore.plugin.snapshots import PendingCommit
 
 logger = logging.getLogger("ckptstore")
 
@@ -249,23 +247,24 @@ class StoreManager(BaseCheckpointManager):  # type: ignore[misc]
     def _resume(self) -> bool:
         """Restore the newest commit that is intact. Commits of weights alone are what a training
         ends with; only a seed is gone on from."""
-        internals, peers = internals_of(self.store), collective_of()
+        peers = collective_of()
         damaged: list[str] = []
         passed: list[int | None] = []
-        for reader, info in internals.candidates(peers):
-            look = partial(internals.snapshot, info, reader)
+        for commit in stores.candidates(self.store, peers):
             try:
-                snapshot = peers.on_all(look) if peers else look()
+                snapshot = peers.on_all(commit.snapshot) if peers else commit.snapshot()
                 model_only = is_model_only(snapshot)
-                if model_only and info.step != 0:
-                    passed.append(info.step)
+                if model_only and commit.step != 0:
+                    passed.append(commit.step)
                     continue
                 self._restore(snapshot, model_only=model_only)
             except (Corrupt, NotFound) as error:
                 damaged.append(str(error))
-                logger.warning("skipped commit %s (step %s): %s", info.id[:12], info.step, error)
+                logger.warning(
+                    "skipped commit %s (step %s): %s", commit.id[:12], commit.step, error
+                )
                 continue
-            logger.info("resumed commit %s (step %s)", info.id[:12], info.step)
+            logger.info("resumed commit %s (step %s)", commit.id[:12], commit.step)
             return True
         if damaged:
             raise Corrupt(

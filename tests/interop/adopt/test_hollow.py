@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import save_file
 
 import ckptstore
-from ckptstore.adopt import hollow as hollowing
-from ckptstore.adoption import make_hollow
 from ckptstore.cli.call import Exit
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from ckptstore.interop.dcp.names import Name
 from ckptstore.objects.pointer_files import HOLLOW_POINTER, Pointer
+from ckptstore.plugins.adopt import hollow as hollowing
+from ckptstore.plugins.adopt.adoption import make_hollow
 from ckptstore.store import Store, internals_of
 from tests.cli.running import call
 from tests.interop.adopt.trees import Tree, hugging_face, tree_of

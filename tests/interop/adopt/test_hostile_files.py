@@ -22,13 +22,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ckptstore.adopt import adopting, hashed_files
-from ckptstore.adopt.directory import Identity
-from ckptstore.adopt.hashed_files import BLOCK_BYTES, FileChanged, FileParts, HashedFile, hash_file
-from ckptstore.adopt.parsers import entries_of
-from ckptstore.adopt.pickle_ops import walk
-from ckptstore.adopt.sources import Window
 from ckptstore.errors import Corrupt, InvalidInput, Unavailable
+from ckptstore.foreign.sources import Window
+from ckptstore.plugins.adopt import adopting, hashed_files
+from ckptstore.plugins.adopt.directory import Identity
+from ckptstore.plugins.adopt.hashed_files import (
+    BLOCK_BYTES,
+    FileChanged,
+    FileParts,
+    HashedFile,
+    hash_file,
+)
+from ckptstore.plugins.adopt.parsers import entries_of
+from ckptstore.plugins.adopt.pickle_ops import walk
 from ckptstore.store import Store
 from tests.interop.adopt.trees import Bomb, gguf, hugging_face, tree_of
 

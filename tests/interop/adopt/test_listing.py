@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ckptstore.adopt import adopting
-from ckptstore.adopt.directory import list_directory
 from ckptstore.errors import NotFound, Unavailable
+from ckptstore.plugins.adopt import adopting
+from ckptstore.plugins.adopt.directory import list_directory
 from ckptstore.store import Store
 from tests.interop.adopt.trees import tree_of
 

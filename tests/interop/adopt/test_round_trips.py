@@ -20,10 +20,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ckptstore
-from ckptstore.adopt import materializing
 from ckptstore.contents import CommitContents
 from ckptstore.core.options import Storage
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
+from ckptstore.plugins.adopt import materializing
 from ckptstore.restore.reader import ReadRequest
 from ckptstore.snapshot import Snapshot
 from ckptstore.store import Store

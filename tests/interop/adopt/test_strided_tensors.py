@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from ckptstore.adopt import strides
-from ckptstore.adopt.commit_files import CommitFiles
-from ckptstore.adopt.directory import Folder
-from ckptstore.adopt.manifest import (
+from ckptstore.core.model import Box
+from ckptstore.errors import InvalidInput
+from ckptstore.foreign.strides import can_be_strided, gaps, gather, scatter, span_bytes
+from ckptstore.interop.formats import export, import_path
+from ckptstore.plugins.adopt import strides
+from ckptstore.plugins.adopt.commit_files import CommitFiles
+from ckptstore.plugins.adopt.directory import Folder
+from ckptstore.plugins.adopt.manifest import (
     FileRecipe,
     LeafPart,
     Manifest,
     decode_manifest,
     encode_manifest,
 )
-from ckptstore.adopt.strides import can_be_strided, gaps, gather, scatter, span_bytes
-from ckptstore.core.model import Box
-from ckptstore.errors import InvalidInput
-from ckptstore.interop.formats import export, import_path
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.store import Store
 from tests.interop.adopt.trees import tree_of

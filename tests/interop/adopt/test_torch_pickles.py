@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptstore.adopt import pickle_ops
-from ckptstore.adopt.pickle_ops import walk
 from ckptstore.interop.formats import import_path
+from ckptstore.plugins.adopt import pickle_ops
+from ckptstore.plugins.adopt.pickle_ops import walk
 from ckptstore.store import Store
 from tests.interop.adopt.trees import gguf, tree_of
 

@@ -14,7 +14,7 @@ import torch
 from playwright.sync_api import Browser, Route
 
 import ckptstore
-from ckptstore.ui.values import run_key
+from ckptstore.plugins.ui.values import run_key
 from tests.cli.running import call
 from tests.ui.chromium.conftest import NARROW, WIDE, Tab, serving, tab_of
 from tests.ui.stores import EVIL, small_store

@@ -1,0 +1,1 @@
+"""The public surface for plugins: all that code beyond the core may use of it."""

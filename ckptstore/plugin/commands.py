@@ -1,0 +1,16 @@
+"""A command of `ckptstore`: its call, its answer, and the words for commits."""
+
+from ckptstore.cli.call import VARIABLE, Answer, Call, UsageError
+from ckptstore.cli.commits import (
+    commit_document,
+    commit_text,
+    find_in_one_run,
+    find_proven,
+    reader_of,
+    short,
+    size_text,
+)
+from ckptstore.cli.labels import links_of, metrics_of
+from ckptstore.cli.screen import Hint, Part, columns, fields_of
+from ckptstore.core.environment import run_or_default, threads_or_default
+from ckptstore.maintenance_api import Maintenance

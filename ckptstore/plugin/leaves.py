@@ -1,0 +1,16 @@
+"""Leaves and the sources of their bytes."""
+
+from ckptstore.state.flatten import flatten
+from ckptstore.state.leaf_sources import (
+    NAMES,
+    NOTHING,
+    BytesSource,
+    FlatState,
+    NotCopied,
+    Source,
+    StagedSource,
+    memory_of,
+    pickled_paths,
+    segment,
+    shown,
+)

@@ -1,0 +1,16 @@
+"""Read leaves of commits, or parts of them, into memory."""
+
+from ckptstore.contents import CommitContents, Leaf, contents_at, leaf_of
+from ckptstore.repository.chunk_reader import FileRange, coalesce
+from ckptstore.restore.diff import MARKS, Difference, LeafAt, LeafChange, compare
+from ckptstore.restore.read_plan import select
+from ckptstore.restore.reader import (
+    ChunkRead,
+    Destination,
+    Memory,
+    NamedChunks,
+    Reader,
+    ReadRequest,
+    Tree,
+)
+from ckptstore.restore.restore import Select, assemble_nodes

@@ -1,0 +1,4 @@
+"""Snapshots from inside, and the store as its own methods see it."""
+
+from ckptstore.internals import MakeMetadata, PendingCommit, StoreInternals
+from ckptstore.snapshot import Snapshot, contents_of

@@ -1,0 +1,17 @@
+"""Numbers of tensors: moments, distances, and their form in the catalog."""
+
+from ckptstore.core.statistics import (
+    Moments,
+    Statistics,
+    added,
+    added_moments,
+    decode_distance,
+    decode_moments,
+    decode_statistics,
+    encode_distance,
+    has_statistics,
+    is_measured,
+    key_of,
+)
+from ckptstore.state.measure import squared_distance, statistics_of
+from ckptstore.state.sums import add_up, flat_tensor

@@ -1,0 +1,134 @@
+"""Steps that a plugin takes with an open `Store` beyond the store's own methods."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptstore.commit.plan import Flats
+from ckptstore.contents import nearest_with
+from ckptstore.core.ids import ChunkId, CommitId
+from ckptstore.core.model import CommitInfo
+from ckptstore.core.options import Ranks
+from ckptstore.internals import MakeMetadata
+from ckptstore.log.resolve import Resolved
+from ckptstore.maintenance import forget
+from ckptstore.maintenance.retention import Policy
+from ckptstore.open_store import open_commit
+from ckptstore.plugins.adopt import adoption
+from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.dedup import GcPin
+from ckptstore.repository.resolve_ref import find_commit
+from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.restore.reader import Reader
+from ckptstore.snapshot import Snapshot
+from ckptstore.store import Store, internals_of
+
+if TYPE_CHECKING:
+    from ckptstore.distributed.collective import Collective
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A commit that a training could go on from; `snapshot` reads its document."""
+
+    id: CommitId
+    step: int | None
+    snapshot: Callable[[], Snapshot]
+
+
+def commit_leaves(
+    store: Store, leaves: Callable[[], Flats], metadata: MakeMetadata, *, follow: bool = True
+) -> Snapshot:
+    """Commit leaves whose bytes may come from anywhere, as `Store.commit` does those of a state.
+
+    Args:
+        store: The store.
+        leaves: Returns them; called once, after commits in flight have ended.
+        metadata: Returns what the commit is called; called before `leaves`.
+        follow: It becomes the parent of the next commit of `store`.
+
+    Raises:
+        ReadOnly: The store is open for reading alone.
+        CkptStoreError: The unseen failure of an earlier commit in the background. This one was
+            made all the same.
+
+    Example:
+        >>> commit_leaves(store, lambda: {"model": flat}, lambda: label_of("main", 7, (), "", None))
+    """
+    internals = internals_of(store)
+    return internals.after_failure(internals.commit(leaves, metadata, Ranks(), follow=follow))
+
+
+def candidates(store: Store, peers: "Collective | None" = None) -> Iterator[Candidate]:
+    """Commits of the store's run, newest first; with `peers`, as the coordinator lists them."""
+    internals = internals_of(store)
+    for reader, info in internals.candidates(peers):
+        yield Candidate(info.id, info.step, partial(internals.snapshot, info, reader))
+
+
+def follow(store: Store, snapshot: Snapshot) -> None:
+    """Make `snapshot` the parent of the next commit of `store`."""
+    internals_of(store).parent_tracker.now(snapshot.id)
+
+
+def commit_in_any_run(store: Store, ref: str) -> Resolved:
+    """The commit that `ref` names by the log, in whichever run. Raises `NotFound`."""
+    return find_commit(internals_of(store).handle, ref, None)
+
+
+def log_with_forgotten(store: Store) -> Sequence[CommitInfo]:
+    """Commits of all runs, newest first, the forgotten ones that are still there among them."""
+    return internals_of(store).handle.queries().log(forgotten=True)
+
+
+def nearest_whole(store: Store, commit: CommitId, path: str) -> Resolved | None:
+    """The commit nearest to `commit` in its run that has the leaf `path`; None without one."""
+    internals = internals_of(store)
+    return nearest_with(internals.handle, internals.reader, commit, path)
+
+
+def forget_by_policy(
+    store: Store, policies: Sequence[Policy], pinned: Mapping[CommitId, str]
+) -> bool:
+    """Forget what no policy keeps of the store's run; see `Store.forget`. Commits in `pinned` stay,
+    for the reason there. Returns whether any was forgotten."""
+    internals = internals_of(store)
+    plan = forget.forget_by_policy(
+        internals.handle, policies, internals.reader, run=store.run, pinned=pinned
+    )
+    internals.handle.follow()
+    return bool(plan.forgotten)
+
+
+def make_hollow(store: Store, place: str | os.PathLike[str], snapshot: Snapshot) -> None:
+    """Make the directory that `snapshot` was adopted from small; see `adoption.make_hollow`."""
+    adoption.make_hollow(internals_of(store), Path(place), snapshot)
+
+
+def threads_of(store: Store) -> ThreadPool:
+    """The threads that the commits of `store` hash and write with."""
+    return internals_of(store).threads
+
+
+def reader_with(store: Store, threads: ThreadPool) -> Reader:
+    """A reader of `store` that decodes by `threads`."""
+    handle = internals_of(store).handle
+    return Reader(handle.config, handle.objects, threads)
+
+
+def chunks_of(store: Store) -> ObjectStore:
+    """The chunks of `store`, by id."""
+    return internals_of(store).chunks()
+
+
+def committed_chunks(store: Store) -> Mapping[bytes, ChunkId]:
+    """The chunks of the newest commit and of the one that training went on from, by checksum."""
+    return internals_of(store).committed_chunks()
+
+
+def gc_pin(store: Store, purpose: str) -> GcPin | None:
+    """What keeps chunks of `store` from gc while they are relied on; None where it cannot be."""
+    return internals_of(store).gc_pin(purpose)

@@ -1,0 +1,13 @@
+"""Words for people: sizes, counts, tables, and addresses without their secrets."""
+
+from ckptstore.core.text import (
+    Column,
+    Table,
+    bytes_text,
+    count_text,
+    near,
+    printable,
+    redact,
+    selector,
+    unicode_text,
+)

@@ -1,0 +1,14 @@
+"""Classes and values of an application state, without pickle."""
+
+from ckptstore.state import stateful
+from ckptstore.state.codecs import containers, values
+from ckptstore.state.inflate import children_of, inflate, refuse_pickles
+from ckptstore.state.stateful import (
+    RNGState,
+    StateDict,
+    Stateful,
+    no_classes,
+    register_class,
+    register_value,
+    registered,
+)

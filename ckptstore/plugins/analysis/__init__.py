@@ -1,0 +1,1 @@
+"""Questions about tensors over many commits: statistics, runs that part, averages, charts."""

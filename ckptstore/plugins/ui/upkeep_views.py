@@ -1,0 +1,159 @@
+"""Views of a store's upkeep as JSON: writers, health, space, and what a retention policy would
+cost. They list objects or read pages, so they run as jobs."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ckptstore.errors import CkptStoreError, InvalidInput
+from ckptstore.plugin.upkeep import (
+    DISTRUST_NAME,
+    EVERYTHING,
+    ForgetPlan,
+    GcOptions,
+    KeepBest,
+    KeepEverySteps,
+    KeepLast,
+    KeepPeriods,
+    KeepWithin,
+    Period,
+    Policy,
+    SuspectPacks,
+    activities,
+    check_metrics,
+    collect,
+    expected_bytes,
+    load_record,
+    look,
+    plan_policies,
+    plans_at,
+    usage,
+    warning,
+)
+from ckptstore.plugins.ui.history_views import brief
+from ckptstore.plugins.ui.jobs import Job
+from ckptstore.plugins.ui.opened import OpenStore
+from ckptstore.plugins.ui.values import Json, clip
+
+HEAVIEST = 8
+SESSIONS_SHOWN = 100
+REASONS_SHOWN = 6
+_PERIODS: tuple[Period, ...] = ("hourly", "daily", "weekly", "monthly")
+_COUNT_MAX = 10**9
+
+
+def health(store: OpenStore, job: Job) -> Json:
+    """Who writes now, the disk, damage that this host has seen, and when data was verified."""
+    job.progress("listing objects", 0, 1)
+    handle = store.handle
+    sessions = activities(handle)
+    room = look(handle)
+    packs = {pack.id for pack in store.history().packs if not pack.condemned}
+    checked = load_record(handle.index_directory, handle.config.store)
+    times = sorted(when for pack, when in checked.items() if pack in packs)
+    suspects = SuspectPacks(handle.index_directory / DISTRUST_NAME).packs()
+    return {
+        "sessions": [
+            {
+                "status": each.status,
+                "what": clip(each.info.what),
+                "host": clip(each.info.host),
+                "pid": each.info.pid,
+                "time": each.info.time_ns // 1_000_000,
+                "still_s": each.still_s,
+            }
+            for each in sessions[:SESSIONS_SHOWN]
+        ],
+        "free_bytes": room.free,
+        "next_bytes": expected_bytes(room),
+        "warning": warning(room),
+        "packs": len(packs),
+        "verified": len(times),
+        "verified_oldest": times[0] * 1_000 if times else None,
+        "verified_newest": times[-1] * 1_000 if times else None,
+        "damaged_packs": sorted(suspects)[:SESSIONS_SHOWN],
+    }
+
+
+def space(store: OpenStore, job: Job) -> Json:
+    """Stored and unreferenced bytes, the commits with most bytes of their own, and what a gc would
+    free now."""
+    found = usage(store.handle, progress=job.progress)
+    heaviest = sorted(found.commits, key=lambda each: each.exclusive_bytes, reverse=True)
+    by_id = store.history().by_id
+    plan = collect(store.handle, GcOptions(), dry_run=True, progress=job.progress).plan
+    return {
+        "stored_bytes": found.stored_bytes,
+        "logical_bytes": found.logical_bytes,
+        "unreferenced_bytes": found.unreferenced_bytes,
+        "chunks": found.chunks,
+        "freed_bytes": max(plan.freed_now_bytes - plan.copied_bytes, 0),
+        "later_bytes": sum(plan.freed_later_bytes.values()),
+        "purge": len(plan.purge),
+        "heaviest": [
+            {**brief(by_id[each.commit]), "exclusive_bytes": each.exclusive_bytes}
+            for each in heaviest[:HEAVIEST]
+            if each.commit in by_id
+        ],
+    }
+
+
+def policies_of(asked: Mapping[str, str]) -> list[Policy]:
+    """The policies that a form asks for. Raises `InvalidInput`."""
+    found: list[Policy] = []
+    if n := _count(asked, "last"):
+        found.append(KeepLast(n))
+    if n := _count(asked, "every"):
+        found.append(KeepEverySteps(n))
+    if n := _count(asked, "days"):
+        found.append(KeepWithin(n * 86_400))
+    found += [KeepPeriods(period, n) for period in _PERIODS if (n := _count(asked, period))]
+    if metric := asked.get("metric"):
+        best = _count(asked, "best") or 1
+        found.append(KeepBest(metric, maximize=asked.get("order") == "max", n=best))
+    if not found:
+        raise InvalidInput("no policy: say what to keep, such as the last 5")
+    return found
+
+
+def _count(asked: Mapping[str, str], name: str) -> int:
+    text = asked.get(name) or "0"
+    if not (text.isascii() and text.isdigit() and int(text[:12]) <= _COUNT_MAX):
+        raise InvalidInput(f"{name} is {clip(text, 40)!r}; wanted a whole number, 1 or more")
+    return int(text)
+
+
+def retention(store: OpenStore, key: str, asked: Mapping[str, str], job: Job) -> Json:
+    """What `forget --dry-run` says of these policies in a run, and the bytes that a gc would free
+    then."""
+    policies = policies_of(asked)
+    run = store.history().run(key)[0].run
+    handle = store.handle
+    state = handle.log.replay()
+    plan = plan_policies(state, policies, run)
+    if plan.forgotten:
+        check_metrics(state, policies, run)
+    job.partial = _plan(plan)
+    commits = state.commits.update(
+        (decision.commit, decision.row._replace(soft=state.n)) for decision in plan.forgotten
+    )
+    after = replace(state, commits=commits)
+    try:
+        now, later = (
+            max(each.freed_now_bytes - each.copied_bytes, 0)
+            for each in plans_at(handle, (state, after), EVERYTHING, job.progress)
+        )
+    except CkptStoreError as error:
+        return {**_plan(plan), "freed_bytes": None, "problem": str(error)}
+    return {**_plan(plan), "freed_bytes": max(later - now, 0), "unused_bytes": now}
+
+
+def _plan(plan: ForgetPlan) -> Json:
+    return {
+        "n": plan.n,
+        "summary": plan.summary,
+        "notes": [clip(note) for note in plan.notes],
+        "commits": [
+            [each.commit, [clip(reason) for reason in each.reasons[:REASONS_SHOWN]]]
+            for each in plan.decisions
+        ],
+    }
