@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -55,7 +54,7 @@ from ckptstore.repository.memory_budget import write_room
 from ckptstore.repository.pack_writer import PackSet, delete_own
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, shared
-from ckptstore.state.leaf_sources import Source, is_plain_node
+from ckptstore.state.leaf_sources import Source, is_plain_node, numbered
 from ckptstore.storage.contract import put_finished
 
 if TYPE_CHECKING:
@@ -453,8 +452,7 @@ class Transaction:
 def contents_of(flats: Flats, plan: CommitPlan, ids: Mapping[int, bytes]) -> Iterator[TreeContent]:
     """The content of each key of a state that one process holds whole; `ids` is by leaf."""
     inline = frozenset(plan.inline)
-    firsts: Sequence[int] = [0, *accumulate(len(flat.leaves) for flat in flats.values())]
-    for first, (key, flat) in zip(firsts, flats.items(), strict=False):
+    for key, flat, first in numbered(flats):
         contents = [
             LeafContent(inline=source.read_all(), raw_bytes=source.nbytes)
             if first + i in inline

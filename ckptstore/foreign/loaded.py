@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.core.geometry import WIDTHS, nbytes_of, width_of
+from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput, Unavailable
 from ckptstore.foreign.inert_pickles import METADATA_BYTES_MAX
@@ -165,7 +166,7 @@ class Placeholders:
     """Tensors without memory, which stand for sources while a state is flattened."""
 
     def __init__(self) -> None:
-        self._sources: dict[int, tuple[torch.Tensor, Source]] = {}
+        self._sources: IdentityDict[torch.Tensor, Source] = IdentityDict()
         self._shelf = Shelf()
 
     def put(
@@ -176,7 +177,7 @@ class Placeholders:
 
         source, shape = stored_tensor(where, dtype, shape, pieces, self._shelf)
         tensor = empty(dtype, ()).expand(shape)
-        self._sources[id(tensor)] = tensor, source
+        self._sources[tensor] = source
         return tensor
 
     def flatten(
@@ -184,13 +185,13 @@ class Placeholders:
     ) -> dict[str, FlatState]:
         """The flattened state, with sources instead of placeholders."""
         from ckptstore.state.flatten import flatten
+        from ckptstore.state.tensors import TensorSource
 
         flats = dict(flatten(app_state, allow_pickle=allow_pickle))
         for flat in flats.values():
             for i, leaf in enumerate(flat.leaves):
-                stands = self._sources.get(id(getattr(leaf, "tensor", None)))
-                if stands:
-                    flat.leaves[i] = stands[1]
+                if isinstance(leaf, TensorSource):
+                    flat.leaves[i] = self._sources.get(leaf.tensor, leaf)
         return flats
 
 

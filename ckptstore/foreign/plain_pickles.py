@@ -29,6 +29,7 @@ import torch
 from torch import serialization
 
 from ckptstore.core import forks
+from ckptstore.core.identity import IdentityDict
 from ckptstore.errors import InvalidInput, Unavailable
 from ckptstore.state.stateful import class_name, items_of, registered_classes
 
@@ -258,18 +259,18 @@ def settled(value: Any) -> Any:
 
 class _Settling:
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Any, Any]] = {}
-        """Each object, kept alive, and what stands for it, by the object's id."""
+        self._made = IdentityDict[Any, Any]()
+        """What stands for each object."""
 
     def of(self, value: Any) -> Any:
         if isinstance(value, type) and issubclass(value, Record):
             return self._bare(value)
         if type(value) in _WHOLE or isinstance(value, torch.Tensor | type):
             return value
-        if id(value) not in self._made:
-            self._made[id(value)] = value, value  # for a container that holds itself
-            self._made[id(value)] = value, self._settle(value)
-        return self._made[id(value)][1]
+        if value not in self._made:
+            self._made[value] = value  # for a container that holds itself
+            self._made[value] = self._settle(value)
+        return self._made[value]
 
     def _bare(self, record: type[Record]) -> Any:
         if record.name not in _BARE:
@@ -280,9 +281,9 @@ class _Settling:
         if isinstance(value, Record):
             return self._value_of(value)
         if isinstance(value, tuple):
-            members = [*map(self.of, value)]
-            if any(new is not old for new, old in zip(members, value, strict=True)):
-                return getattr(type(value), "_make", type(value))(members)
+            settled = [(old, self.of(old)) for old in value]
+            if any(new is not old for old, new in settled):
+                return getattr(type(value), "_make", type(value))([new for _, new in settled])
         elif isinstance(value, dict):
             items = [(self.of(key), self.of(item)) for key, item in value.items()]
             value.clear()

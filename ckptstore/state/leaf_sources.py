@@ -186,9 +186,17 @@ class FlatState:
         )
 
 
+def numbered(flats: Mapping[str, FlatState]) -> Iterator[tuple[str, FlatState, int]]:
+    """Each key with its state and the number of its first source. Sources are numbered through all
+    keys: of each the leaves, then the boxes that this rank holds of others."""
+    first = 0
+    for key, flat in flats.items():
+        yield key, flat, first
+        first += len(flat.leaves) + sum(len(held.parts) for held in flat.held.values())
+
+
 def leaves_of(flats: Mapping[str, FlatState]) -> list[Source]:
-    """The sources of all keys in order: of each key the leaves, then the boxes that this rank holds
-    of others."""
+    """The sources of all keys, by number."""
     return [
         source
         for flat in flats.values()

@@ -25,7 +25,7 @@ from ckptstore.core import forks
 from ckptstore.core.model import INLINE_BYTES
 from ckptstore.objects.pack import align
 from ckptstore.state import tensors
-from ckptstore.state.leaf_sources import BytesSource, FlatState, Source, leaves_of
+from ckptstore.state.leaf_sources import BytesSource, FlatState, Source, leaves_of, numbered
 from ckptstore.state.staging_buffers import Buffer, BufferSource, Copy, CopyProgress
 from ckptstore.state.tensors import TensorSource
 
@@ -84,19 +84,17 @@ def leaves_away(sources: Sequence[Source]) -> frozenset[int]:
 
 
 def with_leaves(flats: Mapping[str, FlatState], sources: Sequence[Source]) -> dict[str, FlatState]:
-    """The same keys with other sources, numbered in the same way."""
-    numbered = iter(sources)
-    return {
-        key: replace(
-            flat,
-            leaves=[next(numbered) for _ in flat.leaves],
-            held={
-                n: held._replace(parts=tuple((box, next(numbered)) for box, _ in held.parts))
-                for n, held in flat.held.items()
-            },
-        )
-        for key, flat in flats.items()
-    }
+    """The same keys with other sources, which have the same numbers."""
+    made = {}
+    for key, flat, first in numbered(flats):
+        stop = first + len(flat.leaves)
+        leaves, held = sources[first:stop], {}
+        for n, each in flat.held.items():
+            parts = ((box, sources[stop + k]) for k, (box, _) in enumerate(each.parts))
+            held[n] = each._replace(parts=tuple(parts))
+            stop += len(each.parts)
+        made[key] = replace(flat, leaves=list(leaves), held=held)
+    return made
 
 
 def plan_staging(
