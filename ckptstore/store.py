@@ -20,12 +20,12 @@ from ckptstore.core.settings import Settings
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.internals import PendingCommit, StoreInternals, flats_of
 from ckptstore.log.resolve import Resolved
-from ckptstore.maintenance import signatures
 from ckptstore.maintenance.forget import remove_tag, set_tag
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance_api import Maintenance
 from ckptstore.peers import agreed_schedule, collective_of
 from ckptstore.plugins.adopt.adoption import adopt
+from ckptstore.plugins.signing import signatures
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, log_resumed, through_pointers
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.diff import Difference, compare

@@ -10,7 +10,9 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ckptstore
-from ckptstore.averages import (
+from ckptstore.errors import Corrupt, InvalidInput, NotFound
+from ckptstore.maintenance.compact.plan import CompactPolicy
+from ckptstore.plugins.analysis.averages import (
     CommittedLeaf,
     combine,
     mean,
@@ -19,8 +21,6 @@ from ckptstore.averages import (
     spherical,
     weighted,
 )
-from ckptstore.errors import Corrupt, InvalidInput, NotFound
-from ckptstore.maintenance.compact.plan import CompactPolicy
 from ckptstore.snapshot import contents_of
 from ckptstore.state.sums import add_up
 from ckptstore.storage.local import LocalStorage

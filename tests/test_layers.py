@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "interop": ("torch",),
     "cli": (),
     "plugin": (),
-    "plugins": ("torch", "pickle", "fsspec", "starlette", "uvicorn"),
+    "plugins": ("torch", "pickle", "fsspec", "sqlalchemy", "starlette", "uvicorn"),
 }
 """Each room, from the ground up, and the guarded packages it may import. A file of the core imports
 from its own room and from lower ones. `plugin` is the surface, and `plugins` are the files that
@@ -40,15 +40,21 @@ from its own room and from lower ones. `plugin` is the surface, and `plugins` ar
 DCP's face."""
 
 DOORS = {
-    "store": ("plugins.adopt.adoption",),
+    "store": ("plugins.adopt.adoption", "plugins.signing.signatures"),
     "plugin.stores": ("plugins.adopt.adoption",),
     "snapshot": ("plugins.adopt.materializing",),
     "maintenance_api": ("plugins.analysis.history",),
     "internals": ("plugins.analysis.measurements",),
+    "index": ("plugins.postgres.database", "plugins.postgres.log"),
+    "repository.store_handle": ("plugins.postgres.database",),
+    "maintenance.move_log": ("plugins.postgres.log",),
+    "maintenance.check.offline_store": ("plugins.postgres.log",),
+    "maintenance.mirror": ("plugins.signing.signatures",),
+    "maintenance.check.fsck": ("plugins.signing.signatures",),
     "cli.maintain": ("interop.formats",),
 }
-"""Who in the core enters a plugin: a method of the store that a plugin carries out, and a command.
-"""
+"""Who in the core enters a plugin: a method of the store that a plugin carries out, a command, who
+chooses where the log lies, and who copies or checks the objects of all."""
 
 BESIDE = {
     "formats": ("adopt", "torchsnapshot"),

@@ -279,7 +279,7 @@ COMMANDS = (
     ),
     Operation(
         "verify",
-        "cli.signing.verify",
+        "plugins.signing.commands.verify",
         "check that a commit is signed by a key that you trust",
         (
             _REF,
@@ -595,7 +595,7 @@ COMMANDS = (
     ),
     Operation(
         "sign",
-        "cli.signing.sign",
+        "plugins.signing.commands.sign",
         "sign a commit, or make a key to sign with",
         (
             Option("ref?", "REF", "the commit"),

@@ -11,7 +11,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.storage.contract import Storage
 
 if TYPE_CHECKING:
-    from ckptstore.index.postgres_log import PostgresLog
+    from ckptstore.plugins.postgres.log import PostgresLog
 
 VARIABLE = "CKPTSTORE_INDEX"
 
@@ -52,7 +52,7 @@ def open_log_place(
 def database_log(index: str, store: StoreId, storage: Storage) -> "PostgresLog":
     """The log of `store` in the database at `index`, whether or not it exists."""
     # Imported here because most stores have no database.
-    from ckptstore.index.postgres import Database
-    from ckptstore.index.postgres_log import PostgresLog
+    from ckptstore.plugins.postgres.database import Database
+    from ckptstore.plugins.postgres.log import PostgresLog
 
     return PostgresLog(Database(index, store), storage, store)

@@ -38,10 +38,10 @@ from ckptstore.maintenance.mover import (
     raw_bytes_of,
     rows_in,
 )
-from ckptstore.maintenance.signatures import copy_signatures
 from ckptstore.objects import codecs
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import TENSOR
+from ckptstore.plugins.signing.signatures import copy_signatures
 from ckptstore.repository import footers
 from ckptstore.repository.chunk_reader import cut, read_chunks
 from ckptstore.repository.dedup import Dedup, items_of

@@ -16,10 +16,10 @@ from ckptstore.core.config import LOG_FILES, StoreConfig
 from ckptstore.core.ids import CONFIG_KEY
 from ckptstore.errors import Conflict, InvalidInput, NotFound
 from ckptstore.index import VARIABLE, database_log
-from ckptstore.index.postgres_log import PostgresLog, token_of
 from ckptstore.log.entries import Moved
 from ckptstore.log.log import Log
 from ckptstore.objects.documents import encode_config
+from ckptstore.plugins.postgres.log import PostgresLog, token_of
 from ckptstore.repository.init_store import check_exclusive_create, read_config
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage import open_storage

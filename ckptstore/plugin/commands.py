@@ -4,7 +4,9 @@ from ckptstore.cli.call import VARIABLE, Answer, Call, UsageError
 from ckptstore.cli.commits import (
     commit_document,
     commit_text,
+    document_of,
     find_in_one_run,
+    find_info,
     find_proven,
     reader_of,
     short,
@@ -13,4 +15,3 @@ from ckptstore.cli.commits import (
 from ckptstore.cli.labels import links_of, metrics_of
 from ckptstore.cli.screen import Hint, Part, columns, fields_of
 from ckptstore.core.environment import run_or_default, threads_or_default
-from ckptstore.maintenance_api import Maintenance

@@ -15,5 +15,4 @@ from ckptstore.core.paths import (
     sync_path,
     write_file,
 )
-from ckptstore.storage import open_storage
 from ckptstore.storage.local_files import Descriptor, transfer, write_cached

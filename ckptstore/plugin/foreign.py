@@ -1,19 +1,5 @@
 """Files of other programs, without running what they hold."""
 
-from ckptstore.foreign.kinds import check_comes_back, file_kind, is_safetensors, load_torch
-from ckptstore.foreign.loaded import (
-    DCP_METADATA,
-    SNAPSHOT_METADATA,
-    Piece,
-    Placeholders,
-    as_app_state,
-    dtype_from,
-    foreign_metadata,
-    inside,
-    located,
-    read_json,
-    shape_of,
-)
 from ckptstore.foreign.magic import (
     GGUF_MAGIC,
     LEGACY_MAGIC,
@@ -21,7 +7,6 @@ from ckptstore.foreign.magic import (
     SAFETENSORS_HEADER_BYTES_MAX,
     ZIP_MAGIC,
 )
-from ckptstore.foreign.plain_pickles import refused_by_torch, save
 from ckptstore.foreign.sources import (
     Entry,
     Joined,

@@ -1,6 +1,5 @@
 """Leaves and the sources of their bytes."""
 
-from ckptstore.state.flatten import flatten
 from ckptstore.state.leaf_sources import (
     NAMES,
     NOTHING,

@@ -13,4 +13,3 @@ from ckptstore.restore.reader import (
     ReadRequest,
     Tree,
 )
-from ckptstore.restore.restore import Select, assemble_nodes

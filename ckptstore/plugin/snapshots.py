@@ -1,4 +1,5 @@
 """Snapshots from inside, and the store as its own methods see it."""
 
 from ckptstore.internals import MakeMetadata, PendingCommit, StoreInternals
+from ckptstore.restore.restore import Select, assemble_nodes
 from ckptstore.snapshot import Snapshot, contents_of

@@ -13,5 +13,3 @@ from ckptstore.core.statistics import (
     is_measured,
     key_of,
 )
-from ckptstore.state.measure import squared_distance, statistics_of
-from ckptstore.state.sums import add_up, flat_tensor

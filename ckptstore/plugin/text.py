@@ -1,6 +1,7 @@
 """Words for people: sizes, counts, tables, and addresses without their secrets."""
 
 from ckptstore.core.text import (
+    ID_DIGITS,
     Column,
     Table,
     bytes_text,
@@ -10,4 +11,5 @@ from ckptstore.core.text import (
     redact,
     selector,
     unicode_text,
+    without,
 )

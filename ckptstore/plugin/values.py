@@ -2,6 +2,7 @@
 
 from ckptstore.state import stateful
 from ckptstore.state.codecs import containers, values
+from ckptstore.state.flatten import flatten
 from ckptstore.state.inflate import children_of, inflate, refuse_pickles
 from ckptstore.state.stateful import (
     RNGState,

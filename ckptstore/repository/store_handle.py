@@ -37,7 +37,7 @@ from ckptstore.storage.contract import Storage
 
 if TYPE_CHECKING:
     from ckptstore.index.catalog import Catalog, Unfoldable
-    from ckptstore.index.postgres import PostgresCatalog
+    from ckptstore.plugins.postgres.database import PostgresCatalog
     from ckptstore.repository.chunk_store import ObjectStore
 
 logger = logging.getLogger("ckptstore")
@@ -193,7 +193,7 @@ class StoreHandle:
     def catalog(self) -> "Catalog | PostgresCatalog":
         """The catalog, for folding; queries use `queries`."""
         if self.database is not None:
-            from ckptstore.index.postgres import PostgresCatalog
+            from ckptstore.plugins.postgres.database import PostgresCatalog
 
             return PostgresCatalog(self.database.database)
         from ckptstore.index.catalog import Catalog

@@ -17,7 +17,7 @@ import torch
 import ckptstore
 from ckptstore.core.ids import signature_key
 from ckptstore.errors import Corrupt, InvalidInput, Unavailable, Untrusted
-from ckptstore.maintenance import signatures
+from ckptstore.plugins.signing import signatures
 from ckptstore.store import internals_of
 from tests.cli.running import call
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ckptstore.index.postgres_log import PostgresLog
+from ckptstore.plugins.postgres.log import PostgresLog
 from ckptstore.storage.bucket import BucketStorage
 from ckptstore.storage.local import LocalStorage
 from tests.net import registry

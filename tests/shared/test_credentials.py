@@ -219,7 +219,7 @@ def test_no_error_and_no_cause_holds_credentials(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     site.open(tmp_path / "host").close()
-    monkeypatch.setattr("ckptstore.index.postgres.DEADLINE_S", 1.0)
+    monkeypatch.setattr("ckptstore.plugins.postgres.database.DEADLINE_S", 1.0)
     with caplog.at_level(logging.DEBUG, "ckptstore"), proxy_to(server.address) as proxy:
         proxy.faults.busy = 1.0
         for name, attempt in failing(site, server, proxy, postgres, tmp_path / "host").items():

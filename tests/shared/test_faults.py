@@ -64,7 +64,7 @@ def bucket(request: pytest.FixtureRequest, s3: S3Server, seed: int) -> Iterator[
 def database(
     postgres: PostgresServer, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Site, Proxy]]:
-    monkeypatch.setattr("ckptstore.index.postgres.DEADLINE_S", DEADLINE_S)
+    monkeypatch.setattr("ckptstore.plugins.postgres.database.DEADLINE_S", DEADLINE_S)
     with proxy_to(postgres.address, seed) as proxy:
         yield (
             Site(

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from ckptstore.index.postgres_log import PostgresLog
 from ckptstore.log import log as log_module
 from ckptstore.log.log import Log
+from ckptstore.plugins.postgres.log import PostgresLog
 from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
 from tests.log.builders import STORE, fresh_commit

@@ -13,11 +13,11 @@ from sqlalchemy import Engine
 import ckptstore
 from ckptstore.core.ids import StoreId, log_key
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, Unavailable
-from ckptstore.index import postgres as database
 from ckptstore.log.entries import Settings
 from ckptstore.log.log import Refused
 from ckptstore.maintenance.move_log import migrate_tables, move_log, restore_log
 from ckptstore.maintenance.retention import KeepLast
+from ckptstore.plugins.postgres import database
 from tests.maintenance.collecting import state_of
 from tests.maintenance.stores import assert_equal
 from tests.shared.sites import Site
@@ -153,7 +153,7 @@ def test_no_password_is_in_files_or_messages(
 ) -> None:
     with local.open(host) as store:
         store.commit(state_of(1), step=1)
-    monkeypatch.setattr("ckptstore.index.postgres.DEADLINE_S", 0.5)
+    monkeypatch.setattr("ckptstore.plugins.postgres.database.DEADLINE_S", 0.5)
     for path in Path(local.place).rglob("*"):
         assert not path.is_file() or PASSWORD.encode() not in path.read_bytes()
     for index in (

@@ -12,8 +12,8 @@ import pytest
 import ckptstore
 from ckptstore.core.ids import log_key
 from ckptstore.errors import InvalidInput, NotFound, Unavailable
-from ckptstore.index.postgres import DEADLINE_S
 from ckptstore.log.entries import Settings
+from ckptstore.plugins.postgres.database import DEADLINE_S
 from ckptstore.repository.store_handle import StoreHandle
 from tests.maintenance.collecting import state_of
 from tests.shared.sites import Site
@@ -86,7 +86,7 @@ def test_what_was_acknowledged_survives_many_deaths_of_the_server(tmp_path: Path
 def test_a_database_that_is_away_is_waited_for_and_then_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptstore.index.postgres.DEADLINE_S", 1.0)
+    monkeypatch.setattr("ckptstore.plugins.postgres.database.DEADLINE_S", 1.0)
     with postgres_server() as server:
         site = Site(str(tmp_path / "store"), None, {"index": server.new_url()})
         with patiently(lambda: site.open(tmp_path / "host")) as store:

@@ -32,6 +32,8 @@ PLUGINS = {
     "torchsnapshot": ("interop/torchsnapshot/",),
     "analysis": ("plugins/analysis/", "analysis.py", "averages.py", "history.py"),
     "ui": ("plugins/ui/",),
+    "postgres": ("plugins/postgres/",),
+    "signing": ("plugins/signing/",),
 }
 """How the names of the files of each plugin begin, below the package; all others are the core."""
 

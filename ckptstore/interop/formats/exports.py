@@ -251,7 +251,7 @@ def _selected(snapshot: Snapshot, selects: Selects) -> Iterator[Leaf]:
 def _write_torch(
     snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool
 ) -> Written:
-    from ckptstore.plugin.foreign import check_comes_back, refused_by_torch, save
+    from ckptstore.plugin.torch_saves import check_comes_back, refused_by_torch, save
 
     state = _state(snapshot, selects, allow_pickle)
     # torch.save accepts no path that begins with a dot and has no suffix

@@ -15,23 +15,21 @@ from typing import Literal, NoReturn, TypeAlias
 
 from ckptstore import Store
 from ckptstore.errors import InvalidInput, NotFound, Unavailable
-from ckptstore.plugin.foreign import (
+from ckptstore.plugin.foreign import Entry, check_tiling, shape_around
+from ckptstore.plugin.snapshots import Snapshot
+from ckptstore.plugin.stores import commit_leaves, threads_of
+from ckptstore.plugin.text import count_text, redact, unicode_text
+from ckptstore.plugin.torch_saves import (
     DCP_METADATA,
     SNAPSHOT_METADATA,
-    Entry,
     as_app_state,
-    check_tiling,
     file_kind,
     foreign_metadata,
     inside,
     is_safetensors,
     load_torch,
     read_json,
-    shape_around,
 )
-from ckptstore.plugin.snapshots import Snapshot
-from ckptstore.plugin.stores import commit_leaves, threads_of
-from ckptstore.plugin.text import count_text, redact, unicode_text
 from ckptstore.plugin.work import ThreadPool
 from ckptstore.plugin.writing import Flats, label_of
 from ckptstore.plugins.adopt.adopting import DCP_SHARD, SUFFIX, group_of, state_of
@@ -112,7 +110,7 @@ def _flats(place: Path, threads: ThreadPool, *, allow_pickle: bool) -> Flats:
             )
         return flats
     if kind == "torch":
-        from ckptstore.plugin.leaves import flatten
+        from ckptstore.plugin.values import flatten
 
         return flatten(
             as_app_state(load_torch(place, str(place), allow_pickle=allow_pickle)),

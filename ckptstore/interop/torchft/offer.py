@@ -27,7 +27,7 @@ from ckptstore.interop.torchft.wire import (
     name_of_pieces,
 )
 from ckptstore.plugin.encoding import encode_schema, split_pages
-from ckptstore.plugin.leaves import FlatState, Source, flatten, memory_of
+from ckptstore.plugin.leaves import FlatState, Source, memory_of
 from ckptstore.plugin.model import INLINE_BYTES, RUN_BYTES, ChunkId, LeafContent
 from ckptstore.plugin.reading import FileRange
 from ckptstore.plugin.tensors import (
@@ -40,6 +40,7 @@ from ckptstore.plugin.tensors import (
     tensors,
 )
 from ckptstore.plugin.text import bytes_text
+from ckptstore.plugin.values import flatten
 from ckptstore.plugin.work import ThreadPool
 from ckptstore.plugin.writing import Extent, GcPin, Run, plan_chunks
 

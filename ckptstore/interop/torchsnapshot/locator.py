@@ -29,14 +29,14 @@ from ckptstore.plugin.files import (
     distrust,
     is_alone,
     make_directories,
-    open_storage,
     rights,
     search,
 )
-from ckptstore.plugin.foreign import SNAPSHOT_METADATA
 from ckptstore.plugin.model import CONFIG_KEY, ROOT_ENTRIES, CommitId, check_tag, digest
 from ckptstore.plugin.pointers import DIRECTORY_POINTERS, Pointer, is_pointer, read_pointer
+from ckptstore.plugin.storage import open_storage
 from ckptstore.plugin.text import redact
+from ckptstore.plugin.torch_saves import SNAPSHOT_METADATA
 from ckptstore.plugin.work import forks
 
 logger = logging.getLogger("ckptstore")

@@ -20,7 +20,13 @@ from urllib.parse import unquote
 import torch
 
 from ckptstore.errors import InvalidInput, NotFound
-from ckptstore.plugin.foreign import (
+from ckptstore.plugin.leaves import NAMES, FlatState
+from ckptstore.plugin.model import Box, Node, Shape, intersect, nbytes_of, within
+from ckptstore.plugin.reading import Tree
+from ckptstore.plugin.snapshots import Snapshot, assemble_nodes, contents_of
+from ckptstore.plugin.tensors import held_of, is_distributed, tensors
+from ckptstore.plugin.text import near
+from ckptstore.plugin.torch_saves import (
     SNAPSHOT_METADATA,
     Piece,
     Placeholders,
@@ -31,12 +37,6 @@ from ckptstore.plugin.foreign import (
     read_json,
     shape_of,
 )
-from ckptstore.plugin.leaves import NAMES, FlatState
-from ckptstore.plugin.model import Box, Node, Shape, intersect, nbytes_of, within
-from ckptstore.plugin.reading import Tree, assemble_nodes
-from ckptstore.plugin.snapshots import Snapshot, contents_of
-from ckptstore.plugin.tensors import held_of, is_distributed, tensors
-from ckptstore.plugin.text import near
 from ckptstore.plugin.values import values
 
 logger = logging.getLogger("ckptstore")

@@ -43,8 +43,8 @@ from ckptstore.maintenance.check.offline_store import (
 )
 from ckptstore.maintenance.check.trees import Contents, Referrer, Walk, taken
 from ckptstore.maintenance.gc.plan import list_objects, owner, unlisted
-from ckptstore.maintenance.signatures import damaged
 from ckptstore.objects.pack import FooterTable
+from ckptstore.plugins.signing.signatures import damaged
 from ckptstore.repository.chunk_reader import keys_of
 from ckptstore.repository.footers import read_table_at
 from ckptstore.storage.contract import Storage

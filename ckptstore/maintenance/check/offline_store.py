@@ -44,7 +44,7 @@ from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
 
 if TYPE_CHECKING:
-    from ckptstore.index.postgres_log import PostgresLog
+    from ckptstore.plugins.postgres.log import PostgresLog
 
 T = TypeVar("T")
 

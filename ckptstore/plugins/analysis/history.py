@@ -25,7 +25,7 @@ from ckptstore.plugins.analysis.measurements import Measurements, Tensor
 if TYPE_CHECKING:
     import pandas
 
-    from ckptstore.plugin.reading import Select
+    from ckptstore.plugin.snapshots import Select
 
 COMMITS_AT_ONCE = 50
 """So many commits are looked up in the catalog, and kept there, together."""

@@ -261,7 +261,7 @@ def _nbytes(tensor: Tensor, box: Box | None) -> int:
 
 def _measure(reader: Reader, found: dict[bytes, bytes], batch: Batch) -> None:
     """Read and measure a batch; the results go to `found`."""
-    from ckptstore.plugin.statistics import squared_distance, statistics_of
+    from ckptstore.plugin.tensors import squared_distance, statistics_of
 
     parts = dict.fromkeys(
         part for each, boxes in batch for part in zip(each.tensors, boxes, strict=True)

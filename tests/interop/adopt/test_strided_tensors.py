@@ -11,9 +11,9 @@ import torch
 
 from ckptstore.core.model import Box
 from ckptstore.errors import InvalidInput
+from ckptstore.foreign import strides
 from ckptstore.foreign.strides import can_be_strided, gaps, gather, scatter, span_bytes
 from ckptstore.interop.formats import export, import_path
-from ckptstore.plugins.adopt import strides
 from ckptstore.plugins.adopt.commit_files import CommitFiles
 from ckptstore.plugins.adopt.directory import Folder
 from ckptstore.plugins.adopt.manifest import (

@@ -22,7 +22,7 @@ DEADLINE_S = 2.0
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "FIRST_PAUSE_S", 0.1)
-    monkeypatch.setattr("ckptstore.index.postgres.DEADLINE_S", DEADLINE_S)
+    monkeypatch.setattr("ckptstore.plugins.postgres.database.DEADLINE_S", DEADLINE_S)
 
 
 @pytest.fixture(params=clients())

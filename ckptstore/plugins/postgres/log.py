@@ -15,14 +15,20 @@ from typing import NamedTuple, TypeVar
 
 from sqlalchemy import Connection, text
 
-from ckptstore.core.ids import StoreId, log_key
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, ReadOnly, Unavailable
-from ckptstore.index.catalog_fold import fold_entries, stamp
-from ckptstore.index.catalog_sqlite import REVISION
-from ckptstore.index.postgres import Database, Lost, PostgresTables, at_once, quoted
-from ckptstore.index.tables import make_tables, migrate
-from ckptstore.log.entries import Entry, Position, decode_entry
-from ckptstore.storage.contract import Storage
+from ckptstore.plugin.catalogs import (
+    REVISION,
+    Entry,
+    Position,
+    decode_entry,
+    fold_entries,
+    make_tables,
+    migrate,
+    stamp,
+)
+from ckptstore.plugin.model import StoreId, log_key
+from ckptstore.plugin.storage import Storage
+from ckptstore.plugins.postgres.database import Database, Lost, PostgresTables, at_once, quoted
 
 _BATCH = 500
 _PLACE = (

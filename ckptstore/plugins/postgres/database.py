@@ -20,14 +20,19 @@ from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
-from ckptstore.core.forks import cached_property, survives_forks
-from ckptstore.core.ids import StoreId
-from ckptstore.core.process import pauses, start
-from ckptstore.core.text import redact, without
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, ReadOnly, Unavailable
-from ckptstore.index.catalog_fold import Tables, add_schemas, add_statistics
-from ckptstore.index.queries import Queries, Rows
-from ckptstore.log.entries import Entry, Position
+from ckptstore.plugin.catalogs import (
+    Entry,
+    Position,
+    Queries,
+    Rows,
+    Tables,
+    add_schemas,
+    add_statistics,
+)
+from ckptstore.plugin.model import StoreId
+from ckptstore.plugin.text import redact, without
+from ckptstore.plugin.work import cached_property, pauses, start, survives_forks
 
 DEADLINE_S = 30.0
 """How long a read is retried while the database is away, and the limit of a transaction."""

@@ -1,9 +1,8 @@
 """`ckptstore sign` and `verify`: who stands behind a commit."""
 
-from ckptstore.cli.call import Answer, Call, UsageError
-from ckptstore.cli.commits import commit_text, document_of, find_info
-from ckptstore.core.text import ID_DIGITS
-from ckptstore.maintenance import signatures
+from ckptstore.plugin.commands import Answer, Call, UsageError, commit_text, document_of, find_info
+from ckptstore.plugin.text import ID_DIGITS
+from ckptstore.plugins.signing import signatures
 
 
 def sign(call: Call) -> Answer:

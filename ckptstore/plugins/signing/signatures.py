@@ -11,7 +11,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptstore.core.ids import (
+from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable, Untrusted
+from ckptstore.plugin.files import check_path
+from ckptstore.plugin.model import (
     CommitId,
     KeyId,
     digest,
@@ -19,10 +21,8 @@ from ckptstore.core.ids import (
     signature_key,
     signatures_prefix,
 )
-from ckptstore.core.paths import check_path
-from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable, Untrusted
-from ckptstore.maintenance.ssh_agent import sign_by_agent
-from ckptstore.storage.contract import Storage, put_finished
+from ckptstore.plugin.storage import Storage, put_finished
+from ckptstore.plugins.signing.ssh_agent import sign_by_agent
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (

@@ -1,0 +1,1 @@
+"""The log and the catalog of a store in PostgreSQL."""

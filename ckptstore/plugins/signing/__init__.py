@@ -1,0 +1,1 @@
+"""Who stands behind a commit: signatures of commit ids."""
