@@ -103,7 +103,7 @@ def shared_directories() -> Iterator[None]:
         yield
 
 
-PACK_BYTES = (None, 1 << 17)
+PACK_BYTES = (None, 1 << 17, 1 << 17)
 """Sizes of packs that the net draws: as they come, or so small that a commit fills several, a push
 registers some of them ahead, and a gc copies into several."""
 
