@@ -19,7 +19,6 @@ SHAPES: tuple[tuple[int, ...], ...] = (
     (2, 1 << 14),
     ((1 << 14) + 17,),
     (300, 250),
-    (300, 250),
 )
 """The last one has several chunks in single and in half precision, none of which is a multiple of a
 page."""
