@@ -16,7 +16,7 @@ import torch
 import ckptstore
 from ckptstore.core.ids import CommitId
 from ckptstore.maintenance.retention import Policy
-from tests.net import registry
+from tests.net import registry, upkeep
 from tests.net.registry import Operation
 from tests.net.training import CHUNK_BYTES, Tensors, Training, copies, same, tensors_of
 
@@ -148,9 +148,10 @@ class Stores:
             sync(self, who)
         for who, store in enumerate(self.stores):
             self.told.append(f"at the end: read {who}")
-            store.gc(grace_s=0, max_unused=0.0)
+            upkeep.collected(store)
             for info in store.log():
                 self.look(who, info.id, EVERYTHING)
+                self.look(who, info.id, MAPPED)
                 way = self.random.choice(WAYS)
                 mappable = isinstance(self.place(who), Path) or way.name != "state_dict mapped"
                 if mappable and self.random.random() < 0.3:
@@ -167,6 +168,7 @@ WAYS = [way for way in registry.READERS if way.name not in ("facts", "numbered")
 """Those need the labels and the order of a training's parameters, which stores do not exchange."""
 
 EVERYTHING = next(reader for reader in registry.READERS if reader.name == "state_dict")
+MAPPED = next(reader for reader in registry.READERS if reader.name == "mapped")
 
 # -- what one store does --
 
@@ -274,7 +276,7 @@ def undelete(s: Stores, who: int) -> None:
 
 def collect(s: Stores, who: int) -> None:
     before = s.see(who)
-    s.stores[who].gc(grace_s=0, max_unused=0.0)
+    upkeep.collected(s.stores[who])
     assert s.see(who).shows(before)
     s.counts["gcs"] += 1
 

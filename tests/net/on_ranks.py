@@ -2,7 +2,7 @@
 and says what it found."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import ckptstore
+from ckptstore.distributed.collective import Collective
+from ckptstore.distributed.coordinator import DONE
 from ckptstore.storage.local import LocalStorage
 from tests.net.ranks import (
     CHUNK_BYTES,
@@ -169,19 +171,23 @@ def ranks_for(what: Commit) -> ckptstore.Ranks:
     )
 
 
+def label_of(what: Commit) -> dict[str, Any]:
+    """What a commit is called, and which ranks make it."""
+    return {"step": what.step, "metrics": {"loss": what.step % 3}, "ranks": ranks_for(what)}
+
+
 def commit(rank: int, what: Commit) -> None:
     """The commit of this rank's part; those in the background go on."""
     if rank not in what.group:
         return
-    here, ranks = _here[0], ranks_for(what)
+    here, label = _here[0], label_of(what)
     state = here.state(what, rank)
     if what.way == "commit":
-        here.store.commit(state, step=what.step, ranks=ranks, memory_budget_bytes=what.budget)
+        here.store.commit(state, **label, memory_budget_bytes=what.budget)
         here.pending = []
     else:
         background = ckptstore.Async(staging="lazy" if what.way == "lazy" else "eager")
-        pending = here.store.commit_async(state, step=what.step, ranks=ranks, background=background)
-        here.pending.append(pending)
+        here.pending.append(here.store.commit_async(state, **label, background=background))
 
 
 class Raising(dict[str, Any]):
@@ -219,9 +225,31 @@ def failing_at(call: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def interrupted_late() -> Iterator[None]:
+    """This rank is interrupted once it has handed in what it wrote, and the commit was made."""
+    real = Collective.round
+
+    def interrupted(self: Collective, what: str, *args: Any, **how: Any) -> Any:
+        found = real(self, what, *args, **how)
+        if what == "commit: publish" and found[0] == DONE:
+            raise KeyboardInterrupt
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collective, "round", interrupted)
+        yield
+
+
+def failing(how: str, call: int) -> AbstractContextManager[None]:
+    if how == "storage":
+        return failing_at(call)
+    return interrupted_late() if how == "late" else nullcontext()
+
+
 def commit_failing(rank: int, what: Commit, on: int, how: str, call: int) -> str:
-    """A commit during which one rank fails; returns its outcome. How: its state raises, or its
-    storage fails from a call on."""
+    """A commit during which one rank fails; returns its outcome. How: its state raises, its
+    storage fails from a call on, or it is interrupted late."""
     if rank not in what.group:
         return ""
     here = _here[0]
@@ -230,9 +258,10 @@ def commit_failing(rank: int, what: Commit, on: int, how: str, call: int) -> str
     if rank == on and how == "raises":
         state["zz"] = Raising()
     try:
-        with failing_at(call) if rank == on and how == "storage" else nullcontext():
-            here.store.commit(state, step=what.step, ranks=ranks_for(what))
-    except (ckptstore.CkptStoreError, ValueError) as error:  # of one rank alone its own
+        with failing(how, call) if rank == on else nullcontext():
+            here.store.commit(state, **label_of(what))
+    except (ckptstore.CkptStoreError, ValueError, KeyboardInterrupt) as error:
+        # of one rank alone its own
         return type(error).__name__
     return "made"
 

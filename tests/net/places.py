@@ -4,12 +4,12 @@ the log beside the objects or in a database."""
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from shutil import copytree, rmtree
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from psycopg import sql
@@ -18,6 +18,8 @@ from ckptstore.core import paths
 from ckptstore.log import log_backend
 from ckptstore.repository import store_handle
 from ckptstore.storage import local_files
+from ckptstore.storage.bucket import BucketStorage
+from ckptstore.storage.local import LocalStorage
 from tests.shared.sites import Site, Sites
 from tests.support.servers.postgres import PostgresServer
 from tests.support.servers.s3 import S3Server
@@ -98,6 +100,29 @@ def shared_directories() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (store_handle, log_backend, local_files):
             patch.setattr(module, "is_network_filesystem", shared)
+        yield
+
+
+PACK_BYTES = (None, 1 << 17, 1 << 17)
+"""Sizes of packs that the net draws: as they come, or so small that a commit fills several, a push
+registers some of them ahead, and a gc copies into several."""
+
+
+@contextmanager
+def packs_of(nbytes: int | None) -> Iterator[None]:
+    """Within, each storage that is opened begins a new pack after so many bytes."""
+
+    def opening(init: Any) -> Any:
+        def opened(self: Any, *args: Any, **options: Any) -> None:
+            init(self, *args, **options)
+            if nbytes is not None:
+                self.capabilities = replace(self.capabilities, pack_bytes=nbytes)
+
+        return opened
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (LocalStorage, BucketStorage):
+            patch.setattr(kind, "__init__", opening(kind.__init__))
         yield
 
 

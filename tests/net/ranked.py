@@ -1,16 +1,33 @@
 """Ways to read a commit of ranks; each yields what is not as the merge says."""
 
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import ckptstore
 from tests.net.ranks import Commit, T, differences, flat, holders, merged, view
+from tests.net.training import same
 
 
 def whole(snapshot: ckptstore.Snapshot, of: Commit) -> Iterator[str]:
     wanted = merged(of)
     yield from differences(wanted, snapshot.state_dict(), f"step {of.step}")
     yield from leaves(snapshot, wanted, f"step {of.step}")
+
+
+def slices(snapshot: ckptstore.Snapshot, of: Commit) -> Iterator[str]:
+    """Some rows and some columns of each tensor, which ranks may have committed in boxes."""
+    random = Random(of.step)
+    for path, node in flat(merged(of)):
+        if not isinstance(node, T) or not node.nbytes:
+            continue
+        region = list[slice]()
+        for length in node.shape[:2]:
+            start = random.randrange(length)
+            region.append(slice(start, random.randint(start + 1, length)))
+        got, wanted = snapshot.read(path, tuple(region)), node.made()[tuple(region)]
+        if not same(got, wanted):
+            yield f"step {of.step}: {region} of {path} is another"
 
 
 def of_rank(snapshot: ckptstore.Snapshot, of: Commit) -> Iterator[str]:

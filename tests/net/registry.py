@@ -266,6 +266,7 @@ READERS = (
 
 RANKED = (
     Reader("whole", ("Ranks", "Snapshot.state_dict", "Snapshot.leaves"), ranked.whole),
+    Reader("slices", ("Snapshot.read",), ranked.slices),
     Reader("of_rank", ("Snapshot.of_rank",), ranked.of_rank),
     Reader("numbered", ("Snapshot.numbered",), ranked.numbered),
     Reader("only", ("Snapshot.only",), ranked.only),
@@ -291,12 +292,15 @@ class World:
     """A store and a mirror, and what each commit has, by step."""
 
     def __init__(self, sites: tuple[Sites, Sites], folder: Path, random: Random) -> None:
-        """Six commits, of which the newest may have no chunk of its own, and a mirror with some."""
+        """Six commits, of which the newest may have no chunk of its own, and a mirror with some of
+        them and with one of another run that the store lacks."""
         self.sites, self.folder = sites, folder
         self.store, self.mirror = (kind.new() for kind in sites)
         generator = torch.Generator().manual_seed(random.getrandbits(32))
         blocks = [torch.rand(BLOCK, generator=generator) for _ in range(random.randint(3, 6))]
-        self.states = {step: contents(random, blocks, step) for step in (*range(1, 7), 100, 200)}
+        self.states = {step: contents(random, blocks, step) for step in (*range(1, 8), 100, 200)}
+        foreign = [torch.rand(2 * BLOCK, generator=generator) for _ in range(3)]
+        self.states[7] = dict(zip(("x", "y", "own"), foreign, strict=True)) | {"n": 7}
         for step in (5, 6):
             self.states[step].pop("own", None)
         for step in (101, 201):
@@ -312,6 +316,8 @@ class World:
                 if step == 3 and random.random() < 0.7:
                     store.push(self.mirror.place, create=True, storage=to)
             store.push(self.mirror.place, 6, create=True, storage=to)
+        with self.mirror.open(create=False, threads=1, run="elsewhere") as store:
+            store.commit(self.states[7], step=7)
 
     def copied(self) -> "World":
         """The same again, elsewhere, with nothing done to it."""
@@ -401,7 +407,7 @@ def op_mmap(world: World, store: ckptstore.Store, step: int) -> None:
 
 
 def op_gc(world: World, store: ckptstore.Store, step: int) -> None:
-    store.gc(grace_s=0, max_unused=0.0)
+    upkeep.collected(store)
 
 
 def op_compact(world: World, store: ckptstore.Store, step: int) -> None:
@@ -416,7 +422,7 @@ def op_forget(world: World, store: ckptstore.Store, step: int) -> None:
     """With its gc: steps 5 and 6 stay, unless two newer ones came, and are pinned by a tag."""
     store.tag("kept", 6)
     store.forget(ckptstore.KeepLast(2))
-    store.gc(grace_s=0, max_unused=0.0)
+    upkeep.collected(store)
 
 
 def op_undelete(world: World, store: ckptstore.Store, step: int) -> None:
@@ -512,6 +518,14 @@ UPKEEP = (
     Entry("adopt", ("Store.adopt", "Snapshot.materialize", "Store.release"), upkeep.adopt),
     Entry("command", tuple(f"$ {words[0]}" for words in upkeep.LINES), upkeep.command),
 )
+
+RANKED_UPKEEP = tuple(
+    each
+    for each in UPKEEP
+    if each.name in ("compact", "forget", "undelete", "gc", "mirror", "repair", "reindex")
+)
+"""What one process does to a history of commits of several ranks, of which some may have failed and
+have left a session."""
 
 # -- places, and what other tests try --
 

@@ -6,11 +6,13 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 
 import pytest
 
 from tests.net.exchanges import Stores
+from tests.net.places import PACK_BYTES, packs_of
 
 ACTIONS = 25
 MEMORY = Path("/dev/shm")
@@ -18,14 +20,16 @@ MEMORY = Path("/dev/shm")
 
 def walk(seed: int) -> Counter[str]:
     with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
-        stores = None
+        stores, pack_bytes = None, Random(seed).choice(PACK_BYTES)
         try:
-            stores = Stores(Path(folder), seed)
-            for _ in range(ACTIONS):
-                stores.act()
-            stores.end()
+            with packs_of(pack_bytes):
+                stores = Stores(Path(folder), seed)
+                for _ in range(ACTIONS):
+                    stores.act()
+                stores.end()
         except BaseException as error:
             told = stores.told if stores else ["the first commits"]
+            told.insert(0, f"packs of {pack_bytes} bytes")
             error.add_note(f"walk of seed {seed}:\n  " + "\n  ".join(told))
             if stores:
                 with suppress(Exception):

@@ -16,7 +16,7 @@ import torch
 
 import ckptstore
 from tests.net import places, registry
-from tests.net.places import Ground, shared_directories
+from tests.net.places import PACK_BYTES, Ground, packs_of, shared_directories
 from tests.net.training import CHUNK_BYTES, Tensors, Training, copies, same, tensors_of
 from tests.shared.sites import Site, on
 
@@ -182,15 +182,16 @@ def rounded(value: torch.Tensor) -> torch.Tensor:
 def walk(seed: int, ground: Ground) -> str:
     """Returns the kind of place in which the store was."""
     with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
-        history = None
+        history, pack_bytes = None, Random(seed).choice(PACK_BYTES)
         try:
-            with on(Path(folder) / "host-1"):
+            with on(Path(folder) / "host-1"), packs_of(pack_bytes):
                 history = History(Path(folder), seed, ground)
                 for _ in range(ACTIONS):
                     history.act()
                 history.end()
         except BaseException as error:
             told = history.told if history else ["the first commit"]
+            told.insert(0, f"packs of {pack_bytes} bytes")
             error.add_note(f"CKPTSTORE_NET_WALK={seed} repeats it:\n  " + "\n  ".join(told))
             raise
         history.remove()

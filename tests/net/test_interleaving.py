@@ -19,9 +19,9 @@ from ckptstore.plugins.postgres.log import PostgresLog
 from ckptstore.storage.bucket import BucketStorage
 from ckptstore.storage.local import LocalStorage
 from tests.net import registry
-from tests.net.places import Ground, shared_directories
+from tests.net.places import PACK_BYTES, Ground, packs_of, shared_directories
 from tests.net.registry import Operation, World
-from tests.net.upkeep import alarms
+from tests.net.upkeep import alarms, collected
 from tests.shared.sites import on
 
 OBJECTS = (
@@ -138,8 +138,8 @@ def checked(world: World, host: Path, random: Random) -> None:
     is damaged."""
     for site in [world.store, *([world.mirror] if world.is_mirror_changed() else [])]:
         with site.open(host, create=False, threads=1) as store:
-            if is_clean := random.random() < 0.5:
-                store.gc(grace_s=0, max_unused=0.0)
+            is_clean = random.random() < 0.5
+            collected(store, dry_run=not is_clean)
             for info in store.log():
                 world.compare(store.checkout(info.id))
             report = store.fsck(read_data="100%" if random.random() < 0.3 else None)
@@ -169,6 +169,7 @@ class Round:
         self.seed, self.ground, self.folder = seed, ground, folder
         self.worlds: dict[int, World] = {}
         self.calls: dict[tuple[int, str], list[str]] = {}
+        self.pack_bytes: dict[int, int | None] = {}
         self.counts = Counter[str]()
 
     def run(self, until: float, only: str | None = None) -> None:
@@ -189,9 +190,10 @@ class Round:
     def world(self, number: int) -> World:
         if number not in self.worlds:
             random, base = Random(f"{self.seed} {number}"), self.folder / f"{number}"
+            self.pack_bytes[number] = random.choice(PACK_BYTES)
             base.mkdir()
             sites = self.ground.drawn(random, base), self.ground.drawn(random, base)
-            with on(base / "host"):
+            with on(base / "host"), packs_of(self.pack_bytes[number]):
                 self.worlds[number] = World(sites, base, random)
         return self.worlds[number]
 
@@ -199,7 +201,8 @@ class Round:
         """The storage calls of the operation alone."""
         if (number, first.name) not in self.calls:
             alone, host = self.world(number).copied(), self.folder / f"{number}" / "alone"
-            self.calls[number, first.name] = meet(alone, first, first, None, (host, host)).calls
+            with packs_of(self.pack_bytes[number]):
+                self.calls[number, first.name] = meet(alone, first, first, None, (host, host)).calls
             alone.remove()
         return self.calls[number, first.name]
 
@@ -211,12 +214,14 @@ class Round:
         here, there = hosts / "here", hosts / ("here" if one else "there")
         kinds = [sites.kind for sites in world.sites]
         try:
-            meet(world, first, second, at, (here, there))
-            checked(world, random.choice((here, there)), random)
+            with packs_of(self.pack_bytes[number]):
+                meet(world, first, second, at, (here, there))
+                checked(world, random.choice((here, there)), random)
         except BaseException as error:
             error.add_note(
                 f"{second.name} within call {at} of {len(calls)} of {first.name}, by "
-                f"{'the same' if one else 'another'} host; store and mirror: {kinds}; repeat with "
+                f"{'the same' if one else 'another'} host; store and mirror: {kinds}, packs of "
+                f"{self.pack_bytes[number]} bytes; repeat with "
                 f"CKPTSTORE_NET_WORLD={self.seed} CKPTSTORE_NET_PAIR={name!r}"
             )
             raise

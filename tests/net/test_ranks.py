@@ -26,6 +26,7 @@ from tests.net.ranks import (
     is_container,
     merged,
 )
+from tests.shared.sites import Site
 
 ACTIONS = 12
 MEMORY = Path("/dev/shm")
@@ -39,6 +40,9 @@ class Job:
         self.told: list[str] = []
         self.draw = Draw(self.random)
         self.made: dict[int, Commit] = {}
+        self.site, self.mirror = Site(str(self.path)), Site(str(folder / "mirror"))
+        self.store: ckptstore.Store
+        self.leaving = set[int | None]()
         self.step = 0
         codec = self.random.choice(("raw", "zstd"))
         executor = "process" if self.random.random() < 0.06 else None
@@ -48,7 +52,14 @@ class Job:
         return self.pool.run(task, *args)
 
     def act(self) -> None:
-        table = {self.commit: 12, self.fail: 1, self.restore: 4, self.read: 1, self.reopen: 1}
+        table = {
+            self.commit: 12,
+            self.fail: 1,
+            self.restore: 4,
+            self.read: 1,
+            self.reopen: 1,
+            self.keep: 3,
+        }
         action = self.random.choices(list(table), list(table.values()))[0]
         self.counts[action.__name__] += 1
         action()
@@ -72,16 +83,20 @@ class Job:
         """One rank fails: all say the same, and the commit is there as a whole, or not at all."""
         self.wait()
         commit, random = self.drawn(), self.random
-        on, how = random.choice(commit.group), random.choice(("raises", "storage", "storage"))
+        on = random.choice(commit.group)
+        how = random.choice(("raises", "storage", "storage", "late"))
         call = random.randint(1, 20)
         self.told.append(f"rank {on} fails: {how} {call}")
         outcomes = set(self.run(on_ranks.commit_failing, commit, on, how, call)) - {""}
         self.counts[f"{how}: {sorted(outcomes)}"] += 1
-        assert len(outcomes) == 1, f"ranks differ in the outcome: {outcomes}"
-        assert how == "storage" or "made" not in outcomes
+        if how == "late":  # all but that rank may know that it was made
+            assert outcomes <= {"made", "KeyboardInterrupt"}
+        else:
+            assert len(outcomes) == 1, f"ranks differ in the outcome: {outcomes}"
+            assert how == "storage" or "made" not in outcomes
         with ckptstore.open(self.path, create=False, threads=1) as store:
             there = any(info.step == commit.step for info in store.log())
-            assert there or "made" not in outcomes
+            assert there or (how != "late" and "made" not in outcomes)
             if there:
                 self.made[commit.step] = commit
                 self.look(store, commit)
@@ -130,6 +145,32 @@ class Job:
             self.wait()
             with ckptstore.open(self.path, create=False, threads=1) as store:
                 self.look(store, self.made[self.random.choice(list(self.made))])
+
+    def keep(self) -> None:
+        """What one process does to the history, whose chunks ranks know from commits before."""
+        self.wait()
+        way = self.random.choice(registry.RANKED_UPKEEP)
+        self.told.append(f"{way.name}")
+        with self.site.open(create=False, threads=1) as self.store:
+            if self.store.log():
+                self.leaving.clear()
+                way.act(self)
+            there = {info.step for info in self.store.log()}
+        lost = self.made.keys() - there - self.leaving
+        assert not lost, f"steps {lost} are gone"
+        self.made = {step: commit for step, commit in self.made.items() if step in there}
+        if self.has_mirror():
+            with self.mirror.open(create=False, threads=1) as store:
+                for info in store.log():
+                    if info.step in self.made:
+                        self.look(store, self.made[info.step])
+
+    def commits(self) -> list[Any]:
+        """The commits that are there, the newest first."""
+        return self.store.log()
+
+    def has_mirror(self) -> bool:
+        return (Path(self.mirror.place) / "ckptstore.json").exists()
 
     def look(self, store: ckptstore.Store, of: Commit) -> None:
         snapshot = store.checkout(of.step)

@@ -18,7 +18,10 @@ SHAPES: tuple[tuple[int, ...], ...] = (
     (1 << 14,),
     (2, 1 << 14),
     ((1 << 14) + 17,),
+    (300, 250),
 )
+"""The last one has several chunks in single and in half precision, none of which is a multiple of a
+page."""
 DTYPES = (torch.float32, torch.float32, torch.float32, torch.bfloat16)
 FIXED = (torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float16, torch.float64)
 BLOCK = 1 << 10
@@ -143,6 +146,11 @@ class Training:
         }
 
     def fill(self, tensor: torch.Tensor) -> None:
+        """All of a tensor, or some of its rows, often the first ones: then the chunks behind them
+        stay where an earlier commit wrote them."""
+        if tensor.dim() and tensor.shape[0] > 1 and self.random.random() < 0.4:
+            start = self.random.choice((0, self.random.randrange(tensor.shape[0])))
+            tensor = tensor[start : self.random.randint(start + 1, tensor.shape[0])]
         count = -(-tensor.numel() // BLOCK)
         if count:
             drawn = torch.cat([self.random.choice(self.blocks) for _ in range(count)])

@@ -29,6 +29,13 @@ def alarms(report: Report) -> list[Finding]:
     return [finding for finding in report.findings if finding.severity is not Severity.NOTE]
 
 
+def collected(store: ckptstore.Store, *, dry_run: bool = False) -> None:
+    """A gc of all that is dead. What is needed lies in packs that no gc condemned before: one that
+    lies elsewhere can be read, and stays for ever."""
+    report = store.gc(grace_s=0, max_unused=0.0, dry_run=dry_run)
+    assert not report.problems, report.problems
+
+
 # -- what makes a history smaller --
 
 
@@ -76,7 +83,7 @@ def undelete(h: Any) -> None:
 
 
 def gc(h: Any) -> None:
-    h.store.gc(grace_s=0, max_unused=0.0)
+    collected(h.store)
 
 
 # -- what other stores get, and give --

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -274,6 +275,33 @@ PLANS: list[tuple[list[Stretch], MapPlan]] = [
 @pytest.mark.parametrize(("parts", "plan"), PLANS)
 def test_a_plan_says_which_pages_are_laid_where(parts: list[Stretch], plan: MapPlan) -> None:
     assert plan_map(parts, 4, PAGE) == plan
+
+
+def test_any_plan_brings_each_byte_to_its_place(seed: int) -> None:
+    """Stretches of any length, which meet within pages or at their bounds, in the same pack or in
+    others. A page is laid as a whole."""
+    random, page = Random(seed), 64
+    packs = {key: random.randbytes(64 * page) for key in "pqr"}
+    for _ in range(500):
+        parts, start = list[Stretch](), 0
+        skew = random.randrange(0, page, 4)
+        for _ in range(random.randint(1, 6)):
+            nbytes = random.randrange(4, random.choice((page, 6 * page)), 4)
+            at = (start + skew) % page if random.random() < 0.7 else random.randrange(0, page, 4)
+            offset = random.randrange(20) * page + at
+            parts.append(Stretch(start, random.choice("pqr"), offset, nbytes))
+            start += nbytes
+        plan = plan_map(parts, 4, page)
+        memory = bytearray(plan.skew + plan.nbytes + page)
+        for part in plan.mapped:
+            assert part.start % page == part.offset % page == 0
+            whole = -(-part.nbytes // page) * page
+            memory[part.start : part.start + whole] = packs[part.key][part.offset :][:whole]
+        data = memoryview(memory)[plan.skew : plan.skew + plan.nbytes]
+        for part in plan.copied:
+            data[part.start : part.stop] = packs[part.key][part.offset :][: part.nbytes]
+        wanted = b"".join(packs[part.key][part.offset :][: part.nbytes] for part in parts)
+        assert data == wanted, parts
 
 
 def test_no_more_than_a_little_is_copied_and_elements_are_aligned() -> None:
