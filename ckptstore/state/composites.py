@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from ckptstore.core.model import Box
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors, values
 from ckptstore.state.containers import (
@@ -26,8 +27,10 @@ from ckptstore.state.containers import (
 )
 from ckptstore.state.shards import (
     check_finished,
+    held_of,
     is_distributed,
     is_dtensor,
+    is_sharded_tensor,
     without_attributes,
 )
 from ckptstore.state.stateful import class_name, class_named
@@ -46,7 +49,7 @@ def split_tensor(tensor: torch.Tensor) -> Parts | torch.Tensor:
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):  # in which some tensors cannot be detached
             return split_tensor(tensor)
-    if not is_distributed(tensor) or is_dtensor(tensor):  # a ShardedTensor cannot be asked
+    if not is_sharded_tensor(tensor):  # which cannot be asked
         _refuse_without_memory(tensor)
     if is_distributed(tensor):
         return split_distributed(tensor, _whole_local) or _whole_local(tensor)
@@ -76,12 +79,12 @@ _MARK = re.compile("_is_param|.*_dynamo_.*|_specialize_on")
 
 
 def split_distributed(tensor: Any, bare: Callable[[Any], torch.Tensor]) -> Parts | None:
-    """A DTensor or ShardedTensor with attributes: these, around what `bare` makes of it, which has
-    none. None if it has no attributes."""
+    """A distributed tensor with attributes: these, around what `bare` makes of it, which has none.
+    None if it has no attributes."""
     attributes = _attributes_of(tensor)
     if not attributes:
         return None
-    is_marked = is_dtensor(tensor) and tensor.requires_grad and tensor.is_leaf
+    is_marked = not is_sharded_tensor(tensor) and tensor.requires_grad and tensor.is_leaf
     marks = (("requires_grad", is_marked), *attributes)
     return Parts("torch.Tensor", [bare(tensor)], attrs=marks)
 
@@ -167,16 +170,17 @@ def _whole_local(tensor: Any) -> torch.Tensor:
 
 
 def _whole_shard(tensor: Any) -> torch.Tensor:
-    """The one shard of a ShardedTensor where that is all of it."""
-    shape = tensor.metadata().size
-    shards = [shard.tensor.detach() for shard in tensor.local_shards()]
-    if [shard.shape for shard in shards] != [shape]:
+    """The one shard of a ShardedTensor or a CheckpointableTensor where that is all of it."""
+    held = held_of(tensor)
+    if 0 in held.shape:
+        return tensors.new(held.shape, held.dtype)
+    if held.holding.boxes != (Box.whole(held.shape),):
+        kind = "ShardedTensor" if is_sharded_tensor(tensor) else "CheckpointableTensor"
         raise InvalidInput(
-            f"this rank holds {len(shards)} shards of a ShardedTensor of shape {list(shape)}; "
+            f"this rank holds {len(held.parts)} shards of a {kind} of shape {list(held.shape)}; "
             "commit it with all ranks, or its shards under keys of their own"
         )
-    whole: torch.Tensor = shards[0]
-    return whole
+    return held.parts[0][1]
 
 
 def _record(type_: str, children: Mapping[str, Any], attrs: Mapping[str, Any]) -> Parts:

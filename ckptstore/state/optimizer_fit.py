@@ -28,7 +28,8 @@ from ckptstore.state.parameter_matching import (
     by_name,
     sources_of,
 )
-from ckptstore.state.stateful import load_optimizer, parameters_of
+from ckptstore.state.shards import shape_of
+from ckptstore.state.stateful import load_optimizer, optimizer_state_of, parameters_of
 
 _OF_PARAMETERS_SHAPE = frozenset(
     {
@@ -155,7 +156,7 @@ def fit(
     if form is None or form.is_numbered or form.is_flat_memory():
         sharded = None
     receiver = sharded or optimizer
-    state = receiver.state_dict()
+    state = optimizer_state_of(optimizer) if sharded is None else sharded.state_dict()
     if not _is_torchs(state):
         return Fitted(receiver, state, skeleton, is_own_form=True)
     if form is None or not (partial or (form.state is not None and form.groups is not None)):
@@ -245,7 +246,7 @@ class _Target(NamedTuple):
                 n,
                 found.get(each, ""),
                 group,
-                None if is_lazy(each) else tuple(each.shape),
+                None if is_lazy(each) else shape_of(each),
                 tensor=each,
             )
             for n, (group, each) in enumerate(listed)

@@ -18,7 +18,11 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
@@ -111,7 +115,7 @@ def store_to_dcp(
     planner = _CommitPlanner(CommitItems(snapshot, key, allow_pickle=allow_pickle))
     with errors_of_dcp(root):
         return _save_state_dict(
-            {}, _DirectoryWriter(root, overwrite=False), no_dist=True, planner=planner
+            {}, DirectoryWriter(root, overwrite=False), no_dist=True, planner=planner
         )
 
 
@@ -132,8 +136,27 @@ def errors_of_dcp(root: Path) -> Iterator[None]:
         ) from failure
 
 
-class _DirectoryWriter(FileSystemWriter):
-    """DCP's own writer, which `redirect` leaves alone."""
+class _Properties(TensorProperties):
+    """Pickled as torch before 2.15 pickles them, which all later ones read: torch 2.15 adds the
+    strides, and older ones refuse a state of six fields."""
+
+    def __reduce__(self) -> tuple[type, tuple[()], tuple[Any, ...]]:
+        state: Any = self.__getstate__()  # type: ignore[no-untyped-call]
+        return TensorProperties, (), state[:5]
+
+
+class DirectoryWriter(FileSystemWriter):
+    """DCP's own writer, which `redirect` leaves alone. What it writes is read by every torch from
+    2.6 on."""
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        for each in metadata.state_dict_metadata.values():
+            if isinstance(each, TensorStorageMetadata):
+                own = each.properties
+                each.properties = _Properties(
+                    own.dtype, own.layout, own.requires_grad, own.memory_format, own.pin_memory
+                )
+        super().finish(metadata, results)
 
 
 class _CommitPlanner(DefaultSavePlanner):

@@ -268,7 +268,7 @@ def _write_dcp(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle
     from torch.distributed.checkpoint.state_dict_saver import save
 
     from ckptstore.interop.dcp import store_to_dcp
-    from ckptstore.interop.dcp.convert import PlainPlanner, errors_of_dcp
+    from ckptstore.interop.dcp.convert import DirectoryWriter, PlainPlanner, errors_of_dcp
 
     if selects == (EVERYTHING,):
         store_to_dcp(snapshot, scratch, allow_pickle=allow_pickle)
@@ -277,7 +277,7 @@ def _write_dcp(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle
     with errors_of_dcp(scratch):
         save(
             state if isinstance(state, dict) else {selects[0]: state},
-            checkpoint_id=scratch,
+            storage_writer=DirectoryWriter(scratch),
             planner=PlainPlanner(allow_pickle),
             no_dist=True,
         )
