@@ -9,8 +9,7 @@ record for each. Any other name is refused.
 import io
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from ckptstore.adopt.inert_pickles import load_inert
@@ -113,17 +112,16 @@ def store_to_dcp(
             "path"
         )
     planner = _CommitPlanner(CommitItems(snapshot, key, allow_pickle=allow_pickle))
-    with errors_of_dcp(root):
-        return _save_state_dict(
-            {}, DirectoryWriter(root, overwrite=False), no_dist=True, planner=planner
-        )
+    return write_directory(root, {}, planner)
 
 
-@contextmanager
-def errors_of_dcp(root: Path) -> Iterator[None]:
-    """Unwrap this process' error from DCP's `CheckpointException`, which is not an `Exception`."""
+def write_directory(root: Path, state: dict[str, Any], planner: SavePlanner) -> Metadata:
+    """Write what `planner` plans of `state` as DCP's own files, with this process' error in place
+    of DCP's `CheckpointException`, which is not an `Exception`."""
     try:
-        yield
+        return _save_state_dict(
+            state, _DirectoryWriter(root, overwrite=False), no_dist=True, planner=planner
+        )
     except CheckpointException as error:
         failure = next(iter(error.failures.values()))[0]
         if isinstance(failure, OSError):
@@ -145,7 +143,7 @@ class _Properties(TensorProperties):
         return TensorProperties, (), state[:5]
 
 
-class DirectoryWriter(FileSystemWriter):
+class _DirectoryWriter(FileSystemWriter):
     """DCP's own writer, which `redirect` leaves alone. What it writes is read by every torch from
     2.6 on."""
 
