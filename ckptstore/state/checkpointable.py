@@ -20,6 +20,9 @@ from ckptstore.state import tensors
 
 GEOMETRY = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
+MARK = GEOMETRY[0]
+"""What no other tensor has: who meets many tensors looks for it first."""
+
 _Shapes: TypeAlias = tuple[Shape, ...]
 
 

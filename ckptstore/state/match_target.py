@@ -165,8 +165,8 @@ class TensorMatch:
             if (
                 isinstance(node, int)
                 and type(target) is torch.Tensor
+                and not vars(target)
                 and tensors.is_strided(target)
-                and not is_distributed(target)
             ):
                 self._pair_strided(node, target, target, report)
             else:

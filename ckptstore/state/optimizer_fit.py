@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Node, Schema, Shape, leaves_of
 from ckptstore.errors import CkptStoreError, InvalidInput
+from ckptstore.state.checkpointable import MARK
 from ckptstore.state.codecs import values
 from ckptstore.state.optimizer_forms import Form, Group, ValueOf, form_of, group_node
 from ckptstore.state.optimizers import ParameterNames, ShardedOptimizer
@@ -246,7 +247,11 @@ class _Target(NamedTuple):
                 n,
                 found.get(each, ""),
                 group,
-                None if is_lazy(each) else shape_of(each),
+                None
+                if is_lazy(each)
+                else shape_of(each)
+                if hasattr(each, MARK)
+                else tuple(each.shape),
                 tensor=each,
             )
             for n, (group, each) in enumerate(listed)

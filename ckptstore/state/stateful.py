@@ -30,7 +30,7 @@ from torch.optim.optimizer import Optimizer
 
 from ckptstore.core.identity import IdentityDict
 from ckptstore.errors import CkptStoreError, InvalidInput
-from ckptstore.state.checkpointable import alike, is_checkpointable
+from ckptstore.state.checkpointable import MARK, alike, is_checkpointable
 
 _logger = logging.getLogger("ckptstore")
 
@@ -75,7 +75,7 @@ _PLAIN = frozenset((*_TENSORS, int, float, complex, bool, str, bytes, type(None)
 
 def is_plain(value: Any) -> bool:
     """Whether a value is one leaf, and no code of its own runs when it is asked for its state."""
-    return type(value) in _PLAIN and not is_checkpointable(value)
+    return type(value) in _PLAIN and not hasattr(value, MARK)
 
 
 def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -213,8 +213,8 @@ def state_dict_of(module: nn.Module) -> "OrderedDict[str, Any]":
     state: OrderedDict[str, Any] = module.state_dict()  # type: ignore[assignment]  # it is one
     named = (nn.Module.named_parameters, nn.Module.named_buffers)
     for name, own in chain.from_iterable(each(module, remove_duplicate=False) for each in named):
-        if is_checkpointable(own) and isinstance(there := state.get(name), torch.Tensor):
-            state[name] = _as_part(there, own)  # torch's `detach` drops attributes
+        if hasattr(own, MARK) and is_checkpointable(own) and name in state:
+            state[name] = _as_part(state[name], own)  # torch's `detach` drops attributes
     prefixes = _wrapper_prefixes(module)
     return _renamed(state, lambda key: _without(key, prefixes)) if prefixes else state
 
@@ -223,7 +223,8 @@ def optimizer_state_of(optimizer: Optimizer) -> Any:
     """`optimizer.state_dict()`. What it has in the shape of a parameter that is a
     CheckpointableTensor is the same boxes of a whole."""
     state = optimizer.state_dict()
-    parts = {n: each for n, each in enumerate(parameters_of(optimizer)) if is_checkpointable(each)}
+    marked = ((n, each) for n, each in enumerate(parameters_of(optimizer)) if hasattr(each, MARK))
+    parts = {n: each for n, each in marked if is_checkpointable(each)}
     if not parts or type(state) is not dict or type(state.get("state")) is not dict:
         return state
     entries = {

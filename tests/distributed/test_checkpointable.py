@@ -69,7 +69,7 @@ def scattered(n: int, rank: int) -> list[Box]:
 
 def on_last(n: int, rank: int) -> list[Box]:
     """All of it on the last rank; the others have a box without elements, or none."""
-    return [((0, 0), tuple(full().shape))] if rank == n - 1 else [((0, 0), (0, 0))][:rank]
+    return [((0, 0), tuple(full().shape))] if rank == n - 1 else [((517, 0), (0, 0))][:rank]
 
 
 WAYS = {"rows": rows, "scattered": scattered, "on_last": on_last}

@@ -1,6 +1,8 @@
 """DCP's files pass between releases of torch: what a newer one wrote is imported and adopted, and
 what is exported is read by all that are supported."""
 
+import subprocess
+import sys
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -61,3 +63,15 @@ def test_an_export_has_the_properties_that_every_torch_reads(store: Store, tmp_p
     export(snapshot, tmp_path / "part", format="dcp", select="model")
     assert fields(tmp_path / "whole") == fields(tmp_path / "part") == fields(EXPORTED) == {5}
     assert fields(BY_TORCH) == {6}
+
+
+def test_nothing_of_torch_that_is_private_and_about_to_go_is_imported() -> None:
+    gone = ["_experimental"]
+    if hasattr(dcp, "FsspecWriter"):
+        gone.append("_fsspec_filesystem")
+    code = (
+        "import sys, torch.distributed.checkpoint\n"
+        f"for name in {gone}: sys.modules['torch.distributed.checkpoint.' + name] = None\n"
+        "import ckptstore.interop.dcp"
+    )
+    subprocess.run([sys.executable, "-W", "error::DeprecationWarning", "-c", code], check=True)
