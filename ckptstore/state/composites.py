@@ -74,7 +74,7 @@ def split_tensor(tensor: torch.Tensor) -> Parts | torch.Tensor:
     return tensor.detach() if vars(tensor) else tensor  # without torch's own marks
 
 
-_MARK = re.compile("_is_param|.*_dynamo_.*|_specialize_on")
+MARK = re.compile("_is_param|.*_dynamo_.*|_specialize_on|_(sym_)?(sizes|strides)_capsule")
 """Attributes that torch itself writes on tensors, for the code that runs now."""
 
 
@@ -93,7 +93,7 @@ def _attributes_of(tensor: torch.Tensor) -> tuple[tuple[str, Any], ...]:
     """What a tensor holds beside its data, and beside what its class gives a tensor that is made of
     the same data again."""
     held = vars(tensor)
-    notes = set(filter(_MARK.fullmatch, map(str, held)))
+    notes = set(filter(MARK.fullmatch, map(str, held)))
     if held.keys() <= notes or _is_refused(tensor):
         return ()
     again = _made_again(tensor)
@@ -304,8 +304,10 @@ def _split_nested(tensor: Any) -> Parts:
     return _record("torch.nested", children, {})
 
 
-def _join_nested(joint: Joint) -> torch.Tensor:
-    buffer, sizes, strides, offsets = joint.children
+def nested_of(
+    buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """The nested tensor of these parts. Raises `ValueError` for what is none."""
     if not offsets.numel() and not sizes.dim():  # torch makes no view of that
         with _quiet():
             return torch.nested.nested_tensor([], dtype=buffer.dtype, device=buffer.device)
@@ -338,16 +340,23 @@ def _split_jagged(tensor: Any) -> Parts:
 
 def _join_jagged(joint: Joint) -> torch.Tensor:
     parts = dict(joint.items())
-    offsets, jagged_dim = parts["offsets"], joint.attrs["jagged_dim"]
-    if (
-        (offsets.diff() < 0).any()
-        or offsets[0] < 0
-        or offsets[-1] > parts["values"].shape[jagged_dim - 1]
-    ):
+    return jagged_of(parts["values"], parts["offsets"], parts.get("lengths"), **joint.attrs)
+
+
+def jagged_of(
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    lengths: torch.Tensor | None,
+    *,
+    jagged_dim: int,
+    **cached: int | None,
+) -> torch.Tensor:
+    """The jagged tensor of these parts. Raises `ValueError` for what is none."""
+    if (offsets.diff() < 0).any() or offsets[0] < 0 or offsets[-1] > values.shape[jagged_dim - 1]:
         raise ValueError("offsets that are not within the values")
     with _quiet():
         return torch.nested.nested_tensor_from_jagged(
-            parts["values"], parts["offsets"], parts.get("lengths"), **joint.attrs
+            values, offsets, lengths, jagged_dim=jagged_dim, **cached
         )
 
 
@@ -414,7 +423,7 @@ def _add_tensors() -> None:
     for layout in _COMPRESSED:
         add_node_type(str(layout), "record", partial(_join_compressed, layout=layout))
     add_node_type("torch.quantized", "record", _join_quantized, copies=True)
-    add_node_type("torch.nested", "record", _join_nested)
+    add_node_type("torch.nested", "record", lambda joint: nested_of(*joint.children))
     add_node_type("torch.jagged", "record", _join_jagged)
     add_node_type("torch.subclass", "record", _join_subclass)
     add_node_type("torch.thin_subclass", "wrapper", _join_thin_subclass)

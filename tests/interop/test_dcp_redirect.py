@@ -18,7 +18,6 @@ from torch.distributed.checkpoint import (
     CheckpointException,
     FileSystemReader,
     FileSystemWriter,
-    HuggingFaceStorageWriter,
     load_sharded_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -300,9 +299,9 @@ def test_writers_of_other_kinds_do_what_they_always_do(
     before = FileSystemWriter(tmp_path / "before")
     commit = store.commit({"model": {"w": torch.ones(3)}})
     with redirect(store):
-        dcp.save(
-            {"w": torch.ones(3)}, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "hf"))
-        )
+        if not OLD_TORCH:  # which has no such writer
+            hub = dcp.HuggingFaceStorageWriter(str(tmp_path / "hf"))
+            dcp.save({"w": torch.ones(3)}, storage_writer=hub)
         dcp.save(state(), storage_writer=before)
         store_to_dcp(commit, tmp_path / "files")
         assert "redirect" not in caplog.text
@@ -310,7 +309,8 @@ def test_writers_of_other_kinds_do_what_they_always_do(
             warnings.simplefilter("ignore")
             dcp.save(state(), checkpoint_id=f"file://{tmp_path}/url")
         assert "redirect takes directories of this host" in caplog.text
-    assert any((tmp_path / "hf").glob("*.safetensors")) and len(store.log()) == 1
+    assert OLD_TORCH or any((tmp_path / "hf").glob("*.safetensors"))
+    assert len(store.log()) == 1
     assert (
         is_dcps(tmp_path / "before") and is_dcps(tmp_path / "files") and is_dcps(tmp_path / "url")
     )
