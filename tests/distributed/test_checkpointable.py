@@ -332,7 +332,7 @@ def test_dcp_saves_and_loads_such_tensors_on_a_store(pool: Pool, tmp_path: Path)
 
 
 def save_alone(rank: int, path: Path, tensor: torch.Tensor) -> None:
-    dcp.save({"w": tensor}, storage_writer=StoreWriter(path, step=1), no_dist=True)
+    dcp.save({"w": tensor}, storage_writer=StoreWriter(path, step=1))
 
 
 @pytest.mark.skipif(KNOWN_TO_DCP, reason="this torch divides it")
