@@ -93,10 +93,10 @@ def _attributes_of(tensor: torch.Tensor) -> tuple[tuple[str, Any], ...]:
     """What a tensor holds beside its data, and beside what its class gives a tensor that is made of
     the same data again."""
     held = vars(tensor)
-    notes = set(filter(MARK.fullmatch, map(str, held)))
-    if held.keys() <= notes or _is_refused(tensor):
+    if all(MARK.fullmatch(str(name)) for name in held) or _is_refused(tensor):
         return ()
     again = _made_again(tensor)
+    notes = set(filter(MARK.fullmatch, map(str, held)))  # to make it again has added some
     given = () if again is None else (n for n in vars(again) if _is_given(n, held, vars(again)))
     return attributes_of(tensor, notes.union(given))
 
