@@ -29,7 +29,7 @@ help:
 	@echo "make test-trainers  the integrations on the real libraries of the trainers, in an environment of their own"
 	@echo "make test-trainers-oldest  the core of these tests on the oldest supported releases of the libraries"
 	@echo "make test-ui  the web page in Debian's Chromium"
-	@echo "make test-versions  the core of the suite on the oldest and on the newest versions of all dependencies (VERSIONS=oldest)"
+	@echo "make test-versions  the core of the suite on the oldest and on the newest versions of all dependencies (VERSIONS='oldest 2.15.0': a number is a release of torch)"
 	@echo "make lint    ruff and mypy"
 	@echo "make dist    build wheel and sdist, and try the wheel in a fresh environment"
 	@echo "make demo    train, be killed, resume, fine-tune: under two minutes"
@@ -141,4 +141,4 @@ docs-serve: $(READY)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 clean:
-	@rm -rf $(VENV) $(TRAINERS) $(VENV)-dist $(OLDEST) $(VENV)-oldest $(VENV)-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(TRAINERS) $(VENV)-dist $(OLDEST) $(VENV)-oldest $(VENV)-newest $(VENV)-[0-9]* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -94,17 +94,26 @@ def _key(url: str) -> str:
 
 
 def _dcp_write(state: State, url: str) -> None:
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    save(state.app, storage_writer=FsspecWriter(url, thread_count=2), no_dist=True)
+    save(state.app, storage_writer=_fsspec().FsspecWriter(url, thread_count=2), no_dist=True)
 
 
 def _dcp_load(state: State, url: str) -> None:
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    load(state.app, storage_reader=FsspecReader(url), no_dist=True)
+    load(state.app, storage_reader=_fsspec().FsspecReader(url), no_dist=True)
+
+
+def _fsspec() -> Any:
+    """Where DCP has its writer and reader of URLs."""
+    from torch.distributed import checkpoint
+
+    if hasattr(checkpoint, "FsspecWriter"):
+        return checkpoint
+    from torch.distributed.checkpoint import _fsspec_filesystem  # before torch 2.15
+
+    return _fsspec_filesystem
 
 
 def _snapshot_write(state: State, url: str) -> None:

@@ -60,7 +60,7 @@ def misfit(shape: Shape, boxes: Sequence[Box]) -> str | None:
     whole = Box.whole(shape)
     if any(0 not in box.lengths and intersect(box, whole) != box for box in boxes):
         return f"a box lies outside the shape {list(shape)}"
-    if clash := next(_overlaps(boxes), None):
+    if clash := next(overlapping(boxes), None):
         return f"{_text(clash[0])} and {_text(clash[1])} overlap"
     if held != wanted:
         return f"the boxes hold {held:,} of {wanted:,} elements"
@@ -143,7 +143,7 @@ def _rows(whole: Grid, held: Grid) -> Iterator[tuple[int, int, int, bool]]:
             yield at + last_line, at + last_line + 1, base + last_line, False
 
 
-def _overlaps(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
+def overlapping(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
     """Pairs of `boxes` that share an element. A box is compared only with those that it meets in
     the dimension with the most cuts.
     """

@@ -31,6 +31,7 @@ from torch import serialization
 from ckptstore.core import forks
 from ckptstore.core.identity import IdentityDict
 from ckptstore.errors import InvalidInput, Unavailable
+from ckptstore.state.composites import MARK, jagged_of, nested_of
 from ckptstore.state.stateful import class_name, items_of, registered_classes
 
 
@@ -48,6 +49,10 @@ class Record:
         return made
 
     args: tuple[Any, ...]
+
+    def as_subclass(self, cls: object) -> "Record":
+        """What torch asks a tensor with attributes for, before it sets them."""
+        return self
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -128,6 +133,32 @@ def _scalar(args: tuple[Any, ...], state: Any) -> Any:
     return _filled((), dtype, data, "C")[()]
 
 
+def _nested(args: tuple[Any, ...], state: Any) -> torch.Tensor:
+    return _with_attributes(nested_of(*args), state)
+
+
+def _jagged(args: tuple[Any, ...], state: Any) -> torch.Tensor:
+    (given,) = args
+    lengths = {f"{each}_seqlen": given["_metadata_cache"].get(f"{each}_seqlen") for each in _ENDS}
+    made = jagged_of(
+        given["values"],
+        given["offsets"],
+        given["lengths"],
+        jagged_dim=given["_ragged_idx"],
+        # torch keeps a length as that of a tensor without elements.
+        **{name: None if each is None else each.shape[0] for name, each in lengths.items()},
+    )
+    return _with_attributes(made.requires_grad_(given["requires_grad"]), state)
+
+
+def _with_attributes(made: torch.Tensor, state: Any) -> torch.Tensor:
+    for name, value in (state or {}).items():
+        if not hasattr(made, name) and not MARK.fullmatch(name):
+            setattr(made, name, value)
+    return made
+
+
+_ENDS = ("min", "max")
 _BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 
 
@@ -191,6 +222,10 @@ _MADE: dict[str, Make] = {
     "_io.BytesIO": _buffer,
     "random.Random": _random,
     "torch._C.Generator": _torch_generator,
+    # torch reads them itself before 2.15; only here do they lie within their memory.
+    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
+    "torch._dynamo.decorators._DimRange": lambda args, state: None,
     "numpy.dtype": _dtype,
     **{
         f"{module}.{name}": make
@@ -211,6 +246,7 @@ _BARE: dict[str, Any] = {
         for name in ("dict", "float", "frozenset", "int", "list", "str", "tuple", "bool")
     },
     "numpy.ndarray": np.ndarray,
+    "torch.nested._internal.nested_tensor.NestedTensor": torch.Tensor,
     **{
         f"numpy.random._{name.lower()}.{name}": getattr(np.random, name)
         for name in _BIT_GENERATORS

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from ckptstore.core.model import Box
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors, values
 from ckptstore.state.containers import (
@@ -26,8 +27,10 @@ from ckptstore.state.containers import (
 )
 from ckptstore.state.shards import (
     check_finished,
+    held_of,
     is_distributed,
     is_dtensor,
+    is_sharded_tensor,
     without_attributes,
 )
 from ckptstore.state.stateful import class_name, class_named
@@ -46,7 +49,7 @@ def split_tensor(tensor: torch.Tensor) -> Parts | torch.Tensor:
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):  # in which some tensors cannot be detached
             return split_tensor(tensor)
-    if not is_distributed(tensor) or is_dtensor(tensor):  # a ShardedTensor cannot be asked
+    if not is_sharded_tensor(tensor):  # which cannot be asked
         _refuse_without_memory(tensor)
     if is_distributed(tensor):
         return split_distributed(tensor, _whole_local) or _whole_local(tensor)
@@ -71,17 +74,17 @@ def split_tensor(tensor: torch.Tensor) -> Parts | torch.Tensor:
     return tensor.detach() if vars(tensor) else tensor  # without torch's own marks
 
 
-_MARK = re.compile("_is_param|.*_dynamo_.*|_specialize_on")
+MARK = re.compile("_is_param|.*_dynamo_.*|_specialize_on|_(sym_)?(sizes|strides)_capsule")
 """Attributes that torch itself writes on tensors, for the code that runs now."""
 
 
 def split_distributed(tensor: Any, bare: Callable[[Any], torch.Tensor]) -> Parts | None:
-    """A DTensor or ShardedTensor with attributes: these, around what `bare` makes of it, which has
-    none. None if it has no attributes."""
+    """A distributed tensor with attributes: these, around what `bare` makes of it, which has none.
+    None if it has no attributes."""
     attributes = _attributes_of(tensor)
     if not attributes:
         return None
-    is_marked = is_dtensor(tensor) and tensor.requires_grad and tensor.is_leaf
+    is_marked = not is_sharded_tensor(tensor) and tensor.requires_grad and tensor.is_leaf
     marks = (("requires_grad", is_marked), *attributes)
     return Parts("torch.Tensor", [bare(tensor)], attrs=marks)
 
@@ -90,10 +93,10 @@ def _attributes_of(tensor: torch.Tensor) -> tuple[tuple[str, Any], ...]:
     """What a tensor holds beside its data, and beside what its class gives a tensor that is made of
     the same data again."""
     held = vars(tensor)
-    notes = set(filter(_MARK.fullmatch, map(str, held)))
-    if held.keys() <= notes or _is_refused(tensor):
+    if all(MARK.fullmatch(str(name)) for name in held) or _is_refused(tensor):
         return ()
     again = _made_again(tensor)
+    notes = set(filter(MARK.fullmatch, map(str, held)))  # to make it again has added some
     given = () if again is None else (n for n in vars(again) if _is_given(n, held, vars(again)))
     return attributes_of(tensor, notes.union(given))
 
@@ -167,16 +170,17 @@ def _whole_local(tensor: Any) -> torch.Tensor:
 
 
 def _whole_shard(tensor: Any) -> torch.Tensor:
-    """The one shard of a ShardedTensor where that is all of it."""
-    shape = tensor.metadata().size
-    shards = [shard.tensor.detach() for shard in tensor.local_shards()]
-    if [shard.shape for shard in shards] != [shape]:
+    """The one shard of a ShardedTensor or a CheckpointableTensor where that is all of it."""
+    held = held_of(tensor)
+    if 0 in held.shape:
+        return tensors.new(held.shape, held.dtype)
+    if held.holding.boxes != (Box.whole(held.shape),):
+        kind = "ShardedTensor" if is_sharded_tensor(tensor) else "CheckpointableTensor"
         raise InvalidInput(
-            f"this rank holds {len(shards)} shards of a ShardedTensor of shape {list(shape)}; "
+            f"this rank holds {len(held.parts)} shards of a {kind} of shape {list(held.shape)}; "
             "commit it with all ranks, or its shards under keys of their own"
         )
-    whole: torch.Tensor = shards[0]
-    return whole
+    return held.parts[0][1]
 
 
 def _record(type_: str, children: Mapping[str, Any], attrs: Mapping[str, Any]) -> Parts:
@@ -300,8 +304,10 @@ def _split_nested(tensor: Any) -> Parts:
     return _record("torch.nested", children, {})
 
 
-def _join_nested(joint: Joint) -> torch.Tensor:
-    buffer, sizes, strides, offsets = joint.children
+def nested_of(
+    buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """The nested tensor of these parts. Raises `ValueError` for what is none."""
     if not offsets.numel() and not sizes.dim():  # torch makes no view of that
         with _quiet():
             return torch.nested.nested_tensor([], dtype=buffer.dtype, device=buffer.device)
@@ -334,16 +340,23 @@ def _split_jagged(tensor: Any) -> Parts:
 
 def _join_jagged(joint: Joint) -> torch.Tensor:
     parts = dict(joint.items())
-    offsets, jagged_dim = parts["offsets"], joint.attrs["jagged_dim"]
-    if (
-        (offsets.diff() < 0).any()
-        or offsets[0] < 0
-        or offsets[-1] > parts["values"].shape[jagged_dim - 1]
-    ):
+    return jagged_of(parts["values"], parts["offsets"], parts.get("lengths"), **joint.attrs)
+
+
+def jagged_of(
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    lengths: torch.Tensor | None,
+    *,
+    jagged_dim: int,
+    **cached: int | None,
+) -> torch.Tensor:
+    """The jagged tensor of these parts. Raises `ValueError` for what is none."""
+    if (offsets.diff() < 0).any() or offsets[0] < 0 or offsets[-1] > values.shape[jagged_dim - 1]:
         raise ValueError("offsets that are not within the values")
     with _quiet():
         return torch.nested.nested_tensor_from_jagged(
-            parts["values"], parts["offsets"], parts.get("lengths"), **joint.attrs
+            values, offsets, lengths, jagged_dim=jagged_dim, **cached
         )
 
 
@@ -410,7 +423,7 @@ def _add_tensors() -> None:
     for layout in _COMPRESSED:
         add_node_type(str(layout), "record", partial(_join_compressed, layout=layout))
     add_node_type("torch.quantized", "record", _join_quantized, copies=True)
-    add_node_type("torch.nested", "record", _join_nested)
+    add_node_type("torch.nested", "record", lambda joint: nested_of(*joint.children))
     add_node_type("torch.jagged", "record", _join_jagged)
     add_node_type("torch.subclass", "record", _join_subclass)
     add_node_type("torch.thin_subclass", "wrapper", _join_thin_subclass)

@@ -24,7 +24,7 @@ from ckptstore.state.inflate import convertible
 from ckptstore.state.leaf_sources import ATTRIBUTES
 from ckptstore.state.optimizer_fit import Renames, ShapeOf
 from ckptstore.state.optimizers import ParameterNames
-from ckptstore.state.shards import Held, held_of, is_distributed, with_local
+from ckptstore.state.shards import Held, held_of, is_distributed, shape_of, with_local
 from ckptstore.state.shared_memory import Place
 from ckptstore.state.stateful import parameters_of
 from ckptstore.state.tensors import Destination, destination
@@ -165,6 +165,7 @@ class TensorMatch:
             if (
                 isinstance(node, int)
                 and type(target) is torch.Tensor
+                and not vars(target)
                 and tensors.is_strided(target)
             ):
                 self._pair_strided(node, target, target, report)
@@ -222,7 +223,7 @@ class TensorMatch:
         check(leaf)
         name, shape = self.schema.dtypes[leaf], self.schema.shapes[leaf]
         model = self.models.get(leaf)
-        if model is not None and is_distributed(model) and tuple(model.shape) == shape:
+        if model is not None and is_distributed(model) and shape_of(model) == shape:
             dtype = tensors.dtype_of(name)
             empty = partial(torch.empty_like, dtype=dtype)
             self.objects[leaf] = with_local(model, empty, dtype)
@@ -385,7 +386,7 @@ def parts_of(target: torch.Tensor) -> Parts | torch.Tensor | None:
 
 def describe_tensor(tensor: torch.Tensor) -> str:
     layout = "" if tensor.layout is torch.strided else f"{tensor.layout} of "
-    return f"{layout}{tensors.DTYPE_NAMES[tensor.dtype]}{list(tensor.shape)}"
+    return f"{layout}{tensors.DTYPE_NAMES[tensor.dtype]}{list(shape_of(tensor))}"
 
 
 def describe_node(schema: Schema, node: Node | int) -> str:

@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Node, Schema, Shape, leaves_of
 from ckptstore.errors import CkptStoreError, InvalidInput
+from ckptstore.state.checkpointable import MARK
 from ckptstore.state.codecs import values
 from ckptstore.state.optimizer_forms import Form, Group, ValueOf, form_of, group_node
 from ckptstore.state.optimizers import ParameterNames, ShardedOptimizer
@@ -28,7 +29,8 @@ from ckptstore.state.parameter_matching import (
     by_name,
     sources_of,
 )
-from ckptstore.state.stateful import load_optimizer, parameters_of
+from ckptstore.state.shards import shape_of
+from ckptstore.state.stateful import load_optimizer, optimizer_state_of, parameters_of
 
 _OF_PARAMETERS_SHAPE = frozenset(
     {
@@ -155,7 +157,7 @@ def fit(
     if form is None or form.is_numbered or form.is_flat_memory():
         sharded = None
     receiver = sharded or optimizer
-    state = receiver.state_dict()
+    state = optimizer_state_of(optimizer) if sharded is None else sharded.state_dict()
     if not _is_torchs(state):
         return Fitted(receiver, state, skeleton, is_own_form=True)
     if form is None or not (partial or (form.state is not None and form.groups is not None)):
@@ -245,7 +247,11 @@ class _Target(NamedTuple):
                 n,
                 found.get(each, ""),
                 group,
-                None if is_lazy(each) else tuple(each.shape),
+                None
+                if is_lazy(each)
+                else shape_of(each)
+                if hasattr(each, MARK)
+                else tuple(each.shape),
                 tensor=each,
             )
             for n, (group, each) in enumerate(listed)

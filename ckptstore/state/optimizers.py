@@ -26,6 +26,7 @@ from ckptstore.state.stateful import (
     load_optimizer,
     name_without_wrappers,
     named_parameters_of,
+    optimizer_state_of,
     parameters_of,
 )
 
@@ -104,7 +105,7 @@ def named_state(optimizer: Optimizer, names: ParameterNames, *, ranks: bool = Fa
     sharded = names.sharded(optimizer)
     if sharded is not None and (ranks or sharded.ranks == 1):
         return sharded.state_dict()
-    state = optimizer.state_dict()
+    state = optimizer_state_of(optimizer)
     found = names.of(optimizer)
     if found is None:
         return state

@@ -16,6 +16,7 @@ of such parameters have equal state. Random number generators and data loaders d
 import fnmatch
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -29,6 +30,7 @@ from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors
+from ckptstore.state.checkpointable import alike, boxes_of, is_checkpointable, local_of
 from ckptstore.state.leaf_sources import FlatState, Holding, Mark, Mesh
 from ckptstore.state.optimizer_forms import is_named
 from ckptstore.state.stateful import RNGState, parameters_of
@@ -49,20 +51,28 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether `held_of` is for this tensor. Costs no import of torch.distributed."""
     cls = type(tensor)
     if cls is torch.Tensor or cls is torch.nn.Parameter:
-        return False
-    return is_dtensor(tensor) or _is_instance(
-        tensor, "torch.distributed._shard.sharded_tensor", "ShardedTensor"
-    )
+        return is_checkpointable(tensor)
+    return is_dtensor(tensor) or is_sharded_tensor(tensor) or is_checkpointable(tensor)
+
+
+def shape_of(tensor: torch.Tensor) -> Shape:
+    """The shape of a tensor; of a distributed one that of the whole, as far as it has one."""
+    if is_checkpointable(tensor) and not is_dtensor(tensor) and not is_sharded_tensor(tensor):
+        with suppress(InvalidInput):
+            return boxes_of(tensor)[0]
+    return tuple(tensor.shape)
 
 
 def held_of(tensor: Any) -> Held:
-    """What this rank holds of a DTensor or a ShardedTensor.
+    """What this rank holds of a DTensor, a ShardedTensor or a CheckpointableTensor.
 
     Raises `InvalidInput` for unfinished sums (Partial), for local tensors that are no plain blocks,
     and where a tensor's own memory is not what its placements say.
     """
     if is_dtensor(tensor):
         return _held_of_dtensor(tensor)
+    if not is_sharded_tensor(tensor):
+        return _held_of_checkpointable(tensor)
     shards = (_shard_part(shard) for shard in tensor.local_shards())
     parts = tuple((box, part) for box, part in shards if 0 not in box.lengths)
     metadata = tensor.metadata()  # which has what attributes of the tensor would warn about
@@ -75,11 +85,13 @@ def held_of(tensor: Any) -> Held:
 def with_local(
     tensor: Any, make: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
 ) -> Any:
-    """A DTensor or ShardedTensor placed as `tensor` is, of what `make` returns for each of this
-    rank's local tensors. `dtype` is that of its elements on a rank without local tensors."""
+    """A distributed tensor placed as `tensor` is, of what `make` returns for each of this rank's
+    local tensors. `dtype` is that of its elements on a rank without local tensors."""
     if is_dtensor(tensor):
         local = make(_local_of(tensor))
         return _dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+    if not is_sharded_tensor(tensor):
+        return alike(tensor, make)
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed._shard.sharded_tensor.shard import Shard
 
@@ -95,7 +107,7 @@ def with_local(
 
 
 def without_attributes(tensor: Any) -> Any:
-    """A DTensor or ShardedTensor over the same memory, with the attributes that its class gives."""
+    """A distributed tensor over the same memory, with those attributes alone that its kind has."""
     return with_local(tensor, lambda local: local)
 
 
@@ -144,6 +156,10 @@ def is_dtensor(value: Any) -> bool:
     return _is_instance(value, "torch.distributed.tensor", "DTensor")
 
 
+def is_sharded_tensor(value: Any) -> bool:
+    return _is_instance(value, "torch.distributed._shard.sharded_tensor", "ShardedTensor")
+
+
 def _is_instance(value: Any, module: str, name: str) -> bool:
     return _is_subclass(type(value), module, name)  # type: ignore[arg-type]  # classes are hashable
 
@@ -188,6 +204,13 @@ def _held_of_dtensor(tensor: Any) -> Held:
         [(box, _view(local, place)) for box, place in zip(part.boxes, part.local, strict=True)]
     )
     return Held(shape, tensor.dtype, holding, parts)
+
+
+def _held_of_checkpointable(tensor: Any) -> Held:
+    shape, placed = boxes_of(tensor)
+    local = local_of(tensor)
+    holding = Holding(None, ("CheckpointableTensor",), tuple(box for box, _ in placed))
+    return Held(shape, local.dtype, holding, tuple((box, _view(local, at)) for box, at in placed))
 
 
 @lru_cache(1 << 14)

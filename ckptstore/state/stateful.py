@@ -30,6 +30,7 @@ from torch.optim.optimizer import Optimizer
 
 from ckptstore.core.identity import IdentityDict
 from ckptstore.errors import CkptStoreError, InvalidInput
+from ckptstore.state.checkpointable import MARK, alike, is_checkpointable
 
 _logger = logging.getLogger("ckptstore")
 
@@ -68,12 +69,13 @@ def state_now(value: Any) -> Any:
         return None
 
 
-_PLAIN = frozenset((torch.Tensor, nn.Parameter, int, float, complex, bool, str, bytes, type(None)))
+_TENSORS = (torch.Tensor, nn.Parameter)
+_PLAIN = frozenset((*_TENSORS, int, float, complex, bool, str, bytes, type(None)))
 
 
 def is_plain(value: Any) -> bool:
     """Whether a value is one leaf, and no code of its own runs when it is asked for its state."""
-    return type(value) in _PLAIN
+    return type(value) in _PLAIN and not hasattr(value, MARK)
 
 
 def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -209,8 +211,36 @@ def state_dict_of(module: nn.Module) -> "OrderedDict[str, Any]":
     """`module.state_dict()` under the names it would have without wrappers; tensors share memory
     with the module's."""
     state: OrderedDict[str, Any] = module.state_dict()  # type: ignore[assignment]  # it is one
+    named = (nn.Module.named_parameters, nn.Module.named_buffers)
+    for name, own in chain.from_iterable(each(module, remove_duplicate=False) for each in named):
+        if hasattr(own, MARK) and is_checkpointable(own) and name in state:
+            state[name] = _as_part(state[name], own)  # torch's `detach` drops attributes
     prefixes = _wrapper_prefixes(module)
     return _renamed(state, lambda key: _without(key, prefixes)) if prefixes else state
+
+
+def optimizer_state_of(optimizer: Optimizer) -> Any:
+    """`optimizer.state_dict()`. What it has in the shape of a parameter that is a
+    CheckpointableTensor is the same boxes of a whole."""
+    state = optimizer.state_dict()
+    marked = ((n, each) for n, each in enumerate(parameters_of(optimizer)) if hasattr(each, MARK))
+    parts = {n: each for n, each in marked if is_checkpointable(each)}
+    if not parts or type(state) is not dict or type(state.get("state")) is not dict:
+        return state
+    entries = {
+        key: {name: _as_part(each, parts[key]) for name, each in entry.items()}
+        if key in parts and type(entry) is dict
+        else entry
+        for key, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
+def _as_part(value: Any, model: torch.Tensor) -> Any:
+    """A plain tensor of the shape of `model` as the same boxes of a whole; else `value`."""
+    if type(value) not in _TENSORS or value.shape != model.shape or not value.ndim:
+        return value
+    return value if is_checkpointable(value) else alike(model, lambda _: value.detach())
 
 
 def with_wrappers(module: nn.Module, state: "OrderedDict[str, Any]") -> "OrderedDict[str, Any]":

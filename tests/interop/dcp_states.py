@@ -6,6 +6,13 @@ from typing import Any
 
 import torch
 
+try:
+    from torch.distributed.checkpoint import FsspecReader  # type: ignore[attr-defined]
+except ImportError:  # before torch 2.15
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+__all__ = ["OLD_TORCH", "FsspecReader", "nested", "same", "zeros"]
+
 OLD_TORCH = torch.torch_version.TorchVersion(torch.__version__) < (2, 7)
 """Whether this is the oldest supported torch, with a more limited DCP."""
 

@@ -270,7 +270,8 @@ def test_links_lead_to_files_and_never_out(
 
 def test_dcp_reads_an_adopted_directory(store: Store, tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    from tests.interop.dcp_states import FsspecReader
 
     state = {"w": torch.randn(300, 80), "b": torch.randn(9), "step": 7}
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 import ckptstore
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.coordinator import DONE
+from ckptstore.state.shards import held_of
 from ckptstore.storage.local import LocalStorage
 from tests.net.ranks import (
     CHUNK_BYTES,
@@ -100,7 +101,7 @@ class Here:
             return self.node_of(path, slot[rank])
         mesh = next(mesh for mesh in slot.meshes(commit.group) if rank in mesh)
         part = slot.part(mesh, rank)
-        how = (slot.whole.shape, slot.whole.dtype, slot.placed(), mesh)
+        how = (slot.whole.shape, slot.whole.dtype, slot.placed(), mesh, slot.by_attributes)
         return self.filled(path, how, part, lambda: distributed(slot, mesh, part))
 
     def node_of(self, path: str, node: Any) -> Any:
@@ -124,9 +125,9 @@ class Here:
         return known[1]
 
 
-def distributed(slot: Divided, mesh: tuple[int, ...], part: torch.Tensor) -> DTensor:
+def distributed(slot: Divided, mesh: tuple[int, ...], part: torch.Tensor) -> Any:
     whole = slot.whole
-    return DTensor.from_local(
+    made = DTensor.from_local(
         part.clone(memory_format=torch.contiguous_format),
         mesh_of(mesh, slot.grid(mesh)),
         slot.placed(),
@@ -134,6 +135,18 @@ def distributed(slot: Divided, mesh: tuple[int, ...], part: torch.Tensor) -> DTe
         shape=torch.Size(whole.shape),
         stride=torch.empty(whole.shape, device="meta").stride(),
     )
+    return with_attributes(made) if slot.by_attributes else made
+
+
+def with_attributes(made: DTensor) -> torch.Tensor:
+    """A rank's part of a DTensor, as one that says by attributes what it is of the whole."""
+    local: Any = made.to_local()
+    boxes = held_of(made).holding.boxes
+    local.global_shape = tuple(made.shape)
+    local.global_offsets = tuple(box.offsets for box in boxes)
+    local.local_offsets = tuple((0,) * local.ndim for _ in boxes)
+    local.local_sizes = tuple(box.lengths for box in boxes)
+    return local  # type: ignore[no-any-return]
 
 
 _here: list[Here] = []
@@ -317,5 +330,5 @@ def locals_of(node: Any, got: Any, group: tuple[int, ...], rank: int) -> tuple[A
         return [a for a, _ in items], [b for _, b in items]
     if isinstance(node, Divided):
         mesh = next(mesh for mesh in node.meshes(group) if rank in mesh)
-        return node.part(mesh, rank), got.to_local()
+        return node.part(mesh, rank), got.to_local() if isinstance(got, DTensor) else got
     return node, got

@@ -58,12 +58,14 @@ def content(number: int, nbytes: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """A DTensor. Its mesh has all ranks of the group, their first half, or each half has one."""
+    """A DTensor, or tensors that say by attributes what they are of a whole. The mesh has all ranks
+    of the group, their first half, or each half has one."""
 
     whole: T
     placements: tuple[str, str]
     square: bool
     members: str
+    by_attributes: bool = False
 
     def meshes(self, group: Sequence[int]) -> list[tuple[int, ...]]:
         half = max(1, len(group) // 2)
@@ -322,7 +324,9 @@ def divided(
 ) -> Divided:
     names = ("R", "S0", "S0", "S1", "strided")
     placements = random.choice(names), random.choice(names[:4])
-    return Divided(whole, placements, random.random() < 0.5, random.choice(members))
+    by_attributes = "strided" not in placements and random.random() < 0.3
+    square = random.random() < 0.5
+    return Divided(whole, placements, square, random.choice(members), by_attributes)
 
 
 @dataclass

@@ -9,8 +9,7 @@ record for each. Any other name is refused.
 import io
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,12 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from ckptstore.commit.commit_metadata import label_of
@@ -109,17 +112,16 @@ def store_to_dcp(
             "path"
         )
     planner = _CommitPlanner(CommitItems(snapshot, key, allow_pickle=allow_pickle))
-    with errors_of_dcp(root):
-        return _save_state_dict(
-            {}, _DirectoryWriter(root, overwrite=False), no_dist=True, planner=planner
-        )
+    return write_directory(root, {}, planner)
 
 
-@contextmanager
-def errors_of_dcp(root: Path) -> Iterator[None]:
-    """Unwrap this process' error from DCP's `CheckpointException`, which is not an `Exception`."""
+def write_directory(root: Path, state: dict[str, Any], planner: SavePlanner) -> Metadata:
+    """Write what `planner` plans of `state` as DCP's own files, with this process' error in place
+    of DCP's `CheckpointException`, which is not an `Exception`."""
     try:
-        yield
+        return _save_state_dict(
+            state, _DirectoryWriter(root, overwrite=False), no_dist=True, planner=planner
+        )
     except CheckpointException as error:
         failure = next(iter(error.failures.values()))[0]
         if isinstance(failure, OSError):
@@ -132,8 +134,27 @@ def errors_of_dcp(root: Path) -> Iterator[None]:
         ) from failure
 
 
+class _Properties(TensorProperties):
+    """Pickled as torch before 2.15 pickles them, which all later ones read: torch 2.15 adds the
+    strides, and older ones refuse a state of six fields."""
+
+    def __reduce__(self) -> tuple[type, tuple[()], tuple[Any, ...]]:
+        state: Any = self.__getstate__()  # type: ignore[no-untyped-call]
+        return TensorProperties, (), state[:5]
+
+
 class _DirectoryWriter(FileSystemWriter):
-    """DCP's own writer, which `redirect` leaves alone."""
+    """DCP's own writer, which `redirect` leaves alone. What it writes is read by every torch from
+    2.6 on."""
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        for each in metadata.state_dict_metadata.values():
+            if isinstance(each, TensorStorageMetadata):
+                own = each.properties
+                each.properties = _Properties(
+                    own.dtype, own.layout, own.requires_grad, own.memory_format, own.pin_memory
+                )
+        super().finish(metadata, results)
 
 
 class _CommitPlanner(DefaultSavePlanner):

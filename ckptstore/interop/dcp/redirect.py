@@ -23,8 +23,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+try:
+    from torch.distributed.checkpoint import FsspecWriter  # type: ignore[attr-defined]
+except ImportError:  # before torch 2.15
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from ckptstore.core import forks
 from ckptstore.core.text import unicode_text
@@ -225,7 +229,7 @@ def _redirect_writer(made: Any, scope: _Scope, given: Mapping[str, Any]) -> None
             "not take: save it outside of redirect, or without; compression is the store's "
             "Storage(codec=), and `ckptstore export` writes other formats"
         )
-    made._writer = scope.writer(_directory(made), overwrite=given.get("overwrite", True))
+    made._writer = scope.writer(_directory(made), overwrite=given["overwrite"])
     made.__class__ = RedirectedWriter
 
 
@@ -256,7 +260,9 @@ def _patch_constructor(cls: Any, change: _Change) -> None:
             if (scope := _innermost()) is None:
                 return
             if type(self) is cls:
-                change(self, scope, signature.bind(self, *args, **kwargs).arguments)
+                given = signature.bind(self, *args, **kwargs)
+                given.apply_defaults()
+                change(self, scope, given.arguments)
             elif isinstance(self, FsspecWriter):
                 logger.warning(
                     "%s is written there, and not to a store: redirect takes directories of this "

@@ -58,7 +58,9 @@ from ckptstore.interop.dcp.names import (
 from ckptstore.log.sessions import Session
 from ckptstore.objects.pointer_files import Pointer, write_pointer
 from ckptstore.state import tensors
+from ckptstore.state.checkpointable import is_checkpointable, is_whole
 from ckptstore.state.leaf_sources import Source
+from ckptstore.state.shards import shape_of
 from ckptstore.state.tensors import TensorSource
 from ckptstore.store import Store, internals_of
 
@@ -382,6 +384,12 @@ def _asked(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInput(
             f"the planner returned a {type(tensor).__qualname__} for the tensor {item.index.fqn}"
+        )
+    if is_checkpointable(tensor) and not is_whole(tensor):
+        raise InvalidInput(
+            f"{item.index.fqn} is a part of a tensor of shape {list(shape_of(tensor))}, as DCP "
+            f"knows them since torch 2.14; this is {torch.__version__}, which would save a tensor "
+            "of its own: commit it with store.commit"
         )
     return tensor.detach()
 

@@ -263,21 +263,17 @@ def _write_torch(
 
 
 def _write_dcp(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool) -> Written:
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    from ckptstore.plugin.dcp import PlainPlanner, errors_of_dcp, store_to_dcp
+    from ckptstore.plugin.dcp import PlainPlanner, store_to_dcp, write_directory
 
     if selects == (EVERYTHING,):
         store_to_dcp(snapshot, scratch, allow_pickle=allow_pickle)
         return Written()
     state = _state(snapshot, selects, allow_pickle)
-    with errors_of_dcp(scratch):
-        save(
-            state if isinstance(state, dict) else {selects[0]: state},
-            checkpoint_id=scratch,
-            planner=PlainPlanner(allow_pickle),
-            no_dist=True,
-        )
+    write_directory(
+        scratch,
+        state if isinstance(state, dict) else {selects[0]: state},
+        PlainPlanner(allow_pickle),
+    )
     return Written()
 
 
