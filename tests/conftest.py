@@ -128,8 +128,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 def pytest_collection_finish() -> None:
-    # what has been imported stays: collections, those that tests ask for and others, need not look
-    # through it each time
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_heap() -> None:
+    """What has been imported stays. Collections, those that tests ask for and others, look through
+    the objects of one module of tests, and not through torch's compiler, moto and all else that is
+    there by then: a second each, and hundreds of them."""
+    gc.collect()
     gc.freeze()
 
 
@@ -150,7 +157,10 @@ def _seeded(seed: int) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(seed)
+        torch = sys.modules["torch"]
+        # Without a device in use, `torch.manual_seed` notes the call for each kind of device, with
+        # a formatted stack, for ever: more than all else that a small test takes.
+        (torch if torch.cuda.is_initialized() else torch.default_generator).manual_seed(seed)
 
 
 @pytest.fixture(scope="session", autouse=True)

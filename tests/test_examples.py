@@ -1,10 +1,13 @@
 """The examples run as they are."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.guard import sitecustomize as guard
 
 FOLDER = Path(__file__).parents[1] / "examples"
 MANY_RANKS = FOLDER / "many_ranks.py"
@@ -25,6 +28,10 @@ def test_training_on_many_ranks_survives_a_kill(kind: str) -> None:
 
 def run(*arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "error", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, guard.WHOLE_EXIT: "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

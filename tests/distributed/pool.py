@@ -7,6 +7,7 @@ order differ from the others', as in a real job.
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import shutil
@@ -150,6 +151,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: Path) -> None:
     os.environ["CKPTSTORE_THREADS"] = "2"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    gc.freeze()  # what is imported: a task that collects looks through its own objects
     while True:
         try:
             task, args = pipe.recv()

@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptstore.index.chunks import ChunkIndex
@@ -52,6 +52,7 @@ def assert_right_or_missing(index: ChunkIndex) -> None:
 
 
 @pytest.mark.parametrize("opened_again", [False, True])
+@settings(max_examples=settings().max_examples * 2 // 5)  # each makes an index
 @given(rows=ROWS)
 def test_any_rows_of_the_chunk_index_are_passed_over_or_rebuilt(
     rows: list[tuple[bytes, bytes, bytes]], opened_again: bool

@@ -5,11 +5,12 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from random import Random
 from shutil import copyfile
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptstore.core.model import CommitInfo
@@ -98,9 +99,14 @@ def every_trial(store: Path) -> list[tuple[str, str, str]]:
     ]
 
 
-def test_every_question_is_answered_whatever_any_row_says(store: Path) -> None:
-    """The catalog is whole again before each trial."""
-    trials = every_trial(store)
+@pytest.mark.parametrize("part", [3, pytest.param(1, marks=pytest.mark.soak)])
+def test_every_question_is_answered_whatever_any_row_says(
+    store: Path, seed: int, part: int
+) -> None:
+    """The catalog is whole again before each trial. A third of them, other ones in each run, and
+    all of them in the long test."""
+    every = every_trial(store)
+    trials = Random(seed).sample(every, len(every) // part)
     catalog, whole = store / "index" / CATALOG_NAME, store.parent / "whole.sqlite"
     with opened(store) as handle:
         reindex(handle)
@@ -171,6 +177,7 @@ def rewrite(catalog: Path, changes: list[tuple[str, int, list[object]]]) -> None
                 connection.execute(statement, values[:count])
 
 
+@settings(max_examples=settings().max_examples * 3 // 10)  # each makes two catalogs
 @given(changes=CHANGES)
 def test_any_rows_are_answered_from_or_the_catalog_is_made_anew(
     store: Path, changes: list[tuple[str, int, list[object]]]

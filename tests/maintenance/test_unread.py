@@ -2,6 +2,7 @@
 anything is done."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -82,9 +83,11 @@ def test_a_repair_that_has_read_no_data_says_so(damaged: Path) -> None:
     assert whole.out == "there is nothing to repair\n"
 
 
-def as_somebody(store: Path, *words: str) -> Result:
-    (result,) = run_without_privileges(["-s", str(store), *words], home=store.parent)
-    return result
+def as_somebody(store: Path, *lines: Sequence[str]) -> list[Result]:
+    """Command lines on the store, one after the other, in one process."""
+    return run_without_privileges(
+        *(["-s", str(store), *words] for words in lines), home=store.parent
+    )
 
 
 @pytest.mark.parametrize("of", ["tensors", "metadata", "document"])
@@ -102,17 +105,17 @@ def test_what_somebody_may_not_read_is_no_damage(
     before = listing(store)
     for path in shut:
         path.chmod(0)
-    for words in (("fsck",), ("fsck", "--read-data"), ("repair",), ("repair", "--apply")):
-        seen = as_somebody(store, *words)
+    lines = (("fsck",), ("fsck", "--read-data"), ("repair",), ("repair", "--apply"))
+    *all_seen, told = as_somebody(store, *lines, ("--json", "fsck"))
+    for words, seen in zip(lines, all_seen, strict=True):
         assert seen.code == Exit.DAMAGED, (words, seen)  # partial
         assert "unread: " in seen.out
         assert "damage: " not in seen.out
         assert "cannot be restored whole" not in seen.out
         assert "Permission denied" in seen.out
-    document = as_somebody(store, "--json", "fsck").document
-    assert not document["damaged"]
-    assert document["damaged_commits"] == []
-    assert {each["severity"] for each in document["findings"]} == {"unread"}
+    assert not told.document["damaged"]
+    assert told.document["damaged_commits"] == []
+    assert {each["severity"] for each in told.document["findings"]} == {"unread"}
     assert listing(store) == before
     for path in shut:
         path.chmod(0o644)
@@ -132,7 +135,7 @@ def test_marks_stay_while_something_is_unread(large_template: Path, tmp_path: Pa
     entries = len(files(store, "log"))
     sound = max(files(store, "packs"), key=lambda path: path.stat().st_size)
     sound.chmod(0)
-    seen = as_somebody(store, "repair", "--apply")
+    (seen,) = as_somebody(store, ("repair", "--apply"))
     assert "unread: " in seen.out
     assert "marks of damaged commits" not in seen.out
     assert len(marked) == 1
@@ -146,8 +149,8 @@ def test_an_entry_of_the_log_that_cannot_be_read_is_not_written_anew(
     mirror = copy_of(store, tmp_path / "mirror")
     before = listing(store)
     (store / log_key(2)).chmod(0)
-    for words in (("fsck",), ("repair", "--apply", "--from", str(mirror))):
-        seen = as_somebody(store, *words)
+    lines = (("fsck",), ("repair", "--apply", "--from", str(mirror)))
+    for seen in as_somebody(store, *lines):
         assert seen.code == Exit.FAILED
         assert "Permission denied" in seen.err
     assert listing(store) == before
@@ -156,7 +159,7 @@ def test_an_entry_of_the_log_that_cannot_be_read_is_not_written_anew(
 def test_a_source_that_may_not_be_read_keeps_the_pack_here(damaged: Path) -> None:
     mirror, before = damaged.parent / "mirror", listing(damaged)
     (mirror / largest(damaged).relative_to(damaged)).chmod(0)
-    done = as_somebody(damaged, "repair", "--read-data", "--apply", "--from", str(mirror))
+    (done,) = as_somebody(damaged, ("repair", "--read-data", "--apply", "--from", str(mirror)))
     assert "quarantine" not in done.out
     assert done.code == Exit.DAMAGED
     packs = [key for key in listing(damaged) if key.startswith(("packs/", "quarantine/"))]

@@ -5,6 +5,7 @@ A child waits at its gate until it is let go, so that a tracer can be attached f
 achieved it writes line by line to a file, which is there however it ends.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -134,6 +135,7 @@ def _serve(folder: Path) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(2, 1)
+    gc.freeze()  # a collection in a child would copy every page of what is imported
     for line in requests:
         request = json.loads(line)
         if "wait" in request:

@@ -125,8 +125,9 @@ def test_each_plugin_has_its_files_and_the_core_the_rest() -> None:
     for plugin, begins in PLUGINS.items():
         for start in begins:
             assert any(name.startswith(start) for name in below), f"{plugin} has no {start}"
-    found = shares(sources)
-    assert sum(found.values()) == measure(sources).tokens
+    some = sources[::10]
+    found = shares(some)
+    assert sum(found.values()) == measure(some).tokens
     assert shares([("x/ui/a.py", b"x"), ("x/uint.py", b"x = 1")]) == {
         **dict.fromkeys(found, 0),
         "ui": 1,
