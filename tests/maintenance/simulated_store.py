@@ -1,7 +1,7 @@
 """A store without bytes: tables of packs that commits fill, policies empty, and the real choice of
 a gc rewrites. A year of it takes a second."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
@@ -72,7 +72,8 @@ class Training:
 @dataclass
 class Simulated:
     """A store, and what gcs did to it. `freed_bytes` is what the store shrank by beyond what the
-    gcs wrote into it: the bytes that were dead."""
+    gcs wrote into it: the bytes that were dead. `most_unused` is the largest share that a gc left
+    dead."""
 
     place: Place
     packs: dict[int, tuple[bool, Chunks]] = field(default_factory=dict)
@@ -81,6 +82,7 @@ class Simulated:
     written_bytes: int = 0
     freed_bytes: int = 0
     objects_less: int = 0
+    most_unused: float = 0.0
     _numbers: int = 0
 
     def commit(self, step: int, training: Training, random: Random) -> None:
@@ -135,6 +137,8 @@ class Simulated:
             pack_bytes=pack_bytes,
             prices=prices,
         )
+        kept = sum(use.pack.stored_bytes for use in uses if not use.dead)
+        self.most_unused = max(self.most_unused, choice.left_bytes / kept)
         for use in uses:
             if use.dead:
                 del self.packs[use.number]
@@ -180,18 +184,12 @@ class Simulated:
         )
 
 
-def a_year(
-    training: Training,
-    place: Place,
-    seed: int,
-    looked: Callable[[Simulated, Choice], None] = lambda store, choice: None,
-    commits: int = 365,
-) -> Simulated:
+def a_year(training: Training, place: Place, seed: int, commits: int = 365) -> Simulated:
     """Commit every day, and forget and collect every `training.gc_every` days."""
     store, random = Simulated(place), Random(seed)
     for step in range(commits):
         store.commit(step, training, random)
         if step % training.gc_every == training.gc_every - 1:
             store.forget(training)
-            looked(store, store.collect())
+            store.collect()
     return store

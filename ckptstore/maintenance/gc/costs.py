@@ -7,8 +7,8 @@ A copy is made for one of two gains:
 * *objects*: small packs, so that reads, listings and later gcs look through fewer. Its price is the
   traffic, and on a bucket the requests. One object less is worth `Prices.object_bytes` of both.
 
-A chunk is merged a logarithmic number of times: only packs of one size class are merged, so the
-result is of a larger one, and at some size an object less is not worth the copy. A gc with an
+A chunk is merged a logarithmic number of times: packs of one size class are merged, 16 or more at
+once, and at some size an object less is not worth the copy. A gc with an
 explicit budget (`max_repack_bytes`) spends it on all packs below a quarter of the full size.
 
 A new pack is full once it is so large that merging it would not pay. Chunks that were committed
