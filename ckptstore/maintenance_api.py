@@ -274,8 +274,10 @@ class Maintenance:
 
         Args:
             dry_run: Report without changing anything.
-            max_unused: Largest share of dead bytes in a pack that is not rewritten.
-            max_repack_bytes: Limit for rewritten bytes; default: none.
+            max_unused: Largest share of the packs' bytes that may stay dead instead of being
+                rewritten.
+            max_repack_bytes: Copy at most this much, and merge small packs with it although that
+                costs more than it gains. Default: no limit, and only what pays.
             grace_s: What was forgotten less than this many seconds ago stays, for `undelete`; 0
                 keeps nothing.
             force: Wait for no commit in flight, which then writes its chunks again. Otherwise a

@@ -445,7 +445,8 @@ COMMANDS = (
             Option(
                 "--max-repack",
                 "SIZE",
-                "copy at most SIZE, such as 10G (default: no limit)",
+                "copy at most SIZE, such as 10G, and merge small packs with what is left of it "
+                "(default: copy what pays)",
                 dest="max_repack_bytes",
             ),
             (

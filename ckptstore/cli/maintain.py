@@ -219,6 +219,7 @@ def _plan_document(plan: GcPlan) -> dict[str, object]:
         "packs": packs,
         "orphans": plan.orphans,
         "copies": copies,
+        "rewrites": plan.rewrites,
         "freed_later": later,
         "missing_chunks": plan.missing,
         **fields_of(plan, "freed_now_bytes", "copied_bytes", "left_bytes", "unreadable", "full"),

@@ -108,6 +108,18 @@ def test_small_packs_are_merged_and_stay_merged(place: Site) -> None:
     verify(place, range(20))
 
 
+def test_live_packs_are_not_copied_to_become_larger_ones(place: Site) -> None:
+    with place.open() as store:
+        for step in range(12):
+            store.commit(state_of(step, own=300_000), step=step)
+    plan = collected(place, GcOptions(), dry_run=True).plan
+    assert plan.empty and plan.copied_bytes == 0
+    assert "leave 24 small packs: to merge them would write 14.0 MiB" in str(plan)
+    assert collected(place, GcOptions()).copied_bytes == 0
+    assert collected(place, GcOptions(max_repack_bytes=10_000_000)).copied_bytes > 9_000_000
+    verify(place, range(12))
+
+
 def test_of_a_chunk_in_two_packs_one_copy_dies(place: Site) -> None:
     """Two writers that did not see each other's chunks."""
     with place.open() as one, place.open(run="two") as two:

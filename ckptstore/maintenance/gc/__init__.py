@@ -26,13 +26,12 @@ from ckptstore.log.entries import Body, Condemn, Delete, Entry, Over, Register
 from ckptstore.log.log import Refused
 from ckptstore.log.state import State
 from ckptstore.maintenance import Counter, Progress, silent
+from ckptstore.maintenance.gc.costs import choose, prices_of
 from ckptstore.maintenance.gc.mark import PackUse, mark
 from ckptstore.maintenance.gc.plan import (
     Copy,
     GcPlan,
-    choose,
     doomed_packs,
-    left_bytes,
     list_objects,
     live_rows,
     orphans,
@@ -58,8 +57,9 @@ GRACE_S = 3600.0
 @dataclass(frozen=True, slots=True)
 class GcOptions:
     """`max_unused` is the share of the packs' bytes that may stay dead instead of being
-    repacked, `max_repack_bytes` the limit of copying. What was forgotten less than `grace_s` ago,
-    by the clocks of this host and of the one that forgot it, stays, but for the commits `at_once`.
+    repacked. `max_repack_bytes` is the limit of copying, and a budget: with it, small packs are
+    merged although that costs more than it gains. What was forgotten less than `grace_s` ago, by
+    the clocks of this host and of the one that forgot it, stays, but for the commits `at_once`.
     With `force`, condemned packs are deleted although commits in flight may have to write their
     chunks again."""
 
@@ -111,7 +111,7 @@ class GcReport:
         return f"<gc: {self._result}>"
 
     def __str__(self) -> str:
-        return self.plan.page(self._result)
+        return str(self.plan) if self.dry_run else self.plan.page(self._result)
 
     @property
     def _result(self) -> str:
@@ -309,12 +309,12 @@ class _Gc:
         active = frozenset() if full or options.force else sessions.active_ids
         marked = mark(storage, state, self._threads, self._progress)
         purge = tuple(sorted(commit for commit, row in state.commits.items() if row.soft))
-        pack_bytes = storage.capabilities.pack_bytes
-        chosen = choose(
+        choice = choose(
             marked.uses,
             max_unused=options.max_unused,
             max_repack_bytes=options.max_repack_bytes,
-            pack_bytes=pack_bytes,
+            pack_bytes=storage.capabilities.pack_bytes,
+            prices=prices_of(storage.capabilities),
         )
         return GcPlan(
             mark=marked.n,
@@ -330,12 +330,13 @@ class _Gc:
                 purged=frozenset(purge),
                 stale=sessions.stale,
             ),
-            copies=tuple(plan_copies(storage, chosen, pack_bytes)),
+            copies=tuple(plan_copies(storage, choice.groups)),
             copies_wait=tuple(sorted(active)),
             missing=marked.missing,
             unreadable=tuple(use.pack.id for use in marked.uses if not use.readable),
             full=full,
-            left_bytes=left_bytes(marked.uses, chosen),
+            left_bytes=choice.left_bytes,
+            rewrites=choice.rewrites,
         )
 
     def execute(self, plan: GcPlan) -> GcReport:

@@ -12,9 +12,8 @@ state and belongs to a closed session can never be listed later.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -33,9 +32,10 @@ from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import Corrupt
 from ckptstore.log.log_snapshots import CHECKPOINTS_KEPT
 from ckptstore.log.state import Pack, State
+from ckptstore.maintenance.gc.costs import Rewrite
 from ckptstore.maintenance.gc.mark import Mark, PackUse, ids_checksum
 from ckptstore.objects.codecs import RAW
-from ckptstore.objects.pack import FOOTER_DTYPE, TRAILER_BYTES, FooterTable, align
+from ckptstore.objects.pack import TRAILER_BYTES, FooterTable, align
 from ckptstore.repository import footers
 from ckptstore.repository.chunk_reader import coalesce
 from ckptstore.storage.contract import Storage
@@ -63,14 +63,6 @@ class Orphan(NamedTuple):
     key: str
     bytes: int
     why: str
-
-
-MERGE_PACKS = 8
-"""This many small packs of similar size are merged. The copy is of the next larger size class,
-so no chunk is copied again and again."""
-
-_SIZE_STEP_BITS = 3
-_SMALL_SHARE = 4
 
 
 Listing: TypeAlias = Mapping[str, int]
@@ -179,7 +171,8 @@ class GcPlan:
     chunks are in no live pack, and the footers of the packs `unreadable` cannot be read. Both are
     for `fsck`, and possible sources for repair are left alone. The commits `recent` were forgotten
     within the grace and stay. With `full` the disk is full, so gc waits for no session. The bytes
-    `left_bytes` stay dead in packs that are neither deleted nor copied from.
+    `left_bytes` stay dead in packs that are neither deleted nor copied from. `rewrites` are the
+    reasons for the copies, and against others.
     """
 
     mark: int = 0
@@ -195,6 +188,7 @@ class GcPlan:
     unreadable: tuple[PackId, ...] = ()
     full: bool = False
     left_bytes: int = 0
+    rewrites: tuple[Rewrite, ...] = ()
 
     @property
     def condemn(self) -> frozenset[int]:
@@ -235,10 +229,10 @@ class GcPlan:
         return f"<gc plan: {self.result}>"
 
     def __str__(self) -> str:
-        return self.page(self.result)
+        return self.page(self.result, self.rewrites)
 
-    def page(self, result: str) -> str:
-        """What is done, its `result`, and what a later gc can free."""
+    def page(self, result: str, rewrites: Iterable[Rewrite] = ()) -> str:
+        """What is done, why packs are rewritten, the `result`, and what a later gc can free."""
         now = [pack.bytes for pack in self.doomed if not pack.waits]
         orphan_bytes = sum(orphan.bytes for orphan in self.orphans)
         sources = sum(len(copy.sources) for copy in self.copies)
@@ -250,15 +244,11 @@ class GcPlan:
             (sources, f"copy from {{}} to {count_text(len(self.copies), 'new pack')}", "pack"),
         )
         lines = [text.format(count_text(n, noun)) for n, text, noun in steps if n]
+        lines += map(str, rewrites)
         if self.recent:
             stay = count_text(len(self.recent), "commit")
             lines.append(f"keep {stay}: just forgotten; `ckptstore gc --now` deletes them, too")
         lines.append(result)
-        if self.copies and self._copies_gain_little:
-            lines.append(
-                "copying frees next to nothing: small packs became larger ones, so that reads and "
-                "later gcs look through fewer; --max-repack limits it"
-            )
         if self.left_bytes:
             lines.append(
                 f"left {bytes_text(self.left_bytes)} that no commit needs in packs that hold more "
@@ -270,11 +260,6 @@ class GcPlan:
         if self.full:
             lines.append("the disk is full, so commits in flight are not waited for")
         return "\n".join(lines)
-
-    @property
-    def _copies_gain_little(self) -> bool:
-        freed = sum(copy.freed_bytes for copy in self.copies)
-        return freed - self.copied_bytes <= LITTLE * self.copied_bytes
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -293,10 +278,6 @@ class GcPlan:
     @property
     def empty(self) -> bool:
         return not (self.over or self.purge or self.doomed or self.orphans or self.copies)
-
-
-LITTLE = 0.05
-"""Copies that free less than this share of what they write are told."""
 
 
 def doomed_packs(
@@ -319,54 +300,15 @@ def _doomed(number: int, pack: Pack, waits: Iterable[SessionId]) -> DeadPack:
     return DeadPack(number, pack.id, pack.stored_bytes, not pack.live, tuple(sorted(waits)))
 
 
-def choose(
-    uses: Iterable[PackUse], *, max_unused: float, max_repack_bytes: int | None, pack_bytes: int
-) -> list[PackUse]:
-    """Choose the packs to copy from: the sparsest first, until at most the share `max_unused` of
-    the remaining bytes is unused; then small packs, if enough of one size class exist. At most
-    `max_repack_bytes` are copied."""
-    kept = [use for use in uses if not use.dead]
-    allowance = max_unused * sum(use.pack.bytes * use.files for use in kept)
-    unused = sum(_unused_bytes(use) for use in kept)
-    budget = _Budget(max_repack_bytes)
-    chosen: list[PackUse] = []
-    for use in sorted(
-        (use for use in kept if use.sparse),
-        key=lambda use: (-_unused_bytes(use) / use.files / use.pack.bytes, use.number),
-    ):
-        if unused <= allowance:
-            break
-        if budget.take(use):
-            unused -= _unused_bytes(use)
-            chosen.append(use)
-    taken = {use.number for use in chosen}
-    for group in _same_size(
-        use for use in kept if use.readable and use.live_bytes < pack_bytes // _SMALL_SHARE
-    ):
-        chosen.extend(use for use in group if use.number not in taken and budget.take(use))
-    return sorted(chosen, key=lambda use: (use.pack.metadata, use.number))
-
-
-def left_bytes(uses: Iterable[PackUse], chosen: Iterable[PackUse]) -> int:
-    """The dead bytes of packs that are neither deleted nor copied from."""
-    copied = {use.number for use in chosen}
-    return sum(_unused_bytes(use) for use in uses if not use.dead and use.number not in copied)
-
-
-def plan_copies(storage: Storage, chosen: Iterable[PackUse], pack_bytes: int) -> Iterator[Copy]:
-    """Group the chosen packs into new packs, in order, each in one copy only. Reads footers."""
-    for metadata, uses in groupby(chosen, lambda use: use.pack.metadata):
-        sources: list[PackUse] = []
-        end = footer_bytes = 0
+def plan_copies(storage: Storage, groups: Iterable[Sequence[PackUse]]) -> Iterator[Copy]:
+    """The new packs, with their exact sizes. Reads footers."""
+    for uses in groups:
+        end, footer_bytes = 0, TRAILER_BYTES
         for use in uses:
-            if sources and end + use.live_bytes > pack_bytes:
-                yield Copy(tuple(sources), (end + footer_bytes) * (2 if metadata else 1))
-                sources, end, footer_bytes = [], 0, 0
             rows = live_rows(storage, use)
-            sources.append(use)
-            footer_bytes = (footer_bytes or TRAILER_BYTES) + rows.nbytes
+            footer_bytes += rows.nbytes
             _, end = place(rows, end)
-        yield Copy(tuple(sources), (end + footer_bytes) * (2 if metadata else 1))
+        yield Copy(tuple(uses), (end + footer_bytes) * uses[0].files)
 
 
 def live_rows(storage: Storage, use: PackUse) -> FooterTable:
@@ -396,34 +338,3 @@ def place(rows: FooterTable, end: int) -> tuple[npt.NDArray[np.void], int]:
         moves["to"][run] = start + starts[run] - starts[run.start]
         end = start + run_bytes
     return moves, end
-
-
-def _unused_bytes(use: PackUse) -> int:
-    """The gain: dead chunks and their footers."""
-    if not use.readable or not use.sparse:
-        return 0
-    live = use.live_bytes + use.live_chunks * FOOTER_DTYPE.itemsize + TRAILER_BYTES
-    return max(use.pack.bytes - live, 0) * use.files
-
-
-def _same_size(uses: Iterable[PackUse]) -> list[list[PackUse]]:
-    groups: dict[tuple[bool, int], list[PackUse]] = defaultdict(list)
-    for use in uses:
-        groups[use.pack.metadata, use.live_bytes.bit_length() // _SIZE_STEP_BITS].append(use)
-    return [group for _, group in sorted(groups.items()) if len(group) >= MERGE_PACKS]
-
-
-class _Budget:
-    """Bytes that may still be copied; None for no limit."""
-
-    def __init__(self, limit_bytes: int | None) -> None:
-        self._left = limit_bytes
-
-    def take(self, use: PackUse) -> bool:
-        if self._left is None:
-            return True
-        cost = use.live_bytes * use.files
-        if cost > self._left:
-            return False
-        self._left -= cost
-        return True
