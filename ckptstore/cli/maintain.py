@@ -3,17 +3,14 @@
 stores and formats.
 """
 
-from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, fields
-from functools import partial
-from typing import Any, get_args
 
 from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
 from ckptstore.cli.commits import commit_text, find_proven, reader_of, short, size_text, tell_run
 from ckptstore.cli.labels import metrics_of
-from ckptstore.cli.parser import parse_best
+from ckptstore.cli.policies import policies_of
 from ckptstore.cli.screen import Hint, Part, columns, fields_of, to_json
 from ckptstore.core.config import default_threads
 from ckptstore.core.text import Table, bytes_text, count_text
@@ -33,17 +30,7 @@ from ckptstore.maintenance.gc.plan import GcPlan
 from ckptstore.maintenance.mirror import MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose, other_end
 from ckptstore.maintenance.repair import check_source, repair
-from ckptstore.maintenance.retention import (
-    ForgetPlan,
-    Keep,
-    KeepBest,
-    KeepEverySteps,
-    KeepLast,
-    KeepPeriods,
-    KeepWithin,
-    Period,
-    Policy,
-)
+from ckptstore.maintenance.retention import ForgetPlan
 from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage import open_storage
@@ -82,8 +69,7 @@ def forget(call: Call) -> Answer:
         if done:
             _forget_shown(call, handle, plan)
     if done:
-        thinned = f", thinned {len(plan.thinned):,}" if plan.thinned else ""
-        page.append(f"forgot {count_text(len(plan.forgotten), 'commit')}{thinned}")
+        page.append(plan.done)
         if changes:
             page.append(
                 Hint(
@@ -117,40 +103,6 @@ def _forget_shown(call: Call, handle: StoreHandle, plan: ForgetPlan) -> None:
     else:
         carry_out(handle, plan, reader_of(call, handle))
     handle.follow()
-
-
-def policies_of(args: Namespace) -> Sequence[Policy]:
-    """What the --keep options and --thin say."""
-    policies = list[Keep]()
-    for name, make in _KEEPS.items():
-        given = getattr(args, name)
-        if given is not None:
-            policies += map(make, given if isinstance(given, list) else [given])
-    if args.thin and not policies:
-        raise UsageError(
-            "--thin takes leaves from the commits that no --keep option keeps; give one, such as "
-            "--keep-last 5"
-        )
-    return [policy.thin(*args.thin) for policy in policies] if args.thin else policies
-
-
-def _keep_best(words: Sequence[str]) -> KeepBest:
-    metric, *numbers = words
-    if len(numbers) > 1 or not all(n.isdecimal() and len(n) < 20 for n in numbers):
-        given = " ".join(words)
-        raise UsageError(f"--keep-best takes METRIC or METRIC:max and a count, not {given!r:.80}")
-    name, maximize = parse_best(metric)
-    return KeepBest(name, maximize=maximize, n=int(numbers[0]) if numbers else 1)
-
-
-_KEEPS: Mapping[str, Callable[[Any], Keep]] = {
-    "keep_last": KeepLast,
-    "keep_every_steps": KeepEverySteps,
-    "keep_best": _keep_best,
-    "keep_within": KeepWithin,
-    **{f"keep_{period}": partial(KeepPeriods, period) for period in get_args(Period)},
-}
-"""The policies that the --keep options of these names make of their values."""
 
 
 def undelete(call: Call) -> Answer:

@@ -11,12 +11,8 @@ from ckptstore.maintenance.gc.session_monitor import activities
 from ckptstore.maintenance.retention import (
     ForgetPlan,
     KeepBest,
-    KeepEverySteps,
     KeepLast,
-    KeepPeriods,
     KeepSince,
-    KeepWithin,
-    Period,
     Policy,
     check_metrics,
     plan_policies,
