@@ -25,12 +25,11 @@ from ckptstore.maintenance.check import (
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.compact.plan import CompactPolicy
 from ckptstore.maintenance.doctor import Verdict
-from ckptstore.maintenance.forget import all_forgotten, carry_out, forget_commits
+from ckptstore.maintenance.forget import all_forgotten, carry_out
 from ckptstore.maintenance.gc.plan import GcPlan
 from ckptstore.maintenance.mirror import MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose, other_end
 from ckptstore.maintenance.repair import check_source, repair
-from ckptstore.maintenance.retention import ForgetPlan
 from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage import open_storage
@@ -40,10 +39,6 @@ from ckptstore.storage.contract import Storage
 def forget(call: Call) -> Answer:
     args = call.args
     policies = policies_of(args)
-    if args.all_commits and (policies or not (args.run or args.refs)):
-        raise UsageError(
-            "--all forgets a whole run: name it with --run RUN, and give no --keep option"
-        )
     handle = call.open(*args.refs)
     for ref in args.refs:
         tell_run(call, handle.queries(), ref)
@@ -67,7 +62,10 @@ def forget(call: Call) -> Answer:
         done = call.screen.ask(plan.question)
         problems = ("nothing was forgotten; --yes forgets without asking",)
         if done:
-            _forget_shown(call, handle, plan)
+            # What was shown, and nothing else, whatever others did meanwhile.
+            handle.check_writable()
+            carry_out(handle, plan, reader_of(call, handle), all_commits=args.all_commits)
+            handle.follow()
     if done:
         page.append(plan.done)
         if changes:
@@ -93,18 +91,6 @@ def forget(call: Call) -> Answer:
     return Answer(document, page, () if done else problems, code)
 
 
-def _forget_shown(call: Call, handle: StoreHandle, plan: ForgetPlan) -> None:
-    """Forget and thin what was shown, and nothing else, whatever others did meanwhile. Raises
-    `Conflict` if they set a tag on it, or have forgotten it."""
-    handle.check_writable()
-    if call.args.all_commits:
-        commits = [each.commit for each in plan.forgotten]
-        forget_commits(handle, commits, all_commits=True, reason=plan.reason)
-    else:
-        carry_out(handle, plan, reader_of(call, handle))
-    handle.follow()
-
-
 def undelete(call: Call) -> Answer:
     args = call.args
     if bool(args.refs) == args.all:
@@ -119,13 +105,10 @@ def undelete(call: Call) -> Answer:
 
 
 def release(call: Call) -> Answer:
-    args = call.args
-    if bool(args.holds) == bool(args.except_in):
-        raise UsageError("release takes directories and holds, or --except-in FOLDER")
     released = call.carry_out(Maintenance.release, call.open())
-    word = "would release" if args.dry_run else "released"
+    word = "would release" if call.args.dry_run else "released"
     lines = [f"{word} {hold}, which keeps {short(commit)}" for hold, commit in released.items()]
-    document = {"dry_run": args.dry_run, "released": released}
+    document = {"dry_run": call.args.dry_run, "released": released}
     return Answer(document, lines or [Hint("every hold has a hollow directory")])
 
 
@@ -201,7 +184,7 @@ def sessions(call: Call) -> Answer:
 
 def fsck_store(call: Call) -> Answer:
     args = call.args
-    share = parse_share(args.read_data) if args.read_data else None
+    share = parse_share(args.read_data)
     store = call.open_offline()
     with call.screen.progress() as shown:
         report = fsck(store, level=parse_level(args.level), share=share, progress=shown)
@@ -218,7 +201,7 @@ def fsck_store(call: Call) -> Answer:
 
 def repair_store(call: Call) -> Answer:
     args = call.args
-    share = parse_share(args.read_data) if args.read_data else None
+    share = parse_share(args.read_data)
     store = call.open_offline()
     mirrors = [_source(call, place) for place in args.mirrors]
     with call.screen.progress() as shown:

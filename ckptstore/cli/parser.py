@@ -78,9 +78,8 @@ class Option:
 
     @property
     def name(self) -> str:
-        """The name that its value has, as argparse makes it."""
-        words = self.names.rstrip("?*").split()
-        return self.dest or words[-1].lstrip("-").replace("-", "_")
+        """`dry-run` of `"-n --dry-run"`, `path` of `"path?"`."""
+        return self.names.split()[-1].strip("-?*")
 
     def add_to(self, parser: argparse._ActionsContainer) -> None:
         settings = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
@@ -163,8 +162,7 @@ class Kind:
         found = re.fullmatch(self.pattern, text)
         value = self.read(*found.groups()) if found else None
         if value is None:
-            what = f"{text!r} is not a {self.what}: wanted {self.wanted}"
-            raise argparse.ArgumentTypeError(what)
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {self.what}: wanted {self.wanted}")
         return value
 
 
@@ -337,11 +335,10 @@ def arguments(command: Operation, given: Mapping[str, Sequence[str]]) -> Namespa
     as those of a command line. Raises `UsageError`."""
     words: list[str] = []
     for name, values in given.items():
-        option = command.each()[name]
-        long = option.names.split()[-1]
         if any(value.startswith("-") for value in values):
-            raise UsageError(f"{long} takes no value that begins with -")
-        words += [long, *values] if option.nargs else [f"{long}={value}" for value in values]
+            raise UsageError(f"--{name} takes no value that begins with -")
+        together = command.each()[name].nargs
+        words += [f"--{name}", *values] if together else [f"--{name}={each}" for each in values]
     return build([command]).commands[command.name].parse_args(words)
 
 

@@ -11,7 +11,7 @@ import pytest
 import ckptstore
 from ckptstore.cli.commands import COMMANDS
 from ckptstore.cli.parser import Operation
-from ckptstore.plugins.ui.changes import ABSENT, CHANGES, FIELDS, FORM, POLICIES
+from ckptstore.plugins.ui.changes import ABSENT, CHANGES, FIELDS, FORM
 from ckptstore.plugins.ui.values import run_key
 from tests.ui.asking import Browser, browsing
 
@@ -42,7 +42,7 @@ def test_tags_are_set_and_removed(writer: Browser, own: Path) -> None:
 
 
 def test_what_a_preview_shows_is_forgotten_and_comes_back(writer: Browser, own: Path) -> None:
-    plan = writer.view(f"retention/{run_key('baseline')}.json?keep_last=3")
+    plan = writer.view(f"retention/{run_key('baseline')}.json?keep-last=3")
     gone = [id_ for id_, reasons in plan["commits"] if not reasons]
     answer = writer.change("forget", _body(commits=gone))
     assert answer.status_code == 200 and f"forgot {len(gone)}" in answer.json()["done"]
@@ -100,23 +100,23 @@ def test_a_forget_is_planned_before_it_asks(writer: Browser) -> None:
     assert writer.view("position.json") == before
 
 
+LACKS = " ".join(ABSENT).split()
 UPKEEP = [each for each in COMMANDS if each.run.startswith("cli.maintain.") or each.name == "tag"]
 
 
 @pytest.mark.parametrize("operation", UPKEEP, ids=lambda each: each.name)
 def test_each_option_of_upkeep_is_on_the_page_or_says_why_not(operation: Operation) -> None:
-    if operation.name in ABSENT:
+    if operation.name in LACKS:
         return
     there = {f"{operation.name}.{name}" for name in operation.each()}
-    form = {f"forget.{name}" for name in POLICIES}
-    listed = [*FIELDS, *ABSENT, *form]
+    listed = [*FIELDS, *LACKS, *(f"forget.{name}" for name in FORM)]
     assert len(listed) == len(set(listed)), "both on the page and not"
     assert there == {each for each in listed if each.startswith(f"{operation.name}.")}
 
 
 def test_what_the_page_lacks_is_an_operation_or_an_option_of_one() -> None:
     options = {f"{each.name}.{name}" for each in UPKEEP for name in each.each()}
-    assert ABSENT.keys() <= options | {each.name for each in UPKEEP}
+    assert set(LACKS) <= options | {each.name for each in UPKEEP}
 
 
 def test_each_field_of_a_change_is_an_option() -> None:
@@ -126,11 +126,11 @@ def test_each_field_of_a_change_is_an_option() -> None:
 
 def test_the_form_of_a_run_has_the_options_of_the_command_line(writer: Browser) -> None:
     assert writer.ask("/data/site.json").json()["policies"] == json.loads(json.dumps(FORM))
-    fields = {field["name"]: (field["values"], field["pattern"]) for field in FORM}
-    assert fields["keep_last"] == ("N", "([0-9]+)")
-    assert fields["keep_best"] == (("METRIC[:max]", "N"), None)
-    assert fields["keep_within"][0] == "SPAN"
-    assert all(field["help"].startswith("keep ") for field in FORM)
+    fields = {name: (field["values"], field["pattern"]) for name, field in FORM.items()}
+    assert fields["keep-last"] == ("N", "([0-9]+)")
+    assert fields["keep-best"] == (("METRIC[:max]", "N"), None)
+    assert fields["keep-within"][0] == "SPAN"
+    assert all(field["help"].startswith("keep ") for field in FORM.values())
 
 
 def test_a_change_has_the_name_of_the_method_that_does_the_same() -> None:

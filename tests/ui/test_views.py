@@ -111,7 +111,7 @@ def test_a_diff_is_that_of_the_store(browser: Browser, place: Path) -> None:
 
 
 def test_retention_says_what_a_dry_run_says(browser: Browser, place: Path) -> None:
-    asked = "keep_last=2&keep_best=loss&keep_best=3"
+    asked = "keep-last=2&keep-best=loss&keep-best=3"
     found = browser.view(f"retention/{run_key('baseline')}.json?{asked}")
     with ckptstore.open(place, run="baseline") as store:
         plan = store.forget([KeepLast(2), KeepBest("loss", n=3)], dry_run=True)
@@ -123,9 +123,9 @@ def test_retention_says_what_a_dry_run_says(browser: Browser, place: Path) -> No
 @pytest.mark.parametrize(
     "asked",
     [
-        *("", "keep_last=-1", "keep_last=x", "keep_last=0", "keep_last=2&keep_last=3"),
-        *("keep_best=nothing", "keep_best=loss&keep_best=x", "keep_within=7"),
-        *("all_commits=1", "thin=model", "last=1"),
+        *("", "keep-last=-1", "keep-last=x", "keep-last=0", "keep-last=2&keep-last=3"),
+        *("keep-best=nothing", "keep-best=loss&keep-best=x", "keep-within=7"),
+        *("all=1", "thin=model", "last=1"),
     ],
 )
 def test_a_policy_that_cannot_be_understood_is_refused(browser: Browser, asked: str) -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ckptstore.errors import InvalidInput
 from ckptstore.plugin.commands import COMMANDS, KINDS, UsageError, arguments, policies_of
 from ckptstore.plugin.model import CommitId, check_tag
-from ckptstore.plugin.upkeep import Policy, forget_commits, remove_tag, set_tag, undelete
+from ckptstore.plugin.upkeep import Policy, forget_commits, remove_tags, set_tag, undelete
 from ckptstore.plugins.ui.opened import OpenStore
 from ckptstore.plugins.ui.values import Json, clip
 
@@ -23,36 +23,23 @@ FIELDS: Mapping[str, str] = {
     "tag.ref": "tag.commit",
     "tag.delete": "untag.name",
     "forget.refs": "forget.commits",
-    "forget.dry_run": "forget.dry_run",
+    "forget.dry-run": "forget.dry_run",
     "undelete.refs": "undelete.commits",
 }
 """Options of the command line, and the field of the change that is the same."""
 
 ABSENT: Mapping[str, str] = {
-    "forget.all_commits": "who forgets a whole run types its name",
+    "forget.all": "who forgets a whole run types its name",
     "forget.run": "the page of a run is about that run",
     "forget.thin": "a preview shows which commits go, not which leaves",
     "forget.yes": "the page always asks",
-    "tag.names": "the page lists tags beside their commits",
-    "tag.rename": "a tag is set and removed where its commit is",
-    "tag.run": "the page of a commit knows its id",
-    "undelete.all": "each forgotten commit has its button",
-    "undelete.run": "each forgotten commit has its button",
-    "sessions": "Health lists the writers",
-    "gc": "it deletes; Space says what it would free",
-    "release": "it needs the directories of its host",
-    "compact": "it rewrites packs, for hours",
-    "reindex": "it rewrites the indexes that the page reads",
-    "fsck": "it reads for hours; Health says what it verified",
-    "repair": "it writes to a damaged store, which no page should",
-    "doctor": "it fills the storage that it tests; Health has the free space",
-    "push": "the page knows its own stores alone",
-    "pull": "the page knows its own stores alone",
-    "clone": "the page knows its own stores alone",
-    "import": "it reads files of the server's host",
-    "export": "it writes files on the server's host; a commit's page downloads",
+    "tag.names tag.rename tag.run": "a tag is shown, set and removed at its commit",
+    "undelete.all undelete.run": "each forgotten commit has its button",
+    "gc compact reindex repair": "it deletes or rewrites; Space says what gc would free",
+    "fsck doctor sessions": "Health says what was verified, what is free, and who writes",
+    "clone export import pull push release": "it needs places that a browser cannot choose",
 }
-"""The operations of upkeep, and the options, that the page lacks, each with the reason."""
+"""The operations of upkeep, and the options, that the page lacks, with the reason."""
 
 
 class _Change(BaseModel):
@@ -79,7 +66,7 @@ class _Untag(_Change):
     name: str = Field(max_length=1_000)
 
     def carry_out(self, store: OpenStore) -> Json:
-        remove_tag(store.handle, self.name)
+        remove_tags(store.handle, self.name)
         return {"done": f"removed {clip(self.name)}"}
 
 
@@ -137,20 +124,15 @@ def change(store: OpenStore, name: str, body: bytes) -> Json:
 
 
 FORGET = next(command for command in COMMANDS if command.name == "forget")
-POLICIES = {
-    name: option
-    for name, option in FORGET.each().items()
-    if f"forget.{name}" not in {*FIELDS, *ABSENT}
-}
-FORM: Json = [
-    {
-        "name": name,
+FORM: Mapping[str, Json] = {
+    name: {
         "help": option.help,
         "values": option.metavar,
-        "pattern": KINDS[option.metavar].pattern if option.metavar in KINDS else None,
+        "pattern": getattr(KINDS.get(option.metavar), "pattern", None),
     }
-    for name, option in POLICIES.items()
-]
+    for name, option in FORGET.each().items()
+    if f"forget.{name}" not in " ".join([*FIELDS, *ABSENT]).split()
+}
 """The fields of the form that asks for policies: all other options of `forget`. A value of several
 words has a field for each."""
 
@@ -159,8 +141,8 @@ def policies_asked(asked: Mapping[str, Sequence[str]]) -> Sequence[Policy]:
     """The policies that the form asks for, read as the command line reads them. Raises
     `InvalidInput`."""
     given = {name: values for name, values in asked.items() if any(values)}
-    if unknown := given.keys() - POLICIES:
-        raise InvalidInput(f"no option {clip(min(unknown), 40)!r}: wanted {', '.join(POLICIES)}")
+    if unknown := given.keys() - FORM:
+        raise InvalidInput(f"no option {clip(min(unknown), 40)!r}: wanted {', '.join(FORM)}")
     try:
         return policies_of(arguments(FORGET, given))
     except UsageError as error:

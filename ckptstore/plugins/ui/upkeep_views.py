@@ -2,24 +2,20 @@
 cost. They list objects or read pages, so they run as jobs."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ckptstore.errors import CkptStoreError
 from ckptstore.plugin.upkeep import (
     DISTRUST_NAME,
-    EVERYTHING,
-    ForgetPlan,
     GcOptions,
     Policy,
     SuspectPacks,
     activities,
-    check_metrics,
     collect,
     expected_bytes,
+    forget_by_policy,
+    gained_by,
     load_record,
     look,
-    plan_policies,
-    plans_at,
     usage,
     warning,
 )
@@ -78,7 +74,7 @@ def space(store: OpenStore, job: Job) -> Json:
         "logical_bytes": found.logical_bytes,
         "unreferenced_bytes": found.unreferenced_bytes,
         "chunks": found.chunks,
-        "freed_bytes": max(plan.freed_now_bytes - plan.copied_bytes, 0),
+        "freed_bytes": plan.gained_bytes,
         "later_bytes": sum(plan.freed_later_bytes.values()),
         "purge": len(plan.purge),
         "heaviest": [
@@ -93,28 +89,8 @@ def retention(store: OpenStore, key: str, policies: Sequence[Policy], job: Job) 
     """What `forget --dry-run` says of these policies in a run, and the bytes that a gc would free
     then."""
     run = store.history().run(key)[0].run
-    handle = store.handle
-    state = handle.log.replay()
-    plan = plan_policies(state, policies, run)
-    if plan.forgotten:
-        check_metrics(state, policies, run)
-    job.partial = _plan(plan)
-    commits = state.commits.update(
-        (decision.commit, decision.row._replace(soft=state.n)) for decision in plan.forgotten
-    )
-    after = replace(state, commits=commits)
-    try:
-        now, later = (
-            max(each.freed_now_bytes - each.copied_bytes, 0)
-            for each in plans_at(handle, (state, after), EVERYTHING, job.progress)
-        )
-    except CkptStoreError as error:
-        return {**_plan(plan), "freed_bytes": None, "problem": str(error)}
-    return {**_plan(plan), "freed_bytes": max(later - now, 0), "unused_bytes": now}
-
-
-def _plan(plan: ForgetPlan) -> Json:
-    return {
+    plan = forget_by_policy(store.handle, policies, store.reader, run=run, dry_run=True)
+    job.partial = {
         "n": plan.n,
         "summary": plan.summary,
         "notes": [clip(note) for note in plan.notes],
@@ -123,3 +99,8 @@ def _plan(plan: ForgetPlan) -> Json:
             for each in plan.decisions
         ],
     }
+    try:
+        now, later = gained_by(store.handle, plan, job.progress)
+    except CkptStoreError as error:
+        return {**job.partial, "freed_bytes": None, "problem": str(error)}
+    return {**job.partial, "freed_bytes": max(later - now, 0), "unused_bytes": now}

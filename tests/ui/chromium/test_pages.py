@@ -124,7 +124,7 @@ def test_the_form_of_a_policy_takes_what_the_command_line_takes(
         with tab.page.expect_request("**/retention/**") as asked:
             tab.page.get_by_label("Keep within").fill("7d")
             tab.page.get_by_role("button", name="Preview").click()
-        words = "keep_every_steps=400&keep_best=accuracy%3Amax&keep_best=3&keep_within=7d"
+        words = "keep-every-steps=400&keep-best=accuracy%3Amax&keep-best=3&keep-within=7d"
         assert asked.value.url.partition("?")[2] == words
         tab.page.get_by_text("a gc would then free").wait_for()
 

@@ -17,7 +17,7 @@ const chosen = {
   log: false,
   by: "step",
   order: {},
-  policy: [["keep_last", "5"]],
+  policy: [["keep-last", "5"]],
   previewed: null,
 };
 const LARGE_IS_GOOD = /acc|score|f1|auc|bleu|rouge|reward|recall|precision|success/i;
@@ -337,11 +337,11 @@ function retention(context, found, plan, redraw) {
       }),
     );
   // A field for each word of an option's value. The first of several is a metric.
-  const field = ({ name, help, values, pattern }) => {
+  const field = ([name, { help, values, pattern }]) => {
     const [kind, ...before] = [values].flat().reverse();
     const several = before.length > 0;
     if (several && !metrics.length) return null;
-    const label = name[0].toUpperCase() + name.slice(1).replaceAll("_", " ");
+    const label = name[0].toUpperCase() + name.slice(1).replaceAll("-", " ");
     const was = chosen.policy.filter(([each]) => each === name).map(([, value]) => value);
     return h(
       "label",
@@ -367,7 +367,7 @@ function retention(context, found, plan, redraw) {
       // The page may be drawn anew, for a new commit, before the form is sent.
       oninput: remember,
     },
-    context.site.policies.map(field),
+    Object.entries(context.site.policies).map(field),
     h("button", { class: "main" }, "Preview"),
   );
   function remember() {
