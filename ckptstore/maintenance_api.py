@@ -248,8 +248,8 @@ class Maintenance:
         folders = [except_in] if isinstance(except_in, str | os.PathLike) else list(except_in)
         if bool(holds) == bool(folders):
             raise InvalidInput(
-                "release takes hollow directories and names of holds, or except_in: the folders "
-                "that have every hollow directory which is left; give one or the other"
+                "release takes hollow directories and names of holds, or --except-in (except_in=): "
+                "the folders that have every hollow directory which is left; give one or the other"
             )
         if not dry_run:
             self._handle.check_writable()
@@ -379,7 +379,7 @@ class Maintenance:
         return fsck(
             offline_store_of(self._handle),
             level=parse_level(level),
-            share=None if read_data is None else parse_share(read_data),
+            share=parse_share(read_data),
         )
 
     @beside_commits
@@ -413,7 +413,7 @@ class Maintenance:
         """
         if apply:
             self._handle.check_writable()
-        share = None if read_data is None else parse_share(read_data)
+        share = parse_share(read_data)
         with ExitStack() as stack:
             options = dict((storage or Storage()).options or {})
             opened = (

@@ -20,7 +20,7 @@ from ckptstore.core.settings import Settings
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.internals import PendingCommit, StoreInternals, flats_of
 from ckptstore.log.resolve import Resolved
-from ckptstore.maintenance.forget import remove_tag, set_tag
+from ckptstore.maintenance.forget import remove_tags, set_tag
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance_api import Maintenance
 from ckptstore.peers import agreed_schedule, collective_of
@@ -440,7 +440,7 @@ class Store(Maintenance):
     def untag(self, name: str) -> None:
         """Remove a tag; the commit stays. Raises `NotFound` for an unknown tag, `Conflict` for the
         hold of a hollow directory, which `release` removes."""
-        remove_tag(self._handle, name)
+        remove_tags(self._handle, name)
 
     def diff(self, a: AnyRef, b: AnyRef) -> Difference:
         """Compare the commits `a` and `b` leaf by leaf."""

@@ -301,7 +301,7 @@ def tag(call: Call) -> Answer:
         return _rename(call, args.name, check_tag(args.ref))
     store = call.open(*filter(None, [args.ref]))
     if args.delete:
-        return _remove(store, dict.fromkeys(args.delete))
+        return _remove(store, args.delete)
     if args.name:
         return _set(call, store, check_tag(args.name))
     queries = store.queries()
@@ -340,21 +340,9 @@ def _rename(call: Call, old: str, new: str) -> Answer:
     )
 
 
-def _remove(store: StoreHandle, names: dict[str, None]) -> Answer:
-    from ckptstore.maintenance.forget import refuse_hold, remove_tag
+def _remove(store: StoreHandle, names: Sequence[str]) -> Answer:
+    from ckptstore.maintenance.forget import remove_tags
 
-    store.check_writable()
-    for name in names:
-        refuse_hold(name)
-    there = {tag.name: tag.commit for tag in store.queries().tags()}
-    for name in names:
-        if name not in there:
-            raise NotFound(
-                f"no tag {name!r}{near(name, there)}; nothing was removed, `ckptstore tag` lists "
-                "the tags"
-            )
-    for name in names:
-        remove_tag(store, name)
-    removed = {name: there[name] for name in names}
+    removed = remove_tags(store, *names)
     lines = [f"removed {name}, was {short(commit)}" for name, commit in removed.items()]
     return Answer({"removed": removed}, lines)

@@ -3,17 +3,14 @@
 stores and formats.
 """
 
-from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, fields
-from functools import partial
-from typing import Any, get_args
 
 from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
 from ckptstore.cli.commits import commit_text, find_proven, reader_of, short, size_text, tell_run
 from ckptstore.cli.labels import metrics_of
-from ckptstore.cli.parser import parse_best
+from ckptstore.cli.policies import policies_of
 from ckptstore.cli.screen import Hint, Part, columns, fields_of, to_json
 from ckptstore.core.config import default_threads
 from ckptstore.core.text import Table, bytes_text, count_text
@@ -28,22 +25,11 @@ from ckptstore.maintenance.check import (
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.compact.plan import CompactPolicy
 from ckptstore.maintenance.doctor import Verdict
-from ckptstore.maintenance.forget import all_forgotten, carry_out, forget_commits
+from ckptstore.maintenance.forget import all_forgotten, carry_out
 from ckptstore.maintenance.gc.plan import GcPlan
 from ckptstore.maintenance.mirror import MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose, other_end
 from ckptstore.maintenance.repair import check_source, repair
-from ckptstore.maintenance.retention import (
-    ForgetPlan,
-    Keep,
-    KeepBest,
-    KeepEverySteps,
-    KeepLast,
-    KeepPeriods,
-    KeepWithin,
-    Period,
-    Policy,
-)
 from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage import open_storage
@@ -53,10 +39,6 @@ from ckptstore.storage.contract import Storage
 def forget(call: Call) -> Answer:
     args = call.args
     policies = policies_of(args)
-    if args.all_commits and (policies or not (args.run or args.refs)):
-        raise UsageError(
-            "--all forgets a whole run: name it with --run RUN, and give no --keep option"
-        )
     handle = call.open(*args.refs)
     for ref in args.refs:
         tell_run(call, handle.queries(), ref)
@@ -80,10 +62,12 @@ def forget(call: Call) -> Answer:
         done = call.screen.ask(plan.question)
         problems = ("nothing was forgotten; --yes forgets without asking",)
         if done:
-            _forget_shown(call, handle, plan)
+            # What was shown, and nothing else, whatever others did meanwhile.
+            handle.check_writable()
+            carry_out(handle, plan, reader_of(call, handle), all_commits=args.all_commits)
+            handle.follow()
     if done:
-        thinned = f", thinned {len(plan.thinned):,}" if plan.thinned else ""
-        page.append(f"forgot {count_text(len(plan.forgotten), 'commit')}{thinned}")
+        page.append(plan.done)
         if changes:
             page.append(
                 Hint(
@@ -107,52 +91,6 @@ def forget(call: Call) -> Answer:
     return Answer(document, page, () if done else problems, code)
 
 
-def _forget_shown(call: Call, handle: StoreHandle, plan: ForgetPlan) -> None:
-    """Forget and thin what was shown, and nothing else, whatever others did meanwhile. Raises
-    `Conflict` if they set a tag on it, or have forgotten it."""
-    handle.check_writable()
-    if call.args.all_commits:
-        commits = [each.commit for each in plan.forgotten]
-        forget_commits(handle, commits, all_commits=True, reason=plan.reason)
-    else:
-        carry_out(handle, plan, reader_of(call, handle))
-    handle.follow()
-
-
-def policies_of(args: Namespace) -> Sequence[Policy]:
-    """What the --keep options and --thin say."""
-    policies = list[Keep]()
-    for name, make in _KEEPS.items():
-        given = getattr(args, name)
-        if given is not None:
-            policies += map(make, given if isinstance(given, list) else [given])
-    if args.thin and not policies:
-        raise UsageError(
-            "--thin takes leaves from the commits that no --keep option keeps; give one, such as "
-            "--keep-last 5"
-        )
-    return [policy.thin(*args.thin) for policy in policies] if args.thin else policies
-
-
-def _keep_best(words: Sequence[str]) -> KeepBest:
-    metric, *numbers = words
-    if len(numbers) > 1 or not all(n.isdecimal() and len(n) < 20 for n in numbers):
-        given = " ".join(words)
-        raise UsageError(f"--keep-best takes METRIC or METRIC:max and a count, not {given!r:.80}")
-    name, maximize = parse_best(metric)
-    return KeepBest(name, maximize=maximize, n=int(numbers[0]) if numbers else 1)
-
-
-_KEEPS: Mapping[str, Callable[[Any], Keep]] = {
-    "keep_last": KeepLast,
-    "keep_every_steps": KeepEverySteps,
-    "keep_best": _keep_best,
-    "keep_within": KeepWithin,
-    **{f"keep_{period}": partial(KeepPeriods, period) for period in get_args(Period)},
-}
-"""The policies that the --keep options of these names make of their values."""
-
-
 def undelete(call: Call) -> Answer:
     args = call.args
     if bool(args.refs) == args.all:
@@ -167,13 +105,10 @@ def undelete(call: Call) -> Answer:
 
 
 def release(call: Call) -> Answer:
-    args = call.args
-    if bool(args.holds) == bool(args.except_in):
-        raise UsageError("release takes directories and holds, or --except-in FOLDER")
     released = call.carry_out(Maintenance.release, call.open())
-    word = "would release" if args.dry_run else "released"
+    word = "would release" if call.args.dry_run else "released"
     lines = [f"{word} {hold}, which keeps {short(commit)}" for hold, commit in released.items()]
-    document = {"dry_run": args.dry_run, "released": released}
+    document = {"dry_run": call.args.dry_run, "released": released}
     return Answer(document, lines or [Hint("every hold has a hollow directory")])
 
 
@@ -250,7 +185,7 @@ def sessions(call: Call) -> Answer:
 
 def fsck_store(call: Call) -> Answer:
     args = call.args
-    share = parse_share(args.read_data) if args.read_data else None
+    share = parse_share(args.read_data)
     store = call.open_offline()
     with call.screen.progress() as shown:
         report = fsck(store, level=parse_level(args.level), share=share, progress=shown)
@@ -267,7 +202,7 @@ def fsck_store(call: Call) -> Answer:
 
 def repair_store(call: Call) -> Answer:
     args = call.args
-    share = parse_share(args.read_data) if args.read_data else None
+    share = parse_share(args.read_data)
     store = call.open_offline()
     mirrors = [_source(call, place) for place in args.mirrors]
     with call.screen.progress() as shown:

@@ -76,6 +76,11 @@ class Option:
     const: Any = None
     action: str | None = None
 
+    @property
+    def name(self) -> str:
+        """`dry-run` of `"-n --dry-run"`, `path` of `"path?"`."""
+        return self.names.split()[-1].strip("-?*")
+
     def add_to(self, parser: argparse._ActionsContainer) -> None:
         settings = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
         settings["type"] = self.type or KINDS.get(self.metavar)
@@ -110,6 +115,11 @@ class Operation:
     several_stores: bool = False
     draws: bool = False
 
+    def each(self) -> Mapping[str, Option]:
+        """Its options and operands by their names, also those that exclude each other."""
+        items = (item if isinstance(item, tuple) else (item,) for item in self.options)
+        return {option.name: option for options in items for option in options}
+
 
 def flag(
     names: str, help: str, *, dest: str | None = None, means: bool = True, default: Any = False
@@ -133,19 +143,27 @@ def several(
     return Option(names, metavar, help, None, [], dest, None, nargs, const, action)
 
 
-def _kind(what: str, pattern: str, read: Callable[..., Any], wanted: str) -> Callable[[str], Any]:
-    """The function that reads values of a kind from the groups of `pattern`. `read` gives None for
-    one beyond its limits."""
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Values that are written alike: `read` makes one from the groups of `pattern`, or None of one
+    beyond its limits. `wanted` says what it takes."""
 
-    def value_of(text: str) -> Any:
-        found = re.fullmatch(pattern, text)
-        value = read(*found.groups()) if found else None
+    what: str
+    pattern: str
+    read: Callable[..., Any]
+    wanted: str
+
+    @property
+    def __name__(self) -> str:
+        """For what argparse itself refuses."""
+        return self.what
+
+    def __call__(self, text: str) -> Any:
+        found = re.fullmatch(self.pattern, text)
+        value = self.read(*found.groups()) if found else None
         if value is None:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {what}: wanted {wanted}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {self.what}: wanted {self.wanted}")
         return value
-
-    value_of.__name__ = what  # for what argparse itself refuses
-    return value_of
 
 
 def _size(number: str, unit: str) -> int:
@@ -165,12 +183,12 @@ def _port(number: str) -> int | None:
     return int(number) if int(number) < 65_536 else None
 
 
-KINDS: Mapping[str | tuple[str, ...] | None, Callable[[str], Any]] = {
-    "N": _kind("count", "([0-9]+)", int, "a whole number, 0 or more"),
-    "PORT": _kind("port", "0*([0-9]{1,5})", _port, "a number from 0 to 65535"),
-    "SHARE": _kind("share", r"([0-9]+(?:\.[0-9]+)?)%", _share, "a percentage such as 5%"),
-    "SIZE": _kind("size", _SIZE, _size, "bytes, or KiB, MiB or GiB, such as 1MiB"),
-    "SPAN": _kind("span", _SPAN, _span, "one such as 90min, 12h, 7d"),
+KINDS: Mapping[str | tuple[str, ...] | None, Kind] = {
+    "N": Kind("count", "([0-9]+)", int, "a whole number, 0 or more"),
+    "PORT": Kind("port", "0*([0-9]{1,5})", _port, "a number from 0 to 65535"),
+    "SHARE": Kind("share", r"([0-9]+(?:\.[0-9]+)?)%", _share, "a percentage such as 5%"),
+    "SIZE": Kind("size", _SIZE, _size, "bytes, or KiB, MiB or GiB, such as 1MiB"),
+    "SPAN": Kind("span", _SPAN, _span, "one such as 90min, 12h, 7d"),
 }
 """What reads a value, by the word that stands for it in a help text."""
 
@@ -310,6 +328,18 @@ def parse(commands: Iterable[Operation], words: Sequence[str]) -> Namespace:
             f"did not understand {unknown[0]!r}{_meant(_near(option, options))}", asked.prog
         )
     return args
+
+
+def arguments(command: Operation, given: Mapping[str, Sequence[str]]) -> Namespace:
+    """The arguments of a command whose options of these names have these values, read and checked
+    as those of a command line. Raises `UsageError`."""
+    words: list[str] = []
+    for name, values in given.items():
+        if any(value.startswith("-") for value in values):
+            raise UsageError(f"--{name} takes no value that begins with -")
+        together = command.each()[name].nargs
+        words += [f"--{name}", *values] if together else [f"--{name}={each}" for each in values]
+    return build([command]).commands[command.name].parse_args(words)
 
 
 def _near(given: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:

@@ -228,7 +228,7 @@ def _known(queries: Queries, commit: CommitId) -> str:
 
 
 def stats(call: Call) -> Answer:
-    from ckptstore.cli.maintain import policies_of
+    from ckptstore.cli.policies import policies_of
     from ckptstore.maintenance.usage import usage
 
     policies = policies_of(call.args)

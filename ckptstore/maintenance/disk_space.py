@@ -19,8 +19,9 @@ from ckptstore.core.options import OnFull
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import CkptStoreError, NoSpace
 from ckptstore.log.state import NEWEST_KEPT
+from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.gc import GcOptions, collect, plans_at
-from ckptstore.maintenance.retention import KeepLast, plan_policies
+from ckptstore.maintenance.retention import ForgetPlan, KeepLast, plan_policies
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.reserve import RESERVE_KEY
@@ -127,15 +128,7 @@ def relief(handle: StoreHandle) -> str:
     """What would free space: a gc now, and one after forgetting all commits but the newest of each
     run and pinned ones. Copies of live chunks are subtracted. Raises the errors of a dry run of
     gc."""
-    state = handle.log.replay()
-    plan = plan_policies(state, [KeepLast(NEWEST_KEPT)])
-    commits = state.commits.update(
-        (decision.commit, decision.row._replace(soft=state.n)) for decision in plan.forgotten
-    )
-    now, later = (
-        max(plan.freed_now_bytes - plan.copied_bytes, 0)
-        for plan in plans_at(handle, (state, replace(state, commits=commits)), EVERYTHING)
-    )
+    now, later = gained_by(handle, plan_policies(handle.log.replay(), [KeepLast(NEWEST_KEPT)]))
     if not later:
         return (
             "neither `ckptstore gc --now` nor `ckptstore forget` would free anything: make room on "
@@ -144,6 +137,22 @@ def relief(handle: StoreHandle) -> str:
     gc = f"frees {bytes_text(now)}" if now else "alone frees nothing"
     forget = f"`ckptstore forget --keep-last {NEWEST_KEPT}`"
     return f"`ckptstore gc --now` {gc}, after {forget} it frees {bytes_text(later)}"
+
+
+def gained_by(
+    handle: StoreHandle, plan: ForgetPlan, progress: Progress = silent
+) -> tuple[int, int]:
+    """The bytes that a gc of everything would gain now, and after this forget. Raises the errors
+    of a dry run of gc."""
+    state = handle.log.replay()
+    forgotten = {
+        each.commit: each.row._replace(soft=state.n)
+        for each in plan.forgotten
+        if each.commit in state.commits
+    }
+    after = replace(state, commits=state.commits.update(forgotten))
+    now, later = plans_at(handle, (state, after), EVERYTHING, progress)
+    return now.gained_bytes, later.gained_bytes
 
 
 class DiskWatch:

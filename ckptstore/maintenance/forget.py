@@ -76,11 +76,15 @@ def forget_by_policy(
     ) from last
 
 
-def carry_out(handle: StoreHandle, plan: ForgetPlan, reader: Reader) -> None:
-    """Forget and thin exactly what a plan of policies says. Raises `Refused` for what others have
-    pinned, forgotten or purged meanwhile. Logs the notes of the plan."""
+def carry_out(
+    handle: StoreHandle, plan: ForgetPlan, reader: Reader, *, all_commits: bool = False
+) -> None:
+    """Forget and thin exactly what a plan says. Raises `Refused` for what others have pinned,
+    forgotten or purged meanwhile, and unless `all_commits` for what is now the newest of a run.
+    Logs the notes of the plan."""
     if plan.forgotten:
-        _append(handle, plan, newest_spared([each.commit for each in plan.forgotten]))
+        spared = newest_spared([each.commit for each in plan.forgotten])
+        _append(handle, plan, None if all_commits else spared)
     for decision in plan.thinned:
         thin_commit(handle, reader, decision.commit, decision.thin)
     for note in plan.notes:
@@ -235,15 +239,24 @@ def set_tag(
     handle.follow()
 
 
-def remove_tag(handle: StoreHandle, name: str) -> None:
-    """Remove a tag; the commit stays. Raises `NotFound` for an unknown tag, `Conflict` for the hold
-    of a hollow directory."""
+def remove_tags(handle: StoreHandle, *names: str) -> dict[str, CommitId]:
+    """Remove tags, and return the commit of each, which stays. Raises `NotFound` for an unknown
+    tag, `Conflict` for the hold of a hollow directory; nothing was removed then."""
     handle.check_writable()
-    refuse_hold(name)
-    if name not in {tag.name for tag in handle.queries().tags()}:
-        raise NotFound(f"no tag {name!r}; `ckptstore tag` lists them")
-    handle.log.append(Tag(name, None, frozenset()))
+    for name in names:
+        refuse_hold(name)
+    there = {tag.name: tag.commit for tag in handle.queries().tags()}
+    for name in names:
+        if name not in there:
+            raise NotFound(
+                f"no tag {name!r}{near(name, there)}; nothing was removed, `ckptstore tag` lists "
+                "the tags"
+            )
+    removed = {name: there[name] for name in names}
+    for name in removed:
+        handle.log.append(Tag(name, None, frozenset()))
     handle.follow()
+    return removed
 
 
 def refuse_hold(name: str) -> None:
@@ -272,5 +285,5 @@ def rename_tag(handle: StoreHandle, reader: Reader, old: str, new: str) -> Commi
         )
     if new != old:
         set_tag(handle, reader, new, resolved(state, commit), move=False)
-        remove_tag(handle, old)
+        remove_tags(handle, old)
     return commit

@@ -264,6 +264,12 @@ class ForgetPlan:
         does = (forget, self.forgotten), (thin, self.thinned)
         return f"{' and '.join(text for text, any_of_it in does if any_of_it)}?"
 
+    @property
+    def done(self) -> str:
+        """What a person is told after it was carried out."""
+        thinned = f", thinned {len(self.thinned):,}" if self.thinned else ""
+        return f"forgot {count_text(len(self.forgotten), 'commit')}{thinned}"
+
     def __repr__(self) -> str:
         return f"<forget: {self.summary}>"
 

@@ -1,6 +1,7 @@
 """A command of `ckptstore`: its call, its answer, and the words for commits."""
 
 from ckptstore.cli.call import VARIABLE, Answer, Call, UsageError
+from ckptstore.cli.commands import COMMANDS
 from ckptstore.cli.commits import (
     commit_document,
     commit_text,
@@ -13,5 +14,7 @@ from ckptstore.cli.commits import (
     size_text,
 )
 from ckptstore.cli.labels import links_of, metrics_of
+from ckptstore.cli.parser import KINDS, arguments
+from ckptstore.cli.policies import policies_of
 from ckptstore.cli.screen import Hint, Part, columns, fields_of
 from ckptstore.core.environment import run_or_default, threads_or_default

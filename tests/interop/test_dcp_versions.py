@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from ckptstore.adopt.inert_pickles import load_inert
 from torch.distributed.checkpoint.metadata import TensorProperties
 
+from ckptstore.foreign.inert_pickles import load_inert
 from ckptstore.interop.dcp import dcp_to_store, store_to_dcp
 from ckptstore.interop.formats.exports import export
 from ckptstore.store import Store

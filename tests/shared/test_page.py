@@ -62,7 +62,7 @@ def test_every_view_says_what_it_says_of_a_store_on_the_disk(
             found = browser.view(f"{'/'.join(map(str, (name, *parts)))}.json")
             assert "error" not in found, name
         run = parts_of(browser)["run"][0]
-        plan = browser.view(f"retention/{run}.json?last=1")
+        plan = browser.view(f"retention/{run}.json?keep-last=1")
         assert len([each for each in plan["commits"] if each[1]]) == 3
         here = browser.view("store.json", 1)
         there = browser.view("store.json")

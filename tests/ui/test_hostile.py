@@ -39,7 +39,7 @@ def _refuse(constant: str) -> None:
 
 
 def test_an_error_repeats_little_of_what_was_asked(browser: Browser) -> None:
-    answer = browser.ask("/data/0/retention/" + "a" * 64 + ".json?last=" + "9" * 5000)
+    answer = browser.ask("/data/0/retention/" + "a" * 64 + ".json?keep-last=" + "9" * 5000)
     assert len(answer.content) < TEXT_CHARACTERS + 100
 
 

@@ -111,7 +111,7 @@ def test_a_diff_is_that_of_the_store(browser: Browser, place: Path) -> None:
 
 
 def test_retention_says_what_a_dry_run_says(browser: Browser, place: Path) -> None:
-    asked = "last=2&metric=loss&best=3"
+    asked = "keep-last=2&keep-best=loss&keep-best=3"
     found = browser.view(f"retention/{run_key('baseline')}.json?{asked}")
     with ckptstore.open(place, run="baseline") as store:
         plan = store.forget([KeepLast(2), KeepBest("loss", n=3)], dry_run=True)
@@ -120,7 +120,14 @@ def test_retention_says_what_a_dry_run_says(browser: Browser, place: Path) -> No
     assert found["freed_bytes"] > 0
 
 
-@pytest.mark.parametrize("asked", ["", "last=-1", "last=x", "metric=nothing", "last=9999999999999"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *("", "keep-last=-1", "keep-last=x", "keep-last=0", "keep-last=2&keep-last=3"),
+        *("keep-best=nothing", "keep-best=loss&keep-best=x", "keep-within=7"),
+        *("all=1", "thin=model", "last=1"),
+    ],
+)
 def test_a_policy_that_cannot_be_understood_is_refused(browser: Browser, asked: str) -> None:
     answer = browser.ask(f"/data/0/retention/{run_key('baseline')}.json?{asked}")
     assert answer.status_code == 400 and answer.json()["kind"] == "InvalidInput"

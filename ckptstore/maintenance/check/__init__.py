@@ -203,9 +203,11 @@ def parse_level(level: Level | str) -> Level:
         ) from error
 
 
-def parse_share(text: object) -> Share:
-    """`5%`, `10G` (also `K`, `M`, `T`: powers of 1024), a number of bytes, or `all`, each as text.
-    Raises `InvalidInput`."""
+def parse_share(text: object) -> Share | None:
+    """`5%`, `10G` (also `K`, `M`, `T`: powers of 1024), a number of bytes, or `all`, each as text;
+    None reads nothing. Raises `InvalidInput`."""
+    if text is None:
+        return None
     if text == "all":
         return Share(percent=100.0)
     given = text.upper() if isinstance(text, str) else ""

@@ -220,6 +220,11 @@ class GcPlan:
         return sum(copy.bytes for copy in self.copies)
 
     @property
+    def gained_bytes(self) -> int:
+        """What the disk gains by this run."""
+        return max(self.freed_now_bytes - self.copied_bytes, 0)
+
+    @property
     def result(self) -> str:
         """What this run frees and writes."""
         freed, wrote = bytes_text(self.freed_now_bytes), bytes_text(self.copied_bytes)

@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from ckptstore.errors import CkptStoreError, InvalidInput
@@ -63,12 +63,11 @@ def _addresses(store: OpenStore, commits: int) -> Iterator[str]:
 
 def _value(page: Page, store: OpenStore, address: str) -> Json:
     """The view, waited for. What is damaged is said in its place."""
-    asked: Mapping[str, str] = {}
     try:
-        found = view(store, page.jobs, address, asked)
+        found = view(store, page.jobs, address, {})
         while "progress" in found:
             time.sleep(WAIT_S / 10)
-            found = view(store, page.jobs, address, asked)
+            found = view(store, page.jobs, address, {})
     except CkptStoreError as error:
         return {"error": clip(str(error)), "kind": type(error).__name__}
     return found

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 import ckptstore
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.plugin.text import redact
-from ckptstore.plugins.ui.changes import BODY_BYTES_MAX, change
+from ckptstore.plugins.ui.changes import BODY_BYTES_MAX, FORM, change
 from ckptstore.plugins.ui.downloads import Download, one_tensor, selection
 from ckptstore.plugins.ui.guard import Guard
 from ckptstore.plugins.ui.jobs import Jobs
@@ -49,6 +49,7 @@ class Page:
             "static": static,
             "changes": self.allow_changes,
             "token": self.token if self.allow_changes else "",
+            "policies": FORM,
             "stores": [
                 {
                     "number": store.number,
@@ -108,8 +109,8 @@ async def _site(page: Page, request: Request) -> Response:
 
 
 async def _data(page: Page, request: Request) -> Response:
-    address, asked = request.path_params["address"], dict(request.query_params)
-    store = page.store(request)
+    address, store = request.path_params["address"], page.store(request)
+    asked = {name: request.query_params.getlist(name) for name in request.query_params}
     return await run_in_threadpool(lambda: _json(view(store, page.jobs, address, asked)))
 
 

@@ -1,31 +1,21 @@
 """Views of a store's upkeep as JSON: writers, health, space, and what a retention policy would
 cost. They list objects or read pages, so they run as jobs."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Sequence
 
-from ckptstore.errors import CkptStoreError, InvalidInput
+from ckptstore.errors import CkptStoreError
 from ckptstore.plugin.upkeep import (
     DISTRUST_NAME,
-    EVERYTHING,
-    ForgetPlan,
     GcOptions,
-    KeepBest,
-    KeepEverySteps,
-    KeepLast,
-    KeepPeriods,
-    KeepWithin,
-    Period,
     Policy,
     SuspectPacks,
     activities,
-    check_metrics,
     collect,
     expected_bytes,
+    forget_by_policy,
+    gained_by,
     load_record,
     look,
-    plan_policies,
-    plans_at,
     usage,
     warning,
 )
@@ -37,8 +27,6 @@ from ckptstore.plugins.ui.values import Json, clip
 HEAVIEST = 8
 SESSIONS_SHOWN = 100
 REASONS_SHOWN = 6
-_PERIODS: tuple[Period, ...] = ("hourly", "daily", "weekly", "monthly")
-_COUNT_MAX = 10**9
 
 
 def health(store: OpenStore, job: Job) -> Json:
@@ -86,7 +74,7 @@ def space(store: OpenStore, job: Job) -> Json:
         "logical_bytes": found.logical_bytes,
         "unreferenced_bytes": found.unreferenced_bytes,
         "chunks": found.chunks,
-        "freed_bytes": max(plan.freed_now_bytes - plan.copied_bytes, 0),
+        "freed_bytes": plan.gained_bytes,
         "later_bytes": sum(plan.freed_later_bytes.values()),
         "purge": len(plan.purge),
         "heaviest": [
@@ -97,58 +85,12 @@ def space(store: OpenStore, job: Job) -> Json:
     }
 
 
-def policies_of(asked: Mapping[str, str]) -> list[Policy]:
-    """The policies that a form asks for. Raises `InvalidInput`."""
-    found: list[Policy] = []
-    if n := _count(asked, "last"):
-        found.append(KeepLast(n))
-    if n := _count(asked, "every"):
-        found.append(KeepEverySteps(n))
-    if n := _count(asked, "days"):
-        found.append(KeepWithin(n * 86_400))
-    found += [KeepPeriods(period, n) for period in _PERIODS if (n := _count(asked, period))]
-    if metric := asked.get("metric"):
-        best = _count(asked, "best") or 1
-        found.append(KeepBest(metric, maximize=asked.get("order") == "max", n=best))
-    if not found:
-        raise InvalidInput("no policy: say what to keep, such as the last 5")
-    return found
-
-
-def _count(asked: Mapping[str, str], name: str) -> int:
-    text = asked.get(name) or "0"
-    if not (text.isascii() and text.isdigit() and int(text[:12]) <= _COUNT_MAX):
-        raise InvalidInput(f"{name} is {clip(text, 40)!r}; wanted a whole number, 1 or more")
-    return int(text)
-
-
-def retention(store: OpenStore, key: str, asked: Mapping[str, str], job: Job) -> Json:
+def retention(store: OpenStore, key: str, policies: Sequence[Policy], job: Job) -> Json:
     """What `forget --dry-run` says of these policies in a run, and the bytes that a gc would free
     then."""
-    policies = policies_of(asked)
     run = store.history().run(key)[0].run
-    handle = store.handle
-    state = handle.log.replay()
-    plan = plan_policies(state, policies, run)
-    if plan.forgotten:
-        check_metrics(state, policies, run)
-    job.partial = _plan(plan)
-    commits = state.commits.update(
-        (decision.commit, decision.row._replace(soft=state.n)) for decision in plan.forgotten
-    )
-    after = replace(state, commits=commits)
-    try:
-        now, later = (
-            max(each.freed_now_bytes - each.copied_bytes, 0)
-            for each in plans_at(handle, (state, after), EVERYTHING, job.progress)
-        )
-    except CkptStoreError as error:
-        return {**_plan(plan), "freed_bytes": None, "problem": str(error)}
-    return {**_plan(plan), "freed_bytes": max(later - now, 0), "unused_bytes": now}
-
-
-def _plan(plan: ForgetPlan) -> Json:
-    return {
+    plan = forget_by_policy(store.handle, policies, store.reader, run=run, dry_run=True)
+    job.partial = {
         "n": plan.n,
         "summary": plan.summary,
         "notes": [clip(note) for note in plan.notes],
@@ -157,3 +99,8 @@ def _plan(plan: ForgetPlan) -> Json:
             for each in plan.decisions
         ],
     }
+    try:
+        now, later = gained_by(store.handle, plan, job.progress)
+    except CkptStoreError as error:
+        return {**job.partial, "freed_bytes": None, "problem": str(error)}
+    return {**job.partial, "freed_bytes": max(later - now, 0), "unused_bytes": now}

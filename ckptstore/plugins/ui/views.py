@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.plugins.ui import commit_views, history_views, tensor_views, upkeep_views
+from ckptstore.plugins.ui.changes import policies_asked
 from ckptstore.plugins.ui.jobs import Jobs
 from ckptstore.plugins.ui.opened import OpenStore
 from ckptstore.plugins.ui.values import Json, clip
@@ -46,7 +47,7 @@ UNCHANGING = ("diff", "tensor", "distances")
 """Jobs whose value does not depend on the position of the log."""
 
 
-def view(store: OpenStore, jobs: Jobs, address: str, asked: Mapping[str, str]) -> Json:
+def view(store: OpenStore, jobs: Jobs, address: str, asked: Mapping[str, Sequence[str]]) -> Json:
     """The view at `address`, such as `commit/8f3a….json`, with the parameters `asked`.
 
     Raises `NotFound` for an unknown address, `InvalidInput` for one of another form, and what the
@@ -56,8 +57,9 @@ def view(store: OpenStore, jobs: Jobs, address: str, asked: Mapping[str, str]) -
     if not all(map(_PART.fullmatch, (name, *parts))):
         raise InvalidInput(f"{clip(address, 60)!r} is no address of a view")
     if name == "retention" and len(parts) == 1:
-        key = ("retention", store.number, *parts, *sorted(asked.items()), store.position())
-        return jobs.ask(key, lambda job: upkeep_views.retention(store, parts[0], asked, job))
+        policies = policies_asked(asked)
+        key = ("retention", store.number, *parts, *policies, store.position())
+        return jobs.ask(key, lambda job: upkeep_views.retention(store, parts[0], policies, job))
     if name in VIEWS:
         return _checked(VIEWS, name, parts)(store, *parts)
     if name in JOBS:

@@ -109,6 +109,26 @@ def test_a_run_is_laid_over_smoothed_and_previewed(chromium: Browser, small_url:
         assert tab.page.get_by_role("button", name="Forget").count() == 0
 
 
+def test_the_form_of_a_policy_takes_what_the_command_line_takes(
+    chromium: Browser, small_url: str
+) -> None:
+    with tab_of(chromium, small_url) as tab:
+        tab.open(address_of(tab, "run"))
+        tab.page.get_by_label("Keep last").fill("")
+        tab.page.get_by_label("Keep best by").select_option("accuracy")
+        tab.page.get_by_label("Keep best: N").fill("3")
+        tab.page.get_by_label("Keep every steps").fill("400")
+        tab.page.get_by_label("Keep within").fill("7")
+        tab.page.get_by_role("button", name="Preview").click()
+        assert tab.page.locator("input:invalid").count() == 1  # it wants a unit
+        with tab.page.expect_request("**/retention/**") as asked:
+            tab.page.get_by_label("Keep within").fill("7d")
+            tab.page.get_by_role("button", name="Preview").click()
+        words = "keep-every-steps=400&keep-best=accuracy%3Amax&keep-best=3&keep-within=7d"
+        assert asked.value.url.partition("?")[2] == words
+        tab.page.get_by_text("a gc would then free").wait_for()
+
+
 def test_a_run_is_shown_without_the_runs_that_were_laid_over_another_store(
     chromium: Browser, tmp_path: Path
 ) -> None:

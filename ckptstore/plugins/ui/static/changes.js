@@ -1,7 +1,7 @@
 // What the page changes, where the server allows it: tags, forget, undelete. Each asks first.
 
 import { change, view } from "./data.js";
-import { card, h, number, plural, say, short, stepOf } from "./dom.js";
+import { card, h, number, say, short, stepOf } from "./dom.js";
 
 export function ask(question, list, verb) {
   return new Promise((resolve) => {
@@ -87,11 +87,18 @@ export function tagForm(context, commit) {
 
 // `commits` are those of a preview: exactly these are forgotten.
 export async function forget(context, commits) {
+  const body = { commits: commits.map((each) => each.id) };
   const lines = commits.map((each) => `${short(each.id)}  ${stepOf(each)}`);
-  const count = plural(commits.length, "commit");
-  const question = `Forget ${count}? Until a gc, undelete brings them back.`;
-  if (await ask(question, lines, "Forget them"))
-    await carryOut(context, "forget", { commits: commits.map((each) => each.id) });
+  try {
+    const { question } = await change(context.store, "forget", { ...body, dry_run: true });
+    const asked = `${question[0].toUpperCase()}${question.slice(1)}`;
+    if (!(await ask(`${asked} Until a gc, undelete brings them back.`, lines, "Forget them")))
+      return;
+  } catch (error) {
+    say(error.message);
+    return;
+  }
+  await carryOut(context, "forget", body);
 }
 
 export function restoreForgotten(context, count) {

@@ -17,7 +17,7 @@ const chosen = {
   log: false,
   by: "step",
   order: {},
-  policy: { last: "5" },
+  policy: [["keep-last", "5"]],
   previewed: null,
 };
 const LARGE_IS_GOOD = /acc|score|f1|auc|bleu|rouge|reward|recall|precision|success/i;
@@ -325,14 +325,37 @@ function commitTable(context, found, plan) {
 
 function retention(context, found, plan, redraw) {
   const answer = h("div", { "aria-live": "polite" });
-  const field = (name, label, more = {}) =>
+  const metrics = found.metrics.map((metric) => metric.name);
+  const metricOf = (name, label, [was]) =>
     h(
-      "label",
-      {},
-      label,
-      h("input", { type: "number", min: 0, name, value: chosen.policy[name] || "", ...more }),
+      "select",
+      { name, "aria-label": `${label} by` },
+      h("option", { value: "" }, "–"),
+      metrics.map((metric) => {
+        const value = `${metric}:${LARGE_IS_GOOD.test(metric) ? "max" : "min"}`;
+        return h("option", { value, selected: value === was }, metric);
+      }),
     );
-  const names = found.metrics.map((metric) => metric.name);
+  // A field for each word of an option's value. The first of several is a metric.
+  const field = ([name, { help, values, pattern }]) => {
+    const [kind, ...before] = [values].flat().reverse();
+    const several = before.length > 0;
+    if (several && !metrics.length) return null;
+    const label = name[0].toUpperCase() + name.slice(1).replaceAll("-", " ");
+    const was = chosen.policy.filter(([each]) => each === name).map(([, value]) => value);
+    return h(
+      "label",
+      { title: help },
+      label,
+      several ? metricOf(name, label, was) : null,
+      h("input", {
+        ...(kind === "N" ? { type: "number", min: 1 } : { pattern, placeholder: kind, size: 7 }),
+        ...(several ? { "aria-label": `${label}: ${kind}` } : {}),
+        name,
+        value: was[before.length] || "",
+      }),
+    );
+  };
   const form = h(
     "form",
     {
@@ -344,37 +367,19 @@ function retention(context, found, plan, redraw) {
       // The page may be drawn anew, for a new commit, before the form is sent.
       oninput: remember,
     },
-    field("last", "Keep last"),
-    field("every", "every … steps"),
-    field("days", "the last … days"),
-    field("daily", "one a day, for … days"),
-    field("best", "the best"),
-    names.length
-      ? h(
-          "label",
-          {},
-          "by",
-          h(
-            "select",
-            { name: "metric" },
-            h("option", { value: "" }, "–"),
-            names.map((name) =>
-              h("option", { value: name, selected: name === chosen.policy.metric }, name),
-            ),
-          ),
-        )
-      : null,
+    Object.entries(context.site.policies).map(field),
     h("button", { class: "main" }, "Preview"),
   );
   function remember() {
-    chosen.policy = Object.fromEntries([...new FormData(form)].filter(([, value]) => value));
+    const given = new FormData(form);
+    // A number of the best means nothing without a metric.
+    const empty = new Set([...form.querySelectorAll("select")].filter((each) => !each.value));
+    for (const { name } of empty) given.delete(name);
+    chosen.policy = [...given].filter(([, value]) => value);
   }
   async function preview() {
     chosen.previewed = found.key;
     remember();
-    const asked = { ...chosen.policy };
-    if (asked.metric) asked.order = LARGE_IS_GOOD.test(asked.metric) ? "max" : "min";
-    else delete asked.best;
     const shown = progressOf(context.signal);
     const words = h("span", {});
     answer.replaceChildren(words, shown.element);
@@ -386,7 +391,7 @@ function retention(context, found, plan, redraw) {
     try {
       const result = await job(
         context.store,
-        `retention/${found.key}.json?${new URLSearchParams(asked)}`,
+        `retention/${found.key}.json?${new URLSearchParams(chosen.policy)}`,
         shown.signal,
         (progress, partial) => {
           shown.tell(progress);
