@@ -159,7 +159,7 @@ def _seeded(seed: int) -> None:
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
         # Without a device in use, `torch.manual_seed` notes the call for each kind of device, with
-        # a formatted stack, for ever: more than all else that a small test takes.
+        # a formatted stack: more than all else that a small test takes.
         (torch if torch.cuda.is_initialized() else torch.default_generator).manual_seed(seed)
 
 
