@@ -86,7 +86,7 @@ class StoreStorage(Storage):  # type: ignore[misc]  # it has no types
         self._lock = forks.lock()
         weakref.finalize(self, self._staging.close)
 
-    def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
+    def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> Any:
         """A file of a checkpoint, or another one."""
         name = _name(path)
         if not (found := self._committed(name)):
