@@ -18,7 +18,6 @@ class Staging:
     """The folders of the writers of one store, in `root`. A process may have several."""
 
     def __init__(self, root: Path) -> None:
-        self.loose = root / "files"
         self._writers, self._exclusive = root / "writers", root / "lock"
         self._own: Path | None = None
         self._lock, self._pid = -1, os.getpid()
@@ -51,6 +50,7 @@ class Staging:
         name.
         """
         own = self.own() / name
+        own.mkdir(parents=True, exist_ok=True)
         found: dict[str, Path] = {}
         for place in self.places(name):
             for file in (path for path in place.rglob("*") if not path.is_dir()):

@@ -2,7 +2,7 @@
 renames that when every rank has written: the rename makes one commit, by the ways of `adopt`.
 
 A checkpoint is a tag, `files/` and its path, which is set by the entry that makes the commit. Paths
-that are no checkpoint are files beside the store, as a consolidated export is.
+that are no checkpoint are plain files, as a consolidated export is, or an older checkpoint.
 """
 
 import errno
@@ -37,6 +37,7 @@ _PLAIN = re.compile(r"[^A-Za-z0-9_.\-/]")
 _ESCAPED = re.compile(r"\+([0-9a-f]+)\.")
 _STEP = re.compile(r"(\d{1,15})$")
 _COMMITS_KEPT = 4
+_ROOT = Path("/")
 
 
 @dataclass
@@ -133,6 +134,8 @@ class StoreStorage(Storage):  # type: ignore[misc]  # it has no types
                     if commit not in store.tags().values():
                         store.forget([commit], all_commits=True)
         self._check_free(name, path)
+        if not name:
+            raise PermissionError(errno.EPERM, "the root of all files stays", str(path))
         places = self._places(name)
         if not found and not places:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -229,21 +232,23 @@ class StoreStorage(Storage):  # type: ignore[misc]  # it has no types
     def _new(self, path: Path) -> Path:
         name = _name(path)
         self._check_free(name, path)
-        return self._own(name)
+        place = self._own(name)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return place
 
     def _check_free(self, name: str, path: Path) -> None:
         if self._committed(name):
             raise PermissionError(errno.EPERM, "a checkpoint never changes", str(path))
 
     def _own(self, name: str) -> Path:
-        return (self._staging.own() if self._is_staged(name) else self._staging.loose) / name
+        return (self._staging.own() if self._is_staged(name) else _ROOT) / name
 
     def _places(self, name: str) -> list[Path]:
-        loose = self._staging.loose / name
+        loose = _ROOT / name
         return self._staging.places(name) + ([loose] if loose.exists() else [])
 
     def _place(self, name: str) -> Path:
-        return next(iter(self._places(name)), self._staging.loose / name)
+        return next(iter(self._places(name)), _ROOT / name)
 
     def _is_staged(self, name: str) -> bool:
         return any(
@@ -365,11 +370,8 @@ def _as_os_errors(path: Path) -> Iterator[None]:
 
 
 def _name(path: str | os.PathLike[str]) -> str:
-    """A path as the name of a checkpoint, or of a file in one: without its first `/`."""
-    name = os.path.normpath(os.fspath(path)).lstrip("/")
-    if name.startswith(".."):
-        raise InvalidInput(f"{path} leads out of the store")
-    return "" if name == "." else name
+    """A path as the name of a checkpoint, or of a file in one: absolute, without its first `/`."""
+    return os.path.abspath(path).lstrip("/")
 
 
 def _is_below(name: str, folder: str) -> bool:
