@@ -60,6 +60,7 @@ BESIDE = {
     "formats": ("adopt", "torchsnapshot"),
     "trainers": ("adopt", "formats"),
     "trackers": ("adopt", "formats", "trainers"),
+    "torch_checkpointing": ("adopt",),
     "ui": ("adopt", "analysis"),
 }
 """The plugins that a plugin stands on."""

@@ -30,6 +30,7 @@ PLUGINS = {
     ),
     "torchft": ("interop/torchft/",),
     "torchsnapshot": ("interop/torchsnapshot/",),
+    "torch_checkpointing": ("plugins/torch_checkpointing/",),
     "analysis": ("plugins/analysis/", "analysis.py", "averages.py", "history.py"),
     "ui": ("plugins/ui/",),
     "postgres": ("plugins/postgres/",),
