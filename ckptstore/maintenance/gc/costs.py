@@ -134,11 +134,14 @@ def choose(
         else:
             left += group
     chosen = sorted((*sparse, *merged), key=lambda use: (use.pack.metadata, use.number))
-    reasons = [rewrite("sparse", sparse), rewrite("small", merged)]
-    reasons.append(replace(rewrite("small", left, pack_bytes), chosen=False))
+    reasons = [
+        rewrite(why, packs) for why, packs in (("sparse", sparse), ("small", merged)) if packs
+    ]
+    if left:
+        reasons.append(replace(rewrite("small", left, pack_bytes), chosen=False))
     return Choice(
         tuple(_grouped(chosen, pack_bytes, enough_bytes)),
-        tuple(each for each in reasons if each.packs),
+        tuple(reasons),
         sum(map(_unused_bytes, kept)) - sum(map(_unused_bytes, chosen)),
     )
 
