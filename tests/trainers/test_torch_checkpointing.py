@@ -18,7 +18,7 @@ from torch_checkpointing.schema import ItemSpec
 from torch_checkpointing.storage.base_storage import ReadArgs
 
 import ckptstore
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.plugins.torch_checkpointing import StoreStorage, StoreStorageConfig
 
 pytestmark = [
@@ -88,6 +88,24 @@ def test_the_spawned_writer_writes_to_the_store(config: StoreStorageConfig, tmp_
     manager.close()
     assert torch.equal(into["model"]["weight"], state(3.0)["model"]["weight"])
     assert written(tmp_path) == []
+
+
+def test_a_load_refuses_bits_that_turned(
+    manager: CheckpointManager, config: StoreStorageConfig, tmp_path: Path
+) -> None:
+    manager.save("/ck/step_1", state(1.0))
+    for pack in sorted((tmp_path / "store" / "packs").rglob("*")):
+        if pack.is_file() and pack.stat().st_size > 100_000:
+            data = bytearray(pack.read_bytes())
+            data[len(data) // 2] ^= 1
+            pack.chmod(0o644)
+            pack.write_bytes(data)
+    again = CheckpointManager.Config(
+        save=SyncCheckpointSaverConfig(), storage_config=config
+    ).build()
+    with pytest.raises(Corrupt):
+        again.load("/ck/step_1", zeros())
+    again.close()
 
 
 def test_ranges_are_those_of_the_file(manager: CheckpointManager, storage: StoreStorage) -> None:
