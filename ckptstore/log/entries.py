@@ -383,7 +383,7 @@ def new_packs(entry: Entry) -> list[tuple[int, PackId]]:
 
 
 def new_bytes_of(entry: Entry) -> int:
-    """What the store grew by when a commit was made, by its entry."""
+    """The growth of the store in bytes by a commit, from its entry."""
     assert isinstance(entry.body, Commit)
     return entry.body.new_bytes
 
