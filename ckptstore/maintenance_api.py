@@ -221,8 +221,9 @@ class Maintenance:
         except_in: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
         dry_run: bool = False,
     ) -> dict[str, CommitId]:
-        """Let the commits of hollow directories go that nobody needs any more. A hollow directory
-        and its copies keep their commit until this is called, also when they are deleted.
+        """Stop keeping the commits of hollow directories that are no longer needed. A hollow
+        directory and its copies keep their commit until this is called, even after they are
+        deleted.
 
         Args:
             holds: Hollow directories that are about to go, or holds by name (`held/…`) whose
@@ -488,7 +489,8 @@ class Maintenance:
         storage: Storage | None = None,
         progress: Progress = silent,
     ) -> Mirrored:
-        """Copy commits from the store at `source`, in which `refs` are resolved; as `push`."""
+        """Copy commits from the store at `source`, as `push` copies them to another. `refs` are
+        resolved in `source`."""
         self._handle.check_writable()
         options = MirrorOptions(tags, force, verify)
         run = run or (self._run if refs else None)
@@ -507,8 +509,8 @@ class Maintenance:
         storage: Storage | None = None,
         progress: Progress = silent,
     ) -> Mirrored:
-        """Copy every commit and tag to the store at `to`, which is made if there is none. Tags move
-        to their commits here. Other commits of `to` stay.
+        """Copy every commit and tag to the store at `to`; make that store if there is none. A tag
+        of both stores moves to the commit that it names here. Other commits of `to` stay.
         """
         return self.push(to, force=True, create=True, storage=storage, progress=progress)
 
