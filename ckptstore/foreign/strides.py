@@ -38,8 +38,7 @@ def _span(shape: Shape, strides: Shape) -> int:
 
 
 def can_be_strided(dtype: str, shape: Shape, strides: Shape) -> bool:
-    """Whether each element has a place of its own, in a span of which memory has room, and with few
-    gaps."""
+    """Whether no two elements overlap, the span fits into memory, and the gaps are few."""
     if len(shape) > _DIMENSIONS_MAX or len(shape) != len(strides) or not prod(shape):
         return False
     if span_bytes(dtype, shape, strides) > SPAN_BYTES_MAX:
