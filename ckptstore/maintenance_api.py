@@ -74,11 +74,11 @@ class Maintenance:
         run: str | None = None,
         progress: Progress = silent,
     ) -> History:
-        """How tensors moved: norm, mean, standard deviation, minimum, maximum, zeros, NaN and drift
-        of each, in each commit.
+        """The history of tensors: norm, mean, standard deviation, minimum, maximum, zeros, NaN and
+        drift of each, in each commit.
 
-        What is measured is kept in the catalog by chunk: a second look reads no tensor, and an
-        unchanged tensor costs nothing.
+        The catalog keeps measurements by chunk: a second call reads no tensor, and an unchanged
+        tensor costs nothing.
 
         Args:
             select: The tensors, a glob or several, such as `"model/*.weight"`.
@@ -173,8 +173,8 @@ class Maintenance:
         return plan
 
     def forecast(self, policies: Policy | Sequence[Policy], *, all_runs: bool = False) -> Forecast:
-        """What `forget` with these policies, and a gc afterwards, would free. Changes nothing, and
-        reads no tensor.
+        """Predict the space that `forget` with these policies, followed by a gc, would free.
+        Changes nothing, and reads no tensor.
 
         Args:
             policies: As for `forget`; those that thin, too.
@@ -277,8 +277,8 @@ class Maintenance:
             dry_run: Report without changing anything.
             max_unused: Largest share of dead bytes in a pack that is not rewritten.
             max_repack_bytes: Limit for rewritten bytes; default: none.
-            grace_s: What was forgotten less than this many seconds ago stays, for `undelete`; 0
-                keeps nothing.
+            grace_s: Commits forgotten less than this many seconds ago stay, for `undelete`; 0 keeps
+                none.
             force: Wait for no commit in flight, which then writes its chunks again. Otherwise a
                 later gc deletes chunks that such commits may reuse.
             progress: Called with phase, done and total.

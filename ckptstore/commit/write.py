@@ -179,7 +179,7 @@ class ChunkWriter:
         return run.behind(unchanged) if unchanged < len(run.cuts) - 1 else None
 
     def _place(self, run: Run) -> slice:
-        """Where the chunks of a run are in a table."""
+        """The rows of a run's chunks in a table of the plan."""
         return self._made.place(run.part.leaf, run.first, len(run.cuts) - 1)
 
     def _new(self, window: Sequence[Run]) -> Iterator[_New]:

@@ -26,8 +26,8 @@ from ckptstore.repository.dedup import items_of
 
 
 class Report(NamedTuple):
-    """What a rank has of a leaf: its bytes if it is small, else the checksums of its chunks,
-    joined, and its length."""
+    """The content of a leaf on one rank: its bytes if it is small, else the joined checksums of its
+    chunks, and its length."""
 
     inline: bytes | None
     checksums: bytes

@@ -212,7 +212,7 @@ class _View:
         return self._visit(self._tree.schema.skeleton, segment(self._tree.key))
 
     def _visit(self, node: Node | int, path: str) -> Node | int | None:
-        """The node for the viewer, which has it at `path`, or None."""
+        """The node as the viewer sees it, at `path` there; None if nothing of it is left."""
         if isinstance(node, int):
             self._taken.append(node)
             return len(self._taken) - 1

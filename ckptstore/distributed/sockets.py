@@ -1,7 +1,7 @@
 """How do processes of many hosts find each other, and how do the workers of ranks exchange bytes,
 without torch and trainers?
 
-A host cannot know which of its networks a peer shares, so it names all its addresses, and the peer
+A host cannot know which of its networks a peer shares. So it sends all its addresses, and the peer
 tries them in parallel. A listener must prove its identity before any secret is sent: the same
 address may belong to another process on the peer's own network.
 

@@ -252,8 +252,8 @@ def _path(each: Any) -> str:
 
 
 def settled(value: Any) -> Any:
-    """What was read, with values instead of records, lists and dicts in place. Raises
-    `InvalidInput` for a record of which no value can be made."""
+    """The object that was read, with each record replaced by its value; lists and dicts are changed
+    in place. Raises `InvalidInput` for a record of which no value can be made."""
     return _Settling().of(value)
 
 

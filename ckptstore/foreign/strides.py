@@ -1,8 +1,8 @@
 """How do the elements of a tensor lie in a file, if not row by row? By strides, as in torch.
 
-A tensor of strides covers a *span* of bytes, from its first element to its last. What lies between
-its elements, the *gaps*, is none of it. Each element lies at a place of its own: tensors that have
-one place twice, such as expanded ones, are not described here.
+A strided tensor covers a *span* of bytes, from its first element to its last. The *gaps* between
+its elements do not belong to it. No two elements share bytes: overlapping tensors, such as expanded
+ones, are not described here.
 """
 
 from collections.abc import Sequence

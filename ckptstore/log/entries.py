@@ -122,8 +122,8 @@ class Undelete:
 
 @dataclass(frozen=True, slots=True)
 class Condemn:
-    """What gc found dead at position `mark`: `packs` stop being dedup targets, and the commits of
-    `purge` are gone for good.
+    """The packs and commits that gc found dead at position `mark`: `packs` stop being dedup
+    targets, and the commits of `purge` are gone for good.
 
     `fence` is the last condemning entry that the mark, or this gc since, has seen.
     """

@@ -132,7 +132,7 @@ _Columns: TypeAlias = tuple[
 
 @lru_cache(1024)
 def _alike(columns: _Columns) -> _Columns:
-    """One shared object for all keys of one leaf whose columns are equal: there may be thousands."""
+    """One shared object for equal columns: thousands of keys of one leaf may be alike."""
     return columns
 
 

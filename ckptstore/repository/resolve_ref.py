@@ -67,8 +67,8 @@ def log_resumed(
 
 
 def _nothing_to_resume(handle: StoreHandle, run: str) -> tuple[str, bool]:
-    """What there is in place of commits of `run`, and whether that may be a mistake: commits in
-    another run, or in a store whose path is nearly this one's."""
+    """A description of what the store has in place of commits of `run`, and whether that suggests a
+    mistake: commits in another run, or in a store with a similar path."""
     newest = sorted(handle.log.state.commits.values(), key=lambda row: row.age, reverse=True)
     if runs := list(dict.fromkeys(row.run for row in newest if not row.soft)):
         from difflib import get_close_matches
