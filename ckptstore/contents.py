@@ -102,7 +102,7 @@ class CommitContents:
 
     @cached_property
     def _by_segment(self) -> dict[str, str]:
-        """The keys by the segment that their paths begin with."""
+        """Each key by the first segment of its paths."""
         return {segment(key): key for key in self.keys}
 
     @property
@@ -110,7 +110,7 @@ class CommitContents:
         return self.reader.layout(self.document)
 
     def narrowed(self, keys: frozenset[str], trees: Trees | None = None) -> "CommitContents":
-        """These contents with `keys` alone, with other `trees` if given."""
+        """These contents restricted to `keys`; `trees`, if given, replace their trees."""
         kept = tuple(key for key in self.keys if key in keys)
         known = self._trees if trees is None else trees
         return CommitContents(
@@ -123,7 +123,7 @@ class CommitContents:
         )
 
     def _own(self, tree: Tree) -> Tree:
-        """`tree` as one of this commit, if it is not whole."""
+        """`tree`, with errors that name this commit if some of its leaves were thinned or cast."""
         if not (self.document.thinned or self.document.cast):
             return tree
         return replace(tree, lacks=self._lacks, uncast=self._uncast)
@@ -217,8 +217,7 @@ class CommitContents:
 def contents_at(
     handle: StoreHandle, reader: Reader, found: Resolved | CommitInfo
 ) -> CommitContents:
-    """The contents of a commit of `handle`, for commands that read files, not objects of a
-    training."""
+    """The contents of a commit of `handle`, for commands that have no open `Store`."""
     document = reader.document(found.session, found.id)
     near = partial(nearest_with, handle, reader)
     return CommitContents(reader, found.id, document, nearest=near)
@@ -227,7 +226,8 @@ def contents_at(
 def nearest_with(
     handle: StoreHandle, reader: Reader, commit: CommitId, path: str
 ) -> Resolved | None:
-    """The commit of the run of `commit` with the nearest step that has the leaf `path`."""
+    """Of the commits in the run of `commit` that have the leaf `path`, the one with the nearest
+    step."""
     for other in nearest_first(handle.log.replay(), commit, path):
         document = reader.document(other.session, other.id)
         for tree in reader.trees(document.trees).values():

@@ -1,6 +1,6 @@
 """The parts of an open store that other rooms use and trainers do not see.
 
-`ckptstore.store.internals_of` returns them. They make every commit: at once or in the
+`ckptstore.store.internals_of` returns them. Every commit is made here: synchronous or in the
 background, by one process or by many ranks.
 """
 
@@ -88,8 +88,7 @@ def refuse_divided(flats: Flats, label: CommitMetadata) -> None:
 
 
 class StoreInternals:
-    """An open store for one run: its handle, its threads, its committers and what it committed
-    last.
+    """An open store for one run: its handle, its threads, its committers, and its last commit.
 
     A committer that the caller waits for, one in the background (with low priority, or in a worker
     process) and a reader are created when they are first used. Threads may share it. Commits of one
@@ -235,8 +234,8 @@ class StoreInternals:
     def _prepared(
         self, flats: Callable[[], Flats], metadata: MakeMetadata, peers: "Collective | None"
     ) -> Prepared | BaseException:
-        """What to commit. Of one of several ranks also why it has nothing to commit, to be raised
-        where that reaches them all."""
+        """The state to commit. If one of several ranks has none, the reason, to be raised in a
+        round that reaches all ranks."""
         try:
             if peers:
                 peers.check_reached()
@@ -317,8 +316,9 @@ class StoreInternals:
         return self.after_failure(self.committed(committed))
 
     def after_failure(self, snapshot: Snapshot) -> Snapshot:
-        """`snapshot`, which a call has just made. Raises the unseen failure of an earlier commit in
-        the background only now, so that it costs one commit and not two."""
+        """Return `snapshot`, which a call has just made, or raise the failure of an earlier
+        background commit that the caller has not seen. It is raised only now, so that one failure
+        does not cost two commits."""
         self.async_commits.raise_failure(
             f"raised by the next call, whose commit was made all the same: {snapshot.id[:12]}"
         )
@@ -369,8 +369,8 @@ class StoreInternals:
 
     @contextmanager
     def _within(self) -> Iterator[None]:
-        """Mark this thread as one that calls `state_dict()` of the caller's objects, which must not
-        commit to the same store."""
+        """Mark this thread as calling `state_dict()` of the caller's objects. These methods must
+        not commit to the same store."""
         self._thread.within = True
         try:
             yield
@@ -388,7 +388,7 @@ class StoreInternals:
     def close(self) -> None:
         """Wait for the commits in flight; close committers, readers, threads and files.
 
-        Raises the first unseen failure of an asynchronous commit, after everything was closed.
+        Then raises the first failure of an asynchronous commit that the caller has not seen.
         """
         self.check_not_within()
         failed = self.async_commits.drain()
@@ -409,7 +409,7 @@ class StoreInternals:
             self.handle.close()
 
     def wake_tier(self) -> None:
-        """Have the background uploads to the mirror, if there is one, look for new commits."""
+        """Tell the background uploader of the mirror, if there is one, to look for new commits."""
         if self.tier:
             self.tier.wake()
 
@@ -429,7 +429,8 @@ class StoreInternals:
 
     def find(self, ref: str | int) -> tuple[Reader | None, Resolved]:
         """The commit of `ref`, with a reader if only the mirror has it. `latest` is the newest of
-        both. Waits for what is in flight, unless `ref` is an id, which only that commit can have.
+        both. Waits for commits in flight, unless `ref` is an id: a later commit cannot change its
+        meaning.
         """
         if not (isinstance(ref, str) and is_commit_id(ref)):
             self.async_commits.settle()
@@ -444,12 +445,12 @@ class StoreInternals:
             raise
 
     def snapshot(self, info: Resolved, reader: Reader | None = None) -> Snapshot:
-        """A snapshot of a commit that was found, whose document is read."""
+        """A snapshot of the commit `info`. Reads its document."""
         document = (reader or self.reader).document(info.session, info.id)
         return self.snapshot_of(info.id, document, info.tags, reader=reader)
 
     def committed(self, committed: Committed) -> Snapshot:
-        """The snapshot of a commit that was just made, which is reported."""
+        """The snapshot of a commit that was just made. Reports the commit."""
         document, newest = committed.document, self.handle.log.state.runs.get(self.run, ())
         self.wake_tier()
         self._disk.after(committed.stats.logical_bytes, committed.stats.new_bytes)

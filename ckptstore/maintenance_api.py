@@ -74,11 +74,11 @@ class Maintenance:
         run: str | None = None,
         progress: Progress = silent,
     ) -> History:
-        """How tensors moved: norm, mean, standard deviation, minimum, maximum, zeros, NaN and drift
-        of each, in each commit.
+        """The history of tensors: norm, mean, standard deviation, minimum, maximum, zeros, NaN and
+        drift of each, in each commit.
 
-        What is measured is kept in the catalog by chunk: a second look reads no tensor, and an
-        unchanged tensor costs nothing.
+        The catalog keeps measurements by chunk: a second call reads no tensor, and an unchanged
+        tensor costs nothing.
 
         Args:
             select: The tensors, a glob or several, such as `"model/*.weight"`.
@@ -173,8 +173,8 @@ class Maintenance:
         return plan
 
     def forecast(self, policies: Policy | Sequence[Policy], *, all_runs: bool = False) -> Forecast:
-        """What `forget` with these policies, and a gc afterwards, would free. Changes nothing, and
-        reads no tensor.
+        """Predict the space that `forget` with these policies, followed by a gc, would free.
+        Changes nothing, and reads no tensor.
 
         Args:
             policies: As for `forget`; those that thin, too.
@@ -221,8 +221,9 @@ class Maintenance:
         except_in: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
         dry_run: bool = False,
     ) -> dict[str, CommitId]:
-        """Let the commits of hollow directories go that nobody needs any more. A hollow directory
-        and its copies keep their commit until this is called, also when they are deleted.
+        """Stop keeping the commits of hollow directories that are no longer needed. A hollow
+        directory and its copies keep their commit until this is called, even after they are
+        deleted.
 
         Args:
             holds: Hollow directories that are about to go, or holds by name (`held/…`) whose
@@ -278,8 +279,8 @@ class Maintenance:
                 rewritten.
             max_repack_bytes: Copy at most this much, and merge small packs with it although that
                 costs more than it gains. Default: no limit, and only what pays.
-            grace_s: What was forgotten less than this many seconds ago stays, for `undelete`; 0
-                keeps nothing.
+            grace_s: Commits forgotten less than this many seconds ago stay, for `undelete`; 0 keeps
+                none.
             force: Wait for no commit in flight, which then writes its chunks again. Otherwise a
                 later gc deletes chunks that such commits may reuse.
             progress: Called with phase, done and total.
@@ -490,7 +491,8 @@ class Maintenance:
         storage: Storage | None = None,
         progress: Progress = silent,
     ) -> Mirrored:
-        """Copy commits from the store at `source`, in which `refs` are resolved; as `push`."""
+        """Copy commits from the store at `source`, as `push` copies them to another. `refs` are
+        resolved in `source`."""
         self._handle.check_writable()
         options = MirrorOptions(tags, force, verify)
         run = run or (self._run if refs else None)
@@ -509,8 +511,8 @@ class Maintenance:
         storage: Storage | None = None,
         progress: Progress = silent,
     ) -> Mirrored:
-        """Copy every commit and tag to the store at `to`, which is made if there is none. Tags move
-        to their commits here. Other commits of `to` stay.
+        """Copy every commit and tag to the store at `to`; make that store if there is none. A tag
+        of both stores moves to the commit that it names here. Other commits of `to` stay.
         """
         return self.push(to, force=True, create=True, storage=storage, progress=progress)
 

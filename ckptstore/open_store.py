@@ -1,4 +1,4 @@
-"""Open, create or clone a store, or open one commit through a pointer file, which names it.
+"""Open, create or clone a store, or open the commit that a pointer file names.
 
 `objects.pointer_files` has the format of those files.
 """
@@ -296,7 +296,8 @@ def open_commit(
     storage: Storage | None = None,
     threads: int | None = None,
 ) -> Snapshot:
-    """`open_pointer` of a pointer that was read already, from what is called `name`."""
+    """As `open_pointer`, for a pointer that was read already; `name` says in errors where it came
+    from."""
     with ExitStack() as undo:
         try:
             place = pointer.store

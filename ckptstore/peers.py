@@ -1,5 +1,5 @@
-"""With which other ranks does a call act? The one door to `distributed`: a process that works alone
-neither imports nor enters that room.
+"""With which other ranks does a call act? Only this module leads to `distributed`, so a process
+that works alone never imports it.
 """
 
 import sys
@@ -65,7 +65,8 @@ def is_several(process_group: Any = None) -> bool:
 
 
 def agreed_schedule(options: Mapping[str, Any], due: bool, came: bool) -> tuple[bool, bool]:
-    """Whether a commit is due and a signal came, as the ranks that commit together agree."""
+    """Whether a commit is due, and whether a signal came; all ranks that commit together get the
+    same answer."""
     ranks = options.get("ranks") or Ranks()
     peers = collective_of(ranks.process_group, ranks.timeout_s)
     return peers.is_due(due, came) if peers else (due, came)
@@ -85,6 +86,6 @@ class Committer:
         return RanksCommitter(self._to)
 
     def way(self, peers: "Collective | None") -> Callable[[CommitRequest], Committed]:
-        """What writes a state, or with `peers` this rank's part of one: `WholeCommitter.commit` or
-        `RanksCommitter.commit`."""
+        """The function that writes a state, or with `peers` this rank's part of one:
+        `WholeCommitter.commit` or `RanksCommitter.commit`."""
         return self._whole.commit if peers is None else partial(self._together.commit, peers=peers)

@@ -1,8 +1,8 @@
-"""Does a commit have all that another has? So that a resume ends in the bytes of one commit.
+"""Does one commit have every leaf of another? A resume must end in the bytes of one commit.
 
-A damaged commit is found while it is read into the state, and the commit before it then replaces
-all that it has. What only the damaged one has would stay half read: such a commit is verified
-before it replaces anything.
+Damage shows while a commit is read into the state. The commit before it then replaces every leaf
+that both have. Leaves that only the damaged commit has would stay half read, so such a commit is
+verified before it replaces anything.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def has_all_of(snapshot: Snapshot, open_other: Callable[[], Snapshot]) -> bool:
 
 
 def _schemas_of(snapshot: Snapshot) -> object:
-    """Equal for commits of the same leaves, and cheap to ask."""
+    """A cheap key that is equal for commits with the same leaves."""
     document = contents_of(snapshot).document
     return document.keys, [(name, ref.schema) for name, ref in document.trees], document.thinned
 

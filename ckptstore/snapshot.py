@@ -206,7 +206,7 @@ class Snapshot:
         """Restore `app_state` to this commit, in place: existing tensors are filled, not replaced.
 
         The commit may have more keys than `app_state`: `{"model": model}` takes the weights alone.
-        What the target holds after an error says docs/training-loop.md. With several ranks, all of
+        docs/training-loop.md says what the target holds after an error. With several ranks, all of
         them call this, and an error on one raises on all (docs/distributed.md).
 
         Args:
@@ -466,5 +466,5 @@ class Snapshot:
 
 
 def contents_of(snapshot: Snapshot) -> CommitContents:
-    """What `snapshot` reads, for other rooms of this package."""
+    """The commit contents behind `snapshot`, for other rooms of this package."""
     return snapshot._contents

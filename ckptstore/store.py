@@ -45,8 +45,9 @@ logger = logging.getLogger("ckptstore")
 class Store(Maintenance):
     """A store, open for one training run. Use it as a context manager, or call `close`.
 
-    Threads may share it. A forked child opens its own. What looks at the history waits for the
-    commits of this object that are in flight, and raises the unseen failure of one of them.
+    Threads may share it. A forked child opens its own. A call that reads the history first waits
+    for this object's commits in flight; it raises the failure of one of them if the caller has not
+    seen it.
     """
 
     def __init__(
@@ -313,10 +314,10 @@ class Store(Maintenance):
         """Restore the newest commit of this run that is intact.
 
         A damaged commit is skipped with a warning; `skipped` lists it. All leaves then have the
-        bytes of the commit that is returned: one that has leaves which the one before lacks is
-        verified first, and so read twice. Several ranks resume the same commit. Without any
-        commit, the log says where this looked, as a warning if another run or a store with nearly
-        this path has commits.
+        bytes of the commit that is returned. A commit with leaves that the commit before it lacks
+        is verified before anything is replaced, so it is read twice. Several ranks resume the same
+        commit. Without any commit, the log says where this looked, as a warning if another run or a
+        store with nearly this path has commits.
 
         Args:
             app_state: Objects with `load_state_dict()`, or plain containers, by name.
@@ -409,8 +410,9 @@ class Store(Maintenance):
         after: tuple[Reader | None, Resolved] | None,
         torn: Snapshot | None,
     ) -> list[bool]:
-        """Whether `snapshot` replaces all that was read of `torn`, and whether it is to be verified
-        before it replaces anything, since the next commit, `after`, lacks some of it."""
+        """Two answers: whether `snapshot` replaces all that was read of `torn`, and whether to
+        verify `snapshot` before it replaces anything, because the next commit, `after`, lacks some
+        of its leaves."""
         whole = torn is None or has_all_of(torn, lambda: snapshot)
         if after is None:
             return [whole, False]

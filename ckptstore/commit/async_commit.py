@@ -56,8 +56,8 @@ class Together(Protocol):
     """The ranks that stage a commit together (`distributed.collective.Collective`)."""
 
     def agree(self, begin: Callable[[], str]) -> str:
-        """Call `begin` on every rank, which returns why this rank cannot begin now or "", and
-        return the reasons of all."""
+        """Call `begin` on every rank and return all ranks' answers: why a rank cannot begin now, or
+        ""."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class CommitRoute(Generic[S]):
     `flatten` runs within the call; `commit` runs in the background on the staged state, one at a
     time, and returns the caller's result too. `peers` are the ranks that take part, if any. `whole`
     demands that every leaf be staged; otherwise leaves that exceed the staging memory are written
-    from the caller's. `elsewhere` means that another process makes the commit, and starts when the
-    copy is complete.
+    from the caller's. With `elsewhere`, another process makes the commit, and starts when the copy
+    is complete.
     """
 
     flatten: Callable[[], Flats]
@@ -156,8 +156,8 @@ class LazyCopy:
 class PendingWatch(Watch):
     """Reports progress to a pending commit, and stops the commit once its caller cancels it.
 
-    `borrowed` has the bytes of the leaves that are written from the caller's memory, who waits for
-    that. `lazy` is the copy that goes on after the call, if any.
+    `borrowed` counts the bytes of leaves written from the caller's own memory; the caller waits
+    until they are written. `lazy` is the copy that goes on after the call, if any.
     """
 
     def __init__(
@@ -241,7 +241,8 @@ class AsyncCommits(Generic[S]):
         self._hooks = StepHooks(self.hold)
 
     def forked(self) -> None:
-        """A child has none of the threads that copy; its writes do not reach its parent's state."""
+        """A child has no copying threads. Its own writes do not reach the parent's state, so it
+        waits for no copy."""
         self._calls = threading.Lock()
         self._lazy: list[LazyCopy] = []
 
@@ -259,9 +260,9 @@ class AsyncCommits(Generic[S]):
     ) -> Pending[S]:
         """Stage `app_state` and commit it in the background.
 
-        Raises the unseen failure of an earlier commit: with peers before this one begins, since it
-        must reach them all; else when this one is on its way, so that it costs one commit and not
-        two.
+        Raises the failure of an earlier commit that the caller has not seen. With peers, it is
+        raised before this commit begins, since all ranks must learn of it. Otherwise this commit is
+        started first, so that one failure does not cost two commits.
         """
         begun: list[_Begun] = []
         with self._calls, ExitStack() as taken:
@@ -307,8 +308,8 @@ class AsyncCommits(Generic[S]):
         return pending
 
     def _begin(self, job: "_Job[S]", *, eager: bool) -> None:
-        """Hand over, and return when the caller may change the state. An interrupted caller might
-        do so earlier, so an exception cancels the commit."""
+        """Hand the commit over, and return when the caller may change the state. An exception here
+        cancels the commit, because an interrupted caller might change the state too early."""
         try:
             watch = job.begun.watch
             self._background.start(job.pending, partial(self._finish, job))
@@ -320,7 +321,7 @@ class AsyncCommits(Generic[S]):
             raise
 
     def hold(self) -> None:
-        """Return when every pending copy is complete: the state is about to change."""
+        """Wait until every pending copy is complete. Called before the state changes."""
         for lazy in tuple(self._lazy):
             lazy.hold()
 
@@ -336,8 +337,7 @@ class AsyncCommits(Generic[S]):
 
     @contextmanager
     def noting_failures(self) -> Iterator[None]:
-        """Add failures that the caller has not seen to the error that ends the block: one tells of
-        both."""
+        """If the block raises, add failures that the caller has not seen as notes to its error."""
         try:
             yield
         except BaseException as error:
@@ -367,7 +367,8 @@ class AsyncCommits(Generic[S]):
         route: CommitRoute[S],
         taken: ExitStack,
     ) -> "_Begun | str":
-        """Copy what the call must copy before it returns, or return why it cannot now."""
+        """Copy the leaves that must be copied within the call, or return why this is impossible
+        now."""
         flats = route.flatten()
         sources, paths = leaves_of(flats), paths_of(flats)
         candidates: list[Candidate] = []
@@ -412,7 +413,7 @@ class AsyncCommits(Generic[S]):
         return _Begun(candidates, arena, staged, watch)
 
     def _begin_copy(self, pending: Pending[S], lazy: LazyCopy, taken: ExitStack) -> None:
-        """Copy in the background; `taken`, with the buffer, is released after the copy."""
+        """Start the background copy. `taken`, which holds the buffer, is released after it."""
 
         def ended() -> None:
             lazy.wait_ended()

@@ -1,5 +1,5 @@
-"""How does a caller ask for a commit: which state, run, step, message, metrics, tags, parents,
-links? And on which commits does it build: its own last one, or somebody else's?"""
+"""What does a caller ask to commit (state, run, step, message, metrics, tags, links), and which
+commits are its parents?"""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,8 +35,8 @@ _STEPS = 2**53 + 1
 @dataclass(frozen=True, slots=True)
 class CommitMetadata:
     """A commit's run, step and description. Without `parents`, its parent is the run's newest
-    commit. `cast` has dtypes by glob of leaves that are committed in lower precision, `unchecked`
-    the globs of which values may become infinite, NaN or zero."""
+    commit. `cast` maps globs of leaves to the lower precision in which they are committed. Values
+    of leaves that match a glob in `unchecked` may become infinite, NaN or zero."""
 
     run: str
     step: int | None = None
@@ -63,10 +63,10 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CommitRequest:
-    """What to commit, or why one of several ranks has nothing to commit; times count from
-    `started`, a value of `time.perf_counter`; `watch` follows the progress and may stop it. A
-    worker process reads the state from `buffer`. Statistics of the chunks go to `measured`, if it
-    is there."""
+    """A state to commit, or the reason why one of several ranks has none. Times count from
+    `started`, a value of `time.perf_counter`. `watch` follows the progress and may stop the commit.
+    A worker process reads the state from `buffer`. Statistics of the chunks go to `measured`, if
+    set."""
 
     what: Prepared | BaseException
     started: float
@@ -77,7 +77,8 @@ class CommitRequest:
     measured: dict[bytes, bytes] | None = None
 
     def prepared(self) -> Prepared:
-        """What to commit. Raises why there is nothing; a rank asks where that reaches them all."""
+        """The prepared state. Raises the reason if there is none; ranks call this within a round,
+        so that the error reaches all of them."""
         if isinstance(self.what, BaseException):
             raise self.what
         return self.what
@@ -265,8 +266,8 @@ class RunWatch:
     """Does another training commit to the same run? Looks at each commit of one open store, and
     warns once.
 
-    Nothing is lost by that, but `resume` takes the newest commit of a run, whoever made it. A job
-    that was requeued while it still ran elsewhere is how it comes about.
+    Nothing is lost by that, but `resume` takes the newest commit of a run, whichever training made
+    it. The usual cause is a job that was requeued while it still ran elsewhere.
     """
 
     def __init__(self, run: str) -> None:
@@ -277,11 +278,12 @@ class RunWatch:
     def after(
         self, commit: CommitId, parents: Sequence[CommitId], newest: Sequence[CommitId]
     ) -> None:
-        """After `commit`, of which `newest` are the newest of its run, in order: warn if it follows
-        the one made before it, and somebody else has committed between the two.
+        """Call after each `commit`, with the `newest` commits of its run, in order. Warns if
+        `commit` follows the one that this store made before it, and another training has committed
+        between the two.
 
-        A commit after a restore has another parent: to go back, and on from there, is no sign of
-        others.
+        A commit after a restore has another parent, so it causes no warning: going back to an older
+        commit does not mean that another training exists.
         """
         before, self._made = self._made, commit
         between = newest[-2] if len(newest) > 1 and newest[-1] == commit else before

@@ -1,8 +1,8 @@
-"""How does a commit come to be whose parts another library, such as DCP, assigns to writers?
+"""How is a commit made when another library, such as DCP, assigns its parts to writers?
 
-It brings the writers' receipts to the publisher. The order is that of every commit: durable packs
-of each writer, then metadata, document and log entry. A failure before the entry leaves only files
-that no entry names.
+That library brings the writers' receipts to the publisher. The order is that of every commit:
+durable packs of each writer, then metadata, document and log entry. A failure before the entry
+leaves only files that no entry names.
 """
 
 from collections.abc import Sequence

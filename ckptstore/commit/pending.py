@@ -37,7 +37,8 @@ class Watch:
     """
 
     def starting(self) -> None:
-        """An attempt begins, and reads all sources. Another follows if the store changed."""
+        """An attempt begins and reads all sources. If the store changed meanwhile, another attempt
+        follows."""
 
     def worked(self, batch: Sequence[Run]) -> None:
         """A batch was hashed and its new chunks written; this attempt does not read it again."""
@@ -77,8 +78,8 @@ _thread = threading.local()
 
 @contextmanager
 def _calling_back() -> Iterator[None]:
-    """Mark this thread as one that calls a caller's function on behalf of a commit, which goes on
-    when that returns."""
+    """Mark this thread as running a caller's function for a commit. The commit continues only after
+    the function returns, so the function must not wait for it."""
     _thread.in_callback = True
     try:
         yield
@@ -283,14 +284,15 @@ class Background:
         _everybody.add(self)
 
     def forked(self) -> None:
-        """A child has nothing in flight: its parent makes, and tells of, what was begun there."""
+        """A child has nothing in flight: the parent completes and reports the commits that it
+        began."""
         self._jobs: deque[Callable[[], object]] = deque()
         self._pending: list[Pending[Any]] = []
         self._working = False
         self._changed = threading.Condition()
 
     def raise_failure(self, note: str, before: Pending[Any] | None = None) -> None:
-        """Raise the first failure that the caller has not seen, of a commit `before` that one.
+        """Raise the first failure that the caller has not seen, of commits started before `before`.
         `note` says what became of the call that raises it."""
         if failed := self._take_failure(before):
             failed.add_note(note)
@@ -330,7 +332,7 @@ class Background:
         self._have_worked()
 
     def _have_worked(self) -> None:
-        """Start a thread for the work that waits for one. Of two, the second ends at once."""
+        """Start a thread for the waiting work. If one runs already, the new one ends at once."""
         with self._changed:
             if self._working or not self._jobs:
                 return
@@ -341,8 +343,8 @@ class Background:
             self._run()
 
     def wait(self) -> bool:
-        """Wait until nothing is in flight. False where that cannot be waited for: in a function
-        that a commit calls."""
+        """Wait until nothing is in flight. Returns False within a function that a commit calls,
+        where waiting would never end."""
         if getattr(_thread, "in_callback", False):
             return False
         with self._changed:
@@ -428,7 +430,8 @@ def _watch_exit() -> None:
 
 @cache
 def _have_exits_watched(pid: int) -> None:
-    """Once per process. A daemon, so that the exit does not wait for it."""
+    """Start the thread that watches the exit, once per process. It is a daemon, so that the exit
+    does not wait for it."""
     threading.Thread(target=_watch_exit, name="ckptstore-exit", daemon=True).start()
 
 

@@ -75,8 +75,8 @@ class Cut(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Run:
     """Consecutive chunks of a part, starting with chunk `first`: chunk `first + i` is bytes
-    `cuts[i]:cuts[i + 1]` of the leaf. A piece of a run has `lead` bytes of the run before it
-    and `rest` bytes behind it."""
+    `cuts[i]:cuts[i + 1]` of the leaf. In a piece of a run, `lead` and `rest` count the bytes of the
+    run before and after the piece."""
 
     part: Part
     first: int
@@ -94,11 +94,11 @@ class Run:
             yield Cut(number, start, stop)
 
     def memory(self, cut: Cut, run: memoryview) -> memoryview:
-        """The bytes of one of the chunks, of `run`, those of all."""
+        """The bytes of one chunk; `run` holds the bytes of all chunks."""
         return run[cut.start - self.cuts[0] : cut.stop - self.cuts[0]]
 
     def pieces(self) -> Iterator["Run"]:
-        """The run in pieces of at most `WINDOW_BYTES`, or one chunk."""
+        """The run in pieces of at most `WINDOW_BYTES`; a larger chunk is a piece alone."""
         for begin, cuts in _cut(self.cuts, WINDOW_BYTES):
             lead, rest = self.lead + cuts[0] - self.cuts[0], self.cuts[-1] - cuts[-1]
             yield Run(self.part, self.first + begin, cuts, lead, rest)
@@ -164,8 +164,8 @@ def _runs(part: Part, run_bytes: int) -> Iterator[Run]:
 
 
 def _cut(cuts: tuple[int, ...], most_bytes: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Consecutive stretches of `cuts` of at most `most_bytes`, or one chunk, each with the number
-    of its first chunk."""
+    """Split `cuts` into consecutive stretches of at most `most_bytes`; a larger chunk is a stretch
+    alone. Each comes with the number of its first chunk."""
     begin = 0
     for end in range(1, len(cuts) - 1):
         if cuts[end + 1] - cuts[begin] > most_bytes:
@@ -175,7 +175,8 @@ def _cut(cuts: tuple[int, ...], most_bytes: int) -> Iterator[tuple[int, tuple[in
 
 
 def _grouped(runs: Iterable[Run], most_bytes: int) -> Iterator[tuple[Run, ...]]:
-    """Consecutive groups of at most `BATCH_RUNS` runs and `most_bytes`, or one run."""
+    """Consecutive groups of at most `BATCH_RUNS` runs and `most_bytes`; a larger run is a group
+    alone."""
     group: list[Run] = []
     size = 0
     for run in runs:
@@ -190,8 +191,8 @@ def _grouped(runs: Iterable[Run], most_bytes: int) -> Iterator[tuple[Run, ...]]:
 
 
 def windows(batch: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
-    """The pieces of a batch's runs, in order, in windows of at most `WINDOW_BYTES`, or one
-    chunk."""
+    """The pieces of a batch's runs, in order, in windows of at most `WINDOW_BYTES`; a larger chunk
+    is a window alone."""
     pieces = (run.pieces() if run.raw_bytes > WINDOW_BYTES else (run,) for run in batch)
     return _grouped(chain.from_iterable(pieces), WINDOW_BYTES)
 

@@ -137,8 +137,8 @@ class Schedule(Generic[S]):
 
     @property
     def interval_s(self) -> float | None:
-        """With `"auto"`, the best seconds between commits given the cost of the last one, or None
-        before that is known. None for other rules."""
+        """With `"auto"`, the best time between commits, given the cost of the last one; None before
+        a cost is known, and for other rules."""
         if self._rule.mtbf_s is None or self._last is None or not self._last.done():
             return None
         return max(best_interval_s(self._cost_s, self._rule.mtbf_s), self._durable_s)

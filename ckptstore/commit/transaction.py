@@ -145,7 +145,7 @@ class Destination:
         return self._handle.objects
 
     def look(self) -> Dedup:
-        """Deduplication against the store's chunks of now."""
+        """Deduplication against the chunks that the store has now."""
         state = self.log.replay()
         self.objects.sync(state)
         return Dedup(self.objects, state)
@@ -153,8 +153,8 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a publisher needs to know of a writer: its durable packs, the packs that it reuses, and
-    how many chunks it hashed and wrote."""
+    """A writer's report to the publisher: its durable packs, the packs that it reuses, and how many
+    chunks it hashed and wrote."""
 
     packs: tuple[PackRecord, ...]
     reused: frozenset[int]
@@ -215,7 +215,7 @@ class Published(NamedTuple):
 
 
 def no_cast() -> Cast | None:
-    """What a commit says that was not cast."""
+    """The `cast` of a commit of which no leaf was converted."""
     return None
 
 
@@ -223,7 +223,8 @@ class Transaction:
     """One writer's part of a commit, and its publication if this writer is the publisher.
 
     As a context manager it deletes what this writer wrote if the block raises, unless the log may
-    name it (`asked`), and closes the session that it `owns`. Statistics go to `measured`, if set.
+    name that (`asked`). It closes its session if it `owns` that. Statistics go to `measured`, if
+    set.
     """
 
     def __init__(
@@ -279,7 +280,8 @@ class Transaction:
                 self.owns.end() if ended else self.owns.abandon()
 
     def look(self) -> Dedup:
-        """What the store had at the first call, which comes after the session was opened."""
+        """Deduplication against the chunks that the store had at the first call of this method.
+        That call comes after the session was opened, so gc spares those chunks."""
         self._dedup = self._dedup or self._to.look()
         return self._dedup
 
@@ -435,7 +437,8 @@ class Transaction:
         return tuple(sorted(refs)), layout_id, leaves
 
     def _records(self, receipts: Sequence[Receipt]) -> list[PackRecord]:
-        """The packs of all writers. Two with one name come from two writers of one rank."""
+        """The packs of all writers. Raises `InvalidInput` for two packs of one name: two writers
+        had one rank."""
         own = [pack.record for pack in self.packs.closed]
         told = [pack for each in receipts for pack in each.packs]
         records = own + [pack for pack in told if pack not in own]

@@ -2,8 +2,8 @@
 
 The invariant: the bytes hashed are the bytes written, even if the trainer writes to the state
 meanwhile. A worker copies memory that others may change, then hashes and writes its copy
-(docs/decisions/043-…). A chunk that still has the checksum that it had in the last commit, at the
-same place, keeps its id: it is neither copied nor hashed by BLAKE3.
+(docs/decisions/043-…). A chunk whose checksum equals that of the chunk at the same place in the
+last commit keeps its id: it is neither copied nor hashed by BLAKE3.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -40,7 +40,7 @@ Measured: TypeAlias = MutableMapping[bytes, bytes]
 class _Hashed(NamedTuple):
     """A chunk: its place, id, checksum, and bytes that no other thread changes.
 
-    None stands for the bytes of a chunk that the store probably has.
+    The bytes are None for a chunk that the store probably has.
     """
 
     cut: Cut
@@ -75,8 +75,8 @@ def hash_chunks(
     max_workers: int,
     hashed: Callable[[memoryview], bytes] = digest,
 ) -> dict[int, bytes]:
-    """The ids of the chunks of each leaf of the plan, or their checksums if that is how they are
-    `hashed`, by at most `max_workers` threads. Writes nothing."""
+    """The ids of the chunks of each leaf of the plan, or whatever else `hashed` computes, such as
+    checksums; on at most `max_workers` threads. Writes nothing."""
     nbytes = len(hashed(NO_MEMORY))
     ids = {part.leaf: bytearray(nbytes * len(part)) for part in plan.parts}
 
@@ -95,7 +95,7 @@ def hash_chunks(
 def write_metadata(
     chunks: Mapping[ChunkId, tuple[bytes, int]], dedup: Dedup, packs: PackSet
 ) -> None:
-    """Write the new ones of `chunks` (bytes and kind) to a metadata pack, and close it."""
+    """Write those of `chunks` (bytes and kind) that are new to a metadata pack, and close it."""
     if not (fresh := dedup.fresh(chunks)):
         return
     with packs.writing(metadata=True) as pack_writer:
@@ -156,8 +156,8 @@ class ChunkWriter:
             self._memory = NO_MEMORY
 
     def _changed(self, run: Run) -> Run | None:
-        """What is left of a run behind its first chunks that are as in the last commit; None if
-        nothing is. Of all ways to write chunks, this one does least for each."""
+        """The rest of a run after its leading chunks that equal those of the last commit; None if
+        all do. This is the cheapest path for an unchanged chunk."""
         last, at = self._last, self._place(run)
         if last is None or not self._dedup.are_live(last.packs(at)):
             return run
@@ -179,7 +179,7 @@ class ChunkWriter:
         return run.behind(unchanged) if unchanged < len(run.cuts) - 1 else None
 
     def _place(self, run: Run) -> slice:
-        """Where the chunks of a run are in a table."""
+        """The rows of a run's chunks in a table of the plan."""
         return self._made.place(run.part.leaf, run.first, len(run.cuts) - 1)
 
     def _new(self, window: Sequence[Run]) -> Iterator[_New]:
@@ -194,8 +194,8 @@ class ChunkWriter:
                 yield self._fetched(found, new)
 
     def _fetched(self, found: _HashedRun, new: Sequence[_Hashed]) -> _New:
-        """The new chunks of a run. The bytes of those that were recognised are compared with their
-        ids now, since they may have changed. A piece whose predecessor was just written follows it
+        """The new chunks of a run. Recognised chunks are compared with their ids now, because their
+        bytes may have changed since. A piece whose predecessor was just written follows it
         directly."""
         run = found.run
         chunks, whole = list[NewChunk](), found.whole if len(new) == len(found.chunks) else None
@@ -228,8 +228,8 @@ class ChunkWriter:
         return found
 
     def _recognised(self, run: Run) -> Iterator[_Hashed]:
-        """The chunks of a run whose ids are known. Their checksums are those of the last commit, as
-        far as it had the same chunks, else zeros, which no chunk is recognised by."""
+        """The chunks of a run whose ids are known. Their checksums come from the last commit where
+        it had the same chunks. Other checksums are zeros, which match no chunk."""
         last = (self._before(run, cut) for cut in run.chunks())
         before = {known.id: known.checksum for known in last if known}
         for cut in run.chunks():
@@ -237,8 +237,8 @@ class ChunkWriter:
             yield _Hashed(cut, chunk, before.get(chunk, bytes(CHECKSUM_BYTES)), None)
 
     def _hash(self, run: Run, out: memoryview | None) -> _HashedRun:
-        """The chunks of a run, one after the other while each is in the CPU's cache. Those that
-        changed since the last commit are copied to `out`, unless it is None."""
+        """Hash the chunks of a run, each while it is in the CPU's cache. Those that changed since
+        the last commit are copied to `out`, unless it is None."""
         source = self._sources[run.part.leaf]
         live = source.view(run.cuts[0], run.cuts[-1])
         if live is None:
@@ -276,8 +276,8 @@ class ChunkWriter:
         return self._last.known(run.part.leaf, cut.number) if self._last else None
 
     def _copy_places(self, window: Sequence[Run]) -> tuple[list[tuple[Run, slice | None]], int]:
-        """The runs, with places in this thread's memory for those to be copied, and the total size.
-        They are aligned as in a pack, so that the copies can be written from there."""
+        """The runs, with a range of this thread's memory for each run to be copied, and the total
+        size. The ranges are aligned as in a pack, so that packs can be written from them."""
         places: list[tuple[Run, slice | None]] = []
         end = 0
         for run in window:

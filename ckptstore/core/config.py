@@ -66,7 +66,7 @@ class StoreConfig:
 
     @property
     def unknown_write_features(self) -> frozenset[str]:
-        """What a writer would have to understand and this version does not."""
+        """The features that a writer must understand and that this version does not know."""
         return frozenset(self.write) - WRITE_FEATURES
 
 

@@ -1,10 +1,10 @@
-"""What becomes of an open store in a forked child? The one place that knows of forks.
+"""What becomes of an open store in a forked child? All handling of forks is in this module.
 
-A child has a copy of its parent's memory, and of its threads only the one that forked. So each lock
-that another thread may have held is free in the child (`lock`), each object that has threads,
-connections or work in flight leaves them to the parent (`survives_forks`), and a library that does
-not bear a fork in the midst of its work is halted meanwhile (`halts_for_forks`). What only the
-parent can answer, such as a commit in flight, is refused where it is asked for.
+A child has a copy of its parent's memory, but only the thread that forked. So locks that another
+thread may have held are free in the child (`lock`). Objects with threads, connections or work in
+flight leave these to the parent (`survives_forks`). A library that cannot be forked during its work
+is halted meanwhile (`halts_for_forks`). A call that only the parent can answer, such as waiting for
+its commit in flight, is refused in the child.
 """
 
 import os
@@ -20,8 +20,8 @@ class Forked(Protocol):
     """An object that a forked child may go on using."""
 
     def forked(self) -> None:
-        """Have nothing that a thread of the parent may have been changing, and nothing that only
-        the parent can use or end."""
+        """In the child: drop everything that a thread of the parent may have been changing, and
+        everything that only the parent can use or end."""
 
 
 class Halting(Forked, Protocol):
@@ -52,8 +52,8 @@ def lock() -> threading.Lock:
 
 class cached_property(Generic[T]):  # as the one of functools
     """As `functools.cached_property`, and computed once however many threads ask, on every version
-    of Python. A forked child computes it anew if another thread was about to at the fork: the lock
-    of functools' stays held there for ever."""
+    of Python. If another thread was computing it at a fork, the child computes it anew; the lock in
+    functools' version would stay held there for ever."""
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self.__doc__ = compute.__doc__
@@ -88,9 +88,9 @@ def survives_forks(owner: Forked) -> None:
 
 
 def halts_for_forks(owner: Halting, *, innermost: bool = False) -> None:
-    """Halt `owner` during each fork as long as it lives. One that threads enter while they are
-    within the work of others, also through the garbage collector, is `innermost`: it is halted
-    after the others."""
+    """Halt `owner` during each fork as long as it lives. Mark it `innermost` if threads enter it
+    while they are inside other owners, also through the garbage collector: it is then halted last.
+    """
     (_innermost if innermost else _halting).add(owner)
 
 

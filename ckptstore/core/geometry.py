@@ -1,8 +1,8 @@
 """Where is a tensor cut into chunks, given its global shape and element width (docs/format.md
 §3)?
 
-The cut of the same tensor is the same for every holder. So the same state gives the same chunk
-ids from any number of ranks, if shard edges lie on the grid's lines.
+Every holder cuts the same tensor in the same way. So the same state gives the same chunk ids from
+any number of ranks, if shard edges lie on the grid's lines.
 
 Element widths are listed by torch's dtype names without `torch.`, for code that does not import
 torch. A sub-byte or packed dtype counts as torch stores it: one byte per stored element.

@@ -1,4 +1,4 @@
-"""How is something remembered of an object that cannot be hashed, or equals others?"""
+"""How is a value stored for an object that cannot be hashed, or that equals other objects?"""
 
 from collections.abc import Iterable
 from typing import Generic, TypeVar

@@ -86,7 +86,7 @@ def nodes_of(node: Node | int) -> list[Node]:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """What the leaves of one tree are, without their content: columns, one item per leaf.
+    """The structure of the leaves of one tree, without their content: columns, one item per leaf.
 
     `dtypes[i]` is `""` and `shapes[i]` is `()` unless `kinds[i]` is `tensor`; `aliases[i]` is -1 or
     an earlier leaf's number.
@@ -107,7 +107,8 @@ class Schema:
         return self.aliases[leaf] if self.aliases[leaf] >= 0 else leaf
 
     def matching(self, is_selected: Callable[[str], bool]) -> frozenset[int]:
-        """The leaves with content that are selected, and so are all that share their memory."""
+        """The leaves with content that are selected, if all leaves that share their memory are
+        selected too."""
         stays = {self.owner(i) for i, path in enumerate(self.paths) if not is_selected(path)}
         return frozenset(i for i in map(self.owner, range(len(self))) if i not in stays)
 
@@ -142,16 +143,16 @@ class TreeRef:
 
 @dataclass(frozen=True, slots=True)
 class Thinning:
-    """What a commit no longer has: leaves that match `globs`, of which the commit `source` had
-    more."""
+    """The leaves that a thinned commit no longer has: those that match `globs`. The commit `source`
+    had more of them."""
 
     source: CommitId
     globs: tuple[str, ...]
 
 
 class CastError(NamedTuple):
-    """What the conversion of a leaf from `dtype` cost: the largest absolute and relative error of
-    its finite elements, how many are NaN, and how many lay beyond the new dtype's range."""
+    """The loss by converting a leaf from `dtype`: the largest absolute and relative error of its
+    finite elements, the number of NaN, and the number beyond the new dtype's range."""
 
     path: str
     dtype: str
@@ -173,8 +174,8 @@ class Cast:
 @dataclass(frozen=True, slots=True)
 class CommitDocument:
     """One version, immutable. `keys` are those of the application state, in its order; `trees` are
-    in the order of their names. `thinned` and `cast` say what it has less of than the state that
-    was committed."""
+    in the order of their names. `thinned` and `cast` list the leaves that are gone or of lower
+    precision, compared with the state that was committed."""
 
     store: StoreId
     session: SessionId

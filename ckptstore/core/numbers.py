@@ -1,4 +1,4 @@
-"""Is an argument the number that it should be? Others are refused by name, with what is wanted."""
+"""Is an argument a valid number? If not, the error names the argument and the wanted value."""
 
 from numbers import Real
 

@@ -33,7 +33,8 @@ class _Uncollected:
         survives_forks(self)
 
     def forked(self) -> None:
-        """A child has none of the threads that were inside."""
+        """A child has none of the threads that were within `uncollected`, so the count starts at
+        zero."""
         if self.inside and self.was_on:
             gc.enable()
         self.inside = 0

@@ -1,12 +1,11 @@
 """What is checked at the entry of every public call, before it does anything?
 
 * A signal handler runs between any two steps of the thread that it interrupts. If that thread is
-  within a call of this package, the handler's own call could wait for a lock that its own thread
-  holds, or see a state that is half changed. It is refused.
-* A text is never true: `maximize="min"` would maximize. Parameters that are annotated as booleans
-  take booleans alone.
-* A call that looks at the history waits for this object's own commits in flight, unless it is
-  marked by `beside_commits`.
+within a call of this package, the handler's own call could wait for a lock that its own thread
+holds, or see a state that is half changed. So the handler's call is refused. * A text is never
+true: `maximize="min"` would maximize. Parameters that are annotated as booleans take booleans
+alone. * A call that looks at the history waits for this object's own commits in flight, unless it
+is marked by `beside_commits`.
 """
 
 import sys
@@ -101,8 +100,8 @@ class Boolean:
 
 
 def booleans_of(function: Callable[..., Any]) -> Iterator[Boolean]:
-    """The parameters that are annotated as booleans. Raises `TypeError` for one that may be given
-    without its name, where a number or a text for another parameter may end up in it."""
+    """The parameters that are annotated as booleans. Raises `TypeError` if one may be passed by
+    position, because a number or a text for another parameter may end up in it."""
     for name, parameter in signature(function).parameters.items():
         if parameter.annotation in (bool, bool | None):
             if parameter.kind is not Parameter.KEYWORD_ONLY:
@@ -126,8 +125,9 @@ def refuse_in_handler(name: str) -> None:
 
 
 def _handler_above(frame: FrameType | None) -> str | None:
-    """The handler that called, if it interrupted this package: between the call and older frames of
-    this package lie frames of others, one of which was given the frame that it interrupted."""
+    """The name of the signal handler that made this call, if it interrupted this package; else
+    None. Such a handler's frame lies between the call's own frame and an older frame of this
+    package. It is recognised by its argument, the interrupted frame."""
     others: list[FrameType] = []
     own = _own_frame(frame)
     while own is not None:  # rarely: most calls come from elsewhere alone

@@ -34,7 +34,7 @@ _ANCESTOR = re.compile(r"(.*?)((?:~[0-9]{0,9})+)", re.DOTALL)
 
 
 class AmbiguousRef(InvalidInput):
-    """Several commits may be meant, so the ref is not absent, and nothing else is looked for."""
+    """The ref matches several commits. It does exist, so the search does not go on elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,8 @@ def _prefix(text: str) -> str | None:
 
 
 class Commits(Protocol):
-    """What refs are resolved in. `run` is None for all runs. Forgotten commits have no step and no
-    metrics here."""
+    """The commits in which refs are resolved. `run` is None for all runs. Forgotten commits have no
+    step and no metrics here."""
 
     def newest(self, run: str | None, step: int | None = None) -> CommitId | None:
         """The newest commit, or the newest of a step."""

@@ -65,7 +65,7 @@ class Settings(BaseModel):
 
 
 def _problem(found: Mapping[str, Any]) -> str:
-    """What is wrong with one setting."""
+    """The error text for one invalid setting."""
     given = _given(found["loc"], found["input"])
     own = found.get("ctx", {}).get("error")
     if own is not None and given:  # a check of ours, which names the value
@@ -74,7 +74,7 @@ def _problem(found: Mapping[str, Any]) -> str:
 
 
 def _given(where: tuple[int | str, ...], value: object) -> str:
-    """What was given, unless it may hold a secret."""
+    """The given value for the error text, unless it may hold a secret."""
     return "" if where and where[0] in ("storage_options", "index") else f" is {value!r}"
 
 

@@ -1,8 +1,8 @@
 """What is known of the numbers in a chunk, or in a leaf of many chunks?
 
-Statistics of parts add up to those of the whole. They depend on a chunk's bytes and dtype alone, so
-the catalog keeps them by these two. A commit measures moments, which take one pass; the rest takes
-three more, and is measured when somebody asks.
+Statistics of parts add up to those of the whole. They depend only on a chunk's bytes and dtype,
+which are their key in the catalog. A commit measures moments, in one pass; the rest takes three
+more passes and is measured on request.
 """
 
 import math

@@ -203,7 +203,7 @@ class Column:
     the terminal: it is `cut`, `wrap`ped, or kept.
 
     If a terminal is too narrow for all columns, the `spare` ones are left out, the last one first.
-    A cell that is cut or wrapped keeps at least `least` characters. `style` is a parameter of the
+    A cut or wrapped cell keeps at least `least` characters. `style` is a parameter of the
     terminal's SGR sequence.
     """
 
@@ -277,8 +277,7 @@ class Table:
 
 
 class _Shown:
-    """A column with its texts, of which the first may be its name, and with the width that they
-    get."""
+    """A column with its texts (the first may be the column's name) and its width."""
 
     def __init__(
         self, column: Column, values: Iterable[Any], terminal: Terminal | None, *, header: bool

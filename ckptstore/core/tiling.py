@@ -44,8 +44,8 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The chunks of a leaf: `spans` lie in one box each, `cells` in several. With `whole` they are
-    the chunks of the leaf held whole, else of each box in turn.
+    """The chunks of a leaf: each of `spans` lies in one box, each of `cells` in several. With
+    `whole`, the leaf is cut as if it were held whole; otherwise each box is cut alone, in order.
     """
 
     whole: bool

@@ -26,8 +26,8 @@ from ckptstore.repository.dedup import items_of
 
 
 class Report(NamedTuple):
-    """What a rank has of a leaf: its bytes if it is small, else the checksums of its chunks,
-    joined, and its length."""
+    """The content of a leaf on one rank: its bytes if it is small, else the joined checksums of its
+    chunks, and its length."""
 
     inline: bytes | None
     checksums: bytes
@@ -36,8 +36,8 @@ class Report(NamedTuple):
 
 @dataclass(slots=True)
 class Decided:
-    """`contents` are leaf contents by rank, None for a leaf that is one; `private` are the leaves
-    divided by rank.
+    """`contents` are leaf contents by rank; the rank is None for a leaf that is equal on all ranks.
+    `private` are the leaves divided by rank.
 
     By rank, `writes` lists (number of the report, first chunk, stop), and `checksums` has the
     checksums of these chunks.
@@ -169,8 +169,8 @@ _EMPTY = Report(b"", b"", 0)
 
 
 class Written(NamedTuple):
-    """The ids that a rank hands in: `numbered` ones of the chunks that it was planned to write, and
-    rows of checksum and id of those that it was told to write.
+    """The ids that a rank hands in: `planned` (`framing.numbered`) has those of the chunks planned
+    for it, `decided` has rows of checksum and id of the chunks that it was told to write later.
     """
 
     planned: bytes

@@ -52,8 +52,8 @@ Transfer: TypeAlias = Callable[[float], object]
 
 
 class Link(Protocol):
-    """Connections to all other ranks. The bytes of a lane arrive in order, and both ends know their
-    number. Raises `RuntimeError` for a lost rank.
+    """Connections to all other ranks. The bytes of a lane arrive in order, and both ends know the
+    count in advance. Raises `RuntimeError` for a lost rank.
     """
 
     def send(self, rank: int, lane: int, memory: memoryview) -> Transfer: ...
@@ -78,8 +78,8 @@ class Part(NamedTuple):
 
 class Collective:
     """The ranks of one group, numbered as in that group. One operation at a time; rank 0 is the
-    coordinator. `advice` is the advice in errors about a lost rank. `called` says that callers'
-    own threads meet here, so that one may be missing because it never called.
+    coordinator. Errors about a lost rank end with `advice`. With `called`, the callers' own threads
+    take part, so a rank may be missing because it never made the call.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Collective:
         return bool(self._lost)
 
     def check_reached(self, what: str = "commit: plan") -> None:
-        """Raise `Unavailable` if a rank is lost, and all that are left know of it."""
+        """Raise `Unavailable` if a rank is lost and all remaining ranks know it."""
         if self._lost and (self._announced or not self.leads):
             raise self._incomplete(what)
 
@@ -350,7 +350,8 @@ class Collective:
         )
 
     def _absent(self, what: str, cause: Cause) -> Cause:
-        """The cause for a rank that was not seen in a round: where callers meet, it may live."""
+        """The error cause for a rank that was missing in a round. Where callers' own threads take
+        part, the rank may still be alive."""
         if what not in self._meetings:
             return cause
         call = self._meetings[what]

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """What this rank commits, its description, and what it may use."""
+    """This rank's state to commit, its description, and its share of resources."""
 
     label: CommitMetadata
     flats: Flats

@@ -1,4 +1,4 @@
-"""What do ranks tell of their states, and how do these become one? Pure.
+"""How do ranks describe their states, and how are the descriptions merged into one? Pure.
 
 A rank's description (schemas, and the boxes of each leaf) is sent before any byte moves. It changes
 only with the state's structure, so later commits send its digest. Reports give the content of
@@ -102,7 +102,7 @@ def _is_of_ranks(node: Node | int) -> bool:
 
 
 def _united(node: Node | int) -> Node | int:
-    """A node without what each rank had of its names."""
+    """`node` without the attribute that lists each rank's own names."""
     if isinstance(node, int) or not _is_of_ranks(node):
         return node
     return replace(node, attrs=tuple((k, each) for k, each in node.attrs if k != OF_RANKS))
@@ -228,7 +228,7 @@ class _Merger:
         self._merged, self._trees = merged, trees
 
     def merge(self, nodes: Sequence[tuple[int, Node | int]]) -> Node | int:
-        """The node for what ranks have in one place."""
+        """The merged node for the nodes that ranks have in one place."""
         if all(isinstance(node, int) for _, node in nodes):
             found = {self._what(rank, node) for rank, node in nodes if isinstance(node, int)}
             if len(found) == 1:
@@ -274,8 +274,8 @@ class _Merger:
         return Node(RANKS, children, tuple(rank for rank, _ in nodes))
 
     def _check_attributes(self, nodes: Sequence[tuple[int, Node | int]]) -> None:
-        """Raise `Conflict` where ranks have set different attributes on their parts of one tensor:
-        it is one, so it can be none of each rank."""
+        """Raise `Conflict` if ranks have set different attributes on their parts of one tensor. One
+        tensor has one set of attributes, so these cannot be kept per rank."""
         of_ranks = [attributes_in(node) for _, node in nodes]
         differ = {name for each in of_ranks for name in each}
         differ = {name for name in differ if len({repr(each.get(name)) for each in of_ranks}) > 1}
@@ -360,8 +360,8 @@ _UNITED = ("metadata", "names")
 
 
 def _joint_attrs(nodes: Sequence[tuple[int, Node]]) -> tuple[tuple[str, Any], ...] | None:
-    """The attributes that nodes share. Lists that each rank has for its own modules are merged; of
-    names, `ranks` has what each rank had."""
+    """The attributes that nodes share. Lists that each rank has for its own modules are merged; the
+    attribute `ranks` keeps the names of each rank."""
     first = nodes[0][1].attrs
     if all(node.attrs == first for _, node in nodes):
         return first

@@ -87,7 +87,7 @@ class ChunkAssembly:
 
 
 class CellJob(NamedTuple):
-    """Chunk `number` of the plan, to be assembled in window number `window` of the exchange."""
+    """Chunk `number` of the plan, which is assembled in window `window` of the exchange."""
 
     target: Target
     number: int
@@ -206,8 +206,8 @@ def _how_held(
 def _placed(
     tree: MergedTree, leaf: MergedLeaf, chunk_bytes: int, canonical: bool
 ) -> Tiled | tuple[Place, ...] | None:
-    """How the chunks of a leaf are planned, or where it is reported from, or None for a tensor
-    without elements.
+    """The plan for the chunks of a leaf, or the places that report it, or None for a tensor without
+    elements.
     """
     divided = any(holder.leaf in tree.trees[holder.rank].held for holder in leaf.holders)
     marks = {tree.trees[holder.rank].marks.get(holder.leaf) for holder in leaf.holders}

@@ -73,8 +73,8 @@ class Message:
 
 @dataclass(slots=True)
 class Window:
-    """What is in transfer at a time: the messages to ranks and from ranks, and the chunks to
-    assemble by number, each with this rank's piece of it."""
+    """One step of the exchange: the messages to ranks and from ranks, and the chunks to assemble by
+    number, each with this rank's piece of it."""
 
     outgoing: defaultdict[int, Message] = field(default_factory=lambda: defaultdict(Message))
     incoming: defaultdict[int, Message] = field(default_factory=lambda: defaultdict(Message))
@@ -247,8 +247,9 @@ class RankWorker:
         self._reported: dict[int, Report] = {}
 
     def report(self, peers: Collective) -> Any:
-        """Exchange fragments, write the planned chunks that the store lacks, and report the content
-        of leaves whose replication is unknown, and the ids of a sample of what other ranks write.
+        """Exchange fragments and write the planned chunks that the store lacks. Report the content
+        of leaves whose replication is unknown, and the ids of a sample of the chunks that other
+        ranks write.
 
         Peers get what they wait for even if something fails here.
         """
@@ -432,7 +433,7 @@ class RankWorker:
 
 
 def _by_key(keys: Iterable[_Key], found: Mapping[int, bytes]) -> dict[_Key, bytes]:
-    """What was found for the sources of a plan, which numbers them in the order of `keys`."""
+    """`found` by key instead of number. A plan numbers its sources in the order of `keys`."""
     numbered_keys = list(keys)
     return {numbered_keys[number]: each for number, each in found.items()}
 

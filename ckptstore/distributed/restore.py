@@ -88,8 +88,8 @@ class RankView:
 
     @property
     def repeats(self) -> bool:
-        """Whether another rank goes on with the generators of this rank's owner: the owner, or the
-        first of those that take from it."""
+        """Whether another rank continues the random streams that this rank would take: the rank
+        that owns them, or the first of the ranks that take from that owner."""
         takers = [rank for rank in range(self.size) if self.private.get(rank, rank) == self.owner]
         return self.rank != (self.owner if self.owner in takers else takers[0])
 
@@ -101,12 +101,13 @@ def own_trees(
     world: Callable[[], int],
     options: RestoreOptions,
 ) -> tuple[dict[str, Tree], list[str]]:
-    """`trees` as the viewer restores `app_state` from them, each private leaf at its path on the
-    viewer's rank, and the wanted paths that only other ranks have something under.
+    """Two results: `trees` from which the viewer restores `app_state`, each private leaf at its
+    path on the viewer's rank; and the wanted paths under which only other ranks have leaves.
 
-    Where the viewer has nothing, data loaders for any number of ranks take what the first rank has,
-    and random generators begin new streams; so they do instead of repeating another rank's.
-    `world` gives the number of ranks that committed; to know it may take a read.
+    Where the viewer has nothing, data loaders for any number of ranks take the first rank's state,
+    and random generators begin new streams. Generators also begin new streams where they would
+    repeat another rank's. `world` gives the number of ranks that committed; to know it may take a
+    read.
 
     Raises `InvalidInput` for data loaders of another number of ranks and, if strict, for leaves
     that only other ranks have.
@@ -182,7 +183,7 @@ def _check_owned(lacking: Mapping[str, Sequence[int]], viewer: RankView) -> None
 
 
 def _ways(path: str, ranks: Sequence[int], viewer: RankView) -> str:
-    """How to go on with what `ranks` had under `path`."""
+    """Advice for the error: how to restore the leaves that `ranks` had under `path`."""
     new = [rank for rank in range(viewer.size) if rank not in ranks] or [0]
     numbers = range(new[0], viewer.size) if new[1:] == [*range(new[0] + 1, viewer.size)] else new
     key, source = path.partition("/")[0], min(ranks)
@@ -198,7 +199,7 @@ def _has_ranks(node: Node | int) -> bool:
 
 
 class _View:
-    """One tree on its way to what one rank sees of it."""
+    """Builds one rank's view of one tree."""
 
     def __init__(self, tree: Tree, viewer: RankView, begins: Callable[[str], bool]) -> None:
         self._tree, self._viewer, self._begins = tree, viewer, begins
@@ -211,7 +212,7 @@ class _View:
         return self._visit(self._tree.schema.skeleton, segment(self._tree.key))
 
     def _visit(self, node: Node | int, path: str) -> Node | int | None:
-        """The node for the viewer, which has it at `path`, or None."""
+        """The node as the viewer sees it, at `path` there; None if nothing of it is left."""
         if isinstance(node, int):
             self._taken.append(node)
             return len(self._taken) - 1
@@ -228,8 +229,8 @@ class _View:
         return Node(node.type, tuple(child for _, child in there), keys, self._attrs(node))
 
     def _attrs(self, node: Node) -> tuple[tuple[str, Any], ...]:
-        """The attributes of a node. The options of a group are those that the viewer's parameters
-        had: others of one number may have had other ones."""
+        """The attributes of a node. A parameter group gets the options of the viewer's own
+        parameters, because another rank's group of the same number may have had other options."""
         attrs = dict(node.attrs)
         if node.type == NAMES and OF_RANKS in attrs:
             attrs[OWN_NAMES] = dict(attrs.pop(OF_RANKS)).get(self._viewer.owner, ["list"])

@@ -213,8 +213,8 @@ class Broadcast:
         self._read_bytes = self._received_bytes = 0
 
     def need(self) -> Any:
-        """What this rank tells the coordinator: its numbering, its limit of bytes in transfer, and
-        a bit for each chunk that it needs. None if it works alone.
+        """This rank's message to the coordinator: its numbering, its limit of bytes in transfer,
+        and a bit for each chunk that it needs. None if it works alone.
         """
         if not len(self._numbering):
             return None

@@ -1,7 +1,7 @@
 """How do processes of many hosts find each other, and how do the workers of ranks exchange bytes,
 without torch and trainers?
 
-A host cannot know which of its networks a peer shares, so it names all its addresses, and the peer
+A host cannot know which of its networks a peer shares. So it sends all its addresses, and the peer
 tries them in parallel. A listener must prove its identity before any secret is sent: the same
 address may belong to another process on the peer's own network.
 
@@ -170,7 +170,7 @@ _RANK = struct.Struct("<II")
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """What rank `rank` needs to connect: the addresses of all ranks, and the secret."""
+    """The data with which rank `rank` connects: the addresses of all ranks, and the secret."""
 
     rank: int
     places: Sequence[Sequence[Address]]
@@ -260,8 +260,9 @@ def _accept(
 def _greeted(
     connection: socket.socket, invitation: Invitation, called: int | None = None
 ) -> int | None:
-    """The rank at the other end: `called`, or the caller's; None for a stranger. A call counts once
-    the caller has confirmed the answer, so one that was given up is not taken for one that holds.
+    """The rank at the other end: `called`, or the caller's; None for a stranger. A connection
+    counts only after the caller has confirmed the answer, so an abandoned attempt is not taken for
+    a connection.
     """
     connection.setblocking(True)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -355,7 +356,7 @@ class _End:
 
 
 def transfer_of(end: _End, moved: "Future[None]") -> Transfer:
-    """A transfer over a socket, which `moved` ends."""
+    """A transfer over a socket; it is complete when `moved` is."""
 
     def wait(timeout_s: float) -> None:
         try:

@@ -1,5 +1,5 @@
-"""What is said of ranks that others wait for: a warning while they wait, and the cause in the error
-after that."""
+"""How are slow or missing ranks reported? By a warning while others wait, and then as the cause in
+the error."""
 
 import logging
 import re
@@ -67,7 +67,7 @@ def named(numbers: list[int]) -> str:
 
 
 def told(error: BaseException) -> str:
-    """What an error of a link says first, without the place in the source of gloo before it."""
+    """The first sentence of a link's error, without gloo's source location before it."""
     line = str(error).partition("\n")[0].partition(". ")[0]
     return re.sub(r"^\[\S+:[0-9]+\] ", "", line)[:200]
 

@@ -76,7 +76,7 @@ class WorkerCommitter:
         return self._process.pid if self._process else None
 
     def way(self, peers: Collective | None) -> Callable[[CommitRequest], Committed]:
-        """What writes a state, or with `peers` this rank's part of one."""
+        """The function that writes a state, or with `peers` this rank's part of one."""
         return partial(self.commit, peers=peers)
 
     def commit(self, request: CommitRequest, peers: Collective | None) -> Committed:
@@ -201,7 +201,7 @@ class WorkerCommitter:
         return self._connection
 
     def _carry_out(self, message: Message, request: CommitRequest) -> Message:
-        """Have the worker commit the state that `message` describes; its reply."""
+        """Let the worker commit the state that `message` describes, and return its reply."""
         connection, arena = self._connection, request.buffer
         assert connection is not None and arena is not None
         try:

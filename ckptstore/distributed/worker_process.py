@@ -1,4 +1,4 @@
-"""What runs in a worker process, which commits for a trainer, and what do the two tell each other?
+"""How does a worker process commit for a trainer, and which messages do the two exchange?
 
 `distributed.worker_client` starts it; the first argument is the descriptor of its socket. It
 imports no torch, runs in its own session with low priority, and maps the staged state's memory by a

@@ -1,4 +1,5 @@
-"""What is a file, by its first bytes, and how is one of torch.save read without trust in it?
+"""Of what kind is a file, by its first bytes, and how is a file of torch.save read without trusting
+it?
 
 Tensors and plain values are read, and anything else only if allowed.
 """
@@ -40,8 +41,8 @@ _READ = "safetensors, torch.save (also TorchScript), .npy, .npz, GGUF, or a dire
 
 
 def file_kind(path: Path) -> FileKind:
-    """What reads the file at `path`, by its first bytes; its name says nothing. Raises
-    `InvalidInput` saying what the file is if nothing here reads it."""
+    """The kind of the file at `path`, by its first bytes; its name is ignored. Raises
+    `InvalidInput`, which describes the file, if no reader here can read it."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -92,7 +93,7 @@ def _archive_kind(path: Path) -> FileKind:
 
 
 def _said(head: bytes) -> str:
-    """What a file of no known format is."""
+    """A description of a file of unknown format, for the error."""
     if not head:
         return "empty"
     try:
@@ -198,7 +199,7 @@ def _comes_back(value: Any) -> bool:
 
 
 def _refusal(file: Path | io.BytesIO, message: str) -> str:
-    """What torch does not read without trust in a file, and the ways on."""
+    """The error for objects that torch reads only from trusted files, with the caller's options."""
     named = _NAMED.search(message)
     what = (
         f"holds a {named[1]}, and reading it would run code that the file names"
@@ -219,7 +220,8 @@ _NAMED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
 
 
 def _load_plain(file: Path | io.BytesIO, *, mapped: bool) -> Any:
-    """As torch reads it; where that meets another name, with records for the names of values."""
+    """Load as torch does. If torch refuses a name, load again with records in place of known
+    values."""
     try:
         return _load(file, mapped=mapped, weights_only=True)
     except pickle.UnpicklingError as error:

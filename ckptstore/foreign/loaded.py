@@ -96,8 +96,8 @@ class Piece:
 def located(
     what: str, root: Path, name: object, start: Any, nbytes: Any, *, raw: bool = False
 ) -> Piece:
-    """The piece of `what` in file `name` of the directory `root`. Raises `InvalidInput` if the file
-    does not have it."""
+    """The piece that holds `what` in file `name` of the directory `root`. Raises `InvalidInput` if
+    the file does not hold it."""
     path = inside(root, name)
     size = path.stat().st_size
     if type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
@@ -119,7 +119,8 @@ def stored_tensor(
     pieces: Sequence[tuple[Box, Piece]],
     shelf: "Shelf",
 ) -> tuple[Source, Shape]:
-    """The source and the shape of a tensor from its pieces; without `shape`, the pieces say it.
+    """The source and the shape of a tensor, from its pieces. Without `shape`, the shape is derived
+    from the pieces.
 
     Raises `InvalidInput` unless the pieces make up the tensor, each element once; later, when it is
     read, if a piece is another tensor than its box says.

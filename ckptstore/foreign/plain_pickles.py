@@ -1,9 +1,9 @@
 """How do dates, paths, arrays and generators pass through a file of torch.save without trust in it?
 
-torch reads tensors and containers of a file that nobody vouches for, and refuses other names. Here
-a closed table has the names of values that a commit stores as they are. While torch reads, each
-such object is a record of its name, arguments and state; afterwards the table makes the value of
-it, from checked parts. No name in a file leads to a function that is not in the table.
+torch reads tensors and containers of an untrusted file, and refuses other names. A closed table
+here lists the names of values that a commit stores as they are. While torch reads, each such object
+is a record of its name, arguments and state. Afterwards the table turns the record into the value,
+from checked parts. No name in a file leads to a function that is not in the table.
 
 The exporter's `Pickler` writes such values in forms that this reader knows and any unpickler reads.
 """
@@ -270,8 +270,8 @@ _lock = forks.lock()
 def known_names() -> Iterator[None]:
     """Let torch's reader accept names of plain values, and classes that the caller registered.
 
-    Its table is that of the process: what another thread reads meanwhile may have records too,
-    where it would have been refused, so that whoever reads calls `settled`.
+    torch's table of names is shared by the process. So a file that another thread reads meanwhile
+    may yield records where it would have been refused; every reader must call `settled`.
     """
     with _lock:
         given = serialization.get_safe_globals()
@@ -288,8 +288,8 @@ def _path(each: Any) -> str:
 
 
 def settled(value: Any) -> Any:
-    """What was read, with values instead of records, lists and dicts in place. Raises
-    `InvalidInput` for a record of which no value can be made."""
+    """The object that was read, with each record replaced by its value; lists and dicts are changed
+    in place. Raises `InvalidInput` for a record of which no value can be made."""
     return _Settling().of(value)
 
 

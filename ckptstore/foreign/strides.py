@@ -1,8 +1,8 @@
 """How do the elements of a tensor lie in a file, if not row by row? By strides, as in torch.
 
-A tensor of strides covers a *span* of bytes, from its first element to its last. What lies between
-its elements, the *gaps*, is none of it. Each element lies at a place of its own: tensors that have
-one place twice, such as expanded ones, are not described here.
+A strided tensor covers a *span* of bytes, from its first element to its last. The *gaps* between
+its elements do not belong to it. No two elements share bytes: overlapping tensors, such as expanded
+ones, are not described here.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,7 @@ def _span(shape: Shape, strides: Shape) -> int:
 
 
 def can_be_strided(dtype: str, shape: Shape, strides: Shape) -> bool:
-    """Whether each element has a place of its own, in a span of which memory has room, and with few
-    gaps."""
+    """Whether no two elements overlap, the span fits into memory, and the gaps are few."""
     if len(shape) > _DIMENSIONS_MAX or len(shape) != len(strides) or not prod(shape):
         return False
     if span_bytes(dtype, shape, strides) > SPAN_BYTES_MAX:

@@ -20,7 +20,8 @@ def open_log_place(
     config: StoreConfig, storage: Storage, index: str | None, of_several: bool = False
 ) -> "PostgresLog | None":
     """The database that holds the log, or None if the log is in the store. `index` is its URL, by
-    default `$CKPTSTORE_INDEX`; it says nothing about a store `of_several` whose log is in itself.
+    default `$CKPTSTORE_INDEX`; `of_several` means that it was given for several stores, so it is
+    ignored for a store whose log is in itself.
 
     Raises `InvalidInput` if the log is elsewhere: two callers with different places would write two
     histories.

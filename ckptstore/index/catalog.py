@@ -104,8 +104,8 @@ class Catalog:
 
     @classmethod
     def of_state(cls, state: State, entries: Iterable[Entry]) -> "Catalog":
-        """A catalog in memory of a state and the entries up to it. Needs no fold: it is what
-        answers if that fails."""
+        """A catalog in memory of a state and the entries up to it. Needs no fold, so it can answer
+        if folding fails."""
         catalog = cls.temporary(state.store)
         led_to_it = list(takewhile(lambda entry: entry.n <= state.n, entries))
         with catalog.using(), _transaction(catalog._opened().connection) as tables:
@@ -147,7 +147,7 @@ class Catalog:
         return self._write(add_schemas, found)
 
     def add_statistics(self, found: Mapping[bytes, bytes]) -> bool:
-        """Add what was measured of chunks, by key. Idempotent. False if the tables could not be
+        """Add measured statistics of chunks, by key. Idempotent. False if the tables could not be
         written."""
         return self._write(add_statistics, found)
 
@@ -213,8 +213,8 @@ class Catalog:
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Around every use of the connection, and around nothing that may wait for another lock: a
-        fork waits for its end."""
+        """Use the connection only within this block. Nothing in the block may wait for another
+        lock, because a fork waits until the block ends."""
         with self._lock, calls.one():
             yield
 

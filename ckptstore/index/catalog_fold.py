@@ -76,7 +76,7 @@ class Tables(Protocol):
     with named parameters."""
 
     def rows(self, sql: str, values: Mapping[str, Any]) -> Rows:
-        """What a query selects."""
+        """The rows that a query selects."""
 
     def change(self, sql: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Execute a statement once for each of `rows`, which give its parameters."""
@@ -346,8 +346,8 @@ def add_schemas(tables: Tables, found: Mapping[str, bytes]) -> bool:
 
 
 def add_statistics(tables: Tables, found: Mapping[bytes, bytes]) -> bool:
-    """Add what was measured, by key, within a transaction. Statistics take the place of moments,
-    which are shorter; else what is known stays."""
+    """Add measured statistics by key within a transaction. Statistics replace moments, which are
+    shorter; otherwise the first measurement stays."""
     rows = [{"key": key, "data": data} for key, data in found.items()]
     tables.change(_ADD_STATISTICS, rows)
     return True

@@ -1,5 +1,5 @@
-"""The file of a catalog by the standard library alone, so that commands need not import
-SQLAlchemy: put in place whole, read, and replaced when it is unusable.
+"""Put in place, read and replace the file of a catalog, with the standard library alone, so that
+commands need not import SQLAlchemy.
 
 Replacing the file and the first look at it are serialized by a lock on `<path>.lock`: the journal
 of one process must never be applied to a file that another process has just put there.
@@ -60,8 +60,9 @@ class _Calls:
 
     @contextmanager
     def one(self, *, waits: bool = True) -> Iterator[None]:
-        """One call, or several that wait for nothing else; calls nest. Not to wait is for what the
-        garbage collector calls, also on the thread that forks."""
+        """A block with one call of SQLite, or several that wait for nothing else; blocks nest.
+        Without `waits`, it does not wait for a fork to end: for calls by the garbage collector,
+        which may run on the thread that forks."""
         me = threading.get_ident()
         if me in self._inside:
             yield
@@ -86,7 +87,7 @@ calls = _Calls()
 
 
 def closer(connection: sqlite3.Connection) -> Callable[[], None]:
-    """What closes a connection, whoever calls it."""
+    """A function that closes a connection, on any thread."""
 
     def close() -> None:
         with calls.one(waits=False):
@@ -96,9 +97,9 @@ def closer(connection: sqlite3.Connection) -> Callable[[], None]:
 
 
 def close_with(owner: object, close: Callable[[], None]) -> None:
-    """Close once `owner` is garbage, if nobody did before. sqlite3's connections are part of a
-    cycle: garbage collection alone would keep the file open for long, and close it during a
-    fork."""
+    """Close when `owner` is garbage, unless it was closed before. sqlite3's connections are part of
+    a cycle: garbage collection alone would keep the file open for long, and close it during a fork.
+    """
     weakref.finalize(owner, close).atexit = False
 
 

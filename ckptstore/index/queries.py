@@ -249,7 +249,7 @@ class Queries:
         return [row[0] for row in self._rows((_hex_ids,), sql)]
 
     def statistics(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """What was measured of chunks, by key; without those that nobody measured."""
+        """The measured statistics of chunks, by key; unmeasured chunks are left out."""
         found: dict[bytes, bytes] = {}
         for start in range(0, len(keys), _BATCH):
             values = {f"v{i}": key for i, key in enumerate(keys[start : start + _BATCH])}

@@ -1,5 +1,5 @@
-"""Packs in which this host saw damage: new commits do not rely on them until they were read whole
-again.
+"""Packs in which this host saw damage. New commits do not rely on such a pack until it was read
+whole again.
 
 A pack stays in the log after it lost a sector, and the rest of it is still read. But a commit that
 deduplicated against a lost chunk would be lost from the start. So a restore, `resume` or `fsck

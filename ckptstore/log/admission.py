@@ -260,8 +260,8 @@ def _commit_known(state: State, commit: CommitId) -> Refusal | None:
 
 
 def _place_held(state: State, body: Commit) -> Refusal | None:
-    """A commit that was purged and comes again has its place back, unless what a thinning made of
-    it has that place and does not give way."""
+    """A purged commit that is sent again gets its place back, unless a thinned copy of it has that
+    place and does not give way."""
     last = state.in_place_of(body.commit)
     row = state.commits.get(last)
     if row is None or row.soft or (isinstance(body, Reduced) and last == body.replaces):
@@ -366,8 +366,8 @@ def _among_newest(state: State, commits: Iterable[CommitId]) -> Refusal | None:
 
 
 def newest_spared(commits: Collection[CommitId]) -> Demand:
-    """Demand that none of `commits` is one of the newest of its run: what policies keep, whatever
-    they say."""
+    """Demand that none of `commits` is one of the newest of its run, which are kept under every
+    policy."""
     return lambda state: _among_newest(state, commits)
 
 

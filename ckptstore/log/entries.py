@@ -122,8 +122,8 @@ class Undelete:
 
 @dataclass(frozen=True, slots=True)
 class Condemn:
-    """What gc found dead at position `mark`: `packs` stop being dedup targets, and the commits of
-    `purge` are gone for good.
+    """The packs and commits that gc found dead at position `mark`: `packs` stop being dedup
+    targets, and the commits of `purge` are gone for good.
 
     `fence` is the last condemning entry that the mark, or this gc since, has seen.
     """
@@ -383,7 +383,7 @@ def new_packs(entry: Entry) -> list[tuple[int, PackId]]:
 
 
 def new_bytes_of(entry: Entry) -> int:
-    """What the store grew by when a commit was made, by its entry."""
+    """The growth of the store in bytes by a commit, from its entry."""
     assert isinstance(entry.body, Commit)
     return entry.body.new_bytes
 

@@ -63,8 +63,8 @@ _logger = logging.getLogger("ckptstore")
 
 
 def _random_share() -> float:
-    """At least 0 and less than 1, of the system's source: all hosts of a job may have seeded
-    `random` alike, and the log must not change what a trainer draws next."""
+    """A random number from 0 to less than 1, from the system's source. All hosts of a job may have
+    seeded `random` alike, and the log must not change a trainer's random numbers."""
     return int.from_bytes(os.urandom(6), "big") / (1 << 48)
 
 
@@ -346,8 +346,8 @@ class Log:
             ) from error
 
     def _create(self, data: bytes, entry: Entry, deadline: float) -> Entry:
-        """The entry that took the number of `entry`: itself, or another one. Retries until an
-        answer settles it."""
+        """Try to create `entry`. Returns the entry that got the number: `entry` itself, or another
+        writer's. Retries until an answer settles it."""
         unknown = False
         for wait_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             try:

@@ -1,5 +1,5 @@
-"""Which commit does a ref name in the state of a log, and what is there instead of one that it does
-not have? Pure."""
+"""Which commit does a ref name in the state of a log, and what does an error suggest if there is
+none? Pure."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -56,8 +56,8 @@ def newest_first(state: State, run: str) -> list[Resolved]:
 
 
 def nearest_first(state: State, commit: CommitId, path: str) -> list[Resolved]:
-    """The commits of the run of `commit` of which no leaf `path` was thinned, those of the nearest
-    steps first."""
+    """The commits in the run of `commit` from which no thinning removed the leaf `path`, those of
+    the nearest steps first."""
     if (to := state.commits.get(commit)) is None:
         return []
 
@@ -93,7 +93,7 @@ def resolved(state: State, commit: CommitId) -> Resolved:
 
 
 def _unknown(state: State, ref: Step | Latest | Best | Name, run: str | None) -> str:
-    """What is missing, and what there is instead."""
+    """Error text: the missing commit, and similar names that exist."""
     rows, where = by_age(state, None), "" if run is None else f" in run {run!r}"
     runs = ", ".join(list(dict.fromkeys(row.run for _, row in rows))[:10])
     there = f"runs with commits: {runs}" if runs else "the store has no commits"

@@ -157,8 +157,9 @@ class State:
         return None if row is None else tuple(map(self.in_place_of, row.parents))
 
     def in_place_of(self, commit: CommitId) -> CommitId:
-        """The commit that has, or had last, the place of `commit`: itself, unless it was
-        replaced. In a forged checkpoint it may have been replaced by itself."""
+        """The latest replacement of `commit`: the commit that has, or had last, its place. If it
+        was not replaced, `commit` itself. Ends even in a forged checkpoint, where commits may
+        replace each other in a circle."""
         passed = {commit}
         while (by := self.replaced.get(commit)) is not None and by not in passed:
             passed.add(commit := by)
@@ -328,7 +329,7 @@ def _committed(state: State, body: Commit, entry: Entry) -> _Changes:
 
 
 def _undeleted(state: State, body: Undelete, entry: Entry) -> _Changes:
-    """Each commit takes its place back from the one that has it."""
+    """Each undeleted commit takes its place back from the commit that holds it now."""
     for commit in body.commits:
         if commit in state.commits and (last := state.in_place_of(commit)) != commit:
             holds = last in state.commits and not state.commits[last].soft
@@ -363,7 +364,7 @@ def _with_soft(state: State, commits: tuple[CommitId, ...], soft: int, time_ns: 
 
 
 def _newest_of(commits: Commits, runs: Collection[str]) -> dict[str, tuple[CommitId, ...]]:
-    """The newest commits of `runs`, looked for among all: it is rare that one of them goes."""
+    """The newest commits of `runs`, by a scan of all commits: it is rare that one is removed."""
     found: dict[str, list[tuple[int, CommitId]]] = {run: [] for run in runs}
     for commit, row in commits.items():
         if row.run in found and not row.soft:

@@ -48,7 +48,7 @@ _OFFSET_MAX = 1 << 62
 
 
 class Base(NamedTuple):
-    """Where the chunk lies that a delta differs from: in the same pack, and no delta itself."""
+    """The location of a delta's base, a chunk of the same pack that is no delta itself."""
 
     offset: int
     stored_bytes: int
@@ -63,9 +63,10 @@ def codec_id(name: str) -> int:
 
 
 class Sample(NamedTuple):
-    """What a sample of a chunk says: the way of each plane, None for raw, and what is stored of
-    each byte. `stored` is the whole, if the sample was. `center` is what most words differ by from
-    those of the base, about."""
+    """The result of encoding a sample of a chunk. `ways` has the encoding of each plane, None for
+    raw; `share` is the number of stored bytes per raw byte. `stored` is the whole encoded chunk if
+    the sample was the whole chunk. `center` is the approximate difference of most words from those
+    of the base."""
 
     ways: Sequence[int | None]
     share: float
@@ -74,7 +75,7 @@ class Sample(NamedTuple):
 
 
 def sample(raw: memoryview, width: int, base: memoryview | None = None) -> Sample:
-    """What planes would store of `raw`, or with `base` a delta would, by a sample."""
+    """Estimate by a sample how planes, or with `base` a delta, would store `raw`."""
     part = raw.nbytes // width // _SAMPLED_PART
     nbytes = min(max(_SAMPLED_MIN, min(part, _SAMPLED_MAX)) * width, raw.nbytes)
     start = (raw.nbytes - nbytes) // 2 // width * width
@@ -101,7 +102,7 @@ def _center(words: Words, bases: Words) -> int:
 
 
 def _best(plane: Stored) -> tuple[int | None, Stored]:
-    """The best way for a plane, and what it makes of it."""
+    """The best encoding for a plane, and the encoded bytes."""
     way, stored = MATCHES, compress(plane, MATCHES)
     if len(stored) < len(plane):  # otherwise, no other way makes anything of it, either
         entropy, sparse = compress(plane, ENTROPY), _sparse(plane)
@@ -126,15 +127,15 @@ def encode(codec: int, raw: memoryview, width: int) -> tuple[int, Stored]:
 
 
 def encode_planes(raw: memoryview, width: int, sampled: Sample) -> bytes:
-    """`raw` as planes, in the ways that a sample of it named."""
+    """Encode `raw` as planes, each in the way that the sample chose."""
     return sampled.stored or _split(raw, width, None, sampled)
 
 
 def encode_delta(
     raw: memoryview, base: memoryview, at: Base, width: int, sampled: Sample | None = None
 ) -> bytes:
-    """`raw` as the difference from `base`, which has as many bytes and lies `at`; in the ways that
-    a sample of it named."""
+    """Encode `raw` as the difference from `base`, which has the same length and lies `at`; each
+    plane in the way that the sample chose."""
     found = sampled or sample(raw, width, base)
     planes = found.stored or _split(raw, width, base, found)
     return b"".join((_BASE.pack(*at), _CENTER.pack(found.center), planes))
@@ -190,8 +191,8 @@ def decode_into(codec: int, stored: Stored, out: memoryview, width: int) -> None
 
 
 def _split(raw: memoryview, width: int, base: memoryview | None, sampled: Sample) -> bytes:
-    """The planes of `raw`, or of its difference from `base`, in the ways that a sample of it named,
-    if they shrink so."""
+    """Encode the planes of `raw`, or of its difference from `base`, each in the way that the sample
+    chose; a plane that would not shrink stays raw."""
     ways, parts = list(sampled.ways), list[Stored]()
     for i, plane in enumerate(_planes(raw, width, base, sampled.center)):
         ways[i], stored = _stored_plane(plane, ways[i])
@@ -200,7 +201,8 @@ def _split(raw: memoryview, width: int, base: memoryview | None, sampled: Sample
 
 
 def _stored_plane(plane: Stored, way: int | None) -> tuple[int | None, Stored]:
-    """A plane stored in a way, or in another one if that does not fit, and the way."""
+    """Encode a plane in the given way, or in another if that does not suit it. Returns the bytes
+    and the way."""
     stored = _sparse(plane) if way == _SPARSE else None
     if way is not None and stored is None:
         way = ENTROPY if way == _SPARSE else way
@@ -216,8 +218,8 @@ def _assembled(ways: Sequence[int | None], parts: Sequence[Stored]) -> bytes:
 
 
 def _sparse(plane: Stored) -> bytes | None:
-    """The bytes of a plane that are not zero and, of each, how many zeros come before it; None if
-    they are too many. A longer stretch of zeros has one more of them as a value after each 255."""
+    """The nonzero bytes of a plane, each with the count of zeros before it; None if there are too
+    many. In a stretch of more than 255 zeros, one zero is listed as a value after each 255."""
     row = np.frombuffer(plane, np.uint8)
     used = row != 0  # numpy finds the positions of booleans in a third of the time
     if np.count_nonzero(used) * _SPARSE_PART > len(row):
@@ -340,7 +342,8 @@ def _elements(data: memoryview, width: int) -> Words:
 def _tail(
     data: memoryview, base: memoryview | None, width: int, change: Callable[[Words, Words], None]
 ) -> bytearray:
-    """What follows the last whole element, its whole words changed by those of `base`."""
+    """The bytes after the last whole element; their whole words are differences from those of
+    `base`."""
     tail, word = bytearray(data), _word(width)
     if base is not None:
         nbytes = len(tail) - len(tail) % word
@@ -359,8 +362,8 @@ def _blocks(words: Words, planes: Sequence[Plane]) -> Iterator[tuple[slice, int,
 
 
 def _joined(planes: Sequence[Plane], out: Words | None = None) -> Words:
-    """The words whose bytes are in `planes`, the lowest first: in `out` if that is given, or as
-    narrower ones if the others' bytes are zero."""
+    """Words from `planes`, which hold their bytes, the lowest first. Filled into `out` if given; as
+    narrower words if the other bytes are zero."""
     if len(planes) == 1:
         return planes[0]
     # Halves first, because the shifts of narrow words take less time.

@@ -223,8 +223,8 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How ranks held `leaves`, by their path without a rank. Aliases, and leaves that one rank
-    held whole, are absent."""
+    """Which ranks held which parts of the `leaves`. Keys are paths without a rank. Aliases, and
+    leaves that one rank held whole, are absent."""
 
     world: int
     leaves: Mapping[str, Placed]

@@ -6,15 +6,14 @@ The pointer of a hollow directory (`plugins.adopt.hollow`) has a "hold", too: th
 directory and its copies, under which the store keeps the commit.
 
 A directory may stand for its pointer: scripts expect a checkpoint to be one. The pointer then has
-the name of the metadata of the library whose checkpoint the directory stands for, so that what
-looks for that file finds it. A hollow directory (`plugins.adopt.hollow`) keeps some
-files, and a pointer under a name of its own.
+the file name of that library's metadata, so that programs that look for this file find it. A hollow
+directory (`plugins.adopt.hollow`) keeps some files, and a pointer under a name of its own.
 
 `store` is a bucket's URL, or a directory: relative to the pointer's own where the pointer lies in
 the store or beside it, so that both can be moved together. Scripts may list, copy and delete
 pointers as if they were checkpoints; the commit is not changed by that.
 
-What a pointer says is foreign input: it may have come with a download. It is read only from a
+The content of a pointer is foreign input: it may have come with a download. It is read only from a
 regular file that is no symbolic link, its commit is an id, which is a hash and cannot mean another
 commit, and its store can only be a directory or a bucket.
 """

@@ -78,7 +78,7 @@ def decode_schema(data: bytes | memoryview) -> Schema:
 
 
 class Part(NamedTuple):
-    """A key in the tree that it shares: its own schema, and its leaves there."""
+    """One key of a shared tree: the key's own schema, and its leaves in the tree."""
 
     key: str
     schema: Schema
@@ -132,7 +132,7 @@ _Columns: TypeAlias = tuple[
 
 @lru_cache(1024)
 def _alike(columns: _Columns) -> _Columns:
-    """The same for all keys of one leaf that are alike: there may be thousands."""
+    """One shared object for equal columns: thousands of keys of one leaf may be alike."""
     return columns
 
 

@@ -1,7 +1,7 @@
 """How are chunks read? Neighbors share one read, and every chunk is verified.
 
-A chunk's checksum detects damage. Callers to whom identity matters compare the id as well, which
-takes eight times as long: maintenance, mirrors, metadata, and whoever asks for it.
+A chunk's checksum detects damage. Callers that need proof of identity compare the id as well, which
+takes eight times as long: maintenance, mirrors, metadata, and calls that request it.
 
 All chunks are read here: for restores, mapped tensors, mirrors, gc's copies, fsck and repair.
 Chunks that a pack has lost are read from its twin. `chunk_store` adds the index for callers that
@@ -61,8 +61,8 @@ class PackRead(NamedTuple):
 
 
 class StoredChunk(NamedTuple):
-    """A verified chunk: its stored and its raw bytes, which may be the same memory. The
-    stored bytes of what was decoded into `PackRead.out` are gone: their memory is reused."""
+    """A verified chunk: its stored and its raw bytes, which may be the same memory. If the chunk
+    was decoded into `PackRead.out`, its stored bytes are not kept: their memory is reused."""
 
     read: PackRead
     stored: memoryview
@@ -74,9 +74,9 @@ class StoredChunk(NamedTuple):
 
 
 class Unread(NamedTuple):
-    """A chunk that could not be read. Its `problem` tells what became of it: `Corrupt`, it is
-    damaged there; `NotFound`, the object is absent; `Unavailable`, storage did not answer, and the
-    chunk may be sound."""
+    """A chunk that could not be read. Its `problem` is the reason. `Corrupt`: it is damaged there.
+    `NotFound`: the object is absent. `Unavailable`: storage did not answer, and the chunk may be
+    sound."""
 
     read: PackRead
     problem: Problem
@@ -135,8 +135,7 @@ class Request:
     verify_ids: bool
 
     def ids_of(self, positions: Sequence[int]) -> bytes:
-        """The ids of the chunks `positions`, in the order of these, which need not be that of the
-        request."""
+        """The ids of the chunks `positions`, in the order of `positions`."""
         if positions == range(len(self.out)):
             return self.ids
         return b"".join(self.id(i) for i in positions)
@@ -156,8 +155,8 @@ def coalesce(
     limit_bytes: int | None = None,
     gap_bytes: int = 0,
 ) -> Iterator[slice]:
-    """Group ordered byte ranges, which lie in `objects` if given, that are at most `gap_bytes`
-    apart. A group spans at most `limit_bytes`, or is one range."""
+    """Group ordered byte ranges that are at most `gap_bytes` apart; if `objects` names the object
+    of each, only ranges of one object. A group spans at most `limit_bytes`, or is one range."""
     first = 0
     for i in range(1, len(starts) + 1):
         if (
@@ -171,7 +170,8 @@ def coalesce(
 
 
 def cut(items: Sequence[T], nbytes: Callable[[T], int], limit_bytes: int) -> Iterator[Sequence[T]]:
-    """Consecutive items of at most `limit_bytes` together, or one item."""
+    """Consecutive groups of items of at most `limit_bytes` together; a larger item is a group
+    alone."""
     ends = list(accumulate(map(nbytes, items), initial=0))
     for some in coalesce(ends[:-1], ends[1:], limit_bytes=limit_bytes):
         yield items[some]
@@ -186,7 +186,7 @@ def plan_runs(
     gap_bytes: int = 0,
 ) -> Iterator[tuple[int, Run]]:
     """The runs that fetch the chunks `positions` of a request from `where` they lie, each with the
-    number of its pack. Raises `Corrupt` for the places of other chunks. Pure."""
+    number of its pack. Raises `Corrupt` if the places are those of other chunks. Pure."""
     if where["chunk"].tobytes() != request.ids_of(positions):
         raise Corrupt(
             f"a look-up of {len(positions)} chunks found the places of {len(where)}, or of others; "
@@ -224,8 +224,8 @@ def keys_of(pack: AnyPack) -> tuple[str, ...]:
 
 
 class DecodedBases:
-    """The raw bytes of chunks that one thread decoded last and that are no deltas, for the deltas
-    that it reads next."""
+    """A thread's cache of the raw bytes of recently decoded chunks. A delta that the thread reads
+    next may have one of them as its base. Deltas are never bases, so they are not cached."""
 
     def __init__(self) -> None:
         self._raws: dict[tuple[str, codecs.Base], memoryview] = {}
@@ -235,7 +235,7 @@ class DecodedBases:
         return self._raws.get((key, base))
 
     def put(self, key: str, base: codecs.Base, raw: memoryview) -> None:
-        """Keep `raw`, and of those before as many as fit into `BASES_BYTES`."""
+        """Keep `raw`, and as many earlier chunks as fit into `BASES_BYTES`."""
         if (key, base) not in self._raws:
             self._nbytes += raw.nbytes
         self._raws[key, base] = raw
@@ -314,7 +314,7 @@ def _verified(key: str, found: StoredChunk | Unread, verify_ids: bool) -> Stored
 def _read_coded(
     storage: Storage, key: str, run: Run, kept: DecodedBases | None, scratch: Scratch
 ) -> Iterator[StoredChunk | Unread]:
-    """Read a run beside its memory, and decode its chunks."""
+    """Read a run's stored bytes into separate memory, and decode its chunks."""
     aside = run.reads[0].out is not None
     with scratch.lend(run.stored_bytes if aside else 0) as lent:
         whole = lent if aside else _fresh(run.stored_bytes)
@@ -369,8 +369,8 @@ class _Bases:
         self._stored: dict[codecs.Base, memoryview] = {}
 
     def plan(self, chunks: Iterable[tuple[PackRead, memoryview]]) -> int:
-        """Find the bases of the deltas among `chunks`, with their stored bytes; the bytes of memory
-        that `read` needs."""
+        """Find the bases of the deltas among `chunks`, whose stored bytes are given. Returns how
+        many bytes of memory `read` needs."""
         wanted = set[codecs.Base]()
         for (entry, _, _), stored in chunks:
             if entry.codec == codecs.DELTA:
@@ -444,8 +444,8 @@ def runs_of(storage: Storage, table: FooterTable) -> Iterator[Run]:
 def read_rows(
     storage: Storage, keys: Sequence[str], rows: FooterTable
 ) -> Iterator[StoredChunk | Unread]:
-    """The chunks of `rows` of the footer of the objects `keys`, in order, compared with their
-    ids."""
+    """Read the chunks listed in `rows`, rows of a footer, from the objects `keys`. Yields each in
+    order, compared with its id."""
     bases = DecodedBases()
     for run in runs_of(storage, rows):
         yield from read_run(storage, keys, run, bases=bases)

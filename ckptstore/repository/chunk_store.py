@@ -373,8 +373,8 @@ class ObjectStore:
         damaged: dict[int, tuple[PackId, Problem]],
         numbers: Iterable[int],
     ) -> None:
-        """Carry out the reads `numbers`. Chunks whose pack is absent, or which the index misplaces,
-        are added to `moved`, those that cannot be read to `damaged`."""
+        """Execute the reads `numbers`. Adds chunks whose pack is absent, or that the index
+        misplaces, to `moved`, and unreadable ones to `damaged`."""
         scratch = Scratch()
         for number in numbers:
             pack, run = runs[number]
@@ -411,8 +411,8 @@ class ObjectStore:
         moved: Sequence[int],
         damaged: dict[int, tuple[PackId, Problem]],
     ) -> tuple[list[int], "NDArray[np.void]"]:
-        """The chunks whose pack was collected after they were copied elsewhere, and where they lie
-        now. That may happen again during the lookup. Those of a listed pack are `damaged`."""
+        """Locate again the chunks whose pack gc deleted after it had copied them elsewhere. That
+        may happen again during the lookup. Chunks of a listed pack are `damaged`."""
         self._look_again()
         now = self.located(request.ids_of(moved))
         before, after = _places(where), _places(now)

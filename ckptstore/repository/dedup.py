@@ -1,6 +1,6 @@
 """Which chunks of a commit are new, and which does the store hold already?
 
-`GcPin` keeps those that were found from gc, for a reader that commits nothing.
+`GcPin` protects the chunks that were found from gc, for a reader that commits nothing.
 """
 
 from array import array
@@ -26,8 +26,8 @@ class Known(NamedTuple):
 class ChunkTable:
     """The chunks of a plan in one commit, leaf by leaf in grid order. Takes 56 bytes per chunk.
 
-    In the next commit of the same plan, a chunk with the checksum that it had at this place has the
-    id that it had, and is not looked up while its pack lives.
+    In the next commit of the same plan, a chunk whose checksum is unchanged at its place keeps its
+    id. It is not looked up while its pack lives.
     """
 
     def __init__(self, numbers: Mapping[int, range]) -> None:
@@ -45,7 +45,7 @@ class ChunkTable:
         self._packs = memoryview(array("Q", bytes(8 * stop)))
 
     def place(self, leaf: int, first: int, count: int) -> slice:
-        """Where `count` chunks of a leaf are, from the number `first` on."""
+        """The rows of `count` chunks of a leaf, from the chunk number `first` on."""
         start = self._firsts[leaf] + first
         return slice(start, start + count)
 
@@ -56,7 +56,7 @@ class ChunkTable:
         self._packs[at] = array("Q", [known.pack for known in chunks])
 
     def take(self, at: slice, last: "ChunkTable") -> None:
-        """Write the chunks that `last`, a table of the same plan, has `at` a place."""
+        """Copy the chunks `at` a place from `last`, a table of the same plan."""
         ids, checksums = _items(at, CHUNK_ID_BYTES), _items(at, CHECKSUM_BYTES)
         self._ids[ids], self.checksums[checksums] = last._ids[ids], last.checksums[checksums]
         self._packs[at] = last._packs[at]
@@ -99,7 +99,7 @@ def items_of(joined: bytes, nbytes: int = CHUNK_ID_BYTES) -> list[bytes]:
 
 
 class DedupHints:
-    """What one commit of a plan leaves for the next."""
+    """The chunk table of the last commit of a plan, which saves work in the next."""
 
     last: ChunkTable | None = None
 

@@ -199,9 +199,9 @@ def read_copies(
     request: Request,
     damaged: Mapping[int, tuple[PackId, Problem]],
 ) -> None:
-    """Read the `damaged` chunks of a request, of which a pack each has a problem, from any of the
-    `listed` packs whose bytes match their ids, and warn. Reads footers until all are found. Raises
-    `Corrupt`, or `NotFound` for an absent pack, for one that is not."""
+    """Read the `damaged` chunks of a request, each with the problem of its pack, from any of the
+    `listed` packs whose bytes match their ids, and warn. Reads footers until all are found. If one
+    is found nowhere, raises `Corrupt`, or `NotFound` if its pack is absent."""
     left = set(damaged)
     for other, table in load_tables(storage, list(listed)):
         if isinstance(table, CkptStoreError):

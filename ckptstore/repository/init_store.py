@@ -1,4 +1,4 @@
-"""How is an empty store created, and what lies at a place that holds no store?
+"""How is an empty store created, and what does an error say about a place that holds no store?
 
 A store exists when its `ckptstore.json` does. The file is created exclusively: of two processes
 that create one store at once, one succeeds and the other opens the result.
@@ -47,8 +47,8 @@ _OTHER_WRITERS = {
 
 
 def place_text(place: str | os.PathLike[str]) -> str:
-    """The text of a path or URL. Raises `InvalidInput` for anything else, and for a text that no
-    file can have as its name."""
+    """The text of a path or URL. Raises `InvalidInput` for anything else, and for text that cannot
+    be the name of a file."""
     try:
         text = os.fspath(place)
         if isinstance(text, str) and text:
@@ -271,8 +271,8 @@ def instead_of_store(storage: Storage) -> str:
 def near_stores(place: Path | None) -> str:
     """`"; did you mean /runs/checkpoints?"`, or an empty text.
 
-    Names stores with commits whose paths are nearly that of `place`: one directory is spelled
-    otherwise, is missing or is too many. Names that differ in numbers only are no mistakes.
+    Names stores with commits whose path differs from `place` by one directory: misspelled, missing
+    or extra. Names that differ only in numbers do not count as misspelled.
     """
     if place is None:
         return ""

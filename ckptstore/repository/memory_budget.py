@@ -38,8 +38,8 @@ class ReadRoom:
     differences among them, and decodes one chunk.
     `aside_bytes` of chunks wait in buffers to be copied.
 
-    Of chunks that ranks send each other, `shared_bytes` are in flight to and from a rank, and
-    the same number is being read.
+    When ranks send each other chunks, at most `shared_bytes` are in flight to and from a rank, and
+    as many more are being read.
     """
 
     threads: int
@@ -92,8 +92,8 @@ def read_room(budget_bytes: int | None, chunk_bytes: int, threads: int) -> ReadR
 def write_room(
     budget_bytes: int | None, chunk_bytes: int, threads: int, *, encoding: bool
 ) -> WriteRoom:
-    """How to commit within `budget_bytes`; `encoding` chunks takes as much again, and two chunks at
-    work. What is left buffers packs."""
+    """How to commit within `budget_bytes`. With `encoding`, each thread needs as much memory again
+    for its run, and two more chunks. The rest buffers packs."""
     share, at_work = (2, 2 * chunk_bytes) if encoding else (1, 0)
     longest = max(RUN_BYTES, chunk_bytes)
     least = share * chunk_bytes + at_work

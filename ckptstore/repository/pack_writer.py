@@ -1,8 +1,8 @@
 """How do new chunks get into packs?
 
 Each thread fills its own pack, so a run's chunks lie together and no lock is needed. The disk
-starts to write while the thread hashes on. A pack counts only after it was closed: footer parsed
-back, fsync, name.
+writes while the thread hashes the next chunks. A pack counts only after it was closed: footer
+parsed back, fsync, name.
 """
 
 import threading
@@ -98,8 +98,8 @@ class OpenPack:
         return start
 
     def put(self, entry: PackEntry, stored: memoryview | bytes) -> int:
-        """Queue a chunk, which its record says begins at `offset`; the number of the record. Chunks
-        are written once there are enough."""
+        """Queue a chunk that begins at `offset`, and return the number of its record. Chunks are
+        written once there are enough."""
         self.append(stored)
         self.entries.append(entry)
         if self.is_full:

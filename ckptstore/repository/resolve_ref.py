@@ -54,8 +54,8 @@ def find_commit(handle: StoreHandle, ref: AnyRef, run: str | None) -> Resolved:
 def log_resumed(
     handle: StoreHandle, run: str, where: str, found: tuple[CommitId, int | None] | None
 ) -> None:
-    """Log the commit that `run` goes on from, `found` with its step, or what there is instead; a
-    likely mistake is a warning."""
+    """Log the commit from which `run` continues (`found`), or what the store has in place of one. A
+    likely mistake is logged as a warning."""
     if found:
         logger.info(
             "resumed commit %s (step %s) of run %s of %s", found[0][:12], *found[1:], run, where
@@ -67,8 +67,8 @@ def log_resumed(
 
 
 def _nothing_to_resume(handle: StoreHandle, run: str) -> tuple[str, bool]:
-    """What there is in place of commits of `run`, and whether that may be a mistake: commits in
-    another run, or in a store whose path is nearly this one's."""
+    """A description of what the store has in place of commits of `run`, and whether that suggests a
+    mistake: commits in another run, or in a store with a similar path."""
     newest = sorted(handle.log.state.commits.values(), key=lambda row: row.age, reverse=True)
     if runs := list(dict.fromkeys(row.run for row in newest if not row.soft)):
         from difflib import get_close_matches
@@ -92,17 +92,17 @@ def find_id(handle: StoreHandle, queries: Queries, ref: AnyRef, run: str | None)
 
 
 def trained_last(queries: Queries) -> str | None:
-    """The run whose commits are meant where one run is needed and none was named: that of the
-    newest commit, but not one whose newest commit has several parents, as averages have, while
-    there is another. None without commits."""
+    """The default run where one is needed and none was named: the run of the newest commit. Runs
+    whose newest commit has several parents, as averages have, count only if there is no other. None
+    without commits."""
     runs = queries.runs()
     trained = (info.run for info in runs if len(queries.commit(info.latest).parents) < 2)
     return next(trained, runs[0].run if runs else None)
 
 
 def through_pointers(ref: AnyRef, find: Callable[[str | int], T]) -> T:
-    """Apply `find` to a ref, or to the id in the pointer file that `ref` is the path of. Text
-    that could be a tag counts as a path only if `find` knows no such tag."""
+    """Apply `find` to `ref`, or to the id in the pointer file at that path. Text that could be a
+    tag counts as a path only if `find` knows no such tag."""
     plain = _plain(ref)
     try:
         return find(plain)

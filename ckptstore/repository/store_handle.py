@@ -201,7 +201,7 @@ class StoreHandle:
         return Catalog.open(self.index_directory / CATALOG_NAME, self.config.store)
 
     def wait_at_most(self, deadline_s: float) -> None:
-        """From now on, give up a bucket or a database that does not answer after `deadline_s`."""
+        """From now on, stop waiting for a bucket or a database after `deadline_s`."""
         self.storage.deadline_s = min(self.storage.deadline_s, deadline_s)
         if self.database is not None:
             database = self.database.database
@@ -264,9 +264,9 @@ class StoreHandle:
         """Fold new log entries into the catalog.
 
         Raises `Corrupt` only if the log is damaged or has lost its end. A catalog that does not
-        belong to the log is rebuilt. One that cannot be written, or any while storage is
-        unavailable, stays behind, and so does one into which an entry does not fold: `queries`
-        answers from the log then. Log entries stay acknowledged.
+        belong to the log is rebuilt. A catalog stays behind if it cannot be written, if storage is
+        unavailable, or if an entry does not fold into it; `queries` then answers from the log. Log
+        entries stay acknowledged.
         """
         if self._unfoldable is not None:
             return
@@ -286,7 +286,7 @@ class StoreHandle:
             logger.warning("the catalog of %s stays behind: %s", self.url, error)
 
     def _fold(self) -> bool:
-        """Fold what is new. False if the catalog may still be empty."""
+        """Fold the entries that the catalog lacks. False if it may still be empty."""
         has_some = self.database is not None
         if not has_some:
             position = self.catalog.position()
@@ -370,7 +370,7 @@ class StoreHandle:
         return not self.log.head_after(position.n) and self.log.has(position)
 
     def keep_statistics(self, found: Mapping[bytes, bytes]) -> None:
-        """Keep what was measured, by key, in the catalog, as far as that can be written."""
+        """Store measured statistics by key in the catalog, if that can be written."""
         if found and not self.read_only:
             self.catalog.add_statistics(found)
 

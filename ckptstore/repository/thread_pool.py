@@ -186,7 +186,7 @@ def step_aside(process: int | None = None) -> None:
 
 
 def step_aside_of_parent() -> None:
-    """Lower the priority of a process that leads a session, before it starts threads.
+    """Lower the priority of this process, which leads a session; call it before threads start.
 
     With autogroup (sched(7)), Linux shares processors among sessions first, and a thread's
     priority counts only within its session.

@@ -21,7 +21,7 @@ _BRACKETS = {"list": ("[", "]"), "tuple": ("(", ")"), "set": ("{", "}")}
 
 @dataclass(frozen=True, slots=True)
 class LeafText:
-    """A leaf in words: its type (`float32[768, 768]`), and the value of a value leaf."""
+    """A leaf as text: its type (`float32[768, 768]`), and the value of a value leaf."""
 
     type: str
     value: str | None

@@ -108,12 +108,13 @@ page boundary."""
 
 
 class Unmappable(InvalidInput):
-    """The leaf is stored in a way that only reading undoes."""
+    """The leaf is stored in a form that cannot be mapped; read it instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """`nbytes` of the leaf from `start` on, in one piece from `offset` on in the pack `key`."""
+    """Bytes of the leaf that are contiguous in one pack: `nbytes` from byte `start` of the leaf, at
+    `offset` in the pack `key`."""
 
     start: int
     key: str
@@ -198,7 +199,7 @@ def map_leaf(objects: ObjectStore, pieces: Sequence[Piece], width: int) -> memor
 
 
 def _copy(file: FileRange, offset: int, memory: memoryview, root: str) -> None:
-    """Read from the open file: gc may have taken its name since. Raises `Corrupt` or
+    """Read from the open file, because gc may have deleted its name meanwhile. Raises `Corrupt` or
     `Unavailable`."""
     try:
         missing = transfer(os.preadv, file.fileno(), offset, [memory])

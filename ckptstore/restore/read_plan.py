@@ -23,7 +23,7 @@ _ELEMENTS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The box `shared` of a cell that lies apart in the memory of box `wanted`."""
+    """The part `shared` of a cell, whose bytes are not contiguous in the memory of box `wanted`."""
 
     cell: Box
     shared: Box
@@ -53,8 +53,8 @@ class Region:
 
 
 class Piece(NamedTuple):
-    """One chunk of `raw_bytes` and its destination: contiguous from byte `at` on, so that it can be
-    read in place, or a region."""
+    """One chunk of `raw_bytes` and its destination: either contiguous from byte `at` on, so that
+    the chunk is read in place, or a region."""
 
     chunk: ChunkId
     raw_bytes: int

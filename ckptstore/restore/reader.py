@@ -49,14 +49,14 @@ RECENT = 16
 
 
 class NamedChunks(NamedTuple):
-    """The ids of some chunks, one behind the other, and the name of their leaf for errors."""
+    """Concatenated chunk ids, and the name of their leaf for errors."""
 
     name: str
     ids: bytes
 
 
 def lacks(path: str) -> Thinned:
-    """The error for a leaf that is gone, as far as it is known without the commit."""
+    """The error for a leaf that is gone, for callers that do not know the commit."""
     return Thinned(f"the commit no longer has the leaf {path}: it was thinned; read another commit")
 
 
@@ -179,8 +179,8 @@ class Tree:
 
 
 def by_key(trees: Mapping[str, Tree], keys: Sequence[str]) -> dict[str, Tree]:
-    """What each of `keys` has, of `trees` by their names; those that share a tree have parts of it.
-    Raises `Corrupt` for a shared tree that lacks one."""
+    """The tree of each of `keys`, from `trees` by name. Keys that share a tree get their parts of
+    it. Raises `Corrupt` for a shared tree that lacks one."""
     found = dict(trees)
     if shared := found.pop(SHARED, None):
         found = {**_parts(shared), **found}
@@ -193,7 +193,7 @@ def by_key(trees: Mapping[str, Tree], keys: Sequence[str]) -> dict[str, Tree]:
 
 @uncollected()
 def _parts(shared: Tree) -> dict[str, Tree]:
-    """What each key has of the tree that it shares."""
+    """The part of each key in a shared tree."""
     ref, chunk_bytes = shared.ref, shared.chunk_bytes
     return {
         key: Tree(key, ref, schema, shared.contents[leaves], chunk_bytes)
@@ -303,8 +303,8 @@ class Reader:
     def by_key(
         self, document: CommitDocument, keys: Sequence[str] | None = None
     ) -> Mapping[str, Tree]:
-        """What each key of a commit, or each of `keys`, has, in order; what shares a tree has a
-        part of it."""
+        """The tree of each key of a commit, or of each of `keys`, in order. Keys that share a tree
+        get their parts of it."""
         return self._by_key(document.trees, document.keys if keys is None else tuple(keys))
 
     def _read_keys(
@@ -405,9 +405,10 @@ class Reader:
     def read_in_turn(
         self, groups: Sequence[NamedChunks], out: Sequence[memoryview]
     ) -> Iterator[None]:
-        """Read and verify one of `groups` of chunks after the other into the same memory `out`, on
-        the calling thread; yields after each. All are looked up at once. Raises as `read`, with
-        the group's name, and `Corrupt` for a group of more or fewer chunks than `out`."""
+        """Read and verify `groups` of chunks one after the other into the same memory `out`, on the
+        calling thread, and yield after each group. All chunks are located with one look-up. Raises
+        as `read`, with the group's name, and `Corrupt` for a group of more or fewer chunks than
+        `out`."""
         objects = self._objects
         where = objects.located(b"".join(group.ids for group in groups))
         packs = objects.listed(set(where["pack"].tolist()))
@@ -476,7 +477,7 @@ class Reader:
 
     def verify(self, trees: Iterable[Tree], commit: CommitId) -> None:
         """Read every chunk of `trees` from the store through scratch memory, and compare it with
-        its id. What this host keeps of it proves nothing."""
+        its id. Copies in this host's read cache are not consulted."""
         nowhere, reader = Nowhere(), self.verifying_ids()
         reader._past_cache = True
         reader.read(
@@ -491,12 +492,14 @@ class Reader:
 
 
 def counted(wanted: Iterable[ReadRequest]) -> list[ReadRequest]:
-    """What goes to destinations of another dtype, which count what they cannot hold."""
+    """The requests whose destinations convert to another dtype, and count the values that they
+    cannot hold."""
     return [want for want in wanted if getattr(want.destination, "losses", None)]
 
 
 def losses_in(wanted: Iterable[ReadRequest]) -> list[str]:
-    """What destinations of another dtype could not hold of what was read, with the paths."""
+    """The paths of leaves that were converted to another dtype, and how many of their values it
+    could not hold."""
     said = (
         (want, want.destination.losses.said(whole=want.box is None))  # type: ignore[attr-defined]
         for want in counted(wanted)
@@ -538,7 +541,7 @@ def _land_inline(want: ReadRequest, data: memoryview) -> None:
 
 
 class _Group:
-    """Chunks read together aside, each with its place in scratch memory."""
+    """Chunks read together into scratch memory, each with its position there."""
 
     def __init__(self) -> None:
         self.jobs: list[tuple[int, ChunkRead]] = []
@@ -550,7 +553,7 @@ class _Group:
 
 
 def _grouped(jobs: Iterable[ChunkRead], room: ReadRoom) -> Iterator[_Group]:
-    """Consecutive groups of what the room has memory for, or one chunk."""
+    """Consecutive groups that fit into the memory of the room; a larger chunk is a group alone."""
     group = _Group()
     for job in jobs:
         if group.jobs and group.stop + job.piece.raw_bytes > room.aside_bytes:

@@ -1,4 +1,4 @@
-"""How is a state restored: into targets that it matches, or anew as a nested state?
+"""How is a state restored, into existing objects or as a new nested state?
 
 Views narrow or rename a commit's trees first, without reading tensors.
 """
@@ -128,11 +128,11 @@ class RestoreReport:
     those `mismatched` that have another shape, dtype or kind there, which stay as they were.
 
     `replaced` are paths at which a new object stands, since the target's could not be filled: an
-    array of another shape, a deque of another length, an object without a state to set. Whoever
-    else holds the target's object still has its old content.
-    `needed_bytes` are those of the tensors that this process restored, `read_bytes` the raw bytes
-    of the chunks that it read for them: chunks are read whole. `received_bytes` are those of chunks
-    that another rank read and sent.
+    array of another shape, a deque of another length, an object without a state to set. Other
+    references to the target's object still see its old content. `needed_bytes` are those of the
+    tensors that this process restored, `read_bytes` the raw bytes of the chunks that it read for
+    them: chunks are read whole. `received_bytes` are those of chunks that another rank read and
+    sent.
     """
 
     missing: tuple[str, ...]
@@ -197,7 +197,8 @@ def check_keys(
 
 
 def targets(app_state: Mapping[str, Any], options: RestoreOptions) -> Callable[[str], str | None]:
-    """The path in `app_state` to which a path of a commit is restored; None if it is not."""
+    """A function from a path of a commit to the path in `app_state` that it is restored to; None
+    for paths that are not restored."""
     is_selected = selector("*" if options.select is None else options.select)
     rename = (lambda path: path) if options.rename is None else Renamer(options.rename)
     keys = {segment(key) for key in app_state.keys() - options.without}
@@ -226,8 +227,8 @@ def check_whole(
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What one binding fills: the object of one key, or `plain` values of the target, one leaf
-    each, by their keys. A binding of each of these would cost as much as that of a module."""
+    """The target of one binding: the object of one key, or all `plain` values of the target, one
+    leaf each, by key. A binding for each plain value would cost as much as one for a module."""
 
     keys: tuple[str, ...]
     view: View
@@ -241,13 +242,13 @@ class Bound:
 
 
 class RestoreOperation:
-    """A restore: bind targets, then `read`, then `finish`. `lacking` are paths that this rank has
-    nothing for.
+    """A restore: bind targets, then `read`, then `finish`. `lacking` are paths for which the commit
+    has nothing on this rank.
 
-    To make one changes nothing. It asks all objects whether they take their state, as far as that
-    is known without a trial, reads and decodes values, and rehearses conversions that may lose
-    some; with `atomic`, it also reads and verifies every chunk. Raises `InvalidInput` and
-    `Corrupt`.
+    The constructor changes no target. It checks that all objects accept their states, as far as
+    that can be checked without loading them. It reads and decodes values, and rehearses conversions
+    that may lose some; with `atomic`, it also reads and verifies every chunk. Raises `InvalidInput`
+    and `Corrupt`.
     """
 
     def __init__(
@@ -345,7 +346,7 @@ class RestoreOperation:
         )
 
     def _value_of(self, tree: Tree, leaf: int) -> bytes | None:
-        """A small value that decides what fits; None for one that was thinned away."""
+        """A small value that the matching depends on; None if it was thinned away."""
         if tree.is_gone(leaf):
             return None
         return self._reader.leaf_bytes(
@@ -353,8 +354,8 @@ class RestoreOperation:
         )
 
     def _overwritten(self, places: Sequence[Place]) -> list[str]:
-        """What does not fit since other contents would go to the same memory of the target. Reads
-        what goes to memory that may be shared, beside the target."""
+        """The leaves that do not fit because different contents would go to the same memory of the
+        target. To compare them, reads leaves with possibly shared memory into separate memory."""
         trees = IdentityDict[Schema, Tree]()
         for each in self._bound:
             trees[each.view.schema] = each.view.tree
@@ -386,8 +387,8 @@ class RestoreOperation:
         }
 
     def _rehearse(self, *, atomic: bool) -> None:
-        """Read, into nothing, what is converted to a dtype of a smaller range, or with `atomic`
-        everything. Raises `InvalidInput` and `Corrupt`."""
+        """Read and discard the leaves that are converted to a dtype of smaller range; with
+        `atomic`, all leaves. Raises `InvalidInput` and `Corrupt`."""
         nowhere = Nowhere()
         wanted = []
         for want in self._wanted if atomic else self._counted:
@@ -419,9 +420,9 @@ class RestoreOperation:
         )
 
     def read(self, brought: Brought | None = None) -> None:
-        """Read all tensors into place, except those `brought` already. After an error, tensors mix
-        both states: one is as it was, as committed, or partly so, and a damaged chunk may have
-        left its bytes."""
+        """Read all tensors into place, except those `brought` already. After an error, each tensor
+        has its old bytes, those of the commit, or some of both, and a damaged chunk may have left
+        its bytes."""
         left, read_bytes, received_bytes = brought or Brought(self.reading.jobs, 0, 0)
         read_bytes += self._reader.carry_out(self.reading, left)
         refuse_losses(self._counted, self._commit)
@@ -435,8 +436,9 @@ class RestoreOperation:
     def finish(self) -> None:
         """Set values that are not tensors, and load states into stateful objects.
 
-        Raises `InvalidInput` if an object refuses its state; those of other keys may have theirs
-        then, and all tensors have."""
+        Raises `InvalidInput` if an object refuses its state. By then all tensors, and perhaps the
+        objects of other keys, have theirs.
+        """
         replaced: list[str] = []
         todo = sorted(self._bound, key=lambda each: each.binding.late)
         for n, each in enumerate(todo):
@@ -501,7 +503,7 @@ def _views(
 
 
 def _left_by(finished: Sequence[Bound], unfinished: Sequence[Bound]) -> str:
-    """What the target holds after an object refused its state."""
+    """Text for the error: the content of the target after an object refused its state."""
     done, open_ = ([key for each in some for key in each.keys] for some in (finished, unfinished))
     given = f"{', '.join(done)} and " if done else ""
     return (

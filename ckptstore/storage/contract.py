@@ -24,7 +24,7 @@ PART_BYTES = 8 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What callers may assume about a storage beyond the methods of `Storage`."""
+    """Properties of a storage that callers may rely on, beyond the methods of `Storage`."""
 
     local_root: Path | None = None
     """The directory that holds the objects as files: they can be mapped, linked and given

@@ -170,7 +170,7 @@ def _set_direct(fd: int, on: bool) -> bool:
 
 
 def _cut(buffers: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
-    """The first `nbytes` of `buffers`, or all if there are fewer, and the rest."""
+    """Split `buffers` after `nbytes` bytes (after all, if there are fewer); returns both parts."""
     head: list[memoryview] = []
     rest: list[memoryview] = []
     for buffer in buffers:

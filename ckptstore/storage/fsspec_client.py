@@ -129,8 +129,8 @@ class FsspecClient:
 
 
 class _Sliced:
-    """Bytes whose slices are files. aiohttp reads a file piece by piece; given bytes, it moves what
-    is unsent after each piece."""
+    """Bytes whose slices are files. aiohttp reads a file piece by piece; given bytes, it would copy
+    all unsent bytes after each piece."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data)
@@ -158,7 +158,8 @@ def _with_limits(options: dict[str, Any], deadline_s: float) -> dict[str, Any]:
 
 
 def _passing_errors() -> tuple[type[Exception], ...]:
-    """What s3fs raises if a request did not arrive, was not answered or the answer broke off."""
+    """The errors that s3fs raises if a request did not arrive or was not answered, or if the answer
+    broke off."""
     from aiohttp import ClientError as BrokenTransfer
     from botocore.exceptions import ConnectionError as NotConnected
     from botocore.exceptions import FlexibleChecksumError, HTTPClientError, IncompleteReadError

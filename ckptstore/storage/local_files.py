@@ -266,7 +266,7 @@ class Directories:
             return action()
 
     def sync(self, directory: str) -> None:
-        """Make the names in `directory` durable, and its own name."""
+        """Make the names in `directory` durable, and the names of `directory` and its parents."""
         self._sync_names(directory)
         self._anchor(directory)
 

@@ -4,9 +4,9 @@ obstore is written in Rust and takes about half of the processor time that fsspe
 take (docs/decisions/047-…). For S3, s3fs finds the endpoint, the region and the credentials, so
 one set of options serves both clients, and it lists and aborts uploads, which obstore cannot.
 
-obstore repeats what it knows to be repeatable until the deadline, parts of an upload too, and
-`BucketStorage` repeats the rest until the same deadline. obstore's threads do not survive a fork:
-a forked child takes the other client.
+obstore repeats requests, also for parts of an upload, that it knows to be repeatable.
+`BucketStorage` repeats the others. Both stop at the same deadline. obstore's threads do not survive
+a fork: a forked child takes the other client.
 """
 
 import os
@@ -231,7 +231,7 @@ class ObstoreUpload:
 
 
 def _options_of_s3(fs: Any, bucket: str) -> dict[str, Any]:
-    """What s3fs knows of the bucket, for obstore."""
+    """Options for obstore, taken from s3fs: endpoint, region and credentials of the bucket."""
     place = urlsplit(fs.url(f"{bucket}/any"))
     region = fs.s3.meta.region_name
     if region in (None, "aws-global"):
@@ -252,7 +252,8 @@ def _options_of_s3(fs: Any, bucket: str) -> dict[str, Any]:
 
 
 def signer(fs: Any) -> "Callable[[], S3Credential]":
-    """A function that returns what s3fs signs with, renewed if it expires."""
+    """A function that returns the credentials with which s3fs signs; they are renewed if they
+    expire."""
     from aiobotocore.credentials import AioCredentials
     from fsspec.asyn import sync
 
