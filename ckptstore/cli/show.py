@@ -33,7 +33,7 @@ from ckptstore.core.text import (
 )
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.index.queries import PackInfo, Queries
-from ckptstore.objects.documents import Placed, decode_layout
+from ckptstore.objects.documents import LeafPlacement, decode_layout
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.state.leaf_sources import pickled_paths
 
@@ -132,7 +132,7 @@ def _layout(store: StoreHandle, document: CommitDocument) -> dict[str, Any] | No
     return {"world": layout.world, "groups": groups} if layout.world > 1 else None
 
 
-def _placement(leaf: Placed) -> tuple[str, str, int]:
+def _placement(leaf: LeafPlacement) -> tuple[str, str, int]:
     ranks = {rank for ranks in leaf.ranks for rank in ranks}
     boxes = f"{len(leaf.boxes)} boxes" if leaf.boxes else "whole"
     return ", ".join(leaf.placements) or boxes, "x".join(map(str, leaf.mesh or ())), len(ranks)

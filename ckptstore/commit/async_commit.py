@@ -22,7 +22,7 @@ from ckptstore.commit.commit_metadata import (
     parents_of,
 )
 from ckptstore.commit.pending import Background, Pending, Watch
-from ckptstore.commit.plan import Flats, Run
+from ckptstore.commit.plan import ChunkRun, Flats
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.forks import cached_property, survives_forks
 from ckptstore.core.ids import CommitId
@@ -171,7 +171,7 @@ class PendingWatch(Watch):
         if not self._left:
             self._settled.set()
 
-    def worked(self, batch: Sequence[Run]) -> None:
+    def worked(self, batch: Sequence[ChunkRun]) -> None:
         if done := sum(run.raw_bytes for run in batch if run.part.leaf in self.borrowed):
             with self._lock:
                 self._left -= done

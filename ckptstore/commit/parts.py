@@ -28,7 +28,7 @@ from ckptstore.repository.dedup import DedupHints
 from ckptstore.state.leaf_sources import Source
 
 
-class Part(NamedTuple):
+class GivenPart(NamedTuple):
     """The bytes of a leaf, or of its box `extent.box`, and their source. `leaf_bytes` is the size
     of the whole leaf.
     """
@@ -64,7 +64,7 @@ class PartsCommitter:
         self._opened[session.id] = session
         return session
 
-    def write(self, session: SessionId, rank: int, parts: Sequence[Part]) -> PartsWritten:
+    def write(self, session: SessionId, rank: int, parts: Sequence[GivenPart]) -> PartsWritten:
         """Hash `parts` and pack the chunks that the store lacks; they are durable on return. `rank`
         keeps the pack names of several writers apart.
         """

@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
-from ckptstore.commit.plan import Run
+from ckptstore.commit.plan import ChunkRun
 from ckptstore.core.forks import survives_forks
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import CommitProgress, Milestone
@@ -40,7 +40,7 @@ class Watch:
         """An attempt begins and reads all sources. If the store changed meanwhile, another attempt
         follows."""
 
-    def worked(self, batch: Sequence[Run]) -> None:
+    def worked(self, batch: Sequence[ChunkRun]) -> None:
         """A batch was hashed and its new chunks written; this attempt does not read it again."""
 
     def reached(self, milestone: Milestone) -> None:

@@ -26,7 +26,7 @@ WINDOW_BYTES = 2 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PlanPart:
     """A leaf, or a part of one, stored as chunks `first:stop` of its grid.
 
     `leaf` is its number in the plan, `width` the bytes per element, `dtype` the type of the
@@ -73,12 +73,12 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ChunkRun:
     """Consecutive chunks of a part, starting with chunk `first`: chunk `first + i` is bytes
     `cuts[i]:cuts[i + 1]` of the leaf. In a piece of a run, `lead` and `rest` count the bytes of the
     run before and after the piece."""
 
-    part: Part
+    part: PlanPart
     first: int
     cuts: tuple[int, ...]
     lead: int = 0
@@ -97,16 +97,16 @@ class Run:
         """The bytes of one chunk; `run` holds the bytes of all chunks."""
         return run[cut.start - self.cuts[0] : cut.stop - self.cuts[0]]
 
-    def pieces(self) -> Iterator["Run"]:
+    def pieces(self) -> Iterator["ChunkRun"]:
         """The run in pieces of at most `WINDOW_BYTES`; a larger chunk is a piece alone."""
         for begin, cuts in _cut(self.cuts, WINDOW_BYTES):
             lead, rest = self.lead + cuts[0] - self.cuts[0], self.cuts[-1] - cuts[-1]
-            yield Run(self.part, self.first + begin, cuts, lead, rest)
+            yield ChunkRun(self.part, self.first + begin, cuts, lead, rest)
 
-    def behind(self, count: int) -> "Run":
+    def behind(self, count: int) -> "ChunkRun":
         """The run without its first `count` chunks."""
         lead = self.cuts[count] - self.cuts[0]
-        return Run(self.part, self.first + count, self.cuts[count:], lead)
+        return ChunkRun(self.part, self.first + count, self.cuts[count:], lead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,8 @@ class CommitPlan:
     """The leaves stored `inline` in pages, and the `batches` of the rest, which goes to packs."""
 
     inline: tuple[int, ...]
-    parts: tuple[Part, ...]
-    batches: tuple[tuple[Run, ...], ...]
+    parts: tuple[PlanPart, ...]
+    batches: tuple[tuple[ChunkRun, ...], ...]
     logical_bytes: int
 
 
@@ -145,22 +145,22 @@ def plan_chunks(
     )
 
 
-def _part(number: int, extent: Extent, chunk_bytes: int) -> Part:
+def _part(number: int, extent: Extent, chunk_bytes: int) -> PlanPart:
     cells = grid(extent.shape, extent.width, chunk_bytes, extent.box)
     first, stop = extent.cells or (0, len(cells))
-    return Part(number, cells, extent.width, extent.raw_bytes, extent.dtype, first, stop)
+    return PlanPart(number, cells, extent.width, extent.raw_bytes, extent.dtype, first, stop)
 
 
-def _batches_of(parts: Sequence[Part], run_bytes: int) -> tuple[tuple[Run, ...], ...]:
+def _batches_of(parts: Sequence[PlanPart], run_bytes: int) -> tuple[tuple[ChunkRun, ...], ...]:
     return tuple(_grouped((run for part in parts for run in _runs(part, run_bytes)), run_bytes))
 
 
-def _runs(part: Part, run_bytes: int) -> Iterator[Run]:
+def _runs(part: PlanPart, run_bytes: int) -> Iterator[ChunkRun]:
     whole = len(part) == len(part.grid)
     spans = part.grid.spans() if whole else map(part.grid.span, range(part.first, part.stop))
     starts, stops = zip(*spans, strict=True)
     for begin, cuts in _cut((starts[0], *stops), run_bytes):
-        yield Run(part, part.first + begin, cuts)
+        yield ChunkRun(part, part.first + begin, cuts)
 
 
 def _cut(cuts: tuple[int, ...], most_bytes: int) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -174,10 +174,10 @@ def _cut(cuts: tuple[int, ...], most_bytes: int) -> Iterator[tuple[int, tuple[in
     yield begin, cuts[begin:]
 
 
-def _grouped(runs: Iterable[Run], most_bytes: int) -> Iterator[tuple[Run, ...]]:
+def _grouped(runs: Iterable[ChunkRun], most_bytes: int) -> Iterator[tuple[ChunkRun, ...]]:
     """Consecutive groups of at most `BATCH_RUNS` runs and `most_bytes`; a larger run is a group
     alone."""
-    group: list[Run] = []
+    group: list[ChunkRun] = []
     size = 0
     for run in runs:
         nbytes = run.raw_bytes
@@ -190,7 +190,7 @@ def _grouped(runs: Iterable[Run], most_bytes: int) -> Iterator[tuple[Run, ...]]:
         yield tuple(group)
 
 
-def windows(batch: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
+def windows(batch: Sequence[ChunkRun]) -> Iterator[tuple[ChunkRun, ...]]:
     """The pieces of a batch's runs, in order, in windows of at most `WINDOW_BYTES`; a larger chunk
     is a window alone."""
     pieces = (run.pieces() if run.raw_bytes > WINDOW_BYTES else (run,) for run in batch)

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ckptstore.commit.pending import Watch
-from ckptstore.commit.plan import CommitPlan, Cut, Part, Run, is_floating, windows
+from ckptstore.commit.plan import ChunkRun, CommitPlan, Cut, PlanPart, is_floating, windows
 from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId, checksum, digest
 from ckptstore.core.statistics import is_measured, key_of
 from ckptstore.errors import Conflict
@@ -53,7 +53,7 @@ class _HashedRun(NamedTuple):
     """The chunks of a run. `whole` is the memory that holds all of them together, if there is
     one."""
 
-    run: Run
+    run: ChunkRun
     chunks: list[_Hashed]
     whole: memoryview | None
 
@@ -62,7 +62,7 @@ class _New(NamedTuple):
     """Chunks of a run to be written next to each other, with the run's bytes as `PackWriter.add`
     takes them."""
 
-    part: Part
+    part: PlanPart
     chunks: list[NewChunk]
     run_bytes: int
     whole: memoryview | None
@@ -80,7 +80,7 @@ def hash_chunks(
     nbytes = len(hashed(NO_MEMORY))
     ids = {part.leaf: bytearray(nbytes * len(part)) for part in plan.parts}
 
-    def work(batch: Sequence[Run]) -> None:
+    def work(batch: Sequence[ChunkRun]) -> None:
         for run in batch:
             at = (run.first - run.part.first) * nbytes
             memory = memory_of(sources[run.part.leaf], run.cuts[0], run.cuts[-1])
@@ -111,7 +111,7 @@ class ChunkWriter:
 
     def __init__(
         self,
-        batches: Iterable[tuple[Run, ...]],
+        batches: Iterable[tuple[ChunkRun, ...]],
         sources: Sequence[Source],
         made: ChunkTable,
         last: ChunkTable | None,
@@ -155,7 +155,7 @@ class ChunkWriter:
             self._scratch.give(self._memory)
             self._memory = NO_MEMORY
 
-    def _changed(self, run: Run) -> Run | None:
+    def _changed(self, run: ChunkRun) -> ChunkRun | None:
         """The rest of a run after its leading chunks that equal those of the last commit; None if
         all do. This is the cheapest path for an unchanged chunk."""
         last, at = self._last, self._place(run)
@@ -178,11 +178,11 @@ class ChunkWriter:
         self._made.take(at, last)
         return run.behind(unchanged) if unchanged < len(run.cuts) - 1 else None
 
-    def _place(self, run: Run) -> slice:
+    def _place(self, run: ChunkRun) -> slice:
         """The rows of a run's chunks in a table of the plan."""
         return self._made.place(run.part.leaf, run.first, len(run.cuts) - 1)
 
-    def _new(self, window: Sequence[Run]) -> Iterator[_New]:
+    def _new(self, window: Sequence[ChunkRun]) -> Iterator[_New]:
         """Hash a window and look its chunks up; the chunks to write, run by run."""
         hashed = self._hashed(window)
         packs = self._dedup.look_up(chunk.id for found in hashed for chunk in found.chunks)
@@ -212,7 +212,7 @@ class ChunkWriter:
         run_bytes = 0 if follows else sum(len(chunk.raw) for chunk in chunks) + run.rest
         return _New(run.part, chunks, run_bytes, whole)
 
-    def _hashed(self, window: Sequence[Run]) -> list[_HashedRun]:
+    def _hashed(self, window: Sequence[ChunkRun]) -> list[_HashedRun]:
         """For each run, its chunks."""
         places, nbytes = self._copy_places(window)
         if len(self._memory) < nbytes:
@@ -227,7 +227,7 @@ class ChunkWriter:
                 found.append(self._hash(run, None))
         return found
 
-    def _recognised(self, run: Run) -> Iterator[_Hashed]:
+    def _recognised(self, run: ChunkRun) -> Iterator[_Hashed]:
         """The chunks of a run whose ids are known. Their checksums come from the last commit where
         it had the same chunks. Other checksums are zeros, which match no chunk."""
         last = (self._before(run, cut) for cut in run.chunks())
@@ -236,7 +236,7 @@ class ChunkWriter:
             chunk = self._known_id(run, cut)
             yield _Hashed(cut, chunk, before.get(chunk, bytes(CHECKSUM_BYTES)), None)
 
-    def _hash(self, run: Run, out: memoryview | None) -> _HashedRun:
+    def _hash(self, run: ChunkRun, out: memoryview | None) -> _HashedRun:
         """Hash the chunks of a run, each while it is in the CPU's cache. Those that changed since
         the last commit are copied to `out`, unless it is None."""
         source = self._sources[run.part.leaf]
@@ -271,14 +271,16 @@ class ChunkWriter:
 
             self._measured[key] = moments_of(raw, dtype).encode()
 
-    def _before(self, run: Run, cut: Cut) -> Known | None:
+    def _before(self, run: ChunkRun, cut: Cut) -> Known | None:
         """A chunk of a run in the last commit, if there was one."""
         return self._last.known(run.part.leaf, cut.number) if self._last else None
 
-    def _copy_places(self, window: Sequence[Run]) -> tuple[list[tuple[Run, slice | None]], int]:
+    def _copy_places(
+        self, window: Sequence[ChunkRun]
+    ) -> tuple[list[tuple[ChunkRun, slice | None]], int]:
         """The runs, with a range of this thread's memory for each run to be copied, and the total
         size. The ranges are aligned as in a pack, so that packs can be written from them."""
-        places: list[tuple[Run, slice | None]] = []
+        places: list[tuple[ChunkRun, slice | None]] = []
         end = 0
         for run in window:
             if self._copied(run):
@@ -289,12 +291,12 @@ class ChunkWriter:
                 places.append((run, None))
         return places, end
 
-    def _copied(self, run: Run) -> bool:
+    def _copied(self, run: ChunkRun) -> bool:
         """Whether the run's memory may change while it is hashed and written."""
         source = self._sources[run.part.leaf]
         return not source.still and source.known_ids is None
 
-    def _known_id(self, run: Run, cut: Cut) -> ChunkId:
+    def _known_id(self, run: ChunkRun, cut: Cut) -> ChunkId:
         """The id of a run's chunk whose source knows it already."""
         ids = self._sources[run.part.leaf].known_ids or b""
         at = (cut.number - run.part.first) * CHUNK_ID_BYTES
@@ -317,7 +319,7 @@ class ChunkWriter:
             )
         return data
 
-    def _codec_of(self, part: Part) -> int:
+    def _codec_of(self, part: PlanPart) -> int:
         """Floats compress better split into byte planes."""
         split = self._packs.codec == codecs.ZSTD and is_floating(part.dtype) and part.width > 1
         return codecs.SPLIT_ZSTD if split else self._packs.codec

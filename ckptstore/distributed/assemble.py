@@ -19,7 +19,7 @@ from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES
 from ckptstore.core.model import Box, LeafContent
 from ckptstore.distributed.framing import check_keys, damaged, numbers_and_ids
 from ckptstore.distributed.merge import Finished, MergedLeaf, MergedTree, finish
-from ckptstore.distributed.plan import Place, RanksPlan, Target, Tiled
+from ckptstore.distributed.plan import RankBox, RanksPlan, Target, Tiled
 from ckptstore.errors import Conflict
 from ckptstore.objects import canonical
 from ckptstore.repository.dedup import items_of
@@ -84,7 +84,7 @@ def _decide_whole(
     decided: Decided,
     target: Target,
     tree: MergedTree,
-    here: Mapping[Place, Report],
+    here: Mapping[RankBox, Report],
 ) -> None:
     leaf = tree.leaves[target.leaf]
     marks = {tree.trees[place.rank].marks.get(leaf.holders[place.holder].leaf) for place in here}
@@ -114,7 +114,7 @@ def _groups(contents: Mapping[int, Report]) -> str:
 def _spread(
     decided: Decided,
     number: int,
-    here: Mapping[Place, Report],
+    here: Mapping[RankBox, Report],
     load: list[int],
     taken: set[bytes],
 ) -> None:
@@ -140,7 +140,7 @@ def _spread(
             writes.append((number, i, i + 1))
 
 
-def _assembled(tree: MergedTree, leaf: MergedLeaf, parts: Mapping[Place, bytes]) -> bytes:
+def _assembled(tree: MergedTree, leaf: MergedLeaf, parts: Mapping[RankBox, bytes]) -> bytes:
     """The bytes of a small leaf that ranks hold in boxes."""
     width = geometry.width_of(leaf.dtype)
     data = bytearray(geometry.nbytes_of(leaf.dtype, leaf.shape))

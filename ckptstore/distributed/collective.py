@@ -69,7 +69,7 @@ class Link(Protocol):
         """The data left under `name`, waited for if the link has such a place."""
 
 
-class Part(NamedTuple):
+class RankBytes(NamedTuple):
     """Bytes to or from rank `rank`; a receive fills `memory`."""
 
     rank: int
@@ -154,7 +154,7 @@ class Collective:
         self.share("resume: open", lambda: found.append(act()))
         return found[0]
 
-    def exchange(self, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
+    def exchange(self, outgoing: Sequence[RankBytes], incoming: Sequence[RankBytes]) -> None:
         """Send and receive bytes directly; both sides must name the same parts in the same order.
 
         Raises `Unavailable` if a rank is lost, after the parts of all others; the next round tells
@@ -212,7 +212,7 @@ class Collective:
         due, came = self.share("every: decide", lambda: (due, came), join)
         return due, came
 
-    def _post(self, begin: Callable[..., Any], part: Part) -> Any:
+    def _post(self, begin: Callable[..., Any], part: RankBytes) -> Any:
         """Start the transfer of one part; returns the error if it cannot start."""
         if part.rank in self._unreached:
             return RuntimeError(f"rank {part.rank} could not be reached before")

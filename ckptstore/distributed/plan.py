@@ -39,7 +39,7 @@ class Target(NamedTuple):
     leaf: int
 
 
-class Place(NamedTuple):
+class RankBox(NamedTuple):
     """Box number `part` of a leaf on one rank. `holder` is the rank's index among the leaf's
     holders, so leaves with equal holdings share it.
     """
@@ -55,7 +55,7 @@ class Job(NamedTuple):
     """
 
     target: Target
-    place: Place
+    place: RankBox
     first: int
     stop: int
     number: int
@@ -66,7 +66,7 @@ class Piece(NamedTuple):
     `ranges` in order.
     """
 
-    place: Place
+    place: RankBox
     start: int
     stop: int
     ranges: Sequence[Sequence[int]]
@@ -82,7 +82,7 @@ class ChunkAssembly:
     which is its own key.
     """
 
-    owner: Place
+    owner: RankBox
     pieces: tuple[Piece, ...]
 
 
@@ -101,8 +101,8 @@ class HeldBox(NamedTuple):
     """
 
     box: Box
-    holders: tuple[Place, ...]
-    replicas: tuple[Place, ...] = ()
+    holders: tuple[RankBox, ...]
+    replicas: tuple[RankBox, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +136,7 @@ class RanksPlan:
     tiled: dict[Target, Tiled] = field(default_factory=dict)
     numbers: dict[Target, int] = field(default_factory=dict)
     chunks: int = 0
-    reported: dict[Target, tuple[Place, ...]] = field(default_factory=dict)
+    reported: dict[Target, tuple[RankBox, ...]] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
     cells: list[CellJob] = field(default_factory=list)
     shared: list[Job] = field(default_factory=list)
@@ -167,7 +167,7 @@ def plan_ranks(
     divide it differently.
     """
     plan = RanksPlan(list(trees), load=[0] * size)
-    alike: dict[object, Tiled | tuple[Place, ...] | None] = {}
+    alike: dict[object, Tiled | tuple[RankBox, ...] | None] = {}
     holdings: IdentityDict[Holding | None, int] = IdentityDict()
     for t, tree in enumerate(trees):
         for i, leaf in enumerate(tree.leaves):
@@ -205,7 +205,7 @@ def _how_held(
 
 def _placed(
     tree: MergedTree, leaf: MergedLeaf, chunk_bytes: int, canonical: bool
-) -> Tiled | tuple[Place, ...] | None:
+) -> Tiled | tuple[RankBox, ...] | None:
     """The plan for the chunks of a leaf, or the places that report it, or None for a tensor without
     elements.
     """
@@ -233,27 +233,27 @@ def _placed(
     return _places(holders) if is_small else _tiled(leaf, by_mesh, chunk_bytes, canonical)
 
 
-def _places(holders: Sequence[Holder]) -> tuple[Place, ...]:
-    return tuple(Place(holder.rank, 0, i) for i, holder in enumerate(holders))
+def _places(holders: Sequence[Holder]) -> tuple[RankBox, ...]:
+    return tuple(RankBox(holder.rank, 0, i) for i, holder in enumerate(holders))
 
 
-def _boxes(tree: MergedTree, leaf: MergedLeaf) -> dict[object, dict[Box, list[Place]]]:
+def _boxes(tree: MergedTree, leaf: MergedLeaf) -> dict[object, dict[Box, list[RankBox]]]:
     """The ranks that hold each box, mesh by mesh. A rank that holds the leaf whole counts as a mesh
     of its own.
     """
-    by_mesh: dict[object, dict[Box, list[Place]]] = {}
+    by_mesh: dict[object, dict[Box, list[RankBox]]] = {}
     whole = Box.whole(leaf.shape)
     for i, (rank, number) in enumerate(leaf.holders):
         held = tree.trees[rank].held.get(number)
         boxes = (whole,) if held is None else held.boxes
         mesh = "whole" if held is None else held.mesh
         for part, box in enumerate(boxes):
-            by_mesh.setdefault(mesh, {}).setdefault(box, []).append(Place(rank, part, i))
+            by_mesh.setdefault(mesh, {}).setdefault(box, []).append(RankBox(rank, part, i))
     return by_mesh
 
 
 def _check_tiles(
-    leaf: MergedLeaf, by_mesh: Mapping[object, Mapping[Box, Sequence[Place]]], *, numbered: bool
+    leaf: MergedLeaf, by_mesh: Mapping[object, Mapping[Box, Sequence[RankBox]]], *, numbered: bool
 ) -> None:
     groups = " and ".join(f"ranks {_ranks(boxes.values())}" for boxes in by_mesh.values())
     if numbered and len(by_mesh) > 1:
@@ -280,13 +280,13 @@ def _check_tiles(
         )
 
 
-def _ranks(places: Iterable[Sequence[Place]]) -> list[int]:
+def _ranks(places: Iterable[Sequence[RankBox]]) -> list[int]:
     return sorted({place.rank for group in places for place in group})
 
 
 def _tiled(
     leaf: MergedLeaf,
-    by_mesh: Mapping[object, Mapping[Box, Sequence[Place]]],
+    by_mesh: Mapping[object, Mapping[Box, Sequence[RankBox]]],
     chunk_bytes: int,
     canonical: bool,
 ) -> Tiled:
@@ -317,7 +317,7 @@ class _Planned(NamedTuple):
     grid: Grid
     number: int
 
-    def job(self, place: Place, first: int, stop: int) -> Job:
+    def job(self, place: RankBox, first: int, stop: int) -> Job:
         """Cells `first:stop`, for the rank at `place`."""
         return Job(self.target, place, first, stop, self.number + first - self.span.first)
 
@@ -358,7 +358,7 @@ def _spread(plan: RanksPlan, planned: _Planned) -> None:
     plan.shared.extend(planned.job(place, first, stop) for place in holders)
 
 
-def _give(plan: RanksPlan, planned: _Planned, place: Place, first: int, stop: int) -> None:
+def _give(plan: RanksPlan, planned: _Planned, place: RankBox, first: int, stop: int) -> None:
     plan.jobs.append(planned.job(place, first, stop))
     plan.load[place.rank] += planned.grid.span(stop - 1)[1] - planned.grid.span(first)[0]
 
@@ -382,9 +382,9 @@ class _CutCell:
         self.able = [
             place for places, piece in self._pieces if piece.nbytes == most for place in places
         ]
-        self._assemblies: dict[Place, ChunkAssembly] = {}
+        self._assemblies: dict[RankBox, ChunkAssembly] = {}
 
-    def assembly(self, owner: Place) -> ChunkAssembly:
+    def assembly(self, owner: RankBox) -> ChunkAssembly:
         if owner not in self._assemblies:
             pieces = tuple(
                 piece._replace(place=_nearest(places, owner.rank)) for places, piece in self._pieces
@@ -393,7 +393,7 @@ class _CutCell:
         return self._assemblies[owner]
 
 
-def _piece(place: Place, whole: Grid, cell: Cell, held: Grid, number: int, width: int) -> Piece:
+def _piece(place: RankBox, whole: Grid, cell: Cell, held: Grid, number: int, width: int) -> Piece:
     start, stop = held.span(number)
     if len(cell.fragments) == 1:
         return Piece(place, start, stop, ((0, stop - start),))
@@ -424,7 +424,7 @@ def _assign_cells(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
             plan.cells.append(CellJob(target, number, assembly, window))
 
 
-def _nearest(places: Sequence[Place], rank: int) -> Place:
+def _nearest(places: Sequence[RankBox], rank: int) -> RankBox:
     return next((place for place in places if place.rank == rank), places[0])
 
 

@@ -22,9 +22,9 @@ from ckptstore.core.ids import CHECKSUM_BYTES, SessionId, checksum, digest
 from ckptstore.core.model import INLINE_BYTES, Box
 from ckptstore.core.process import uncollected
 from ckptstore.distributed.assemble import Report, Written
-from ckptstore.distributed.collective import Collective, DeferredErrors, Part
+from ckptstore.distributed.collective import Collective, DeferredErrors, RankBytes
 from ckptstore.distributed.framing import damaged, numbered, pack, unpack
-from ckptstore.distributed.plan import ChunkAssembly, Piece, Place, RanksPlan, Target
+from ckptstore.distributed.plan import ChunkAssembly, Piece, RankBox, RanksPlan, Target
 from ckptstore.errors import Conflict
 from ckptstore.repository.dedup import ChunkTable, DedupHints
 from ckptstore.repository.memory_budget import RankRoom
@@ -111,7 +111,7 @@ def encode_tasks(
     names = "jobs", "shared", "replicas", "reports", "assemblies", "cells"
     tasks: list[dict[str, list[Any]]] = [{name: [] for name in names} for _ in keys]
 
-    def ref(target: Target, place: Place) -> list[int]:
+    def ref(target: Target, place: RankBox) -> list[int]:
         leaf = plan.leaf(target).holders[place.holder].leaf
         return [trees[place.rank][target.tree], leaf, place.part]
 
@@ -119,7 +119,7 @@ def encode_tasks(
     for name, jobs in (("jobs", plan.jobs), *compared, ("replicas", plan.replicas)):
         for target, place, *cells in jobs:
             tasks[place.rank][name].append([*ref(target, place), *cells])
-    roles: dict[ChunkAssembly, dict[int, tuple[Place, int]]] = {}
+    roles: dict[ChunkAssembly, dict[int, tuple[RankBox, int]]] = {}
     for target, number, assembly, window in plan.cells:
         if assembly not in roles:
             places = (assembly.owner, *(piece.place for piece in assembly.pieces))
@@ -153,7 +153,7 @@ def decode_task(data: bytes, rank: int) -> RankTask:
 def _windows(task: Mapping[str, Any], me: int) -> tuple[Window, ...]:
     assemblies = [
         ChunkAssembly(
-            Place(*owner), tuple(Piece(Place(*place), *where) for place, *where in pieces)
+            RankBox(*owner), tuple(Piece(RankBox(*place), *where) for place, *where in pieces)
         )
         for owner, pieces in task["assemblies"]
     ]
@@ -379,14 +379,15 @@ class RankWorker:
     def _exchange(self, peers: Collective, window: Window) -> "dict[int, _Cursor]":
         """The messages of a window from other ranks, each behind the digest of its names."""
         outgoing = [
-            Part(rank, self._joined(message)) for rank, message in sorted(window.outgoing.items())
+            RankBytes(rank, self._joined(message))
+            for rank, message in sorted(window.outgoing.items())
         ]
         arrived = {
             rank: memoryview(bytearray(message.nbytes))
             for rank, message in sorted(window.incoming.items())
         }
         with self._later.failing():
-            peers.exchange(outgoing, [Part(rank, data) for rank, data in arrived.items()])
+            peers.exchange(outgoing, [RankBytes(rank, data) for rank, data in arrived.items()])
             for rank, data in arrived.items():
                 if data[:CHECKSUM_BYTES] != window.incoming[rank].key:
                     raise damaged(f"rank {rank} sends pieces of other chunks than were asked for")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId, checksum, digest
-from ckptstore.distributed.collective import Collective, DeferredErrors, Part
+from ckptstore.distributed.collective import Collective, DeferredErrors, RankBytes
 from ckptstore.restore.reader import ChunkRead, Reader, Reading
 from ckptstore.restore.restore import Brought
 
@@ -280,9 +280,11 @@ class Broadcast:
         return held
 
     def _exchange(self, peers: Collective, incoming: Sequence[_Held], own: Sequence[_Held]) -> None:
-        outgoing = [Part(rank, each.memory) for each in own for rank in each.share.receivers]
+        outgoing = [RankBytes(rank, each.memory) for each in own for rank in each.share.receivers]
         with self._later.failing():
-            peers.exchange(outgoing, [Part(each.share.reader, each.memory) for each in incoming])
+            peers.exchange(
+                outgoing, [RankBytes(each.share.reader, each.memory) for each in incoming]
+            )
         if not self._later.failed:
             with self._later.failing():
                 for each in own:

@@ -74,7 +74,7 @@ class Shelf:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FileBytes:
     """Bytes `start:start + nbytes` of a file: a tensor's own, or, unless `raw`, a file of
     torch.save.
     """
@@ -95,7 +95,7 @@ class Piece:
 
 def located(
     what: str, root: Path, name: object, start: Any, nbytes: Any, *, raw: bool = False
-) -> Piece:
+) -> FileBytes:
     """The piece that holds `what` in file `name` of the directory `root`. Raises `InvalidInput` if
     the file does not hold it."""
     path = inside(root, name)
@@ -109,14 +109,14 @@ def located(
         raise InvalidInput(
             f"{root}: {what} ends at byte {start + nbytes} of {path.name}, which has {size} bytes"
         )
-    return Piece(path, start, nbytes, raw)
+    return FileBytes(path, start, nbytes, raw)
 
 
 def stored_tensor(
     where: str,
     dtype: str,
     shape: Shape | None,
-    pieces: Sequence[tuple[Box, Piece]],
+    pieces: Sequence[tuple[Box, FileBytes]],
     shelf: "Shelf",
 ) -> tuple[Source, Shape]:
     """The source and the shape of a tensor, from its pieces. Without `shape`, the shape is derived
@@ -138,7 +138,7 @@ def stored_tensor(
 
 
 def _load_pieces(
-    where: str, dtype: str, shape: Shape, pieces: Sequence[tuple[Box, Piece]]
+    where: str, dtype: str, shape: Shape, pieces: Sequence[tuple[Box, FileBytes]]
 ) -> "torch.Tensor":
     import torch
 
@@ -171,7 +171,7 @@ class Placeholders:
         self._shelf = Shelf()
 
     def put(
-        self, where: str, dtype: str, shape: Shape | None, pieces: Sequence[tuple[Box, Piece]]
+        self, where: str, dtype: str, shape: Shape | None, pieces: Sequence[tuple[Box, FileBytes]]
     ) -> "torch.Tensor":
         """A placeholder for a tensor (`stored_tensor`)."""
         from ckptstore.state.tensors import empty

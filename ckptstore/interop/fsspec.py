@@ -73,7 +73,7 @@ class NotWritable(ReadOnly, PermissionError):
     """Commits are made by `commit` and `adopt`; their files never change."""
 
 
-class Place(NamedTuple):
+class CommitUrl(NamedTuple):
     """A parsed URL: the store's path or URL, the ref, and the name of a file, `""` for the root."""
 
     store: str
@@ -81,7 +81,7 @@ class Place(NamedTuple):
     name: str
 
 
-def parse_url(url: str) -> Place:
+def parse_url(url: str) -> CommitUrl:
     """The parts of `ckptstore://STORE@REF/FILE`. Raises `InvalidInput` for anything else."""
     place = split_url(url)
     if not place.ref or not place.store:
@@ -92,11 +92,11 @@ def parse_url(url: str) -> Place:
     return place
 
 
-def split_url(url: str) -> Place:
+def split_url(url: str) -> CommitUrl:
     """The parts of `url`, `""` for those that it lacks."""
     store, _, rest = _normal(url).partition("@")
     ref, _, name = rest.partition("/")
-    return Place(unquote(store), unquote(ref), name)
+    return CommitUrl(unquote(store), unquote(ref), name)
 
 
 def url_of(snapshot: "Snapshot", name: str = "") -> str:
@@ -194,7 +194,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
             return [cls._strip_protocol(each) for each in path]
         return _normal(stringify_path(path)).rstrip("/") or cls.root_marker
 
-    def files_of(self, place: Place) -> CommitFiles:
+    def files_of(self, place: CommitUrl) -> CommitFiles:
         """The files of a commit. Raises `MissingFile` if there is none."""
         try:
             store = _open(place.store, self._target_options, self._threads, self._index)
@@ -277,7 +277,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
             **kwargs,
         )
 
-    def _place(self, path: str) -> Place:
+    def _place(self, path: str) -> CommitUrl:
         try:
             return parse_url(self._strip_protocol(path))
         except InvalidInput as error:

@@ -22,9 +22,9 @@ from ckptstore import open as open_store
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.interop.fsspec import (
     CheckpointFileSystem,
+    CommitUrl,
     MissingFile,
     NotWritable,
-    Place,
     split_url,
     url_of,
 )
@@ -146,7 +146,7 @@ class CkptStoreArtifactRepository(ArtifactRepository):  # type: ignore[misc]  # 
     def _mounts(self) -> list[Mounted]:
         """The commits with artifacts, newest first."""
         if self._place.ref:
-            root = Place(self._place.store, self._place.ref, "")
+            root = CommitUrl(self._place.store, self._place.ref, "")
             return [(_ROOT, CheckpointFileSystem().files_of(root))]
         try:
             with open_store(self._place.store, run=self._run(), create=False) as store:
@@ -159,7 +159,7 @@ class CkptStoreArtifactRepository(ArtifactRepository):  # type: ignore[misc]  # 
         fs = CheckpointFileSystem()
 
         def mounted(commit: CommitId, mount: str) -> tuple[str, CommitFiles]:
-            return mount, fs.files_of(Place(self._place.store, commit, ""))
+            return mount, fs.files_of(CommitUrl(self._place.store, commit, ""))
 
         return [
             mount if isinstance(mount, Corrupt) else _try(commit, partial(mounted, commit, mount))

@@ -197,7 +197,7 @@ def _from_json(obj: Any) -> CommitDocument:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class LeafPlacement:
     """How ranks held one leaf: the ranks in `ranks[i]` had `boxes[i]`.
 
     Without boxes, `ranks` has one group: the ranks that had the whole leaf, or a leaf of at most
@@ -227,7 +227,7 @@ class Layout:
     leaves that one rank held whole, are absent."""
 
     world: int
-    leaves: Mapping[str, Placed]
+    leaves: Mapping[str, LeafPlacement]
     dcp: Mapping[str, Any] | None = None
     """What DCP calls the leaves, where DCP saved them (`interop.dcp.names`)."""
 
@@ -246,8 +246,8 @@ def decode_layout(data: bytes) -> Layout:
         raise Corrupt(f"a commit's layout is damaged: {error!r}; run `ckptstore fsck`") from error
 
 
-def _placed(leaf: Mapping[str, Any]) -> Placed:
-    return Placed(
+def _placed(leaf: Mapping[str, Any]) -> LeafPlacement:
+    return LeafPlacement(
         tuple(leaf["mesh"][0]) if leaf["mesh"] else None,
         tuple(leaf["placements"]),
         tuple(Box(tuple(offsets), tuple(lengths)) for offsets, lengths in leaf["boxes"]),

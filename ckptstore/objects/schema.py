@@ -77,7 +77,7 @@ def decode_schema(data: bytes | memoryview) -> Schema:
     )
 
 
-class Part(NamedTuple):
+class SharedKey(NamedTuple):
     """One key of a shared tree: the key's own schema, and its leaves in the tree."""
 
     key: str
@@ -104,7 +104,7 @@ def join_schemas(parts: Sequence[tuple[str, Schema]]) -> Schema:
     )
 
 
-def parts_of(schema: Schema) -> Iterator[Part]:
+def parts_of(schema: Schema) -> Iterator[SharedKey]:
     """The keys that share the tree of `schema`: the inverse of `join_schemas`. Raises `Corrupt` for
     another tree."""
     node = schema.skeleton
@@ -121,7 +121,7 @@ def parts_of(schema: Schema) -> Iterator[Part]:
         columns = schema.kinds[leaves], schema.dtypes[leaves], schema.shapes[leaves], aliases
         if isinstance(child, int):
             columns = _alike(columns)
-        yield Part(key, Schema(_moved(child, -first), schema.paths[leaves], *columns), leaves)
+        yield SharedKey(key, Schema(_moved(child, -first), schema.paths[leaves], *columns), leaves)
         first = stop
 
 

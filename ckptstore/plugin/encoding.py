@@ -2,6 +2,6 @@
 
 from ckptstore.objects import canonical
 from ckptstore.objects.canonical import field
-from ckptstore.objects.documents import Layout, Placed
+from ckptstore.objects.documents import Layout, LeafPlacement
 from ckptstore.objects.pages import join_pages, split_pages
 from ckptstore.objects.schema import decode_schema, encode_schema

@@ -4,7 +4,7 @@ from ckptstore.foreign.kinds import check_comes_back, file_kind, is_safetensors,
 from ckptstore.foreign.loaded import (
     DCP_METADATA,
     SNAPSHOT_METADATA,
-    Piece,
+    FileBytes,
     Placeholders,
     as_app_state,
     dtype_from,

@@ -82,7 +82,7 @@ class Unread(NamedTuple):
     problem: Problem
 
 
-class Run(NamedTuple):
+class MergedRead(NamedTuple):
     """Chunks of one pack that one read fetches, in order of offset; bytes between them are
     discarded. All have memory for their raw bytes, or none has."""
 
@@ -184,7 +184,7 @@ def plan_runs(
     *,
     limit_bytes: int,
     gap_bytes: int = 0,
-) -> Iterator[tuple[int, Run]]:
+) -> Iterator[tuple[int, MergedRead]]:
     """The runs that fetch the chunks `positions` of a request from `where` they lie, each with the
     number of its pack. Raises `Corrupt` if the places are those of other chunks. Pure."""
     if where["chunk"].tobytes() != request.ids_of(positions):
@@ -203,7 +203,7 @@ def plan_runs(
         limit_bytes=limit_bytes,
         gap_bytes=gap_bytes,
     ):
-        yield numbers[some.start], Run(reads[some])
+        yield numbers[some.start], MergedRead(reads[some])
 
 
 _LOCATED_ENTRY = ["chunk", "checksum", "offset", "stored", "raw", "codec", "width"]
@@ -246,7 +246,7 @@ class DecodedBases:
 def read_run(
     storage: Storage,
     keys: Sequence[str],
-    run: Run,
+    run: MergedRead,
     *,
     verify_ids: bool = True,
     bases: DecodedBases | None = None,
@@ -261,7 +261,9 @@ def read_run(
     memory = scratch or Scratch()
 
     def alone(read: PackRead, keys: Sequence[str]) -> StoredChunk | Unread:
-        return read_run(storage, keys, Run((read,)), verify_ids=verify_ids, scratch=memory)[0]
+        return read_run(storage, keys, MergedRead((read,)), verify_ids=verify_ids, scratch=memory)[
+            0
+        ]
 
     def copied(found: StoredChunk | Unread) -> StoredChunk | Unread:
         """What was read, or a copy of it; an absent or damaged copy explains nothing."""
@@ -312,7 +314,7 @@ def _verified(key: str, found: StoredChunk | Unread, verify_ids: bool) -> Stored
 
 
 def _read_coded(
-    storage: Storage, key: str, run: Run, kept: DecodedBases | None, scratch: Scratch
+    storage: Storage, key: str, run: MergedRead, kept: DecodedBases | None, scratch: Scratch
 ) -> Iterator[StoredChunk | Unread]:
     """Read a run's stored bytes into separate memory, and decode its chunks."""
     aside = run.reads[0].out is not None
@@ -427,7 +429,7 @@ def _span(bases: Sequence[codecs.Base]) -> int:
     return bases[-1].offset + bases[-1].stored_bytes - bases[0].offset
 
 
-def runs_of(storage: Storage, table: FooterTable) -> Iterator[Run]:
+def runs_of(storage: Storage, table: FooterTable) -> Iterator[MergedRead]:
     """The runs that fetch the chunks of a footer, or some of its rows, into new memory."""
     limit_bytes = RUN_BYTES if storage.capabilities.slow_requests else CHECKED_BYTES
     for some in coalesce(
@@ -438,7 +440,7 @@ def runs_of(storage: Storage, table: FooterTable) -> Iterator[Run]:
     ):
         reads = list(map(PackRead, entries(table[some])))
         # Each part needs at most so much memory, too.
-        yield from map(Run, cut(reads, PackRead.raw_bytes, limit_bytes))
+        yield from map(MergedRead, cut(reads, PackRead.raw_bytes, limit_bytes))
 
 
 def read_rows(
@@ -471,7 +473,7 @@ def read_chunk_at(
 ) -> memoryview:
     """The verified raw bytes of the chunk at `entry` of one of the objects `keys`. Raises
     `Corrupt`, `NotFound` or `Unavailable`."""
-    (chunk,) = read_run(storage, keys, Run((PackRead(entry, out),)))
+    (chunk,) = read_run(storage, keys, MergedRead((PackRead(entry, out),)))
     if isinstance(chunk, Unread):
         raise chunk.problem
     return chunk.raw

@@ -29,10 +29,10 @@ from ckptstore.objects import codecs
 from ckptstore.repository.chunk_reader import (
     METADATA_BYTES_MAX,
     FileRange,
+    MergedRead,
     PackRead,
     Problem,
     Request,
-    Run,
     StoredChunk,
     Unread,
     coalesce,
@@ -304,7 +304,7 @@ class ObjectStore:
         without a plan, which costs half as much as the read. `name` is for errors, which are those
         of `read_into`."""
         if pack is not None and not self._remote:
-            run = Run((PackRead(entry, out),))
+            run = MergedRead((PackRead(entry, out),))
             found = read_run(self.storage, keys_of(pack), run, verify_ids=verify_ids)
             if isinstance(found[0], StoredChunk):
                 return
@@ -317,7 +317,7 @@ class ObjectStore:
         left: Sequence[int],
         where: "NDArray[np.void]",
         room: ReadRoom,
-    ) -> tuple[list[tuple[Pack, Run]], list[int], int]:
+    ) -> tuple[list[tuple[Pack, MergedRead]], list[int], int]:
         """The reads for the chunks `left`, those whose pack is not listed any more, and the number
         of threads that read."""
         packs = self.listed(set(where["pack"].tolist()))
@@ -346,7 +346,7 @@ class ObjectStore:
             limit_bytes=min(room.read_bytes, limit_bytes),
             gap_bytes=GAP_BYTES if self._remote else 0,
         )
-        runs: list[tuple[Pack, Run]] = []
+        runs: list[tuple[Pack, MergedRead]] = []
         moved: list[int] = []
         for number, run in planned:
             if number in packs:
@@ -368,7 +368,7 @@ class ObjectStore:
     def _read(
         self,
         request: Request,
-        runs: Sequence[tuple[Pack, Run]],
+        runs: Sequence[tuple[Pack, MergedRead]],
         moved: list[int],
         damaged: dict[int, tuple[PackId, Problem]],
         numbers: Iterable[int],

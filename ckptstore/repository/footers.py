@@ -122,7 +122,7 @@ def _read_at(storage: Storage, key: str) -> Footer:
         raise Corrupt(f"{key} in {storage.url}: {error}") from error
 
 
-class Place(NamedTuple):
+class ChunkInPack(NamedTuple):
     """A chunk in a pack; `keys` are the objects that hold it there, the pack and its twin."""
 
     pack: PackId
@@ -163,7 +163,7 @@ class Inventory:
         unsure = np.flatnonzero((self._rows[at] != wanted).any(axis=1))
         return [chunk for i in unsure if not self.places(chunk := _id(wanted[i]))]
 
-    def places(self, chunk: ChunkId) -> list[Place]:
+    def places(self, chunk: ChunkId) -> list[ChunkInPack]:
         """Every pack that holds `chunk`, and the position there."""
         word = _words(chunk)[0, 0]
         first, stop = (
@@ -173,14 +173,14 @@ class Inventory:
         found = (self._place(int(at)) for at in self._order[first:stop])
         return [place for place in found if place.entry.chunk == chunk]
 
-    def _place(self, at: int) -> Place:
+    def _place(self, at: int) -> ChunkInPack:
         number = int(np.searchsorted(self._starts, at, "right")) - 1
         (pack, keys, rows), row = self._tables[number], at - int(self._starts[number])
-        return Place(pack, keys, entries(rows[row : row + 1])[0])
+        return ChunkInPack(pack, keys, entries(rows[row : row + 1])[0])
 
 
 def read_chunk(
-    storage: Storage, places: Iterable[Place], out: memoryview | None = None
+    storage: Storage, places: Iterable[ChunkInPack], out: memoryview | None = None
 ) -> memoryview:
     """The raw bytes of a chunk from the first place where they match its id. If no place has them,
     raises `Unavailable` where one did not answer, else `Corrupt` or `NotFound`."""

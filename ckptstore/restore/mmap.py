@@ -26,7 +26,7 @@ from ckptstore.errors import Corrupt, InvalidInput, Unavailable
 from ckptstore.repository.chunk_reader import FileRange
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.restore.read_plan import Piece
+from ckptstore.restore.read_plan import ChunkTarget
 from ckptstore.storage.local_files import transfer, unreadable
 
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
@@ -170,7 +170,7 @@ def plan_map(parts: Sequence[Stretch], width: int, page: int = PAGE_BYTES) -> Ma
     return MapPlan(skew, nbytes, tuple(mapped), tuple(copied))
 
 
-def map_leaf(objects: ObjectStore, pieces: Sequence[Piece], width: int) -> memoryview:
+def map_leaf(objects: ObjectStore, pieces: Sequence[ChunkTarget], width: int) -> memoryview:
     """The bytes of a whole leaf that is not empty, writable and private to this process; nearly
     nothing is read, and nothing verified.
 
@@ -214,7 +214,7 @@ def _copy(file: FileRange, offset: int, memory: memoryview, root: str) -> None:
 def check_mapped(
     objects: ObjectStore,
     data: memoryview,
-    pieces: Sequence[Piece],
+    pieces: Sequence[ChunkTarget],
     threads: ThreadPool,
     what: str,
     *,

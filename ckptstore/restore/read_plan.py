@@ -52,7 +52,7 @@ class Region:
         return found
 
 
-class Piece(NamedTuple):
+class ChunkTarget(NamedTuple):
     """One chunk of `raw_bytes` and its destination: either contiguous from byte `at` on, so that
     the chunk is read in place, or a region."""
 
@@ -78,14 +78,14 @@ class Piece(NamedTuple):
 
 def select(
     content: LeafContent, shape: Shape, width: int, chunk_bytes: int, wanted: Box | None = None
-) -> Iterator[Piece]:
+) -> Iterator[ChunkTarget]:
     """The pieces that box `wanted`, by default the whole leaf, needs: each chunk once, in stored
     order. A leaf that lies in a page is a piece without an id."""
     full = Box((0,) * len(shape), shape)
     wanted = wanted or full
     if content.boxes is None and wanted == full:
         for i, (start, stop) in enumerate(grid(shape, width, chunk_bytes).spans()):
-            yield Piece(_id(content, i), stop - start, start)
+            yield ChunkTarget(_id(content, i), stop - start, start)
         return
     first = 0
     for held in content.boxes or (full,):
@@ -101,11 +101,11 @@ def select(
         first += len(cells)
 
 
-def _piece(chunk: ChunkId, raw_bytes: int, region: Region) -> Piece:
+def _piece(chunk: ChunkId, raw_bytes: int, region: Region) -> ChunkTarget:
     start, stop = next(region.ranges())
     if stop - start == raw_bytes:
-        return Piece(chunk, raw_bytes, start)
-    return Piece(chunk, raw_bytes, None, region)
+        return ChunkTarget(chunk, raw_bytes, start)
+    return ChunkTarget(chunk, raw_bytes, None, region)
 
 
 def _bounds(held: Box, overlap: Box, width: int) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from ckptstore.repository.dedup import items_of
 from ckptstore.repository.memory_budget import ReadRoom, read_room
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.mmap import Unmappable, check_mapped, map_leaf
-from ckptstore.restore.read_plan import Piece, select
+from ckptstore.restore.read_plan import ChunkTarget, select
 
 if TYPE_CHECKING:
     import numpy as np
@@ -139,7 +139,7 @@ class Tree:
             return self.schema.shapes[i], geometry.width_of(self.schema.dtypes[i])
         return (self.raw_bytes(i),), 1
 
-    def pieces(self, i: int, box: Box | None = None) -> Iterator[Piece]:
+    def pieces(self, i: int, box: Box | None = None) -> Iterator[ChunkTarget]:
         """The chunks that a box of leaf `i` needs, by default the whole leaf."""
         return select(self.content(i), *self.extent(i), self.chunk_bytes, box)
 
@@ -220,7 +220,7 @@ class ReadRequest(NamedTuple):
 class ChunkRead(NamedTuple):
     """The read of one piece, into `memory` if the destination has memory."""
 
-    piece: Piece
+    piece: ChunkTarget
     wanted: ReadRequest
     memory: memoryview | None
 

@@ -40,7 +40,7 @@ from ckptstore.state.optimizer_forms import ShapesByName, new_names, own_new_nam
 from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.renaming import Renamer, narrow, rename_tree
 from ckptstore.state.restore import bind
-from ckptstore.state.shared_memory import Place, overlapping, overwritten
+from ckptstore.state.shared_memory import LeafTarget, overlapping, overwritten
 from ckptstore.state.stateful import is_plain
 from ckptstore.state.suggested_names import renaming_hint
 from ckptstore.state.tensors import destination, wanted_dtype
@@ -353,7 +353,7 @@ class RestoreOperation:
             tree, leaf, self._commit, memory_budget_bytes=self._budget_bytes
         )
 
-    def _overwritten(self, places: Sequence[Place]) -> list[str]:
+    def _overwritten(self, places: Sequence[LeafTarget]) -> list[str]:
         """The leaves that do not fit because different contents would go to the same memory of the
         target. To compare them, reads leaves with possibly shared memory into separate memory."""
         trees = IdentityDict[Schema, Tree]()

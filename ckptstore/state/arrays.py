@@ -8,7 +8,7 @@ import torch
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.state.containers import (
     Joint,
-    Parts,
+    SplitObject,
     add_container,
     add_filled,
     add_node_type,
@@ -59,7 +59,7 @@ def _decode_scalar(description: Any, digits: str) -> Any:
     return np.ndarray((), _dtype(decode_value(description)), memory)[()]
 
 
-def _split_array(array: np.ndarray[Any, Any]) -> Parts:
+def _split_array(array: np.ndarray[Any, Any]) -> SplitObject:
     attrs = (("dtype", _encode_dtype(array.dtype)),)
     if (
         array.dtype.kind in _TENSOR_KINDS
@@ -72,11 +72,11 @@ def _split_array(array: np.ndarray[Any, Any]) -> Parts:
         shareable = array.flags.writeable and all(
             stride >= 0 and stride % array.itemsize == 0 for stride in array.strides
         )
-        return Parts(
+        return SplitObject(
             "numpy.ndarray", [torch.from_numpy(array if shareable else array.copy())], attrs=attrs
         )
     shape = (("shape", encode_value(array.shape)),)
-    return Parts("numpy.ndarray", [array.tobytes()], attrs=attrs + shape)
+    return SplitObject("numpy.ndarray", [array.tobytes()], attrs=attrs + shape)
 
 
 def _join_array(joint: Joint) -> np.ndarray[Any, Any]:
@@ -93,14 +93,14 @@ def _join_array(joint: Joint) -> np.ndarray[Any, Any]:
     return np.ndarray(joint.attrs["shape"], dtype, bytearray(child) or bytearray(1))
 
 
-def _split_numpy_generator(generator: np.random.Generator) -> Parts:
+def _split_numpy_generator(generator: np.random.Generator) -> SplitObject:
     name = type(generator.bit_generator).__name__
     if name not in _BIT_GENERATORS:
         raise InvalidInput(
             f"a numpy Generator on {name} cannot be stored; use one of {', '.join(_BIT_GENERATORS)}"
         )
     state = {**generator.bit_generator.state, "seed_sequence": _split_seeds(generator)}
-    return Parts("numpy.Generator", [state], attrs=(("bit_generator", name),))
+    return SplitObject("numpy.Generator", [state], attrs=(("bit_generator", name),))
 
 
 def _split_seeds(generator: np.random.Generator) -> dict[str, Any] | None:
@@ -162,7 +162,7 @@ def _add_numpy() -> None:
     )
     add_filled(
         np.random.RandomState,
-        lambda x: Parts("numpy.RandomState", [x.get_state(legacy=False)]),
+        lambda x: SplitObject("numpy.RandomState", [x.get_state(legacy=False)]),
         "numpy.RandomState",
         "wrapper",
         lambda joint: np.random.RandomState(),

@@ -19,7 +19,7 @@ from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors, values
 from ckptstore.state.containers import (
     Joint,
-    Parts,
+    SplitObject,
     add_filled,
     add_node_type,
     attribute,
@@ -43,7 +43,7 @@ _COMPRESSED = {
 }
 
 
-def split_tensor(tensor: torch.Tensor) -> Parts | torch.Tensor:
+def split_tensor(tensor: torch.Tensor) -> SplitObject | torch.Tensor:
     """What `tensor` is made of; a strided tensor that stands for it as it is; or `InvalidInput`
     saying why it cannot be stored."""
     if torch.is_inference_mode_enabled():
@@ -60,7 +60,9 @@ def split_tensor(tensor: torch.Tensor) -> Parts | torch.Tensor:
         is_marked = tensor.requires_grad and tensor.is_leaf
         marks = (("requires_grad", is_marked), *attributes)
         plain = tensor.detach()
-        return Parts("torch.Tensor", [plain], attrs=marks) if is_marked or attributes else plain
+        return (
+            SplitObject("torch.Tensor", [plain], attrs=marks) if is_marked or attributes else plain
+        )
     if tensor.is_nested:
         return _split_jagged(tensor) if tensor.layout == torch.jagged else _split_nested(tensor)
     if type(tensor) is not torch.Tensor:
@@ -78,7 +80,7 @@ MARK = re.compile("_is_param|.*_dynamo_.*|_specialize_on|_(sym_)?(sizes|strides)
 """Attributes that torch itself writes on tensors, for the code that runs now."""
 
 
-def split_distributed(tensor: Any, bare: Callable[[Any], torch.Tensor]) -> Parts | None:
+def split_distributed(tensor: Any, bare: Callable[[Any], torch.Tensor]) -> SplitObject | None:
     """A distributed tensor with attributes: these, around what `bare` makes of it, which has none.
     None if it has no attributes."""
     attributes = _attributes_of(tensor)
@@ -86,7 +88,7 @@ def split_distributed(tensor: Any, bare: Callable[[Any], torch.Tensor]) -> Parts
         return None
     is_marked = not is_sharded_tensor(tensor) and tensor.requires_grad and tensor.is_leaf
     marks = (("requires_grad", is_marked), *attributes)
-    return Parts("torch.Tensor", [bare(tensor)], attrs=marks)
+    return SplitObject("torch.Tensor", [bare(tensor)], attrs=marks)
 
 
 def _attributes_of(tensor: torch.Tensor) -> tuple[tuple[str, Any], ...]:
@@ -183,17 +185,17 @@ def _whole_shard(tensor: Any) -> torch.Tensor:
     return held.parts[0][1]
 
 
-def _record(type_: str, children: Mapping[str, Any], attrs: Mapping[str, Any]) -> Parts:
+def _record(type_: str, children: Mapping[str, Any], attrs: Mapping[str, Any]) -> SplitObject:
     encoded = tuple((name, attribute(value, name)) for name, value in attrs.items())
-    return Parts(type_, list(children.values()), list(children), encoded)
+    return SplitObject(type_, list(children.values()), list(children), encoded)
 
 
-def _split_parameter(parameter: torch.nn.Parameter) -> Parts:
+def _split_parameter(parameter: torch.nn.Parameter) -> SplitObject:
     attrs: tuple[tuple[str, Any], ...] = (("requires_grad", parameter.requires_grad),)
     if type(parameter) is not torch.nn.Parameter and torch.nn.Parameter in type(parameter).__mro__:
         attrs = (("class", class_name(type(parameter))), *attrs)
     attrs += _attributes_of(parameter)
-    return Parts("torch.Parameter", [parameter.detach()], attrs=attrs)
+    return SplitObject("torch.Parameter", [parameter.detach()], attrs=attrs)
 
 
 def _join_parameter(joint: Joint) -> torch.nn.Parameter:
@@ -207,7 +209,7 @@ def _join_parameter(joint: Joint) -> torch.nn.Parameter:
     return made
 
 
-def _split_coo(tensor: torch.Tensor) -> Parts:
+def _split_coo(tensor: torch.Tensor) -> SplitObject:
     return _record(
         "torch.sparse_coo",
         {"indices": tensor._indices(), "values": tensor._values()},
@@ -229,7 +231,7 @@ def _join_coo(joint: Joint) -> torch.Tensor:
         )
 
 
-def _split_compressed(tensor: torch.Tensor) -> Parts:
+def _split_compressed(tensor: torch.Tensor) -> SplitObject:
     indices = {name: getattr(tensor, name)() for name in _COMPRESSED[tensor.layout]}
     children = {**indices, "values": tensor.values()}
     return _record(str(tensor.layout), children, {"shape": list(tensor.shape)})
@@ -250,7 +252,7 @@ def _join_compressed(joint: Joint, layout: torch.layout) -> torch.Tensor:
         )
 
 
-def _split_quantized(tensor: torch.Tensor) -> Parts:
+def _split_quantized(tensor: torch.Tensor) -> SplitObject:
     children = {"integers": tensors.quantized_integers(tensor)}
     attrs = {"dtype": tensor.dtype, "shape": list(tensor.shape)}
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
@@ -292,7 +294,7 @@ def _join_quantized(joint: Joint) -> torch.Tensor:
     return made
 
 
-def _split_nested(tensor: Any) -> Parts:
+def _split_nested(tensor: Any) -> SplitObject:
     children = {
         "buffer": tensor.values(),
         "sizes": tensor._nested_tensor_size(),
@@ -325,7 +327,7 @@ def nested_of(
         return torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
 
 
-def _split_jagged(tensor: Any) -> Parts:
+def _split_jagged(tensor: Any) -> SplitObject:
     children = {"values": tensor.values(), "offsets": tensor.offsets()}
     if tensor.lengths() is not None:
         children["lengths"] = tensor.lengths()
@@ -360,7 +362,7 @@ def jagged_of(
         )
 
 
-def _split_subclass(tensor: Any) -> Parts:
+def _split_subclass(tensor: Any) -> SplitObject:
     cls = type(tensor)
     if not hasattr(tensor, "__tensor_flatten__"):
         return _split_thin_subclass(tensor)
@@ -380,7 +382,7 @@ def _join_subclass(joint: Joint) -> Any:
     return cls.__tensor_unflatten__(dict(joint.items()), joint.attrs["context"], shape, stride)
 
 
-def _split_thin_subclass(tensor: Any) -> Parts:
+def _split_thin_subclass(tensor: Any) -> SplitObject:
     """A subclass that adds methods to a tensor and no data."""
     cls = type(tensor)
     if _is_refused(tensor):
@@ -391,7 +393,7 @@ def _split_thin_subclass(tensor: Any) -> Parts:
         )
     plain = tensor.as_subclass(torch.Tensor)
     attrs = (("class", class_name(cls)), *_attributes_of(tensor))
-    return Parts("torch.thin_subclass", [plain], attrs=attrs)
+    return SplitObject("torch.thin_subclass", [plain], attrs=attrs)
 
 
 def _join_thin_subclass(joint: Joint) -> Any:
@@ -407,9 +409,9 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _split_generator(generator: torch.Generator) -> Parts:
+def _split_generator(generator: torch.Generator) -> SplitObject:
     device = attribute(generator.device, "device")
-    return Parts("torch.Generator", [generator.get_state()], attrs=(("device", device),))
+    return SplitObject("torch.Generator", [generator.get_state()], attrs=(("device", device),))
 
 
 def _add_tensors() -> None:

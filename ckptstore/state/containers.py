@@ -52,7 +52,7 @@ class Names(list[str]):
     """Ordered names. Ranks may each have a part of one such list."""
 
 
-class Parts(NamedTuple):
+class SplitObject(NamedTuple):
     """A split object. With `keys`, which are encoded, it is a mapping."""
 
     type: str
@@ -82,7 +82,7 @@ class Joint(NamedTuple):
 Form: TypeAlias = Literal["wrapper", "sequence", "mapping", "record"]
 """A node's children: one at the node's path, items, values by key, or values by string name."""
 
-Split: TypeAlias = Callable[[Any], Parts]
+Split: TypeAlias = Callable[[Any], SplitObject]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def _add_type(name: str, kind: NodeType) -> None:
     _TYPES[name] = kind
 
 
-def split(value: Any) -> Parts | None:
+def split(value: Any) -> SplitObject | None:
     """Split `value`, or return None if it is no container. Raises `InvalidInput` if unsupported."""
     cls = type(value)
     if cls in _SPLITS:
@@ -156,9 +156,9 @@ def split(value: Any) -> Parts | None:
         return parts._replace(attrs=parts.attrs + more) if more else parts
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         attrs = (("class", class_name(cls)), *attributes_of(value))
-        return Parts("namedtuple", list(value), list(cls._fields), attrs)
+        return SplitObject("namedtuple", list(value), list(cls._fields), attrs)
     if is_stateful(value):
-        return Parts("stateful", [state_of(value)])
+        return SplitObject("stateful", [state_of(value)])
     if dataclasses.is_dataclass(cls) and not _is_builtin(cls):
         return _split_dataclass(value)
     return None
@@ -217,7 +217,7 @@ def slots_of(cls: type) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _split_dataclass(value: Any) -> Parts:
+def _split_dataclass(value: Any) -> SplitObject:
     """The fields, then what the instance holds beside them."""
     cls = type(value)
     fields = [field.name for field in dataclasses.fields(cls)]
@@ -235,7 +235,7 @@ def _split_dataclass(value: Any) -> Parts:
     attrs: tuple[tuple[str, Any], ...] = (("class", class_name(cls)),)
     if beside:
         attrs += (("beside", attribute(beside, "a list of names")),)
-    return Parts("dataclass", children, [*names, *beside], attrs)
+    return SplitObject("dataclass", children, [*names, *beside], attrs)
 
 
 def _is_builtin(cls: type) -> bool:
@@ -365,12 +365,12 @@ def _type(name: str) -> NodeType:
     return _TYPES[name]
 
 
-def _split_mapping(value: Any) -> Parts:
+def _split_mapping(value: Any) -> SplitObject:
     keys = [key if type(key) is str and key.isascii() else values.encode_key(key) for key in value]
-    return Parts(type(value).__name__, list(value.values()), keys)
+    return SplitObject(type(value).__name__, list(value.values()), keys)
 
 
-def _split_ordered(value: OrderedDict[Any, Any]) -> Parts:
+def _split_ordered(value: OrderedDict[Any, Any]) -> SplitObject:
     metadata = getattr(value, "_metadata", None)
     attrs = (
         () if metadata is None else (("metadata", attribute(metadata, "state_dict()._metadata")),)
@@ -396,15 +396,15 @@ def _fill_ordered(target: dict[Any, Any], joint: Joint) -> None:
         vars(target).update(vars(_make_ordered(joint)))
 
 
-def _split_named(value: Named) -> Parts:
+def _split_named(value: Named) -> SplitObject:
     return _split_mapping(value)._replace(type=PARAMETERS)
 
 
-def _split_names(value: Names) -> Parts:
-    return Parts(NAMES, [], attrs=(("names", attribute(list(value), "a list of names")),))
+def _split_names(value: Names) -> SplitObject:
+    return SplitObject(NAMES, [], attrs=(("names", attribute(list(value), "a list of names")),))
 
 
-def _split_defaultdict(value: defaultdict[Any, Any]) -> Parts:
+def _split_defaultdict(value: defaultdict[Any, Any]) -> SplitObject:
     factory = value.default_factory
     if factory is not None and not isinstance(factory, type):
         raise InvalidInput(
@@ -422,8 +422,8 @@ def _make_defaultdict(joint: Joint) -> defaultdict[Any, Any]:
     return defaultdict(factory)
 
 
-def _split_deque(value: deque[Any]) -> Parts:
-    return Parts("deque", list(value), attrs=(("maxlen", value.maxlen),))
+def _split_deque(value: deque[Any]) -> SplitObject:
+    return SplitObject("deque", list(value), attrs=(("maxlen", value.maxlen),))
 
 
 def _join_namedtuple(joint: Joint) -> Any:
@@ -481,8 +481,8 @@ def _fill_deque(target: deque[Any], joint: Joint) -> None:
     target.extend(joint.children)
 
 
-def _split_bytesio(value: io.BytesIO) -> Parts:
-    return Parts("BytesIO", [value.getvalue()], attrs=(("position", value.tell()),))
+def _split_bytesio(value: io.BytesIO) -> SplitObject:
+    return SplitObject("BytesIO", [value.getvalue()], attrs=(("position", value.tell()),))
 
 
 def _fill_bytesio(target: io.BytesIO, joint: Joint) -> None:
@@ -510,7 +510,7 @@ def _add_containers() -> None:
     add_container(defaultdict, _split_defaultdict)
     add_container(Named, _split_named)
     add_container(Names, _split_names)
-    add_container(tuple, lambda value: Parts("tuple", value))
+    add_container(tuple, lambda value: SplitObject("tuple", value))
     makers: dict[str, Callable[[Joint], dict[Any, Any]]] = {
         "Counter": lambda joint: Counter(),
         "OrderedDict": _make_ordered,
@@ -525,7 +525,7 @@ def _add_containers() -> None:
     add_node_type(NAMES, "sequence", lambda joint: list(joint.attrs["names"]))
     add_filled(
         list,
-        lambda value: Parts("list", value),
+        lambda value: SplitObject("list", value),
         "list",
         "sequence",
         lambda joint: [],
@@ -549,7 +549,7 @@ def _add_wrappers() -> None:
     # Copied: a view would prevent its owner from resizing it during the commit.
     add_filled(
         bytearray,
-        lambda value: Parts("bytearray", [bytes(value)]),
+        lambda value: SplitObject("bytearray", [bytes(value)]),
         "bytearray",
         "wrapper",
         lambda joint: bytearray(),
@@ -557,7 +557,7 @@ def _add_wrappers() -> None:
     )
     add_filled(
         random.Random,
-        lambda value: Parts("Random", [value.getstate()]),
+        lambda value: SplitObject("Random", [value.getstate()]),
         "Random",
         "wrapper",
         lambda joint: random.Random(),

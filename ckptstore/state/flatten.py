@@ -22,7 +22,7 @@ from ckptstore.objects.schema import parts_of
 from ckptstore.state import tensors
 from ckptstore.state.codecs import containers, values
 from ckptstore.state.composites import split_distributed, split_tensor
-from ckptstore.state.containers import Parts
+from ckptstore.state.containers import SplitObject
 from ckptstore.state.inflate import pickled
 from ckptstore.state.leaf_sources import (
     ITSELF,
@@ -160,7 +160,7 @@ class _Walk:
             raise
         return self._container(value, found, below, path)
 
-    def _leaf_or_parts(self, value: Any, path: str) -> int | Parts:
+    def _leaf_or_parts(self, value: Any, path: str) -> int | SplitObject:
         if self._ranks and isinstance(value, torch.Tensor) and is_distributed(value):
             return split_distributed(value, without_attributes) or self._distributed(value, path)
         if type(value) is bytes:
@@ -173,28 +173,30 @@ class _Walk:
             return self._leaf(path, "value", BytesSource(values.encode_leaf(encoded)))
         return containers.split(value) or self._pickle(value)
 
-    def _split(self, value: Any, path: str) -> Parts | None:
+    def _split(self, value: Any, path: str) -> SplitObject | None:
         """The parts of what is neither a value nor a container that a target fills: the caller's
         types, tensors, wrapped modules."""
         known = registered(type(value))
         if known:
-            return Parts("registered", [known.content_of(value)], attrs=(("name", known.name),))
+            return SplitObject(
+                "registered", [known.content_of(value)], attrs=(("name", known.name),)
+            )
         if isinstance(value, torch.nn.Module):
-            return Parts("stateful", [state_of(value)])
+            return SplitObject("stateful", [state_of(value)])
         if isinstance(value, Optimizer):
-            return Parts("stateful", [self._state_of_optimizer(value, path)])
+            return SplitObject("stateful", [self._state_of_optimizer(value, path)])
         if isinstance(value, torch.Tensor):
             parts = split_tensor(value)
-            return parts if isinstance(parts, Parts) else Parts(ITSELF, [parts])
+            return parts if isinstance(parts, SplitObject) else SplitObject(ITSELF, [parts])
         return None
 
     def _state_of_optimizer(self, optimizer: Optimizer, path: str) -> Any:
         tell_of_unknown_classes(optimizer, path, self._app_state)
         return named_state(optimizer, self._names, ranks=self._ranks)
 
-    def _pickle(self, value: Any) -> Parts:
+    def _pickle(self, value: Any) -> SplitObject:
         if self._allow_pickle:
-            return Parts("pickle", [pickled(value)])
+            return SplitObject("pickle", [pickled(value)])
         if isinstance(value, set | frozenset):
             raise InvalidInput(
                 "a set whose items are not plain values has no order to restore; use a list, or a "
@@ -213,7 +215,7 @@ class _Walk:
         )
 
     def _container(
-        self, value: Any, parts: Parts, below: Iterable[Row[Any]], path: str
+        self, value: Any, parts: SplitObject, below: Iterable[Row[Any]], path: str
     ) -> Node | int:
         for other, place in self._open:
             if other is value:

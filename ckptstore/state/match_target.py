@@ -19,13 +19,13 @@ from ckptstore.errors import InvalidInput
 from ckptstore.state import tensors
 from ckptstore.state.codecs import values
 from ckptstore.state.composites import split_tensor
-from ckptstore.state.containers import Parts
+from ckptstore.state.containers import SplitObject
 from ckptstore.state.inflate import convertible
 from ckptstore.state.leaf_sources import ATTRIBUTES
 from ckptstore.state.optimizer_fit import Renames, ShapeOf
 from ckptstore.state.optimizers import ParameterNames
 from ckptstore.state.shards import Held, held_of, is_distributed, shape_of, with_local
-from ckptstore.state.shared_memory import Place
+from ckptstore.state.shared_memory import LeafTarget
 from ckptstore.state.stateful import parameters_of
 from ckptstore.state.tensors import Destination, destination
 
@@ -99,7 +99,7 @@ class Matching:
     left: set[int] = field(default_factory=set)
     held: IdentityDict[Any, tuple[str, Callable[[], object]]] = field(default_factory=IdentityDict)
     claims: dict[int, Claim] = field(default_factory=dict)
-    places: list[Place] = field(default_factory=list)
+    places: list[LeafTarget] = field(default_factory=list)
 
     def stepped_without_weights(
         self, app_state: Mapping[str, Any], keys: Iterable[str]
@@ -241,12 +241,12 @@ class TensorMatch:
             self._pair_distributed(node, target)
             return
         parts = parts_of(target)
-        if isinstance(parts, Parts) and parts.type in _MARKS:
+        if isinstance(parts, SplitObject) and parts.type in _MARKS:
             self.pair(node, parts.children[0], path, report=report)
             self.keep(node, target)
         elif isinstance(node, int) and isinstance(parts, torch.Tensor):
             self._pair_strided(node, parts, target, report)
-        elif not isinstance(node, int) and isinstance(parts, Parts):
+        elif not isinstance(node, int) and isinstance(parts, SplitObject):
             self._pair_composite(node, parts, target, report)
         elif parts is not None:
             raise _Differs
@@ -282,7 +282,7 @@ class TensorMatch:
         address = strided.data_ptr()
         is_first = self._claim(mine, address, landing, target)
         if address and (is_first or (report and not self.direct[leaf])):
-            self._taken.append(Place(self.schema, leaf, strided))
+            self._taken.append(LeafTarget(self.schema, leaf, strided))
 
     def hold(self, node: Node | int, target: Any, path: str) -> None:
         """Record what does not fit since the target holds an object, which is filled in place,
@@ -315,7 +315,9 @@ class TensorMatch:
         self.objects[mine.leaf], self.direct[mine.leaf] = target, True
         return first is mine
 
-    def _pair_composite(self, node: Node, parts: Parts, target: torch.Tensor, report: bool) -> None:
+    def _pair_composite(
+        self, node: Node, parts: SplitObject, target: torch.Tensor, report: bool
+    ) -> None:
         if parts.type != node.type or is_other(self.schema, node, parts):
             raise _Differs
         places = list(self._places(node, parts))
@@ -325,7 +327,7 @@ class TensorMatch:
             self._pair_strided(leaf, component, component, report)
         self.keep(node, target)
 
-    def _places(self, node: Node, parts: Parts) -> Iterator[tuple[int, torch.Tensor] | None]:
+    def _places(self, node: Node, parts: SplitObject) -> Iterator[tuple[int, torch.Tensor] | None]:
         """Where each leaf of a composite tensor can be restored in place; None for what cannot."""
         if (parts.type, *(parts.keys or ())) != (node.type, *(node.keys or ())) or (
             _form(parts.attrs) != _form(node.attrs)
@@ -336,7 +338,7 @@ class TensorMatch:
         for key, child in node.items():
             inner = parts_of(there[key])
             if isinstance(child, Node):
-                yield from self._places(child, inner) if isinstance(inner, Parts) else (None,)
+                yield from self._places(child, inner) if isinstance(inner, SplitObject) else (None,)
             elif (
                 isinstance(inner, torch.Tensor)
                 and self._is_like(child, inner.shape, inner.dtype)
@@ -374,7 +376,7 @@ def _are_one(first: Claim, mine: Claim) -> bool:
     return here is not None and there == here
 
 
-def parts_of(target: torch.Tensor) -> Parts | torch.Tensor | None:
+def parts_of(target: torch.Tensor) -> SplitObject | torch.Tensor | None:
     """The components of a tensor, or the strided tensor equal to it; None for a lazy parameter.
 
     Raises `InvalidInput` for an unsupported tensor.
@@ -402,7 +404,7 @@ def describe_node(schema: Schema, node: Node | int) -> str:
     return f"{node.type}{shape} of {inner}"
 
 
-def is_other(schema: Schema, node: Node, parts: Parts) -> bool:
+def is_other(schema: Schema, node: Node, parts: SplitObject) -> bool:
     """Whether shape, dtype or class differ, which a restore must not change silently."""
     there, here = dict(node.attrs), dict(parts.attrs)
     if any(there.get(name) != here.get(name) for name in ("shape", "dtype", "class")):

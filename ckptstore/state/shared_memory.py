@@ -28,7 +28,7 @@ class HasTensor(Protocol):
 P = TypeVar("P", bound=HasTensor)
 
 
-class Place(NamedTuple):
+class LeafTarget(NamedTuple):
     """A leaf and the strided tensor of a target that its bytes go to."""
 
     schema: Schema
@@ -77,7 +77,7 @@ def is_shared(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(other.any())
 
 
-def overwritten(group: Sequence[tuple[Place, torch.Tensor]]) -> list[Place]:
+def overwritten(group: Sequence[tuple[LeafTarget, torch.Tensor]]) -> list[LeafTarget]:
     """The places that would not have their content, a contiguous tensor on the CPU, after all
     contents were written to memory that is shared as that of the places is."""
     spans = [_span(place.tensor) for place, _ in group]

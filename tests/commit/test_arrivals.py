@@ -14,7 +14,7 @@ import ckptstore
 from ckptstore import Async, Unavailable
 from ckptstore.commit import async_commit as copies
 from ckptstore.commit.async_commit import PendingWatch
-from ckptstore.commit.plan import Run
+from ckptstore.commit.plan import ChunkRun
 from ckptstore.state import staging
 from ckptstore.state.staging import PIECE_BYTES
 from ckptstore.state.staging_buffers import Copy, CopyProgress
@@ -88,7 +88,7 @@ def test_each_piece_is_written_before_the_next_one_arrives(
 ) -> None:
     written, copied, changed = set[int](), list[int](), threading.Condition()
 
-    def worked(self: PendingWatch, batch: Sequence[Run]) -> None:
+    def worked(self: PendingWatch, batch: Sequence[ChunkRun]) -> None:
         with changed:
             written.update(run.cuts[0] // PIECE_BYTES for run in batch)
             changed.notify_all()

@@ -8,7 +8,7 @@ from ckptstore.core.tiling import tile
 from ckptstore.distributed.assemble import Assembler, Decided, Written
 from ckptstore.distributed.framing import numbered
 from ckptstore.distributed.merge import RankTree, merge
-from ckptstore.distributed.plan import HeldBox, Job, Place, RanksPlan, Target, Tiled, plan_ranks
+from ckptstore.distributed.plan import HeldBox, Job, RankBox, RanksPlan, Target, Tiled, plan_ranks
 from ckptstore.errors import Conflict, Corrupt
 from ckptstore.state.leaf_sources import Holding, Mesh
 
@@ -18,10 +18,10 @@ LEAF = Target(0, 0)
 def two_ranks() -> RanksPlan:
     """A leaf of two chunks, of which two ranks write one each."""
     boxes = (Box((0,), (8,)), Box((8,), (8,)))
-    held = tuple(HeldBox(box, (Place(rank, 0, rank),)) for rank, box in enumerate(boxes))
+    held = tuple(HeldBox(box, (RankBox(rank, 0, rank),)) for rank, box in enumerate(boxes))
     plan = RanksPlan([])
     plan.tile(LEAF, Tiled(held, tile((16,), 4, 32, boxes), 64))
-    plan.jobs += [Job(LEAF, Place(rank, 0, rank), 0, 1, rank) for rank in (0, 1)]
+    plan.jobs += [Job(LEAF, RankBox(rank, 0, rank), 0, 1, rank) for rank in (0, 1)]
     assert plan.chunks == 2
     return plan
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.distributed.collective import Collective, Part
+from ckptstore.distributed.collective import Collective, RankBytes
 from ckptstore.restore.restore import RestoreReport
 from ckptstore.storage.local import LocalStorage
 from tests.distributed.layouts import (
@@ -119,7 +119,9 @@ def restore_lean(rank: int, path: Path) -> tuple[int, RestoreReport]:
     largest = 0
     exchange = Collective.exchange
 
-    def watched(self: Collective, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
+    def watched(
+        self: Collective, outgoing: Sequence[RankBytes], incoming: Sequence[RankBytes]
+    ) -> None:
         nonlocal largest
         largest = max(largest, sum(len(part.memory) for part in incoming))
         exchange(self, outgoing, incoming)
@@ -210,8 +212,10 @@ def test_a_chunk_that_one_rank_cannot_read_fails_on_all_and_resume_takes_the_com
 def restore_while_bytes_flip(rank: int, path: Path) -> tuple[int, RestoreReport]:
     exchange = Collective.exchange
 
-    def flipping(self: Collective, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
-        spoilt = [Part(part.rank, memoryview(bytearray(part.memory))) for part in outgoing]
+    def flipping(
+        self: Collective, outgoing: Sequence[RankBytes], incoming: Sequence[RankBytes]
+    ) -> None:
+        spoilt = [RankBytes(part.rank, memoryview(bytearray(part.memory))) for part in outgoing]
         for part in spoilt:
             part.memory[0] ^= 1
         exchange(self, spoilt if rank == 1 else outgoing, incoming)

@@ -9,7 +9,7 @@ import torch
 
 import ckptstore
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.parts import Part, PartsWritten
+from ckptstore.commit.parts import GivenPart, PartsWritten
 from ckptstore.commit.plan import extent_of
 from ckptstore.commit.transaction import TreeContent
 from ckptstore.core.ids import CommitId, SessionId
@@ -74,7 +74,7 @@ def test_commits_whose_parts_are_written_before_either_is_published_are_both_who
         assert not store.fsck("data").findings
 
 
-class Interrupting(Part):
+class Interrupting(GivenPart):
     """A part while whose write is prepared another is written."""
 
     interrupt: Callable[[], object]
@@ -118,7 +118,7 @@ def _write(
     store: ckptstore.Store, session: SessionId, rank: int, value: float, elements: int = 300_000
 ) -> tuple[FlatState, PartsWritten]:
     flat = flatten({"model": {"weight": torch.full((elements,), value)}})["model"]
-    part = Part(extent_of(flat, 0), flat.leaves[0], flat.leaves[0].nbytes)
+    part = GivenPart(extent_of(flat, 0), flat.leaves[0], flat.leaves[0].nbytes)
     return flat, internals_of(store).parts_committer.write(session, rank, [part])
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ckptstore.core.ids import CHECKSUM_BYTES
-from ckptstore.distributed.collective import Part
+from ckptstore.distributed.collective import RankBytes
 from ckptstore.distributed.rank_worker import LeafRef, Message, RankTask, RankWorker, Window
 from ckptstore.errors import Corrupt
 from ckptstore.state.leaf_sources import BytesSource
@@ -27,7 +27,7 @@ class Delivering:
     def __init__(self, sent: memoryview) -> None:
         self._sent = sent
 
-    def exchange(self, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
+    def exchange(self, outgoing: Sequence[RankBytes], incoming: Sequence[RankBytes]) -> None:
         (part,) = incoming
         part.memory[:] = self._sent
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ckptstore.distributed.collective import Collective, Part
+from ckptstore.distributed.collective import Collective, RankBytes
 from ckptstore.distributed.sockets import Invitation, Listener, transfer_of
 from ckptstore.errors import Unavailable
 
@@ -67,11 +67,11 @@ def test_ranks_connect_and_exchange_more_than_a_socket_buffers() -> None:
     def work(rank: int) -> bytes:
         peers = company.peers(rank)
         others = [other for other in range(SIZE) if other != rank]
-        incoming = [Part(other, memoryview(bytearray(LARGE))) for other in others]
+        incoming = [RankBytes(other, memoryview(bytearray(LARGE))) for other in others]
         for number in range(2):
             peers.exchange(
                 [
-                    Part(other, memoryview(bytes([rank, other, number, 7]) * (LARGE // 4)))
+                    RankBytes(other, memoryview(bytes([rank, other, number, 7]) * (LARGE // 4)))
                     for other in others
                 ],
                 incoming,

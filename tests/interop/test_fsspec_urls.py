@@ -14,7 +14,7 @@ import ckptstore
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.fsspec import (
     CheckpointFileSystem,
-    Place,
+    CommitUrl,
     open_url,
     parse_url,
     pinned,
@@ -36,19 +36,19 @@ def fs() -> CheckpointFileSystem:
 @pytest.mark.parametrize(
     ("url", "place"),
     [
-        ("ckptstore:///a/b@latest/x/y", Place("/a/b", "latest", "x/y")),
-        ("ckptstore:///a/b@run@100~2", Place("/a/b", "run@100~2", "")),
-        ("ckptstore:///a%40b/c@best:loss:max/x@y", Place("/a@b/c", "best:loss:max", "x@y")),
-        ("ckptstore:///a@team%2Fgood/100%.json", Place("/a", "team/good", "100%.json")),
-        ("ckptstore://s3://bucket/run@8f3a1c/m", Place("s3://bucket/run", "8f3a1c", "m")),
-        ("ckptstore://s3:/bucket/run@8f3a1c/m", Place("s3://bucket/run", "8f3a1c", "m")),
-        ("ckptstore://file:///a/b@1", Place("/a/b", "1", "")),
-        ("ckptstore://a/../b@1/f", Place(os.path.abspath("b"), "1", "f")),
-        ("ckptstore:/a/b@1/f", Place("/a/b", "1", "f")),
-        ("/a/b@1/f", Place("/a/b", "1", "f")),
+        ("ckptstore:///a/b@latest/x/y", CommitUrl("/a/b", "latest", "x/y")),
+        ("ckptstore:///a/b@run@100~2", CommitUrl("/a/b", "run@100~2", "")),
+        ("ckptstore:///a%40b/c@best:loss:max/x@y", CommitUrl("/a@b/c", "best:loss:max", "x@y")),
+        ("ckptstore:///a@team%2Fgood/100%.json", CommitUrl("/a", "team/good", "100%.json")),
+        ("ckptstore://s3://bucket/run@8f3a1c/m", CommitUrl("s3://bucket/run", "8f3a1c", "m")),
+        ("ckptstore://s3:/bucket/run@8f3a1c/m", CommitUrl("s3://bucket/run", "8f3a1c", "m")),
+        ("ckptstore://file:///a/b@1", CommitUrl("/a/b", "1", "")),
+        ("ckptstore://a/../b@1/f", CommitUrl(os.path.abspath("b"), "1", "f")),
+        ("ckptstore:/a/b@1/f", CommitUrl("/a/b", "1", "f")),
+        ("/a/b@1/f", CommitUrl("/a/b", "1", "f")),
     ],
 )
-def test_a_url_has_one_meaning(url: str, place: Place) -> None:
+def test_a_url_has_one_meaning(url: str, place: CommitUrl) -> None:
     assert parse_url(url) == place
     stripped = CheckpointFileSystem._strip_protocol(url)
     assert CheckpointFileSystem._strip_protocol(stripped) == stripped
@@ -68,7 +68,7 @@ def test_odd_names_come_back_in_urls(tmp_path: Path) -> None:
     with ckptstore.open(place) as store:
         snapshot = store.commit({"a/b%": {"w": torch.ones(3)}}, tag="team/x+y")
         url = url_of(snapshot, "a%2Fb%25.safetensors")
-        assert parse_url(url) == Place(str(place), snapshot.id, "a%2Fb%25.safetensors")
+        assert parse_url(url) == CommitUrl(str(place), snapshot.id, "a%2Fb%25.safetensors")
         with fsspec.open(url) as file:
             assert torch.equal(load(file.read())["w"], torch.ones(3))
         base = url.partition("@")[0]

@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckptstore.errors import InvalidInput
 from ckptstore.state.composites import split_tensor
-from ckptstore.state.containers import Parts
+from ckptstore.state.containers import SplitObject
 from ckptstore.state.values import register_class
 from tests.state.carrying import carry, tensor_bytes
 from tests.state.describing import describe
@@ -85,7 +85,7 @@ register_class(TwoTensor)
 def parts_of(tensor: torch.Tensor) -> Any:
     """All that a tensor is, as something that compares by its bytes."""
     parts = split_tensor(tensor)
-    if isinstance(parts, Parts):
+    if isinstance(parts, SplitObject):
         return (
             parts.type,
             parts.keys,
@@ -131,7 +131,7 @@ def test_a_composite_tensor_that_stands_twice_comes_back_tied(name: str) -> None
 
 def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     parts = split_tensor(tensor)
-    if not isinstance(parts, Parts):
+    if not isinstance(parts, SplitObject):
         return [parts]
     # Only values are cleared: what says where they are is part of what must agree.
     children = [

@@ -33,7 +33,7 @@ from ckptstore.foreign.inert_pickles import load_inert
 from ckptstore.foreign.kinds import check_comes_back
 from ckptstore.foreign.loaded import (
     DCP_METADATA,
-    Piece,
+    FileBytes,
     Shelf,
     dtype_from,
     foreign_metadata,
@@ -255,9 +255,9 @@ def _read_directory(root: Path, allow_pickle: bool) -> tuple[dict[str, Keys], li
         ]
 
 
-def _pieces(root: Path, found: Any) -> dict[str, list[tuple[Shape | None, Piece]]]:
+def _pieces(root: Path, found: Any) -> dict[str, list[tuple[Shape | None, FileBytes]]]:
     """The stored pieces of each item, with the offsets that tensors have."""
-    pieces: dict[str, list[tuple[Shape | None, Piece]]] = {}
+    pieces: dict[str, list[tuple[Shape | None, FileBytes]]] = {}
     for index, info in found.storage_data.items():
         if getattr(info, "transform_descriptors", None):
             raise InvalidInput(
@@ -275,7 +275,7 @@ def _item(
     where: str,
     name: str,
     item: Any,
-    pieces: list[tuple[Shape | None, Piece]],
+    pieces: list[tuple[Shape | None, FileBytes]],
     shelf: Shelf,
     allow_pickle: bool,
 ) -> Resolved:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.parts import Part
+from ckptstore.commit.parts import GivenPart
 from ckptstore.commit.plan import Extent
 from ckptstore.commit.transaction import TreeContent
 from ckptstore.core import geometry
@@ -127,20 +127,20 @@ def read_message(rank: int, message: object) -> RankItems:
     return RankItems(parse_session_id(session), receipt, stored)
 
 
-def _parts(item: Item, sources: Sequence[Source], alone: bool) -> Iterator[Part]:
+def _parts(item: Item, sources: Sequence[Source], alone: bool) -> Iterator[GivenPart]:
     """One part for each leaf with bytes of its own."""
     schema = item.schema
     for i, source in enumerate(sources):
         if source is NOTHING:
             continue
         if schema.kinds[i] != "tensor" or not source.nbytes:
-            yield Part(Extent((source.nbytes,), 1, source.nbytes, ""), source, source.nbytes)
+            yield GivenPart(Extent((source.nbytes,), 1, source.nbytes, ""), source, source.nbytes)
             continue
         dtype, shape, box = schema.dtypes[i], schema.shapes[i], None
         if item.box and not alone and shape != item.shape:
             shape, box = item.shape, item.box
         extent = Extent(shape, geometry.width_of(dtype), source.nbytes, dtype, box)
-        yield Part(extent, source, geometry.nbytes_of(dtype, shape))
+        yield GivenPart(extent, source, geometry.nbytes_of(dtype, shape))
 
 
 def publish_items(

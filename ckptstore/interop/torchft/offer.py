@@ -42,7 +42,7 @@ from ckptstore.plugin.tensors import (
 from ckptstore.plugin.text import bytes_text
 from ckptstore.plugin.values import flatten
 from ckptstore.plugin.work import ThreadPool
-from ckptstore.plugin.writing import Extent, GcPin, Run, plan_chunks
+from ckptstore.plugin.writing import ChunkRun, Extent, GcPin, plan_chunks
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ SAMPLE_BATCHES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ServedExtent:
     """The bytes of a leaf, or of one box of it, that are cut into the chunks `first:stop` of the
     state.
     """
@@ -78,17 +78,17 @@ class CutState:
     """
 
     flat: FlatState
-    parts: tuple[Part, ...]
-    batches: tuple[tuple[Run, ...], ...]
+    parts: tuple[ServedExtent, ...]
+    batches: tuple[tuple[ChunkRun, ...], ...]
     count: int
 
-    def chunks(self, run: Run) -> Iterator[tuple[int, int, int]]:
+    def chunks(self, run: ChunkRun) -> Iterator[tuple[int, int, int]]:
         """The chunks of a run: number in the state, first and last byte in the part."""
         first = self.parts[run.part.leaf].first + run.first
         for i, (start, stop) in enumerate(itertools.pairwise(run.cuts)):
             yield first + i, start, stop
 
-    def read(self, run: Run) -> Iterator[tuple[int, int, int, memoryview]]:
+    def read(self, run: ChunkRun) -> Iterator[tuple[int, int, int, memoryview]]:
         """The chunks of a run with their bytes, without a copy where possible."""
         memory = memory_of(self.parts[run.part.leaf].source, run.cuts[0], run.cuts[-1])
         for number, start, stop in self.chunks(run):
@@ -150,7 +150,7 @@ class Stored:
         """
         ids = dict[bytes, ChunkId]()
 
-        def look(batch: Sequence[Run]) -> None:
+        def look(batch: Sequence[ChunkRun]) -> None:
             for number, _, _, data in itertools.chain.from_iterable(map(cut.read, batch)):
                 name = names[number] = name_of(data)
                 if chunk := self._committed.get(checksum_of(name)):
@@ -187,16 +187,16 @@ class Stored:
             yield from out
 
 
-def _parts(flat: FlatState) -> Iterator[Part]:
+def _parts(flat: FlatState) -> Iterator[ServedExtent]:
     for leaf, (source, shape) in enumerate(zip(flat.leaves, flat.schema.shapes, strict=True)):
         if flat.schema.aliases[leaf] >= 0:
             continue
         if leaf in flat.held:
             for box, part in flat.held[leaf].parts:
-                yield Part(leaf, part, Extent(shape, part.width, part.nbytes, "", box))
+                yield ServedExtent(leaf, part, Extent(shape, part.width, part.nbytes, "", box))
         elif source.nbytes > INLINE_BYTES:
             whole = shape if flat.schema.kinds[leaf] == "tensor" else (source.nbytes,)
-            yield Part(leaf, source, Extent(whole, source.width, source.nbytes, ""))
+            yield ServedExtent(leaf, source, Extent(whole, source.width, source.nbytes, ""))
 
 
 def flatten_state(state: Any) -> FlatState:
@@ -264,7 +264,7 @@ def make_offer(
             nbytes = sum(part.source.nbytes for part in cut.parts)
             stored.find(cut, names, threads, thorough=nbytes > pool.budget_bytes)
 
-        def missing(batch: Sequence[Run]) -> Iterator[tuple[Source, int, int, int]]:
+        def missing(batch: Sequence[ChunkRun]) -> Iterator[tuple[Source, int, int, int]]:
             """The chunks of a batch that the store lacks: source, number, first and last byte."""
             for run in batch:
                 for number, start, stop in cut.chunks(run):
@@ -277,7 +277,7 @@ def make_offer(
             buffer = _take_room(nbytes, pool, taken)
             prepare((part.source for part in cut.parts), buffer)
 
-            def copy(place: tuple[int, Sequence[Run]]) -> None:
+            def copy(place: tuple[int, Sequence[ChunkRun]]) -> None:
                 offset, batch = place
                 for source, number, start, stop in missing(batch):
                     pieces = _copied(source, start, stop, buffer, offset)

@@ -25,7 +25,7 @@ from ckptstore.plugin.tensors import Destination as TensorDestination
 from ckptstore.plugin.tensors import TensorSource, tensors
 from ckptstore.plugin.values import containers, inflate, refuse_pickles
 from ckptstore.plugin.work import ThreadPool, uncollected
-from ckptstore.plugin.writing import Run
+from ckptstore.plugin.writing import ChunkRun
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -123,7 +123,7 @@ class Transfer:
             return
         cut = cut_state(self.live, chunk_bytes)
 
-        def task(batch: Sequence[Run]) -> None:
+        def task(batch: Sequence[ChunkRun]) -> None:
             self.deadline.left()
             for run in batch:
                 source = cut.parts[run.part.leaf].source

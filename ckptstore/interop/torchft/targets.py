@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.interop.torchft.wire import MeshName, Placed
+from ckptstore.interop.torchft.wire import MeshName, MeshPlacement
 from ckptstore.plugin.leaves import FlatState
 from ckptstore.plugin.model import Box, Shape
 from ckptstore.plugin.reading import Destination, Memory, Tree
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _SHARD = re.compile(r"S\((\d{1,3})\)|_S\((\d{1,3}), (\d{1,6})\)")
 
 
-Like: TypeAlias = tuple[str, torch.dtype, Shape, Placed | None]
+Like: TypeAlias = tuple[str, torch.dtype, Shape, MeshPlacement | None]
 """Path, dtype, shape and placement, by which a live tensor and a leaf must agree."""
 
 
@@ -48,7 +48,7 @@ class Target:
     live: bool = False
 
 
-def check_claims(tree: Tree, wanted: Mapping[int, Placed], max_bytes: int) -> None:
+def check_claims(tree: Tree, wanted: Mapping[int, MeshPlacement], max_bytes: int) -> None:
     """Raise `Corrupt` for contradictory leaves, `InvalidInput` for a state that is too large."""
     total = 0
     for i in range(len(tree.schema)):
@@ -69,7 +69,10 @@ def check_claims(tree: Tree, wanted: Mapping[int, Placed], max_bytes: int) -> No
 
 
 def make_targets(
-    tree: Tree, wanted: Mapping[int, Placed], live: FlatState | None, meshes: "Iterable[DeviceMesh]"
+    tree: Tree,
+    wanted: Mapping[int, MeshPlacement],
+    live: FlatState | None,
+    meshes: "Iterable[DeviceMesh]",
 ) -> list[Target]:
     """A target for every leaf of a tree that passed `check_claims`; in tensors of `live` where they
     fit.
@@ -80,7 +83,11 @@ def make_targets(
 
 
 def _target(
-    tree: Tree, i: int, wanted: Placed | None, there: Mapping[Like, Any], meshes: "list[DeviceMesh]"
+    tree: Tree,
+    i: int,
+    wanted: MeshPlacement | None,
+    there: Mapping[Like, Any],
+    meshes: "list[DeviceMesh]",
 ) -> Target:
     schema, content, path = tree.schema, tree.content(i), tree.schema.paths[i]
     if schema.aliases[i] >= 0:
@@ -173,11 +180,11 @@ def _overlapping(some: list[torch.Tensor]) -> set[int]:
     return shared
 
 
-def placed_leaves(flat: FlatState) -> dict[int, Placed]:
+def placed_leaves(flat: FlatState) -> dict[int, MeshPlacement]:
     """The placement of each DTensor of a state. Raises `InvalidInput` for a ShardedTensor, which
     has no mesh.
     """
-    found: dict[int, Placed] = {}
+    found: dict[int, MeshPlacement] = {}
     for leaf, held in flat.held.items():
         if flat.schema.aliases[leaf] >= 0:
             continue
@@ -191,9 +198,9 @@ def placed_leaves(flat: FlatState) -> dict[int, Placed]:
     return found
 
 
-def placed(tensor: "DTensor") -> Placed:
+def placed(tensor: "DTensor") -> MeshPlacement:
     mesh = tensor.device_mesh
-    return Placed(
+    return MeshPlacement(
         mesh_name(mesh),
         tuple(map(str, tensor.placements)),
         tuple(tensor.stride()),
@@ -210,7 +217,11 @@ def mesh_name(mesh: "DeviceMesh") -> MeshName:
 
 
 def attach(
-    path: str, shape: Shape, dtype: torch.dtype, wanted: Placed, meshes: "Iterable[DeviceMesh]"
+    path: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    wanted: MeshPlacement,
+    meshes: "Iterable[DeviceMesh]",
 ) -> "DTensor":
     """A DTensor of any bytes, placed as `wanted` on one of this process's `meshes`, or on a mesh
     without process groups.
@@ -235,7 +246,7 @@ def attach(
         ) from error
 
 
-def _without_groups(path: str, wanted: Placed) -> "DeviceMesh":
+def _without_groups(path: str, wanted: MeshPlacement) -> "DeviceMesh":
     """A mesh of these ranks and names. Collectives over it fail, since creating groups needs all of
     its ranks.
     """

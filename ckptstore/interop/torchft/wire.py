@@ -99,7 +99,7 @@ class MeshName:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class MeshPlacement:
     """The placement of a DTensor leaf on a mesh; the leaf's shape is that of the whole tensor.
 
     `device` is the sender's device type; a receiver's mesh may have another.
@@ -120,7 +120,7 @@ class Description:
     step: int
     chunk_bytes: int
     metadata: tuple[Sized, ...]
-    placed: Mapping[int, Placed]
+    placed: Mapping[int, MeshPlacement]
 
 
 def path_of(kind: str, step: int) -> str:
@@ -210,7 +210,7 @@ def decode_description(data: bytes) -> Description:
 def _description(said: _Described) -> Description:
     meshes = [MeshName(*mesh) for mesh in said.meshes]
     placed = {
-        leaf: Placed(meshes[mesh], placements, stride, device)
+        leaf: MeshPlacement(meshes[mesh], placements, stride, device)
         for leaf, mesh, placements, stride, device in said.placed
     }
     metadata = tuple((bytes.fromhex(chunk), nbytes) for chunk, nbytes in said.metadata)

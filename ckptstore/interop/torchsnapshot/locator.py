@@ -47,7 +47,7 @@ _TAG_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SnapshotRef:
     """A snapshot's store, a path or a URL; its tag; and the path of its pointer file, None in a
     bucket.
     """
@@ -57,7 +57,7 @@ class Place:
     pointer: str | None
 
 
-def place_to_take(path: str, storage_options: Mapping[str, Any] | None = None) -> Place:
+def place_to_take(path: str, storage_options: Mapping[str, Any] | None = None) -> SnapshotRef:
     """The place for a new snapshot at this path. Its parent directory is created; the store and the
     pointer are not.
 
@@ -80,7 +80,7 @@ def place_to_take(path: str, storage_options: Mapping[str, Any] | None = None) -
     if (store := _store_above(local)) is None:
         store = _new_store(local)
         pointer = _pointer(local)  # a new store may be inside the path, which is then a directory
-    return Place(str(store), tag_of(_name(local, store)), str(pointer))
+    return SnapshotRef(str(store), tag_of(_name(local, store)), str(pointer))
 
 
 def find_snapshot(
@@ -233,7 +233,7 @@ def _name(local: Path, store: Path) -> str:
     return name.as_posix()
 
 
-def _in_bucket(path: str, storage_options: Mapping[str, Any] | None) -> Place:
+def _in_bucket(path: str, storage_options: Mapping[str, Any] | None) -> SnapshotRef:
     parts = path.rstrip("/").split("/")
     if len(parts) < 5 or not all(parts[3:]):
         raise InvalidInput(
@@ -245,8 +245,8 @@ def _in_bucket(path: str, storage_options: Mapping[str, Any] | None) -> Place:
             open_storage(store, read_only=True, storage_options=dict(storage_options or {}) or None)
         ) as storage:
             if storage.size(CONFIG_KEY) is not None:
-                return Place(store, tag_of(name), None)
-    return Place("/".join(parts[:-1]), tag_of(parts[-1]), None)
+                return SnapshotRef(store, tag_of(name), None)
+    return SnapshotRef("/".join(parts[:-1]), tag_of(parts[-1]), None)
 
 
 def _above(parts: list[str]) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchsnapshot import knobs
 from ckptstore.interop.torchsnapshot.reading import Index, Item, keys_of, primitive
-from ckptstore.plugin.encoding import Layout, Placed
+from ckptstore.plugin.encoding import Layout, LeafPlacement
 from ckptstore.plugin.model import Box, Node, Schema, leaves_of, nbytes_of, width_of
 from ckptstore.plugin.snapshots import Snapshot, contents_of
 from ckptstore.plugin.values import values
@@ -212,7 +212,7 @@ class _Entries:
             assert isinstance(item.node, Node)
             yield path, _composite(item.node, schema, leaves, location, common)
 
-    def _placed(self, schema: Schema, leaf: int) -> Placed | None:
+    def _placed(self, schema: Schema, leaf: int) -> LeafPlacement | None:
         path = schema.paths[schema.owner(leaf)]
         return self._layout.leaves.get(path) if self._layout else None
 
@@ -226,7 +226,7 @@ class _Entries:
             return
         yield from _of_value(path, value, location, replicated)
 
-    def _sharded(self, schema: Schema, leaf: int, placed: Placed) -> ShardedTensorEntry:
+    def _sharded(self, schema: Schema, leaf: int, placed: LeafPlacement) -> ShardedTensorEntry:
         path, dtype, shape = schema.paths[leaf], schema.dtypes[leaf], schema.shapes[leaf]
         # The commit does not record the ranks of a small tensor's parts: the first rank shows all
         # of it.

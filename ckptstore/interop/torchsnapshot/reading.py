@@ -28,7 +28,7 @@ from ckptstore.plugin.tensors import held_of, is_distributed, tensors
 from ckptstore.plugin.text import near
 from ckptstore.plugin.torch_saves import (
     SNAPSHOT_METADATA,
-    Piece,
+    FileBytes,
     Placeholders,
     dtype_from,
     foreign_metadata,
@@ -358,7 +358,7 @@ class _Directory:
         shape = None if whole is None else shape_of(whole)
         return self._places.put(where, dtype, shape, boxed)
 
-    def _piece(self, path: str, entry: dict[str, Any], nbytes: int | None) -> Piece:
+    def _piece(self, path: str, entry: dict[str, Any], nbytes: int | None) -> FileBytes:
         """Where an entry's bytes are. `nbytes` is the size of a tensor, which may be raw."""
         file, serializer = entry["location"], entry["serializer"]
         raw = nbytes is not None and serializer == "buffer_protocol"

@@ -16,7 +16,7 @@ import torch
 from ckptstore import Ranks, Store
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchsnapshot import knobs
-from ckptstore.interop.torchsnapshot.locator import Place, place_to_take, store_at
+from ckptstore.interop.torchsnapshot.locator import SnapshotRef, place_to_take, store_at
 from ckptstore.interop.torchsnapshot.reading import encode
 from ckptstore.plugin.encoding import canonical
 from ckptstore.plugin.pointers import Pointer, write_pointer
@@ -103,7 +103,7 @@ class Taking:
     """
 
     path: str
-    place: Place
+    place: SnapshotRef
     store: Store
     peers: Collective | None
     ranks: Ranks
@@ -158,7 +158,7 @@ def _agree(
     path: str,
     replicated: Sequence[str],
     storage_options: Mapping[str, Any] | None,
-) -> tuple[str, Place, tuple[str, ...]]:
+) -> tuple[str, SnapshotRef, tuple[str, ...]]:
     """The path of rank 0, its place, where a store is made if there is none, and the globs that
     every rank gave."""
 
@@ -184,7 +184,7 @@ def _agree(
             list(replicated),
             common,
         )
-    return first, Place(*place), tuple(common)
+    return first, SnapshotRef(*place), tuple(common)
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.trees import Contents
 from ckptstore.objects import pack as packs
 from ckptstore.repository.chunk_reader import (
+    MergedRead,
     Problem,
-    Run,
     Unread,
     keys_of,
     read_run,
@@ -126,12 +126,14 @@ def _verify_object(
 ) -> list[BadChunk]:
     bad: list[BadChunk] = []
 
-    def verify(run: Run) -> None:
+    def verify(run: MergedRead) -> None:
         found = read_run(storage, [key], run)
         one = found[0]
         if len(found) > 1 and isinstance(one, Unread) and isinstance(one.problem, Unavailable):
             # Part of it may be readable.
-            found = [each for read in run.reads for each in read_run(storage, [key], Run((read,)))]
+            found = [
+                each for read in run.reads for each in read_run(storage, [key], MergedRead((read,)))
+            ]
         bad.extend(
             BadChunk(pack, key, chunk.read.entry, chunk.problem)
             for chunk in found

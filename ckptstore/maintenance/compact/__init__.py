@@ -33,9 +33,9 @@ from ckptstore.maintenance.compact.coding import (
 )
 from ckptstore.maintenance.compact.plan import (
     SETTING,
+    ChunkSlot,
     CompactPolicy,
     Group,
-    Place,
     newest_commits,
     places,
     plan_groups,
@@ -270,7 +270,7 @@ class _Compaction:
             tuple(collected),
         )
 
-    def _round(self, strips: Iterable[tuple[Group, Sequence[Place]]]) -> bool:
+    def _round(self, strips: Iterable[tuple[Group, Sequence[ChunkSlot]]]) -> bool:
         """Code strips until they make a round, and list the new packs; False if there are none."""
         with Transaction.begin(Destination(self._handle, self._threads), what="compact") as write:
             work = shared(strips)
@@ -284,7 +284,7 @@ class _Compaction:
         return bool(write.packs.closed)
 
     def _code(
-        self, work: Iterable[tuple[Group, Sequence[Place]]], packs: PackSet, stop_at: float
+        self, work: Iterable[tuple[Group, Sequence[ChunkSlot]]], packs: PackSet, stop_at: float
     ) -> None:
         """Code strips on this thread while fewer than `stop_at` bytes were made in all."""
         with packs.writing() as writer:
@@ -297,7 +297,7 @@ class _Compaction:
                 if self._coded.coded_bytes >= stop_at:
                     break
 
-    def _strips(self) -> Iterator[tuple[Group, Sequence[Place]]]:
+    def _strips(self) -> Iterator[tuple[Group, Sequence[ChunkSlot]]]:
         """The strips of all groups, oldest first."""
         chunk_bytes = self._reader.chunk_bytes
         for group in self._groups:

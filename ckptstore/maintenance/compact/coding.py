@@ -19,7 +19,7 @@ from ckptstore.core.model import NO_BASE, PackEntry
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.log.log import Log
 from ckptstore.log.state import Pack
-from ckptstore.maintenance.compact.plan import Place, choose_base
+from ckptstore.maintenance.compact.plan import ChunkSlot, choose_base
 from ckptstore.maintenance.gc.mark import Keys, short_keys
 from ckptstore.maintenance.mover import fill, raw_bytes_of, rows_in
 from ckptstore.objects import codecs
@@ -93,7 +93,7 @@ class Candidates:
         self._coded: dict[int, bool] = {}
         self.done: set[ChunkId] = set()
 
-    def of(self, strip: Sequence[Place]) -> list[list[Chunk]]:
+    def of(self, strip: Sequence[ChunkSlot]) -> list[list[Chunk]]:
         """The different chunks to code of each place, by commit; as long and wide as the first."""
         ids = list(dict.fromkeys(chunk for place in strip for _, chunk in place.chunks))
         joined = b"".join(ids)

@@ -61,7 +61,7 @@ class Group:
     key: int
 
 
-class Place(NamedTuple):
+class ChunkSlot(NamedTuple):
     """One place of a leaf: the chunks that the commits of a group have there, by number."""
 
     chunks: tuple[tuple[int, ChunkId], ...]
@@ -108,7 +108,7 @@ def _key(commits: Sequence[CommitId], pinned: frozenset[CommitId]) -> int:
     return min(named, key=lambda i: (abs(i - middle), i))
 
 
-def places(trees: Sequence[Mapping[str, Tree]]) -> Iterator[Place]:
+def places(trees: Sequence[Mapping[str, Tree]]) -> Iterator[ChunkSlot]:
     """The places of a group whose commits have `trees`, leaf by leaf. Leaves correspond if they
     have one path, type, shape and division."""
     leaves: dict[object, list[tuple[int, bytes]]] = {}
@@ -121,13 +121,15 @@ def places(trees: Sequence[Mapping[str, Tree]]) -> Iterator[Place]:
                     leaves.setdefault(like, []).append((number, content.ids))
     for held in leaves.values():
         for at in range(0, len(held[0][1]), CHUNK_ID_BYTES):
-            yield Place(tuple((n, ChunkId(ids[at : at + CHUNK_ID_BYTES])) for n, ids in held))
+            yield ChunkSlot(tuple((n, ChunkId(ids[at : at + CHUNK_ID_BYTES])) for n, ids in held))
 
 
-def strips(found: Iterable[Place], chunk_bytes: int, limit_bytes: int) -> Iterator[list[Place]]:
+def strips(
+    found: Iterable[ChunkSlot], chunk_bytes: int, limit_bytes: int
+) -> Iterator[list[ChunkSlot]]:
     """Consecutive places whose chunks are at most `limit_bytes` in one commit, if none is larger
     than `chunk_bytes`."""
-    some: list[Place] = []
+    some: list[ChunkSlot] = []
     for place in found:
         some.append(place)
         if len(some) * chunk_bytes >= limit_bytes:

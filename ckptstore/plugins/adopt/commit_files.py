@@ -24,7 +24,7 @@ from ckptstore.plugins.adopt.adopting import SUFFIX
 from ckptstore.plugins.adopt.manifest import Manifest
 from ckptstore.plugins.adopt.materializing import (
     Contents,
-    Piece,
+    FileBox,
     is_adopted,
     manifest_of,
     parts_of,
@@ -59,7 +59,7 @@ class _Plan:
     """A file: `head`, then `parts`, the i-th from byte `starts[i]` on."""
 
     head: bytes
-    parts: Sequence[Piece]
+    parts: Sequence[FileBox]
     starts: Sequence[int]
     size: int
 
@@ -191,7 +191,7 @@ class CommitFiles:
         listed = ", ".join(self._listed[""][:8])
         raise self._missing(real, f"; its root has {listed or 'none'}")
 
-    def _cut(self, real: str, i: int) -> tuple[list[int], list[Piece]]:
+    def _cut(self, real: str, i: int) -> tuple[list[int], list[FileBox]]:
         """The windows of the i-th part of a file, with the byte at which each begins."""
         plan = self._plan(real)
         part = plan.parts[i]
@@ -199,7 +199,7 @@ class CommitFiles:
         sizes = accumulate((piece.nbytes for piece in pieces), initial=plan.starts[i])
         return list(sizes)[:-1], pieces
 
-    def _windows_of(self, real: str, start: int, stop: int) -> Iterator[tuple[int, Piece]]:
+    def _windows_of(self, real: str, start: int, stop: int) -> Iterator[tuple[int, FileBox]]:
         """The windows that hold the bytes `start:stop`, each with its first byte."""
         plan = self._plan(real)
         first = max(bisect_right(plan.starts, start) - 1, 0)
@@ -214,7 +214,7 @@ class CommitFiles:
                     yield starts[j], pieces[j]
 
     def _read_windows(
-        self, real: str, windows: list[tuple[int, Piece]], start: int, stop: int
+        self, real: str, windows: list[tuple[int, FileBox]], start: int, stop: int
     ) -> memoryview:
         """The bytes of windows that follow each other. Those at the edges may be at hand."""
         (first, head), (last, tail) = windows[0], windows[-1]
@@ -250,7 +250,7 @@ class CommitFiles:
                 self._kept_bytes -= len(self._windows.popitem(last=False)[1])
 
 
-def _planned(head: bytes, parts: Sequence[Piece]) -> _Plan:
+def _planned(head: bytes, parts: Sequence[FileBox]) -> _Plan:
     filled = [part for part in parts if part.nbytes]
     *starts, size = accumulate((part.nbytes for part in filled), initial=len(head))
     return _Plan(head, filled, starts, size)
@@ -279,7 +279,7 @@ def _tensor_plan(tree: Tree) -> _Plan:
         i = names[entry.name]
         tree.check(i)
         box = Box.whole(schema.shapes[i])
-        parts.append(Piece(tree, i, box, nbytes_of(schema.dtypes[i], schema.shapes[i])))
+        parts.append(FileBox(tree, i, box, nbytes_of(schema.dtypes[i], schema.shapes[i])))
     return _planned(header.raw, parts)
 
 

@@ -253,7 +253,7 @@ def _above(name: str) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FileBox:
     """A box of a leaf whose bytes follow each other in a file, or lie there by `spread`; then
     `nbytes` are those from the first element to the last."""
 
@@ -271,10 +271,10 @@ class Spread:
 
     dtype: str
     strides: Shape
-    between: Piece
+    between: FileBox
 
 
-def parts_of(contents: Contents, name: str, recipe: FileRecipe) -> list[Piece]:
+def parts_of(contents: Contents, name: str, recipe: FileRecipe) -> list[FileBox]:
     """The parts of a file, in order. Raises `InvalidInput` unless they add up to it."""
     try:
         literal, number = contents.find(f"{FILES}/{segment(name)}")
@@ -283,22 +283,22 @@ def parts_of(contents: Contents, name: str, recipe: FileRecipe) -> list[Piece]:
     if literal.schema.kinds[number] != "bytes":
         raise _unusable(name, "its literal is no bytes")
     literal.check(number)
-    parts: list[Piece] = []
+    parts: list[FileBox] = []
     position = begin = 0
     for part in recipe.parts:
         if isinstance(part, LeafPart):
             tree, leaf, box = _leaf(contents, name, part)
-            found = Piece(tree, leaf, box, nbytes_of(part.dtype, box.lengths))
+            found = FileBox(tree, leaf, box, nbytes_of(part.dtype, box.lengths))
             if part.strides is not None:
                 span = span_bytes(part.dtype, box.lengths, part.strides)
                 gap = span - found.nbytes
-                between = Piece(literal, number, Box((begin,), (gap,)), gap)
+                between = FileBox(literal, number, Box((begin,), (gap,)), gap)
                 found = replace(
                     found, nbytes=span, spread=Spread(part.dtype, part.strides, between)
                 )
                 begin += gap
         else:
-            found = Piece(literal, number, Box((begin,), (part,)), part)
+            found = FileBox(literal, number, Box((begin,), (part,)), part)
             begin += part
         parts.append(found)
         position += found.nbytes
@@ -309,7 +309,7 @@ def parts_of(contents: Contents, name: str, recipe: FileRecipe) -> list[Piece]:
     return parts
 
 
-def split(piece: Piece, limit_bytes: int) -> Iterator[Piece]:
+def split(piece: FileBox, limit_bytes: int) -> Iterator[FileBox]:
     """A piece as pieces of at most `limit_bytes`, cut where the grid is if that is possible; one
     that is spread stays whole."""
     if piece.spread:
@@ -329,7 +329,7 @@ def split(piece: Piece, limit_bytes: int) -> Iterator[Piece]:
             (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :]),
             (*lengths[:dim], count, *lengths[dim + 1 :]),
         )
-        yield from split(Piece(piece.tree, piece.number, box, row * count), limit_bytes)
+        yield from split(FileBox(piece.tree, piece.number, box, row * count), limit_bytes)
 
 
 def _window_bytes(tree: Tree) -> int:
@@ -394,11 +394,11 @@ def write_tree(contents: Contents, manifest: Manifest, root: Path, *, compare: b
             restore_folder(root / name, folder)
 
 
-def read_pieces(contents: Contents, pieces: Sequence[Piece], out: memoryview) -> int:
+def read_pieces(contents: Contents, pieces: Sequence[FileBox], out: memoryview) -> int:
     """Read pieces into `out`, one behind the other; returns their bytes. The literal's bytes, which
     follow each other in its leaf, are read at once, since many may lie in one chunk."""
     reads: list[ReadRequest] = []
-    literals: list[tuple[Piece, memoryview]] = []
+    literals: list[tuple[FileBox, memoryview]] = []
     spread: list[Callable[[], None]] = []
     size = 0
     for piece in pieces:
@@ -435,7 +435,7 @@ def read_pieces(contents: Contents, pieces: Sequence[Piece], out: memoryview) ->
 
 
 def _windows(
-    contents: Contents, pieces: Sequence[Piece], readers: ThreadPool
+    contents: Contents, pieces: Sequence[FileBox], readers: ThreadPool
 ) -> Iterator[memoryview]:
     """The bytes of pieces, window by window. While the caller has one, the next is read; it is
     gone when the caller asks for that."""

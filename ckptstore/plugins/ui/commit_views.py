@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound
-from ckptstore.plugin.encoding import Placed
+from ckptstore.plugin.encoding import LeafPlacement
 from ckptstore.plugin.model import CHUNK_ID_BYTES, CommitId, CommitInfo, Schema
 from ckptstore.plugin.reading import LeafAt, LeafChange, Tree, compare
 from ckptstore.plugins.ui.history_views import brief, children_of
@@ -76,7 +76,7 @@ def _relative(store: OpenStore, commit: CommitId) -> Json:
         return {"id": commit, "purged": True}
 
 
-def _placement(leaf: Placed) -> tuple[str, str, int]:
+def _placement(leaf: LeafPlacement) -> tuple[str, str, int]:
     ranks = {rank for group in leaf.ranks for rank in group}
     boxes = f"{len(leaf.boxes)} boxes" if leaf.boxes else "whole"
     return ", ".join(leaf.placements) or boxes, "×".join(map(str, leaf.mesh or ())), len(ranks)

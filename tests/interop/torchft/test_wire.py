@@ -10,7 +10,7 @@ from ckptstore.core.ids import CHUNK_ID_BYTES, checksum, digest
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.interop.torchft import wire
 from ckptstore.interop.torchft.fetch import Wanted
-from ckptstore.interop.torchft.wire import Description, Invitation, MeshName, Placed
+from ckptstore.interop.torchft.wire import Description, Invitation, MeshName, MeshPlacement
 from ckptstore.objects import canonical
 
 ids = st.binary(min_size=32, max_size=32)
@@ -20,7 +20,7 @@ meshes = st.builds(
     MeshName, sizes, sizes, st.lists(st.sampled_from(["dp", "tp", "a b"]), max_size=2).map(tuple)
 )
 places = st.builds(
-    Placed,
+    MeshPlacement,
     meshes,
     st.lists(st.sampled_from(["R", "S(0)", "_S(0, 2)"]), max_size=3).map(tuple),
     sizes,
