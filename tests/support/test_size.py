@@ -128,7 +128,7 @@ def test_each_plugin_has_its_files_and_the_core_the_rest() -> None:
     some = sources[::10]
     found = shares(some)
     assert sum(found.values()) == measure(some).tokens
-    assert shares([("x/ui/a.py", b"x"), ("x/uint.py", b"x = 1")]) == {
+    assert shares([("x/plugins/ui/a.py", b"x"), ("x/plugins/uint.py", b"x = 1")]) == {
         **dict.fromkeys(found, 0),
         "ui": 1,
         "core": 3,
