@@ -79,11 +79,13 @@ class Window(io.RawIOBase):
         return self._position
 
     def readinto(self, out: Any) -> int:
-        here = memoryview(out)[: max(self.size - self._position, 0)]
-        if len(here):
-            self._read(self._start + self._position, here)
-            self._position += len(here)
-        return len(here)
+        nbytes = max(self.size - self._position, 0)
+        # Released even if the read fails: its error must not keep the caller's memory in use.
+        with memoryview(out).cast("B") as memory, memory[:nbytes] as here:
+            if len(here):
+                self._read(self._start + self._position, here)
+                self._position += len(here)
+            return len(here)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         """Bytes `offset:offset + nbytes`. Raises `ValueError` if they do not lie in the window."""

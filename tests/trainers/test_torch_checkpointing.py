@@ -18,7 +18,7 @@ from torch_checkpointing.schema import ItemSpec
 from torch_checkpointing.storage.base_storage import ReadArgs
 
 import ckptstore
-from ckptstore.errors import Corrupt, InvalidInput
+from ckptstore.errors import Corrupt, InvalidInput, NoSpace
 from ckptstore.plugins.torch_checkpointing import StoreStorage, StoreStorageConfig
 
 pytestmark = [
@@ -170,6 +170,29 @@ def test_ranks_write_one_commit_and_a_file_of_two_writers_is_refused(
     with pytest.raises(FileExistsError, match="another manager"):
         ranks[0].rename(Path("/ck/tmp_step_2"), Path("/ck/step_2"), is_directory=True)
     assert not ranks[0].exists(Path("/ck/step_2"))
+
+
+def test_ranks_save_again_under_the_name_of_a_save_that_failed(
+    config: StoreStorageConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = [config.create_storage() for _ in range(2)]
+
+    def save(content: bytes) -> None:
+        for number, rank in enumerate(ranks):
+            rank.write(Path(f"/ck/tmp_step_1/model_{number}.pt"), content)
+        ranks[0].rename(Path("/ck/tmp_step_1"), Path("/ck/step_1"), is_directory=True)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise NoSpace("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ckptstore.Store, "adopt", full)
+        with pytest.raises(NoSpace):
+            save(b"first")
+    assert not ranks[0].exists(Path("/ck/step_1"))
+    save(b"second")
+    for number in range(2):
+        assert ranks[1].read(Path(f"/ck/step_1/model_{number}.pt")) == b"second"
 
 
 def test_a_file_that_is_not_written_to_its_end_is_removed(storage: StoreStorage) -> None:

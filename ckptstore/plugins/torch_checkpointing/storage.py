@@ -27,6 +27,7 @@ from torch_checkpointing.storage.filesystem import (
 
 import ckptstore
 from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.plugin.foreign import Window
 from ckptstore.plugin.snapshots import contents_of
 from ckptstore.plugin.work import forks
 from ckptstore.plugins.adopt.commit_files import CommitFiles
@@ -93,10 +94,10 @@ class StoreStorage(Storage):  # type: ignore[misc]  # it has no types
         if not (found := self._committed(name)):
             return self._files.stream_read(self._place(name), read_args)
         with _as_os_errors(path):
-            stream = _CommitFile(*found)
+            window = _opened(*found)
         if read_args is None or read_args.pre_read_full_file:
-            return io.BytesIO(stream.read())
-        return stream
+            return io.BytesIO(window.read_at(0, window.size))
+        return window
 
     def stream_write(self, path: Path) -> io.IOBase:
         """A new file. One that is not written to its end is removed."""
@@ -165,13 +166,18 @@ class StoreStorage(Storage):  # type: ignore[misc]  # it has no types
                 raise FileExistsError(errno.EEXIST, "something is there, and stays", str(dst_path))
             place = self._staging.gather(source)
             step = _STEP.search(target)
-            with self._writing() as store:
-                store.adopt(
-                    place,
-                    step=int(step[1]) if step else None,
-                    tag=_tag(target),
-                    message=f"saved as {PurePosixPath(target).name}",
-                )
+            try:
+                with self._writing() as store:
+                    store.adopt(
+                        place,
+                        step=int(step[1]) if step else None,
+                        tag=_tag(target),
+                        message=f"saved as {PurePosixPath(target).name}",
+                    )
+            except BaseException:
+                # The ranks write their files anew, each in its own folder.
+                shutil.rmtree(place, ignore_errors=True)
+                raise
         for done in (*self._places(source), *empty):
             shutil.rmtree(done, ignore_errors=True)
 
@@ -321,42 +327,16 @@ class _NewFile(io.FileIO):
             self._unlink()
 
 
-class _CommitFile(io.RawIOBase):
-    """An open file of a commit. What is read of it is verified."""
+def _opened(files: CommitFiles, name: str) -> Window:
+    """A file of a commit. What is read of it is verified."""
+    found = files.find(name)
+    if found.is_folder:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
 
-    def __init__(self, files: CommitFiles, name: str) -> None:
-        found = files.find(name)
-        if found.is_folder:
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
-        self._files, self._name, self._size, self._position = files, name, found.size, 0
+    def fill(offset: int, out: memoryview) -> None:
+        out[:] = files.read(name, offset, offset + len(out))
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        if start + offset < 0:
-            raise OSError(errno.EINVAL, "a position before the file", self._name)
-        self._position = start + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        with memoryview(buffer).cast("B") as out:
-            data = self._files.read(self._name, self._position, self._position + len(out))
-            out[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-    def readall(self) -> bytes:
-        data = self._files.read(self._name, self._position, self._size)
-        self._position += len(data)
-        return data
+    return Window(fill, 0, found.size)
 
 
 @contextmanager
