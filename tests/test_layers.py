@@ -36,8 +36,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 }
 """Each room, from the ground up, and the guarded packages it may import. A file of the core imports
 from its own room and from lower ones. `plugin` is the surface, and `plugins` are the files that
-`tests.support.size.PLUGINS` names; `interop` without them is
-DCP's face."""
+`tests.support.size.PLUGINS` names; `interop` without them is DCP's face."""
 
 DOORS = {
     "store": ("plugins.adopt.adoption", "plugins.signing.signatures"),
