@@ -213,9 +213,9 @@ def state_dict_of(module: nn.Module) -> "OrderedDict[str, Any]":
     state: OrderedDict[str, Any] = module.state_dict()  # type: ignore[assignment]  # it is one
     for place, each in module.named_modules(remove_duplicate=False):
         for last, own in chain(each._parameters.items(), each._buffers.items()):
-            if hasattr(own, MARK) and is_checkpointable(own):
+            if own is not None and hasattr(own, MARK) and is_checkpointable(own):
                 name = f"{place}.{last}" if place else last
-                if own is not None and name in state:
+                if name in state:
                     state[name] = _as_part(state[name], own)  # torch's `detach` drops attributes
     prefixes = _wrapper_prefixes(module)
     return _renamed(state, lambda key: _without(key, prefixes)) if prefixes else state
