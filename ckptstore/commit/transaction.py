@@ -14,6 +14,8 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
+from ckptstore.commit.hints import DedupHints
+from ckptstore.commit.patching import Patcher
 from ckptstore.commit.pending import UNWATCHED, Watch
 from ckptstore.commit.plan import CommitPlan, Flats, WholePlan
 from ckptstore.commit.write import PARALLEL_BYTES, ChunkWriter, Measured, write_metadata
@@ -49,7 +51,7 @@ from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import LastSchemas, join_schemas
 from ckptstore.repository.chunk_store import ObjectStore
-from ckptstore.repository.dedup import ChunkTable, Dedup, DedupHints
+from ckptstore.repository.dedup import ChunkTable, Dedup
 from ckptstore.repository.memory_budget import write_room
 from ckptstore.repository.pack_writer import PackSet, delete_own
 from ckptstore.repository.store_handle import StoreHandle
@@ -305,7 +307,8 @@ class Transaction:
         small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
         count = min(max_workers or threads.count, threads.count, len(plan.batches))
         hints, dedup = hints or DedupHints(), self.look()
-        store = dedup, self.packs, watch, threads.scratch, self.measured
+        patcher = Patcher(self._to.objects, hints.held) if hints.last else None
+        store = dedup, self.packs, watch, threads.scratch, self.measured, patcher
         work = batches, sources, made, hints.last, *store
         writers = [ChunkWriter(*work) for _ in range(min(count, 1) if small else count)]
         if writers:
