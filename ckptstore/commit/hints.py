@@ -85,7 +85,8 @@ class Held:
 
     def _grow(self, nbytes: int) -> None:
         with self._lock:
-            self._left_bytes = (self._left_bytes or 0) + nbytes
+            if self._left_bytes is not None:
+                self._left_bytes += nbytes
 
     def _shrink(self, nbytes: int) -> bool:
         with self._lock:

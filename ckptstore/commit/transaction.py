@@ -240,6 +240,8 @@ class Transaction:
     ) -> None:
         self.session, self.owns = session, owns
         self.measured: Measured | None = None
+        self.patching = True
+        """Whether chunks may be kept in memory and stored as patches; not within a budget."""
         self.asked = False
         """Whether an append was sent to the log and its outcome is unknown."""
         codec = codec_id(to.config.codec)
@@ -307,7 +309,9 @@ class Transaction:
         small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
         count = min(max_workers or threads.count, threads.count, len(plan.batches))
         hints, dedup = hints or DedupHints(), self.look()
-        patcher = Patcher(self._to.objects, hints.held) if hints.last else None
+        patcher = None
+        if hints.last and self.patching:
+            patcher = Patcher(self._to.objects, hints.held)
         store = dedup, self.packs, watch, threads.scratch, self.measured, patcher
         work = batches, sources, made, hints.last, *store
         writers = [ChunkWriter(*work) for _ in range(min(count, 1) if small else count)]
@@ -499,6 +503,7 @@ class WholeCommitter:
             try:
                 with Transaction.begin(to, unbuffered=room.unbuffered) as whole:
                     whole.measured = request.measured
+                    whole.patching = request.memory_budget_bytes is None
                     hints = self._whole.hints
                     ids = whole.write(plan, sources, watch, hints=hints, max_workers=room.threads)
                     watch.reached(Milestone.HASHED)

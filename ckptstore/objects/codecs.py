@@ -131,6 +131,18 @@ def encode_planes(raw: memoryview, width: int, sampled: Sample) -> bytes:
     return sampled.stored or _split(raw, width, None, sampled)
 
 
+def encode_few(words: Words) -> bytes:
+    """Encode words as planes without a sample, which would take longer than the planes of a few
+    thousand. A plane that is nearly all zeros repeats; any other hardly does."""
+    ways, parts = list[int | None](), list[Stored]()
+    for plane in _planes(words.view(np.uint8).data, words.itemsize, None, 0):
+        used = np.count_nonzero(np.frombuffer(plane, np.uint8))
+        way, stored = _stored_plane(plane, MATCHES if used * _SPARSE_PART < len(plane) else ENTROPY)
+        ways.append(way)
+        parts.append(stored)
+    return _assembled(ways, parts)
+
+
 def encode_delta(
     raw: memoryview, base: memoryview, at: Base, width: int, sampled: Sample | None = None
 ) -> bytes:

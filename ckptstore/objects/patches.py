@@ -73,9 +73,9 @@ def encode(
     gaps, changes = np.diff(at, prepend=-1) - 1, words[at]
     gap_bytes = _gap_bytes(int(gaps.max(initial=0)))
     codecs.subtract(changes, olds[at])
-    coded_gaps = _planes(gaps.astype(_GAP_TYPES[gap_bytes]))
+    coded_gaps = codecs.encode_few(gaps.astype(_GAP_TYPES[gap_bytes]))
     tail = raw[words.nbytes :]
-    parts = coded_gaps, tail, _planes(changes)
+    parts = coded_gaps, tail, codecs.encode_few(changes)
     nbytes = chain.nbytes + _HEAD.size + sum(map(len, parts))
     if nbytes > len(raw):
         return None
@@ -131,13 +131,8 @@ def _gap_bytes(most: int) -> int:
     return next(nbytes for nbytes in _GAP_TYPES if most >> 8 * nbytes == 0)
 
 
-def _planes(words: codecs.Words) -> bytes:
-    raw = words.view(np.uint8).data
-    return codecs.encode_planes(raw, words.itemsize, codecs.sample(raw, words.itemsize))
-
-
 def _unplaned(stored: memoryview, count: int, dtype: np.dtype[Any]) -> codecs.Words:
-    """The inverse of `_planes`; raises `Corrupt`."""
+    """The inverse of `codecs.encode_few`; raises `Corrupt`."""
     words = np.empty(count, dtype)
     codecs.decode_into(codecs.SPLIT_ZSTD, stored, words.view(np.uint8).data, words.itemsize)
     return words

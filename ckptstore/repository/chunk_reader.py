@@ -490,6 +490,24 @@ def read_chunks(
             raise chunk.problem
 
 
+def stored_patch_at(storage: Storage, keys: Sequence[str], entry: PackEntry) -> StoredPatch:
+    """The verified patch at `entry` of one of the objects `keys`. Raises `Corrupt`, `NotFound` or
+    `Unavailable`."""
+    (chunk,) = read_run(storage, keys, MergedRead((PackRead(entry),)))
+    if isinstance(chunk, Unread):
+        raise chunk.problem
+    assert isinstance(chunk, StoredPatch)  # by the codec of `entry`
+    return chunk
+
+
+def verify_at(storage: Storage, keys: Sequence[str], entry: PackEntry) -> None:
+    """Verify the chunk at `entry` of one of the objects `keys`, a patch by its own bytes alone.
+    Raises `Corrupt`, `NotFound` or `Unavailable`."""
+    (chunk,) = read_run(storage, keys, MergedRead((PackRead(entry),)))
+    if isinstance(chunk, Unread):
+        raise chunk.problem
+
+
 def read_chunk_at(
     storage: Storage, keys: Sequence[str], entry: PackEntry, out: memoryview | None = None
 ) -> memoryview:
