@@ -50,7 +50,7 @@ from ckptstore.repository.footers import (
     readable_tables,
 )
 from ckptstore.repository.memory_budget import ReadRoom
-from ckptstore.repository.patch_chains import LOOKS, Whole, follow, groups
+from ckptstore.repository.patch_chains import LOOKS, Chain, Whole, follow, groups
 from ckptstore.repository.thread_pool import Scratch, ThreadPool, one_by_one, shared
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.read_cache import ReadCache
@@ -420,7 +420,8 @@ class ObjectStore:
         positions = [i for i, patch in zip(left, is_patch.tolist(), strict=True) if patch]
         some = groups(where[is_patch], positions, room.read_bytes)
         spread = threads.spread if threads and len(some) > 1 else one_by_one
-        spread(lambda group: self._read_patched(request, *group, damaged), some)
+        scratch = threads.scratch if threads else Scratch()
+        spread(lambda group: self._read_patched(request, *group, damaged, scratch), some)
         return [i for i, patch in zip(left, is_patch.tolist(), strict=True) if not patch], where[
             ~is_patch
         ]
@@ -431,50 +432,63 @@ class ObjectStore:
         positions: Sequence[int],
         where: "NDArray[np.void]",
         damaged: dict[int, tuple[PackId, Problem]],
+        scratch: Scratch,
     ) -> None:
-        """Read chunks that are stored as patches: the whole chunks that they come from, and then
-        what changed."""
+        """Make chunks that are stored as patches of the whole chunks that they come from: in other
+        memory than the request's, in which chunks may overlap."""
         chains = follow(self, where)
         rows = {i: where[n : n + 1] for n, i in enumerate(positions)}
-        whole = {i: end for i in positions if isinstance(end := chains[request.id(i)].end, Whole)}
         problems: dict[int, Problem] = {}
-        for i in positions:
-            if isinstance(end := chains[request.id(i)].end, Corrupt | NotFound):
-                problems[i] = end
-        problems |= self._read_whole(request, whole)
-        for i in whole.keys() - problems.keys():
-            out = request.out[i]
-            try:
-                chains[request.id(i)].make(out)
-                _check(request, i, rows[i]["checksum"].tobytes())
-            except Corrupt as error:
-                problems[i] = error
-                continue
-            if self._cache is not None:
-                self._cache.put(request.id(i), out)
+        with scratch.lend(sum(len(request.out[i]) for i in positions)) as memory:
+            made: dict[int, memoryview] = {}
+            for i in positions:
+                made[i], memory = memory[: len(request.out[i])], memory[len(request.out[i]) :]
+            problems |= self._read_whole(request, made, chains)
+            for i in made.keys() - problems.keys():
+                try:
+                    chains[request.id(i)].make(made[i])
+                    _check(request, i, made[i], rows[i]["checksum"].tobytes())
+                except Corrupt as error:
+                    problems[i] = error
+                    continue
+                request.out[i][:] = made[i]
+                if self._cache is not None:
+                    self._cache.put(request.id(i), made[i])
         packs = self.listed(set(where["pack"].tolist()))
         for i, problem in problems.items():
             pack = packs.get(int(rows[i]["pack"][0]))
             damaged[i] = pack.id if pack else PackId("unlisted"), problem
 
-    def _read_whole(self, request: Request, whole: Mapping[int, Whole]) -> dict[int, Problem]:
-        """Read the whole chunks at the ends of chains, each into the memory of its chunk of the
-        request. Returns the problems of those that cannot be read."""
+    def _read_whole(
+        self,
+        request: Request,
+        out: Mapping[int, memoryview],
+        chains: Mapping[ChunkId, Chain],
+    ) -> dict[int, Problem]:
+        """Read the whole chunk at the end of the chain of each chunk of the request into the memory
+        of `out`. Returns the problems of those that cannot be read."""
         found: dict[int, Problem] = {}
+        places: dict[int, NDArray[np.void]] = {}
+        for i in out:
+            end = chains[request.id(i)].end
+            if isinstance(end, Whole):
+                places[i] = end.row
+            else:
+                found[i] = end or NotFound("its chain of patches has no end")
         try:
-            if whole:
-                where = np.concatenate([end.row for end in whole.values()])
+            if places:
+                where = np.concatenate(list(places.values()))
                 self.read_into(
                     where["chunk"].tobytes(),
-                    [request.out[i] for i in whole],
+                    [out[i] for i in places],
                     where=where,
-                    describe=lambda n: f"the base of {request.describe(list(whole)[n])}",
+                    describe=lambda n: f"the base of {request.describe(list(places)[n])}",
                 )
         except (Corrupt, NotFound) as error:
-            if len(whole) == 1:
-                return dict.fromkeys(whole, error)
-            for i, end in whole.items():
-                found |= self._read_whole(request, {i: end})
+            if len(places) == 1:
+                return found | dict.fromkeys(places, error)
+            for i in places:
+                found |= self._read_whole(request, {i: out[i]}, chains)
         return found
 
     @uncollected()
@@ -613,11 +627,10 @@ class ObjectStore:
         self.index.close()
 
 
-def _check(request: Request, i: int, wanted: bytes) -> None:
+def _check(request: Request, i: int, made: memoryview, wanted: bytes) -> None:
     """Raise `Corrupt` unless the bytes made for chunk `i` match their checksum, and their id where
     that is asked for."""
-    out = request.out[i]
-    if checksum(out) != wanted or (request.verify_ids and digest(out) != request.id(i)):
+    if checksum(made) != wanted or (request.verify_ids and digest(made) != request.id(i)):
         raise Corrupt(
             f"chunk {request.name(i)}, made of patches, does not match; run `ckptstore fsck "
             "--read-data`"

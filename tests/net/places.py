@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 from psycopg import sql
 
+from ckptstore.commit import patching
 from ckptstore.core import paths
 from ckptstore.log import log_backend
 from ckptstore.repository import store_handle
@@ -110,7 +111,8 @@ registers some of them ahead, and a gc copies into several."""
 
 @contextmanager
 def packs_of(nbytes: int | None) -> Iterator[None]:
-    """Within, each storage that is opened begins a new pack after so many bytes."""
+    """Within, each storage that is opened begins a new pack after so many bytes, and the smallest
+    chunks may become patches."""
 
     def opening(init: Any) -> Any:
         def opened(self: Any, *args: Any, **options: Any) -> None:
@@ -123,6 +125,8 @@ def packs_of(nbytes: int | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for kind in (LocalStorage, BucketStorage):
             patch.setattr(kind, "__init__", opening(kind.__init__))
+        patch.setattr(patching, "LEAF_BYTES_MIN", 0)
+        patch.setattr(patching, "CHUNK_BYTES_MIN", 64)
         yield
 
 
