@@ -125,8 +125,11 @@ class ChunkSource:
             yield Source(self.storage, key, entry)
 
 
-def find_source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
-    """The first location of `chunk` whose bytes match, or else match with one bit flipped back.
+def find_source(
+    donors: Sequence[ChunkSource], chunk: ChunkId, *, whole: bool = False
+) -> Source | None:
+    """The first location of `chunk` whose bytes match, or else match with one bit flipped back; no
+    patch, if it is to be `whole`.
 
     Raises `Unavailable` if the chunk is found nowhere, and one of its locations or any footer did
     not answer: it may not be lost.
@@ -134,6 +137,8 @@ def find_source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
     unanswered: Unavailable | None = None
     damaged: list[Source] = []
     places = [source for donor in donors for source in donor.places(chunk)]
+    if whole:
+        places = [source for source in places if not source.is_patch()]
     for source in sorted(places, key=Source.is_patch):  # what is whole needs no other chunk
         try:
             verify_at(source.storage, [source.key], source.entry)
@@ -349,14 +354,34 @@ class _Rescue:
                 found[chunk] = find_source(self._donors, chunk)
         found = self._with_bases(found, damaged)
         wanted |= found.keys() - bad
+        lacking = {chunk for chunk in wanted if found.get(chunk) is None}
+        instead, lost = self._instead_of(lacking)
         sources = [source for chunk in sorted(wanted) if (source := found.get(chunk))]
-        lost = (wanted & facts.needed) - {source.entry.chunk for source in sources}
+        sources += [source for chunk, source in sorted(instead.items()) if chunk not in wanted]
         return SavePacks(
             tuple((self._packs[name][0], name) for name in sorted(damaged)),
             tuple(map(self._named, sources)),
             tuple(sorted(lost)),
             facts.contents.state.fence,
         )
+
+    def _instead_of(self, lacking: set[ChunkId]) -> tuple[dict[ChunkId, Source], set[ChunkId]]:
+        """Whole copies of chunks that commits name and that are patches of some that are nowhere;
+        and those of `lacking` that are lost, because a commit needs them all the same."""
+        contents = self._facts.contents
+        needed_by = contents.dependents(lacking)
+        instead: dict[ChunkId, Source] = {}
+        lost = set[ChunkId]()
+        for user in contents.named(needed_by.keys()):
+            source = None
+            if user not in lacking:
+                with suppress(Unavailable):
+                    source = find_source(self._donors, user, whole=True)
+            if source is None:
+                lost.update(needed_by[user])
+            else:
+                instead[user] = source
+        return instead, lost & self._facts.needed
 
     def _suspects(self) -> set[PackId]:
         """The listed packs with damage; those that storage did not return are left alone."""

@@ -14,7 +14,6 @@ from typing import Any, cast
 import pytest
 from psycopg import sql
 
-from ckptstore.commit import patching
 from ckptstore.core import paths
 from ckptstore.log import log_backend
 from ckptstore.repository import store_handle
@@ -22,6 +21,7 @@ from ckptstore.storage import local_files
 from ckptstore.storage.bucket import BucketStorage
 from ckptstore.storage.local import LocalStorage
 from tests.shared.sites import Site, Sites
+from tests.support.patching import small_chunks_too
 from tests.support.servers.postgres import PostgresServer
 from tests.support.servers.s3 import S3Server
 
@@ -125,9 +125,8 @@ def packs_of(nbytes: int | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for kind in (LocalStorage, BucketStorage):
             patch.setattr(kind, "__init__", opening(kind.__init__))
-        patch.setattr(patching, "LEAF_BYTES_MIN", 0)
-        patch.setattr(patching, "CHUNK_BYTES_MIN", 64)
-        yield
+        with small_chunks_too():
+            yield
 
 
 def copied(sites: Sites, site: Site) -> Site:

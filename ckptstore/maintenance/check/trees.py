@@ -166,7 +166,15 @@ class Contents:
     def referrers(self, chunks: Collection[ChunkId]) -> Mapping[ChunkId, Referrer]:
         """The users of `chunks`, and of what is a patch of them. Reads every document, and every
         page once."""
-        made_of, found = self._dependents(chunks), dict[ChunkId, Referrer]()
+        return self._users(self.dependents(chunks))
+
+    def named(self, chunks: Collection[ChunkId]) -> Collection[ChunkId]:
+        """Those of `chunks` that a commit names itself. Reads as `referrers`."""
+        return self._users({chunk: (chunk,) for chunk in chunks}).keys()
+
+    def _users(self, made_of: Mapping[ChunkId, Sequence[ChunkId]]) -> Mapping[ChunkId, Referrer]:
+        """The users of chunks; `made_of` has those that each one needs, itself included."""
+        found: dict[ChunkId, Referrer] = {}
         wanted = frozenset(made_of)
 
         @cache
@@ -189,7 +197,7 @@ class Contents:
                 found[chunk] = Referrer((*known.commits, commit), known.leaf)
         return found
 
-    def _dependents(self, chunks: Collection[ChunkId]) -> Mapping[ChunkId, Sequence[ChunkId]]:
+    def dependents(self, chunks: Collection[ChunkId]) -> Mapping[ChunkId, Sequence[ChunkId]]:
         """Each of `chunks` and of the patches that need some of them, with those that it needs."""
         patches_of: dict[ChunkId, list[ChunkId]] = {}
         for patch, base in self.bases.items():
