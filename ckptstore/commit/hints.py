@@ -10,15 +10,10 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from ckptstore.core.config import MIB
 from ckptstore.core.ids import ChunkId
-from ckptstore.core.process import free_bytes
 from ckptstore.objects import patches
 from ckptstore.repository.dedup import ChunkTable
-
-FREE_SHARE, HELD_BYTES_MAX = 16, 4096 * MIB
-"""Without a budget, chunks take at most this share of the memory that is free, and so many bytes.
-"""
+from ckptstore.repository.memory_budget import PatchMemory
 
 WAIT_MAX = 16
 """A leaf that changes in most words is looked at again after so many commits at most."""
@@ -51,9 +46,8 @@ class Held:
     change in few words. Threads may share it, and saves that overlap: memory that one has taken,
     no other finds."""
 
-    def __init__(self, budget_bytes: int | None = None) -> None:
-        """Without `budget_bytes`, a sixteenth of what is free when the first chunk is kept."""
-        self._left_bytes = budget_bytes
+    def __init__(self) -> None:
+        self.kept_bytes = 0
         self._olds: dict[Place, Old] = {}
         self._leaves: dict[int, _Leaf] = {}
         self._lock = threading.Lock()
@@ -63,41 +57,31 @@ class Held:
         `keep` gives it back."""
         old = self._olds.pop(place, None)
         if old is not None and old.id != chunk:
-            self._grow(len(old.raw))
+            self.give_up(old)
             return None
         return old
 
-    def keep(self, place: Place, old: Old | None, now: Old) -> None:
+    def keep(self, place: Place, old: Old | None, now: Old, memory: PatchMemory) -> None:
         """Keep a copy of what is now at a place, in the memory of the `old` chunk that was taken
-        there; nothing if the budget does not allow it."""
-        memory = old.raw if old and len(old.raw) == len(now.raw) else None
-        if memory is None:
-            self._grow(len(old.raw) if old else 0)
-            if not self._shrink(len(now.raw)):
+        there; nothing if `memory` does not admit it."""
+        copy = old.raw if old and len(old.raw) == len(now.raw) else None
+        if copy is None:
+            self.give_up(old)
+            if not memory.admits(self, len(now.raw)):
                 return
-            memory = memoryview(bytearray(len(now.raw)))
-        np.copyto(np.frombuffer(memory, np.uint8), np.frombuffer(now.raw, np.uint8))
-        self._olds[place] = Old(now.id, memory, now.chain)
+            copy = memoryview(bytearray(len(now.raw)))
+            self._count(len(copy))
+        np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(now.raw, np.uint8))
+        self._olds[place] = Old(now.id, copy, now.chain)
 
     def give_up(self, old: Old | None) -> None:
         """Keep nothing in the memory of a chunk that was taken."""
-        self._grow(len(old.raw) if old else 0)
+        if old is not None:
+            self._count(-len(old.raw))
 
-    def _grow(self, nbytes: int) -> None:
+    def _count(self, nbytes: int) -> None:
         with self._lock:
-            if self._left_bytes is not None:
-                self._left_bytes += nbytes
-
-    def _shrink(self, nbytes: int) -> bool:
-        with self._lock:
-            if self._left_bytes is None:
-                free = free_bytes()
-                share = HELD_BYTES_MAX if free is None else free // FREE_SHARE
-                self._left_bytes = min(share, HELD_BYTES_MAX)
-            if nbytes > self._left_bytes:
-                return False
-            self._left_bytes -= nbytes
-            return True
+            self.kept_bytes += nbytes
 
     def begin(self) -> None:
         """A commit begins: leaves that changed in most words are one commit nearer to the next

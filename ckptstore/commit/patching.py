@@ -15,6 +15,7 @@ from ckptstore.core.ids import ChunkId
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.objects import codecs, patches
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.memory_budget import PatchMemory
 from ckptstore.repository.pack_writer import NewPatch
 
 LEAF_BYTES_MIN = 128 << 10
@@ -32,8 +33,8 @@ _SAMPLES, _SAMPLE_BYTES = 4, 2 << 10
 class Patcher:
     """Makes patches for one commit. Threads may share it."""
 
-    def __init__(self, objects: ObjectStore, held: Held) -> None:
-        self._objects, self._held = objects, held
+    def __init__(self, objects: ObjectStore, held: Held, memory: PatchMemory) -> None:
+        self._objects, self._held, self._memory = objects, held, memory
         held.begin()
 
     def is_candidate(self, part: PlanPart, cut: Cut) -> bool:
@@ -66,7 +67,7 @@ class Patcher:
             return None
         stored = before and patches.encode(raw, before.raw, width, old, before.chain)
         chain = patches.head_of(stored).chain if stored else patches.WHOLE
-        self._held.keep(place, taken, Old(new, raw, chain))
+        self._held.keep(place, taken, Old(new, raw, chain), self._memory)
         return NewPatch(new, summed, len(raw), width, old, stored) if stored else None
 
     def _is_other(self, old: ChunkId, raw: memoryview, width: int) -> bool:

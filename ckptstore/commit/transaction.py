@@ -137,7 +137,7 @@ class Destination:
 
     def __init__(self, handle: StoreHandle, threads: ThreadPool) -> None:
         self.config, self.log, self.threads = handle.config, handle.log, threads
-        self.storage = handle.storage
+        self.storage, self.patch_memory = handle.storage, handle.patch_memory
         self.schemas = LastSchemas()
         self._handle = handle
 
@@ -309,9 +309,9 @@ class Transaction:
         small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
         count = min(max_workers or threads.count, threads.count, len(plan.batches))
         hints, dedup = hints or DedupHints(), self.look()
-        patcher = None
-        if hints.last and self.patching:
-            patcher = Patcher(self._to.objects, hints.held)
+        patcher, memory = None, self._to.patch_memory
+        if hints.last and self.patching and memory.is_used:
+            patcher = Patcher(self._to.objects, hints.held, memory)
         store = dedup, self.packs, watch, threads.scratch, self.measured, patcher
         work = batches, sources, made, hints.last, *store
         writers = [ChunkWriter(*work) for _ in range(min(count, 1) if small else count)]

@@ -26,7 +26,7 @@ from ckptstore.index.suspect_packs import SuspectPacks
 from ckptstore.log.log import Log
 from ckptstore.log.state import Pack, State
 from ckptstore.objects import codecs, patches
-from ckptstore.objects.pack import bases_named
+from ckptstore.objects.pack import PATCHED_DTYPE, bases_named
 from ckptstore.repository.chunk_reader import (
     METADATA_BYTES_MAX,
     FileRange,
@@ -143,8 +143,8 @@ class ObjectStore:
 
     def registered(self, number: int, pack: PackId, table: "NDArray[np.void]") -> None:
         """Index a pack of this process that a log entry has just registered."""
-        if len(named := bases_named(table)):
-            self._patched_packs[pack] = named.tobytes()
+        if table.dtype == PATCHED_DTYPE:
+            self._patched_packs[pack] = bases_named(table).tobytes()
         with self._lock:
             self.index.add_pack(number, pack, table)
             if number == self._indexed_below:
@@ -417,14 +417,12 @@ class ObjectStore:
         is_patch = where["codec"] == codecs.PATCH
         if not is_patch.any():
             return left, where
-        positions = [i for i, patch in zip(left, is_patch.tolist(), strict=True) if patch]
-        some = groups(where[is_patch], positions, room.read_bytes)
+        numbers = np.asarray(left)
+        some = groups(where[is_patch], numbers[is_patch].tolist(), room.read_bytes)
         spread = threads.spread if threads and len(some) > 1 else one_by_one
         scratch = threads.scratch if threads else Scratch()
         spread(lambda group: self._read_patched(request, *group, damaged, scratch), some)
-        return [i for i, patch in zip(left, is_patch.tolist(), strict=True) if not patch], where[
-            ~is_patch
-        ]
+        return numbers[~is_patch].tolist(), where[~is_patch]
 
     def _read_patched(
         self,

@@ -163,15 +163,25 @@ def test_a_budget_makes_no_patches(tmp_path: Path) -> None:
 def test_memory_beyond_its_share_is_not_taken_and_chains_stay_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptstore.commit.hints.HELD_BYTES_MAX", 0)
     monkeypatch.setattr(patching, "DEPTH_READ_MAX", 2)
-    with ckptstore.open(tmp_path / "store") as store:
+    little = ckptstore.Storage(patch_memory_bytes=1000)
+    with ckptstore.open(tmp_path / "store", storage=little) as store:
         for step in range(8):
             store.commit({"w": nudged(SHAPE, step)}, step=step)
         whole = [step for step in range(8) if new_bytes(store, step) > 500_000]
         assert whole == [0, 4]
         for step in range(8):
             assert same(store.checkout(step).read("w"), nudged(SHAPE, step))
+
+
+def test_without_memory_for_them_there_are_no_patches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTSTORE_PATCH_MEMORY_BYTES", "0")
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(3):
+            store.commit({"w": nudged(SHAPE, step)}, step=step)
+        assert not chunks_by_codec(store, patched=True)
 
 
 def test_a_background_commit_makes_patches_of_what_it_staged(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from ckptstore.log.state import Pack, State
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of, read_document
 from ckptstore.objects.codecs import PATCH
-from ckptstore.objects.pack import PAGE, FooterTable, bases_named
+from ckptstore.objects.pack import PAGE, PATCHED_DTYPE, FooterTable, bases_named
 from ckptstore.objects.pages import decode_page
 from ckptstore.repository import footers
 from ckptstore.repository.chunk_reader import (
@@ -81,7 +81,7 @@ class Holdings:
         self._patched: dict[int, npt.NDArray[np.bool_]] = {}
         """By pack with patches, which of its chunks are some."""
         self._patch_bases: dict[int, Keys] = {}
-        """By pack, the keys of the bases of its patches."""
+        """By pack with patches, the keys of their bases."""
 
     def put(self, pack: int, table: FooterTable) -> None:
         """Add the footer of the pack at position `pack`. Chunks of a pack that is never put
@@ -92,9 +92,9 @@ class Holdings:
         self._stored[rows] = table["stored"]
         if (table["base"] != NO_BASE).any():
             self._bases[pack] = table["base"].copy()
-        if len(named := bases_named(table)):
+        if table.dtype == PATCHED_DTYPE:
             self._patched[pack] = table["codec"] == PATCH
-            self._patch_bases[pack] = short_keys(named.tobytes())
+            self._patch_bases[pack] = short_keys(bases_named(table).tobytes())
         self._put[pack] = True
 
     def sort(self) -> None:
@@ -149,6 +149,11 @@ class Holdings:
             needed = bases[own]
             own[needed[needed != NO_BASE]] = True
         return assigned
+
+    @property
+    def has_patches(self) -> bool:
+        """Whether a pack has any; without, no base is looked for."""
+        return bool(self._patch_bases)
 
     def patch_bases(self, assigned: npt.NDArray[np.bool_]) -> Keys:
         """The keys of the bases of all patches in packs that have an assigned chunk."""
@@ -355,7 +360,10 @@ class _Marking:
     def assign(self) -> npt.NDArray[np.bool_]:
         """Assign live chunks to packs, and with them the bases of the patches there."""
         assigned, known = self._assign(), 0
-        while len(keys := np.unique(self.holdings.patch_bases(assigned))) > known:
+        while self.holdings.has_patches:
+            keys = np.unique(self.holdings.patch_bases(assigned))
+            if len(keys) == known:
+                break
             known = len(keys)
             self.missing.update(self.holdings.need(keys).tolist())
             assigned = self._assign()
