@@ -80,7 +80,7 @@ class Holdings:
         self._bases: dict[int, npt.NDArray[np.uint32]] = {}
         self._patched: dict[int, npt.NDArray[np.bool_]] = {}
         """By pack with patches, which of its chunks are some."""
-        self._patch_bases: dict[int, Keys] = {}
+        self.bases_of_patches: dict[int, Keys] = {}
         """By pack with patches, the keys of their bases."""
 
     def put(self, pack: int, table: FooterTable) -> None:
@@ -94,7 +94,7 @@ class Holdings:
             self._bases[pack] = table["base"].copy()
         if table.dtype == PATCHED_DTYPE:
             self._patched[pack] = table["codec"] == PATCH
-            self._patch_bases[pack] = short_keys(bases_named(table).tobytes())
+            self.bases_of_patches[pack] = short_keys(bases_named(table).tobytes())
         self._put[pack] = True
 
     def sort(self) -> None:
@@ -150,16 +150,14 @@ class Holdings:
             own[needed[needed != NO_BASE]] = True
         return assigned
 
-    @property
-    def has_patches(self) -> bool:
-        """Whether a pack has any; without, no base is looked for."""
-        return bool(self._patch_bases)
-
     def patch_bases(self, assigned: npt.NDArray[np.bool_]) -> Keys:
         """The keys of the bases of all patches in packs that have an assigned chunk."""
         none = np.empty(0, np.uint64)
         return np.concatenate(
-            [none, *(k for p, k in self._patch_bases.items() if self.of_pack(p, assigned).any())]
+            [
+                none,
+                *(k for p, k in self.bases_of_patches.items() if self.of_pack(p, assigned).any()),
+            ]
         )
 
     def contested(self) -> dict[int, npt.NDArray[np.int64]]:
@@ -360,7 +358,7 @@ class _Marking:
     def assign(self) -> npt.NDArray[np.bool_]:
         """Assign live chunks to packs, and with them the bases of the patches there."""
         assigned, known = self._assign(), 0
-        while self.holdings.has_patches:
+        while self.holdings.bases_of_patches:
             keys = np.unique(self.holdings.patch_bases(assigned))
             if len(keys) == known:
                 break
