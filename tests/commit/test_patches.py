@@ -310,3 +310,15 @@ def test_ids_do_not_tell_how_chunks_are_stored(tmp_path: Path) -> None:
             ids.append(first_chunk(store, 3))
             assert np.array_equal(store.checkout(3).read("w"), nudged(SHAPE, 3))
     assert ids[0] == ids[1]
+
+
+def test_a_commit_that_is_alone_owns_its_bases(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(4):
+            store.commit({"w": nudged(SHAPE, step)}, step=step)
+        store.forget(ckptstore.KeepLast(2))
+        for step in (4, 5):
+            store.commit({"w": torch.full(SHAPE, float(step))}, step=step)
+        store.forget([2])
+        (three,) = [each for each in store.usage().commits if store.checkout(each.commit).step == 3]
+        assert three.exclusive_bytes > nudged(SHAPE, 0).nbytes
