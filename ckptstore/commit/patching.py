@@ -54,18 +54,18 @@ class Patcher:
         taken = self._held.take(place, old)
         before: Old | None = taken
         try:
-            if before is None:
-                dense = self._is_other(old, raw, width)
-                before = None if dense else self._read(old, len(raw))
-            else:
-                dense = _differs(raw, before.raw, width)
+            if before is None and not self._is_other(old, raw, width):
+                before = self._read(old, len(raw))
+                if before is None:
+                    return None  # too far from a whole chunk to be read at every commit
         except (Corrupt, NotFound, Unavailable):
             return None  # what cannot be read is no base
-        self._held.found(part.leaf, dense=dense)
-        if dense:
+        at = before and patches.changed(raw, before.raw, width)
+        self._held.found(part.leaf, dense=at is None)
+        if before is None or at is None:
             self._held.give_up(taken)
             return None
-        stored = before and patches.encode(raw, before.raw, width, old, before.chain)
+        stored = patches.encode(raw, before.raw, width, at, old, before.chain)
         chain = patches.head_of(stored).chain if stored else patches.WHOLE
         self._held.keep(place, taken, Old(new, raw, chain), self._memory)
         return NewPatch(new, summed, len(raw), width, old, stored) if stored else None
@@ -91,13 +91,6 @@ def _stretches(nbytes: int) -> list[slice]:
     """The sampled stretches of a chunk."""
     step = nbytes // _SAMPLES // 16 * 16
     return [slice(i * step, min(i * step + _SAMPLE_BYTES, nbytes)) for i in range(_SAMPLES)]
-
-
-def _differs(raw: memoryview, old: memoryview, width: int) -> bool:
-    """Whether samples of two chunks differ in too many words for a patch."""
-    if len(raw) != len(old):
-        return True
-    return _are_other(raw, ((at, old[at]) for at in _stretches(len(raw))), width)
 
 
 def _are_other(raw: memoryview, samples: Iterable[tuple[slice, memoryview]], width: int) -> bool:

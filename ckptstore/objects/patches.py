@@ -7,9 +7,10 @@ before is at hand and few words differ. Pure, and thread-safe.
 """
 
 import struct
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId, checksum
 from ckptstore.errors import Corrupt
@@ -28,6 +29,10 @@ _GAP_TYPES: dict[int, np.dtype[Any]] = {
     2: np.dtype("<u2"),
     4: np.dtype("<u4"),
 }
+
+
+Changed: TypeAlias = npt.NDArray[np.intp]
+"""The numbers of words, in order."""
 
 
 class Chain(NamedTuple):
@@ -54,22 +59,28 @@ class Head(NamedTuple):
     tail_bytes: int
 
 
+def changed(raw: memoryview, base: memoryview, width: int) -> Changed | None:
+    """The numbers of the words of `raw` that differ from those of `base`; None if they are too many
+    for a patch, or if the chunks are not equally long."""
+    if len(raw) != len(base):
+        return None
+    differ = codecs.words_of(raw, width) != codecs.words_of(base, width)
+    few = np.count_nonzero(differ) * CHANGED_PART <= len(differ)
+    return np.flatnonzero(differ) if few else None
+
+
 def encode(
-    raw: memoryview, base: memoryview, width: int, named: ChunkId, chain: Chain
+    raw: memoryview, base: memoryview, width: int, at: Changed, named: ChunkId, chain: Chain
 ) -> bytes | None:
     """The patch that makes `raw` of `base`, the raw bytes of the chunk `named` at the end of
-    `chain`.
+    `chain`; the words `at` differ (`changed`).
 
-    Returns None if too much differs, or if the chain would take more bytes than the chunk, or more
-    than `DEPTH_MAX` patches.
+    Returns None if the chain would take more bytes than the chunk, or more than `DEPTH_MAX`
+    patches.
     """
-    if len(raw) != len(base) or chain.depth >= DEPTH_MAX:
+    if chain.depth >= DEPTH_MAX:
         return None
     words, olds = codecs.words_of(raw, width), codecs.words_of(base, width)
-    differ = words != olds
-    if np.count_nonzero(differ) * CHANGED_PART > len(words):
-        return None
-    at = np.flatnonzero(differ)
     gaps, changes = np.diff(at, prepend=-1) - 1, words[at]
     gap_bytes = _gap_bytes(int(gaps.max(initial=0)))
     codecs.subtract(changes, olds[at])

@@ -15,6 +15,13 @@ BASE = ChunkId(bytes(range(32)))
 WIDTHS = (1, 2, 4, 8, 16, 3)
 
 
+def made(
+    raw: memoryview, base: memoryview, width: int, named: ChunkId, chain: patches.Chain
+) -> bytes | None:
+    at = patches.changed(raw, base, width)
+    return None if at is None else patches.encode(raw, base, width, at, named, chain)
+
+
 def drawn(random: Random) -> tuple[bytes, bytes, int]:
     """A chunk, its base, and the width of their elements: changes anywhere, or next to each
     other, small or large, in the tail as well."""
@@ -31,20 +38,20 @@ def drawn(random: Random) -> tuple[bytes, bytes, int]:
 
 
 def test_a_patch_makes_the_chunk_of_its_base(seed: int) -> None:
-    random, made = Random(seed), 0
+    random, count = Random(seed), 0
     for _ in range(300):
         raw, base, width = drawn(random)
-        stored = patches.encode(memoryview(raw), memoryview(base), width, BASE, patches.WHOLE)
+        stored = made(memoryview(raw), memoryview(base), width, BASE, patches.WHOLE)
         if stored is None:
             continue
-        made += 1
+        count += 1
         out = bytearray(base)
         patches.apply(stored, memoryview(out), width)
         assert out == raw, f"seed {seed}: {len(raw)} bytes of {width}"
         head = patches.head_of(stored)
         assert head.base == BASE
         assert head.chain == patches.Chain(1, len(stored))
-    assert made > 100
+    assert count > 100
 
 
 def few_changes(nbytes: int = 1 << 16) -> tuple[memoryview, memoryview]:
@@ -56,22 +63,22 @@ def few_changes(nbytes: int = 1 << 16) -> tuple[memoryview, memoryview]:
 
 def test_what_changes_too_much_or_lies_too_far_is_no_patch() -> None:
     raw, base = few_changes()
-    whole = patches.encode(raw, base, 2, BASE, patches.WHOLE)
+    whole = made(raw, base, 2, BASE, patches.WHOLE)
     assert whole is not None
     other = memoryview(np.arange(len(raw) // 2, dtype="<u2")[::-1].copy()).cast("B")
-    assert patches.encode(other, base, 2, BASE, patches.WHOLE) is None
-    assert patches.encode(raw, base[:-2], 2, BASE, patches.WHOLE) is None
+    assert made(other, base, 2, BASE, patches.WHOLE) is None
+    assert made(raw, base[:-2], 2, BASE, patches.WHOLE) is None
     far = patches.Chain(patches.DEPTH_MAX, 100)
-    assert patches.encode(raw, base, 2, BASE, far) is None
-    assert patches.encode(raw, base, 2, BASE, patches.Chain(3, len(raw) - len(whole) + 1)) is None
-    near = patches.encode(raw, base, 2, BASE, patches.Chain(3, len(raw) - len(whole)))
+    assert made(raw, base, 2, BASE, far) is None
+    assert made(raw, base, 2, BASE, patches.Chain(3, len(raw) - len(whole) + 1)) is None
+    near = made(raw, base, 2, BASE, patches.Chain(3, len(raw) - len(whole)))
     assert near is not None
     assert patches.head_of(near).chain == patches.Chain(4, len(raw))
 
 
 def test_each_bit_that_is_turned_in_a_patch_is_noticed() -> None:
     raw, base = few_changes(4096)
-    stored = patches.encode(raw, base, 2, BASE, patches.WHOLE)
+    stored = made(raw, base, 2, BASE, patches.WHOLE)
     assert stored is not None
     for bit in range(8 * len(stored)):
         turned = bytearray(stored)
@@ -106,7 +113,7 @@ FORGED = {
 @pytest.mark.parametrize("what", FORGED)
 def test_a_forged_patch_is_refused(what: str) -> None:
     raw, base = few_changes()
-    stored = patches.encode(raw, base, 2, BASE, patches.WHOLE)
+    stored = made(raw, base, 2, BASE, patches.WHOLE)
     assert stored is not None
     assert patches.head_of(stored).words == 41
     offset, form, value = FORGED[what]
@@ -116,7 +123,7 @@ def test_a_forged_patch_is_refused(what: str) -> None:
 
 def test_a_patch_that_goes_on_behind_the_chunk_is_refused() -> None:
     raw, base = few_changes()
-    stored = patches.encode(raw, base, 2, BASE, patches.WHOLE)
+    stored = made(raw, base, 2, BASE, patches.WHOLE)
     assert stored is not None
     with pytest.raises(Corrupt, match="goes on to word"):
         patches.apply(stored, memoryview(bytearray(base[: len(base) // 2])), 2)

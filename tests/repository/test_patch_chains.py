@@ -31,7 +31,9 @@ def chunk(n: int) -> tuple[ChunkId, memoryview]:
 def patch(n: int, base: int, depth: int = 0) -> NewPatch:
     """Chunk `n` as a patch of another, after so many patches."""
     (name, raw), (of, before) = chunk(n), chunk(base)
-    stored = patches.encode(raw, before, 2, of, patches.Chain(depth, 10))
+    at = patches.changed(raw, before, 2)
+    assert at is not None
+    stored = patches.encode(raw, before, 2, at, of, patches.Chain(depth, 10))
     assert stored is not None
     return NewPatch(name, checksum(raw), len(raw), 2, of, stored)
 
