@@ -136,6 +136,7 @@ class StoreInternals:
 
         options = {
             "storage_options": dict(self.settings.storage_options),
+            "patch_memory_bytes": self.settings.patch_memory_bytes,
             "direct_io": self.settings.direct_io is not False,
             "index": self.settings.index,
         }

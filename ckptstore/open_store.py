@@ -153,6 +153,7 @@ def _settings(
         on_full=storage.on_full,
         direct_io=storage.direct_io,
         read_cache_bytes=storage.read_cache_bytes,
+        patch_memory_bytes=storage.patch_memory_bytes,
         executor=behind.executor,
         max_in_flight=behind.max_in_flight,
         staging_bytes=behind.staging_bytes,
@@ -234,6 +235,7 @@ def _open_or_make(place: str | os.PathLike[str], settings: Settings, asked: Stor
             direct_io=settings.direct_io,
             index=settings.index,
             read_cache_bytes=settings.read_cache_bytes,
+            patch_memory_bytes=settings.patch_memory_bytes,
         )
         _check_as_made(handle, asked)
         if not settings.read_only:

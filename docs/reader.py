@@ -73,6 +73,24 @@ def undo(difference: bytes, base: bytes, width: int, center: int) -> bytes:
     return raw + difference[len(raw) :]
 
 
+def patched(stored: bytes, base: bytes, width: int) -> bytes:
+    """The chunk that a patch makes of its base (§4)."""
+    expect(xxh3_128_digest(stored[16:]) == stored[:16], "a patch is damaged")
+    count, first, _, wide, tail = struct.unpack_from("<IIHBB", stored, 52)
+    word = {1: 1, 2: 2, 4: 4, 8: 8, 16: 8}.get(width, 1)
+    raw, at, rest = bytearray(base), -1, stored[64:]
+    gaps = decode(2, rest[:first], wide, count * wide)
+    places = []
+    for i in range(0, len(gaps), wide):
+        places.append(at := at + int.from_bytes(gaps[i : i + wide], "little") + 1)
+    olds = b"".join(base[i * word : (i + 1) * word] for i in places)
+    news = undo(decode(2, rest[first + tail :], word, count * word), olds, word, 0)
+    for n, i in enumerate(places):
+        raw[i * word : (i + 1) * word] = news[n * word : (n + 1) * word]
+    raw[len(raw) - tail :] = rest[first : first + tail]
+    return bytes(raw)
+
+
 class Store:
     def __init__(self, place: Path) -> None:
         """The store in the directory `place`, as its log is now."""
@@ -141,19 +159,27 @@ class Store:
             start, _, offset, length, digest, end = struct.unpack("<12sIQQ32s8s", pack.read())
             pack.seek(offset)
             tail = pack.read(length + 32)
-        if (start, end, blake3(tail).digest()) == (b"CKPTPACK\2\0\0\0", b"KCAPTPKC", digest):
-            records = list(struct.iter_unpack("<32s16sQIIIBBB9s", tail[:length]))
+        form = {b"\2\0\0\0": "<32s16sQIIIBBB9s", b"\3\0\0\0": "<32s16sQIIIBBB41s"}
+        sound = (start[:8], end, blake3(tail).digest()) == (b"CKPTPACK", b"KCAPTPKC", digest)
+        if sound and start[8:] in form:
+            records = list(struct.iter_unpack(form[start[8:]], tail[:length]))
             for record in records:
                 base = None if record[5] == 0xFFFFFFFF else records[record[5]]
                 self.chunks.setdefault(record[0], []).append((file, record, base))
 
-    def chunk(self, wanted: bytes) -> bytes:
-        """The raw bytes of a chunk, from the first pack that has them as they were."""
+    def chunk(self, wanted: bytes, most: int = 64) -> bytes:
+        """The raw bytes of a chunk, from the first pack that has them as they were; it is at most
+        so many patches away from one that is stored whole."""
         for file, record, base in self.chunks[wanted]:
             _, digest, offset, length, size, _, codec, width, *_ = record
             with file.open("rb") as pack, suppress(ValueError, struct.error, zstandard.ZstdError):
                 pack.seek(offset)
-                raw = decode(codec, stored := pack.read(length), width, size)
+                stored = pack.read(length)
+                if codec == 4:
+                    expect(0 < stored[60] <= most, "a chain of patches is too long")
+                    raw = patched(stored, self.chunk(stored[16:48], stored[60] - 1), width)
+                else:
+                    raw = decode(codec, stored, width, size)
                 if base:
                     pack.seek(base[2])
                     before = decode(base[6], pack.read(base[3]), width, size)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ckptstore.commit.commit_metadata import CommitMetadata
+from ckptstore.commit.hints import DedupHints
 from ckptstore.commit.plan import Extent, plan_chunks
 from ckptstore.commit.transaction import (
     Committed,
@@ -24,7 +25,6 @@ from ckptstore.core.model import INLINE_BYTES, LeafContent
 from ckptstore.errors import Conflict
 from ckptstore.log.log import Refused
 from ckptstore.log.sessions import Session, open_session
-from ckptstore.repository.dedup import DedupHints
 from ckptstore.state.leaf_sources import Source
 
 

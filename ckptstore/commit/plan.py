@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import NamedTuple, TypeAlias
 
+from ckptstore.commit.hints import DedupHints
 from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.core.geometry import Grid, grid
 from ckptstore.core.model import INLINE_BYTES, Box, Shape
 from ckptstore.core.process import uncollected
-from ckptstore.repository.dedup import DedupHints
 from ckptstore.state.leaf_sources import FlatState
 
 Flats: TypeAlias = Mapping[str, FlatState]

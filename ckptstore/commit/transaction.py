@@ -14,6 +14,8 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
+from ckptstore.commit.hints import DedupHints
+from ckptstore.commit.patching import Patcher
 from ckptstore.commit.pending import UNWATCHED, Watch
 from ckptstore.commit.plan import CommitPlan, Flats, WholePlan
 from ckptstore.commit.write import PARALLEL_BYTES, ChunkWriter, Measured, write_metadata
@@ -49,7 +51,7 @@ from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import LastSchemas, join_schemas
 from ckptstore.repository.chunk_store import ObjectStore
-from ckptstore.repository.dedup import ChunkTable, Dedup, DedupHints
+from ckptstore.repository.dedup import ChunkTable, Dedup
 from ckptstore.repository.memory_budget import write_room
 from ckptstore.repository.pack_writer import PackSet, delete_own
 from ckptstore.repository.store_handle import StoreHandle
@@ -135,7 +137,7 @@ class Destination:
 
     def __init__(self, handle: StoreHandle, threads: ThreadPool) -> None:
         self.config, self.log, self.threads = handle.config, handle.log, threads
-        self.storage = handle.storage
+        self.storage, self.patch_memory = handle.storage, handle.patch_memory
         self.schemas = LastSchemas()
         self._handle = handle
 
@@ -238,6 +240,8 @@ class Transaction:
     ) -> None:
         self.session, self.owns = session, owns
         self.measured: Measured | None = None
+        self.patching = True
+        """Whether chunks may be kept in memory and stored as patches; not within a budget."""
         self.asked = False
         """Whether an append was sent to the log and its outcome is unknown."""
         codec = codec_id(to.config.codec)
@@ -305,7 +309,10 @@ class Transaction:
         small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
         count = min(max_workers or threads.count, threads.count, len(plan.batches))
         hints, dedup = hints or DedupHints(), self.look()
-        store = dedup, self.packs, watch, threads.scratch, self.measured
+        patcher, memory = None, self._to.patch_memory
+        if hints.last and self.patching and memory.is_used:
+            patcher = Patcher(self._to.objects, hints.held, memory)
+        store = dedup, self.packs, watch, threads.scratch, self.measured, patcher
         work = batches, sources, made, hints.last, *store
         writers = [ChunkWriter(*work) for _ in range(min(count, 1) if small else count)]
         if writers:
@@ -496,6 +503,7 @@ class WholeCommitter:
             try:
                 with Transaction.begin(to, unbuffered=room.unbuffered) as whole:
                     whole.measured = request.measured
+                    whole.patching = request.memory_budget_bytes is None
                     hints = self._whole.hints
                     ids = whole.write(plan, sources, watch, hints=hints, max_workers=room.threads)
                     watch.reached(Milestone.HASHED)

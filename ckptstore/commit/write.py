@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from ckptstore.commit.patching import Patcher
 from ckptstore.commit.pending import Watch
 from ckptstore.commit.plan import ChunkRun, CommitPlan, Cut, PlanPart, is_floating, windows
 from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId, checksum, digest
@@ -20,7 +21,7 @@ from ckptstore.errors import Conflict
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR, align
 from ckptstore.repository.dedup import ChunkTable, Dedup, Known
-from ckptstore.repository.pack_writer import NewChunk, PackSet, PackWriter, new_chunk
+from ckptstore.repository.pack_writer import NewChunk, NewPatch, PackSet, PackWriter, new_chunk
 from ckptstore.repository.thread_pool import NO_MEMORY, Scratch, ThreadPool
 from ckptstore.state.leaf_sources import NotCopied, Source, memory_of
 from ckptstore.storage.direct_io_file import BLOCK_BYTES
@@ -107,7 +108,8 @@ def write_metadata(
 
 class ChunkWriter:
     """One thread that writes a commit's batches to its own packs. Its chunks go to the table
-    `made`; `last` is that of the last commit of the same plan, if there was one."""
+    `made`; `last` is that of the last commit of the same plan, if there was one. What replaces
+    chunks of it may be stored as patches, by the `patcher`."""
 
     def __init__(
         self,
@@ -120,15 +122,17 @@ class ChunkWriter:
         watch: Watch,
         scratch: Scratch,
         measured: Measured | None,
+        patcher: Patcher | None,
     ) -> None:
         self.new_chunks = 0
-        self._measured = measured
+        self._measured, self._patcher = measured, patcher
         self._batches, self._sources, self._made, self._last = batches, sources, made, last
         self._dedup, self._packs, self._watch = dedup, packs, watch
         self._pack_writer: PackWriter
         self._scratch = scratch
         self._memory = NO_MEMORY
         """Private to this thread; each window overwrites it."""
+        self._made_patches: list[NewPatch] = []
         self._written = (-1, -1)
         """The leaf of the chunks queued last, and the number of the chunk behind them."""
 
@@ -149,6 +153,9 @@ class ChunkWriter:
                                 run_bytes=new.run_bytes,
                                 whole=new.whole,
                             )
+                        if self._made_patches:
+                            self._pack_writer.add_patches(self._made_patches)
+                            self._made_patches = []
                         self._pack_writer.flush()
                     self._watch.worked(batch)
         finally:
@@ -174,7 +181,7 @@ class ChunkWriter:
         if not unchanged:
             return run
         at = slice(at.start, at.start + unchanged)
-        self._dedup.reused.update(last.packs(at))
+        self._dedup.reuse(last.packs(at))
         self._made.take(at, last)
         return run.behind(unchanged) if unchanged < len(run.cuts) - 1 else None
 
@@ -190,8 +197,29 @@ class ChunkWriter:
             rows = [Known(chunk.id, chunk.checksum, packs[chunk.id]) for chunk in found.chunks]
             self._made.record(self._place(found.run), rows)
             new = [c for c in found.chunks if not packs[c.id] and self._dedup.take(c.id)]
+            if new and self._patcher is not None and self._last is not None:
+                new = self._unpatched(self._patcher, self._last, found.run.part, new)
             if new:
                 yield self._fetched(found, new)
+
+    def _unpatched(
+        self, patcher: Patcher, last: ChunkTable, part: PlanPart, new: Sequence[_Hashed]
+    ) -> list[_Hashed]:
+        """Make patches of those new chunks of a leaf that differ little from what they replace;
+        returns the others."""
+        made = dict[ChunkId, NewPatch]()
+        for chunk in new:
+            if chunk.raw is None or not patcher.is_candidate(part, chunk.cut):
+                continue
+            old = last.known(part.leaf, chunk.cut.number).id
+            patch = patcher.make(part, chunk.cut, old, chunk.id, chunk.checksum, chunk.raw)
+            if patch and not self._dedup.is_distrusted(chunk.id):
+                made[chunk.id] = patch
+        bases = self._dedup.look_up({patch.base for patch in made.values()}) if made else {}
+        made = {chunk: patch for chunk, patch in made.items() if bases[patch.base]}
+        self._made_patches += made.values()
+        self.new_chunks += len(made)
+        return [chunk for chunk in new if chunk.id not in made]
 
     def _fetched(self, found: _HashedRun, new: Sequence[_Hashed]) -> _New:
         """The new chunks of a run. Recognised chunks are compared with their ids now, because their

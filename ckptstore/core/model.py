@@ -214,8 +214,8 @@ NO_BASE = 0xFFFFFFFF
 
 class PackEntry(NamedTuple):
     """One record of a pack's footer (docs/format.md §4): the chunk's id, the checksum of its raw
-    bytes, and where they are stored. The chunk index does not know `kind` and `base`, and no reader
-    needs them: a delta says where its base lies."""
+    bytes, and where they are stored. The chunk index does not know `kind`, `base` and `patch_of`,
+    and no reader needs them: a delta says where its base lies, and a patch which chunk that is."""
 
     chunk: ChunkId
     checksum: bytes
@@ -226,6 +226,8 @@ class PackEntry(NamedTuple):
     width: int
     kind: int = 0
     base: int = NO_BASE
+    patch_of: bytes = b""
+    """The id of a patch's base; empty for any other chunk."""
 
 
 @dataclass(frozen=True, slots=True)

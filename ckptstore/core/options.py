@@ -163,6 +163,10 @@ class Storage:
             default for commits in the background.
         read_cache_bytes: Disk space of this host for data read from a bucket; else
             `$CKPTSTORE_READ_CACHE_BYTES`.
+        patch_memory_bytes: Memory for chunks of the last commit, so that those that change in few
+            elements are stored as what changed; else `$CKPTSTORE_PATCH_MEMORY_BYTES`, else a
+            sixteenth of the memory that is free, and at most 4 GiB. With 0, all that changed is
+            stored whole (docs/patches.md).
 
     Example:
         >>> store = ckptstore.open("s3://bucket/checkpoints", storage=Storage(codec="zstd"))
@@ -176,3 +180,4 @@ class Storage:
     on_full: OnFull | None = None
     direct_io: bool | None = None
     read_cache_bytes: int | None = None
+    patch_memory_bytes: int | None = None

@@ -23,7 +23,7 @@ from ckptstore.core.ids import check_run
 from ckptstore.core.options import Executor, OnFull
 from ckptstore.errors import InvalidInput
 
-_SET_OUTSIDE = ("run", "threads", "staging_bytes", "read_cache_bytes")
+_SET_OUTSIDE = ("run", "threads", "staging_bytes", "read_cache_bytes", "patch_memory_bytes")
 
 
 class Settings(BaseModel):
@@ -47,6 +47,7 @@ class Settings(BaseModel):
     storage_options: dict[str, Any] = Field(default_factory=dict)
     direct_io: bool | None = None
     read_cache_bytes: Annotated[int, Field(ge=0)] = 0
+    patch_memory_bytes: Annotated[int | None, Field(ge=0)] = None
 
     @classmethod
     def of(cls, **given: Any) -> Self:

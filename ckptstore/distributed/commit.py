@@ -172,6 +172,7 @@ class RanksCommitter:
             self._to, session, rank=peers.rank, unbuffered=room.write.unbuffered
         )
         transaction.measured = request.measured
+        transaction.patching = request.memory_budget_bytes is None
         boxes = Boxes(list(described.flats.values()), self._to.config.chunk_bytes)
         worker = RankWorker(transaction, boxes, self._task, self._plans, self._to.threads, room)
         publication = _Publication(

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import starmap
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+from ckptstore.commit.hints import DedupHints
 from ckptstore.commit.plan import CommitPlan, Extent, plan_chunks
 from ckptstore.commit.transaction import Transaction
 from ckptstore.commit.write import hash_chunks
@@ -26,7 +27,7 @@ from ckptstore.distributed.collective import Collective, DeferredErrors, RankByt
 from ckptstore.distributed.framing import damaged, numbered, pack, unpack
 from ckptstore.distributed.plan import ChunkAssembly, Piece, RankBox, RanksPlan, Target
 from ckptstore.errors import Conflict
-from ckptstore.repository.dedup import ChunkTable, DedupHints
+from ckptstore.repository.dedup import ChunkTable
 from ckptstore.repository.memory_budget import RankRoom
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.state.leaf_sources import BytesSource, FlatState, Source

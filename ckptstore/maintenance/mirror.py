@@ -345,7 +345,7 @@ class _Mirror:
             self._copy(batches, transaction.packs)
             self._close(transaction.packs)
             records = list_packs(self._target.log, transaction)
-        dedup.reused.update(record.number for record in records)
+        dedup.reuse(record.number for record in records)
         return sum(record.bytes for record in records)
 
     def _read(self, transfer: CommitTransfer) -> tuple[bytes, CommitDocument, list[Tree]]:

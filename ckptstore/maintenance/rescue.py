@@ -29,7 +29,7 @@ from ckptstore.maintenance.check import Kind
 from ckptstore.maintenance.check.fsck import Facts
 from ckptstore.maintenance.check.indexes import UNKNOWN
 from ckptstore.maintenance.check.offline_store import OfflineStore
-from ckptstore.objects import codecs
+from ckptstore.objects import codecs, patches
 from ckptstore.objects.pack import (
     LAYOUT,
     PAGE,
@@ -42,9 +42,15 @@ from ckptstore.objects.pack import (
 )
 from ckptstore.objects.pages import decode_page
 from ckptstore.objects.schema import decode_schema
-from ckptstore.repository.chunk_reader import coalesce, keys_of, read_chunk_at
-from ckptstore.repository.footers import Inventory, Table, read_chunk, read_table_at
-from ckptstore.repository.pack_writer import PackSet, new_chunk
+from ckptstore.repository.chunk_reader import (
+    coalesce,
+    keys_of,
+    read_chunk_at,
+    stored_patch_at,
+    verify_at,
+)
+from ckptstore.repository.footers import Inventory, Table, read_table_at, verify_any
+from ckptstore.repository.pack_writer import NewPatch, PackSet, new_chunk
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.local_files import Directories, give_name
@@ -64,6 +70,9 @@ class Source:
     storage: Storage
     key: str
     entry: PackEntry
+
+    def is_patch(self) -> bool:
+        return self.entry.codec == codecs.PATCH
 
 
 class ChunkSource:
@@ -116,17 +125,23 @@ class ChunkSource:
             yield Source(self.storage, key, entry)
 
 
-def find_source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
-    """The first location of `chunk` whose bytes match, or else match with one bit flipped back.
+def find_source(
+    donors: Sequence[ChunkSource], chunk: ChunkId, *, whole: bool = False
+) -> Source | None:
+    """The first location of `chunk` whose bytes match, or else match with one bit flipped back; no
+    patch, if it is to be `whole`.
 
     Raises `Unavailable` if the chunk is found nowhere, and one of its locations or any footer did
     not answer: it may not be lost.
     """
     unanswered: Unavailable | None = None
     damaged: list[Source] = []
-    for source in (source for donor in donors for source in donor.places(chunk)):
+    places = [source for donor in donors for source in donor.places(chunk)]
+    if whole:
+        places = [source for source in places if not source.is_patch()]
+    for source in sorted(places, key=Source.is_patch):  # what is whole needs no other chunk
         try:
-            read_chunk_at(source.storage, [source.key], source.entry)
+            verify_at(source.storage, [source.key], source.entry)
             return source
         except Corrupt:
             damaged.append(source)
@@ -136,7 +151,7 @@ def find_source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
             unanswered = error
     for source in damaged:
         with suppress(Corrupt, NotFound):
-            read_source(source)
+            read_patch(source) if source.is_patch() else read_source(source)
             return source
     unanswered = unanswered or next(filter(None, (donor.unanswered for donor in donors)), None)
     if unanswered is not None:
@@ -144,9 +159,33 @@ def find_source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
     return None
 
 
+def read_patch(source: Source) -> NewPatch:
+    """The patch at a location, verified by its own checksum, if need be with one bit flipped back;
+    raises `Corrupt`, `NotFound` or `Unavailable`."""
+    storage, key, entry = source.storage, source.key, source.entry
+    try:
+        stored = bytes(stored_patch_at(storage, [key], entry).stored)
+    except Corrupt:
+        damaged = storage.read(key, entry.offset, entry.offset + entry.stored_bytes)
+        mended = next((data for data in flipped(damaged) if _is_patch(data)), None)
+        if mended is None:
+            raise
+        stored = mended
+    base = patches.head_of(stored).base
+    return NewPatch(entry.chunk, entry.checksum, entry.raw_bytes, entry.width, base, stored)
+
+
+def _is_patch(stored: bytes) -> bool:
+    try:
+        patches.head_of(stored)
+    except Corrupt:
+        return False
+    return True
+
+
 def read_source(source: Source) -> memoryview:
-    """The raw bytes of the chunk, verified, if need be with one bit flipped back; raises `Corrupt`,
-    `NotFound` or `Unavailable`."""
+    """The raw bytes of a chunk that is no patch, verified, if need be with one bit flipped back;
+    raises `Corrupt`, `NotFound` or `Unavailable`."""
     storage, key, entry = source.storage, source.key, source.entry
     try:
         return read_chunk_at(storage, [key], entry)
@@ -192,6 +231,10 @@ def write_packs(
             some = [source for source in ordered if (source.entry.kind != TENSOR) == metadata]
             with packs.writing(metadata=metadata) as writer:
                 for run in _runs(some):
+                    if run[0].is_patch():
+                        writer.add_patches(list(map(read_patch, run)))
+                        writer.flush()
+                        continue
                     chunks = [new_chunk(each.entry.chunk, read_source(each)) for each in run]
                     first, nbytes = run[0].entry, sum(len(chunk.raw) for chunk in chunks)
                     writer.add(chunks, first.width, first.kind, codec=first.codec, run_bytes=nbytes)
@@ -309,14 +352,36 @@ class _Rescue:
         for chunk in wanted - found.keys():
             with suppress(Unavailable):
                 found[chunk] = find_source(self._donors, chunk)
+        found = self._with_bases(found, damaged)
+        wanted |= found.keys() - bad
+        lacking = {chunk for chunk in wanted if found.get(chunk) is None}
+        instead, lost = self._instead_of(lacking)
         sources = [source for chunk in sorted(wanted) if (source := found.get(chunk))]
-        lost = (wanted & facts.needed) - {source.entry.chunk for source in sources}
+        sources += [source for chunk, source in sorted(instead.items()) if chunk not in wanted]
         return SavePacks(
             tuple((self._packs[name][0], name) for name in sorted(damaged)),
             tuple(map(self._named, sources)),
             tuple(sorted(lost)),
             facts.contents.state.fence,
         )
+
+    def _instead_of(self, lacking: set[ChunkId]) -> tuple[dict[ChunkId, Source], set[ChunkId]]:
+        """Whole copies of chunks that commits name and that are patches of some that are nowhere;
+        and those of `lacking` that are lost, because a commit needs them all the same."""
+        contents = self._facts.contents
+        needed_by = contents.dependents(lacking)
+        instead: dict[ChunkId, Source] = {}
+        lost = set[ChunkId]()
+        for user in contents.named(needed_by.keys()):
+            source = None
+            if user not in lacking:
+                with suppress(Unavailable):
+                    source = find_source(self._donors, user, whole=True)
+            if source is None:
+                lost.update(needed_by[user])
+            else:
+                instead[user] = source
+        return instead, lost & self._facts.needed
 
     def _suspects(self) -> set[PackId]:
         """The listed packs with damage; those that storage did not return are left alone."""
@@ -335,10 +400,35 @@ class _Rescue:
             if place.pack not in damaged and self._packs[place.pack][1].live
         ]
         try:
-            read_chunk(self._donors[0].storage, stay)
+            verify_any(self._donors[0].storage, stay)
         except CkptStoreError:
             return False
         return True
+
+    def _with_bases(
+        self, found: dict[ChunkId, Source | None], damaged: set[PackId]
+    ) -> dict[ChunkId, Source | None]:
+        """What was found, with the bases that patches among it need and no pack that stays has. A
+        patch without its base is not found."""
+        found, left = dict(found), list(found.values())
+        bases: dict[ChunkId, ChunkId] = {}
+        while left:
+            source = left.pop()
+            if source is None or not source.is_patch():
+                continue
+            base = bases[source.entry.chunk] = read_patch(source).base
+            if base not in found and not self._is_held(base, damaged):
+                found[base] = None
+                with suppress(Unavailable):
+                    found[base] = find_source(self._donors, base)
+                left.append(found[base])
+        for chunk in bases:
+            at: ChunkId | None = chunk
+            while at in bases:
+                at = bases[at]
+            if at is not None and found.get(at, at) is None:
+                found[chunk] = None
+        return found
 
     def _chunks_of(self, name: PackId) -> set[ChunkId]:
         """Every chunk that the pack is known to hold, by either of its footers or by the chunk

@@ -22,8 +22,10 @@ from ckptstore.errors import NotFound
 from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of, read_document
 from ckptstore.maintenance.gc.mark import short_keys
-from ckptstore.objects.pack import PAGE
+from ckptstore.objects.codecs import PATCH
+from ckptstore.objects.pack import PAGE, PATCHED_DTYPE
 from ckptstore.objects.pages import decode_page
+from ckptstore.objects.patches import DEPTH_MAX
 from ckptstore.repository import footers
 from ckptstore.repository.store_handle import StoreHandle
 
@@ -178,23 +180,35 @@ def _named_keys(handle: StoreHandle, metadata: Mapping[ChunkId, int]) -> Iterato
 
 
 class Bases:
-    """Which bases do chunks need that are stored as differences?"""
+    """Which bases do chunks need that are stored as differences or as patches?"""
 
     def __init__(self, handle: StoreHandle) -> None:
-        deltas, bases = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
+        made, bases = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
         for pack in handle.log.state.packs.values():
             table = footers.read_table(handle.storage, pack)
             keys, base = short_keys(table["chunk"].tobytes()), table["base"]
-            deltas.append(keys[base != NO_BASE])
+            made.append(keys[base != NO_BASE])
             bases.append(keys[base[base != NO_BASE]])
-        self._deltas, first = np.unique(np.concatenate(deltas), return_index=True)
+            if table.dtype == PATCHED_DTYPE:
+                is_patch = table["codec"] == PATCH
+                made.append(keys[is_patch])
+                bases.append(short_keys(table["patch_of"][is_patch].tobytes()))
+        self._made, first = np.unique(np.concatenate(made), return_index=True)
         self._bases = np.concatenate(bases)[first]
 
     def added(self, keys: "Keys") -> "Keys":
-        """`keys`, then those of the bases of their chunks."""
-        at = np.searchsorted(self._deltas, keys)
-        known = np.append(self._deltas, np.uint64(0))[at] == keys
-        return np.concatenate((keys, self._bases[at[known & (at < len(self._deltas))]]))
+        """`keys`, then those of the bases of their chunks, and of theirs."""
+        found, new = [keys], keys
+        while len(new := self._of(new)) and len(found) <= DEPTH_MAX + 1:
+            found.append(new)
+        return np.concatenate(found)
+
+    def _of(self, keys: "Keys") -> "Keys":
+        """The keys of the bases of chunks."""
+        at = np.searchsorted(self._made, keys)
+        known = np.append(self._made, np.uint64(0))[at] == keys
+        found: Keys = self._bases[at[known & (at < len(self._made))]]
+        return found
 
 
 def sizes_of(handle: StoreHandle, keys: "Keys") -> "Counts":

@@ -18,8 +18,8 @@ from ckptstore.objects.frames import ENTROPY, MATCHES, Stored, compress, decompr
 Words: TypeAlias = npt.NDArray[np.unsignedinteger]
 Plane: TypeAlias = npt.NDArray[np.uint8]
 
-RAW, ZSTD, SPLIT_ZSTD, DELTA = range(4)
-KNOWN_CODECS = (RAW, ZSTD, SPLIT_ZSTD, DELTA)
+RAW, ZSTD, SPLIT_ZSTD, DELTA, PATCH = range(5)
+KNOWN_CODECS = (RAW, ZSTD, SPLIT_ZSTD, DELTA, PATCH)
 
 _NAMES = {"raw": RAW, "zstd": ZSTD, "split-zstd": SPLIT_ZSTD}
 
@@ -129,6 +129,18 @@ def encode(codec: int, raw: memoryview, width: int) -> tuple[int, Stored]:
 def encode_planes(raw: memoryview, width: int, sampled: Sample) -> bytes:
     """Encode `raw` as planes, each in the way that the sample chose."""
     return sampled.stored or _split(raw, width, None, sampled)
+
+
+def encode_few(words: Words) -> bytes:
+    """Encode words as planes without a sample, which would take longer than the planes of a few
+    thousand. A plane that is nearly all zeros repeats; any other hardly does."""
+    ways, parts = list[int | None](), list[Stored]()
+    for plane in _planes(words.view(np.uint8).data, words.itemsize, None, 0):
+        used = np.count_nonzero(np.frombuffer(plane, np.uint8))
+        way, stored = _stored_plane(plane, MATCHES if used * _SPARSE_PART < len(plane) else ENTROPY)
+        ways.append(way)
+        parts.append(stored)
+    return _assembled(ways, parts)
 
 
 def encode_delta(
@@ -255,8 +267,8 @@ def _dense(stored: memoryview, nbytes: int) -> memoryview:
 def _planes(raw: memoryview, width: int, base: memoryview | None, center: int) -> list[memoryview]:
     """The first bytes of all elements of `raw`, or of its difference from `base` and `center`, then
     all second bytes, and so on. The last plane goes on with what follows the last whole element."""
-    words, subtract = _elements(raw, width), partial(_subtract, center=center)
-    tail = _tail(raw[words.nbytes :], base and base[words.nbytes :], width, subtract)
+    words, change = _elements(raw, width), partial(subtract, center=center)
+    tail = _tail(raw[words.nbytes :], base and base[words.nbytes :], width, change)
     bases = None if base is None else _elements(base, width)
     planes = list(np.empty((width, len(words)), np.uint8))
     scratch = np.empty((2, min(len(words), _BLOCK_BYTES // words.itemsize)), words.dtype)
@@ -264,7 +276,7 @@ def _planes(raw: memoryview, width: int, base: memoryview | None, center: int) -
         word, (shifted, changed) = words[some, i], scratch[:, : some.stop - some.start]
         if bases is not None:
             changed[...] = word
-            subtract(changed, bases[some, i])
+            change(changed, bases[some, i])
             word = changed
         for n, row in enumerate(rows):
             row[some] = np.right_shift(word, 8 * n, out=shifted) if n else word
@@ -283,7 +295,7 @@ def _fill_split(
 ) -> None:
     """Fill `out` from planes, which are those of its difference from `base` and `center` if a base
     is given."""
-    words, add = _elements(out, width), partial(_add, center=center)
+    words, change = _elements(out, width), partial(add, center=center)
     bases = None if base is None else _elements(base, width)
     planes = [np.frombuffer(plane, np.uint8) for plane in _stored_planes(stored, out.nbytes, width)]
     differences = np.empty(min(len(words), _BLOCK_BYTES // words.itemsize), words.dtype)
@@ -295,9 +307,9 @@ def _fill_split(
         else:
             changed = differences[: len(word)]
             changed[...] = _joined(parts, changed)
-            add(changed, bases[some, i], out=word)
+            change(changed, bases[some, i], out=word)
     tail = planes[-1][len(words) :].data
-    out[words.nbytes :] = _tail(tail, base and base[words.nbytes :], width, add)
+    out[words.nbytes :] = _tail(tail, base and base[words.nbytes :], width, change)
 
 
 def _stored_planes(stored: memoryview, nbytes: int, width: int) -> Iterator[Stored]:
@@ -337,6 +349,11 @@ def _elements(data: memoryview, width: int) -> Words:
     word = _word(width)
     whole = data.nbytes - data.nbytes % width
     return np.frombuffer(data[:whole], f"<u{word}").reshape(-1, width // word)
+
+
+def words_of(data: memoryview, width: int) -> Words:
+    """The words of all whole elements in one row."""
+    return _elements(data, width).reshape(-1)
 
 
 def _tail(
@@ -379,7 +396,7 @@ def _joined(planes: Sequence[Plane], out: Words | None = None) -> Words:
     return out
 
 
-def _subtract(words: Words, bases: Words, *, center: int = 0) -> None:
+def subtract(words: Words, bases: Words, *, center: int = 0) -> None:
     """Make differences of words as unsigned integers, with the sign as the lowest bit: near floats
     of one sign are near integers, so the high bytes of both small differences are zero. Words that
     all grew, or all shrank, are nearer to their bases and a `center`."""
@@ -391,8 +408,8 @@ def _subtract(words: Words, bases: Words, *, center: int = 0) -> None:
     words ^= sign.view(words.dtype)
 
 
-def _add(differences: Words, bases: Words, *, center: int = 0, out: Words | None = None) -> None:
-    """The inverse of `_subtract`, in place or into `out`, which may be `bases`."""
+def add(differences: Words, bases: Words, *, center: int = 0, out: Words | None = None) -> None:
+    """The inverse of `subtract`, in place or into `out`, which may be `bases`."""
     sign = np.negative(differences.astype(np.uint8) & 1).view(np.int8)
     differences >>= 1
     signed = differences.view(f"<i{differences.itemsize}")

@@ -1,6 +1,8 @@
 """How does a pack describe its content: a footer of one record per chunk, and a trailer
 (docs/format.md §4)? Pure.
 
+The records of a pack with patches are longer: each names the base of its patch by chunk id.
+
 `parse_footer` checks the hash, and that the records are ordered, disjoint and within the data.
 """
 
@@ -15,7 +17,7 @@ import numpy.typing as npt
 from ckptstore.core.ids import ChunkId, digest
 from ckptstore.core.model import NO_BASE, PackEntry
 from ckptstore.errors import Corrupt, InvalidInput
-from ckptstore.objects.codecs import DELTA, KNOWN_CODECS, RAW
+from ckptstore.objects.codecs import DELTA, KNOWN_CODECS, PATCH, RAW
 from ckptstore.storage.contract import CHUNK_BYTES_MAX, FOOTERS_BYTES_MAX
 
 TENSOR, SCHEMA, PAGE, LAYOUT = range(4)
@@ -39,16 +41,20 @@ FOOTER_DTYPE = np.dtype(
         ("zero", "V9"),
     ]
 )
+PATCHED_DTYPE = np.dtype([*FOOTER_DTYPE.descr, ("patch_of", "V32")])
+"""The records of a pack that has patches. The last field is zeros for any other chunk."""
+
 FooterTable: TypeAlias = npt.NDArray[np.void]
-"""Records of `FOOTER_DTYPE`, in order of offset."""
+"""Records of `FOOTER_DTYPE` or `PATCHED_DTYPE`, in order of offset."""
 
 _COLUMNS = ("chunk", "checksum", "offset", "stored", "raw", "codec", "width", "kind", "base")
-"""The fields of a `PackEntry`, in its order."""
+"""The fields of a `PackEntry`, in its order, but for the last, `patch_of`."""
 
 _MAGIC, _MAGIC_AT_END = b"CKPTPACK", b"KCAPTPKC"
-_VERSION = 2
+_VERSION, _VERSION_PATCHED = 2, 3
 _HEAD = struct.Struct("<8sIIQQ")
 _LARGEST = (1 << 32) - 1
+_NO_CHUNK = bytes(32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +64,14 @@ class Trailer:
     footer_offset: int
     footer_bytes: int
     metadata: bool
+    patched: bool
     head: bytes
     footer_hash: bytes
+
+    @property
+    def dtype(self) -> np.dtype[np.void]:
+        """The records of the footer."""
+        return PATCHED_DTYPE if self.patched else FOOTER_DTYPE
 
 
 def align(offset: int, run_bytes: int) -> int:
@@ -75,7 +87,8 @@ def encode_tail(
     them. `entries` in any order. Raises `InvalidInput` for impossible entries."""
     table = _table(entries)
     footer = table[np.argsort(table["offset"], kind="stable")].tobytes()
-    head = _HEAD.pack(_MAGIC, _VERSION, metadata, data_bytes, len(footer))
+    version = _VERSION_PATCHED if table.dtype == PATCHED_DTYPE else _VERSION
+    head = _HEAD.pack(_MAGIC, version, metadata, data_bytes, len(footer))
     trailer = head + digest(footer + head) + _MAGIC_AT_END
     try:
         parsed = parse_trailer(trailer, data_bytes + len(footer) + TRAILER_BYTES)
@@ -91,19 +104,22 @@ def parse_trailer(data: bytes, pack_bytes: int) -> Trailer:
     magic, version, kind, offset, nbytes = _HEAD.unpack_from(data)
     if magic != _MAGIC or data[64:] != _MAGIC_AT_END:
         raise _corrupt("trailer", f"{_MAGIC!r} and {_MAGIC_AT_END!r}", (magic, data[64:]))
-    if version != _VERSION:
-        raise _corrupt("version", _VERSION, version)
+    if version not in (_VERSION, _VERSION_PATCHED):
+        raise _corrupt("version", f"{_VERSION} or {_VERSION_PATCHED}", version)
     if kind not in (0, 1):
         raise _corrupt("kind", "0 or 1", kind)
     if nbytes > FOOTERS_BYTES_MAX:
         raise _corrupt("footer", f"at most {FOOTERS_BYTES_MAX} bytes", nbytes)
-    if nbytes % FOOTER_DTYPE.itemsize or offset + nbytes + TRAILER_BYTES != pack_bytes:
+    patched = version == _VERSION_PATCHED
+    record = (PATCHED_DTYPE if patched else FOOTER_DTYPE).itemsize
+    if nbytes % record or offset + nbytes + TRAILER_BYTES != pack_bytes:
         raise _corrupt(
             "size",
             f"{offset} bytes of data, {nbytes} of footer and {TRAILER_BYTES} more",
             pack_bytes,
         )
-    return Trailer(offset, nbytes, bool(kind), data[: _HEAD.size], data[_HEAD.size : 64])
+    head, footer_hash = data[: _HEAD.size], data[_HEAD.size : 64]
+    return Trailer(offset, nbytes, bool(kind), patched, head, footer_hash)
 
 
 def parse_footer(footer: bytes | memoryview, trailer: Trailer) -> FooterTable:
@@ -113,7 +129,7 @@ def parse_footer(footer: bytes | memoryview, trailer: Trailer) -> FooterTable:
     # Joined, not hashed in two parts: a footer is small, and one call keeps the GIL for less time.
     if (got := digest(b"".join((footer, trailer.head)))) != trailer.footer_hash:
         raise _corrupt("footer's hash", trailer.footer_hash.hex(), got.hex())
-    table = np.frombuffer(footer, FOOTER_DTYPE)
+    table = np.frombuffer(footer, trailer.dtype)
     _check_extents(table, trailer.footer_offset)
     _check_columns(table, trailer.metadata)
     return table
@@ -121,20 +137,33 @@ def parse_footer(footer: bytes | memoryview, trailer: Trailer) -> FooterTable:
 
 def entries(table: FooterTable) -> list[PackEntry]:
     """The records as tuples, for the few callers that need them one by one."""
-    columns = (table[name].tolist() for name in _COLUMNS)
+    columns = [table[name].tolist() for name in _COLUMNS]
+    if table.dtype == PATCHED_DTYPE:
+        named = table["patch_of"].tolist()
+        columns.append([base if base != _NO_CHUNK else b"" for base in named])
     return [PackEntry(ChunkId(chunk), *rest) for chunk, *rest in zip(*columns, strict=True)]
 
 
+def bases_named(table: FooterTable) -> npt.NDArray[np.void]:
+    """The different chunks of any pack that are the bases of patches among the records."""
+    if table.dtype != PATCHED_DTYPE:
+        return np.empty(0, "V32")
+    return np.unique(table["patch_of"][table["codec"] == PATCH])
+
+
 def _table(entries: Sequence[PackEntry]) -> FooterTable:
-    table = np.zeros(len(entries), FOOTER_DTYPE)
+    patched = any(entry.patch_of for entry in entries)
+    table = np.zeros(len(entries), PATCHED_DTYPE if patched else FOOTER_DTYPE)
     if not entries:
         return table
-    chunk, checksum, *rest = zip(*entries, strict=True)
+    chunk, checksum, *rest, named = zip(*entries, strict=True)
     try:
         table["chunk"] = np.frombuffer(b"".join(chunk), "V32")
         table["checksum"] = np.frombuffer(b"".join(checksum), "V16")
         for name, column in zip(_COLUMNS[2:], rest, strict=True):
             table[name] = column
+        if patched:
+            table["patch_of"] = np.frombuffer(b"".join(base or _NO_CHUNK for base in named), "V32")
     except (ValueError, OverflowError) as error:
         raise InvalidInput(f"these entries make no pack: {error}") from error
     return table
@@ -164,8 +193,9 @@ def _check_columns(table: FooterTable, metadata: bool) -> None:
         (table["width"] > 0, "an element width"),
         (
             _sound_bases(table),
-            "a base if it is a delta: an earlier record as long and wide, and no delta",
+            "a base if it is a delta: an earlier record as long and wide, no delta and no patch",
         ),
+        (_sound_names(table), "the id of a base if it is a patch, else none"),
         (table["zero"] == np.void(bytes(9)), "zeros at the end"),
         (~raw | (table["stored"] == table["raw"]), "as many stored as raw bytes for a raw chunk"),
     ):
@@ -180,9 +210,21 @@ def _sound_bases(table: FooterTable) -> npt.NDArray[np.bool_]:
     ok &= ~based | (table["base"] < np.arange(len(table)))
     rows = np.flatnonzero(ok & based)
     bases = table[table["base"][rows]]
-    ok[rows] = bases["codec"] != DELTA
+    ok[rows] = (bases["codec"] != DELTA) & (bases["codec"] != PATCH)
     for field in ("raw", "width", "kind"):
         ok[rows] &= bases[field] == table[field][rows]
+    return ok
+
+
+def _sound_names(table: FooterTable) -> npt.NDArray[np.bool_]:
+    """For each record, whether it names a base of its patch, which is another chunk of tensor
+    bytes, or is none and names none."""
+    is_patch: npt.NDArray[np.bool_] = table["codec"] == PATCH
+    if table.dtype != PATCHED_DTYPE:
+        return ~is_patch
+    named = table["patch_of"]
+    ok: npt.NDArray[np.bool_] = is_patch == (named != np.void(_NO_CHUNK))
+    ok &= ~is_patch | ((named != table["chunk"]) & (table["kind"] == TENSOR))
     return ok
 
 

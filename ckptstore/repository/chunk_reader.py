@@ -21,7 +21,7 @@ from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, checksum, digest, pack_k
 from ckptstore.core.model import PackEntry, PackRecord
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.log.state import Pack
-from ckptstore.objects import codecs
+from ckptstore.objects import codecs, patches
 from ckptstore.objects.pack import FooterTable, entries
 from ckptstore.repository.thread_pool import Scratch
 from ckptstore.storage.contract import OpenFile, Storage
@@ -73,6 +73,19 @@ class StoredChunk(NamedTuple):
         return self.read.entry
 
 
+class StoredPatch(NamedTuple):
+    """A chunk that is stored as a patch: its stored bytes, verified, and what they say. Its raw
+    bytes are made of those of its base, which may lie in any pack (`ObjectStore`)."""
+
+    read: PackRead
+    stored: memoryview
+    head: patches.Head
+
+    @property
+    def entry(self) -> PackEntry:
+        return self.read.entry
+
+
 class Unread(NamedTuple):
     """A chunk that could not be read. Its `problem` is the reason. `Corrupt`: it is damaged there.
     `NotFound`: the object is absent. `Unavailable`: storage did not answer, and the chunk may be
@@ -80,6 +93,10 @@ class Unread(NamedTuple):
 
     read: PackRead
     problem: Problem
+
+
+Found: TypeAlias = StoredChunk | StoredPatch | Unread
+"""A chunk that was read from a pack, or could not be."""
 
 
 class MergedRead(NamedTuple):
@@ -251,8 +268,9 @@ def read_run(
     verify_ids: bool = True,
     bases: DecodedBases | None = None,
     scratch: Scratch | None = None,
-) -> list[StoredChunk | Unread]:
-    """Read, decode and verify the chunks of a run: each chunk, or why it cannot be read.
+) -> list[Found]:
+    """Read, decode and verify the chunks of a run: each chunk, or why it cannot be read. A patch is
+    verified, not applied.
 
     `keys` are objects with the same bytes; the later ones supply what the first lacks. A damaged
     range is read again chunk by chunk. `bases` and `scratch`, if given, are for further runs as
@@ -260,21 +278,21 @@ def read_run(
     """
     memory = scratch or Scratch()
 
-    def alone(read: PackRead, keys: Sequence[str]) -> StoredChunk | Unread:
+    def alone(read: PackRead, keys: Sequence[str]) -> Found:
         return read_run(storage, keys, MergedRead((read,)), verify_ids=verify_ids, scratch=memory)[
             0
         ]
 
-    def copied(found: StoredChunk | Unread) -> StoredChunk | Unread:
+    def copied(found: Found) -> Found:
         """What was read, or a copy of it; an absent or damaged copy explains nothing."""
-        if isinstance(found, StoredChunk):
+        if not isinstance(found, Unread):
             return found
         copy = alone(found.read, keys[1:])
         failed = isinstance(copy, Unread) and not isinstance(copy.problem, Unavailable)
         return found if failed else copy
 
     first = keys[0]
-    found: Iterable[StoredChunk | Unread]
+    found: Iterable[Found]
     try:
         if (buffers := run.buffers()) is not None:
             storage.read_into(first, run.offset, buffers)
@@ -298,9 +316,9 @@ def _fresh(nbytes: int) -> memoryview:
     return memoryview(bytearray(nbytes))
 
 
-def _verified(key: str, found: StoredChunk | Unread, verify_ids: bool) -> StoredChunk | Unread:
+def _verified(key: str, found: Found, verify_ids: bool) -> Found:
     """A chunk of the object `key`, or what is wrong with its bytes."""
-    if isinstance(found, Unread):
+    if not isinstance(found, StoredChunk):
         return found
     entry = found.entry
     if (got := checksum(found.raw)) != entry.checksum:
@@ -315,7 +333,7 @@ def _verified(key: str, found: StoredChunk | Unread, verify_ids: bool) -> Stored
 
 def _read_coded(
     storage: Storage, key: str, run: MergedRead, kept: DecodedBases | None, scratch: Scratch
-) -> Iterator[StoredChunk | Unread]:
+) -> Iterator[Found]:
     """Read a run's stored bytes into separate memory, and decode its chunks."""
     aside = run.reads[0].out is not None
     with scratch.lend(run.stored_bytes if aside else 0) as lent:
@@ -331,6 +349,10 @@ def _read_coded(
                 bases.read(memory)
                 for read, stored in rows:
                     try:
+                        if read.entry.codec == codecs.PATCH:
+                            kept_bytes = memoryview(bytes(stored)) if aside else stored
+                            yield StoredPatch(read, kept_bytes, patches.head_of(stored))
+                            continue
                         raw = _raw(read.entry, stored, read.out, bases)
                     except Corrupt as error:
                         yield Unread(read, error)
@@ -443,9 +465,7 @@ def runs_of(storage: Storage, table: FooterTable) -> Iterator[MergedRead]:
         yield from map(MergedRead, cut(reads, PackRead.raw_bytes, limit_bytes))
 
 
-def read_rows(
-    storage: Storage, keys: Sequence[str], rows: FooterTable
-) -> Iterator[StoredChunk | Unread]:
+def read_rows(storage: Storage, keys: Sequence[str], rows: FooterTable) -> Iterator[Found]:
     """Read the chunks listed in `rows`, rows of a footer, from the objects `keys`. Yields each in
     order, compared with its id."""
     bases = DecodedBases()
@@ -453,11 +473,13 @@ def read_rows(
         yield from read_run(storage, keys, run, bases=bases)
 
 
-def read_chunks(storage: Storage, pack: AnyPack, rows: FooterTable) -> Iterator[StoredChunk]:
+def read_chunks(
+    storage: Storage, pack: AnyPack, rows: FooterTable
+) -> Iterator[StoredChunk | StoredPatch]:
     """As `read_rows` of a pack. Raises `Corrupt` for a chunk that does not match, `NotFound` for an
     absent pack."""
     for chunk in read_rows(storage, keys_of(pack), rows):
-        if isinstance(chunk, StoredChunk):
+        if not isinstance(chunk, Unread):
             yield chunk
         elif isinstance(chunk.problem, Corrupt):
             raise Corrupt(
@@ -468,12 +490,35 @@ def read_chunks(storage: Storage, pack: AnyPack, rows: FooterTable) -> Iterator[
             raise chunk.problem
 
 
+def stored_patch_at(storage: Storage, keys: Sequence[str], entry: PackEntry) -> StoredPatch:
+    """The verified patch at `entry` of one of the objects `keys`. Raises `Corrupt`, `NotFound` or
+    `Unavailable`."""
+    (chunk,) = read_run(storage, keys, MergedRead((PackRead(entry),)))
+    if isinstance(chunk, Unread):
+        raise chunk.problem
+    assert isinstance(chunk, StoredPatch)  # by the codec of `entry`
+    return chunk
+
+
+def verify_at(storage: Storage, keys: Sequence[str], entry: PackEntry) -> None:
+    """Verify the chunk at `entry` of one of the objects `keys`, a patch by its own bytes alone.
+    Raises `Corrupt`, `NotFound` or `Unavailable`."""
+    (chunk,) = read_run(storage, keys, MergedRead((PackRead(entry),)))
+    if isinstance(chunk, Unread):
+        raise chunk.problem
+
+
 def read_chunk_at(
     storage: Storage, keys: Sequence[str], entry: PackEntry, out: memoryview | None = None
 ) -> memoryview:
-    """The verified raw bytes of the chunk at `entry` of one of the objects `keys`. Raises
-    `Corrupt`, `NotFound` or `Unavailable`."""
+    """The verified raw bytes of the chunk at `entry` of one of the objects `keys`, which is no
+    patch. Raises `Corrupt`, `NotFound` or `Unavailable`."""
     (chunk,) = read_run(storage, keys, MergedRead((PackRead(entry, out),)))
     if isinstance(chunk, Unread):
         raise chunk.problem
+    if isinstance(chunk, StoredPatch):
+        raise Corrupt(
+            f"chunk {entry.chunk.hex()[:12]} is stored as a patch of another one; wanted a chunk "
+            "that needs none"
+        )
     return chunk.raw

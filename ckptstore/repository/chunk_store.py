@@ -17,7 +17,7 @@ import numpy as np
 
 from ckptstore.core import forks
 from ckptstore.core.config import MIB, RUN_BYTES
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, pack_key
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, checksum, digest, pack_key
 from ckptstore.core.model import PackEntry
 from ckptstore.core.process import uncollected
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
@@ -25,7 +25,8 @@ from ckptstore.index.chunks import ChunkIndex
 from ckptstore.index.suspect_packs import SuspectPacks
 from ckptstore.log.log import Log
 from ckptstore.log.state import Pack, State
-from ckptstore.objects import codecs
+from ckptstore.objects import codecs, patches
+from ckptstore.objects.pack import PATCHED_DTYPE, bases_named
 from ckptstore.repository.chunk_reader import (
     METADATA_BYTES_MAX,
     FileRange,
@@ -34,14 +35,22 @@ from ckptstore.repository.chunk_reader import (
     Problem,
     Request,
     StoredChunk,
+    StoredPatch,
     Unread,
     coalesce,
     keys_of,
     plan_runs,
     read_run,
 )
-from ckptstore.repository.footers import FooterBatches, is_elsewhere, read_copies, readable_tables
+from ckptstore.repository.footers import (
+    FooterBatches,
+    is_elsewhere,
+    read_copies,
+    read_table,
+    readable_tables,
+)
 from ckptstore.repository.memory_budget import ReadRoom
+from ckptstore.repository.patch_chains import LOOKS, Chain, Whole, follow, groups
 from ckptstore.repository.thread_pool import Scratch, ThreadPool, one_by_one, shared
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.read_cache import ReadCache
@@ -62,9 +71,6 @@ SAMPLES = 4
 
 ALONE_BYTES = 4 * MIB
 """Local reads up to this size stay on the calling thread: waking others takes longer."""
-
-LOOKS = 5
-"""Lookups of a chunk while concurrent collections move it."""
 
 GAP_BYTES = 256 << 10
 """On slow storage, gaps between chunks up to this size are read: a request takes longer."""
@@ -96,6 +102,11 @@ class ObjectStore:
         self._remote = storage.capabilities.slow_requests
         self._batches = FooterBatches(storage) if self._remote else None
         self._indexed_below = 0
+        self._patched_packs: dict[PackId, bytes] = {}
+        """By pack in which a chunk was found that is a patch, the ids of the bases of its patches.
+        """
+        self._needs: dict[int, frozenset[int]] = {}
+        """By pack with patches, the packs that held their bases when they were last looked up."""
         self.rescue: Rescue | None = None
         self._lock = forks.lock()
 
@@ -132,6 +143,8 @@ class ObjectStore:
 
     def registered(self, number: int, pack: PackId, table: "NDArray[np.void]") -> None:
         """Index a pack of this process that a log entry has just registered."""
+        if table.dtype == PATCHED_DTYPE:
+            self._patched_packs[pack] = bases_named(table).tobytes()
         with self._lock:
             self.index.add_pack(number, pack, table)
             if number == self._indexed_below:
@@ -158,11 +171,11 @@ class ObjectStore:
             where = self.locate(ids)
             if where["found"].all():
                 return where
-            before, seen = seen, self._look_again().n
+            before, seen = seen, self.look_again().n
             if seen == before:
                 break
         self.index.reset()
-        self._look_again()
+        self.look_again()
         where = self.locate(ids)
         lost = np.flatnonzero(where["found"] == 0)
         if len(lost):
@@ -174,8 +187,60 @@ class ObjectStore:
         return where
 
     def packs_of(self, ids: bytes) -> frozenset[int]:
-        """The numbers of the packs that hold `ids`."""
-        return frozenset(self.located(ids)["pack"].tolist())
+        """The numbers of the packs that hold `ids`, and of those that hold the bases of patches
+        there. Raises `NotFound`."""
+        where = self.located(ids)
+        self.note_patched(where)
+        packs = frozenset(where["pack"].tolist())
+        needed = [self.needs(number) for number in packs]
+        if None in needed:
+            raise NotFound(
+                "the base of a patch lies in no pack that the log lists; run `ckptstore fsck`, or "
+                "`ckptstore repair` with a mirror"
+            )
+        return packs.union(*filter(None, needed))
+
+    def note_patched(self, where: "NDArray[np.void]") -> None:
+        """Remember in which packs patches were found. Reads their footers, once each."""
+        patched = where[(where["codec"] == codecs.PATCH) & (where["found"] == 1)]
+        listed = self.listed(set(np.unique(patched["pack"]).tolist())) if len(patched) else {}
+        for pack in listed.values():
+            if pack.id not in self._patched_packs:
+                named = bases_named(read_table(self.storage, pack))
+                self._patched_packs[pack.id] = named.tobytes()
+
+    def needs(self, number: int) -> frozenset[int] | None:
+        """The packs that hold the bases of the patches in a pack, their bases, and so on; empty
+        for a pack in which no patch was found (`note_patched`). None if some base is nowhere.
+
+        Who refers to a pack in the log refers to these, too: what is stored as a patch there lies
+        in all of them.
+        """
+        if not self._patched_packs:
+            return frozenset()
+        found, left = set[int](), {number}
+        while left:
+            direct = self._direct_needs(left.pop())
+            if direct is None:
+                return None
+            left |= direct - found
+            found |= direct
+        return frozenset(found)
+
+    def _direct_needs(self, number: int) -> frozenset[int] | None:
+        """The packs that hold the bases of the patches in a pack; None if some base is nowhere."""
+        packs = self._log.state.packs
+        pack = packs.get(number)
+        if pack is None or pack.id not in self._patched_packs:
+            return frozenset()
+        known = self._needs.get(number)
+        if known is None or not all(n in packs and packs[n].live for n in known):
+            where = self.locate(self._patched_packs[pack.id])
+            if not where["found"].all():
+                return None
+            self.note_patched(where)
+            known = self._needs[number] = frozenset(where["pack"].tolist())
+        return known
 
     def is_there(self, pack: Pack) -> bool:
         """Whether a listed pack is complete on a local disk. Slow storage is not asked."""
@@ -184,7 +249,8 @@ class ObjectStore:
         except Corrupt:
             return False
 
-    def _look_again(self) -> State:
+    def look_again(self) -> State:
+        """The log as it is now, with the index brought up to it."""
         state = self._log.replay(refresh=True)
         self.sync(state, thorough=True)
         return state
@@ -211,7 +277,7 @@ class ObjectStore:
             return self._open_ranges(self.located(ids))
         except NotFound:
             # gc has moved them since the lookup. An open file cannot be taken away any more.
-            self._look_again()
+            self.look_again()
             return self._open_ranges(self.located(ids))
 
     def _open_ranges(self, where: "NDArray[np.void]") -> list[FileRange] | None:
@@ -278,6 +344,7 @@ class ObjectStore:
                 where = self.located(request.ids_of(left))
             damaged: dict[int, tuple[PackId, Problem]] = {}
             while left:
+                left, where = self._patched(request, left, where, damaged, threads, room)
                 runs, moved, count = self._plan(request, left, where, room)
                 alone = not self._remote and int(where["stored"].sum()) <= ALONE_BYTES
                 numbers = shared(range(len(runs)))
@@ -297,6 +364,32 @@ class ObjectStore:
                 raise
             self.rescue(ids, out, error)
 
+    def chain_of(self, chunk: ChunkId) -> patches.Chain:
+        """How far a chunk is from one that is stored whole. Raises `NotFound`, and `Corrupt` if it
+        is a patch that cannot be read."""
+        where = self.located(chunk)
+        if int(where["codec"][0]) != codecs.PATCH:
+            return patches.WHOLE
+        chain = follow(self, where, steps=1)[chunk]
+        if isinstance(chain.end, Corrupt | NotFound):
+            raise chain.end
+        return chain.patches[0].head.chain if chain.patches else patches.WHOLE
+
+    def peek(self, chunk: ChunkId, parts: Sequence[slice]) -> list[tuple[slice, memoryview]] | None:
+        """Some parts of a chunk, unverified; None unless it is stored raw on a local disk, with as
+        many bytes. Raises as storage does."""
+        where = self.locate(chunk)
+        pack = self._log.state.packs.get(int(where["pack"][0])) if where["found"][0] else None
+        if self._remote or pack is None or int(where["codec"][0]) != codecs.RAW:
+            return None
+        if int(where["raw"][0]) < max(part.stop for part in parts):
+            return None
+        found = [(part, memoryview(bytearray(part.stop - part.start))) for part in parts]
+        for part, memory in found:
+            start = int(where["offset"][0]) + part.start
+            self.storage.read_into(pack_key(pack.id), start, [memory])
+        return found
+
     def read_one(
         self, pack: Pack | None, entry: PackEntry, out: memoryview, name: str, verify_ids: bool
     ) -> None:
@@ -309,6 +402,92 @@ class ObjectStore:
             if isinstance(found[0], StoredChunk):
                 return
         self.read_into(entry.chunk, [out], describe=lambda _: name, verify_ids=verify_ids)
+
+    def _patched(
+        self,
+        request: Request,
+        left: Sequence[int],
+        where: "NDArray[np.void]",
+        damaged: dict[int, tuple[PackId, Problem]],
+        threads: ThreadPool | None,
+        room: ReadRoom,
+    ) -> tuple[Sequence[int], "NDArray[np.void]"]:
+        """Read those of the chunks `left` that are stored as patches; unreadable ones become
+        `damaged`. Returns the others."""
+        is_patch = where["codec"] == codecs.PATCH
+        if not is_patch.any():
+            return left, where
+        numbers = np.asarray(left)
+        some = groups(where[is_patch], numbers[is_patch].tolist(), room.read_bytes)
+        spread = threads.spread if threads and len(some) > 1 else one_by_one
+        scratch = threads.scratch if threads else Scratch()
+        spread(lambda group: self._read_patched(request, *group, damaged, scratch), some)
+        return numbers[~is_patch].tolist(), where[~is_patch]
+
+    def _read_patched(
+        self,
+        request: Request,
+        positions: Sequence[int],
+        where: "NDArray[np.void]",
+        damaged: dict[int, tuple[PackId, Problem]],
+        scratch: Scratch,
+    ) -> None:
+        """Make chunks that are stored as patches of the whole chunks that they come from: in other
+        memory than the request's, in which chunks may overlap."""
+        chains = follow(self, where)
+        rows = {i: where[n : n + 1] for n, i in enumerate(positions)}
+        problems: dict[int, Problem] = {}
+        with scratch.lend(sum(len(request.out[i]) for i in positions)) as memory:
+            made: dict[int, memoryview] = {}
+            for i in positions:
+                made[i], memory = memory[: len(request.out[i])], memory[len(request.out[i]) :]
+            problems |= self._read_whole(request, made, chains)
+            for i in made.keys() - problems.keys():
+                try:
+                    chains[request.id(i)].make(made[i])
+                    _check(request, i, made[i], rows[i]["checksum"].tobytes())
+                except Corrupt as error:
+                    problems[i] = error
+                    continue
+                request.out[i][:] = made[i]
+                if self._cache is not None:
+                    self._cache.put(request.id(i), made[i])
+        packs = self.listed(set(where["pack"].tolist()))
+        for i, problem in problems.items():
+            pack = packs.get(int(rows[i]["pack"][0]))
+            damaged[i] = pack.id if pack else PackId("unlisted"), problem
+
+    def _read_whole(
+        self,
+        request: Request,
+        out: Mapping[int, memoryview],
+        chains: Mapping[ChunkId, Chain],
+    ) -> dict[int, Problem]:
+        """Read the whole chunk at the end of the chain of each chunk of the request into the memory
+        of `out`. Returns the problems of those that cannot be read."""
+        found: dict[int, Problem] = {}
+        places: dict[int, NDArray[np.void]] = {}
+        for i in out:
+            end = chains[request.id(i)].end
+            if isinstance(end, Whole):
+                places[i] = end.row
+            else:
+                found[i] = end or NotFound("its chain of patches has no end")
+        try:
+            if places:
+                where = np.concatenate(list(places.values()))
+                self.read_into(
+                    where["chunk"].tobytes(),
+                    [out[i] for i in places],
+                    where=where,
+                    describe=lambda n: f"the base of {request.describe(list(places)[n])}",
+                )
+        except (Corrupt, NotFound) as error:
+            if len(places) == 1:
+                return found | dict.fromkeys(places, error)
+            for i in places:
+                found |= self._read_whole(request, {i: out[i]}, chains)
+        return found
 
     @uncollected()
     def _plan(
@@ -384,6 +563,8 @@ class ObjectStore:
                 if isinstance(chunk, StoredChunk):
                     if self._cache is not None:
                         self._cache.put(chunk.entry.chunk, chunk.raw)
+                elif isinstance(chunk, StoredPatch):
+                    raise AssertionError("patches were read before")
                 elif self._is_moved(request, pack, chunk):
                     moved.append(chunk.read.number)
                 else:
@@ -413,7 +594,7 @@ class ObjectStore:
     ) -> tuple[list[int], "NDArray[np.void]"]:
         """Locate again the chunks whose pack gc deleted after it had copied them elsewhere. That
         may happen again during the lookup. Chunks of a listed pack are `damaged`."""
-        self._look_again()
+        self.look_again()
         now = self.located(request.ids_of(moved))
         before, after = _places(where), _places(now)
         for i in moved:
@@ -442,6 +623,16 @@ class ObjectStore:
         if self._batches:
             self._batches.close()
         self.index.close()
+
+
+def _check(request: Request, i: int, made: memoryview, wanted: bytes) -> None:
+    """Raise `Corrupt` unless the bytes made for chunk `i` match their checksum, and their id where
+    that is asked for."""
+    if checksum(made) != wanted or (request.verify_ids and digest(made) != request.id(i)):
+        raise Corrupt(
+            f"chunk {request.name(i)}, made of patches, does not match; run `ckptstore fsck "
+            "--read-data`"
+        )
 
 
 def _places(where: "NDArray[np.void]") -> dict[ChunkId, tuple[int, int]]:

@@ -11,7 +11,7 @@ from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId
 from ckptstore.errors import Conflict, NotFound
 from ckptstore.log.log import Log
 from ckptstore.log.sessions import open_session
-from ckptstore.log.state import Pack, State
+from ckptstore.log.state import State
 from ckptstore.repository.chunk_store import ObjectStore
 
 
@@ -98,12 +98,6 @@ def items_of(joined: bytes, nbytes: int = CHUNK_ID_BYTES) -> list[bytes]:
     return [joined[at : at + nbytes] for at in range(0, len(joined), nbytes)]
 
 
-class DedupHints:
-    """The chunk table of the last commit of a plan, which saves work in the next."""
-
-    last: ChunkTable | None = None
-
-
 class Dedup:
     """Decides which chunks a commit writes: those that no reliable live pack holds, each once.
 
@@ -116,7 +110,9 @@ class Dedup:
         self._suspected = objects.suspect_packs.packs()
         self._live: dict[int, bool] = {}
         self._taken: dict[ChunkId, object] = {}
+        self._distrusted: set[ChunkId] = set()
         self.reused: set[int] = set()
+        """The packs that the commit relies on, by number; `reuse` adds to them."""
 
     def fresh(self, ids: Iterable[ChunkId]) -> list[ChunkId]:
         """The chunks that the caller must write, each once. Adds the packs of the others to
@@ -129,9 +125,21 @@ class Dedup:
         """For each chunk, the number of the live pack that holds it, which is then reused, or 0."""
         found = self._numbers(b"".join(ids))
         live = {chunk: number if self._is_live(number) else 0 for chunk, number in found.items()}
-        self.reused.update(live.values())
-        self.reused.discard(0)
+        self._distrusted.update(c for c, number in found.items() if number and not live[c])
+        self.reuse(live.values())
         return live
+
+    def is_distrusted(self, chunk: ChunkId) -> bool:
+        """Whether a look-up found a chunk in a pack that cannot be relied on. It is written again
+        whole: a patch of what has a patch of it would need itself."""
+        return chunk in self._distrusted
+
+    def reuse(self, packs: Iterable[int]) -> None:
+        """Rely on chunks of `packs`, by number, and so on the packs that hold the bases of patches
+        there; 0 is none."""
+        for number in set(packs) - self.reused:
+            if number:
+                self.reused.update({number}, self._objects.needs(number) or ())
 
     def take(self, chunk: ChunkId) -> bool:
         """Whether the caller is the first to write a chunk that no live pack holds."""
@@ -171,18 +179,24 @@ class Dedup:
         """The number of the pack that holds each chunk; 0 for none. Packs count from 1."""
         if not self._state.packs:
             return dict.fromkeys(map(ChunkId, items_of(ids)), 0)
-        where = self._objects.locate(ids)[["chunk", "pack", "found"]].tolist()
-        return {ChunkId(chunk): pack if found else 0 for chunk, pack, found in where}
+        where = self._objects.locate(ids)
+        self._objects.note_patched(where)
+        rows = where[["chunk", "pack", "found"]].tolist()
+        return {ChunkId(chunk): pack if found else 0 for chunk, pack, found in rows}
 
     def _is_live(self, number: int) -> bool:
         live = self._live.get(number)
         if live is None:
-            pack = self._state.packs.get(number)
-            live = self._live[number] = pack is not None and self._is_reliable(pack)
+            needed = self._objects.needs(number)
+            live = needed is not None and all(map(self._is_reliable, {number, *needed}))
+            self._live[number] = live
         return live
 
-    def _is_reliable(self, pack: Pack) -> bool:
-        return pack.live and pack.id not in self._suspected and self._objects.is_there(pack)
+    def _is_reliable(self, number: int) -> bool:
+        pack = self._state.packs.get(number)
+        if pack is None or not pack.live or pack.id in self._suspected:
+            return False
+        return self._objects.is_there(pack)
 
 
 class GcPin:

@@ -12,10 +12,10 @@ pack size that the log lists, is ignored.
 import logging
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -36,13 +36,18 @@ from ckptstore.repository.chunk_reader import (
     AnyPack,
     Problem,
     Request,
+    StoredPatch,
     keys_of,
     read_chunk_at,
+    stored_patch_at,
+    verify_at,
 )
 from ckptstore.storage.contract import FOOTERS_BYTES_MAX, Storage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+T = TypeVar("T")
 
 AT_ONCE = 32
 """So many objects are read from a bucket side by side."""
@@ -184,10 +189,25 @@ def read_chunk(
 ) -> memoryview:
     """The raw bytes of a chunk from the first place where they match its id. If no place has them,
     raises `Unavailable` where one did not answer, else `Corrupt` or `NotFound`."""
+    return _first(places, lambda place: read_chunk_at(storage, place.keys, place.entry, out))
+
+
+def stored_patch(storage: Storage, places: Iterable[ChunkInPack]) -> StoredPatch:
+    """The patch at the first place where it matches its checksum. Raises as `read_chunk`."""
+    return _first(places, lambda place: stored_patch_at(storage, place.keys, place.entry))
+
+
+def verify_any(storage: Storage, places: Iterable[ChunkInPack]) -> None:
+    """Verify that one of the places has the bytes of a chunk, or of a patch that makes them of its
+    base. Raises as `read_chunk`."""
+    _first(places, lambda place: verify_at(storage, place.keys, place.entry))
+
+
+def _first(places: Iterable[ChunkInPack], read: Callable[[ChunkInPack], T]) -> T:
     problem: Problem = NotFound("the chunk lies in no pack")
     for place in places:
         try:
-            return read_chunk_at(storage, place.keys, place.entry, out)
+            return read(place)
         except (Corrupt, NotFound, Unavailable) as error:
             problem = problem if isinstance(problem, Unavailable) else error
     raise problem

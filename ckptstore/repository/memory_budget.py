@@ -7,7 +7,10 @@ chunk.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakSet
 
+from ckptstore.core import forks
 from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.core.process import free_bytes
 from ckptstore.errors import InvalidInput
@@ -30,6 +33,44 @@ CELLS_BYTES = 128 * MIB
 
 FREE_SHARE = 8
 """Without a budget, an eighth of what is free, where that is less than would be of use."""
+
+
+PATCH_SHARE, PATCH_BYTES_MAX = 16, 4096 * MIB
+"""Without a limit, chunks that are kept for patches take at most this share of the memory that is
+free when the first is kept, and so many bytes."""
+
+
+class Keeper(Protocol):
+    """Keeps chunks in memory."""
+
+    @property
+    def kept_bytes(self) -> int: ...
+
+
+class PatchMemory:
+    """The memory in which a store keeps chunks of last commits, all `keepers` together. One that
+    is gone counts no more. Thread-safe."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
+        self._keepers: WeakSet[Keeper] = WeakSet()
+        self._lock = forks.lock()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether patches are made at all."""
+        return self._limit_bytes != 0
+
+    def admits(self, keeper: Keeper, nbytes: int) -> bool:
+        """Whether a keeper may keep so many bytes more."""
+        with self._lock:
+            if self._limit_bytes is None:
+                free = free_bytes()
+                share = PATCH_BYTES_MAX if free is None else free // PATCH_SHARE
+                self._limit_bytes = min(share, PATCH_BYTES_MAX)
+            self._keepers.add(keeper)
+            kept = sum(each.kept_bytes for each in self._keepers)
+            return kept + nbytes <= self._limit_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,18 @@ class NewChunk(NamedTuple):
     raw: memoryview
 
 
+class NewPatch(NamedTuple):
+    """A chunk to write as the patch `stored` of the chunk `base`, with the checksum of its raw
+    bytes."""
+
+    id: ChunkId
+    checksum: bytes
+    raw_bytes: int
+    width: int
+    base: ChunkId
+    stored: bytes
+
+
 def new_chunk(chunk: ChunkId, raw: memoryview) -> NewChunk:
     """A chunk to write, whose bytes were verified."""
     return NewChunk(chunk, checksum(raw), raw)
@@ -197,6 +209,14 @@ class PackWriter:
             nbytes, offset = len(stored), target.offset
             entry = PackEntry(chunk, summed, offset, nbytes, len(raw), used, width, kind)
             target.put(entry, stored)
+
+    def add_patches(self, chunks: Sequence[NewPatch]) -> None:
+        """Append patches of tensor bytes, one directly behind the other."""
+        target = self.pack_with_room(sum(len(chunk.stored) for chunk in chunks))
+        for chunk, summed, raw_bytes, width, base, stored in chunks:
+            at, nbytes = target.offset, len(stored)
+            entry = PackEntry(chunk, summed, at, nbytes, raw_bytes, codecs.PATCH, width)
+            target.put(entry._replace(patch_of=base), stored)
 
     def pack_with_room(self, nbytes: int) -> OpenPack:
         """The pack to write `nbytes` to, if it has room for them, else a new one."""

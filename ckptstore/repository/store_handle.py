@@ -32,6 +32,7 @@ from ckptstore.index.queries import Other, Queries
 from ckptstore.log.entries import Position, check_follows, decode_entry
 from ckptstore.log.log import Log
 from ckptstore.repository.init_store import place_text, read_config
+from ckptstore.repository.memory_budget import PatchMemory
 from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
 
@@ -64,8 +65,10 @@ class StoreHandle:
         index: str | None = None,
         of_several: bool = False,
         read_cache_bytes: int = 0,
+        patch_memory_bytes: int | None = None,
     ) -> None:
         self._read_cache_bytes = read_cache_bytes
+        self.patch_memory = PatchMemory(patch_memory_bytes)
         self.storage = open_storage(
             place_text(place),
             read_only=read_only,

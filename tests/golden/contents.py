@@ -74,6 +74,32 @@ def moved_state(step: int) -> dict[str, Any]:
     }
 
 
+PATCHED_STEPS = (1, 2, 3, 4)
+
+
+def patched_state(step: int) -> dict[str, Any]:
+    """A state of which few elements change from step to step, here and there and in a row."""
+    single, half = torch.arange(40_003, dtype=torch.float32), torch.arange(70_001) / 7
+    for each in range(step):
+        single[each * 7 :: 101] += 0.5
+        half[1000 * each : 1000 * each + 300] *= -2
+    return {
+        "model": {
+            "single": single,
+            "half": half.to(torch.bfloat16),
+            "bytes": (half.to(torch.int64) % 251).to(torch.uint8).repeat(2),
+        }
+    }
+
+
+def write_patched(place: Path) -> None:
+    """Four commits, of which the last three are patches of the ones before."""
+    storage = ckptstore.Storage(chunk_bytes=64 << 10)
+    with ckptstore.open(place / "patched", storage=storage) as store:
+        for step in PATCHED_STEPS:
+            store.commit(patched_state(step), step=step)
+
+
 def write_compacted(place: Path) -> None:
     """Four commits, the first three of them compacted."""
     storage = ckptstore.Storage(chunk_bytes=64 << 10)
@@ -105,3 +131,4 @@ def write(place: Path) -> None:
 if __name__ == "__main__":
     write(Path(sys.argv[1]))
     write_compacted(Path(sys.argv[1]))
+    write_patched(Path(sys.argv[1]))

@@ -10,12 +10,19 @@ import torch
 
 import ckptstore
 from ckptstore.objects.codecs import DELTA
-from tests.golden.contents import METRICS, MOVED_STEPS, TAGS, moved_state, state
+from tests.golden.contents import (
+    METRICS,
+    MOVED_STEPS,
+    TAGS,
+    moved_state,
+    patched_state,
+    state,
+)
 from tests.golden.reader import reader
 
 HERE = Path(__file__).parent
 STORES = sorted(path.parent.relative_to(HERE) for path in HERE.glob("*/*/ckptstore.json"))
-COMPACTED = Path("v3/compacted")
+COMPACTED, PATCHED = Path("v3/compacted"), Path("v3/patched")
 
 
 def same(a: object, b: object) -> bool:
@@ -32,10 +39,17 @@ def same(a: object, b: object) -> bool:
 
 
 def test_there_is_a_store_of_each_format_version() -> None:
-    assert {str(path) for path in STORES} >= {"v3/raw", "v3/zstd", "v3/compacted"}
+    assert {str(path) for path in STORES} >= {
+        "v3/raw",
+        "v3/zstd",
+        "v3/compacted",
+        "v3/patched",
+    }
 
 
-@pytest.mark.parametrize("name", [name for name in STORES if name != COMPACTED], ids=str)
+@pytest.mark.parametrize(
+    "name", [name for name in STORES if name not in (COMPACTED, PATCHED)], ids=str
+)
 def test_a_store_of_an_earlier_version_is_read_and_continued(name: Path, tmp_path: Path) -> None:
     place = tmp_path / "store"
     shutil.copytree(HERE / name, place)
@@ -71,6 +85,17 @@ def test_a_compacted_golden_store_is_read_checked_and_collected(tmp_path: Path) 
         store.gc(grace_s=0, max_unused=0)
         for step in set(MOVED_STEPS) - {2}:
             assert same(store.checkout(step).state_dict(), moved_state(step))
+        assert not store.fsck("data").findings
+
+
+def test_a_patched_golden_store_is_read_checked_and_collected(tmp_path: Path) -> None:
+    place = tmp_path / "patched"
+    shutil.copytree(HERE / PATCHED, place)
+    with ckptstore.open(place) as store:
+        store.forget([1, 2])
+        store.gc(grace_s=0, max_unused=0)
+        for step in (3, 4):
+            assert same(store.checkout(step).state_dict(), patched_state(step))
         assert not store.fsck("data").findings
 
 

@@ -17,7 +17,14 @@ import ckptstore
 from ckptstore.log.log import Log
 from ckptstore.state import tensors
 from ckptstore.storage import open_storage
-from tests.golden.contents import MOVED_STEPS, TAGS, moved_state, state
+from tests.golden.contents import (
+    MOVED_STEPS,
+    PATCHED_STEPS,
+    TAGS,
+    moved_state,
+    patched_state,
+    state,
+)
 from tests.golden.example import BEGIN, END, PAGE, example
 from tests.golden.reader import FILE, described, read, reader
 
@@ -56,7 +63,7 @@ def test_the_reader_is_short_and_stands_alone() -> None:
         if name
     }
     assert imported - set(sys.stdlib_module_names) == LIBRARIES
-    assert len(text.splitlines()) <= 234
+    assert len(text.splitlines()) <= 262
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
@@ -86,6 +93,14 @@ def test_a_compacted_golden_store_is_read(step: int) -> None:
         for _, record, _ in found
     ]
     assert {2, 3} <= {record[6] for record in records}
+
+
+@pytest.mark.parametrize("step", PATCHED_STEPS)
+def test_a_patched_golden_store_is_read(step: int) -> None:
+    model = {f"model/{name}": value for name, value in patched_state(step)["model"].items()}
+    assert read(GOLDEN / "patched", str(step)) == described(model)
+    found = reader.Store(GOLDEN / "patched").chunks.values()
+    assert 4 in {record[6] for each in found for _, record, _ in each}
 
 
 def test_tags_of_a_golden_store_are_resolved() -> None:

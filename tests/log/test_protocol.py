@@ -33,6 +33,9 @@ HOLDING = [
     Scope(wants=(), thinning=True),
     Scope(wants=(), thinning=True, tagging=True, undeleting=False),
     Scope(wants=(), thinning=True, sending=True, undeleting=False),
+    Scope(wants=("b",), patching=True),
+    Scope(wants=("c",), patching=True, undeleting=False),
+    Scope(wants=("b",), patching=True, duplicate=True, undeleting=False),
 ]
 HOLDING_LONG = [
     Scope(),
@@ -58,6 +61,10 @@ HOLDING_LONG = [
     Scope(wants=(), thinning=True, sending=True),
     Scope(wants=(), thinning=True, sending=True, tagging=True),
     Scope(wants=("b",), thinning=True, sending=True, undeleting=False),
+    Scope(wants=("c",), patching=True),
+    Scope(wants=("b", "c"), patching=True, undeleting=False),
+    Scope(wants=("b",), patching=True, copies=2),
+    Scope(wants=("c",), patching=True, duplicate=True, gcs=2, undeleting=False),
 ]
 
 
@@ -193,6 +200,13 @@ RULES = {
     ),
     "a writer without an answer deletes its pack": Scope(
         wants=("a",), lossy=True, undeleting=False, hasty_writer=True
+    ),
+    "a commit does not refer to the bases of its patches": Scope(
+        wants=("b",), patching=True, undeleting=False, shallow_writer=True
+    ),
+    "gc does not mark the bases of patches": Scope(wants=(), patching=True, shallow_mark=True),
+    "an undelete does not stamp the packs of bases": Scope(
+        wants=(), patching=True, shallow_undelete=True
     ),
 }
 

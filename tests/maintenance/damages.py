@@ -18,6 +18,7 @@ from ckptstore.log.log_snapshots import encode_state
 from ckptstore.store import Store
 from tests.maintenance.collecting import opened
 from tests.maintenance.stores import CHUNK_BYTES, assert_equal
+from tests.support.patching import nudged
 
 States = Mapping[CommitId, Any]
 """What each commit holds that a store keeps."""
@@ -26,7 +27,8 @@ MOST_DAMAGES = 6
 
 
 def state(step: int) -> dict[str, Any]:
-    """Two leaves of two chunks, one of which steps share by threes."""
+    """Three leaves of two chunks: one's own, one that steps share by threes, and one of which few
+    elements change."""
     own, group = (
         torch.Generator().manual_seed(step),
         torch.Generator().manual_seed(1000 + step // 3),
@@ -35,6 +37,7 @@ def state(step: int) -> dict[str, Any]:
         "model": {
             "own": torch.randn(40, 500, generator=own),
             "group": torch.randn(30, 500, generator=group),
+            "nudged": nudged((40, 500), step),
         },
         "step": step,
     }

@@ -12,6 +12,7 @@ import pytest
 from ckptstore.errors import CkptStoreError
 from tests.maintenance.damages import States, damage, good, good_in_copy, make
 from tests.maintenance.stores import heal
+from tests.support.patching import small_chunks_too
 
 FEW = 8
 MANY = int(os.environ.get("CKPTSTORE_TEST_DAMAGED_STORES", "2000"))
@@ -22,7 +23,10 @@ Templates = Mapping[Path, States]
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> Templates:
     folder = tmp_path_factory.mktemp("templates")
-    return {folder / codec: make(folder / codec, codec=codec) for codec in ("raw", "zstd")}
+    found = {folder / codec: make(folder / codec, codec=codec) for codec in ("raw", "zstd")}
+    with small_chunks_too():
+        found[folder / "patched"] = make(folder / "patched", codec="raw")
+    return found
 
 
 def _repair(template: Path, states: States, scratch: Path, seed: str) -> tuple[int, int, int]:

@@ -21,6 +21,7 @@ from ckptstore.storage import local_files
 from ckptstore.storage.bucket import BucketStorage
 from ckptstore.storage.local import LocalStorage
 from tests.shared.sites import Site, Sites
+from tests.support.patching import small_chunks_too
 from tests.support.servers.postgres import PostgresServer
 from tests.support.servers.s3 import S3Server
 
@@ -110,7 +111,8 @@ registers some of them ahead, and a gc copies into several."""
 
 @contextmanager
 def packs_of(nbytes: int | None) -> Iterator[None]:
-    """Within, each storage that is opened begins a new pack after so many bytes."""
+    """Within, each storage that is opened begins a new pack after so many bytes, and the smallest
+    chunks may become patches."""
 
     def opening(init: Any) -> Any:
         def opened(self: Any, *args: Any, **options: Any) -> None:
@@ -123,7 +125,8 @@ def packs_of(nbytes: int | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for kind in (LocalStorage, BucketStorage):
             patch.setattr(kind, "__init__", opening(kind.__init__))
-        yield
+        with small_chunks_too():
+            yield
 
 
 def copied(sites: Sites, site: Site) -> Site:

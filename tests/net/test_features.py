@@ -57,6 +57,7 @@ class History:
         before, self.leaving = {info.step for info in self.commits()}, {None}
         table: dict[Callable[[], None], int] = {
             self.commit: 8,
+            self.steps: 4,
             self.refused: 1,
             self.training.train: 4,
             self.training.reorder: 2,
@@ -76,13 +77,29 @@ class History:
     # -- writers --
 
     def commit(self) -> None:
-        self.step += 1
-        way = self.random.choice(registry.WRITERS)
-        state = dict(self.training.state)
+        self.committed(*self.drawn())
+
+    def steps(self) -> None:
+        """Commits of one kind, between which a few elements of each tensor change."""
+        way, keys, cast = self.drawn()
+        for _ in range(self.random.randint(2, 5)):
+            self.committed(way, keys, cast)
+            self.training.nudge()
+
+    def drawn(self) -> tuple[registry.Writer, list[str], dict[str, torch.dtype] | None]:
+        """How to commit, which keys, and what to cast."""
+        way, state = self.random.choice(registry.WRITERS), dict(self.training.state)
         if self.random.random() < 0.2:
             state.pop("optimizer", None)
-        tensors = copies(tensors_of(state))
         cast = self.training.cast(state) if self.random.random() < 0.5 else None
+        return way, list(state), cast
+
+    def committed(
+        self, way: registry.Writer, keys: list[str], cast: dict[str, torch.dtype] | None
+    ) -> None:
+        self.step += 1
+        state = {key: self.training.state[key] for key in keys}
+        tensors = copies(tensors_of(state))
         self.told.append(f"  {self.step}: {way.name} cast={cast} keys={list(state)}")
         label = {
             "message": f"step {self.step}",

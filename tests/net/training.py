@@ -147,7 +147,11 @@ class Training:
 
     def fill(self, tensor: torch.Tensor) -> None:
         """All of a tensor, or some of its rows, often the first ones: then the chunks behind them
-        stay where an earlier commit wrote them."""
+        stay where an earlier commit wrote them; or a few elements, so that chunks become patches of
+        what they replace."""
+        if tensor.numel() > 64 and self.random.random() < 0.4:
+            self.touch(tensor)
+            return
         if tensor.dim() and tensor.shape[0] > 1 and self.random.random() < 0.4:
             start = self.random.choice((0, self.random.randrange(tensor.shape[0])))
             tensor = tensor[start : self.random.randint(start + 1, tensor.shape[0])]
@@ -158,6 +162,23 @@ class Training:
                 drawn = drawn * self.random.uniform(0.9, 1.1)
             with torch.no_grad():
                 tensor.copy_(drawn[: tensor.numel()].reshape(tensor.shape))
+
+    def nudge(self) -> None:
+        """A step that changes a few elements of each tensor, as training in low precision does."""
+        for tensor in tensors_of(self.state).values():
+            if tensor.is_contiguous() and tensor.numel() > 64:
+                self.touch(tensor)
+
+    def touch(self, tensor: torch.Tensor) -> None:
+        """Other values in a few elements, next to each other or anywhere."""
+        count, total = self.random.randint(1, max(tensor.numel() // 24, 1)), tensor.numel()
+        first = self.random.randrange(total - count + 1)
+        at = range(first, first + count)
+        if self.random.random() < 0.7:
+            at = self.random.sample(range(total), count)
+        values = torch.tensor([self.random.uniform(0.5, 1.5) for _ in at])
+        with torch.no_grad():
+            tensor.view(-1)[torch.tensor(at)] = values.to(tensor.dtype)
 
 
 def start(optimizer: torch.optim.Optimizer) -> None:

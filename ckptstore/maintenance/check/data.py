@@ -8,22 +8,25 @@ process of the host.
 
 import time
 from collections.abc import Iterable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptstore.core.config import default_threads
-from ckptstore.core.ids import PackId, StoreId
+from ckptstore.core.ids import ChunkId, PackId, StoreId, digest
 from ckptstore.core.model import PackEntry
-from ckptstore.errors import Unavailable
+from ckptstore.errors import CkptStoreError, Corrupt, Unavailable
 from ckptstore.log.state import Pack
 from ckptstore.maintenance import Progress, load_note, save_note
 from ckptstore.maintenance.check import Share
 from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.trees import Contents
+from ckptstore.objects import codecs, patches
 from ckptstore.objects import pack as packs
 from ckptstore.repository.chunk_reader import (
     MergedRead,
     Problem,
+    StoredPatch,
     Unread,
     keys_of,
     read_run,
@@ -101,6 +104,7 @@ def verify(
             if time.monotonic() - saved > _SAVE_EVERY_S:
                 save_note(directory / RECORD_NAME, store, verified)
                 saved = time.monotonic()
+        found += made_wrong(contents, {pack.id for pack in chosen}, threads)
     finally:
         save_note(directory / RECORD_NAME, store, verified)
         threads.close()
@@ -119,6 +123,50 @@ def verify_pack(
         for key in keys_of(pack)
         for bad in _verify_object(storage, key, pack.id, table, threads)
     ]
+
+
+def made_wrong(contents: Contents, chosen: Set[PackId], threads: ThreadPool) -> list[BadChunk]:
+    """The patches in the `chosen` packs that are sound, as is what they are made of, but do not
+    make their chunk. What cannot be read is reported for itself."""
+    bases, found = contents.bases, list[BadChunk]()
+    wanted = _chain_members(contents, chosen)
+    patches_of: dict[ChunkId, list[ChunkId]] = {}
+    for chunk in wanted:
+        patches_of.setdefault(bases[chunk], []).append(chunk)
+
+    def verify(whole: ChunkId) -> None:
+        with suppress(CkptStoreError):
+            left = [(patch, memoryview(contents.read(whole))) for patch in patches_of[whole]]
+            while left:
+                chunk, base = left.pop()
+                patch, raw = contents.patch(chunk), memoryview(bytearray(base))
+                patches.apply(patch.stored, raw, patch.entry.width)
+                if digest(raw) != chunk:
+                    found.append(_made_wrong(contents, patch))
+                left += [(other, raw) for other in patches_of.get(chunk, ())]
+
+    threads.spread(verify, [base for base in patches_of if base not in bases])
+    return sorted(found, key=lambda bad: (bad.pack, bad.entry.offset))
+
+
+def _chain_members(contents: Contents, chosen: Set[PackId]) -> dict[ChunkId, None]:
+    """The patches in the chosen packs, and those that they need."""
+    members: dict[ChunkId, None] = {}
+    for pack in sorted(chosen):
+        table = contents.tables[pack]
+        for chunk in map(ChunkId, table["chunk"][table["codec"] == codecs.PATCH].tolist()):
+            at: ChunkId | None = chunk
+            while at is not None and at in contents.bases and at not in members:
+                members[at] = None
+                at = contents.bases[at]
+    return members
+
+
+def _made_wrong(contents: Contents, patch: StoredPatch) -> BadChunk:
+    chunk = patch.entry.chunk
+    place = next(p for p in contents.inventory.places(chunk) if p.entry == patch.entry)
+    what = f"chunk {chunk.hex()[:12]} in {place.keys[0]} is not what its patch makes of its base"
+    return BadChunk(place.pack, place.keys[0], patch.entry, Corrupt(what))
 
 
 def _verify_object(

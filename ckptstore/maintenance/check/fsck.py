@@ -319,7 +319,7 @@ def _finding(
 
 def _is_sound(contents: Contents, chunk: ChunkId) -> bool:
     try:
-        contents.read(chunk)
+        contents.verify(chunk)
     except CkptStoreError:
         return False
     return True

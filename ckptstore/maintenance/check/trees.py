@@ -6,9 +6,12 @@ between. The log tells, because the entry that deletes a pack or purges a commit
 removal of its objects (docs/gc.md).
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 from ckptstore.core.ids import (
     CHUNK_ID_BYTES,
@@ -23,12 +26,22 @@ from ckptstore.core.model import SHARED, CommitDocument, TreeRef
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.log.state import CommitRow, State
 from ckptstore.maintenance.check import Finding, Kind, severity_of, unread
+from ckptstore.objects.codecs import PATCH
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA, FooterTable
 from ckptstore.objects.pages import decode_page, join_pages
 from ckptstore.objects.schema import decode_schema, parts_of
-from ckptstore.repository.chunk_reader import keys_of
-from ckptstore.repository.footers import Inventory, Table, load_tables, read_chunk, read_table_at
+from ckptstore.repository.chunk_reader import StoredPatch, keys_of
+from ckptstore.repository.dedup import items_of
+from ckptstore.repository.footers import (
+    Inventory,
+    Table,
+    load_tables,
+    read_chunk,
+    read_table_at,
+    stored_patch,
+    verify_any,
+)
 from ckptstore.restore.reader import Tree
 from ckptstore.storage.contract import Storage
 
@@ -72,6 +85,7 @@ class Contents:
             else:
                 self.tables[pack.id] = table
         self.inventory = Inventory((*self._readable(), *(self._strays() if twins else ())))
+        self.bases = bases_of_patches(self.tables.values())
         self.metadata = lru_cache(_CACHED)(self.read)
         self.schema = lru_cache(_CACHED)(lambda chunk: decode_schema(self.read(chunk)))
 
@@ -133,6 +147,16 @@ class Contents:
         except (Corrupt, NotFound) as error:
             raise self.unread or error from error
 
+    def verify(self, chunk: ChunkId) -> None:
+        """Check that some location has the bytes of a chunk, or of a patch that makes them. Raises
+        `Corrupt`, `NotFound` or `Unavailable`."""
+        verify_any(self._storage, self.inventory.places(chunk))
+
+    def patch(self, chunk: ChunkId) -> StoredPatch:
+        """A chunk that is stored as a patch; raises `Corrupt`, `NotFound` or `Unavailable`."""
+        places = [p for p in self.inventory.places(chunk) if p.entry.codec == PATCH]
+        return stored_patch(self._storage, places)
+
     def tree(self, name: str, ref: TreeRef, chunk_bytes: int) -> Tree:
         """A tree's schema and complete content."""
         schema = self.schema(ref.schema)
@@ -140,8 +164,18 @@ class Contents:
         return Tree(name, ref, schema, join_pages(pages, len(schema)), chunk_bytes)
 
     def referrers(self, chunks: Collection[ChunkId]) -> Mapping[ChunkId, Referrer]:
-        """The users of `chunks`. Reads every document, and every page once."""
-        wanted, found = frozenset(chunks), dict[ChunkId, Referrer]()
+        """The users of `chunks`, and of what is a patch of them. Reads every document, and every
+        page once."""
+        return self._users(self.dependents(chunks))
+
+    def named(self, chunks: Collection[ChunkId]) -> Collection[ChunkId]:
+        """Those of `chunks` that a commit names itself. Reads as `referrers`."""
+        return self._users({chunk: (chunk,) for chunk in chunks}).keys()
+
+    def _users(self, made_of: Mapping[ChunkId, Sequence[ChunkId]]) -> Mapping[ChunkId, Referrer]:
+        """The users of chunks; `made_of` has those that each one needs, itself included."""
+        found: dict[ChunkId, Referrer] = {}
+        wanted = frozenset(made_of)
 
         @cache
         def hits(page: ChunkId) -> tuple[tuple[int, ChunkId], ...]:
@@ -154,10 +188,42 @@ class Contents:
                 for page in ref.pages
                 for leaf, chunk in hits(page)
             }
-            for chunk, leaf in names.items():
+            users: dict[ChunkId, str] = {}
+            for user, leaf in names.items():
+                for chunk in made_of[user]:
+                    users.setdefault(chunk, leaf)
+            for chunk, leaf in users.items():
                 known = found.get(chunk, Referrer((), leaf))
                 found[chunk] = Referrer((*known.commits, commit), known.leaf)
         return found
+
+    def dependents(self, chunks: Collection[ChunkId]) -> Mapping[ChunkId, Sequence[ChunkId]]:
+        """Each of `chunks` and of the patches that need some of them, with those that it needs."""
+        patches_of: dict[ChunkId, list[ChunkId]] = {}
+        for patch, base in self.bases.items():
+            patches_of.setdefault(base, []).append(patch)
+        found: dict[ChunkId, list[ChunkId]] = {}
+        for chunk in set(chunks):
+            left, seen = [chunk], set[ChunkId]()
+            while left:
+                user = left.pop()
+                if user not in seen:
+                    seen.add(user)
+                    found.setdefault(user, []).append(chunk)
+                    left += patches_of.get(user, ())
+        return found
+
+    def missing(self, ids: bytes) -> list[ChunkId]:
+        """Which of `ids`, and of the bases that they are made of, lie in no pack."""
+        if not self.bases:
+            return self.inventory.missing(ids)
+        needed = dict.fromkeys(map(ChunkId, items_of(ids)))
+        for chunk in list(needed):
+            base = self.bases.get(chunk)
+            while base is not None and base not in needed:
+                needed[base] = None
+                base = self.bases.get(base)
+        return self.inventory.missing(b"".join(needed))
 
     def _hits(self, page: ChunkId, wanted: frozenset[ChunkId]) -> Iterator[tuple[int, ChunkId]]:
         """The leaves of a page that need one of `wanted`; none if the page cannot be read."""
@@ -175,6 +241,22 @@ class Contents:
             return self.schema(ref.schema).paths[leaf]
         except (CkptStoreError, IndexError):
             return f"leaf {leaf} of {shown(name)}"
+
+
+def bases_of_patches(tables: Iterable[FooterTable]) -> Mapping[ChunkId, ChunkId]:
+    """The base of each chunk that is stored as a patch and nowhere whole."""
+    found, whole = dict[ChunkId, ChunkId](), list[npt.NDArray[np.void]]()
+    for table in tables:
+        is_patch = table["codec"] == PATCH
+        if is_patch.any():
+            rows = table[["chunk", "patch_of"]][is_patch].tolist()
+            found.update((ChunkId(chunk), ChunkId(base)) for chunk, base in rows)
+        whole.append(table["chunk"][~is_patch])
+    if found:
+        for chunks in whole:
+            for chunk in found.keys() & set(map(ChunkId, chunks.tolist())):
+                del found[chunk]
+    return found
 
 
 def taken(before: State, now: State) -> bool:
@@ -256,7 +338,7 @@ class Walk:
         except Corrupt:
             # The page matches its id but is malformed; the finding is made for its tree.
             return True
-        missing = self._contents.inventory.missing(b"".join(content.ids for content in leaves))
+        missing = self._contents.missing(b"".join(content.ids for content in leaves))
         (self.unread if self._contents.unread else self.missing).update(missing)
         return not missing
 

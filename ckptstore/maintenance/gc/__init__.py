@@ -41,7 +41,7 @@ from ckptstore.maintenance.gc.plan import (
 from ckptstore.maintenance.gc.session_monitor import SessionMonitor
 from ckptstore.objects.codecs import Base, base_of, moved
 from ckptstore.objects.frames import Stored
-from ckptstore.repository.chunk_reader import StoredChunk, keys_of, read_chunks
+from ckptstore.repository.chunk_reader import StoredChunk, StoredPatch, keys_of, read_chunks
 from ckptstore.repository.pack_writer import OpenPack, PackSet
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
@@ -238,7 +238,7 @@ class _PackCopy:
         self._bases: dict[int, tuple[int, Base]] = {}
         """The record and the place in the target of what may be a base, by offset in the source."""
 
-    def append(self, chunk: StoredChunk) -> int:
+    def append(self, chunk: StoredChunk | StoredPatch) -> int:
         """Queue a chunk as it is stored, after its base; returns its bytes. Raises `Corrupt` for a
         difference whose base is not copied."""
         target, entry = self._target, chunk.entry
@@ -254,7 +254,7 @@ class _PackCopy:
             self._bases[entry.offset] = number, base
         return len(stored)
 
-    def _base(self, chunk: StoredChunk) -> tuple[int, Base]:
+    def _base(self, chunk: StoredChunk | StoredPatch) -> tuple[int, Base]:
         """The record and the place in the target of the base of a difference."""
         offset = base_of(chunk.stored).offset
         if offset not in self._bases:

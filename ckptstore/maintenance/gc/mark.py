@@ -4,7 +4,10 @@ A chunk is *live* if a commit needs it. Needed chunks are identified by the firs
 ids, so a collision keeps a chunk too many and never one too few. A live chunk in several packs is
 *assigned* to one of them, so that the duplicates can be deleted; here whole ids are compared,
 because a collision would lose a chunk. A chunk that is the base of a live delta is live in that
-delta's pack, whoever else needs it; a pack never needs a base of another pack.
+delta's pack, whoever else needs it; a pack never needs the base of a delta of another pack.
+
+The base of a patch may lie in any pack. It is live if the patch lies in a pack that stays, whether
+a commit needs the patch or not: a commit in flight may have found it there.
 
 It reads the footers of live packs, the documents of commits that are not forgotten, and each of
 their pages once; every hash is verified. An unreadable page ends the mark, because the chunks it
@@ -27,10 +30,17 @@ from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.log.state import Pack, State
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of, read_document
-from ckptstore.objects.pack import FOOTER_DTYPE, PAGE, FooterTable
+from ckptstore.objects.codecs import PATCH
+from ckptstore.objects.pack import PAGE, PATCHED_DTYPE, FooterTable, bases_named
 from ckptstore.objects.pages import decode_page
 from ckptstore.repository import footers
-from ckptstore.repository.chunk_reader import Unread, keys_of, read_chunks, read_rows
+from ckptstore.repository.chunk_reader import (
+    StoredChunk,
+    Unread,
+    keys_of,
+    read_chunks,
+    read_rows,
+)
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
 
@@ -40,7 +50,6 @@ BATCH_KEYS = 1 << 19
 Keys = npt.NDArray[np.uint64]
 
 _ID_WORDS = CHUNK_ID_BYTES // 8
-_RECORD_WORDS = FOOTER_DTYPE.itemsize // 8
 
 
 def short_keys(ids: bytes | memoryview) -> Keys:
@@ -69,15 +78,23 @@ class Holdings:
         self._told: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._rejected = np.zeros(len(self._ids), np.bool_)
         self._bases: dict[int, npt.NDArray[np.uint32]] = {}
+        self._patched: dict[int, npt.NDArray[np.bool_]] = {}
+        """By pack with patches, which of its chunks are some."""
+        self.bases_of_patches: dict[int, Keys] = {}
+        """By pack with patches, the keys of their bases."""
 
     def put(self, pack: int, table: FooterTable) -> None:
         """Add the footer of the pack at position `pack`. Chunks of a pack that is never put
         count as absent."""
         rows = slice(int(self._starts[pack]), int(self._starts[pack + 1]))
-        self._ids[rows] = np.frombuffer(table, "<u8").reshape(-1, _RECORD_WORDS)[:, :_ID_WORDS]
+        record_words = table.dtype.itemsize // 8
+        self._ids[rows] = np.frombuffer(table, "<u8").reshape(-1, record_words)[:, :_ID_WORDS]
         self._stored[rows] = table["stored"]
         if (table["base"] != NO_BASE).any():
             self._bases[pack] = table["base"].copy()
+        if table.dtype == PATCHED_DTYPE:
+            self._patched[pack] = table["codec"] == PATCH
+            self.bases_of_patches[pack] = short_keys(bases_named(table).tobytes())
         self._put[pack] = True
 
     def sort(self) -> None:
@@ -106,9 +123,9 @@ class Holdings:
     def assign(self) -> npt.NDArray[np.bool_]:
         """For each chunk of each pack, whether it is live and assigned to that pack.
 
-        A chunk in several packs is assigned to its smallest copy, of equal ones to that in the pack
-        with the most bytes of other live chunks, so that the others empty, unless rejected there;
-        if all copies were rejected, it stays in each.
+        A chunk in several packs is assigned to its smallest copy, to a patch only if all are; of
+        equal ones to that in the pack with the most bytes of other live chunks, so that the others
+        empty, unless rejected there; if all copies were rejected, it stays in each.
         """
         assigned = np.zeros(len(self._ids), np.bool_)
         first = _first_of_each(self._keys)
@@ -119,7 +136,7 @@ class Holdings:
         if len(several):
             rank = self._preference(assigned)[self._pack_of(several)]
             words, rejected = self._ids[several], self._rejected[several]
-            keys = (rank, self._stored[several], rejected)
+            keys = (rank, self._stored[several], self._are_patches(several), rejected)
             order = np.lexsort((*keys, *(words[:, i] for i in range(_ID_WORDS))))
             several, words, rejected = several[order], words[order], rejected[order]
             first = np.concatenate(([True], (words[1:] != words[:-1]).any(axis=1)))
@@ -132,6 +149,16 @@ class Holdings:
             needed = bases[own]
             own[needed[needed != NO_BASE]] = True
         return assigned
+
+    def patch_bases(self, assigned: npt.NDArray[np.bool_]) -> Keys:
+        """The keys of the bases of all patches in packs that have an assigned chunk."""
+        none = np.empty(0, np.uint64)
+        return np.concatenate(
+            [
+                none,
+                *(k for p, k in self.bases_of_patches.items() if self.of_pack(p, assigned).any()),
+            ]
+        )
 
     def contested(self) -> dict[int, npt.NDArray[np.int64]]:
         """The assigned chunks that other packs hold too, by pack and in order of offset, each
@@ -166,6 +193,14 @@ class Holdings:
     def of_pack(self, pack: int, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """The part of `assigned` for the pack at position `pack`, in order of offset; a view."""
         return assigned[self._starts[pack] : self._starts[pack + 1]]
+
+    def _are_patches(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Whether each of the chunks `rows` is stored as a patch."""
+        found, packs = np.zeros(len(rows), np.bool_), self._pack_of(rows)
+        for pack, patched in self._patched.items():
+            own = packs == pack
+            found[own] = patched[rows[own] - self._starts[pack]]
+        return found
 
     def _pack_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return np.searchsorted(self._starts, rows, side="right") - 1
@@ -304,6 +339,7 @@ class _Marking:
             i, rows = item
             try:
                 for chunk in read_chunks(self._storage, self._packs[i], rows):
+                    assert isinstance(chunk, StoredChunk)  # no metadata is a patch
                     named = (leaf.ids for leaf in decode_page(chunk.raw).leaves)
                     self._need(b"".join((chunk.entry.chunk, *named)))
                     counter.add()
@@ -320,6 +356,18 @@ class _Marking:
             self._flush()
 
     def assign(self) -> npt.NDArray[np.bool_]:
+        """Assign live chunks to packs, and with them the bases of the patches there."""
+        assigned, known = self._assign(), 0
+        while self.holdings.bases_of_patches:
+            keys = np.unique(self.holdings.patch_bases(assigned))
+            if len(keys) == known:
+                break
+            known = len(keys)
+            self.missing.update(self.holdings.need(keys).tolist())
+            assigned = self._assign()
+        return assigned
+
+    def _assign(self) -> npt.NDArray[np.bool_]:
         """Assign live chunks to packs, each to a copy that is unique or sound."""
         assigned = self.holdings.assign()
         while contested := self.holdings.contested():

@@ -35,7 +35,14 @@ from ckptstore.log.state import Pack, State
 from ckptstore.maintenance.gc.costs import Rewrite
 from ckptstore.maintenance.gc.mark import Mark, PackUse, ids_checksum
 from ckptstore.objects.codecs import RAW
-from ckptstore.objects.pack import TRAILER_BYTES, FooterTable, align
+from ckptstore.objects.pack import (
+    FOOTER_DTYPE,
+    PATCHED_DTYPE,
+    TRAILER_BYTES,
+    FooterTable,
+    align,
+    bases_named,
+)
 from ckptstore.repository import footers
 from ckptstore.repository.chunk_reader import coalesce
 from ckptstore.storage.contract import Storage
@@ -308,12 +315,14 @@ def _doomed(number: int, pack: Pack, waits: Iterable[SessionId]) -> DeadPack:
 def plan_copies(storage: Storage, groups: Iterable[Sequence[PackUse]]) -> Iterator[Copy]:
     """The new packs, with their exact sizes. Reads footers."""
     for uses in groups:
-        end, footer_bytes = 0, TRAILER_BYTES
+        end, records, record_bytes = 0, 0, FOOTER_DTYPE.itemsize
         for use in uses:
             rows = live_rows(storage, use)
-            footer_bytes += rows.nbytes
+            records += len(rows)
+            if len(bases_named(rows)):
+                record_bytes = PATCHED_DTYPE.itemsize
             _, end = place(rows, end)
-        yield Copy(tuple(uses), (end + footer_bytes) * uses[0].files)
+        yield Copy(tuple(uses), (end + records * record_bytes + TRAILER_BYTES) * uses[0].files)
 
 
 def live_rows(storage: Storage, use: PackUse) -> FooterTable:

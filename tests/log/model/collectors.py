@@ -9,9 +9,11 @@ from ckptstore.core.ids import PackId, SessionId
 from ckptstore.log.entries import Condemn, Delete, Register
 from ckptstore.log.state import State
 from tests.log.model.world import (
+    BASES,
     LETTERS,
     Collector,
     Move,
+    Placed,
     Scope,
     World,
     append,
@@ -39,7 +41,7 @@ def gc_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
     match gc.step:
         case "idle":
             for spare in (False, True) if scope.sparing else (False,):
-                marked = _mark(state, gc, reverse=bool(i), spare=spare)
+                marked = _mark(state, gc, scope, reverse=bool(i), spare=spare)
                 yield (
                     (f"gc{i}", "marks", "what is forgotten, too" if spare else ""),
                     world._replace(gcs=(*world.gcs[:i], marked, *world.gcs[i + 1 :])),
@@ -124,10 +126,26 @@ def gc_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
             )
 
 
-def _mark(state: State, gc: Collector, *, reverse: bool, spare: bool) -> Collector:
+def _mark(state: State, gc: Collector, scope: Scope, *, reverse: bool, spare: bool) -> Collector:
     """Each chunk of a commit that is not forgotten is assigned to one of its packs; two runners may
-    well choose differently. To `spare` is to treat what was just forgotten as if it were not."""
+    well choose differently. To `spare` is to treat what was just forgotten as if it were not. The
+    bases of all patches in packs that stay are kept as well."""
     chunks = {c for row in state.commits.values() if spare or not row.soft for c in row.content}
+    while True:
+        keep = _keep(state, chunks, reverse=reverse)
+        stay = {p for _, p in keep}
+        held = {c for p in state.packs.values() if p.id in stay for c in LETTERS[p.bytes]}
+        patches = held & BASES.keys() if scope.patching and not scope.shallow_mark else ()
+        needed = {BASES[c] for c in patches}
+        if needed <= chunks:
+            break
+        chunks |= needed
+    seen = frozenset(p.id for p in state.packs.values() if p.live)
+    soft = tuple(sorted(c for c, row in state.commits.items() if row.soft and not spare))
+    return Collector("condemn", state.n, keep, seen, soft, None, state.fence, gc.copies)
+
+
+def _keep(state: State, chunks: set[str], *, reverse: bool) -> frozenset[Placed]:
     holders = {
         c: sorted(
             (p.id for p in state.packs.values() if p.live and c in LETTERS[p.bytes]),
@@ -135,10 +153,7 @@ def _mark(state: State, gc: Collector, *, reverse: bool, spare: bool) -> Collect
         )
         for c in chunks
     }
-    keep = frozenset((c, packs[0]) for c, packs in holders.items() if packs)
-    seen = frozenset(p.id for p in state.packs.values() if p.live)
-    soft = tuple(sorted(c for c, row in state.commits.items() if row.soft and not spare))
-    return Collector("condemn", state.n, keep, seen, soft, None, state.fence, gc.copies)
+    return frozenset((c, packs[0]) for c, packs in holders.items() if packs)
 
 
 def _assigned(gc: Collector, pack: PackId) -> int:

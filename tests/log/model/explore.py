@@ -14,7 +14,7 @@ from ckptstore.core.ids import CommitId, PackId, SessionId
 from ckptstore.log.state import State
 from tests.log.model.collectors import gc_moves
 from tests.log.model.others import other_moves
-from tests.log.model.world import KEPT, LETTERS, THIN, Label, Move, Scope, World, start
+from tests.log.model.world import KEPT, LETTERS, THIN, Label, Move, Scope, World, made_of, start
 from tests.log.model.writers import writer_moves
 
 
@@ -36,7 +36,7 @@ def moves(world: World, scope: Scope) -> Iterator[Move]:
     yield from other_moves(world, scope)
 
 
-def lost(world: World) -> list[tuple[CommitId, list[str]]]:
+def lost(world: World, scope: Scope) -> list[tuple[CommitId, list[str]]]:
     have = {
         c
         for p in world.state.packs.values()
@@ -58,9 +58,9 @@ def lost(world: World) -> list[tuple[CommitId, list[str]]]:
     purged += [(c, ["its place alone"]) for c in one if len(one) > 1]
     purged += [(c, ["its place"]) for c in one if world.state.in_place_of(c) != c]
     return purged + [
-        (commit, sorted(set(row.content) - have))
+        (commit, sorted(made_of(row.content, scope) - have))
         for commit, row in rows.items()
-        if set(row.content) - have
+        if made_of(row.content, scope) - have
     ]
 
 
@@ -81,7 +81,12 @@ def key(world: World, scope: Scope) -> object:
         (gc.step, gc.keep, gc.seen & state_ids(state), gc.soft, gc.victim, gc.copies)
         for gc in world.gcs
     )
-    wanted = {c for w in world.writers if w.step != "end" for c in scope.wants[int(w.name[1])]}
+    wanted = {
+        c
+        for w in world.writers
+        if w.step != "end"
+        for c in made_of(scope.wants[int(w.name[1])], scope)
+    }
     views = (
         frozenset(
             frozenset(placed for placed in view if placed[0] in wanted) for view in world.views
@@ -122,7 +127,7 @@ def explore(scope: Scope, limit: int) -> Result:
     queue = deque([(key(first, scope), first)])
     while queue and len(came_from) < limit:
         here, world = queue.popleft()
-        if bad := lost(world):
+        if bad := lost(world, scope):
             return Result(len(came_from), False, bad, _path(came_from, here))
         for label, after in moves(world, scope):
             there = key(after, scope)

@@ -16,6 +16,7 @@ from tests.log.model.world import (
     World,
     append,
     commit_body,
+    made_of,
     mask_of,
     pack_of,
     record,
@@ -71,7 +72,8 @@ def other_moves(world: World, scope: Scope) -> Iterator[Move]:
             kept = world.kept - {commit}
             yield (f"{commit} is forgotten",), append(world, forget)._replace(kept=kept)
         if row is not None and row.soft and scope.undeleting:
-            packs = _holders(world, row.content)
+            needed = row.content if scope.shallow_undelete else made_of(row.content, scope)
+            packs = _holders(world, needed)
             if packs is not None:
                 yield (
                     (f"undelete looks up the packs of {commit}",),
@@ -79,7 +81,7 @@ def other_moves(world: World, scope: Scope) -> Iterator[Move]:
                 )
 
 
-def _holders(world: World, chunks: str) -> frozenset[PackId] | None:
+def _holders(world: World, chunks: str | set[str]) -> frozenset[PackId] | None:
     """The listed packs that hold some of `chunks`; None if one of these is in no pack."""
     packs = [p for p in world.state.packs.values() if p.bytes & mask_of(chunks)]
     found = {c for p in packs for c in LETTERS[p.bytes]}

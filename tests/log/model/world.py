@@ -21,6 +21,9 @@ LETTERS = {
     mask: tuple(c for i, c in enumerate(CHUNKS) if mask >> i & 1)
     for mask in range(1 << len(CHUNKS))
 }
+BASES = {"b": "a", "c": "b"}
+"""Where chunks are patches: the base of each. What is written without its base is written with it,
+which stands for a chunk that is stored whole."""
 STORE = StoreId("0" * 32)
 KEPT = CommitId("k0")
 THIN = CommitId("t0")
@@ -52,6 +55,10 @@ class Scope:
     compacting: bool = False
     thinning: bool = False
     sending: bool = False
+    patching: bool = False
+    shallow_writer: bool = False
+    shallow_mark: bool = False
+    shallow_undelete: bool = False
 
 
 class Writer(NamedTuple):
@@ -93,6 +100,15 @@ class World(NamedTuple):
 
 Label: TypeAlias = tuple[object, ...]
 Move: TypeAlias = tuple[Label, World]
+
+
+def made_of(chunks: str | set[str], scope: Scope) -> set[str]:
+    """Chunks, and the bases that they need, and so on."""
+    found, left = set[str](), set(chunks)
+    while left:
+        found |= left
+        left = {BASES[c] for c in left if c in BASES} - found if scope.patching else set()
+    return found
 
 
 def mask_of(chunks: str | set[str]) -> int:
@@ -168,6 +184,8 @@ def start(scope: Scope) -> World:
     """A commit `k0` of the chunks a and b, not among the newest two of its run, so that it may be
     forgotten."""
     masks = (mask_of("ab"), mask_of("a"))[: 2 if scope.duplicate else 1]
+    if scope.patching:  # each written by a commit of its own
+        masks = (mask_of("a"), mask_of("b"), *masks[1:])
     owned = tuple(record(PackId(f"{session_of('k0')}-0-{i}"), mask) for i, mask in enumerate(masks))
     writers = tuple(Writer("look", f"w{i}", frozenset()) for i in range(len(scope.wants)))
     world = World(
@@ -181,7 +199,7 @@ def start(scope: Scope) -> World:
         frozenset({KEPT}),
     )
     for body in (
-        commit_body("k0", "ab", owned, frozenset()),
+        commit_body("k0", "b" if scope.patching else "ab", owned, frozenset()),
         *(commit_body(name, "", (), frozenset()) for name in ("k1", "k2")),
     ):
         assert refusal(world, body) is None

@@ -20,6 +20,7 @@ from tests.log.model.world import (
     Writer,
     append,
     commit_body,
+    made_of,
     mask_of,
     pack_of,
     record,
@@ -31,7 +32,12 @@ from tests.log.model.world import (
 
 def writer_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
     writer, want = world.writers[i], scope.wants[i]
-    pack, fresh = pack_of(writer.name), mask_of(set(want) - {c for c, _ in writer.reuse})
+    chunks = made_of(want, scope)
+    lacking = set(want) - {c for c, _ in writer.reuse}
+    pack, fresh = (
+        pack_of(writer.name),
+        mask_of(made_of(lacking, scope) - {c for c, _ in writer.reuse}),
+    )
 
     def put(**changes: object) -> tuple[Writer, ...]:
         # NamedTuple's own
@@ -43,7 +49,12 @@ def writer_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
             | {table(world.state)}
             | ({frozenset[Placed]()} if scope.reindexing else set())
         ):
-            reuse = frozenset(placed for placed in view if placed[0] in want)
+            there = {c for c, _ in view}
+            reuse = frozenset(
+                (c, p) for c, p in view if c in chunks and made_of({c}, scope) <= there
+            )
+            if scope.shallow_writer:
+                reuse = frozenset((c, p) for c, p in reuse if c in want)
             yield (
                 (writer.name, "reuses", reuse),
                 world._replace(writers=put(step="write", reuse=reuse)),

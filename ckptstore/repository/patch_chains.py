@@ -1,0 +1,212 @@
+"""Which patches lie between a chunk and one that is stored whole?
+
+A chain is followed for many chunks at once, a step at a time: the patches of one commit lie side by
+side, so that each step takes few reads. Each patch is verified by its own checksum, and each must
+be nearer to a whole chunk than the one before, so that a forged chain ends.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import numpy as np
+
+from ckptstore.core.ids import ChunkId
+from ckptstore.errors import Corrupt, NotFound, Unavailable
+from ckptstore.log.state import Pack, State
+from ckptstore.objects import codecs, patches
+from ckptstore.repository.chunk_reader import (
+    GAP_BYTES,
+    Found,
+    MergedRead,
+    PackRead,
+    Problem,
+    StoredPatch,
+    Unread,
+    coalesce,
+    keys_of,
+    located_entries,
+    read_run,
+)
+from ckptstore.repository.footers import is_elsewhere
+from ckptstore.storage.contract import Storage
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+LOOKS = 5
+"""Lookups of a chunk while concurrent collections move it."""
+
+READ_BYTES = 4 << 20
+"""Patches that are read at once."""
+
+
+class Places(Protocol):
+    """A store in which chunks are looked up."""
+
+    storage: Storage
+
+    def located(self, ids: bytes) -> "NDArray[np.void]": ...
+    def listed(self, numbers: set[int]) -> dict[int, Pack]: ...
+    def look_again(self) -> State: ...
+
+
+class Whole:
+    """The place of a chunk that is stored whole: a row of `LOCATED_DTYPE`."""
+
+    def __init__(self, row: "NDArray[np.void]") -> None:
+        self.row = row
+
+
+Step: TypeAlias = StoredPatch | Whole | Problem
+
+
+@dataclass(slots=True)
+class Chain:
+    """The patches of a chunk, the nearest to it first, up to the chunk that is stored `whole`, or
+    the problem that ended the search."""
+
+    patches: list[StoredPatch] = field(default_factory=list)
+    end: Whole | Problem | None = None
+
+    def make(self, out: memoryview) -> None:
+        """Make the chunk's raw bytes in `out`, which holds those of the whole chunk; raises
+        `Corrupt`."""
+        for patch in reversed(self.patches):
+            patches.apply(patch.stored, out, patch.entry.width)
+
+
+def follow(
+    places: Places, where: "NDArray[np.void]", steps: int = patches.DEPTH_MAX + 1
+) -> dict[ChunkId, Chain]:
+    """The chain of each chunk of `where`, by its id, at most so many `steps` of it. Raises
+    `Unavailable`."""
+    chains = {ChunkId(chunk): Chain() for chunk in where["chunk"].tolist()}
+    at = {chunk: chunk for chunk in chains}
+    rows = where
+    while at and steps:
+        taken, steps = _steps(places, rows), steps - 1
+        at = {
+            chunk: base
+            for chunk, now in at.items()
+            if (base := _extend(chains[chunk], taken[now])) is not None
+        }
+        bases = list(dict.fromkeys(at.values()))
+        try:
+            rows = places.located(b"".join(bases))
+        except NotFound:
+            rows, at = _located_alone(places, chains, at)
+    return chains
+
+
+def _extend(chain: Chain, step: Step) -> ChunkId | None:
+    """Add a step to a chain; the chunk to go on with, if it does not end."""
+    if not isinstance(step, StoredPatch):
+        chain.end = step
+        return None
+    last = chain.patches[-1] if chain.patches else None
+    if last and step.head.chain.depth >= last.head.chain.depth:
+        chain.end = Corrupt(
+            f"chunk {step.entry.chunk.hex()[:12]} says that it is {step.head.chain.depth} patches "
+            f"from a whole one, and its patch {last.entry.chunk.hex()[:12]} "
+            f"{last.head.chain.depth}; wanted fewer; run `ckptstore fsck`"
+        )
+        return None
+    if last and step.entry.raw_bytes != last.entry.raw_bytes:
+        chain.end = Corrupt(
+            f"chunk {step.entry.chunk.hex()[:12]} has {step.entry.raw_bytes} bytes, and its patch "
+            f"{last.entry.chunk.hex()[:12]} {last.entry.raw_bytes}; run `ckptstore fsck`"
+        )
+        return None
+    chain.patches.append(step)
+    return step.head.base
+
+
+def _located_alone(
+    places: Places, chains: Mapping[ChunkId, Chain], at: Mapping[ChunkId, ChunkId]
+) -> tuple["NDArray[np.void]", dict[ChunkId, ChunkId]]:
+    """The places of those bases that are anywhere; the chains of the others end."""
+    rows, left = [], dict[ChunkId, ChunkId]()
+    found = dict[ChunkId, NotFound | None]()
+    for base in dict.fromkeys(at.values()):
+        try:
+            rows.append(places.located(base))
+            found[base] = None
+        except NotFound as error:
+            found[base] = error
+    for chunk, base in at.items():
+        if (problem := found[base]) is None:
+            left[chunk] = base
+        else:
+            chains[chunk].end = problem
+    return np.concatenate(rows) if rows else places.located(b""), left
+
+
+def _steps(places: Places, rows: "NDArray[np.void]") -> dict[ChunkId, Step]:
+    """What lies at each place: a whole chunk, a patch, or a problem. Chunks that a gc moves
+    meanwhile are looked up again."""
+    steps: dict[ChunkId, Step] = {}
+    for _ in range(LOOKS):
+        is_patch = rows["codec"] == codecs.PATCH
+        whole = rows[~is_patch]
+        steps.update(
+            (ChunkId(chunk), Whole(whole[i : i + 1]))
+            for i, chunk in enumerate(whole["chunk"].tolist())
+        )
+        steps.update(_read(places, rows[is_patch]))
+        moved = [chunk for chunk, step in steps.items() if isinstance(step, NotFound)]
+        if not moved:
+            break
+        places.look_again()
+        try:
+            rows = places.located(b"".join(moved))
+        except NotFound:
+            break
+    return steps
+
+
+def _read(places: Places, rows: "NDArray[np.void]") -> Iterable[tuple[ChunkId, Step]]:
+    """The patches at `rows`; `NotFound` for one whose pack is gone, or that lies elsewhere."""
+    rows = rows[np.lexsort((rows["offset"], rows["pack"]))]
+    numbers, entries = rows["pack"].tolist(), located_entries(rows)
+    packs = places.listed(set(numbers))
+    for some in coalesce(
+        rows["offset"].tolist(),
+        (rows["offset"] + rows["stored"]).tolist(),
+        objects=numbers,
+        limit_bytes=READ_BYTES,
+        gap_bytes=GAP_BYTES,
+    ):
+        pack, reads = packs.get(numbers[some.start]), list(map(PackRead, entries[some]))
+        if pack is None:
+            gone = NotFound(f"pack {numbers[some.start]} is not listed; run `ckptstore reindex`")
+            yield from ((read.entry.chunk, gone) for read in reads)
+            continue
+        for found in read_run(places.storage, keys_of(pack), MergedRead(reads)):
+            yield found.read.entry.chunk, _step(places.storage, pack, found)
+
+
+def _step(storage: Storage, pack: Pack, found: Found) -> Step:
+    """A patch that was read from a pack, or why not. Raises `Unavailable`."""
+    if isinstance(found, StoredPatch):
+        return found
+    assert isinstance(found, Unread)  # what is stored whole is not read here
+    problem = found.problem
+    if isinstance(problem, Unavailable):
+        raise problem
+    if isinstance(problem, Corrupt) and is_elsewhere(storage, pack, found.read.entry):
+        return NotFound(f"the chunk lies elsewhere than the index says: {problem}")
+    return problem
+
+
+def groups(
+    rows: "NDArray[np.void]", positions: Sequence[int], limit_bytes: int
+) -> list[tuple[Sequence[int], "NDArray[np.void]"]]:
+    """Chunks with their places, in groups of at most `limit_bytes` of raw bytes; a larger chunk is
+    a group alone. Those that lie side by side go together."""
+    order = np.lexsort((rows["offset"], rows["pack"]))
+    ends = np.concatenate(([0], np.cumsum(rows["raw"][order].astype(np.int64)))).tolist()
+    return [
+        ([positions[i] for i in order[some].tolist()], rows[order[some]])
+        for some in coalesce(ends[:-1], ends[1:], limit_bytes=limit_bytes)
+    ]

@@ -1,0 +1,324 @@
+"""Where few elements change, a commit stores what changed; whatever comes of the commits before, it
+restores bit for bit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckptstore
+from ckptstore.commit import patching
+from ckptstore.core.ids import ChunkId, pack_key
+from ckptstore.objects import patches
+from ckptstore.objects.codecs import PATCH
+from ckptstore.objects.pack import TENSOR
+from ckptstore.repository.footers import read_table
+from tests.maintenance.stores import heal
+from tests.net.training import same
+from tests.support.patching import nudged, small_chunks_too
+
+SHAPE = (512, 600)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+WHOLE = (torch.float8_e4m3fn, torch.int64, torch.uint8, torch.int16)
+
+
+@pytest.fixture(autouse=True)
+def small() -> Iterator[None]:
+    with small_chunks_too():
+        yield
+
+
+def new_bytes(store: ckptstore.Store, step: int) -> int:
+    (info,) = [info for info in store.log() if info.step == step]
+    return info.new_bytes
+
+
+def chunks_by_codec(store: ckptstore.Store, *, patched: bool) -> set[ChunkId]:
+    """The chunks of tensors in packs that are live, patches or whole ones."""
+    handle = store._handle
+    found = set[ChunkId]()
+    for pack in handle.log.replay().packs.values():
+        table = read_table(handle.storage, pack)
+        rows = table[((table["codec"] == PATCH) == patched) & (table["kind"] == TENSOR)]
+        if pack.live:
+            found |= set(map(ChunkId, rows["chunk"].tolist()))
+    return found
+
+
+def changed(value: torch.Tensor, step: int) -> torch.Tensor:
+    """`value` with a hundredth of its elements written anew."""
+    generator = torch.Generator().manual_seed(step)
+    found = value.clone().view(-1)
+    at = torch.randperm(len(found), generator=generator)[: len(found) // 100]
+    found[at] = torch.randint(0, 100, (len(at),), generator=generator).to(value.dtype)
+    return found.view(value.shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES + WHOLE, ids=str)
+def test_a_hundredth_that_changes_is_what_is_stored(dtype: torch.dtype, tmp_path: Path) -> None:
+    states = [torch.randint(0, 100, SHAPE).to(dtype)]
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(5):
+            store.commit({"model": {"w": states[-1]}}, step=step)
+            states.append(changed(states[-1], step))
+        nbytes = states[0].nbytes
+        assert new_bytes(store, 0) > nbytes * 0.99
+        for step in range(1, 5):
+            assert new_bytes(store, step) < nbytes * 0.04 + 6000
+        for step in range(5):
+            assert same(store.checkout(step).read("model/w"), states[step])
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(5):
+            target = {"model": {"w": torch.zeros_like(states[0])}}
+            store.checkout(step).restore(target)
+            assert same(target["model"]["w"], states[step])
+        assert not store.fsck(read_data="all").findings
+
+
+def test_rows_of_a_table_are_stored_as_such(tmp_path: Path) -> None:
+    table = torch.randn(20_000, 64)
+    with ckptstore.open(tmp_path / "store") as store:
+        store.commit({"table": table}, step=0)
+        for step in range(1, 4):
+            rows = torch.randperm(len(table))[: len(table) // 200]
+            table[rows] += torch.randn(len(rows), 64) * 1e-2
+            store.commit({"table": table}, step=step)
+            assert new_bytes(store, step) < 0.01 * table.nbytes
+        assert same(store.checkout(3).read("table"), table)
+
+
+def test_dense_training_makes_no_patch_and_looks_ever_more_seldom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = list[int]()
+    make = patching.Patcher.make
+
+    def counted(self: Any, *args: Any) -> Any:
+        looks.append(step)
+        return make(self, *args)
+
+    monkeypatch.setattr(patching.Patcher, "make", counted)
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(20):
+            store.commit({"w": torch.randn(SHAPE)}, step=step)
+        assert not chunks_by_codec(store, patched=True)
+    assert sorted(set(looks)) == [1, 3, 7, 15]
+
+
+def test_a_chain_ends_in_a_whole_chunk_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patches, "DEPTH_MAX", 5)
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(13):
+            store.commit({"w": nudged(SHAPE, step)}, step=step)
+        nbytes = nudged(SHAPE, 0).nbytes
+        whole = [step for step in range(13) if new_bytes(store, step) > nbytes // 2]
+        assert whole == [0, 6, 12]
+        for step in range(13):
+            assert same(store.checkout(step).read("w"), nudged(SHAPE, step))
+
+
+def test_what_commits_need_outlives_the_commits_that_wrote_it(tmp_path: Path) -> None:
+    """The bases of the last commit belong to commits that are forgotten; when it goes, they go."""
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(6):
+            store.commit({"w": nudged(SHAPE, step)}, step=step)
+        store.forget(ckptstore.KeepLast(2))
+        for _ in range(2):
+            assert not store.gc(max_unused=0.0, grace_s=0).problems
+            assert same(store.checkout(5).read("w"), nudged(SHAPE, 5))
+            assert not store.fsck(read_data="all").findings
+        for step in (6, 7):
+            store.commit({"w": torch.full(SHAPE, float(step))}, step=step)
+        store.forget(ckptstore.KeepLast(2))
+        store.gc(max_unused=0.0, grace_s=0)
+        assert not chunks_by_codec(store, patched=True)
+        assert len(chunks_by_codec(store, patched=False)) == 2 * len(range(1))
+
+
+def test_a_commit_refers_to_the_packs_of_all_bases(tmp_path: Path) -> None:
+    """What another process finds as a patch lies in the packs of its whole chain."""
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(4):
+            store.commit({"w": nudged(SHAPE, step)}, step=step)
+    with ckptstore.open(tmp_path / "store", run="other") as store:
+        store.commit({"w": nudged(SHAPE, 3)}, step=0)
+        log = store._handle.log.replay()
+        tensors = {n for n, pack in log.packs.items() if not pack.metadata}
+        assert len(tensors) == 4
+        assert {log.packs[n].stamp for n in tensors} == {log.n}
+
+
+def test_a_budget_makes_no_patches(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(3):
+            store.commit({"w": nudged(SHAPE, step)}, step=step, memory_budget_bytes=64 << 20)
+        assert not chunks_by_codec(store, patched=True)
+
+
+def test_memory_beyond_its_share_is_not_taken_and_chains_stay_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patching, "DEPTH_READ_MAX", 2)
+    little = ckptstore.Storage(patch_memory_bytes=1000)
+    with ckptstore.open(tmp_path / "store", storage=little) as store:
+        for step in range(8):
+            store.commit({"w": nudged(SHAPE, step)}, step=step)
+        whole = [step for step in range(8) if new_bytes(store, step) > 500_000]
+        assert whole == [0, 4]
+        for step in range(8):
+            assert same(store.checkout(step).read("w"), nudged(SHAPE, step))
+
+
+def test_without_memory_for_them_there_are_no_patches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTSTORE_PATCH_MEMORY_BYTES", "0")
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(3):
+            store.commit({"w": nudged(SHAPE, step)}, step=step)
+        assert not chunks_by_codec(store, patched=True)
+
+
+def test_a_background_commit_makes_patches_of_what_it_staged(tmp_path: Path) -> None:
+    value = nudged(SHAPE, 0)
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(4):
+            value.copy_(nudged(SHAPE, step))
+            pending = store.commit_async({"w": value}, step=step)
+            value.fill_(-1.0)
+            pending.wait()
+        for step in range(4):
+            assert same(store.checkout(step).read("w"), nudged(SHAPE, step))
+            assert step == 0 or new_bytes(store, step) < 60_000
+
+
+def test_a_compaction_leaves_patches_and_codes_their_bases(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(8):
+            store.commit({"w": nudged(SHAPE, step)}, step=step)
+        store.compact(ckptstore.CompactPolicy(newest=0, every=4))
+        store.gc(max_unused=0.0, grace_s=0)
+        for step in range(8):
+            assert same(store.checkout(step).read("w"), nudged(SHAPE, step))
+        assert not store.fsck(read_data="all").findings
+
+
+def test_a_mirror_gets_whole_chunks_and_makes_patches_of_its_own(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(4):
+            store.commit({"w": nudged(SHAPE, step)}, step=step)
+        store.mirror(tmp_path / "mirror")
+    with ckptstore.open(tmp_path / "mirror") as mirror:
+        assert not chunks_by_codec(mirror, patched=True)
+        for step in range(4):
+            assert same(mirror.checkout(step).read("w"), nudged(SHAPE, step))
+
+
+def pack_of(store: ckptstore.Store, chunk: ChunkId) -> str:
+    where = store._handle.objects.located(chunk)
+    return pack_key(store._handle.log.replay().packs[int(where["pack"][0])].id)
+
+
+def first_chunk(store: ckptstore.Store, step: int) -> ChunkId:
+    contents = store.checkout(step)._contents
+    (tree,) = contents.reader.trees(contents.document.trees).values()
+    return ChunkId(tree.contents[0].ids[:32])
+
+
+def test_a_damaged_base_damages_what_needs_it_and_a_mirror_heals_it(tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    with ckptstore.open(place) as store:
+        for step in range(4):
+            store.commit({"w": nudged(SHAPE, step)}, step=step)
+        store.mirror(tmp_path / "mirror")
+        base = place / pack_of(store, first_chunk(store, 1))
+    data = bytearray(base.read_bytes())
+    data[len(data) // 8] ^= 1
+    base.chmod(0o600)
+    base.write_bytes(data)
+    with ckptstore.open(place) as store:
+        assert same(store.checkout(0).read("w"), nudged(SHAPE, 0))
+        for step in (1, 2, 3):
+            with pytest.raises(ckptstore.Corrupt):
+                store.checkout(step).read("w")
+        findings = [f for f in store.fsck(read_data="all").findings if f.chunk]
+        assert findings
+        assert len({commit for f in findings for commit in f.commits}) == 3
+    heal(place, tmp_path / "mirror")
+    with ckptstore.open(place) as store:
+        for step in range(4):
+            assert same(store.checkout(step).read("w"), nudged(SHAPE, step))
+        assert not store.fsck(read_data="all").findings
+
+
+def test_a_base_that_no_mirror_has_is_replaced_by_whole_copies_of_what_needs_it(
+    tmp_path: Path,
+) -> None:
+    """A mirror gets what commits name, so never a base whose commit was forgotten before."""
+    place = tmp_path / "store"
+    with ckptstore.open(place) as store:
+        for step in range(5):
+            store.commit({"w": nudged(SHAPE, step)}, step=step)
+        base = place / pack_of(store, first_chunk(store, 1))
+        store.forget(ckptstore.KeepLast(2))
+        store.gc(grace_s=0)
+        store.mirror(tmp_path / "mirror")
+    base.unlink()
+    heal(place, tmp_path / "mirror")
+    with ckptstore.open(place) as store:
+        for step in (3, 4):
+            assert same(store.checkout(step).read("w"), nudged(SHAPE, step))
+        assert not store.fsck(read_data="all").findings
+
+
+def test_views_of_one_memory_are_restored_in_place(tmp_path: Path) -> None:
+    """Chunks of a request may overlap: what a patch is applied to lies elsewhere."""
+
+    def state(base: torch.Tensor) -> dict[str, Any]:
+        return {"base": base, "rows": base[8:128], "turned": base.t()}
+
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(4):
+            store.commit({"views": state(nudged((300, 250), step))}, step=step)
+        for step in range(4):
+            target = {"views": state(torch.zeros(300, 250))}
+            store.checkout(step).restore(target)
+            assert same(target["views"]["base"], nudged((300, 250), step))
+
+
+def test_a_slice_of_a_patched_tensor_is_read(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(3):
+            store.commit({"w": nudged(SHAPE, step)}, step=step)
+        part = store.checkout(2).read("w", (slice(100, 200),))
+        assert same(part, nudged(SHAPE, 2)[100:200])
+        with pytest.raises(ckptstore.InvalidInput, match="use read"):
+            store.checkout(2).open("w")
+
+
+def test_ids_do_not_tell_how_chunks_are_stored(tmp_path: Path) -> None:
+    ids = []
+    for name, steps in (("steps", range(4)), ("one", range(3, 4))):
+        with ckptstore.open(tmp_path / name) as store:
+            for step in steps:
+                store.commit({"w": nudged(SHAPE, step)}, step=step)
+            ids.append(first_chunk(store, 3))
+            assert np.array_equal(store.checkout(3).read("w"), nudged(SHAPE, 3))
+    assert ids[0] == ids[1]
+
+
+def test_a_commit_that_is_alone_owns_its_bases(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(4):
+            store.commit({"w": nudged(SHAPE, step)}, step=step)
+        store.forget(ckptstore.KeepLast(2))
+        for step in (4, 5):
+            store.commit({"w": torch.full(SHAPE, float(step))}, step=step)
+        store.forget([2])
+        (three,) = [each for each in store.usage().commits if store.checkout(each.commit).step == 3]
+        assert three.exclusive_bytes > nudged(SHAPE, 0).nbytes

@@ -1,0 +1,29 @@
+"""Stores of small tensors that are full of patches."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from ckptstore.commit import patching
+
+
+@contextmanager
+def small_chunks_too() -> Iterator[None]:
+    """Within, the smallest chunks may become patches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patching, "LEAF_BYTES_MIN", 0)
+        patch.setattr(patching, "CHUNK_BYTES_MIN", 64)
+        yield
+
+
+def nudged(shape: tuple[int, ...], step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor of which a hundredth changes at every step; equal steps give equal tensors."""
+    generator = torch.Generator().manual_seed(77)
+    found = torch.randn(shape, generator=generator)
+    flat = found.view(-1)
+    for _ in range(step):
+        at = torch.randint(len(flat), (max(len(flat) // 100, 1),), generator=generator)
+        flat[at] += 0.01
+    return found.to(dtype)
