@@ -159,7 +159,7 @@ class Store:
             start, _, offset, length, digest, end = struct.unpack("<12sIQQ32s8s", pack.read())
             pack.seek(offset)
             tail = pack.read(length + 32)
-        form = {b"\2\0\0\0": "<32s16sQIIIBBB9s", b"\3\0\0\0": "<32s16sQIIIBBB41s"}
+        form = {b"\2\0\0\0": "<32s16sQIIIBBBB8s", b"\3\0\0\0": "<32s16sQIIIBBBB40s"}
         sound = (start[:8], end, blake3(tail).digest()) == (b"CKPTPACK", b"KCAPTPKC", digest)
         if sound and start[8:] in form:
             records = list(struct.iter_unpack(form[start[8:]], tail[:length]))

@@ -215,7 +215,8 @@ NO_BASE = 0xFFFFFFFF
 class PackEntry(NamedTuple):
     """One record of a pack's footer (docs/format.md §4): the chunk's id, the checksum of its raw
     bytes, and where they are stored. The chunk index does not know `kind`, `base` and `patch_of`,
-    and no reader needs them: a delta says where its base lies, and a patch which chunk that is."""
+    and no reader needs them: a delta says where its base lies, and a patch which chunk that is.
+    `depth` counts the patches from a patch to a whole chunk, itself included."""
 
     chunk: ChunkId
     checksum: bytes
@@ -228,6 +229,7 @@ class PackEntry(NamedTuple):
     base: int = NO_BASE
     patch_of: bytes = b""
     """The id of a patch's base; empty for any other chunk."""
+    depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,8 @@ FOOTER_DTYPE = np.dtype(
         ("codec", "u1"),
         ("width", "u1"),
         ("kind", "u1"),
-        ("zero", "V9"),
+        ("depth", "u1"),
+        ("zero", "V8"),
     ]
 )
 PATCHED_DTYPE = np.dtype([*FOOTER_DTYPE.descr, ("patch_of", "V32")])
@@ -48,7 +49,7 @@ FooterTable: TypeAlias = npt.NDArray[np.void]
 """Records of `FOOTER_DTYPE` or `PATCHED_DTYPE`, in order of offset."""
 
 _COLUMNS = ("chunk", "checksum", "offset", "stored", "raw", "codec", "width", "kind", "base")
-"""The fields of a `PackEntry`, in its order, but for the last, `patch_of`."""
+"""The fields of a `PackEntry`, in its order, but for the last, `patch_of` and `depth`."""
 
 _MAGIC, _MAGIC_AT_END = b"CKPTPACK", b"KCAPTPKC"
 _VERSION, _VERSION_PATCHED = 2, 3
@@ -141,6 +142,7 @@ def entries(table: FooterTable) -> list[PackEntry]:
     if table.dtype == PATCHED_DTYPE:
         named = table["patch_of"].tolist()
         columns.append([base if base != _NO_CHUNK else b"" for base in named])
+        columns.append(table["depth"].tolist())
     return [PackEntry(ChunkId(chunk), *rest) for chunk, *rest in zip(*columns, strict=True)]
 
 
@@ -156,7 +158,7 @@ def _table(entries: Sequence[PackEntry]) -> FooterTable:
     table = np.zeros(len(entries), PATCHED_DTYPE if patched else FOOTER_DTYPE)
     if not entries:
         return table
-    chunk, checksum, *rest, named = zip(*entries, strict=True)
+    chunk, checksum, *rest, named, depth = zip(*entries, strict=True)
     try:
         table["chunk"] = np.frombuffer(b"".join(chunk), "V32")
         table["checksum"] = np.frombuffer(b"".join(checksum), "V16")
@@ -164,6 +166,7 @@ def _table(entries: Sequence[PackEntry]) -> FooterTable:
             table[name] = column
         if patched:
             table["patch_of"] = np.frombuffer(b"".join(base or _NO_CHUNK for base in named), "V32")
+            table["depth"] = depth
     except (ValueError, OverflowError) as error:
         raise InvalidInput(f"these entries make no pack: {error}") from error
     return table
@@ -196,7 +199,11 @@ def _check_columns(table: FooterTable, metadata: bool) -> None:
             "a base if it is a delta: an earlier record as long and wide, no delta and no patch",
         ),
         (_sound_names(table), "the id of a base if it is a patch, else none"),
-        (table["zero"] == np.void(bytes(9)), "zeros at the end"),
+        (
+            (table["depth"] > 0) == (table["codec"] == PATCH),
+            "how many patches it is from a whole chunk, which is none if it is no patch",
+        ),
+        (table["zero"] == np.void(bytes(8)), "zeros at the end"),
         (~raw | (table["stored"] == table["raw"]), "as many stored as raw bytes for a raw chunk"),
     ):
         if not ok.all():

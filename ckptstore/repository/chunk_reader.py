@@ -223,13 +223,14 @@ def plan_runs(
         yield numbers[some.start], MergedRead(reads[some])
 
 
-_LOCATED_ENTRY = ["chunk", "checksum", "offset", "stored", "raw", "codec", "width"]
+_LOCATED_ENTRY = ["chunk", "checksum", "offset", "stored", "raw", "codec", "width", "depth"]
 """The fields of a `PackEntry` that the chunk index knows, in its order."""
 
 
 def located_entries(where: "NDArray[np.void]") -> list[PackEntry]:
     """Rows of `LOCATED_DTYPE` as entries of packs."""
-    return [PackEntry(*row) for row in where[_LOCATED_ENTRY].tolist()]
+    rows = where[_LOCATED_ENTRY].tolist()
+    return [PackEntry(*row)._replace(depth=depth) for *row, depth in rows]
 
 
 AnyPack: TypeAlias = Pack | PackRecord

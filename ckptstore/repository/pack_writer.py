@@ -26,7 +26,7 @@ from ckptstore.core.ids import (
 )
 from ckptstore.core.model import PackEntry, PackRecord
 from ckptstore.errors import CkptStoreError
-from ckptstore.objects import codecs, pack
+from ckptstore.objects import codecs, pack, patches
 from ckptstore.repository.thread_pool import ThreadPool, one_by_one
 from ckptstore.storage.contract import Storage, Writer
 
@@ -214,9 +214,9 @@ class PackWriter:
         """Append patches of tensor bytes, one directly behind the other."""
         target = self.pack_with_room(sum(len(chunk.stored) for chunk in chunks))
         for chunk, summed, raw_bytes, width, base, stored in chunks:
-            at, nbytes = target.offset, len(stored)
+            at, nbytes, depth = target.offset, len(stored), patches.head_of(stored).chain.depth
             entry = PackEntry(chunk, summed, at, nbytes, raw_bytes, codecs.PATCH, width)
-            target.put(entry._replace(patch_of=base), stored)
+            target.put(entry._replace(patch_of=base, depth=depth), stored)
 
     def pack_with_room(self, nbytes: int) -> OpenPack:
         """The pack to write `nbytes` to, if it has room for them, else a new one."""

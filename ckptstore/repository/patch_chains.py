@@ -1,8 +1,11 @@
 """Which patches lie between a chunk and one that is stored whole?
 
 A chain is followed for many chunks at once, a step at a time: the patches of one commit lie side by
-side, so that each step takes few reads. Each patch is verified by its own checksum, and each must
-be nearer to a whole chunk than the one before, so that a forged chain ends.
+side, so that each step takes few reads. Each patch is verified by its own checksum.
+
+The index knows the copy of a chunk that the fewest patches make, so that each step leads nearer to
+a whole one. Where damage has taken that copy, the way may be longer. A chain that comes back to a
+chunk, or is twice as long as any, is refused.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
 
 LOOKS = 5
 """Lookups of a chunk while concurrent collections move it."""
+
+STEPS_MAX = 2 * patches.DEPTH_MAX
+"""Of a chain, whatever its patches say."""
 
 READ_BYTES = 4 << 20
 """Patches that are read at once."""
@@ -77,7 +83,7 @@ class Chain:
 
 
 def follow(
-    places: Places, where: "NDArray[np.void]", steps: int = patches.DEPTH_MAX + 1
+    places: Places, where: "NDArray[np.void]", steps: int = STEPS_MAX
 ) -> dict[ChunkId, Chain]:
     """The chain of each chunk of `where`, by its id, at most so many `steps` of it. Raises
     `Unavailable`."""
@@ -104,14 +110,13 @@ def _extend(chain: Chain, step: Step) -> ChunkId | None:
     if not isinstance(step, StoredPatch):
         chain.end = step
         return None
-    last = chain.patches[-1] if chain.patches else None
-    if last and step.head.chain.depth >= last.head.chain.depth:
+    if any(patch.entry.chunk == step.entry.chunk for patch in chain.patches):
         chain.end = Corrupt(
-            f"chunk {step.entry.chunk.hex()[:12]} says that it is {step.head.chain.depth} patches "
-            f"from a whole one, and its patch {last.entry.chunk.hex()[:12]} "
-            f"{last.head.chain.depth}; wanted fewer; run `ckptstore fsck`"
+            f"chunk {step.entry.chunk.hex()[:12]} is a patch that needs itself, after "
+            f"{len(chain.patches)} steps; run `ckptstore fsck`"
         )
         return None
+    last = chain.patches[-1] if chain.patches else None
     if last and step.entry.raw_bytes != last.entry.raw_bytes:
         chain.end = Corrupt(
             f"chunk {step.entry.chunk.hex()[:12]} has {step.entry.raw_bytes} bytes, and its patch "

@@ -28,7 +28,8 @@ RECORD = {
     "codec": 1,
     "width": 1,
     "kind": 1,
-    "zero": 9,
+    "depth": 1,
+    "zero": 8,
 }
 """The fields of a record of a footer, with their sizes."""
 
@@ -144,10 +145,10 @@ def first_packs() -> list[Any]:
 
 
 def fields(record: tuple[Any, ...]) -> Iterator[str]:
-    data = struct.pack("<32s16sQIIIBBB9s", *record)
+    data = struct.pack("<32s16sQIIIBBBB8s", *record)
     for (name, size), stop in zip(RECORD.items(), accumulate(RECORD.values()), strict=True):
         value = data[stop - size : stop]
-        number = f" = {int.from_bytes(value, 'little')}" if 1 < size < 9 else ""
+        number = f" = {int.from_bytes(value, 'little')}" if 1 < size < 9 and name != "zero" else ""
         yield f"{name:9} {value.hex()}{number}"
 
 

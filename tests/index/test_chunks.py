@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from itertools import permutations
 from pathlib import Path
 from threading import Event, Thread
 
@@ -294,3 +295,25 @@ def _open_with_little_address_space(path: Path) -> None:
         assert index.on_disk
         index.add_pack(1, pack_name(1), footer(500, 1))
         assert_found(index, 1, footer(500, 1))
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+@pytest.mark.parametrize("order", list(permutations((0, 2, 5))), ids=str)
+def test_of_several_copies_the_one_is_found_that_the_fewest_patches_make(
+    on_disk: bool, order: tuple[int, ...], tmp_path: Path
+) -> None:
+    """In whatever order they came; if its pack goes, the next."""
+    place = tmp_path / "chunks.lmdb" if on_disk else Path("/dev/null/chunks.lmdb")
+    with closing(ChunkIndex.open(place, STORE)) as index:
+        assert index.on_disk == on_disk
+        for number, depth in enumerate(order, 1):
+            table = footer(20, 7)
+            table["depth"] = depth
+            index.add_pack(number, pack_name(number), table)
+        for depth in (0, 2, 5):
+            rows = index.get_many(ids(footer(20, 7)))
+            assert rows["found"].all()
+            assert (rows["depth"] == depth).all()
+            assert (rows["pack"] == order.index(depth) + 1).all()
+            index.drop_packs([order.index(depth) + 1])
+        assert_missing(index, footer(20, 7))

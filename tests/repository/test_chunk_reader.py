@@ -30,7 +30,7 @@ def places(draw: st.DrawFn) -> np.ndarray:
     for stored in draw(st.lists(st.integers(1, 50), min_size=1, max_size=30)):
         offset += draw(st.sampled_from([0, 0, 0, 7]))
         summed = bytes([len(rows)]) * CHECKSUM_BYTES
-        rows.append((draw(st.integers(0, 1)), stored, stored, 0, 1, 1, offset, summed, 0))
+        rows.append((draw(st.integers(0, 1)), stored, stored, 0, 1, 1, 0, offset, summed, 0))
         offset += stored
     return located(ids_of(len(rows)), draw(st.permutations(rows)))
 
@@ -76,7 +76,9 @@ def test_places_of_other_chunks_than_those_of_the_request_are_refused() -> None:
     """A row too few would shift each chunk to the memory of the one before."""
     ids = ids_of(3)
     out = [memoryview(bytearray(10)) for _ in range(3)]
-    where = located(ids, [(0, 10, 10, 0, 1, 1, 10 * i, bytes(CHECKSUM_BYTES), 0) for i in range(3)])
+    where = located(
+        ids, [(0, 10, 10, 0, 1, 1, 0, 10 * i, bytes(CHECKSUM_BYTES), 0) for i in range(3)]
+    )
     request = Request(ids, out, str, False)
     assert len(list(plan_runs(request, where, range(3), limit_bytes=100))) == 1
     for rows in (where[1:], where[:-1], where[[0, 2, 1]]):

@@ -79,7 +79,7 @@ def test_two_chunks_that_are_patches_of_each_other_are_refused(
 ) -> None:
     listed(handle, [patch(1, 2, depths[0]), patch(2, 1, depths[1])])
     for n in (1, 2):
-        with pytest.raises(ckptstore.Corrupt, match="wanted fewer"):
+        with pytest.raises(ckptstore.Corrupt, match="needs itself"):
             read(handle, n)
 
 
@@ -105,6 +105,27 @@ def test_a_patch_that_makes_another_chunk_is_found(handle: StoreHandle) -> None:
 
 def test_a_pack_whose_footer_names_no_base_is_damaged() -> None:
     name, raw = chunk(1)
-    entry = PackEntry(name, checksum(raw), 0, 100, len(raw), codecs.PATCH, 2, TENSOR)
+    entry = PackEntry(name, checksum(raw), 0, 100, len(raw), codecs.PATCH, 2, TENSOR, depth=1)
     with pytest.raises(ckptstore.InvalidInput, match="id of a base"):
         encode_tail([entry], 100, metadata=False)
+
+
+def test_a_chunk_that_others_stored_with_more_patches_is_taken_from_where_it_is_nearest(
+    handle: StoreHandle,
+) -> None:
+    """Two writers store chunk 1, one whole and one as a patch; a third makes a patch of it. Each
+    way round, it is read, and a gc leaves what is needed."""
+    listed(handle, [], whole=1)
+    listed(handle, [patch(2, 1)])
+    listed(handle, [patch(3, 0), patch(1, 3, 1)], whole=0)
+    assert read(handle, 2) == bytes(chunk(2)[1])
+    assert int(handle.objects.located(chunk(1)[0])["depth"][0]) == 0
+
+
+def test_chunks_that_are_patches_of_each_other_are_read_where_whole_copies_are(
+    handle: StoreHandle,
+) -> None:
+    listed(handle, [patch(2, 1)], whole=1)
+    listed(handle, [patch(1, 2)], whole=2)
+    for n in (1, 2):
+        assert read(handle, n) == bytes(chunk(n)[1])

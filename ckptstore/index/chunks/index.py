@@ -61,6 +61,7 @@ from ckptstore.index.chunks.records import (
     MemoryRecords,
     decode,
     decode_pack,
+    depth_of,
     encode,
     encode_pack,
     ids_of,
@@ -146,7 +147,8 @@ class ChunkIndex:
     def add_pack(self, number: int, pack: PackId, table: npt.NDArray[np.void]) -> None:
         """Index the chunks of a pack, whose footer is `table`, rows of `FOOTER_DTYPE`. Idempotent.
 
-        A chunk in several packs is found in the one added last.
+        A chunk in several packs is found where the fewest patches make it, of equal places in the
+        pack added last.
         """
         rows = encode(self._seed, number, table)
         with self._lock:
@@ -366,17 +368,19 @@ def _insert_batch(
     cursor = txn.cursor(env.chunks)
     _, added = cursor.putmulti(items, overwrite=False)
     if added < len(items):
-        held = (
-            (key, int.from_bytes(value[:NUMBER_BYTES], "little"), value)
-            for key, value in cursor.getmulti([key for key, _ in items])
-        )
-        others = [
-            (key + pack.to_bytes(NUMBER_BYTES), value)
-            for key, pack, value in held
-            if pack != number
-        ]
+        held = dict(cursor.getmulti([key for key, _ in items]))
+        others, first = list[tuple[bytes, bytes]](), list[tuple[bytes, bytes]]()
+        for key, record in items:
+            there = held[key]
+            pack = int.from_bytes(there[:NUMBER_BYTES], "little")
+            if pack != number and depth_of(there) < depth_of(record):
+                others.append((key + number.to_bytes(NUMBER_BYTES), record))
+                continue
+            first.append((key, record))
+            if pack != number:
+                others.append((key + pack.to_bytes(NUMBER_BYTES), there))
         txn.cursor(env.others).putmulti(others)
-        cursor.putmulti(items)
+        cursor.putmulti(first)
 
 
 def remove(env: LmdbEnvironment, txn: Transaction, gone: set[int]) -> int:
@@ -384,14 +388,16 @@ def remove(env: LmdbEnvironment, txn: Transaction, gone: set[int]) -> int:
     keys = {number.to_bytes(NUMBER_BYTES) for number in gone}
     deleted = [txn.delete(key, db=env.packs) for key in keys]
     if any(deleted):
-        others: dict[bytes, bytes] = {}
+        others: dict[bytes, tuple[int, bytes]] = {}
         for key in [key for key, _ in txn.cursor(env.others) if key[CHUNK_ID_BYTES:] in keys]:
             txn.delete(key, db=env.others)
-        for key, _ in txn.cursor(env.others):
-            others[key[:CHUNK_ID_BYTES]] = key
+        for key, record in txn.cursor(env.others):
+            chunk, depth = key[:CHUNK_ID_BYTES], depth_of(record)
+            if chunk not in others or depth <= others[chunk][0]:
+                others[chunk] = depth, key
         for chunk in _chunks_of(env, txn, gone):
-            if other := others.get(chunk):
-                txn.put(chunk, txn.pop(other, db=env.others) or NOTHING)
+            if chunk in others:
+                txn.put(chunk, txn.pop(others[chunk][1], db=env.others) or NOTHING)
             else:
                 txn.delete(chunk)
     return txn.id()

@@ -1,7 +1,8 @@
 """Records of the chunk index: 48 bytes per chunk, with a sum over store, chunk id and every field.
 
 A batch is encoded and checked at once with numpy, never chunk by chunk. `MemoryRecords` holds the
-records that could not be written to disk. As on disk, the pack added last wins.
+records that could not be written to disk. As on disk, of several copies the one with the fewest
+patches wins, and of equal ones that in the pack added last.
 
 `remains` finds records in a file in any state by their sums, without liblmdb. Only the index knows
 the content of a pack whose footer is lost, and a damaged index is recreated when it is opened; so
@@ -31,17 +32,19 @@ LOCATION_DTYPE = np.dtype(
             "codec",
             "width",
             "found",
+            "depth",
             "offset",
             "checksum",
             "check",
         ],
-        "formats": ["<u4", "<u4", "<u4", "u1", "u1", "u1", "<u8", "V16", "<u8"],
-        "offsets": [0, 4, 8, 12, 13, 14, 16, 24, 40],
+        "formats": ["<u4", "<u4", "<u4", "u1", "u1", "u1", "u1", "<u8", "V16", "<u8"],
+        "offsets": [0, 4, 8, 12, 13, 14, 15, 16, 24, 40],
         "itemsize": 48,
     }
 )
 """The location of a chunk: pack number, offset and stored bytes in it, raw bytes, codec, element
-width, and the checksum of its raw bytes. `found` is 0 if unknown."""
+width, the patches between it and a whole chunk, and the checksum of its raw bytes. `found` is 0 if
+unknown."""
 
 _FIELDS: Mapping[str, tuple[Any, ...]] = LOCATION_DTYPE.fields or {}
 
@@ -101,7 +104,7 @@ def encode(seed: int, number: int, table: npt.NDArray[np.void]) -> Locations:
     ids, table = ids[order], table[order]
     rows = np.zeros(len(table), LOCATION_DTYPE)
     rows["pack"], rows["found"] = number, 1
-    for field in ("stored", "raw", "codec", "width", "offset", "checksum"):
+    for field in ("stored", "raw", "codec", "width", "depth", "offset", "checksum"):
         rows[field] = table[field]
     rows["check"] = checks(seed, ids, rows)
     return with_ids(ids, rows)
@@ -160,6 +163,14 @@ def _pack_check(seed: int, number: int, pack: bytes) -> bytes:
     return digest(seed.to_bytes(8, "little") + number.to_bytes(NUMBER_BYTES, "little") + pack)[:8]
 
 
+def depth_of(record: bytes) -> int:
+    """How many patches lie between a chunk at this place and a whole one. Raises `Damaged` for a
+    record that does not have the size that all have."""
+    if len(record) != RECORD_BYTES:
+        raise Damaged("a record does not have the size that all have")
+    return record[_DEPTH]
+
+
 class MemoryRecords:
     """Records by chunk id, by pack. The caller serializes access."""
 
@@ -172,7 +183,7 @@ class MemoryRecords:
     def add(self, number: int, pack: PackId, rows: Locations) -> None:
         if self.packs.get(number, pack) != pack:
             self.drop([number])
-        self._by_id.update(items_of(rows))
+        self._index(rows)
         self.contents[number] = rows
         self.packs[number] = pack
 
@@ -186,7 +197,14 @@ class MemoryRecords:
         if gone:
             self._by_id = {}
             for rows in self.contents.values():
-                self._by_id.update(items_of(rows))
+                self._index(rows)
+
+    def _index(self, rows: Locations) -> None:
+        """The copy with the fewest patches counts, of equal ones the last."""
+        for chunk, record in items_of(rows):
+            known = self._by_id.get(chunk)
+            if known is None or depth_of(record) <= depth_of(known):
+                self._by_id[chunk] = record
 
 
 _DISTANCES = (CHUNK_ID_BYTES, CHUNK_ID_BYTES + NUMBER_BYTES)
@@ -194,6 +212,7 @@ _DISTANCES = (CHUNK_ID_BYTES, CHUNK_ID_BYTES + NUMBER_BYTES)
 """
 _OVERLAP = _DISTANCES[-1] + RECORD_BYTES
 _FOUND: int = _FIELDS["found"][1]
+_DEPTH: int = _FIELDS["depth"][1]
 
 
 def remains(folder: Path, store: StoreId) -> Iterator[Locations]:

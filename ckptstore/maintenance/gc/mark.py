@@ -30,7 +30,6 @@ from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.log.state import Pack, State
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of, read_document
-from ckptstore.objects.codecs import PATCH
 from ckptstore.objects.pack import PAGE, PATCHED_DTYPE, FooterTable, bases_named
 from ckptstore.objects.pages import decode_page
 from ckptstore.repository import footers
@@ -78,8 +77,8 @@ class Holdings:
         self._told: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._rejected = np.zeros(len(self._ids), np.bool_)
         self._bases: dict[int, npt.NDArray[np.uint32]] = {}
-        self._patched: dict[int, npt.NDArray[np.bool_]] = {}
-        """By pack with patches, which of its chunks are some."""
+        self._depths: dict[int, npt.NDArray[np.uint8]] = {}
+        """By pack with patches, how many patches it takes to make each of its chunks."""
         self.bases_of_patches: dict[int, Keys] = {}
         """By pack with patches, the keys of their bases."""
 
@@ -93,7 +92,7 @@ class Holdings:
         if (table["base"] != NO_BASE).any():
             self._bases[pack] = table["base"].copy()
         if table.dtype == PATCHED_DTYPE:
-            self._patched[pack] = table["codec"] == PATCH
+            self._depths[pack] = table["depth"].copy()
             self.bases_of_patches[pack] = short_keys(bases_named(table).tobytes())
         self._put[pack] = True
 
@@ -123,9 +122,11 @@ class Holdings:
     def assign(self) -> npt.NDArray[np.bool_]:
         """For each chunk of each pack, whether it is live and assigned to that pack.
 
-        A chunk in several packs is assigned to its smallest copy, to a patch only if all are; of
-        equal ones to that in the pack with the most bytes of other live chunks, so that the others
-        empty, unless rejected there; if all copies were rejected, it stays in each.
+        A chunk in several packs is assigned to the copy that the fewest patches make: each is then
+        nearer to a whole chunk than its patches are, so that no two copies need each other. Of
+        these to the smallest, of equal ones to that in the pack with the most bytes of other live
+        chunks, so that the others empty, unless rejected there; if all copies were rejected, it
+        stays in each.
         """
         assigned = np.zeros(len(self._ids), np.bool_)
         first = _first_of_each(self._keys)
@@ -136,7 +137,7 @@ class Holdings:
         if len(several):
             rank = self._preference(assigned)[self._pack_of(several)]
             words, rejected = self._ids[several], self._rejected[several]
-            keys = (rank, self._stored[several], self._are_patches(several), rejected)
+            keys = (rank, self._stored[several], self._depths_of(several), rejected)
             order = np.lexsort((*keys, *(words[:, i] for i in range(_ID_WORDS))))
             several, words, rejected = several[order], words[order], rejected[order]
             first = np.concatenate(([True], (words[1:] != words[:-1]).any(axis=1)))
@@ -194,12 +195,12 @@ class Holdings:
         """The part of `assigned` for the pack at position `pack`, in order of offset; a view."""
         return assigned[self._starts[pack] : self._starts[pack + 1]]
 
-    def _are_patches(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Whether each of the chunks `rows` is stored as a patch."""
-        found, packs = np.zeros(len(rows), np.bool_), self._pack_of(rows)
-        for pack, patched in self._patched.items():
+    def _depths_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        """How many patches it takes to make each of the chunks `rows`."""
+        found, packs = np.zeros(len(rows), np.uint8), self._pack_of(rows)
+        for pack, depths in self._depths.items():
             own = packs == pack
-            found[own] = patched[rows[own] - self._starts[pack]]
+            found[own] = depths[rows[own] - self._starts[pack]]
         return found
 
     def _pack_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
