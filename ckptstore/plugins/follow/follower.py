@@ -22,7 +22,7 @@ import torch
 
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, Unavailable
 from ckptstore.plugin.handles import Resolved, State, resolve
-from ckptstore.plugin.model import Box, ChunkId, CommitId, check_run
+from ckptstore.plugin.model import Box, ChunkId, CommitId, check_run, parse_ref
 from ckptstore.plugin.reading import Reader, refuse_losses
 from ckptstore.plugin.snapshots import (
     RestoreOperation,
@@ -91,6 +91,7 @@ class Follower:
         self, internals: StoreInternals, target: MutableMapping[str, Any], options: FollowOptions
     ) -> None:
         check_run(options.run)
+        parse_ref(options.ref)
         if options.poll_s is not None and not options.poll_s > 0:
             raise InvalidInput(f"poll_s is {options.poll_s!r}; wanted a number above 0, or None")
         self._internals, self._target, self._options = internals, target, options
