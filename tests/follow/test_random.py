@@ -46,7 +46,9 @@ def _walk(place: Path, random: Random) -> None:
             committed[step] = bits(state)
             if random.random() < 0.3:
                 random.choice(upkeep)(writer)
-            if random.random() < 0.2 and not shares:  # somebody writes to the target, and torch sees it
+            if (
+                random.random() < 0.2 and not shares
+            ):  # somebody writes to the target, and torch sees it
                 tensors = [each for each in tensors_in(target) if each.numel()]
                 random.choice(tensors).zero_()
             if random.random() < 0.8:
