@@ -64,6 +64,7 @@ BESIDE = {
     "trackers": ("adopt", "formats", "trainers"),
     "torch_checkpointing": ("adopt",),
     "ui": ("adopt", "analysis"),
+    "follow": ("formats",),
 }
 """The plugins that a plugin stands on."""
 
