@@ -7,6 +7,5 @@ from ckptstore.restore.restore import (
     RestoreReport,
     Select,
     assemble_nodes,
-    keys_of,
 )
 from ckptstore.snapshot import Snapshot, begin_restore, contents_of
