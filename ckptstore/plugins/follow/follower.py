@@ -107,6 +107,7 @@ class Follower:
         self._applied: Applied | None = None
         self._held: Held | None = None
         self._is_unknown = False
+        self._memory = memoryview(b"")
         self._position: object = None
         self._heard_s = time.monotonic()
 
@@ -236,6 +237,8 @@ class Follower:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
             self._thread = None
+        with self._applying:
+            self._memory = memoryview(b"")
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -354,11 +357,18 @@ class Follower:
         return applied
 
     def _read_aside(self, operation: RestoreOperation, planned: Plan) -> dict[ChunkId, memoryview]:
-        """The chunks that the target lacks, verified, in memory of their own."""
+        """The chunks that the target lacks, verified, in memory of their own.
+
+        It is kept for the next commit: of a run that changes every chunk, fresh pages would cost
+        as much as the reads.
+        """
         jobs = {job.piece.chunk: job for job in planned.lacking}
         nbytes = sum(job.piece.raw_bytes for job in jobs.values())
         self._check_budget(nbytes)
-        memory = np.empty(nbytes, np.uint8).data  # not zeroed: all of it is read
+        if len(self._memory) < nbytes:
+            self._memory = memoryview(b"")  # first, so that there are never two
+            self._memory = np.empty(nbytes, np.uint8).data  # not zeroed: all of it is read
+        memory = self._memory
         stops = accumulate(job.piece.raw_bytes for job in jobs.values())
         aside = {
             chunk: memory[stop - job.piece.raw_bytes : stop]
@@ -371,6 +381,8 @@ class Follower:
 
     def _check_budget(self, nbytes: int) -> None:
         given = self._options.restore.memory_budget_bytes
+        if given is None and nbytes <= len(self._memory):
+            return
         free = free_bytes() if given is None else None
         budget = given if free is None else free // BUDGET_SHARE
         if budget is not None and nbytes > budget:
