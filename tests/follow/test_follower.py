@@ -102,6 +102,20 @@ def test_who_was_away_goes_straight_to_the_newest(writer: Store, reader: Store) 
         assert_same(target, source)
 
 
+def test_a_trainer_that_is_faster_keeps_nobody_waiting(writer: Store, reader: Store) -> None:
+    source, target = state(), blank()
+    writer.commit(source, step=0)
+
+    def commit(_: object) -> None:
+        writer.commit(stepped(source, 1), step=source["step"])
+
+    with reader.follow("rl", target, on_commit=commit) as follower:
+        for step in range(3):
+            found = follower.wait(0)
+            assert found is not None
+            assert found.step == step
+
+
 def test_a_run_may_begin_later(writer: Store, reader: Store) -> None:
     source, target = state(), blank()
     with reader.follow("rl", target) as follower:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -145,13 +144,15 @@ class Follower:
 
         Raises:
             InvalidInput: The commit does not fit the target, which is as it was; or the chunks that
-                it lacks exceed the budget; or an object refused its state.
+                it lacks exceed the budget; or an object refused its state; or this thread is within
+                `frozen()`.
             Corrupt, NotFound: The commit is damaged, or was deleted while no newer one came.
             Unavailable: The store cannot be read, or readers were within `frozen()` for too long.
 
         Example:
             >>> commit = follower.wait(timeout_s=60)
         """
+        self._turns.check_outside()
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             self._raise_failure()
@@ -293,6 +294,7 @@ class Follower:
                         continue  # a gc may have deleted it meanwhile
                     self._tell(applied)
                 self._position = state.position
+                return  # not the next one: a trainer may be faster than this
 
     def _named_by(self, state: State) -> Resolved | None:
         """The commit that the ref names; None for a run without commits, or a tag that is yet to
@@ -369,11 +371,11 @@ class Follower:
             self._memory = memoryview(b"")  # first, so that there are never two
             self._memory = np.empty(nbytes, np.uint8).data  # not zeroed: all of it is read
         memory = self._memory
-        stops = accumulate(job.piece.raw_bytes for job in jobs.values())
-        aside = {
-            chunk: memory[stop - job.piece.raw_bytes : stop]
-            for (chunk, job), stop in zip(jobs.items(), stops, strict=True)
-        }
+        aside: dict[ChunkId, memoryview] = {}
+        at = 0
+        for chunk, job in jobs.items():
+            aside[chunk] = memory[at : at + job.piece.raw_bytes]
+            at += job.piece.raw_bytes
         if jobs:
             rows = [(job, aside[chunk]) for chunk, job in jobs.items()]
             self._reader.fetch(rows, operation.reading)

@@ -92,13 +92,13 @@ def plan(held: Held, wanted: Iterable[ReadRequest]) -> Plan:
         destination: Any = want.destination  # of a tensor, as a restore has
         place = _place(want, destination.tensor)
         is_known = held.versions.get(place, -1) == _version(destination.tensor)
-        lacking: list[ChunkRead] = []
+        lacking, memory = list[ChunkRead](), destination.memory()
         pieces = _pieces(want)
         for piece in pieces:
             spot = Spot(place, piece.at, piece.region)
             chunks[spot] = piece.chunk
             if not is_known or held.chunks.get(spot) != piece.chunk:
-                lacking.append(ChunkRead(piece, want, destination.memory()))
+                lacking.append(ChunkRead(piece, want, memory))
         targets.append(Target(want, destination.tensor, place, tuple(lacking), len(pieces)))
     return Plan(tuple(targets), chunks)
 

@@ -39,18 +39,19 @@ class Turns:
                 self._readers.pop(turn, None)
                 self._changed.notify_all()
 
+    def check_outside(self) -> None:
+        """Raise `InvalidInput` in a thread that reads."""
+        if threading.get_ident() in list(self._readers.values()):
+            raise InvalidInput(
+                "wait() within frozen() would wait for itself; nothing was applied; call it outside"
+            )
+
     @contextmanager
     def writing(self, timeout_s: float) -> Iterator[None]:
-        """Within it, nobody reads. Raises `Unavailable` after `timeout_s`, and `InvalidInput` in a
-        thread that reads."""
+        """Within it, nobody reads. Raises `Unavailable` after `timeout_s`."""
         turn = object()
         try:
             with self._changed:
-                if threading.get_ident() in self._readers.values():
-                    raise InvalidInput(
-                        "a commit cannot be applied within frozen(): it would wait for itself; "
-                        "call wait() outside of it"
-                    )
                 self._waiting.add(turn)
                 self._await(
                     lambda: self._writer is None and not self._readers,
