@@ -468,3 +468,10 @@ class Snapshot:
 def contents_of(snapshot: Snapshot) -> CommitContents:
     """The commit contents behind `snapshot`, for other rooms of this package."""
     return snapshot._contents
+
+
+def begin_restore(
+    snapshot: Snapshot, app_state: MutableMapping[str, Any], options: RestoreOptions
+) -> RestoreOperation:
+    """A restore by this process alone that is planned and checked, and has changed nothing yet."""
+    return snapshot._begin_restore(app_state, None, {}, options)

@@ -25,18 +25,21 @@ from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance_api import Maintenance
 from ckptstore.peers import agreed_schedule, collective_of
 from ckptstore.plugins.adopt.adoption import adopt
+from ckptstore.plugins.follow.follower import Follower, FollowOptions, OnCommit
 from ckptstore.plugins.signing import signatures
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, log_resumed, through_pointers
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.diff import Difference, compare
 from ckptstore.restore.reader import Reader
-from ckptstore.restore.restore import check_whole, keys_of
+from ckptstore.restore.restore import RestoreOptions, Select, check_whole, keys_of
 from ckptstore.resuming import has_all_of
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state.staging_buffers import BufferPool
 
 if TYPE_CHECKING:
     from ckptstore.distributed.collective import Collective
+    from ckptstore.state.renaming import Rename
+    from ckptstore.state.tensors import AskedDtype
 
 logger = logging.getLogger("ckptstore")
 
@@ -364,6 +367,65 @@ class Store(Maintenance):
             found = (snapshot.id, snapshot.step) if snapshot else None
             log_resumed(self._handle, self.run, where, found)
         return snapshot
+
+    @beside_commits
+    def follow(
+        self,
+        run: str,
+        target: MutableMapping[str, Any],
+        *,
+        ref: str = "latest",
+        poll_s: float | None = None,
+        turn_timeout_s: float = 60.0,
+        on_commit: OnCommit | None = None,
+        strict: bool = True,
+        without: str | Iterable[str] = (),
+        select: Select | None = None,
+        rename: "Rename | None" = None,
+        dtype: "AskedDtype | None" = None,
+        memory_budget_bytes: int | None = None,
+        allow_pickle: bool = False,
+        verify: Verify = "checksum",
+    ) -> Follower:
+        """Apply the commits of `run` to `target` in place, as another process makes them.
+
+        Only chunks that the commit in the target does not have are read. They are verified before
+        the first byte is replaced, and readers within `follower.frozen()` see all of a commit or
+        nothing of it (docs/follow.md). Nothing is applied before the first `wait` or `start`.
+
+        Args:
+            run: The run.
+            target: As `Snapshot.restore` takes it. Only the follower may write to it.
+            ref: What to follow in the run: `"latest"`, `"best:METRIC"`, or a tag that moves.
+            poll_s: Pause between two looks at the log; default: 0.05 s after a commit, and longer
+                the longer none comes, up to 10 s.
+            turn_timeout_s: How long a commit waits for readers, and readers for a commit.
+            on_commit: Called with each commit when it is in the target.
+            strict: As in `Snapshot.restore`; so are `without`, `select`, `rename`, `dtype` and
+                `allow_pickle`.
+            memory_budget_bytes: Limit for the chunks that are held until they are verified;
+                default: half of the free memory.
+            verify: As in `checkout`.
+
+        Returns:
+            A follower, to be used as a context manager.
+
+        Raises:
+            InvalidInput: `run`, `poll_s` or `verify` cannot be used.
+
+        Example:
+            >>> with store.follow("rl", {"model": model}) as follower:
+            ...     follower.wait(timeout_s=60)
+        """
+        if verify not in get_args(Verify):
+            raise InvalidInput(f"verify is {verify!r}; wanted 'checksum' or 'id'")
+        restore = RestoreOptions(
+            strict, allow_pickle, select, rename, dtype, memory_budget_bytes, keys_of(without)
+        )
+        options = FollowOptions(
+            run, ref, restore, verify == "id", poll_s, turn_timeout_s, on_commit
+        )
+        return Follower(self._internals, target, options)
 
     def _resume(
         self,

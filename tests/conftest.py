@@ -41,6 +41,7 @@ TOGETHER = {
         "tests/faults/",
         "tests/stress/",
         "tests/commit/test_killed.py",
+        "tests/follow/test_killed.py",
         "tests/maintenance/mirror/test_killed.py",
         "tests/maintenance/test_hostile.py",
         "tests/maintenance/test_index_loss.py",

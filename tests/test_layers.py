@@ -39,7 +39,10 @@ from its own room and from lower ones. `plugin` is the surface, and `plugins` ar
 `tests.support.size.PLUGINS` names; `interop` without them is DCP's face."""
 
 DOORS = {
-    "store": ("plugins.adopt.adoption", "plugins.signing.signatures"),
+    "store": (
+        *("plugins.adopt.adoption", "plugins.signing.signatures"),
+        "plugins.follow.follower",
+    ),
     "plugin.stores": ("plugins.adopt.adoption",),
     "snapshot": ("plugins.adopt.materializing",),
     "maintenance_api": ("plugins.analysis.history",),
@@ -61,6 +64,7 @@ BESIDE = {
     "trackers": ("adopt", "formats", "trainers"),
     "torch_checkpointing": ("adopt",),
     "ui": ("adopt", "analysis"),
+    "follow": ("formats",),
 }
 """The plugins that a plugin stands on."""
 

@@ -26,7 +26,19 @@ MAINTENANCE = {
 }
 TRAINING = {
     *("adopt", "checkout", "close", "commit", "commit_async", "committing", "diff", "every"),
-    *("flush_mirror", "id", "log", "resume", "runs", "staging", "tag", "tags", "untag", "url"),
+    *(
+        "flush_mirror",
+        "follow",
+        "id",
+        "log",
+        "resume",
+        "runs",
+        "staging",
+        "tag",
+        "tags",
+        "untag",
+        "url",
+    ),
     "worker_pid",
 }
 READING = {
@@ -36,7 +48,7 @@ READING = {
 }
 DOCUMENTED = (
     *(Store.commit, Store.commit_async, Store.resume, Store.checkout, Store.gc, Store.forget),
-    *(Store.push, Store.fsck, Store.repair, Snapshot.restore),
+    *(Store.follow, Store.push, Store.fsck, Store.repair, Snapshot.restore),
 )
 
 

@@ -256,6 +256,34 @@ COMMANDS = (
         draws=True,
     ),
     Operation(
+        "follow",
+        "plugins.follow.command.follow",
+        "hand each new commit of a run on",
+        (
+            Option("run", "RUN", "the run"),
+            Option(
+                "--ref",
+                "REF",
+                "what to follow in it: latest, best:METRIC, a tag (default: latest)",
+                default="latest",
+            ),
+            Option("-o --output", "FILE", "replace this safetensors file by one of the commit"),
+            several("--select", "GLOB", "write these leaves to FILE (default: all)"),
+            Option(
+                "--exec",
+                "CMD",
+                "then run a shell command; the commit is in $CKPTSTORE_REF, FILE in "
+                "$CKPTSTORE_FILE",
+                dest="command_line",
+            ),
+            Option("--every", "SPAN", "look every SPAN (default: 1s)", default=1),
+            Option("-n", "N", "end after N commits", dest="count"),
+        ),
+        "Print a line for the commit that REF names now, and for each that it names later, until "
+        "Ctrl-C.\nCommits that came meanwhile are skipped.",
+        draws=True,
+    ),
+    Operation(
         "bisect",
         "plugins.analysis.commands.bisect",
         "find the first bad commit between two",

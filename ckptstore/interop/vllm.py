@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptstore import open_pointer
-from ckptstore.errors import NotFound
+from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.interop.fsspec import open_url
 from ckptstore.plugin.pointers import HOLLOW_POINTER
+from ckptstore.plugin.reading import compare
+from ckptstore.plugin.snapshots import contents_of
 from ckptstore.plugins.adopt.commit_files import tensor_name
 from ckptstore.plugins.adopt.manifest import MODEL
 
@@ -80,6 +82,74 @@ def weights_of(directory: str, options: dict[str, str]) -> Iterator[tuple[str, "
         for leaf in snapshot.only([key]).leaves():
             if leaf.kind == "tensor":
                 yield tensor_name(leaf.path), snapshot.read(leaf.path)
+
+
+class WeightPatch(NamedTuple):
+    """The elements of one tensor that changed: the fields of vLLM's `CheckpointWeightPatch`.
+
+    `indices` count the elements of the whole tensor, row by row; `values` are the new ones.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: "torch.dtype"
+    values: "torch.Tensor"
+    indices: "torch.Tensor"
+
+
+def weight_patches(
+    before: "Snapshot", after: "Snapshot", key: str = MODEL
+) -> Iterator[WeightPatch]:
+    """The elements in which the weights of two commits differ, bit by bit, tensor by tensor.
+
+    A tensor whose chunks are equal is not read; of the others both are, one after the other.
+
+    Args:
+        before: The commit whose weights the engine has.
+        after: The commit that it is to have.
+        key: The key with the weights.
+
+    Raises:
+        InvalidInput: vLLM cannot patch it: a leaf is new, gone, no float, of another shape or
+            dtype, or has a NaN among the new values. Load all of `after` instead.
+        NotFound: A commit has no such key.
+
+    Example:
+        >>> patches = [CheckpointWeightPatch(*patch) for patch in weight_patches(old, new)]
+        >>> load_checkpoint_weight_patches(model, patches)
+    """
+    found = compare(*({key: contents_of(each).tree(key)} for each in (before, after)))
+    for path in found.thinned:
+        raise _not_patched(path, "it was thinned away")
+    for change in found.changes:
+        old, new = change.before, change.after
+        if old is None or new is None or old.type != new.type:
+            raise _not_patched(change.path, f"it was {_told(old)} and is {_told(new)}")
+        yield _patch(change.path, before.read(change.path), after.read(change.path))
+
+
+def _patch(path: str, old: Any, new: Any) -> WeightPatch:
+    import torch
+
+    if not isinstance(new, torch.Tensor) or not new.is_floating_point():
+        raise _not_patched(path, "it is no tensor of floats")
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[new.itemsize]
+    flat = new.reshape(-1)
+    differ = old.reshape(-1).view(bits) != flat.view(bits)
+    indices = differ.nonzero().reshape(-1)
+    values = flat[indices]
+    if values.isnan().any():
+        raise _not_patched(path, "a new value is NaN, by which vLLM marks what stays")
+    small = indices.to(torch.int32) if len(flat) < 1 << 31 else indices
+    return WeightPatch(tensor_name(path), tuple(new.shape), new.dtype, values, small)
+
+
+def _told(leaf: Any) -> str:
+    return "not there" if leaf is None else str(leaf.type)
+
+
+def _not_patched(path: str, why: str) -> InvalidInput:
+    return InvalidInput(f"{path} cannot be patched: {why}; load the whole commit instead")
 
 
 def _open(directory: str, options: dict[str, str]) -> "Snapshot":

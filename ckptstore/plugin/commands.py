@@ -16,5 +16,5 @@ from ckptstore.cli.commits import (
 from ckptstore.cli.labels import links_of, metrics_of
 from ckptstore.cli.parser import KINDS, arguments
 from ckptstore.cli.policies import policies_of
-from ckptstore.cli.screen import Hint, Part, columns, fields_of
+from ckptstore.cli.screen import Hint, Part, columns, fields_of, to_json
 from ckptstore.core.environment import run_or_default, threads_or_default

@@ -1,4 +1,6 @@
 """A store by its log, index and objects, and the commits that refs name in it."""
 
+from ckptstore.log.resolve import Resolved, resolve
+from ckptstore.log.state import State
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, is_path
 from ckptstore.repository.store_handle import StoreHandle

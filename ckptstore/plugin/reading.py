@@ -3,7 +3,7 @@
 from ckptstore.contents import CommitContents, Leaf, contents_at, leaf_of
 from ckptstore.repository.chunk_reader import FileRange, coalesce
 from ckptstore.restore.diff import MARKS, Difference, LeafAt, LeafChange, compare
-from ckptstore.restore.read_plan import select
+from ckptstore.restore.read_plan import ChunkTarget, select
 from ckptstore.restore.reader import (
     ChunkRead,
     Destination,
@@ -12,4 +12,5 @@ from ckptstore.restore.reader import (
     Reader,
     ReadRequest,
     Tree,
+    refuse_losses,
 )

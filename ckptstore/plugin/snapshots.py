@@ -1,5 +1,11 @@
 """Snapshots from inside, and the store as its own methods see it."""
 
 from ckptstore.internals import MakeMetadata, PendingCommit, StoreInternals
-from ckptstore.restore.restore import Select, assemble_nodes
-from ckptstore.snapshot import Snapshot, contents_of
+from ckptstore.restore.restore import (
+    RestoreOperation,
+    RestoreOptions,
+    RestoreReport,
+    Select,
+    assemble_nodes,
+)
+from ckptstore.snapshot import Snapshot, begin_restore, contents_of

@@ -166,6 +166,8 @@ class RestoreOptions:
     without: frozenset[str] = frozenset()
     atomic: bool = False
     mismatched: str = "refuse"
+    rehearse: bool = True
+    """Otherwise the caller finds out what conversions lose, before it writes."""
 
 
 def keys_of(without: str | Iterable[str]) -> frozenset[str]:
@@ -310,7 +312,8 @@ class RestoreOperation:
         _refuse(commit, (), self._overwritten(matching.places))
         for each in bound:
             each.binding.receive(self._values_of(each))
-        self._rehearse(atomic=options.atomic)
+        if options.rehearse:
+            self._rehearse(atomic=options.atomic)
 
     def _is_plain(self, key: str) -> bool:
         """Whether a leaf of the commit goes to a plain value of the target."""
@@ -391,7 +394,7 @@ class RestoreOperation:
         `atomic`, all leaves. Raises `InvalidInput` and `Corrupt`."""
         nowhere = Nowhere()
         wanted = []
-        for want in self._wanted if atomic else self._counted:
+        for want in self.wanted if atomic else self._counted:
             losses = getattr(want.destination, "losses", None)
             if atomic or (losses and losses.is_likely):
                 wanted.append(want._replace(destination=losses.again() if losses else nowhere))
@@ -399,7 +402,8 @@ class RestoreOperation:
             self._reader.read(wanted, self._commit, memory_budget_bytes=self._budget_bytes)
 
     @cached_property
-    def _wanted(self) -> list[ReadRequest]:
+    def wanted(self) -> list[ReadRequest]:
+        """The tensors of the commit, each with its destination."""
         return [
             ReadRequest(each.view.tree, i, part, box)
             for each in self._bound
@@ -409,14 +413,14 @@ class RestoreOperation:
 
     @cached_property
     def _counted(self) -> list[ReadRequest]:
-        return counted(self._wanted)
+        return counted(self.wanted)
 
     @cached_property
     def reading(self) -> Reading:
         """The plan of `read`. Raises `Corrupt` for pages that contradict the shapes,
         `InvalidInput` for too small a budget."""
         return self._reader.reading(
-            self._wanted, self._commit, memory_budget_bytes=self._budget_bytes
+            self.wanted, self._commit, memory_budget_bytes=self._budget_bytes
         )
 
     def read(self, brought: Brought | None = None) -> None:

@@ -54,6 +54,7 @@ OTHERS = {
     "average": "1 1",
     "plot": "size -o NEW.svg",
     "watch": "-n 0",
+    "follow": "main -n 0",
     "verify": "1 --keys STORE/key.pub",
     "sign": "1 --key STORE/key",
     "ui": "--export NEW",

@@ -23,6 +23,7 @@ ADDED_UP = {
     "import": {"--metric", "--tag"},
     "adopt": {"--link", "--metric", "--tag"},
     "export": {"--select"},
+    "follow": {"--select"},
     "history": {"--ref"},
     "plot": {"--run"},
     "parted": {"--select"},

@@ -164,8 +164,9 @@ class Stores:
             self.remove(who)
 
 
-WAYS = [way for way in registry.READERS if way.name not in ("facts", "numbered")]
-"""Those need the labels and the order of a training's parameters, which stores do not exchange."""
+WAYS = [way for way in registry.READERS if way.name not in ("facts", "numbered", "follow")]
+"""Those need the labels and the order of a training's parameters, which stores do not exchange, or
+set a tag, which they do."""
 
 EVERYTHING = next(reader for reader in registry.READERS if reader.name == "state_dict")
 MAPPED = next(reader for reader in registry.READERS if reader.name == "mapped")

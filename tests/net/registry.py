@@ -239,6 +239,33 @@ def numbered(h: Any, snapshot: Any, step: int) -> None:
     h.check(got, step, got, "numbered")
 
 
+def follow(h: Any, snapshot: Any, step: int) -> None:
+    """From another commit to this one, by a tag that moves; or from none, where that has other
+    leaves."""
+    other = h.store.checkout(h.random.choice(h.commits()).id)
+    common = there(snapshot) & there(other)
+    names = [name for name in tensors_there(h, snapshot, step) if name in common]
+    if not names:
+        return
+    target: dict[str, Any] = {name.split("/", 1)[0]: {} for name in names}
+    h.store.tag("followed", other)
+    with h.store.follow(h.store.run, target, ref="followed", select=names) as follower:
+        assert follower.wait(0) is not None
+        h.check(flat(target, names), other.step, names, "follow, at first")
+        h.store.tag("followed", snapshot)
+        try:
+            follower.wait(0)
+        except ckptstore.InvalidInput as error:
+            if "does not fit" not in str(error):
+                raise
+            h.check(flat(target, names), other.step, names, "follow, refused")
+        else:
+            with follower.frozen() as commit:
+                assert commit.id == snapshot.id
+            h.check(flat(target, names), step, names, "follow")
+    h.store.untag("followed")
+
+
 FACTS = (
     *("Snapshot.message", "Snapshot.metrics", "Snapshot.links", "Snapshot.run", "Snapshot.step"),
     *("Snapshot.keys", "Snapshot.layout", "Snapshot.parents", "Snapshot.content_id"),
@@ -259,6 +286,7 @@ READERS = (
     Reader("numbered", ("Snapshot.numbered",), numbered),
     Reader("selected", ("Snapshot.state_dict",), selected),
     Reader("converted", ("Snapshot.read",), converted),
+    Reader("follow", ("Store.follow",), follow),
     Reader("safetensors", (), through_files("safetensors")),
     Reader("torch", (), through_files("torch")),
 )
@@ -553,6 +581,7 @@ APART: dict[str, tuple[str, ...]] = {
     "tests/cli/test_analysis.py": ("$ average", "$ bisect", "$ parted"),
     "tests/cli/test_changes.py": ("$ completion", "$ init", "$ migrate"),
     "tests/cli/test_plot.py": ("$ plot",),
+    "tests/follow/test_command.py": ("$ follow",),
     "tests/cli/test_upkeep.py": ("$ forget",),
     "tests/cli/test_watch.py": ("$ watch",),
     "tests/interop/test_command.py": ("$ export", "$ import"),

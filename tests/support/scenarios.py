@@ -39,6 +39,7 @@ from tests.support.background_scenarios import (
     commit_together_on,
 )
 from tests.support.checker import assert_same
+from tests.support.following_scenarios import commit_steps_on, follow_steps_on
 from tests.support.strace import allow_tracing
 from tests.support.workloads import CHUNK_BYTES, WORKS, small
 
@@ -371,5 +372,7 @@ _ALL = (
     use,
     push,
     churn,
+    commit_steps_on,
+    follow_steps_on,
 )
 SCENARIOS: dict[str, Callable[..., None]] = {scenario.__name__: scenario for scenario in _ALL}

@@ -35,6 +35,7 @@ PLUGINS = {
     "ui": ("plugins/ui/",),
     "postgres": ("plugins/postgres/",),
     "signing": ("plugins/signing/",),
+    "follow": ("plugins/follow/",),
 }
 """How the names of the files of each plugin begin, below the package; all others are the core."""
 

@@ -1,0 +1,125 @@
+"""Which chunks of a commit does a target lack that holds another commit? Plans only; no I/O.
+
+A chunk is left out only if the same chunk already lies at the same place: the same memory, filled
+from the same byte on, by the same conversion. What holds memory alive is kept with the plan, so an
+address never means two things. Where torch counted a write to a tensor since, all of it is read.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptstore.plugin.model import Box, ChunkId
+from ckptstore.plugin.reading import ChunkRead, ChunkTarget, ReadRequest
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Place(NamedTuple):
+    """The memory of one tensor of the target, the box of the leaf that it takes, and the leaf's
+    dtype."""
+
+    device: str
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    box: Box | None
+    committed: str
+
+
+class Spot(NamedTuple):
+    """Where one chunk lands: from byte `at` of a place on, or else in a region of it."""
+
+    place: Place
+    at: int | None
+    region: object
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a target holds: the chunk at each spot, and how often torch saw each place written."""
+
+    chunks: Mapping[Spot, ChunkId] = field(default_factory=dict)
+    versions: Mapping[Place, int | None] = field(default_factory=dict)
+    alive: Sequence["torch.Tensor"] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The tensor that takes one request, its place, and the chunks that it lacks."""
+
+    want: ReadRequest
+    tensor: "torch.Tensor"
+    place: Place
+    lacking: tuple[ChunkRead, ...]
+    count: int
+    """How many chunks it has in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The chunks that each tensor of a target lacks, and what all spots hold when these have
+    landed."""
+
+    targets: tuple[Target, ...]
+    chunks: Mapping[Spot, ChunkId]
+
+    @property
+    def lacking(self) -> Iterator[ChunkRead]:
+        """What to read. A chunk that lands at several spots is in it several times."""
+        return (job for target in self.targets for job in target.lacking)
+
+    @property
+    def devices(self) -> frozenset["torch.device"]:
+        """The devices other than this host's memory."""
+        devices = (target.tensor.device for target in self.targets)
+        return frozenset(device for device in devices if device.type != "cpu")
+
+    def held(self) -> Held:
+        """What the target holds now that everything has landed."""
+        versions = {target.place: _version(target.tensor) for target in self.targets}
+        return Held(self.chunks, versions, tuple(target.tensor for target in self.targets))
+
+
+def plan(held: Held, wanted: Iterable[ReadRequest]) -> Plan:
+    """What to read so that a target that holds `held` gets all of `wanted`. Leaves that lie in
+    pages are left out, since the pages have been read."""
+    chunks: dict[Spot, ChunkId] = {}
+    targets = []
+    for want in wanted:
+        destination: Any = want.destination  # of a tensor, as a restore has
+        place = _place(want, destination.tensor)
+        is_known = held.versions.get(place, -1) == _version(destination.tensor)
+        lacking, memory = list[ChunkRead](), destination.memory()
+        pieces = _pieces(want)
+        for piece in pieces:
+            spot = Spot(place, piece.at, piece.region)
+            chunks[spot] = piece.chunk
+            if not is_known or held.chunks.get(spot) != piece.chunk:
+                lacking.append(ChunkRead(piece, want, memory))
+        targets.append(Target(want, destination.tensor, place, tuple(lacking), len(pieces)))
+    return Plan(tuple(targets), chunks)
+
+
+def _pieces(want: ReadRequest) -> list[ChunkTarget]:
+    is_inline = want.tree.content(want.number).inline is not None
+    return [] if is_inline else list(want.tree.pieces(want.number, want.box))
+
+
+def _place(want: ReadRequest, tensor: "torch.Tensor") -> Place:
+    return Place(
+        str(tensor.device),
+        tensor.data_ptr(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        str(tensor.dtype),
+        want.box,
+        want.tree.schema.dtypes[want.number],
+    )
+
+
+def _version(tensor: "torch.Tensor") -> int | None:
+    """torch's count of writes to the memory; None where it does not count."""
+    return None if tensor.is_inference() else tensor._version

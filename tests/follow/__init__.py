@@ -1,0 +1,1 @@
+"""Following the commits of a run, in place."""
