@@ -20,6 +20,12 @@ BLOCK = CHUNK_BYTES // 2
 
 
 @pytest.fixture
+def whole_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changed is stored whole: no chunk is kept as the base of another, or made of one."""
+    monkeypatch.setenv("CKPTSTORE_PATCH_MEMORY_BYTES", "0")
+
+
+@pytest.fixture
 def place(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
@@ -163,6 +169,7 @@ def test_a_run_that_was_forgotten_leaves_the_target_as_it_is(writer: Store, read
         assert_same(target, source)
 
 
+@pytest.mark.usefixtures("whole_chunks")
 def test_a_commit_that_a_gc_deletes_while_it_is_read_gives_way_to_the_newest(
     writer: Store, reader: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +218,7 @@ def test_another_dtype_or_shape_is_refused_and_changes_nothing(
         assert applied(follower) == CHUNK_BYTES
 
 
+@pytest.mark.usefixtures("whole_chunks")
 def test_damage_is_found_before_anything_is_written(
     writer: Store, reader: Store, place: Path
 ) -> None:
