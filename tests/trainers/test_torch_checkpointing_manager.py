@@ -17,6 +17,7 @@ from torch_checkpointing.default_resharder import DefaultResharder
 from torch_checkpointing.schema import ItemSpec
 
 import ckptstore
+from ckptstore import Async
 from ckptstore.errors import Corrupt, InvalidInput, NoSpace
 from ckptstore.plugins.torch_checkpointing import CheckpointManager, StoreStorageConfig
 
@@ -76,10 +77,11 @@ def test_a_save_commits_the_values_and_a_load_fills_them_in_place(
     assert not list(tmp_path.rglob("*.pt"))
 
 
+@pytest.mark.parametrize("background", [None, Async(executor="process"), Async(staging="lazy")])
 def test_a_save_in_the_background_has_the_state_as_of_the_call(
-    config: StoreStorageConfig, tmp_path: Path
+    config: StoreStorageConfig, background: Async | None
 ) -> None:
-    manager = CheckpointManager.Config(storage_config=config).build()
+    manager = CheckpointManager.Config(storage_config=config, background=background).build()
     live = state(1.0)
     future = manager.save("/ck/step_1", live)
     with manager.lock():

@@ -8,7 +8,7 @@ It has the names of the storage beside it, so that each sees the checkpoints of 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -56,10 +56,20 @@ class CheckpointManager(TheirManager):  # type: ignore[misc]  # it has no types
 
     @dataclass(kw_only=True, slots=True)
     class Config(TheirManager.Config):  # type: ignore[misc]
-        """Theirs, and `allow_pickle`: pickle values that have no safe encoding, and unpickle them,
-        which can run any code."""
+        """Theirs, and two more.
+
+        Args:
+            allow_pickle: Pickle values that have no safe encoding, and unpickle them, which can run
+                any code.
+            background: As in `ckptstore.open`: how saves go on after `save` has returned. With
+                `Async(executor="process")`, a process of its own finishes them, as theirs does.
+
+        Example:
+            >>> CheckpointManager.Config(storage_config=storage, background=Async(staging="lazy"))
+        """
 
         allow_pickle: bool = False
+        background: Async | None = None
 
         def build(self) -> "CheckpointManager":
             """A manager of this process."""
@@ -90,7 +100,8 @@ class CheckpointManager(TheirManager):  # type: ignore[misc]  # it has no types
         """Commit the items. With several ranks, all of them call this.
 
         Returns a future of the durable commit, or None where saves are synchronous. What training
-        writes to tensors after this call does not reach the checkpoint.
+        writes to tensors after this call does not reach the checkpoint; with lazy staging, what it
+        writes under `lock`.
 
         Raises:
             FileExistsError: A checkpoint of this name is there.
@@ -102,10 +113,10 @@ class CheckpointManager(TheirManager):  # type: ignore[misc]  # it has no types
         self._storage.check_new(Path(checkpoint_id))
         label = label_of(name_of(checkpoint_id))
         if self._store is None:
-            # Theirs writes in a process of its own, too: it finishes when the trainer dies.
-            background = Async(executor="process") if self._asynchronous else None
             self._store = ckptstore.open(
-                self._storage_config.store, run=self._storage_config.run, background=background
+                self._storage_config.store,
+                run=self._storage_config.run,
+                background=self._config.background,
             )
         allow_pickle = self._config.allow_pickle
         if not self._asynchronous:
@@ -179,7 +190,9 @@ class CheckpointManager(TheirManager):  # type: ignore[misc]  # it has no types
             raise RuntimeError("Cannot prewarm staging while a write is active")
 
     def lock(self) -> AbstractContextManager[Any]:
-        """Nothing to wait for: `save` returns when the state has been copied."""
+        """Wait until the state has been copied, which `save` did unless staging is lazy."""
+        if self._write is not None:
+            self._write.wait_copied()
         return nullcontext()
 
     def close(self) -> None:
@@ -284,7 +297,7 @@ class _Write(Future[Any]):
     def __init__(self, pending: PendingCommit, finalize: Callable[[], None]) -> None:
         super().__init__()
         self.seen = False
-        self._finalize = finalize
+        self._finalize, self._pending = finalize, pending
         self.set_running_or_notify_cancel()
         pending.then(self._end)
 
@@ -299,6 +312,12 @@ class _Write(Future[Any]):
             return super().exception(timeout)
         finally:
             self.seen = self.seen or self.done()
+
+    def wait_copied(self) -> None:
+        """Wait until writes to the tensors do not reach the checkpoint. A failure waits for who
+        asks for the outcome."""
+        with suppress(Exception):
+            self._pending.wait_staged()
 
     def _end(self, pending: PendingCommit) -> None:
         try:
