@@ -1,5 +1,5 @@
 """`python -m benchmarks.torch_checkpointing` measures torch_checkpointing's manager with its own
-storage and with a store, on a state of 400 MB, in turns.
+storage (`files`) and with a store (`store`), and ckptstore's manager (`manager`), in turns.
 
 `hold` is how long `save` and its staging keep the training, `done` is when the future has a result,
 `durable` when the files are synced: of a store it is the same moment, of files it is after an
@@ -20,9 +20,10 @@ from torch_checkpointing import CheckpointManager
 from torch_checkpointing.schema import ItemSpec
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
+from ckptstore.plugins.torch_checkpointing import CheckpointManager as StoreManager
 from ckptstore.plugins.torch_checkpointing import StoreStorageConfig
 
-TENSORS, ELEMENTS = 25, 4_000_000
+TENSORS = 25
 
 
 def sync(folder: Path) -> None:
@@ -51,28 +52,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", default=None, help="a folder on the disk to measure")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--megabytes", type=int, default=300, help="the size of the state")
+    parser.add_argument("--kinds", nargs="+", default=["files", "store", "manager"])
     args = parser.parse_args()
     items = {"model": ItemSpec(requires_copy=True)}
     figures: dict[str, list[tuple[float, float, float]]] = {}
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         root = Path(name)
-        kinds: dict[str, tuple[Any, Callable[[Path], None]]] = {
-            "files": (LocalFileSystemStorageConfig(use_direct_io=False), sync),
-            "store": (StoreStorageConfig(str(root / "store")), lambda place: None),
+        stores = [StoreStorageConfig(str(root / f"{kind}.store")) for kind in ("store", "manager")]
+        kinds: dict[str, tuple[Any, Any, Callable[[Path], None]]] = {
+            "files": (CheckpointManager, LocalFileSystemStorageConfig(use_direct_io=False), sync),
+            "store": (CheckpointManager, stores[0], lambda place: None),
+            "manager": (StoreManager, stores[1], lambda place: None),
         }
         managers = {
-            kind: CheckpointManager.Config(items=items, storage_config=config).build()
-            for kind, (config, _) in kinds.items()
+            kind: kinds[kind][0].Config(items=items, storage_config=kinds[kind][1]).build()
+            for kind in args.kinds
         }
-        state = {"model": {f"w{i}": torch.randn(ELEMENTS) for i in range(TENSORS)}}
+        elements = args.megabytes * 1_000_000 // 4 // TENSORS
+        state = {"model": {f"w{i}": torch.randn(elements) for i in range(TENSORS)}}
         for number in range(args.rounds + 1):  # the first round warms up, and is left out
             for change in ("changed", "unchanged"):
                 if change == "changed":
                     for tensor in state["model"].values():
                         tensor.add_(1)
-                for kind in sorted(kinds, reverse=bool(number % 2)):
+                for kind in sorted(managers, reverse=bool(number % 2)):
                     place = root / kind / f"{change}_{number}"
-                    took = timed(managers[kind], place, state, kinds[kind][1])
+                    took = timed(managers[kind], place, state, kinds[kind][2])
                     if number:
                         figures.setdefault(f"{kind}, {change}", []).append(took)
         for manager in managers.values():

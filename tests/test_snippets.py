@@ -24,7 +24,7 @@ NOT_RUN = Counter(
         "docs/ray.md": 2,
         "docs/serving.md": 4,  # transformers, PEFT and vLLM
         "docs/shared-store.md": 2,  # credentials; a database
-        "docs/torch_checkpointing.md": 4,
+        "docs/torch_checkpointing.md": 5,
         "docs/torchft.md": 1,  # its Manager
         "docs/torchtitan.md": 3,
         "docs/trackers.md": 5,  # W&B, MLflow and Trackio

@@ -11,5 +11,6 @@ from ckptstore.state.leaf_sources import (
     memory_of,
     pickled_paths,
     segment,
+    segments,
     shown,
 )

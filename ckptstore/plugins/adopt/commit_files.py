@@ -80,6 +80,11 @@ class CommitFiles:
         self._plan = lru_cache(_PLANS)(self._make_plan)
         self._pieces = lru_cache(4)(self._cut)
 
+    @property
+    def is_adopted(self) -> bool:
+        """Whether the files are those that were adopted."""
+        return self._manifest is not None
+
     def find(self, name: str) -> Found:
         """The file or directory `name`. Raises `NotFound`, and `InvalidInput` for tensors that have
         no place in a safetensors file."""

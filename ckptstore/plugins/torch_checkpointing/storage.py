@@ -8,7 +8,6 @@ that are no checkpoint are plain files, as a consolidated export is, or an older
 import errno
 import io
 import os
-import re
 import shutil
 import weakref
 from collections.abc import Iterator
@@ -31,12 +30,10 @@ from ckptstore.plugin.foreign import Window
 from ckptstore.plugin.snapshots import contents_of
 from ckptstore.plugin.work import forks
 from ckptstore.plugins.adopt.commit_files import CommitFiles
+from ckptstore.plugins.adopt.materializing import is_adopted
+from ckptstore.plugins.torch_checkpointing.names import label_of, name_of, name_of_tag, tag_of
 from ckptstore.plugins.torch_checkpointing.staging import Staging
 
-_TAG = "files/"
-_PLAIN = re.compile(r"[^A-Za-z0-9_.\-/]")
-_ESCAPED = re.compile(r"\+([0-9a-f]+)\.")
-_STEP = re.compile(r"(\d{1,15})$")
 _COMMITS_KEPT = 4
 _ROOT = Path("/")
 
@@ -90,7 +87,7 @@ class StoreStorage(Storage):  # type: ignore[misc]  # it has no types
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> Any:
         """A file of a checkpoint, or another one."""
-        name = _name(path)
+        name = name_of(path)
         if not (found := self._committed(name)):
             return self._files.stream_read(self._place(name), read_args)
         with _as_os_errors(path):
@@ -110,13 +107,13 @@ class StoreStorage(Storage):  # type: ignore[misc]  # it has no types
 
     def delete(self, path: Path) -> None:
         """Remove a file; one of a checkpoint stays, and `PermissionError` is raised."""
-        name = _name(path)
+        name = name_of(path)
         self._check_free(name, path)
         self._files.delete(self._place(name))
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
         """Make a directory."""
-        name = _name(path)
+        name = name_of(path)
         if not self._committed(name):
             if not recursive and not self.isdir(Path(name).parent):
                 raise FileNotFoundError(f"{path}: there is no directory to make it in")
@@ -125,13 +122,13 @@ class StoreStorage(Storage):  # type: ignore[misc]  # it has no types
     def rmdir(self, path: Path) -> None:
         """Remove a directory with everything in it. Of a checkpoint the tag is removed and the
         commit forgotten; a later `gc` frees its room."""
-        name = _name(path)
+        name = name_of(path)
         found = [tag for tag in self._checkpoints() if _is_below(tag, name)]
         if found:
             with self._writing() as store:
                 for each in found:
-                    commit = store.tags()[_tag(each)]
-                    store.untag(_tag(each))
+                    commit = store.tags()[tag_of(each)]
+                    store.untag(tag_of(each))
                     if commit not in store.tags().values():
                         store.forget([commit], all_commits=True)
         self._check_free(name, path)
@@ -151,7 +148,7 @@ class StoreStorage(Storage):  # type: ignore[misc]  # it has no types
         background_cleanup: bool = False,
     ) -> None:
         """Make the checkpoint `dst_path` of a directory, as one commit; or rename another file."""
-        source, target = _name(src_path), _name(dst_path)
+        source, target = name_of(src_path), name_of(dst_path)
         self._check_free(source, src_path)
         if not (self._is_staged(source) and self.isdir(src_path) and not self._is_staged(target)):
             self._rename_files(source, target, src_path, dst_path)
@@ -159,21 +156,12 @@ class StoreStorage(Storage):  # type: ignore[misc]  # it has no types
         self._staging.own()
         with self._staging.exclusive():
             self._staging.sweep()
+            self.check_new(dst_path)
             empty = self._places(target)
-            if (self._committed(target) or self._holds_checkpoints(target)) or any(
-                not place.is_dir() or any(place.iterdir()) for place in empty
-            ):
-                raise FileExistsError(errno.EEXIST, "something is there, and stays", str(dst_path))
             place = self._staging.gather(source)
-            step = _STEP.search(target)
             try:
                 with self._writing() as store:
-                    store.adopt(
-                        place,
-                        step=int(step[1]) if step else None,
-                        tag=_tag(target),
-                        message=f"saved as {PurePosixPath(target).name}",
-                    )
+                    store.adopt(place, **label_of(target))
             except BaseException:
                 # The ranks write their files anew, each in its own folder.
                 shutil.rmtree(place, ignore_errors=True)
@@ -183,7 +171,7 @@ class StoreStorage(Storage):  # type: ignore[misc]  # it has no types
 
     def ls(self, path: Path) -> list[str]:
         """The names in a directory."""
-        name = _name(path)
+        name = name_of(path)
         if found := self._committed(name):
             with _as_os_errors(path):
                 return found[0].names(found[1])
@@ -199,16 +187,22 @@ class StoreStorage(Storage):  # type: ignore[misc]  # it has no types
 
     def exists(self, path: Path) -> bool:
         """Whether there is a file or a directory."""
-        name = _name(path)
+        name = name_of(path)
         if found := self._committed(name):
             with suppress(NotFound):
                 return bool(found[0].find(found[1]))
+            if not found[0].is_adopted:
+                raise InvalidInput(
+                    f"{path}: the checkpoint is of ckptstore's CheckpointManager, which keeps "
+                    "values and no files: load it with that of "
+                    "ckptstore.plugins.torch_checkpointing"
+                )
             return False
         return bool(self._places(name)) or self._holds_checkpoints(name)
 
     def getsize(self, path: Path) -> int:
         """The bytes of a file."""
-        name = _name(path)
+        name = name_of(path)
         if not (found := self._committed(name)):
             return int(self._files.getsize(self._place(name)))
         with _as_os_errors(path):
@@ -216,7 +210,7 @@ class StoreStorage(Storage):  # type: ignore[misc]  # it has no types
 
     def isdir(self, path: Path) -> bool:
         """Whether there is a directory."""
-        name = _name(path)
+        name = name_of(path)
         if found := self._committed(name):
             with suppress(NotFound):
                 return found[0].find(found[1]).is_folder
@@ -227,6 +221,26 @@ class StoreStorage(Storage):  # type: ignore[misc]  # it has no types
         """The path itself: it is the checkpoint's name in the store."""
         return str(path)
 
+    def check_new(self, path: Path) -> None:
+        """Raise `FileExistsError` unless a checkpoint `path` can be made. An empty directory may
+        be there."""
+        name = name_of(path)
+        if (
+            self._holds_checkpoints(name)
+            or self._committed(name)
+            or any(not place.is_dir() or any(place.iterdir()) for place in self._places(name))
+        ):
+            raise FileExistsError(errno.EEXIST, "something is there, and stays", str(path))
+
+    def saved_state(self, path: Path) -> ckptstore.Snapshot | None:
+        """The checkpoint `path` if this plugin's manager saved it; None for files."""
+        commit = self._checkpoints().get(name_of(path))
+        if commit is None:
+            return None
+        assert self._reading is not None
+        snapshot = self._reading.checkout(commit)
+        return None if is_adopted(contents_of(snapshot)) else snapshot
+
     def _rename_files(self, source: str, target: str, src_path: Path, dst_path: Path) -> None:
         self._check_free(target, dst_path)
         place = self._own(target)
@@ -236,7 +250,7 @@ class StoreStorage(Storage):  # type: ignore[misc]  # it has no types
         self._files.rename(self._place(source), place)
 
     def _new(self, path: Path) -> Path:
-        name = _name(path)
+        name = name_of(path)
         self._check_free(name, path)
         place = self._own(name)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -295,9 +309,9 @@ class StoreStorage(Storage):  # type: ignore[misc]  # it has no types
                     return {}
                 weakref.finalize(self, self._reading.close)
         return {
-            _ESCAPED.sub(lambda found: chr(int(found[1], 16)), tag.removeprefix(_TAG)): commit
+            name: commit
             for tag, commit in self._reading.tags().items()
-            if tag.startswith(_TAG)
+            if (name := name_of_tag(tag)) is not None
         }
 
     @contextmanager
@@ -349,18 +363,5 @@ def _as_os_errors(path: Path) -> Iterator[None]:
         raise NotADirectoryError(errno.ENOTDIR, str(error), str(path)) from error
 
 
-def _name(path: str | os.PathLike[str]) -> str:
-    """A path as the name of a checkpoint, or of a file in one: absolute, without its first `/`."""
-    return os.path.abspath(path).lstrip("/")
-
-
 def _is_below(name: str, folder: str) -> bool:
     return not folder or name == folder or name.startswith(f"{folder}/")
-
-
-def _tag(name: str) -> str:
-    """The tag of a checkpoint; what a tag cannot have is written `+HEX.`."""
-    tag = _TAG + _PLAIN.sub(lambda found: f"+{ord(found[0]):x}.", name)
-    if len(tag) > 200:
-        raise OSError(errno.ENAMETOOLONG, "the path makes a tag of over 200 characters", name)
-    return tag
