@@ -1,11 +1,15 @@
 """`make test-versions`: the core of the suite on the oldest supported and on the newest versions of
 everything that ckptstore needs, each in a virtual environment of its own.
 
-`python -m tests.versions [oldest] [newest] [2.15.0]`; the first two by default. A number is that
-release of torch, with all else as constraints.txt pins it. pip's configuration says where packages
-come from. Where the only torch of a version brings CUDA, gigabytes of it, the torch of
-constraints.txt takes its place and the report says so; with CUDA=1 in the environment, or asked for
-by its number, it is taken: torch 2.15.0 takes 5.4 GB of disk in all, and imports without a GPU.
+`python -m tests.versions [oldest] [newest] [2.15.0] [2.15.0/3.14]`; the first two by default. A
+number is that release of torch, with all else as constraints.txt pins it; `/3.14` takes the
+python3.14 that is on PATH. With SUITE=whole in the environment all tests run, not the core alone;
+tests of torchft are skipped where it has no wheel. A table of all cells is printed last.
+
+pip's configuration says where packages come from. Where the only torch of a version brings CUDA,
+gigabytes of it, the torch of constraints.txt takes its place and the report says so; with CUDA=1 in
+the environment, or asked for by its number, it is taken: torch 2.15.0 takes 5.4 GB of disk in all,
+and imports without a GPU.
 """
 
 import json
@@ -17,9 +21,14 @@ import time
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = ("s3", "obstore", "postgresql")
+IS_WHOLE = os.environ.get("SUITE") == "whole"
+if IS_WHOLE:
+    EXTRAS += ("plot", "sign", "watch", "ui", "test", "dev", "docs")
 CORE = (
     "tests/golden",
     "tests/objects",
@@ -60,27 +69,64 @@ TOOLS = (
 WORKERS = os.environ.get("WORKERS", "3")
 
 
+class Cell(NamedTuple):
+    """What one environment's run of the tests came to."""
+
+    torch: str
+    python: str
+    passed: int
+    failed: int
+    skipped: int
+    seconds: int
+
+
 def main(which: list[str]) -> int:
-    reports, failed = [], False
+    cells, remarks, failed = [], [], False
     for name in which or ["oldest", "newest"]:
         started = time.monotonic()
         python, torch = prepare(name)
         took = f"{time.monotonic() - started:.0f} s"
         print(f"test-versions: {name}, made in {took}: {said(python)}", flush=True)
-        started = time.monotonic()
-        tests = [python, "-m", "pytest", "-n", WORKERS, "--dist", "loadfile", "-q", *CORE]
+        started, report = time.monotonic(), ROOT / f".venv-{name.replace('/', '-')}" / "tests.xml"
+        tests = [python, "-m", "pytest", "-n", WORKERS, "--dist", "loadfile", "-q"]
+        tests += [f"--junitxml={report}", *([] if IS_WHOLE else CORE)]
         code = subprocess.run(tests, cwd=ROOT, check=False).returncode
         failed |= code != 0
-        outcome = "passes" if code == 0 else f"fails ({code})"
-        reports.append(f"{name}: {outcome} in {time.monotonic() - started:.0f} s, {torch}")
-    print("\n".join(f"test-versions: {report}" for report in reports))
+        remarks.append(f"{name}: {'passes' if code == 0 else f'fails ({code})'}, {torch}")
+        if report.exists():
+            cells.append(cell(python, report, round(time.monotonic() - started)))
+    print(table(cells))
+    print("\n".join(f"test-versions: {remark}" for remark in remarks))
     return int(failed)
+
+
+def cell(python: Path, report: Path, seconds: int) -> Cell:
+    """What a report in JUnit's form counts."""
+    suite = ElementTree.parse(report).find("testsuite")
+    assert suite is not None
+    counted, failures, errors, skipped = (
+        int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")
+    )
+    found = json.loads(run(python, "-m", "ckptstore", "--version", "--json"))
+    passed = counted - failures - errors - skipped
+    torch = found["libraries"]["torch"]
+    return Cell(torch, found["python"], passed, failures + errors, skipped, seconds)
+
+
+def table(cells: list[Cell]) -> str:
+    rows = [Cell._fields, *(tuple(map(str, each)) for each in cells)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 def prepare(name: str) -> tuple[Path, str]:
     """The Python of the environment, made anew, and which torch it has."""
-    folder = ROOT / f".venv-{name}"
-    run(sys.executable, "-m", "venv", "--clear", folder)
+    name, _, number = name.partition("/")
+    folder = ROOT / (f".venv-{name}-{number}" if number else f".venv-{name}")
+    run(f"python{number}" if number else sys.executable, "-m", "venv", "--clear", folder)
     python = folder / "bin" / "python"
     pins = requirements(oldest=name == "oldest")
     pinned = dict(line.lower().split("==") for line in lines("constraints.txt"))
@@ -96,6 +142,10 @@ def prepare(name: str) -> tuple[Path, str]:
     pip(python, "install", torch, "setuptools>=77")
     tools = [f"{tool}=={pinned[tool.partition('[')[0]]}" for tool in TOOLS]
     pip(python, "install", *(pin for pin in pins if pin != wanted), torch, *tools)
+    if IS_WHOLE:
+        words = ("install", "--only-binary=:all:", "-q", torch, f"torchft=={pinned['torchft']}")
+        if subprocess.run([python, "-m", "pip", *words], cwd=ROOT, check=False).returncode:
+            remark += ", without torchft"
     pip(python, "install", "--no-deps", "--no-build-isolation", "-e", ".")
     pip(python, "check")
     return python, remark
@@ -108,6 +158,7 @@ def requirements(*, oldest: bool) -> list[str]:
     wanted = list(project["dependencies"])
     for extra in EXTRAS:
         wanted += project["optional-dependencies"][extra]
+    wanted = [text for text in wanted if not text.startswith("torchft")]  # not for every torch
     return sorted({text.replace(">=", "==") if oldest else text for text in wanted})
 
 

@@ -76,7 +76,7 @@ def split_tensor(tensor: torch.Tensor) -> SplitObject | torch.Tensor:
     return tensor.detach() if vars(tensor) else tensor  # without torch's own marks
 
 
-MARK = re.compile("_is_param|.*_dynamo_.*|_specialize_on|_(sym_)?(sizes|strides)_capsule")
+MARK = re.compile("_is_param|.*_dynamo_.*|_specialize_on|_(sym_)?(sizes|strides)_capsule(_len)?")
 """Attributes that torch itself writes on tensors, for the code that runs now."""
 
 

@@ -7,6 +7,7 @@ Only this file pickles and unpickles, and only with `allow_pickle=True`.
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -194,7 +195,9 @@ def unpickled(data: bytes | memoryview) -> Any:
     try:
         return pickle.loads(data)
     except Exception as error:
-        if isinstance(error, ImportError) or str(error).startswith("Can't get attribute"):
+        of = getattr(error, "obj", None)  # Python 3.14 says no more that pickle looked for it
+        gone = str(error).startswith("Can't get attribute") or isinstance(of, ModuleType)
+        if gone or isinstance(error, ImportError):
             raise InvalidInput(
                 f"a pickled object's class cannot be imported here ({error}); install its package "
                 "or put its folder on PYTHONPATH"

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +18,19 @@ PACKAGE = Path(ckptstore.__file__).parent
 HANGS_S = 60
 
 
+def forked() -> int:
+    while True:
+        try:
+            return os.fork()
+        except RuntimeError as error:
+            # filelock 4, which torch imports, lets no thread fork while another one does.
+            if "filelock" not in str(error):
+                raise
+            time.sleep(0.001)
+
+
 def code_of_child(work: Callable[[], object]) -> int:
-    child = os.fork()
+    child = forked()
     if not child:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(HANGS_S // 2)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.tensor import Replicate, Shard
 
 import ckptstore
@@ -53,7 +52,7 @@ def write(rank: int, path: Path, files: int) -> None:
         if layout := LAYOUTS.get(name.split(".")[0]):
             state[name] = placed(tensor, mesh_of(4, layout[0]), layout[1])
     numbers = {name: 1 + i % files for i, name in enumerate(state)} if files > 1 else None
-    writer = HuggingFaceStorageWriter(str(path), numbers, save_distributed=True)
+    writer = dcp.HuggingFaceStorageWriter(str(path), numbers, save_distributed=True)
     dcp.save(state, storage_writer=writer)
 
 

@@ -4,6 +4,7 @@ import io
 from collections import OrderedDict
 from typing import Any
 
+import pytest
 import torch
 
 try:
@@ -11,10 +12,17 @@ try:
 except ImportError:  # before torch 2.15
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-__all__ = ["OLD_TORCH", "FsspecReader", "nested", "same", "zeros"]
+__all__ = ["ASYNC", "NO_DIST", "OLD_TORCH", "FsspecReader", "nested", "same", "zeros"]
 
 OLD_TORCH = torch.torch_version.TorchVersion(torch.__version__) < (2, 7)
 """Whether this is the oldest supported torch, with a more limited DCP."""
+
+NO_DIST: dict[str, Any] = {} if OLD_TORCH else {"no_dist": True}
+"""Tells DCP that no rank is beside this one. Torch 2.6 looks for itself, and warns."""
+
+ASYNC = pytest.mark.skipif(
+    OLD_TORCH, reason="torch 2.6 saves asynchronously only with a process group"
+)
 
 
 def nested() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import ckptstore
 from ckptstore.cli.call import Exit
 from tests.cli.running import call
+from tests.interop.dcp_states import NO_DIST
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_several_selects_add_up_in_every_format(place: Path) -> None:
     wanted = {"model": {"w": torch.ones(3)}, "ema": {"w": torch.zeros(3)}}
     assert str(torch.load(place / "out.pt", weights_only=True)) == str(wanted)
     empty = {key: {"w": torch.full((3,), 5.0)} for key in wanted}
-    dcp.load(empty, checkpoint_id=place / "out.d", no_dist=True)
+    dcp.load(empty, checkpoint_id=place / "out.d", **NO_DIST)
     assert str(empty) == str(wanted)
     assert load_file(place / "out.safetensors").keys() == {"model.w", "ema.w"}
     assert (

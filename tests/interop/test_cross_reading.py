@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 import ckptstore
 from ckptstore.interop.dcp import StoreReader, StoreWriter
 from ckptstore.interop.formats import export, import_path
-from ckptstore.interop.torchft import StoreTransport
 from ckptstore.interop.torchsnapshot import Snapshot, StateDict
 from ckptstore.store import Store
+from tests.interop.dcp_states import NO_DIST
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is", "ignore:TypedStorage is deprecated"
@@ -44,7 +44,7 @@ def write_natively(place: Path, aside: Path) -> None:
 
 
 def write_by_dcp(place: Path, aside: Path) -> None:
-    dcp.save({"model": tensors()}, storage_writer=StoreWriter(place, tag=NAME), no_dist=True)
+    dcp.save({"model": tensors()}, storage_writer=StoreWriter(place, tag=NAME), **NO_DIST)
 
 
 def write_by_snapshot(place: Path, aside: Path) -> None:
@@ -72,7 +72,7 @@ def read_natively(place: Path, aside: Path) -> Tensors:
 
 def read_by_dcp(place: Path, aside: Path) -> Tensors:
     state = {"model": {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}}
-    dcp.load(state, storage_reader=StoreReader(place, ref=NAME), no_dist=True)
+    dcp.load(state, storage_reader=StoreReader(place, ref=NAME), **NO_DIST)
     return state["model"]
 
 
@@ -98,6 +98,9 @@ def read_by_a_peer(place: Path, aside: Path) -> Tensors:
 
 def transferred(state: dict[str, Tensors], store: Store | None = None) -> dict[str, Tensors]:
     """`state` as a peer has it after a transfer."""
+    pytest.importorskip("torchft", reason="torchft is not installed here")
+    from ckptstore.interop.torchft import StoreTransport
+
     sender: StoreTransport[dict[str, Tensors]] = StoreTransport(SOON, store)
     receiver: StoreTransport[dict[str, Tensors]] = StoreTransport(SOON)
     try:

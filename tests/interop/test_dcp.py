@@ -18,7 +18,7 @@ import ckptstore
 from ckptstore import Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.dcp import StoreReader, StoreWriter, dcp_to_store, store_to_dcp
 from ckptstore.maintenance.check import Kind
-from tests.interop.dcp_states import OLD_TORCH, nested, same, zeros
+from tests.interop.dcp_states import ASYNC, OLD_TORCH, nested, same, zeros
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -299,7 +299,7 @@ def test_names_that_dcp_cannot_tell_apart_are_refused(place: Path) -> None:
 # -- asynchronous --
 
 
-@pytest.mark.skipif(OLD_TORCH, reason="torch 2.6 saves asynchronously only with a process group")
+@ASYNC
 def test_async_save_in_a_thread(place: Path) -> None:
     with ckptstore.open(place) as store:
         state = {"w": torch.ones(1000, 300)}
@@ -318,7 +318,7 @@ def test_async_save_in_a_thread(place: Path) -> None:
             failed.result()
 
 
-@pytest.mark.skipif(OLD_TORCH, reason="torch 2.6 saves asynchronously only with a process group")
+@ASYNC
 def test_a_name_that_was_given_before_holds_in_the_thread_or_process_that_saves(
     place: Path,
 ) -> None:

@@ -19,16 +19,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import ckptstore
 from ckptstore.interop.dcp import StoreReader, StoreWriter
-from tests.interop.dcp_states import OLD_TORCH, nested, same
+from tests.interop.dcp_states import ASYNC, nested, same
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is",
     "ignore:TypedStorage is deprecated",
     "ignore:Detected an existing",
-)
-
-ALONE = pytest.mark.skipif(
-    OLD_TORCH, reason="torch 2.6 saves asynchronously only with a process group"
 )
 
 
@@ -122,7 +118,7 @@ def test_the_metadata_is_that_of_dcps_files(place: Path, tmp_path: Path) -> None
 # -- asynchronous --
 
 
-@ALONE
+@ASYNC
 def test_two_async_saves_to_one_id_both_end_and_the_id_means_one_of_them(place: Path) -> None:
     """DCP's own saves crash or mix, since both write the same file names."""
     with ckptstore.open(place) as store:
@@ -162,7 +158,7 @@ class Stager:
         self._threads.shutdown()
 
 
-@ALONE
+@ASYNC
 def test_a_stager_of_ones_own_tells_when_the_state_may_change(place: Path) -> None:
     from torch.distributed.checkpoint.staging import BlockingAsyncStager
 

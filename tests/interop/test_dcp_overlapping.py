@@ -24,7 +24,7 @@ from ckptstore import CkptStoreError
 from ckptstore.core.ids import new_session_id
 from ckptstore.interop.dcp import StoreReader, StoreWriter
 from ckptstore.interop.dcp.writer import AssignedSession, received_session
-from tests.interop.dcp_states import same, zeros
+from tests.interop.dcp_states import ASYNC, NO_DIST, same, zeros
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is",
@@ -82,6 +82,7 @@ def check_saved(place: Path, commits: dict[int, str], elements: int) -> None:
 
 
 @pytest.mark.parametrize("elements", [10, 400_000])
+@ASYNC
 def test_saves_that_overlap_through_one_writer_are_commits_of_their_own(
     store: Any, place: Path, elements: int
 ) -> None:
@@ -122,7 +123,7 @@ def test_each_of_two_saves_that_stand_still_within_each_other_gets_its_own_name(
         found = list(
             pool.map(
                 lambda n: dcp.save(
-                    state_of(n, 10), storage_writer=shared, checkpoint_id=str(n), no_dist=True
+                    state_of(n, 10), storage_writer=shared, checkpoint_id=str(n), **NO_DIST
                 ),
                 (1, 2),
             )
@@ -137,16 +138,18 @@ def test_each_of_two_saves_that_stand_still_within_each_other_gets_its_own_name(
     )
 
 
+@ASYNC
 def test_a_save_that_fails_leaves_the_one_beside_it(place: Path) -> None:
     writer = StoreWriter(place)
     bad = {"number": 2, "weight": torch.zeros(10), "odd": threading.Lock()}
     first = begin(writer, 1, 400_000)
     with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(dcp.save, bad, storage_writer=writer, checkpoint_id="2", no_dist=True)
+        second = pool.submit(dcp.save, bad, storage_writer=writer, checkpoint_id="2", **NO_DIST)
         assert isinstance(second.exception(), CheckpointException)
     check_saved(place, {1: acknowledged(first)}, 400_000)
 
 
+@ASYNC
 def test_a_save_without_a_name_does_not_get_that_of_another(place: Path) -> None:
     writer = StoreWriter(place, step=9)
     named = begin(writer, 1, 10)
@@ -216,7 +219,7 @@ def _load_side_by_side(
 
         def by_reader(number: int) -> bool:
             found = zeros(state_of(number, elements))
-            dcp.load(found, storage_reader=reader, checkpoint_id=str(number), no_dist=True)
+            dcp.load(found, storage_reader=reader, checkpoint_id=str(number), **NO_DIST)
             return same(found, state_of(number, elements))
 
         def by_snapshot(_: int) -> bool:
@@ -229,6 +232,7 @@ def _load_side_by_side(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("elements", [10, 100_000])
+@ASYNC
 def test_200_saves_overlap_through_one_writer(
     store: Any, place: Path, elements: int, seed: int
 ) -> None:

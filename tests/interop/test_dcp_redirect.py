@@ -30,7 +30,7 @@ from ckptstore.interop.dcp import redirect, store_to_dcp
 from ckptstore.objects.pointer_files import is_pointer
 from ckptstore.store import Store
 from tests.distributed.pool import Pool
-from tests.interop.dcp_states import OLD_TORCH, nested, same, zeros
+from tests.interop.dcp_states import ASYNC, OLD_TORCH, nested, same, zeros
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is",
@@ -205,7 +205,7 @@ class Held(DefaultSavePlanner):
         return super().create_local_plan()
 
 
-@pytest.mark.skipif(OLD_TORCH, reason="torch 2.6 saves asynchronously only with a process group")
+@ASYNC
 @pytest.mark.parametrize("how", ["checkpoint_id", "writer"])
 def test_an_asynchronous_save_goes_to_the_store_of_the_call(
     store: Store, tmp_path: Path, how: str

@@ -219,7 +219,10 @@ def test_an_integer_that_no_safe_reader_takes_is_refused_with_its_path(
 def test_a_value_that_torch_cannot_write_is_named(store: Store, tmp_path: Path) -> None:
     made = store.commit({"s": {"w": torch.ones(2), "deep": [torch.channels_last]}}, step=1)
     for format, name in (("torch", "s/deep/0"), ("dcp", r"s\.deep/0")):
-        with pytest.raises(InvalidInput, match=rf"{name} cannot be written by torch\.save"):
+        why = rf"{name} cannot be written by torch\.save"
+        if sys.version_info >= (3, 14):  # which pickles a dotted name, by getattr
+            why = rf"`ckptstore import` would not read {name}"
+        with pytest.raises(InvalidInput, match=why):
             export(made, tmp_path / "x", format=format)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 

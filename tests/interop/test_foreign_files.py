@@ -59,7 +59,9 @@ def _zip(*names: str) -> bytes:
     return data.getvalue()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated", "ignore:.*TypedStorage")
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.*is (deprecated|not supported)", "ignore:.*TypedStorage"
+)
 @pytest.mark.parametrize(
     ("name", "make"),
     [

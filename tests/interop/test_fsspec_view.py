@@ -271,14 +271,14 @@ def test_links_lead_to_files_and_never_out(
 def test_dcp_reads_an_adopted_directory(store: Store, tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    from tests.interop.dcp_states import FsspecReader
+    from tests.interop.dcp_states import NO_DIST, FsspecReader
 
     state = {"w": torch.randn(300, 80), "b": torch.randn(9), "step": 7}
-    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", **NO_DIST)
     url = url_of(store.adopt(tmp_path / "dcp"))
     for options in ({"storage_reader": FsspecReader(url)}, {"checkpoint_id": url}):
         found = {"w": torch.zeros(300, 80), "b": torch.zeros(9), "step": 0}
-        dcp.load(found, no_dist=True, **options)
+        dcp.load(found, **NO_DIST, **options)
         assert torch.equal(found["w"], state["w"]) and torch.equal(found["b"], state["b"])
         assert found["step"] == 7
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.formats import export, import_path
 from ckptstore.store import Store
+from tests.interop.dcp_states import NO_DIST
 from tests.maintenance.stores import assert_equal
 
 FLAG = "CKPTSTORE_TEST_CODE_RAN"
@@ -160,7 +161,7 @@ def test_a_pt_file_that_is_none_is_refused(data: bytes, store: Store, tmp_path: 
 
 
 def test_a_dcp_directory_comes_in_and_goes_out(store: Store, tmp_path: Path) -> None:
-    dcp_save(training(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp_save(training(), checkpoint_id=tmp_path / "dcp", **NO_DIST)
     made = import_path(store, tmp_path / "dcp")
     got = made.state_dict()
     assert_equal(got["model"], training()["model"])
@@ -182,7 +183,7 @@ def test_a_dcp_directory_of_python_3_13_comes_in(
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, local.__name__, local)
         patch.setattr(PosixPath, "__module__", local.__name__)
-        dcp_save(training(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+        dcp_save(training(), checkpoint_id=tmp_path / "dcp", **NO_DIST)
     assert b"pathlib._local" in (tmp_path / "dcp" / ".metadata").read_bytes()
     assert_equal(import_path(store, tmp_path / "dcp").state_dict("model"), training()["model"])
 
@@ -203,8 +204,8 @@ def test_a_sharded_dcp_tensor_is_put_together(store: Store, tmp_path: Path) -> N
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
     whole = torch.randn(10, 6)
-    dcp_save({"w": whole[:4].clone()}, checkpoint_id=tmp_path / "a", no_dist=True)
-    dcp_save({"w": whole[4:].clone()}, checkpoint_id=tmp_path / "b", no_dist=True)
+    dcp_save({"w": whole[:4].clone()}, checkpoint_id=tmp_path / "a", **NO_DIST)
+    dcp_save({"w": whole[4:].clone()}, checkpoint_id=tmp_path / "b", **NO_DIST)
     metadata, other = _metadata(tmp_path / "a"), _metadata(tmp_path / "b")
     os.rename(tmp_path / "b" / "__0_0.distcp", tmp_path / "a" / "__1_0.distcp")
     item = metadata.state_dict_metadata["w"]
@@ -225,7 +226,7 @@ def test_a_sharded_dcp_tensor_is_put_together(store: Store, tmp_path: Path) -> N
 def test_dcp_metadata_that_would_run_code_is_refused_and_runs_nothing(
     store: Store, tmp_path: Path
 ) -> None:
-    dcp_save(training(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp_save(training(), checkpoint_id=tmp_path / "dcp", **NO_DIST)
     metadata = _metadata(tmp_path / "dcp")
     metadata.planner_data = Bomb()
     _write_metadata(tmp_path / "dcp", metadata)
@@ -240,7 +241,7 @@ def test_a_dcp_directory_that_names_other_files_is_refused(
     name: str, store: Store, tmp_path: Path
 ) -> None:
     (tmp_path / "secret").write_bytes(bytes(100_000))
-    dcp_save(training(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp_save(training(), checkpoint_id=tmp_path / "dcp", **NO_DIST)
     metadata = _metadata(tmp_path / "dcp")
     for info in metadata.storage_data.values():
         info.relative_path = name
@@ -254,7 +255,7 @@ def test_objects_in_a_dcp_directory_need_leave(store: Store, tmp_path: Path) -> 
     dcp_save(
         {"model": {"w": torch.ones(2)}, "args": Namespace(lr=2)},
         checkpoint_id=tmp_path / "dcp",
-        no_dist=True,
+        **NO_DIST,
     )
     with pytest.raises(InvalidInput, match="--allow-pickle"):
         import_path(store, tmp_path / "dcp")

@@ -275,6 +275,22 @@ def test_marks_of_torch_itself_are_no_content() -> None:
     assert carry({"w": weight}).schema == carry({"w": torch.ones(2)}).schema
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_marks_on_a_jagged_tensor_are_no_content() -> None:
+    """Torch keeps its sizes in a capsule, and their number beside it: one without the other ends
+    torch's next look at the sizes in an internal error."""
+    rows = [torch.ones(2, 3), torch.ones(1, 3)]
+    plain, looked_at = (torch.nested.nested_tensor(rows, layout=torch.jagged) for _ in range(2))
+    with torch._C.DisableTorchFunctionSubclass():
+        looked_at.size(), looked_at.stride()
+    assert "_sym_sizes_capsule_len" in vars(looked_at)
+    carried = carry({"t": looked_at})
+    assert carried.schema == carry({"t": plain}).schema
+    got = carried.inflate()["t"]
+    with torch._C.DisableTorchFunctionSubclass():
+        assert len(got.size()) == len(got.stride()) == 3
+
+
 def test_classes_beside_the_content_need_no_registration_if_the_target_has_them() -> None:
     @dataclass
     class Inner:

@@ -187,6 +187,10 @@ if hasattr(torch, "float8_e8m0fnu"):  # since torch 2.7
         (torch.float8_e8m0fnu, [1.0, -1.0], "1 value lies beyond the range of float8_e8m0fnu")
     )
 
+NAN_HAS_SEVERAL_FORMS = torch.full((9,), float("nan")).half().view(torch.int16).unique().numel() > 1
+"""Torch 2.6 makes 7e00 of a NaN in a vector of eight, and 7fff of one beyond: it depends on how a
+tensor is cut into blocks."""
+
 
 @pytest.mark.parametrize("way", ["commit", "commit_async"])
 @pytest.mark.parametrize(("dtype", "values", "why"), BEYOND)
@@ -204,8 +208,12 @@ def test_a_cast_that_loses_more_than_precision_is_refused_unless_it_is_asked_for
             commit(dtype)
         assert store.log() == []
         snap = commit((dtype, "unchecked"))
-        wanted = given["m"]["w"].to(dtype).view(torch.uint8)
-        assert torch.equal(snap.read("m/w").view(torch.uint8), wanted)
+        wanted, got = given["m"]["w"].to(dtype), snap.read("m/w")
+        if NAN_HAS_SEVERAL_FORMS and got.isnan().any():
+            numbers = ~wanted.isnan()
+            assert torch.equal(~got.isnan(), numbers)
+            wanted, got = wanted.float()[numbers], got.float()[numbers]
+        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
 
 
 def test_infinities_zeros_and_nan_that_are_there_are_no_loss(tmp_path: Path) -> None:

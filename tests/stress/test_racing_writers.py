@@ -16,6 +16,7 @@ from torch.distributed import checkpoint as dcp
 import ckptstore
 from ckptstore import Store
 from ckptstore.interop.dcp import StoreWriter
+from tests.interop.dcp_states import NO_DIST
 from tests.support.grouped import grouped
 
 STAGING_BYTES = 2 << 20
@@ -41,12 +42,12 @@ def _in_background(**options: Any) -> Commit:
 
 def _by_dcp(store: Store, state: Mapping[str, Any], step: int) -> object:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="torch.distributed is")
         return dcp.save(
             dict(state),
             storage_writer=StoreWriter(store.url),
             checkpoint_id=str(step),
-            no_dist=True,
+            **NO_DIST,
         )
 
 

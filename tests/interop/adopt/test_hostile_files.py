@@ -37,6 +37,7 @@ from ckptstore.plugins.adopt.parsers import entries_of
 from ckptstore.plugins.adopt.pickle_ops import walk
 from ckptstore.store import Store
 from tests.interop.adopt.trees import Bomb, gguf, hugging_face, tree_of
+from tests.interop.dcp_states import NO_DIST
 
 pytestmark = [
     pytest.mark.pickles,
@@ -164,7 +165,7 @@ def originals(root: Path) -> dict[str, bytes]:
     hugging_face(root / "hf", root / "ran")
     weights = {"w": torch.randn(30, 40), "b": torch.randn(9).double()}
     torch.save(weights, root / "old.pt", _use_new_zipfile_serialization=False)
-    dcp.save(weights, checkpoint_id=root / "dcp", no_dist=True)
+    dcp.save(weights, checkpoint_id=root / "dcp", **NO_DIST)
     np.savez(root / "a.npz", x=np.ones((40, 5)), y=np.arange(9))
     (root / "m.gguf").write_bytes(gguf(weights | {"b": torch.ones(3)}, os.urandom(18)))
     files = [path for path in root.rglob("*") if path.is_file() and path.suffix != ".json"]

@@ -28,6 +28,7 @@ from ckptstore.restore.reader import ReadRequest
 from ckptstore.snapshot import Snapshot
 from ckptstore.store import Store
 from tests.interop.adopt.trees import ForeignArguments, gguf, hugging_face, raw, tree_of
+from tests.interop.dcp_states import NO_DIST
 from tests.interop.test_shards import W, rows, write_shard
 
 pytestmark = [  # the tests write pickles, and reach none from ckptstore
@@ -75,7 +76,7 @@ def lightning(root: Path) -> None:
 def distributed(root: Path) -> None:
     root.mkdir()
     state = {"model": {"w": torch.randn(300, 80), "b": torch.randn(9)}, "step": 7, "text": "x"}
-    dcp.save(state, checkpoint_id=root / "pytorch_model_fsdp_0", no_dist=True)
+    dcp.save(state, checkpoint_id=root / "pytorch_model_fsdp_0", **NO_DIST)
 
 
 def sharded_safetensors(root: Path) -> None:
@@ -242,7 +243,7 @@ def test_the_same_weights_in_four_formats_are_stored_once(store: Store, tmp_path
     torch.save(weights, tmp_path / "legacy" / "m", _use_new_zipfile_serialization=False)
     np.savez(tmp_path / "npz" / "m.npz", **{k: v.numpy() for k, v in weights.items()})  # type: ignore[arg-type]
     (tmp_path / "gguf" / "m.gguf").write_bytes(gguf(weights))
-    dcp.save({"model": weights}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save({"model": weights}, checkpoint_id=tmp_path / "dcp", **NO_DIST)
     stored = store.commit({"model": weights}).new_bytes
     for name in ("safetensors", "pt", "legacy", "npz", "gguf", "dcp"):
         stored += store.adopt(tmp_path / name).new_bytes

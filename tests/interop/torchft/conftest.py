@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip(
+    "torchft", reason="torchft 0.2 needs torch 2.7, and has no wheel for Python 3.14"
+)
+
 from ckptstore.interop.torchft import StoreTransport
 from ckptstore.interop.torchft.wire import Invitation, decode_invitation, encode_invitation
 from tests.support.servers.proxy import Proxy, proxy_to
