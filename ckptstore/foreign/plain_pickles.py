@@ -316,10 +316,11 @@ class _Settling:
     def _settle(self, value: Any) -> Any:
         if isinstance(value, Record):
             return self._value_of(value)
+        made = value
         if isinstance(value, tuple):
             settled = [(old, self.of(old)) for old in value]
             if any(new is not old for old, new in settled):
-                return getattr(type(value), "_make", type(value))([new for _, new in settled])
+                made = getattr(type(value), "_make", type(value))([new for _, new in settled])
         elif isinstance(value, dict):
             items = [(self.of(key), self.of(item)) for key, item in value.items()]
             value.clear()
@@ -332,9 +333,10 @@ class _Settling:
             value.clear()
             value.update(members)
         for name in _attributes(value):  # of a class that the caller registered
-            if (made := self.of(old := getattr(value, name))) is not old:
-                object.__setattr__(value, name, made)
-        return value
+            held = self.of(old := getattr(value, name))
+            if made is not value or held is not old:
+                object.__setattr__(made, name, held)
+        return made
 
     def _value_of(self, record: Record) -> Any:
         if record.name not in _MADE:

@@ -25,6 +25,7 @@ from ckptstore.interop.formats.exports import Format
 from ckptstore.store import Store
 from tests.state.describing import describe
 from tests.state.drawing import states, tensors
+from tests.state.test_attributes import Point
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # torch, of quantized tensors
@@ -81,6 +82,20 @@ def test_an_export_for_torch_comes_back_by_import_bit_for_bit(
         raise
     again = import_path(store, path)
     assert describe(again.state_dict("s")) == describe(made.state_dict("s"))
+
+
+def test_a_tuple_with_attributes_and_a_value_that_torch_does_not_read_comes_back_whole(
+    store: Store, folder: Path
+) -> None:
+    point: Any = Point(None, slice(None))
+    point.name = 5
+    point.when = dt.date(2026, 1, 2)
+    made = store.commit({"s": point}, step=1)
+    export(made, folder / "point.pt")
+    again = import_path(store, folder / "point.pt").state_dict("s")
+    assert type(again) is Point
+    assert again == point
+    assert vars(again) == vars(point)
 
 
 @given(state=states)
