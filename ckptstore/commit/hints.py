@@ -4,12 +4,12 @@ The ids and checksums of its chunks, by which unchanged ones are found; and, wit
 bytes of those that changed little, as bases of patches. Losing any of it costs time alone.
 """
 
-import threading
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from ckptstore.core import forks
 from ckptstore.core.ids import ChunkId
 from ckptstore.objects import patches
 from ckptstore.repository.dedup import ChunkTable
@@ -50,7 +50,7 @@ class Held:
         self.kept_bytes = 0
         self._olds: dict[Place, Old] = {}
         self._leaves: dict[int, _Leaf] = {}
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
 
     def take(self, place: Place, chunk: ChunkId) -> Old | None:
         """The chunk that was kept at a place, if it is `chunk`. It is the caller's alone until

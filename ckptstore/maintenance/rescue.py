@@ -139,7 +139,7 @@ def find_source(
     places = [source for donor in donors for source in donor.places(chunk)]
     if whole:
         places = [source for source in places if not source.is_patch()]
-    for source in sorted(places, key=Source.is_patch):  # what is whole needs no other chunk
+    for source in sorted(places, key=lambda place: place.entry.depth):  # a whole one needs no other
         try:
             verify_at(source.storage, [source.key], source.entry)
             return source

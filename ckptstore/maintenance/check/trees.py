@@ -155,7 +155,7 @@ class Contents:
     def patch(self, chunk: ChunkId) -> StoredPatch:
         """A chunk that is stored as a patch; raises `Corrupt`, `NotFound` or `Unavailable`."""
         places = [p for p in self.inventory.places(chunk) if p.entry.codec == PATCH]
-        return stored_patch(self._storage, places)
+        return stored_patch(self._storage, sorted(places, key=lambda place: place.entry.depth))
 
     def tree(self, name: str, ref: TreeRef, chunk_bytes: int) -> Tree:
         """A tree's schema and complete content."""
@@ -244,19 +244,22 @@ class Contents:
 
 
 def bases_of_patches(tables: Iterable[FooterTable]) -> Mapping[ChunkId, ChunkId]:
-    """The base of each chunk that is stored as a patch and nowhere whole."""
-    found, whole = dict[ChunkId, ChunkId](), list[npt.NDArray[np.void]]()
+    """The base of each chunk that is stored as a patch and nowhere whole: of the copy that the
+    fewest patches make."""
+    found, whole = dict[ChunkId, tuple[int, ChunkId]](), list[npt.NDArray[np.void]]()
     for table in tables:
         is_patch = table["codec"] == PATCH
         if is_patch.any():
-            rows = table[["chunk", "patch_of"]][is_patch].tolist()
-            found.update((ChunkId(chunk), ChunkId(base)) for chunk, base in rows)
+            for name, base, depth in table[["chunk", "patch_of", "depth"]][is_patch].tolist():
+                nearest = found.get(ChunkId(name))
+                if nearest is None or depth < nearest[0]:
+                    found[ChunkId(name)] = depth, ChunkId(base)
         whole.append(table["chunk"][~is_patch])
     if found:
         for chunks in whole:
             for chunk in found.keys() & set(map(ChunkId, chunks.tolist())):
                 del found[chunk]
-    return found
+    return {chunk: base for chunk, (_, base) in found.items()}
 
 
 def taken(before: State, now: State) -> bool:
