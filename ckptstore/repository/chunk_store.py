@@ -192,13 +192,7 @@ class ObjectStore:
         where = self.located(ids)
         self.note_patched(where)
         packs = frozenset(where["pack"].tolist())
-        needed = [self.needs(number) for number in packs]
-        if None in needed:
-            raise NotFound(
-                "the base of a patch lies in no pack that the log lists; run `ckptstore fsck`, or "
-                "`ckptstore repair` with a mirror"
-            )
-        return packs.union(*filter(None, needed))
+        return packs.union(*(self._closure(number)[0] for number in packs))
 
     def note_patched(self, where: "NDArray[np.void]") -> None:
         """Remember in which packs patches were found. Reads their footers, once each."""
@@ -216,31 +210,36 @@ class ObjectStore:
         Who refers to a pack in the log refers to these, too: what is stored as a patch there lies
         in all of them.
         """
-        if not self._patched_packs:
-            return frozenset()
-        found, left = set[int](), {number}
+        found, is_whole = self._closure(number)
+        return found if is_whole else None
+
+    def _closure(self, number: int) -> tuple[frozenset[int], bool]:
+        """The packs that `needs` tells, as far as there are any, and whether no base is nowhere:
+        that of a patch which no commit needs may be gone."""
+        found, left, is_whole = set[int](), {number} if self._patched_packs else set[int](), True
         while left:
-            direct = self._direct_needs(left.pop())
-            if direct is None:
-                return None
+            direct, has_all = self._direct_needs(left.pop())
+            is_whole &= has_all
             left |= direct - found
             found |= direct
-        return frozenset(found)
+        return frozenset(found), is_whole
 
-    def _direct_needs(self, number: int) -> frozenset[int] | None:
-        """The packs that hold the bases of the patches in a pack; None if some base is nowhere."""
+    def _direct_needs(self, number: int) -> tuple[frozenset[int], bool]:
+        """The packs that hold the bases of the patches in a pack, and whether these are all."""
         packs = self._log.state.packs
         pack = packs.get(number)
         if pack is None or pack.id not in self._patched_packs:
-            return frozenset()
+            return frozenset(), True
         known = self._needs.get(number)
         if known is None or not all(n in packs and packs[n].live for n in known):
             where = self.locate(self._patched_packs[pack.id])
-            if not where["found"].all():
-                return None
-            self.note_patched(where)
-            known = self._needs[number] = frozenset(where["pack"].tolist())
-        return known
+            there = where[where["found"] == 1]
+            self.note_patched(there)
+            known = frozenset(there["pack"].tolist())
+            if len(there) < len(where):
+                return known, False
+            self._needs[number] = known
+        return known, True
 
     def is_there(self, pack: Pack) -> bool:
         """Whether a listed pack is complete on a local disk. Slow storage is not asked."""
