@@ -15,10 +15,10 @@ from ckptstore.objects import patches
 from ckptstore.repository.dedup import ChunkTable
 from ckptstore.repository.memory_budget import PatchMemory
 
-WAIT_MAX = 16
+WAIT_MAX = 128
 """A leaf that changes in most words is looked at again after so many commits at most."""
 
-Place: TypeAlias = tuple[int, int]
+LeafChunk: TypeAlias = tuple[int, int]
 """A leaf of a plan, and the number of a chunk in it."""
 
 
@@ -28,7 +28,7 @@ class Old(NamedTuple):
 
     id: ChunkId
     raw: memoryview
-    chain: patches.Chain
+    chain: patches.ChainLength
 
 
 @dataclass(slots=True)
@@ -41,27 +41,27 @@ class _Leaf:
     waited: int = 1
 
 
-class Held:
+class HeldChunks:
     """What the commits of one plan remember for the next: chunks in memory, and which leaves
     change in few words. Threads may share it, and saves that overlap: memory that one has taken,
     no other finds."""
 
     def __init__(self) -> None:
         self.kept_bytes = 0
-        self._olds: dict[Place, Old] = {}
+        self._olds: dict[LeafChunk, Old] = {}
         self._leaves: dict[int, _Leaf] = {}
         self._lock = forks.lock()
 
-    def take(self, place: Place, chunk: ChunkId) -> Old | None:
+    def take(self, at: LeafChunk, chunk: ChunkId) -> Old | None:
         """The chunk that was kept at a place, if it is `chunk`. It is the caller's alone until
         `keep` gives it back."""
-        old = self._olds.pop(place, None)
+        old = self._olds.pop(at, None)
         if old is not None and old.id != chunk:
             self.give_up(old)
             return None
         return old
 
-    def keep(self, place: Place, old: Old | None, now: Old, memory: PatchMemory) -> None:
+    def keep(self, at: LeafChunk, old: Old | None, now: Old, memory: PatchMemory) -> None:
         """Keep a copy of what is now at a place, in the memory of the `old` chunk that was taken
         there; nothing if `memory` does not admit it."""
         copy = old.raw if old and len(old.raw) == len(now.raw) else None
@@ -72,7 +72,7 @@ class Held:
             copy = memoryview(bytearray(len(now.raw)))
             self._count(len(copy))
         np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(now.raw, np.uint8))
-        self._olds[place] = Old(now.id, copy, now.chain)
+        self._olds[at] = Old(now.id, copy, now.chain)
 
     def give_up(self, old: Old | None) -> None:
         """Keep nothing in the memory of a chunk that was taken."""
@@ -86,7 +86,7 @@ class Held:
     def begin(self) -> None:
         """A commit begins: leaves that changed in most words are one commit nearer to the next
         look."""
-        for leaf in self._leaves.values():
+        for leaf in list(self._leaves.values()):  # saves that overlap may add some
             leaf.wait -= 1
 
     def is_dense(self, leaf: int) -> bool:
@@ -111,4 +111,4 @@ class DedupHints:
     chunks as bases of patches."""
 
     last: ChunkTable | None = None
-    held: Held = field(default_factory=Held)
+    held: HeldChunks = field(default_factory=HeldChunks)

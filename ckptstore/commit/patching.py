@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ckptstore.commit.hints import Held, Old
+from ckptstore.commit.hints import HeldChunks, Old
 from ckptstore.commit.plan import Cut, PlanPart
 from ckptstore.core.ids import ChunkId
 from ckptstore.errors import Corrupt, NotFound, Unavailable
@@ -33,7 +33,7 @@ _SAMPLES, _SAMPLE_BYTES = 4, 2 << 10
 class Patcher:
     """Makes patches for one commit. Threads may share it."""
 
-    def __init__(self, objects: ObjectStore, held: Held, memory: PatchMemory) -> None:
+    def __init__(self, objects: ObjectStore, held: HeldChunks, memory: PatchMemory) -> None:
         self._objects, self._held, self._memory = objects, held, memory
         held.begin()
 
@@ -50,8 +50,8 @@ class Patcher:
     ) -> NewPatch | None:
         """The patch that makes the chunk `new` of the chunk `old`, which was at its place; None if
         it is to be stored whole."""
-        place, width = (part.leaf, cut.number), part.width
-        taken = self._held.take(place, old)
+        here, width = (part.leaf, cut.number), part.width
+        taken = self._held.take(here, old)
         before: Old | None = taken
         try:
             if before is None and not self._is_other(old, raw, width):
@@ -67,7 +67,7 @@ class Patcher:
             return None
         stored = patches.encode(raw, before.raw, width, at, old, before.chain)
         chain = patches.head_of(stored).chain if stored else patches.WHOLE
-        self._held.keep(place, taken, Old(new, raw, chain), self._memory)
+        self._held.keep(here, taken, Old(new, raw, chain), self._memory)
         return NewPatch(new, summed, len(raw), width, old, stored) if stored else None
 
     def _is_other(self, old: ChunkId, raw: memoryview, width: int) -> bool:

@@ -35,14 +35,14 @@ Changed: TypeAlias = npt.NDArray[np.intp]
 """The numbers of words, in order."""
 
 
-class Chain(NamedTuple):
+class ChainLength(NamedTuple):
     """How far a chunk is from one that is stored whole: so many patches, of so many bytes."""
 
     depth: int = 0
     nbytes: int = 0
 
 
-WHOLE = Chain()
+WHOLE = ChainLength()
 """Of a chunk that is stored whole."""
 
 
@@ -52,7 +52,7 @@ class Head(NamedTuple):
     and of what follows the chunk's last whole word."""
 
     base: ChunkId
-    chain: Chain
+    chain: ChainLength
     words: int
     gaps_bytes: int
     gap_bytes: int
@@ -70,7 +70,7 @@ def changed(raw: memoryview, base: memoryview, width: int) -> Changed | None:
 
 
 def encode(
-    raw: memoryview, base: memoryview, width: int, at: Changed, named: ChunkId, chain: Chain
+    raw: memoryview, base: memoryview, width: int, at: Changed, named: ChunkId, chain: ChainLength
 ) -> bytes | None:
     """The patch that makes `raw` of `base`, the raw bytes of the chunk `named` at the end of
     `chain`; the words `at` differ (`changed`).
@@ -107,7 +107,7 @@ def head_of(stored: Stored) -> Head:
             f"a patch says that it is {depth} patches from a whole chunk, with gaps of {gap_bytes} "
             f"bytes; wanted 1 to {DEPTH_MAX}, and 1, 2 or 4; run `ckptstore fsck`"
         )
-    chain = Chain(depth, nbytes)
+    chain = ChainLength(depth, nbytes)
     return Head(ChunkId(base), chain, count, gaps_bytes, gap_bytes, tail_bytes)
 
 

@@ -26,7 +26,6 @@ from ckptstore.index.suspect_packs import SuspectPacks
 from ckptstore.log.log import Log
 from ckptstore.log.state import Pack, State
 from ckptstore.objects import codecs, patches
-from ckptstore.objects.pack import PATCHED_DTYPE, bases_named
 from ckptstore.repository.chunk_reader import (
     METADATA_BYTES_MAX,
     FileRange,
@@ -46,11 +45,11 @@ from ckptstore.repository.footers import (
     FooterBatches,
     is_elsewhere,
     read_copies,
-    read_table,
     readable_tables,
 )
 from ckptstore.repository.memory_budget import ReadRoom
-from ckptstore.repository.patch_chains import LOOKS, Chain, Whole, follow, groups
+from ckptstore.repository.patch_bases import PatchBases
+from ckptstore.repository.patch_chains import LOOKS, PatchChain, Whole, follow, groups
 from ckptstore.repository.thread_pool import Scratch, ThreadPool, one_by_one, shared
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.read_cache import ReadCache
@@ -102,11 +101,7 @@ class ObjectStore:
         self._remote = storage.capabilities.slow_requests
         self._batches = FooterBatches(storage) if self._remote else None
         self._indexed_below = 0
-        self._patched_packs: dict[PackId, bytes] = {}
-        """By pack in which a chunk was found that is a patch, the ids of the bases of its patches.
-        """
-        self._needs: dict[int, frozenset[int]] = {}
-        """By pack with patches, the packs that held their bases when they were last looked up."""
+        self.patch_bases = PatchBases(storage, log, self.locate, self.listed)
         self.rescue: Rescue | None = None
         self._lock = forks.lock()
 
@@ -143,8 +138,7 @@ class ObjectStore:
 
     def registered(self, number: int, pack: PackId, table: "NDArray[np.void]") -> None:
         """Index a pack of this process that a log entry has just registered."""
-        if table.dtype == PATCHED_DTYPE:
-            self._patched_packs[pack] = bases_named(table).tobytes()
+        self.patch_bases.written(pack, table)
         with self._lock:
             self.index.add_pack(number, pack, table)
             if number == self._indexed_below:
@@ -190,56 +184,9 @@ class ObjectStore:
         """The numbers of the packs that hold `ids`, and of those that hold the bases of patches
         there. Raises `NotFound`."""
         where = self.located(ids)
-        self.note_patched(where)
+        self.patch_bases.note(where)
         packs = frozenset(where["pack"].tolist())
-        return packs.union(*(self._closure(number)[0] for number in packs))
-
-    def note_patched(self, where: "NDArray[np.void]") -> None:
-        """Remember in which packs patches were found. Reads their footers, once each."""
-        patched = where[(where["codec"] == codecs.PATCH) & (where["found"] == 1)]
-        listed = self.listed(set(np.unique(patched["pack"]).tolist())) if len(patched) else {}
-        for pack in listed.values():
-            if pack.id not in self._patched_packs:
-                named = bases_named(read_table(self.storage, pack))
-                self._patched_packs[pack.id] = named.tobytes()
-
-    def needs(self, number: int) -> frozenset[int] | None:
-        """The packs that hold the bases of the patches in a pack, their bases, and so on; empty
-        for a pack in which no patch was found (`note_patched`). None if some base is nowhere.
-
-        Who refers to a pack in the log refers to these, too: what is stored as a patch there lies
-        in all of them.
-        """
-        found, is_whole = self._closure(number)
-        return found if is_whole else None
-
-    def _closure(self, number: int) -> tuple[frozenset[int], bool]:
-        """The packs that `needs` tells, as far as there are any, and whether no base is nowhere:
-        that of a patch which no commit needs may be gone."""
-        found, left, is_whole = set[int](), {number} if self._patched_packs else set[int](), True
-        while left:
-            direct, has_all = self._direct_needs(left.pop())
-            is_whole &= has_all
-            left |= direct - found
-            found |= direct
-        return frozenset(found), is_whole
-
-    def _direct_needs(self, number: int) -> tuple[frozenset[int], bool]:
-        """The packs that hold the bases of the patches in a pack, and whether these are all."""
-        packs = self._log.state.packs
-        pack = packs.get(number)
-        if pack is None or pack.id not in self._patched_packs:
-            return frozenset(), True
-        known = self._needs.get(number)
-        if known is None or not all(n in packs and packs[n].live for n in known):
-            where = self.locate(self._patched_packs[pack.id])
-            there = where[where["found"] == 1]
-            self.note_patched(there)
-            known = frozenset(there["pack"].tolist())
-            if len(there) < len(where):
-                return known, False
-            self._needs[number] = known
-        return known, True
+        return packs.union(*(self.patch_bases.needed(number).packs for number in packs))
 
     def is_there(self, pack: Pack) -> bool:
         """Whether a listed pack is complete on a local disk. Slow storage is not asked."""
@@ -363,7 +310,7 @@ class ObjectStore:
                 raise
             self.rescue(ids, out, error)
 
-    def chain_of(self, chunk: ChunkId) -> patches.Chain:
+    def chain_of(self, chunk: ChunkId) -> patches.ChainLength:
         """How far a chunk is from one that is stored whole. Raises `NotFound`, and `Corrupt` if it
         is a patch that cannot be read."""
         where = self.located(chunk)
@@ -460,7 +407,7 @@ class ObjectStore:
         self,
         request: Request,
         out: Mapping[int, memoryview],
-        chains: Mapping[ChunkId, Chain],
+        chains: Mapping[ChunkId, PatchChain],
     ) -> dict[int, Problem]:
         """Read the whole chunk at the end of the chain of each chunk of the request into the memory
         of `out`. Returns the problems of those that cannot be read."""
@@ -629,8 +576,7 @@ def _check(request: Request, i: int, made: memoryview, wanted: bytes) -> None:
     that is asked for."""
     if checksum(made) != wanted or (request.verify_ids and digest(made) != request.id(i)):
         raise Corrupt(
-            f"chunk {request.name(i)}, made of patches, does not match; run `ckptstore fsck "
-            "--read-data`"
+            "what patches make of its base does not match its checksum; run `ckptstore fsck`"
         )
 
 

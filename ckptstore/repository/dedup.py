@@ -139,7 +139,7 @@ class Dedup:
         there; 0 is none."""
         for number in set(packs) - self.reused:
             if number:
-                self.reused.update({number}, self._objects.needs(number) or ())
+                self.reused.update({number}, self._objects.patch_bases.needed(number).packs)
 
     def take(self, chunk: ChunkId) -> bool:
         """Whether the caller is the first to write a chunk that no live pack holds."""
@@ -168,10 +168,11 @@ class Dedup:
 
     def held(self, ids: bytes) -> dict[ChunkId, int]:
         """The raw size of each of `ids` that a live pack holds. Changes nothing."""
-        where = self._objects.locate(ids)[["chunk", "pack", "raw", "found"]].tolist()
+        where = self._objects.locate(ids)
+        self._objects.patch_bases.note(where)
         return {
             ChunkId(chunk): raw
-            for chunk, pack, raw, found in where
+            for chunk, pack, raw, found in where[["chunk", "pack", "raw", "found"]].tolist()
             if found and self._is_live(pack)
         }
 
@@ -180,15 +181,15 @@ class Dedup:
         if not self._state.packs:
             return dict.fromkeys(map(ChunkId, items_of(ids)), 0)
         where = self._objects.locate(ids)
-        self._objects.note_patched(where)
+        self._objects.patch_bases.note(where)
         rows = where[["chunk", "pack", "found"]].tolist()
         return {ChunkId(chunk): pack if found else 0 for chunk, pack, found in rows}
 
     def _is_live(self, number: int) -> bool:
         live = self._live.get(number)
         if live is None:
-            needed = self._objects.needs(number)
-            live = needed is not None and all(map(self._is_reliable, {number, *needed}))
+            needed = self._objects.patch_bases.needed(number)
+            live = needed.complete and all(map(self._is_reliable, {number, *needed.packs}))
             self._live[number] = live
         return live
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from ckptstore.core.ids import ChunkId
 from ckptstore.errors import Corrupt, NotFound, Unavailable
+from ckptstore.index.suspect_packs import SuspectPacks
 from ckptstore.log.state import Pack, State
 from ckptstore.objects import codecs, patches
 from ckptstore.repository.chunk_reader import (
@@ -47,10 +48,11 @@ READ_BYTES = 4 << 20
 """Patches that are read at once."""
 
 
-class Places(Protocol):
+class ChunkLookup(Protocol):
     """A store in which chunks are looked up."""
 
     storage: Storage
+    suspect_packs: SuspectPacks
 
     def located(self, ids: bytes) -> "NDArray[np.void]": ...
     def listed(self, numbers: set[int]) -> dict[int, Pack]: ...
@@ -68,7 +70,7 @@ Step: TypeAlias = StoredPatch | Whole | Problem
 
 
 @dataclass(slots=True)
-class Chain:
+class PatchChain:
     """The patches of a chunk, the nearest to it first, up to the chunk that is stored `whole`, or
     the problem that ended the search."""
 
@@ -83,15 +85,15 @@ class Chain:
 
 
 def follow(
-    places: Places, where: "NDArray[np.void]", steps: int = STEPS_MAX
-) -> dict[ChunkId, Chain]:
+    lookup: ChunkLookup, where: "NDArray[np.void]", steps: int = STEPS_MAX
+) -> dict[ChunkId, PatchChain]:
     """The chain of each chunk of `where`, by its id, at most so many `steps` of it. Raises
     `Unavailable`."""
-    chains = {ChunkId(chunk): Chain() for chunk in where["chunk"].tolist()}
+    chains = {ChunkId(chunk): PatchChain() for chunk in where["chunk"].tolist()}
     at = {chunk: chunk for chunk in chains}
     rows = where
     while at and steps:
-        taken, steps = _steps(places, rows), steps - 1
+        taken, steps = _steps(lookup, rows), steps - 1
         at = {
             chunk: base
             for chunk, now in at.items()
@@ -99,13 +101,13 @@ def follow(
         }
         bases = list(dict.fromkeys(at.values()))
         try:
-            rows = places.located(b"".join(bases))
+            rows = lookup.located(b"".join(bases))
         except NotFound:
-            rows, at = _located_alone(places, chains, at)
+            rows, at = _located_alone(lookup, chains, at)
     return chains
 
 
-def _extend(chain: Chain, step: Step) -> ChunkId | None:
+def _extend(chain: PatchChain, step: Step) -> ChunkId | None:
     """Add a step to a chain; the chunk to go on with, if it does not end."""
     if not isinstance(step, StoredPatch):
         chain.end = step
@@ -128,14 +130,14 @@ def _extend(chain: Chain, step: Step) -> ChunkId | None:
 
 
 def _located_alone(
-    places: Places, chains: Mapping[ChunkId, Chain], at: Mapping[ChunkId, ChunkId]
+    lookup: ChunkLookup, chains: Mapping[ChunkId, PatchChain], at: Mapping[ChunkId, ChunkId]
 ) -> tuple["NDArray[np.void]", dict[ChunkId, ChunkId]]:
     """The places of those bases that are anywhere; the chains of the others end."""
     rows, left = [], dict[ChunkId, ChunkId]()
     found = dict[ChunkId, NotFound | None]()
     for base in dict.fromkeys(at.values()):
         try:
-            rows.append(places.located(base))
+            rows.append(lookup.located(base))
             found[base] = None
         except NotFound as error:
             found[base] = error
@@ -144,10 +146,10 @@ def _located_alone(
             left[chunk] = base
         else:
             chains[chunk].end = problem
-    return np.concatenate(rows) if rows else places.located(b""), left
+    return np.concatenate(rows) if rows else lookup.located(b""), left
 
 
-def _steps(places: Places, rows: "NDArray[np.void]") -> dict[ChunkId, Step]:
+def _steps(lookup: ChunkLookup, rows: "NDArray[np.void]") -> dict[ChunkId, Step]:
     """What lies at each place: a whole chunk, a patch, or a problem. Chunks that a gc moves
     meanwhile are looked up again."""
     steps: dict[ChunkId, Step] = {}
@@ -158,23 +160,23 @@ def _steps(places: Places, rows: "NDArray[np.void]") -> dict[ChunkId, Step]:
             (ChunkId(chunk), Whole(whole[i : i + 1]))
             for i, chunk in enumerate(whole["chunk"].tolist())
         )
-        steps.update(_read(places, rows[is_patch]))
+        steps.update(_read(lookup, rows[is_patch]))
         moved = [chunk for chunk, step in steps.items() if isinstance(step, NotFound)]
         if not moved:
             break
-        places.look_again()
+        lookup.look_again()
         try:
-            rows = places.located(b"".join(moved))
+            rows = lookup.located(b"".join(moved))
         except NotFound:
             break
     return steps
 
 
-def _read(places: Places, rows: "NDArray[np.void]") -> Iterable[tuple[ChunkId, Step]]:
+def _read(lookup: ChunkLookup, rows: "NDArray[np.void]") -> Iterable[tuple[ChunkId, Step]]:
     """The patches at `rows`; `NotFound` for one whose pack is gone, or that lies elsewhere."""
     rows = rows[np.lexsort((rows["offset"], rows["pack"]))]
     numbers, entries = rows["pack"].tolist(), located_entries(rows)
-    packs = places.listed(set(numbers))
+    packs = lookup.listed(set(numbers))
     for some in coalesce(
         rows["offset"].tolist(),
         (rows["offset"] + rows["stored"]).tolist(),
@@ -187,20 +189,23 @@ def _read(places: Places, rows: "NDArray[np.void]") -> Iterable[tuple[ChunkId, S
             gone = NotFound(f"pack {numbers[some.start]} is not listed; run `ckptstore reindex`")
             yield from ((read.entry.chunk, gone) for read in reads)
             continue
-        for found in read_run(places.storage, keys_of(pack), MergedRead(reads)):
-            yield found.read.entry.chunk, _step(places.storage, pack, found)
+        for found in read_run(lookup.storage, keys_of(pack), MergedRead(reads)):
+            yield found.read.entry.chunk, _step(lookup, pack, found)
 
 
-def _step(storage: Storage, pack: Pack, found: Found) -> Step:
-    """A patch that was read from a pack, or why not. Raises `Unavailable`."""
+def _step(lookup: ChunkLookup, pack: Pack, found: Found) -> Step:
+    """A patch that was read from a pack, or why not: a pack that has lost one is not relied on any
+    more. Raises `Unavailable`."""
     if isinstance(found, StoredPatch):
         return found
     assert isinstance(found, Unread)  # what is stored whole is not read here
     problem = found.problem
     if isinstance(problem, Unavailable):
         raise problem
-    if isinstance(problem, Corrupt) and is_elsewhere(storage, pack, found.read.entry):
-        return NotFound(f"the chunk lies elsewhere than the index says: {problem}")
+    if isinstance(problem, Corrupt):
+        if is_elsewhere(lookup.storage, pack, found.read.entry):
+            return NotFound(f"the chunk lies elsewhere than the index says: {problem}")
+        lookup.suspect_packs.add(pack.id)
     return problem
 
 

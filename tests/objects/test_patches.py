@@ -16,7 +16,7 @@ WIDTHS = (1, 2, 4, 8, 16, 3)
 
 
 def made(
-    raw: memoryview, base: memoryview, width: int, named: ChunkId, chain: patches.Chain
+    raw: memoryview, base: memoryview, width: int, named: ChunkId, chain: patches.ChainLength
 ) -> bytes | None:
     at = patches.changed(raw, base, width)
     return None if at is None else patches.encode(raw, base, width, at, named, chain)
@@ -50,7 +50,7 @@ def test_a_patch_makes_the_chunk_of_its_base(seed: int) -> None:
         assert out == raw, f"seed {seed}: {len(raw)} bytes of {width}"
         head = patches.head_of(stored)
         assert head.base == BASE
-        assert head.chain == patches.Chain(1, len(stored))
+        assert head.chain == patches.ChainLength(1, len(stored))
     assert count > 100
 
 
@@ -68,12 +68,12 @@ def test_what_changes_too_much_or_lies_too_far_is_no_patch() -> None:
     other = memoryview(np.arange(len(raw) // 2, dtype="<u2")[::-1].copy()).cast("B")
     assert made(other, base, 2, BASE, patches.WHOLE) is None
     assert made(raw, base[:-2], 2, BASE, patches.WHOLE) is None
-    far = patches.Chain(patches.DEPTH_MAX, 100)
+    far = patches.ChainLength(patches.DEPTH_MAX, 100)
     assert made(raw, base, 2, BASE, far) is None
-    assert made(raw, base, 2, BASE, patches.Chain(3, len(raw) - len(whole) + 1)) is None
-    near = made(raw, base, 2, BASE, patches.Chain(3, len(raw) - len(whole)))
+    assert made(raw, base, 2, BASE, patches.ChainLength(3, len(raw) - len(whole) + 1)) is None
+    near = made(raw, base, 2, BASE, patches.ChainLength(3, len(raw) - len(whole)))
     assert near is not None
-    assert patches.head_of(near).chain == patches.Chain(4, len(raw))
+    assert patches.head_of(near).chain == patches.ChainLength(4, len(raw))
 
 
 def test_each_bit_that_is_turned_in_a_patch_is_noticed() -> None:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import ckptstore
 from ckptstore.commit.transaction import Destination, Transaction
-from ckptstore.core.ids import ChunkId, checksum, digest
+from ckptstore.core.ids import ChunkId, checksum, digest, pack_key
 from ckptstore.core.model import PackEntry
 from ckptstore.maintenance.mover import list_packs
 from ckptstore.objects import codecs, patches
@@ -33,7 +34,7 @@ def patch(n: int, base: int, depth: int = 0) -> NewPatch:
     (name, raw), (of, before) = chunk(n), chunk(base)
     at = patches.changed(raw, before, 2)
     assert at is not None
-    stored = patches.encode(raw, before, 2, at, of, patches.Chain(depth, 10))
+    stored = patches.encode(raw, before, 2, at, of, patches.ChainLength(depth, 10))
     assert stored is not None
     return NewPatch(name, checksum(raw), len(raw), 2, of, stored)
 
@@ -129,3 +130,39 @@ def test_chunks_that_are_patches_of_each_other_are_read_where_whole_copies_are(
     listed(handle, [patch(1, 2)], whole=2)
     for n in (1, 2):
         assert read(handle, n) == bytes(chunk(n)[1])
+
+
+def test_a_patch_that_no_commit_needs_may_lack_its_base(tmp_path: Path) -> None:
+    """Its pack came back for a whole chunk beside it: a gc has nothing to complain of, and who
+    finds the patch writes the chunk anew."""
+    whole, lost = (torch.frombuffer(bytearray(chunk(n)[1]), dtype=torch.int16) for n in (5, 1))
+    with ckptstore.open(tmp_path / "store") as store:
+        listed(store._handle, [patch(1, 0)], whole=5)
+        store.commit({"w": whole}, step=1)
+        report = store.gc(max_unused=0.0, grace_s=0)
+        assert not report.problems
+        listed(store._handle, [patch(1, 0)], whole=6)
+        store.tag("kept", 1)
+        store.commit({"w": lost}, step=2)
+        assert torch.equal(store.checkout(2).read("w"), lost)
+        assert not store.fsck(read_data="all").findings
+
+
+def test_a_pack_that_has_lost_a_patch_is_not_relied_on(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        handle = store._handle
+        listed(handle, [patch(1, 0)], whole=0)
+        listed(handle, [patch(2, 1, 1)])
+        listed(handle, [patch(3, 2, 2)])
+        second = handle.log.replay().packs[2].id
+        damaged = tmp_path / "store" / pack_key(second)
+        data = bytearray(damaged.read_bytes())
+        data[80] ^= 1
+        damaged.chmod(0o600)
+        damaged.write_bytes(data)
+        with pytest.raises(ckptstore.Corrupt, match="own checksum"):
+            read(handle, 3)
+        assert second in handle.objects.suspect_packs.packs()
+        value = torch.frombuffer(bytearray(chunk(3)[1]), dtype=torch.int16)
+        store.commit({"w": value}, step=1)
+        assert torch.equal(store.checkout(1).read("w"), value)

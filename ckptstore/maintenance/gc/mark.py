@@ -30,7 +30,7 @@ from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.log.state import Pack, State
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of, read_document
-from ckptstore.objects.pack import PAGE, PATCHED_DTYPE, FooterTable, bases_named
+from ckptstore.objects.pack import PAGE, PATCHED_DTYPE, FooterTable
 from ckptstore.objects.pages import decode_page
 from ckptstore.repository import footers
 from ckptstore.repository.chunk_reader import (
@@ -80,7 +80,7 @@ class Holdings:
         self._depths: dict[int, npt.NDArray[np.uint8]] = {}
         """By pack with patches, how many patches it takes to make each of its chunks."""
         self.bases_of_patches: dict[int, Keys] = {}
-        """By pack with patches, the keys of their bases."""
+        """By pack with patches, the key of the base of each of its chunks that is one."""
 
     def put(self, pack: int, table: FooterTable) -> None:
         """Add the footer of the pack at position `pack`. Chunks of a pack that is never put
@@ -93,7 +93,7 @@ class Holdings:
             self._bases[pack] = table["base"].copy()
         if table.dtype == PATCHED_DTYPE:
             self._depths[pack] = table["depth"].copy()
-            self.bases_of_patches[pack] = short_keys(bases_named(table).tobytes())
+            self.bases_of_patches[pack] = short_keys(table["patch_of"].tobytes())
         self._put[pack] = True
 
     def sort(self) -> None:
@@ -151,15 +151,15 @@ class Holdings:
             own[needed[needed != NO_BASE]] = True
         return assigned
 
-    def patch_bases(self, assigned: npt.NDArray[np.bool_]) -> Keys:
-        """The keys of the bases of all patches in packs that have an assigned chunk."""
-        none = np.empty(0, np.uint64)
-        return np.concatenate(
-            [
-                none,
-                *(k for p, k in self.bases_of_patches.items() if self.of_pack(p, assigned).any()),
-            ]
-        )
+    def patch_bases(self, assigned: npt.NDArray[np.bool_]) -> tuple[Keys, Keys]:
+        """The keys of the bases of assigned patches, and of all patches in packs that have an
+        assigned chunk."""
+        needed, kept = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
+        for pack, bases in self.bases_of_patches.items():
+            own, is_patch = self.of_pack(pack, assigned), self._depths[pack] > 0
+            needed.append(bases[own & is_patch])
+            kept.append(bases[is_patch] if own.any() else bases[:0])
+        return np.concatenate(needed), np.unique(np.concatenate(kept))
 
     def contested(self) -> dict[int, npt.NDArray[np.int64]]:
         """The assigned chunks that other packs hold too, by pack and in order of offset, each
@@ -358,13 +358,14 @@ class _Marking:
 
     def assign(self) -> npt.NDArray[np.bool_]:
         """Assign live chunks to packs, and with them the bases of the patches there."""
-        assigned, known = self._assign(), 0
+        assigned, known = self._assign(), (0, 0)
         while self.holdings.bases_of_patches:
-            keys = np.unique(self.holdings.patch_bases(assigned))
-            if len(keys) == known:
+            needed, kept = self.holdings.patch_bases(assigned)
+            if (len(needed), len(kept)) == known:
                 break
-            known = len(keys)
-            self.missing.update(self.holdings.need(keys).tolist())
+            known = len(needed), len(kept)
+            self.holdings.need(kept)  # that of a patch which no commit needs may be gone
+            self.missing.update(self.holdings.need(needed).tolist())
             assigned = self._assign()
         return assigned
 

@@ -33,7 +33,7 @@ from ckptstore.plugin.snapshots import (
 )
 from ckptstore.plugin.text import bytes_text
 from ckptstore.plugin.work import free_bytes
-from ckptstore.plugins.follow.plan import Held, Plan, plan
+from ckptstore.plugins.follow.plan import FollowPlan, TargetContent, plan
 from ckptstore.plugins.follow.turns import Turns
 
 logger = logging.getLogger("ckptstore")
@@ -104,7 +104,7 @@ class Follower:
         self._failure: BaseException | None = None
         self._returned: CommitId | None = None
         self._applied: Applied | None = None
-        self._held: Held | None = None
+        self._held: TargetContent | None = None
         self._is_unknown = False
         self._memory = memoryview(b"")
         self._position: object = None
@@ -315,7 +315,7 @@ class Follower:
         options = replace(self._options.restore, rehearse=held is None)
         operation = begin_restore(snapshot, self._target, options)
         reading = operation.reading  # refuses pages that contradict the shapes
-        planned = plan(held or Held(), operation.wanted)
+        planned = plan(held or TargetContent(), operation.wanted)
         if held is None:
             # Nobody sees the target now, so it is read into place, chunk by chunk.
             return self._write(snapshot, operation, planned, operation.read, 0.0)
@@ -339,7 +339,7 @@ class Follower:
         self,
         snapshot: Snapshot,
         operation: RestoreOperation,
-        planned: Plan,
+        planned: FollowPlan,
         write: Callable[[], None],
         read_s: float,
     ) -> Applied:
@@ -358,7 +358,9 @@ class Follower:
             self._is_unknown = False
         return applied
 
-    def _read_aside(self, operation: RestoreOperation, planned: Plan) -> dict[ChunkId, memoryview]:
+    def _read_aside(
+        self, operation: RestoreOperation, planned: FollowPlan
+    ) -> dict[ChunkId, memoryview]:
         """The chunks that the target lacks, verified, in memory of their own.
 
         It is kept for the next commit: of a run that changes every chunk, fresh pages would cost
@@ -402,7 +404,9 @@ class Follower:
             self._options.on_commit(applied.commit)
 
 
-def _refuse_losses(planned: Plan, aside: dict[ChunkId, memoryview], snapshot: Snapshot) -> None:
+def _refuse_losses(
+    planned: FollowPlan, aside: dict[ChunkId, memoryview], snapshot: Snapshot
+) -> None:
     """Raise `InvalidInput` if a conversion loses more than precision, before anything is written.
     That all values of a leaf become zero is seen only where all of it is read."""
     found = []
@@ -423,7 +427,7 @@ def _refuse_losses(planned: Plan, aside: dict[ChunkId, memoryview], snapshot: Sn
     refuse_losses(found, snapshot.id)
 
 
-def _synchronize(planned: Plan) -> None:
+def _synchronize(planned: FollowPlan) -> None:
     """Wait for what was launched on the devices of the target."""
     for device in planned.devices:
         module: Any = getattr(torch, device.type, None)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Place(NamedTuple):
+class TensorMemory(NamedTuple):
     """The memory of one tensor of the target, the box of the leaf that it takes, and the leaf's
     dtype."""
 
@@ -29,42 +29,42 @@ class Place(NamedTuple):
     committed: str
 
 
-class Spot(NamedTuple):
+class ChunkSpot(NamedTuple):
     """Where one chunk lands: from byte `at` of a place on, or else in a region of it."""
 
-    place: Place
+    place: TensorMemory
     at: int | None
     region: object
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TargetContent:
     """What a target holds: the chunk at each spot, and how often torch saw each place written."""
 
-    chunks: Mapping[Spot, ChunkId] = field(default_factory=dict)
-    versions: Mapping[Place, int | None] = field(default_factory=dict)
+    chunks: Mapping[ChunkSpot, ChunkId] = field(default_factory=dict)
+    versions: Mapping[TensorMemory, int | None] = field(default_factory=dict)
     alive: Sequence["torch.Tensor"] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TargetTensor:
     """The tensor that takes one request, its place, and the chunks that it lacks."""
 
     want: ReadRequest
     tensor: "torch.Tensor"
-    place: Place
+    place: TensorMemory
     lacking: tuple[ChunkRead, ...]
     count: int
     """How many chunks it has in all."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FollowPlan:
     """The chunks that each tensor of a target lacks, and what all spots hold when these have
     landed."""
 
-    targets: tuple[Target, ...]
-    chunks: Mapping[Spot, ChunkId]
+    targets: tuple[TargetTensor, ...]
+    chunks: Mapping[ChunkSpot, ChunkId]
 
     @property
     def lacking(self) -> Iterator[ChunkRead]:
@@ -77,16 +77,16 @@ class Plan:
         devices = (target.tensor.device for target in self.targets)
         return frozenset(device for device in devices if device.type != "cpu")
 
-    def held(self) -> Held:
+    def held(self) -> TargetContent:
         """What the target holds now that everything has landed."""
         versions = {target.place: _version(target.tensor) for target in self.targets}
-        return Held(self.chunks, versions, tuple(target.tensor for target in self.targets))
+        return TargetContent(self.chunks, versions, tuple(target.tensor for target in self.targets))
 
 
-def plan(held: Held, wanted: Iterable[ReadRequest]) -> Plan:
+def plan(held: TargetContent, wanted: Iterable[ReadRequest]) -> FollowPlan:
     """What to read so that a target that holds `held` gets all of `wanted`. Leaves that lie in
     pages are left out, since the pages have been read."""
-    chunks: dict[Spot, ChunkId] = {}
+    chunks: dict[ChunkSpot, ChunkId] = {}
     targets = []
     for want in wanted:
         destination: Any = want.destination  # of a tensor, as a restore has
@@ -95,12 +95,12 @@ def plan(held: Held, wanted: Iterable[ReadRequest]) -> Plan:
         lacking, memory = list[ChunkRead](), destination.memory()
         pieces = _pieces(want)
         for piece in pieces:
-            spot = Spot(place, piece.at, piece.region)
+            spot = ChunkSpot(place, piece.at, piece.region)
             chunks[spot] = piece.chunk
             if not is_known or held.chunks.get(spot) != piece.chunk:
                 lacking.append(ChunkRead(piece, want, memory))
-        targets.append(Target(want, destination.tensor, place, tuple(lacking), len(pieces)))
-    return Plan(tuple(targets), chunks)
+        targets.append(TargetTensor(want, destination.tensor, place, tuple(lacking), len(pieces)))
+    return FollowPlan(tuple(targets), chunks)
 
 
 def _pieces(want: ReadRequest) -> list[ChunkTarget]:
@@ -108,8 +108,8 @@ def _pieces(want: ReadRequest) -> list[ChunkTarget]:
     return [] if is_inline else list(want.tree.pieces(want.number, want.box))
 
 
-def _place(want: ReadRequest, tensor: "torch.Tensor") -> Place:
-    return Place(
+def _place(want: ReadRequest, tensor: "torch.Tensor") -> TensorMemory:
+    return TensorMemory(
         str(tensor.device),
         tensor.data_ptr(),
         tuple(tensor.shape),
