@@ -54,7 +54,6 @@ _COLUMNS = ("chunk", "checksum", "offset", "stored", "raw", "codec", "width", "k
 _MAGIC, _MAGIC_AT_END = b"CKPTPACK", b"KCAPTPKC"
 _VERSION, _VERSION_PATCHED = 2, 3
 _HEAD = struct.Struct("<8sIIQQ")
-_LARGEST = (1 << 32) - 1
 _NO_CHUNK = bytes(32)
 
 

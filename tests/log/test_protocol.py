@@ -36,6 +36,8 @@ HOLDING = [
     Scope(wants=("b",), patching=True),
     Scope(wants=("c",), patching=True, undeleting=False),
     Scope(wants=("b",), patching=True, duplicate=True, undeleting=False),
+    Scope(wants=("c",), mixed=True),
+    Scope(wants=("c", "b"), mixed=True, forgetting=False),
 ]
 HOLDING_LONG = [
     Scope(),
@@ -63,6 +65,7 @@ HOLDING_LONG = [
     Scope(wants=("b",), thinning=True, sending=True, undeleting=False),
     Scope(wants=("c",), patching=True),
     Scope(wants=("b", "c"), patching=True, undeleting=False),
+    Scope(wants=("c", "b"), mixed=True, undeleting=False),
     Scope(wants=("b",), patching=True, copies=2),
     Scope(wants=("c",), patching=True, duplicate=True, gcs=2, undeleting=False),
 ]

@@ -9,7 +9,6 @@ from ckptstore.core.ids import PackId, SessionId
 from ckptstore.log.entries import Condemn, Delete, Register
 from ckptstore.log.state import State
 from tests.log.model.world import (
-    BASES,
     LETTERS,
     Collector,
     Move,
@@ -17,6 +16,7 @@ from tests.log.model.world import (
     Scope,
     World,
     append,
+    bases_of,
     mask_of,
     pack_of,
     record,
@@ -135,8 +135,8 @@ def _mark(state: State, gc: Collector, scope: Scope, *, reverse: bool, spare: bo
         keep = _keep(state, chunks, reverse=reverse)
         stay = {p for _, p in keep}
         held = {c for p in state.packs.values() if p.id in stay for c in LETTERS[p.bytes]}
-        patches = held & BASES.keys() if scope.patching and not scope.shallow_mark else ()
-        needed = {BASES[c] for c in patches}
+        bases = {} if scope.shallow_mark else bases_of(scope)
+        needed = {base for c, base in bases.items() if c in held}
         if needed <= chunks:
             break
         chunks |= needed

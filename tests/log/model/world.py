@@ -24,6 +24,8 @@ LETTERS = {
 BASES = {"b": "a", "c": "b"}
 """Where chunks are patches: the base of each. What is written without its base is written with it,
 which stands for a chunk that is stored whole."""
+MIXED_BASES = {"b": "a"}
+"""Where a pack has a patch and, beside it, a whole chunk for which it may be referred to alone."""
 STORE = StoreId("0" * 32)
 KEPT = CommitId("k0")
 THIN = CommitId("t0")
@@ -56,6 +58,7 @@ class Scope:
     thinning: bool = False
     sending: bool = False
     patching: bool = False
+    mixed: bool = False
     shallow_writer: bool = False
     shallow_mark: bool = False
     shallow_undelete: bool = False
@@ -102,12 +105,17 @@ Label: TypeAlias = tuple[object, ...]
 Move: TypeAlias = tuple[Label, World]
 
 
+def bases_of(scope: Scope) -> dict[str, str]:
+    """The base of each chunk that is a patch."""
+    return MIXED_BASES if scope.mixed else BASES if scope.patching else {}
+
+
 def made_of(chunks: str | set[str], scope: Scope) -> set[str]:
     """Chunks, and the bases that they need, and so on."""
     found, left = set[str](), set(chunks)
     while left:
         found |= left
-        left = {BASES[c] for c in left if c in BASES} - found if scope.patching else set()
+        left = {base for c, base in bases_of(scope).items() if c in left} - found
     return found
 
 
@@ -186,6 +194,8 @@ def start(scope: Scope) -> World:
     masks = (mask_of("ab"), mask_of("a"))[: 2 if scope.duplicate else 1]
     if scope.patching:  # each written by a commit of its own
         masks = (mask_of("a"), mask_of("b"), *masks[1:])
+    if scope.mixed:
+        masks = (mask_of("a"), mask_of("bc"), *masks[1:])
     owned = tuple(record(PackId(f"{session_of('k0')}-0-{i}"), mask) for i, mask in enumerate(masks))
     writers = tuple(Writer("look", f"w{i}", frozenset()) for i in range(len(scope.wants)))
     world = World(
@@ -199,7 +209,7 @@ def start(scope: Scope) -> World:
         frozenset({KEPT}),
     )
     for body in (
-        commit_body("k0", "b" if scope.patching else "ab", owned, frozenset()),
+        commit_body("k0", "b" if scope.patching or scope.mixed else "ab", owned, frozenset()),
         *(commit_body(name, "", (), frozenset()) for name in ("k1", "k2")),
     ):
         assert refusal(world, body) is None
