@@ -36,8 +36,8 @@ class Halting(Forked, Protocol):
 
 _locks: "WeakSet[Any]" = WeakSet()
 _surviving: "WeakSet[Forked]" = WeakSet()
-_halting: "WeakSet[Halting]" = WeakSet()
-_innermost: "WeakSet[Halting]" = WeakSet()
+_halting: "tuple[WeakSet[Halting], ...]" = (WeakSet(), WeakSet(), WeakSet())
+"""One set for each turn of `halts_for_forks`."""
 _one_fork = threading.Lock()
 """Held during a fork: those of two threads take turns."""
 _halted: list[Halting] = []
@@ -87,16 +87,18 @@ def survives_forks(owner: Forked) -> None:
     _surviving.add(owner)
 
 
-def halts_for_forks(owner: Halting, *, innermost: bool = False) -> None:
-    """Halt `owner` during each fork as long as it lives. Mark it `innermost` if threads enter it
-    while they are inside other owners, also through the garbage collector: it is then halted last.
+def halts_for_forks(owner: Halting, *, turn: int = 1) -> None:
+    """Halt `owner` during each fork as long as it lives, after those of lower turns.
+
+    Turn 0 has the garbage collector, whose finalizers enter the others. Turn 2 has what threads
+    enter while they are inside others.
     """
-    (_innermost if innermost else _halting).add(owner)
+    _halting[turn].add(owner)
 
 
 def _before() -> None:
     _one_fork.acquire()
-    for owner in (*_halting, *_innermost):
+    for owner in (owner for turn in _halting for owner in list(turn)):
         owner.halt()
         _halted.append(owner)
 

@@ -18,10 +18,25 @@ from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+from weakref import ref
 
-from ckptstore.core.forks import lock, survives_forks
+from ckptstore.core.forks import halts_for_forks, lock, survives_forks
 from ckptstore.core.paths import rights
 from ckptstore.errors import Unavailable
+
+_FORK_TIMEOUT_S = 2.0
+
+
+class _Garbage:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def _collects() -> bool:
+    """Whether a collection can begin: not while one is in progress, on any thread."""
+    found = ref(_Garbage())
+    gc.collect(0)
+    return found() is None
 
 
 class _Uncollected:
@@ -31,6 +46,32 @@ class _Uncollected:
         self.lock = lock()
         self.inside, self.was_on = 0, False
         survives_forks(self)
+        halts_for_forks(self, turn=0)
+
+    def enter(self) -> None:
+        with self.lock:
+            if self.inside == 0:
+                self.was_on = gc.isenabled()
+                gc.disable()
+            self.inside += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            self.inside = max(self.inside - 1, 0)
+            if self.inside == 0 and self.was_on:
+                gc.enable()
+
+    def halt(self) -> None:
+        """No collection is in progress at a fork. A finalizer lets other threads run, and a child
+        that one of them forks meanwhile never collects again; worse, it has objects in lists that
+        begin on the stack of a thread that it lacks, and crashes when that memory is used anew.
+        Only a collection that itself forks is not awaited to its end."""
+        self.enter()
+        deadline = time.monotonic() + _FORK_TIMEOUT_S
+        while not _collects() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    go_on = leave
 
     def forked(self) -> None:
         """A child has none of the threads that were within `uncollected`, so the count starts at
@@ -53,19 +94,11 @@ def uncollected() -> Iterator[None]:
     it only for short work without I/O: it affects the whole process, and cycles that hold device
     memory are freed later.
     """
-    within = _uncollected
-    with within.lock:
-        if within.inside == 0:
-            within.was_on = gc.isenabled()
-            gc.disable()
-        within.inside += 1
+    _uncollected.enter()
     try:
         yield
     finally:
-        with within.lock:
-            within.inside = max(within.inside - 1, 0)
-            if within.inside == 0 and within.was_on:
-                gc.enable()
+        _uncollected.leave()
 
 
 @cache

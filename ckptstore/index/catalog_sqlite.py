@@ -42,7 +42,7 @@ class _Calls:
 
     def __init__(self) -> None:
         self.forked()
-        halts_for_forks(self, innermost=True)
+        halts_for_forks(self, turn=2)
 
     def forked(self) -> None:
         self._changed, self._halting = threading.Condition(), False

@@ -3,6 +3,8 @@
 import gc
 import os
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -76,6 +78,70 @@ def test_a_process_that_is_forked_meanwhile_collects() -> None:
             os._exit(0 if gc.isenabled() else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert not gc.isenabled()
+
+
+class Finalized:
+    """Garbage that takes its time: other threads run while it is collected."""
+
+    begun: threading.Event
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        self.begun.set()
+        time.sleep(0.3)
+
+
+def _collects() -> bool:
+    """Whether the collector finds garbage here: not while a collection is in progress."""
+    garbage = Finalizable()
+    found = weakref.ref(garbage)
+    del garbage
+    gc.collect()
+    return found() is None
+
+
+class Finalizable:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_a_child_is_not_forked_in_the_middle_of_a_collection() -> None:
+    """It would never collect again, and its lists of objects would begin on the stack of a thread
+    that it does not have: it may crash at any later moment."""
+    Finalized.begun = threading.Event()
+
+    def collect() -> None:
+        Finalized()
+        gc.collect()
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    assert Finalized.begun.wait(60)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if gc.isenabled() and _collects() else 1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    thread.join()
+    assert code == 0
+    assert gc.isenabled()
+
+
+def test_a_fork_within_a_collection_of_its_own_thread_does_not_wait_for_itself() -> None:
+    codes = []
+
+    class Forks(Finalizable):
+        def __del__(self) -> None:
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    Forks()
+    gc.collect()
+    assert codes == [0]
+    assert gc.isenabled()
 
 
 def test_a_walk_over_many_leaves_waits_for_no_collection() -> None:
