@@ -59,11 +59,12 @@ DOORS = {
 chooses where the log lies, and who copies or checks the objects of all."""
 
 BESIDE = {
-    "formats": ("adopt", "torchsnapshot"),
+    "adopt": ("parsers",),
+    "formats": ("adopt", "parsers", "torchsnapshot"),
     "trainers": ("adopt", "formats"),
     "trackers": ("adopt", "formats", "trainers"),
     "torch_checkpointing": ("adopt",),
-    "ui": ("adopt", "analysis"),
+    "ui": ("adopt", "analysis", "parsers"),
     "follow": ("formats",),
 }
 """The plugins that a plugin stands on."""

@@ -18,9 +18,12 @@ from typing import Any, Literal, TypeAlias
 from ckptstore.errors import InvalidInput, Unavailable
 from ckptstore.foreign.magic import (
     GGUF_MAGIC,
+    HDF5_MAGIC,
     LEGACY_MAGIC,
     NPY_MAGIC,
     SAFETENSORS_HEADER_BYTES_MAX,
+    TAR_MAGIC,
+    TAR_MAGIC_AT,
     ZIP_MAGIC,
 )
 from ckptstore.foreign.plain_pickles import known_names, outermost, save, settled
@@ -32,12 +35,16 @@ _logger = logging.getLogger("ckptstore")
 FileKind: TypeAlias = Literal["torch", "files"]
 """What reads a file: torch, or the parsers of an adoption, which run nothing."""
 
-_TAR_MAGIC, _TAR_MAGIC_AT = b"ustar", 257
+_TORCH_TAR = (b"sys_info\0", b"pickle\0", b"tensors\0", b"storages\0")
+"""How files of torch before 0.1.12 begin, which are tar archives."""
 _LEGACY_NUMBER = LEGACY_MAGIC[2:]
 """What is the same in all protocols of the pickle with which files of torch before 1.6 begin."""
 
 _HEAD_BYTES = 512
-_READ = "safetensors, torch.save (also TorchScript), .npy, .npz, GGUF, or a directory"
+_READ = (
+    "safetensors, torch.save (also TorchScript), .npy, .npz, GGUF, HDF5, .keras, .onnx, .nemo, or a "
+    "directory"
+)
 
 
 def file_kind(path: Path) -> FileKind:
@@ -52,7 +59,9 @@ def file_kind(path: Path) -> FileKind:
         ) from error
     if head.startswith(ZIP_MAGIC):
         return _archive_kind(path)
-    if head[_TAR_MAGIC_AT:].startswith(_TAR_MAGIC) or _LEGACY_NUMBER in head[:32]:
+    if head[TAR_MAGIC_AT:].startswith(TAR_MAGIC):
+        return "torch" if head.startswith(_TORCH_TAR) else "files"
+    if _LEGACY_NUMBER in head[:32]:
         return "torch"
     if _is_pickle(head):
         raise InvalidInput(
@@ -60,7 +69,7 @@ def file_kind(path: Path) -> FileKind:
             f"Python's pickle and commit the state. `ckptstore adopt {path.parent}` commits the "
             "directory that it is in and runs nothing"
         )
-    if head.startswith((NPY_MAGIC, GGUF_MAGIC)) or is_safetensors(head):
+    if head.startswith((NPY_MAGIC, GGUF_MAGIC, HDF5_MAGIC)) or is_safetensors(head):
         return "files"
     raise _unknown(path, _said(head))
 
@@ -86,7 +95,7 @@ def _archive_kind(path: Path) -> FileKind:
     is_script = any(name.endswith("/constants.pkl") for name in names)
     if any(name.endswith("/data.pkl") for name in names) and not is_script:
         return "torch"
-    if is_script or any(name.endswith(".npy") for name in names):
+    if is_script or any(name.endswith((".npy", ".h5")) for name in names):
         return "files"
     some = ", ".join(names[:3])
     raise _unknown(path, f"a zip archive of other files ({some:.80})")

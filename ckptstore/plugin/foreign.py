@@ -2,9 +2,12 @@
 
 from ckptstore.foreign.magic import (
     GGUF_MAGIC,
+    HDF5_MAGIC,
     LEGACY_MAGIC,
     NPY_MAGIC,
     SAFETENSORS_HEADER_BYTES_MAX,
+    TAR_MAGIC,
+    TAR_MAGIC_AT,
     ZIP_MAGIC,
 )
 from ckptstore.foreign.sources import (

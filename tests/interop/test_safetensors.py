@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import ckptstore
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.formats import Labels, export, exports, import_path
-from ckptstore.plugins.adopt.safetensors_header import encode_header, parse_header, read_header
+from ckptstore.plugins.parsers.safetensors_header import encode_header, parse_header, read_header
 from ckptstore.store import Store
 from tests.maintenance.stores import files, flip
 

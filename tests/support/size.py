@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 PLUGINS = {
+    "parsers": ("plugins/parsers/",),
     "adopt": ("plugins/adopt/",),
     "formats": ("interop/formats/", "interop/fsspec.py", "interop/serving.py"),
     "trainers": (

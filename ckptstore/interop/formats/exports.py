@@ -21,7 +21,7 @@ from ckptstore.plugin.snapshots import Snapshot, contents_of
 from ckptstore.plugins.adopt.adopting import SUFFIX
 from ckptstore.plugins.adopt.commit_files import tensor_name
 from ckptstore.plugins.adopt.materializing import is_adopted, manifest_of, write_tree
-from ckptstore.plugins.adopt.safetensors_header import Header, encode_header, read_header
+from ckptstore.plugins.parsers.safetensors_header import Header, encode_header, read_header
 
 Format: TypeAlias = Literal["files", "safetensors", "torch", "dcp"]
 FORMATS: tuple[Format, ...] = ("files", "safetensors", "torch", "dcp")

@@ -9,13 +9,14 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Literal, NoReturn, TypeAlias
 
 from ckptstore import Store
 from ckptstore.errors import InvalidInput, NotFound, Unavailable
-from ckptstore.plugin.foreign import Entry, check_tiling, shape_around
+from ckptstore.plugin.foreign import Entry, Window, check_tiling, read_range, shape_around
 from ckptstore.plugin.snapshots import Snapshot
 from ckptstore.plugin.stores import commit_leaves, threads_of
 from ckptstore.plugin.text import count_text, redact, unicode_text
@@ -35,7 +36,9 @@ from ckptstore.plugin.writing import Flats, label_of
 from ckptstore.plugins.adopt.adopting import DCP_SHARD, SUFFIX, group_of, state_of
 from ckptstore.plugins.adopt.directory import Folder, Identity, ListedFile, Listing
 from ckptstore.plugins.adopt.manifest import RESERVED
-from ckptstore.plugins.adopt.safetensors_header import Header, read_header
+from ckptstore.plugins.parsers.indexes import ONNX_SUFFIX
+from ckptstore.plugins.parsers.onnx_files import onnx_entries
+from ckptstore.plugins.parsers.safetensors_header import Header, read_header
 
 _logger = logging.getLogger("ckptstore")
 
@@ -136,11 +139,13 @@ def kind_of(place: Path) -> Kind:
         return "files"
     if not place.is_file():
         raise InvalidInput(f"{place} is neither a file nor a directory, so it cannot be imported")
-    return "files" if place.name.endswith((SUFFIX, INDEX_SUFFIX)) else file_kind(place)
+    named = place.name.endswith((SUFFIX, INDEX_SUFFIX, ONNX_SUFFIX))
+    return "files" if named else file_kind(place)
 
 
 def _files_at(place: Path) -> dict[str, Path]:
-    """The files to read, by relative name: of a directory, of an index with its shards, or one.
+    """The files to read, by relative name: of a directory, of an index with its shards, of an
+    ONNX model with its weights, or one.
 
     All files below a directory are read. Links to files are followed, since Hugging Face's cache
     consists of them; links to directories are not. Raises `InvalidInput` for an entry that is
@@ -157,6 +162,8 @@ def _files_at(place: Path) -> dict[str, Path]:
     if place.name.endswith(INDEX_SUFFIX):
         names = sorted([place.name, *_indexed_names(place)])
         return {name: place.parent / name for name in names}
+    if place.name.endswith(ONNX_SUFFIX):
+        return {name: place.parent / name for name in (place.name, *_external_names(place))}
     if place.name.endswith(SUFFIX) and _has_other_shards(place):
         raise InvalidInput(
             f"{place} is one of several shards, which are a checkpoint together only; import their "
@@ -181,6 +188,26 @@ def _indexed_names(index: Path) -> list[str]:
         # name is checked.
         if not (index.parent / name).is_symlink():
             inside(index.parent, name)
+    return names
+
+
+def _external_names(model: Path) -> list[str]:
+    """The names of the files beside an ONNX model that have its other weights. Raises
+    `InvalidInput` if they lie elsewhere, or if the model is damaged."""
+    window = Window(partial(read_range, model), 0, model.stat().st_size)
+    try:
+        names = sorted(onnx_entries(window, model.name).keys() - {model.name})
+    except Exception as error:  # a forged file may raise anything
+        raise InvalidInput(
+            f"{model} is not an ONNX model, or is damaged ({error}); `ckptstore adopt "
+            f"{model.parent}` commits the directory that it is in, any file byte for byte"
+        ) from error
+    for name in names:
+        if "/" in name or not (model.parent / name).is_file():
+            raise InvalidInput(
+                f"{model} has weights in {name[:80]!r}, which is not the name of a file beside it; "
+                "copy that file there, or import the directory that has both"
+            )
     return names
 
 

@@ -22,7 +22,6 @@ from ckptstore.plugin.foreign import (
 )
 from ckptstore.plugin.leaves import BytesSource, FlatState, Source, segment
 from ckptstore.plugin.model import LeafKind, Node, Schema, Shape, width_of
-from ckptstore.plugin.pointers import DIRECTORY_POINTERS
 from ckptstore.plugin.work import ThreadPool
 from ckptstore.plugin.writing import Flats
 from ckptstore.plugins.adopt.directory import ListedFile, Listing, list_directory
@@ -38,7 +37,14 @@ from ckptstore.plugins.adopt.manifest import (
     Part,
     encode_manifest,
 )
-from ckptstore.plugins.adopt.parsers import dcp_entries, entries_of
+from ckptstore.plugins.parsers.entries import entries_of
+from ckptstore.plugins.parsers.indexes import (
+    DCP_METADATA,
+    OCDBT_MANIFEST,
+    ONNX_SUFFIX,
+    entries_elsewhere,
+    is_index,
+)
 
 T = TypeVar("T")
 
@@ -47,8 +53,7 @@ _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors")
 DCP_SHARD = re.compile(
     r"(?P<group>(?:.*/)?)shard-\d{5,}-(?P<stem>[^/]+)-(?P<part>\d{5,})-of-(?P<parts>\d{5,})\.safetensors"
 )
-DCP_METADATA = DIRECTORY_POINTERS[0]
-_DCP_GROUP = "distcp"
+_ROOT_GROUPS = {DCP_METADATA: "distcp", OCDBT_MANIFEST: "ocdbt"}
 
 
 def read_twice(make: Callable[[], T]) -> T:
@@ -142,17 +147,16 @@ def _parsed(listing: Listing, files: Mapping[str, HashedFile]) -> list[_Found]:
         # What is parsed is what was hashed: `read` compares it.
         return Window(files[name].read, 0, files[name].size)
 
-    for name in listing.files:
-        folder, _, base = name.rpartition("/")
-        if base == DCP_METADATA:
-            own = {
-                other.rpartition("/")[2]: window(other)
-                for other in listing.files
-                if other.rpartition("/")[0] == folder and other.endswith(".distcp")
-            }
-            for part, entries in dcp_entries(window(name), own).items():
-                where = f"{folder}/{part}" if folder else part
-                found[where] = _Found(where, folder or _DCP_GROUP, entries)
+    for name in sorted(filter(is_index, listing.files), key=lambda name: name.count("/")):
+        below = name[: name.rfind("/") + 1]
+        own = {
+            other.removeprefix(below): window(other)
+            for other in listing.files
+            if other.startswith(below) and other != name
+        }
+        group = name if name.endswith(ONNX_SUFFIX) else below[:-1] or _ROOT_GROUPS[name]
+        for part, entries in entries_elsewhere(name, window(name), own).items():
+            found.setdefault(below + part, _Found(below + part, group, entries))
     for name in listing.files:
         if name not in found:
             entries = entries_of(window(name), name)

@@ -31,7 +31,7 @@ from ckptstore.plugins.adopt.materializing import (
     read_pieces,
     split,
 )
-from ckptstore.plugins.adopt.safetensors_header import encode_header
+from ckptstore.plugins.parsers.safetensors_header import encode_header
 
 CACHE_BYTES = 32 << 20
 """Most bytes of windows that are kept for one commit."""

@@ -15,7 +15,7 @@ from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.plugin.model import CommitInfo, box_of_region, width_of
 from ckptstore.plugin.reading import Memory, ReadRequest, Tree
 from ckptstore.plugin.text import selector
-from ckptstore.plugins.adopt.safetensors_header import encode_header
+from ckptstore.plugins.parsers.safetensors_header import encode_header
 from ckptstore.plugins.ui.commit_views import Found, leaf_at, leaves_of
 from ckptstore.plugins.ui.opened import OpenStore
 from ckptstore.plugins.ui.tensor_views import numpy_dtype, regions

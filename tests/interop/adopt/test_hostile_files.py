@@ -33,8 +33,8 @@ from ckptstore.plugins.adopt.hashed_files import (
     HashedFile,
     hash_file,
 )
-from ckptstore.plugins.adopt.parsers import entries_of
-from ckptstore.plugins.adopt.pickle_ops import walk
+from ckptstore.plugins.parsers.entries import entries_of
+from ckptstore.plugins.parsers.pickle_ops import walk
 from ckptstore.store import Store
 from tests.interop.adopt.trees import Bomb, gguf, hugging_face, tree_of
 from tests.interop.dcp_states import NO_DIST

@@ -1,16 +1,15 @@
 """Where in a file of torch.save do its tensors lie? Storages, cut where their tensors end."""
 
 import io
-import zipfile
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckptstore.plugin.foreign import ZIP_MAGIC, Entry, Window, can_be_strided, is_row_major
+from ckptstore.plugin.foreign import Entry, Window, can_be_strided, is_row_major
 from ckptstore.plugin.model import Shape, nbytes_of, width_of
-from ckptstore.plugins.adopt.pickle_ops import (
+from ckptstore.plugins.parsers.pickle_ops import (
     PICKLE_BYTES_MAX,
     Call,
     Name,
@@ -63,34 +62,6 @@ class _Storage:
     numel: int
     name: str
     views: list[_View] = field(default_factory=list)
-
-
-class _Bounded(io.BufferedReader):
-    """Refuses to read a table of contents that would fill the memory."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        if size is not None and size > PICKLE_BYTES_MAX:
-            raise TooLarge(f"its table of contents has {size} bytes")
-        return super().read(size)
-
-
-def zip_members(file: Window) -> dict[str, tuple[int, int]]:
-    """Offset and size of each member of an archive that is stored as it is. Raises for a file that
-    is no archive."""
-    with zipfile.ZipFile(_Bounded(file.part(0, file.size))) as archive:
-        infos = archive.infolist()
-    if len({info.filename for info in infos}) != len(infos):
-        raise ValueError("a member is there twice")
-    members = {}
-    for info in infos:
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            continue
-        head = file.read_at(info.header_offset, 30)
-        if head[:4] != ZIP_MAGIC or info.compress_size != info.file_size:
-            raise ValueError("a member has no header")
-        names = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
-        members[info.filename] = info.header_offset + 30 + names, info.file_size
-    return members
 
 
 def torch_archive(file: Window, members: Mapping[str, tuple[int, int]]) -> list[Entry]:
