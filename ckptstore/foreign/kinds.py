@@ -42,8 +42,8 @@ _LEGACY_NUMBER = LEGACY_MAGIC[2:]
 
 _HEAD_BYTES = 512
 _READ = (
-    "safetensors, torch.save (also TorchScript), .npy, .npz, GGUF, HDF5, .keras, .onnx, .nemo, or a "
-    "directory"
+    "safetensors, torch.save (also TorchScript), .npy, .npz, GGUF, HDF5, .keras, .onnx, .nemo, or "
+    "a directory"
 )
 
 

@@ -10,7 +10,9 @@ from ckptstore.plugins.parsers.pickle_ops import TooLarge
 
 _FIELDS_MAX = 1 << 21
 _TEXT_MAX = 1 << 16
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT, _BYTES = 0, 2
+_WIDTHS = {_VARINT: 0, 1: 8, 5: 4}
+"""The bytes of a field behind its head, by its kind."""
 _GRAPH, _INITIALIZER, _STRING_KEY, _STRING_VALUE = 7, 5, 1, 2
 _DIMS, _DTYPE, _NAME, _RAW, _EXTERNAL = 1, 2, 8, 9, 13
 _DTYPES = {
@@ -43,22 +45,18 @@ class _Message:
     def __init__(self, file: Window) -> None:
         self._reader, self._left = file.reader(), _FIELDS_MAX
 
-    def fields(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """The fields of the message at `start:stop`: number, value, and where its bytes begin and
-        end. Raises `ValueError` unless they fill the message."""
+    def fields(self, start: int, stop: int) -> Iterator[tuple[int, int | None, int, int]]:
+        """The fields of the message at `start:stop`: number, value if it is one, and where its
+        bytes begin and end. Raises `ValueError` unless they fill the message."""
         while start < stop:
             self._left -= 1
             if self._left < 0:
                 raise TooLarge(f"it has more than {_FIELDS_MAX:,} fields")
             self._reader.seek(start)
             key = self._varint()
-            kind, value = key & 7, 0
-            if kind in (_VARINT, _BYTES):
-                value = self._varint()
-            elif kind not in (_FIXED64, _FIXED32):
-                raise ValueError("a field of no known kind")
+            value = self._varint() if key & 7 == _VARINT else None
+            nbytes = self._varint() if key & 7 == _BYTES else _WIDTHS[key & 7]
             begin = self._reader.tell()
-            nbytes = {_VARINT: 0, _FIXED64: 8, _FIXED32: 4}.get(kind, value)
             start = begin + nbytes
             if start > stop:
                 raise ValueError("a field ends behind its message")
@@ -118,12 +116,12 @@ def _weight(message: _Message, start: int, stop: int) -> tuple[str | None, Entry
     shape, raw, dtype, name = list[int](), None, 0, ""
     place: dict[str, str] = {}
     for number, value, begin, end in message.fields(start, stop):
-        if number == _DIMS and begin == end:
+        if number == _DIMS and value is not None:
             shape.append(value)
         elif number == _DIMS:
             shape += message.varints(begin, min(end, begin + _TEXT_MAX))
         elif number == _DTYPE:
-            dtype = value
+            dtype = value or 0
         elif number == _NAME:
             name = message.text(begin, end)
         elif number == _RAW:

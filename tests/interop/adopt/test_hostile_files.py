@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import struct
 import sys
 import zipfile
@@ -36,6 +37,7 @@ from ckptstore.plugins.adopt.hashed_files import (
 from ckptstore.plugins.parsers.entries import entries_of
 from ckptstore.plugins.parsers.pickle_ops import walk
 from ckptstore.store import Store
+from tests.golden.foreign_files import PLACE
 from tests.interop.adopt.trees import Bomb, gguf, hugging_face, tree_of
 from tests.interop.dcp_states import NO_DIST
 
@@ -168,6 +170,7 @@ def originals(root: Path) -> dict[str, bytes]:
     dcp.save(weights, checkpoint_id=root / "dcp", **NO_DIST)
     np.savez(root / "a.npz", x=np.ones((40, 5)), y=np.arange(9))
     (root / "m.gguf").write_bytes(gguf(weights | {"b": torch.ones(3)}, os.urandom(18)))
+    shutil.copytree(PLACE, root / "foreign")
     files = [path for path in root.rglob("*") if path.is_file() and path.suffix != ".json"]
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(files)}
 
@@ -200,6 +203,11 @@ def mutated(data: bytes, random_: random.Random) -> bytes:
     return bytes(found)
 
 
+def write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
 def check_mutations(store: Store, tmp_path: Path, count: int, seed: int) -> None:
     files = originals(tmp_path / "originals")
     random_ = random.Random(seed)
@@ -208,12 +216,11 @@ def check_mutations(store: Store, tmp_path: Path, count: int, seed: int) -> None
         root = tmp_path / f"mutated-{first}"
         for i in range(batch):
             for name in random_.sample(sorted(files), 1):
-                folder = root / str(i) / Path(name).parent
-                folder.mkdir(parents=True)
-                for beside in files:  # DCP's files are read through their metadata
-                    if beside.startswith("dcp/") and name.startswith("dcp/"):
-                        (folder / Path(beside).name).write_bytes(files[beside])
-                (folder / Path(name).name).write_bytes(mutated(files[name], random_))
+                for index in ("dcp/", "foreign/orbax-0/", "foreign/external/"):
+                    for beside in files:  # files that are read through another one
+                        if beside.startswith(index) and name.startswith(index):
+                            write(root / str(i) / beside, files[beside])
+                write(root / str(i) / name, mutated(files[name], random_))
         store.adopt(root).materialize(tmp_path / "out" / str(first))
         assert tree_of(tmp_path / "out" / str(first)) == tree_of(root), f"seed {seed}, from {first}"
     assert not (tmp_path / "originals" / "ran").exists(), "nothing was executed"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptstore.interop.formats import import_path
-from ckptstore.plugins.adopt import pickle_ops
+from ckptstore.plugins.parsers import pickle_ops
 from ckptstore.plugins.parsers.pickle_ops import walk
 from ckptstore.store import Store
 from tests.interop.adopt.trees import gguf, tree_of
