@@ -44,7 +44,7 @@ def tar_members(file: Window) -> dict[str, tuple[int, int]]:
     """Offset and size of each file in a tar archive that is not compressed. Raises for a file that
     is no archive.
 
-    Python's own reader is not asked: a forged archive leads releases before 3.13.6 in circles.
+    Python's own reader is not asked: a forged archive leads that of 3.11.7 in circles.
     """
     members: dict[str, tuple[int, int]] = {}
     position, name, size = 0, "", -1
