@@ -7,7 +7,8 @@ from ckptstore.plugin.foreign import ZIP_MAGIC, Window
 from ckptstore.plugins.parsers.pickle_ops import PICKLE_BYTES_MAX, TooLarge
 
 _BLOCK_BYTES = 512
-_MEMBERS_MAX = 1 << 20
+MEMBERS_MAX = 10_000
+"""Files in an archive, each of which is looked into."""
 _NAMES_MAX = 1 << 16
 _FILE, _GNU_NAME, _PAX = b"0\0", b"L", b"x"
 
@@ -54,6 +55,8 @@ def tar_members(file: Window) -> dict[str, tuple[int, int]]:
             break
         start, kind = position + _BLOCK_BYTES, head[156:157]
         nbytes = _tar_number(head[124:136])
+        if nbytes < 0:
+            raise ValueError("a file has a negative size")
         if kind in (_GNU_NAME, _PAX):
             if nbytes > _NAMES_MAX:
                 raise TooLarge(f"the name of a file in it has {nbytes} bytes")
@@ -71,8 +74,8 @@ def tar_members(file: Window) -> dict[str, tuple[int, int]]:
             if kind in _FILE:
                 own = head[:100].rstrip(b"\0").decode("utf-8", "replace")
                 members[name or own] = start, file.part(start, nbytes).size
-                if len(members) > _MEMBERS_MAX:
-                    raise TooLarge(f"it has more than {_MEMBERS_MAX:,} files")
+                if len(members) > MEMBERS_MAX:
+                    raise ValueError("an archive of so many files is data")
             name, size = "", -1
         position = start + -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
     return members

@@ -24,7 +24,7 @@ from ckptstore.plugin.foreign import (
     Window,
 )
 from ckptstore.plugin.model import WIDTHS, Shape
-from ckptstore.plugins.parsers.archives import tar_members, zip_members
+from ckptstore.plugins.parsers.archives import MEMBERS_MAX, tar_members, zip_members
 from ckptstore.plugins.parsers.gguf import gguf_entries
 from ckptstore.plugins.parsers.hdf5 import hdf5_entries
 from ckptstore.plugins.parsers.onnx_files import onnx_entries
@@ -46,8 +46,6 @@ _ELEMENTS_MAX = 1 << 53
 """
 _NAME_MAX = 2000
 _NPY_HEADER_MAX = 1 << 16
-_MEMBERS_MAX = 10_000
-"""Files in an archive, each of which is looked into."""
 _ONNX_BEGIN = b"\x08"
 """The number of the field that a model begins with; what follows must then be one to the end."""
 _NUMPY = {
@@ -173,7 +171,7 @@ def _members(file: Window, members: Mapping[str, tuple[int, int]], *, inner: boo
     """The tensors of the files in an archive, which name them if several have some. An archive in
     an archive is not looked into, unless it is a file of torch.save or numpy."""
     total = sum(nbytes for _, nbytes in members.values())
-    if inner or len(members) > _MEMBERS_MAX or total > file.size:
+    if inner or len(members) > MEMBERS_MAX or total > file.size:
         return []
     found: dict[str, list[Entry]] = {}
     for name, (start, nbytes) in members.items():

@@ -12,9 +12,11 @@ from ckptstore.plugin.model import Shape, nbytes_of
 from ckptstore.plugins.parsers.pickle_ops import TooLarge
 from ckptstore.plugins.parsers.torch_files import NAME_MAX
 
-_BLOCKS_MAX = 1 << 20
-"""Most blocks that are read: each group, dataset and part of a header is one or some."""
-_BLOCK_BYTES_MAX = 64 << 20
+_BYTES_MAX = 256 << 20
+"""Most bytes of blocks that are read: each group, dataset and part of a header is one or some."""
+_BLOCK_BYTES = 256
+"""What a block counts beyond its bytes."""
+_BLOCK_BYTES_MAX = 16 << 20
 _NESTING = 100
 _NOWHERE = (1 << 64) - 1
 _DATASPACE, _DATATYPE, _LINK, _LAYOUT, _CONTINUED, _SYMBOLS = 1, 3, 6, 8, 16, 17
@@ -33,12 +35,12 @@ class _File:
     """A file as blocks, of which a bounded number is read."""
 
     def __init__(self, file: Window) -> None:
-        self._file, self._left = file, _BLOCKS_MAX
+        self._file, self._left = file, _BYTES_MAX
 
     def block(self, at: int, nbytes: int, magic: bytes = b"") -> bytes:
-        self._left -= 1
+        self._left -= _BLOCK_BYTES + nbytes
         if self._left < 0 or nbytes > _BLOCK_BYTES_MAX:
-            raise TooLarge(f"it has more than {_BLOCKS_MAX:,} parts, or one of {nbytes} bytes")
+            raise TooLarge(f"its structure has more than {_BYTES_MAX} bytes, or a part {nbytes}")
         data = self._file.read_at(at, nbytes)
         if not data.startswith(magic):
             raise ValueError(f"{magic!r} is not where it should be")
@@ -132,8 +134,8 @@ def _symbols(file: _File, data: bytes) -> Iterator[tuple[str, int] | None]:
             for i in range(0, len(table), 40):
                 if _number(table, i + 16, 4) != _SOFT:
                     start = _number(table, i, 8)
-                    name = names[start : names.index(b"\0", start)]
-                    yield name[:NAME_MAX].decode("utf-8", "replace"), _number(table, i + 8, 8)
+                    name = names[start : start + NAME_MAX].partition(b"\0")[0]
+                    yield name.decode("utf-8", "replace"), _number(table, i + 8, 8)
 
 
 def _link(data: bytes) -> tuple[str, int] | None:

@@ -19,6 +19,7 @@ _TREE_BYTES_MAX = 1 << 30
 """Most bytes of all nodes of a tree, decoded one by one."""
 _HEIGHT_MAX = 32
 _COUNT_MAX = 1 << 20
+"""Most entries of all nodes."""
 _TEXT_MAX = 1 << 16
 _INLINE = 0
 
@@ -96,20 +97,21 @@ def ocdbt_entries(manifest: Window, files: Mapping[str, Window]) -> dict[str, li
     found: dict[str, dict[int, Entry]] = {}
     seen: set[tuple[bytes, int]] = set()
     todo = [(*table[numbers[-1]], offsets[-1], lengths[-1], heights[-1], b"")] if count else []
-    read_bytes = 0
+    read_bytes = entries = 0
     while todo:
         folder, name, offset, nbytes, height, prefix = todo.pop()
         if (name, offset) in seen or height > _HEIGHT_MAX:
             raise ValueError("a node is in the tree twice, or the tree is too high")
         seen.add((name, offset))
         fields = _decoded(files[_path(name)], offset, nbytes, _NODE)
-        read_bytes += fields.size
-        if read_bytes > _TREE_BYTES_MAX:
-            raise TooLarge("its tree is too large")
         if fields.byte() != height:
             raise ValueError("a node has another height than its parent says")
         table = fields.files(folder)
         count = fields.varint()
+        read_bytes += nbytes + fields.size
+        entries += count + len(table)
+        if read_bytes > _TREE_BYTES_MAX or entries > _COUNT_MAX:
+            raise TooLarge("its tree is too large")
         if height:
             keys, shared = fields.texts(count, numbered=True)
             numbers, offsets, lengths = (fields.varints(count) for _ in range(3))

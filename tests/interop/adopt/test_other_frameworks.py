@@ -380,6 +380,7 @@ FORGED: dict[str, Callable[[], bytes]] = {
         + b"17 size=-1024000\n".ljust(512, b"\0")
         + _header(b"0" * 12)
     ),
+    "tar in a circle": lambda: _header(b"-0000001000\0", b"5") + bytes(2048),
     "tar with a large name": lambda: _header(b"00040000000\0", b"L") + bytes(9_000_000),
 }
 
