@@ -297,7 +297,7 @@ def _fill_split(
     is given."""
     words, change = _elements(out, width), partial(add, center=center)
     bases = None if base is None else _elements(base, width)
-    planes = [np.frombuffer(plane, np.uint8) for plane in _stored_planes(stored, out.nbytes, width)]
+    planes = [np.frombuffer(plane, np.uint8) for plane in planes_of(stored, out.nbytes, width)]
     differences = np.empty(min(len(words), _BLOCK_BYTES // words.itemsize), words.dtype)
     for some, i, rows in _blocks(words, planes):
         word, parts = words[some, i], [row[some] for row in rows]
@@ -312,7 +312,7 @@ def _fill_split(
     out[words.nbytes :] = _tail(tail, base and base[words.nbytes :], width, change)
 
 
-def _stored_planes(stored: memoryview, nbytes: int, width: int) -> Iterator[Stored]:
+def planes_of(stored: memoryview, nbytes: int, width: int) -> Iterator[Stored]:
     """The planes of a chunk of `nbytes`; raises `Corrupt`."""
     at = 5 * width
     sizes = struct.unpack(f"<{width}I", stored[width:at]) if stored.nbytes >= at else ()
@@ -408,12 +408,17 @@ def subtract(words: Words, bases: Words, *, center: int = 0) -> None:
     words ^= sign.view(words.dtype)
 
 
-def add(differences: Words, bases: Words, *, center: int = 0, out: Words | None = None) -> None:
-    """The inverse of `subtract`, in place or into `out`, which may be `bases`."""
+def unfold(differences: Words) -> None:
+    """Make differences of `subtract` ones that can be added, in place."""
     sign = np.negative(differences.astype(np.uint8) & 1).view(np.int8)
     differences >>= 1
     signed = differences.view(f"<i{differences.itemsize}")
     signed ^= sign
+
+
+def add(differences: Words, bases: Words, *, center: int = 0, out: Words | None = None) -> None:
+    """The inverse of `subtract`, in place or into `out`, which may be `bases`."""
+    unfold(differences)
     if center:
         differences += differences.dtype.type(center)
     np.add(differences, bases, out=differences if out is None else out)

@@ -7,6 +7,9 @@ before is at hand and few words differ. Pure, and thread-safe.
 """
 
 import struct
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -22,6 +25,9 @@ DEPTH_MAX = 64
 
 CHANGED_PART = 8
 """At most one word of so many differs from the base."""
+
+_GATHERED_WORDS = 1 << 16
+"""Of patches that are added at once, before the last of them."""
 
 _HEAD = struct.Struct(f"<{CHECKSUM_BYTES}x{CHUNK_ID_BYTES}sIIIHBB")
 _GAP_TYPES: dict[int, np.dtype[Any]] = {
@@ -111,30 +117,67 @@ def head_of(stored: Stored) -> Head:
     return Head(ChunkId(base), chain, count, gaps_bytes, gap_bytes, tail_bytes)
 
 
-def apply(stored: Stored, out: memoryview, width: int) -> None:
-    """Make the raw bytes of a chunk in `out`, which holds those of its base. Raises `Corrupt`
-    before it allocates more than `out` has bytes."""
-    head, words = head_of(stored), codecs.words_of(out, width)
-    if head.words * CHANGED_PART > len(words) or head.tail_bytes != out.nbytes - words.nbytes:
+def apply(chain: Iterable[tuple[Stored, int]], out: memoryview) -> None:
+    """Make the raw bytes of a chunk in `out`, which holds those of the base of the first patch of a
+    chain. Each patch, with its width, is made of what the one before it makes. Raises `Corrupt`
+    before it allocates much more than `out` has bytes; `out` is then undefined.
+
+    Patches add differences, in any order. So those of many patches are put together and added at
+    once: a patch has a few thousand words, of which single calls would take three times as long.
+    """
+    for width, some in groupby(chain, key=itemgetter(1)):
+        words, gathered = codecs.words_of(out, width), list[_Patch]()
+        tail = out[words.nbytes :]
+        for stored, _ in some:
+            gathered.append(patch := _parsed(stored, len(words), len(tail)))
+            if sum(each.head.words for each in gathered) >= _GATHERED_WORDS:
+                _add(gathered, words)
+                gathered = []
+        _add(gathered, words)
+        tail[:] = patch.tail
+
+
+class _Patch(NamedTuple):
+    """A patch and its parts."""
+
+    head: Head
+    gaps: memoryview
+    tail: memoryview
+    changes: memoryview
+
+
+def _parsed(stored: Stored, words: int, tail_bytes: int) -> _Patch:
+    """A patch for a chunk of so many words and bytes behind them; raises `Corrupt`."""
+    head = head_of(stored)
+    if head.words * CHANGED_PART > words or head.tail_bytes != tail_bytes:
         raise Corrupt(
             f"a patch of {head.words} words and a tail of {head.tail_bytes} bytes does not fit a "
-            f"chunk of {out.nbytes} bytes; run `ckptstore fsck`"
+            f"chunk of {words} words and a tail of {tail_bytes} bytes; run `ckptstore fsck`"
         )
     rest = memoryview(stored)[_HEAD.size :]
     gaps, rest = rest[: head.gaps_bytes], rest[head.gaps_bytes :]
-    tail, changes = rest[: head.tail_bytes], rest[head.tail_bytes :]
-    at = _unplaned(gaps, head.words, _GAP_TYPES[head.gap_bytes]).astype(np.intp)
-    at += 1
-    np.cumsum(at, out=at)
+    return _Patch(head, gaps, rest[:tail_bytes], rest[tail_bytes:])
+
+
+def _add(patches: Sequence[_Patch], words: codecs.Words) -> None:
+    """Add the differences of patches to the words of a chunk; raises `Corrupt`."""
+    count, start = sum(patch.head.words for patch in patches), 0
+    at, changes = np.zeros(count, "<i8"), np.empty(count, words.dtype)
+    for head, gaps, _, changed in patches:
+        stop = start + head.words
+        row = at[start:stop]
+        _unplane(gaps, head.gap_bytes, row)
+        _unplane(changed, words.itemsize, changes[start:stop])
+        row += 1
+        np.cumsum(row, out=row)
+        if head.words and int(row[-1]) > len(words):
+            raise Corrupt(
+                f"a patch goes on to word {int(row[-1]) - 1} of {len(words)}; run `ckptstore fsck`"
+            )
+        start = stop
     at -= 1
-    if len(at) and int(at[-1]) >= len(words):
-        raise Corrupt(
-            f"a patch goes on to word {int(at[-1])} of {len(words)}; run `ckptstore fsck`"
-        )
-    changed = _unplaned(changes, head.words, words.dtype)
-    codecs.add(changed, words[at])
-    words[at] = changed
-    out[words.nbytes :] = tail
+    codecs.unfold(changes)
+    np.add.at(words, at, changes)
 
 
 def _gap_bytes(most: int) -> int:
@@ -142,8 +185,9 @@ def _gap_bytes(most: int) -> int:
     return next(nbytes for nbytes in _GAP_TYPES if most >> 8 * nbytes == 0)
 
 
-def _unplaned(stored: memoryview, count: int, dtype: np.dtype[Any]) -> codecs.Words:
-    """The inverse of `codecs.encode_few`; raises `Corrupt`."""
-    words = np.empty(count, dtype)
-    codecs.decode_into(codecs.SPLIT_ZSTD, stored, words.view(np.uint8).data, words.itemsize)
-    return words
+def _unplane(stored: memoryview, width: int, words: npt.NDArray[Any]) -> None:
+    """The inverse of `codecs.encode_few` for words of `width` bytes, into the low bytes of `words`;
+    raises `Corrupt`."""
+    rows = words.view(np.uint8).reshape(len(words), words.itemsize)
+    for i, plane in enumerate(codecs.planes_of(stored, len(words) * width, width)):
+        rows[:, i] = np.frombuffer(plane, np.uint8)

@@ -80,8 +80,7 @@ class PatchChain:
     def make(self, out: memoryview) -> None:
         """Make the chunk's raw bytes in `out`, which holds those of the whole chunk; raises
         `Corrupt`."""
-        for patch in reversed(self.patches):
-            patches.apply(patch.stored, out, patch.entry.width)
+        patches.apply(((patch.stored, patch.entry.width) for patch in reversed(self.patches)), out)
 
 
 def follow(

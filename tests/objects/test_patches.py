@@ -46,12 +46,37 @@ def test_a_patch_makes_the_chunk_of_its_base(seed: int) -> None:
             continue
         count += 1
         out = bytearray(base)
-        patches.apply(stored, memoryview(out), width)
+        patches.apply([(stored, width)], memoryview(out))
         assert out == raw, f"seed {seed}: {len(raw)} bytes of {width}"
         head = patches.head_of(stored)
         assert head.base == BASE
         assert head.chain == patches.ChainLength(1, len(stored))
     assert count > 100
+
+
+def test_a_chain_of_patches_makes_the_last_chunk(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are added at once, and however wide each takes the words to be."""
+    random = Random(seed)
+    for _ in range(60):
+        monkeypatch.setattr(patches, "_GATHERED_WORDS", random.choice((1, 300, 1 << 16)))
+        width, nbytes = random.choice(WIDTHS), random.choice((4096, 4099, 70_003))
+        base = random.randbytes(nbytes)
+        now, chain, length = bytearray(base), list[tuple[bytes, int]](), patches.WHOLE
+        for _ in range(random.randint(1, 12)):
+            before = bytes(now)
+            for at in random.choices(range(nbytes), k=random.randint(0, 40)):
+                now[at] ^= random.choice((1, 0x80, 0xFF))
+            if random.random() < 0.2:
+                width = random.choice(WIDTHS)
+            stored = made(memoryview(bytes(now)), memoryview(before), width, BASE, length)
+            assert stored is not None
+            chain.append((stored, width))
+            length = patches.head_of(stored).chain
+        out = bytearray(base)
+        patches.apply(chain, memoryview(out))
+        assert out == now, f"seed {seed}: {nbytes} bytes, {[width for _, width in chain]}"
 
 
 def few_changes(nbytes: int = 1 << 16) -> tuple[memoryview, memoryview]:
@@ -118,7 +143,7 @@ def test_a_forged_patch_is_refused(what: str) -> None:
     assert patches.head_of(stored).words == 41
     offset, form, value = FORGED[what]
     with pytest.raises(Corrupt):
-        patches.apply(resealed(stored, offset, form, value), memoryview(bytearray(base)), 2)
+        patches.apply([(resealed(stored, offset, form, value), 2)], memoryview(bytearray(base)))
 
 
 def test_a_patch_that_goes_on_behind_the_chunk_is_refused() -> None:
@@ -126,4 +151,4 @@ def test_a_patch_that_goes_on_behind_the_chunk_is_refused() -> None:
     stored = made(raw, base, 2, BASE, patches.WHOLE)
     assert stored is not None
     with pytest.raises(Corrupt, match="goes on to word"):
-        patches.apply(stored, memoryview(bytearray(base[: len(base) // 2])), 2)
+        patches.apply([(stored, 2)], memoryview(bytearray(base[: len(base) // 2])))

@@ -140,7 +140,7 @@ def made_wrong(contents: Contents, chosen: Set[PackId], threads: ThreadPool) -> 
             while left:
                 chunk, base = left.pop()
                 patch, raw = contents.patch(chunk), memoryview(bytearray(base))
-                patches.apply(patch.stored, raw, patch.entry.width)
+                patches.apply([(patch.stored, patch.entry.width)], raw)
                 if digest(raw) != chunk:
                     found.append(_made_wrong(contents, patch))
                 left += [(other, raw) for other in patches_of.get(chunk, ())]
