@@ -303,12 +303,19 @@ class ObjectStore:
                     break
                 left, where = self._where_moved(request, where, moved, damaged)
             if damaged:
+                self._distrust(pack for pack, _ in damaged.values())
                 packs = () if past_cache else self._log.replay().packs.values()
                 read_copies(self.storage, packs, request, damaged)
         except (Corrupt, NotFound) as error:
             if self.rescue is None:
                 raise
             self.rescue(ids, out, error)
+
+    def _distrust(self, packs: Iterable[PackId]) -> None:
+        """Packs with a chunk that could not be read are no longer relied on for chunks: the next
+        commit that has these stores them."""
+        for pack in set(packs) & {pack.id for pack in self._log.state.packs.values()}:
+            self.suspect_packs.add(pack)
 
     def chain_of(self, chunk: ChunkId) -> patches.ChainLength:
         """How far a chunk is from one that is stored whole. Raises `NotFound`, and `Corrupt` if it
@@ -514,7 +521,6 @@ class ObjectStore:
                 elif self._is_moved(request, pack, chunk):
                     moved.append(chunk.read.number)
                 else:
-                    self.suspect_packs.add(pack.id)
                     damaged[chunk.read.number] = pack.id, chunk.problem
 
     def _is_moved(self, request: Request, pack: Pack, chunk: Unread) -> bool:
@@ -547,7 +553,6 @@ class ObjectStore:
             place = after[request.id(i)]
             # Another thread may have replayed the deletion meanwhile: then it is looked up again.
             if place == before[request.id(i)] and (pack := self._log.state.packs.get(place[0])):
-                self.suspect_packs.add(pack.id)
                 damaged[i] = pack.id, NotFound("its pack is listed but absent")
         stay = np.array([i not in damaged for i in moved])
         return [i for i in moved if i not in damaged], now[stay]

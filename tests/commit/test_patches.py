@@ -322,3 +322,41 @@ def test_a_commit_that_is_alone_owns_its_bases(tmp_path: Path) -> None:
         store.forget([2])
         (three,) = [each for each in store.usage().commits if store.checkout(each.commit).step == 3]
         assert three.exclusive_bytes > nudged(SHAPE, 0).nbytes
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+@pytest.mark.parametrize("found_by", ["restore", "read", "fsck"])
+def test_what_a_wrong_patch_makes_is_stored_anew(
+    found_by: str, reopened: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that went bad between two commits makes a patch that is sound and makes the wrong
+    chunk. Whoever finds it distrusts its pack: the next commit of these bytes stores them."""
+    encode, state = patches.encode, {"w": nudged(SHAPE, 1)}
+
+    def of_other_base(raw, base, width, at, *rest):  # type: ignore[no-untyped-def]
+        other = bytearray(base)
+        other[int(at[0]) * width] ^= 1
+        return encode(raw, memoryview(other), width, at, *rest)
+
+    with ckptstore.open(tmp_path / "store") as store:
+        store.commit({"w": nudged(SHAPE, 0)}, step=0)
+        monkeypatch.setattr(patches, "encode", of_other_base)
+        store.commit(state, step=1)
+        monkeypatch.undo()
+        find = {
+            "restore": lambda: store.checkout(1).restore({"w": torch.zeros(SHAPE)}),
+            "read": lambda: store.checkout(1).read("w"),
+            "fsck": lambda: [found.kind for found in store.fsck(read_data="all").findings],
+        }[found_by]
+        if found_by == "fsck":
+            assert set(find()) == {"chunk"}
+        else:
+            with pytest.raises(ckptstore.errors.Corrupt):
+                find()
+        if not reopened:
+            store.commit(state, step=2)
+    with ckptstore.open(tmp_path / "store") as store:
+        if reopened:
+            store.commit(state, step=2)
+        assert same(store.checkout(2).read("w"), state["w"])
+        assert same(store.checkout(1).read("w"), state["w"])

@@ -104,7 +104,9 @@ def verify(
             if time.monotonic() - saved > _SAVE_EVERY_S:
                 save_note(directory / RECORD_NAME, store, verified)
                 saved = time.monotonic()
-        found += made_wrong(contents, {pack.id for pack in chosen}, threads)
+        for wrong in made_wrong(contents, {pack.id for pack in chosen}, threads):
+            suspects.add(wrong.pack)
+            found.append(wrong)
     finally:
         save_note(directory / RECORD_NAME, store, verified)
         threads.close()
