@@ -12,9 +12,18 @@ import torch
 
 import ckptstore
 from ckptstore import KeepLast
-from ckptstore.core.ids import CommitId, PackId, checkpoint_key, pack_key
+from ckptstore.core.ids import (
+    CHECKSUM_BYTES,
+    CommitId,
+    PackId,
+    checkpoint_key,
+    checksum,
+    pack_key,
+)
 from ckptstore.errors import CkptStoreError
 from ckptstore.log.log_snapshots import encode_state
+from ckptstore.objects.codecs import PATCH
+from ckptstore.objects.pack import TRAILER_BYTES, parse_footer, parse_trailer
 from ckptstore.store import Store
 from tests.maintenance.collecting import opened
 from tests.maintenance.stores import CHUNK_BYTES, assert_equal
@@ -230,4 +239,34 @@ def _replace(path: Path, others: Sequence[Path], random: Random) -> str:
     return f"replaced by {other.name}"
 
 
-SCENARIOS = (_flip, _flip_at_the_end, _truncate, _lengthen, _delete, _zero, _swap, _replace)
+def _make_patch_wrong(path: Path, others: Sequence[Path], random: Random) -> str:
+    """One of a pack's patches, if it has any, is as its writer wrote it, and makes something else,
+    or nothing."""
+    data = bytearray(path.read_bytes())
+    try:
+        trailer = parse_trailer(bytes(data[-TRAILER_BYTES:]), len(data))
+        table = parse_footer(bytes(data[trailer.footer_offset : -TRAILER_BYTES]), trailer)
+    except CkptStoreError:
+        return "unreadable"
+    rows = table[table["codec"] == PATCH]
+    if not len(rows):
+        return "without patches"
+    row = random.choice(rows)
+    start, stop = int(row["offset"]), int(row["offset"] + row["stored"])
+    data[random.randrange(start + CHECKSUM_BYTES, stop)] ^= 1 << random.randrange(8)
+    data[start : start + CHECKSUM_BYTES] = checksum(bytes(data[start + CHECKSUM_BYTES : stop]))
+    path.write_bytes(data)
+    return f"made the patch at {start} wrong"
+
+
+SCENARIOS = (
+    _flip,
+    _flip_at_the_end,
+    _truncate,
+    _lengthen,
+    _delete,
+    _zero,
+    _swap,
+    _replace,
+    _make_patch_wrong,
+)

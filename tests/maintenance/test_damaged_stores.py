@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 
+import ckptstore
 from ckptstore.errors import CkptStoreError
 from tests.maintenance.damages import States, damage, good, good_in_copy, make
 from tests.maintenance.stores import heal
@@ -39,9 +40,9 @@ def _repair(template: Path, states: States, scratch: Path, seed: str) -> tuple[i
         mirrors.append(shutil.copytree(template, scratch / "mirror"))
         damage(mirrors[0], random)
     before = [good_in_copy(store, states, index=index) for index in (True, False)]
-    refused = 0
+    refused, data = 0, random.random() < 0.7
     try:
-        heal(store, *mirrors, data=random.random() < 0.7)
+        heal(store, *mirrors, data=data)
     except CkptStoreError as error:
         refused, scenarios = 1, f"{scenarios}; refused: {error}"
     bare, after = good_in_copy(store, states, index=False), good(store, states)
@@ -51,9 +52,22 @@ def _repair(template: Path, states: States, scratch: Path, seed: str) -> tuple[i
             f"with {kind}, steps {lost} restored before the repair and not after; seed {seed!r}: "
             f"{template.name}: {scenarios}"
         )
+    if data and not refused:
+        _assert_good_again(store, states, f"seed {seed!r}: {template.name}: {scenarios}")
     shutil.rmtree(store)
     shutil.rmtree(scratch / "mirror", ignore_errors=True)
     return len(before[0]), len(after), refused
+
+
+def _assert_good_again(place: Path, states: States, what: str) -> None:
+    """Commits to a store whose damage is known rely on none of it."""
+    try:
+        with ckptstore.open(place, run="again") as store:
+            made = {store.commit(state).id: state for state in states.values()}
+    except CkptStoreError:
+        return  # what cannot be mended is not written to
+    lost = [made[commit]["step"] for commit in made.keys() - good(place, made)]
+    assert not lost, f"steps {lost} were committed again, and do not restore; {what}"
 
 
 def _campaign(stores: int, templates: Templates, scratch: Path, seed: int) -> None:

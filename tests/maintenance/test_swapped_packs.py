@@ -62,6 +62,20 @@ def test_fsck_says_that_the_index_looks_in_the_wrong_pack_and_repair_mends_it(st
     _assert_whole(store)
 
 
+def test_no_commit_relies_on_a_pack_that_another_has_replaced(store: Path) -> None:
+    """Its chunks are nowhere. The index, which knew them, is made anew, so that who commits them
+    again stores them."""
+    one, other = _of_one_size(store, metadata=False)
+    (store / pack_key(one.id)).write_bytes((store / pack_key(other.id)).read_bytes())
+    assert Kind.CHUNK_INDEX in {finding.kind for finding in check(store).findings}
+    assert heal(store).after.damaged
+    with ckptstore.open(store, run="again") as again:
+        made = [again.commit(large_state(step), step=step).id for step in (0, 1, 2, 100)]
+    with ckptstore.open(store) as opened_store:
+        for commit, step in zip(made, (0, 1, 2, 100), strict=True):
+            assert_restores(opened_store, commit, step, large_state)
+
+
 def test_a_restore_finds_what_lies_in_the_other_pack(store: Path) -> None:
     _swap_data(store)
     _assert_whole(store)

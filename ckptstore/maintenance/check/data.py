@@ -137,18 +137,33 @@ def made_wrong(contents: Contents, chosen: Set[PackId], threads: ThreadPool) -> 
         patches_of.setdefault(bases[chunk], []).append(chunk)
 
     def verify(whole: ChunkId) -> None:
+        left: list[tuple[ChunkId, bytes | memoryview]] = []
         with suppress(CkptStoreError):
-            left = [(patch, memoryview(contents.read(whole))) for patch in patches_of[whole]]
-            while left:
-                chunk, base = left.pop()
-                patch, raw = contents.patch(chunk), memoryview(bytearray(base))
-                patches.apply([(patch.stored, patch.entry.width)], raw)
-                if digest(raw) != chunk:
+            left = [(patch, contents.read(whole)) for patch in patches_of[whole]]
+        while left:
+            chunk, base = left.pop()
+            with suppress(CkptStoreError):
+                patch = contents.patch(chunk)
+                made = _made(patch, bases[chunk], base)
+                if made is None:
                     found.append(_made_wrong(contents, patch))
-                left += [(other, raw) for other in patches_of.get(chunk, ())]
+                else:
+                    left += [(other, made) for other in patches_of.get(chunk, ())]
 
     threads.spread(verify, [base for base in patches_of if base not in bases])
     return sorted(found, key=lambda bad: (bad.pack, bad.entry.offset))
+
+
+def _made(patch: StoredPatch, base: ChunkId, raw: bytes | memoryview) -> memoryview | None:
+    """The chunk that a patch makes of its `base`, which its pack's footer names; None if it makes
+    another or names another base."""
+    made = memoryview(bytearray(raw))
+    try:
+        patches.apply([(patch.stored, patch.entry.width)], made)
+    except Corrupt:
+        return None
+    is_right = patch.head.base == base and digest(made) == patch.entry.chunk
+    return made if is_right else None
 
 
 def _chain_members(contents: Contents, chosen: Set[PackId]) -> dict[ChunkId, None]:

@@ -8,7 +8,9 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ckptstore.core.ids import PackId, parse_chunk_id
 from ckptstore.core.model import PackEntry
@@ -25,6 +27,9 @@ from ckptstore.maintenance.check.trees import Contents
 from ckptstore.objects.pack import TENSOR, FooterTable
 from ckptstore.repository.chunk_reader import located_entries
 from ckptstore.repository.store_handle import StoreHandle
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _ROOM_BYTES = 1 << 20
 """A disk with less is full, for an index that could not be written."""
@@ -213,16 +218,17 @@ def index_findings(
     chunk is only looked up again later."""
     if not os.path.exists(offline_store.chunks_path):
         return
+    listed = {n: tables[pack.id] for n, pack in state.packs.items() if pack.id in tables}
+    doubtful = _doubtful(offline_store, listed)
     index = ChunkIndex.open(offline_store.chunks_path, offline_store.config.store)
     try:
-        listed = {n: tables[pack.id] for n, pack in state.packs.items() if pack.id in tables}
         for number in sorted(index.indexed() & listed.keys()):
-            name = state.packs[number].id
+            name, doubted = state.packs[number].id, b"".join(doubtful.get(number, ()))
             # Others may rebuild the index between two looks; only an error before and after a look
             # at its packs counts.
-            looks = (_compared(index, number, listed) for _ in range(2))
+            looks = (_compared(index, number, listed, doubted) for _ in range(2))
             if all(any(look) and index.pack_ids([number]) == {number: name} for look in looks):
-                lost, wrong = _compared(index, number, listed)
+                lost, wrong = _compared(index, number, listed, doubted)
                 yield Finding(
                     Kind.CHUNK_INDEX,
                     f"the chunk index has {lost} chunks of pack {name} nowhere and {wrong} in the "
@@ -235,16 +241,42 @@ def index_findings(
         index.close()
 
 
-def _compared(index: ChunkIndex, number: int, listed: Mapping[int, FooterTable]) -> tuple[int, int]:
-    """The number of a pack's chunks that the index lacks, and that it places wrongly."""
+def _doubtful(
+    offline_store: OfflineStore, listed: Mapping[int, FooterTable]
+) -> dict[int, list[bytes]]:
+    """The chunks that the index may place in packs whose footers lack them, by the pack. A commit
+    would rely on such a chunk, which may be nowhere: its pack was replaced by another. Rows that
+    the index no longer uses are among them."""
+    keys = [_keys(table["chunk"], number) for number, table in listed.items()]
+    known = np.sort(np.concatenate([*keys, np.full(1, np.iinfo(np.uint64).max, np.uint64)]))
+    found: dict[int, list[bytes]] = {}
+    for rows in remains(offline_store.chunks_path, offline_store.config.store):
+        wanted = _keys(rows["chunk"], rows["pack"])
+        for row in rows[known[np.searchsorted(known, wanted)] != wanted]:
+            if int(row["pack"]) in listed:
+                found.setdefault(int(row["pack"]), []).append(row["chunk"].tobytes())
+    return found
+
+
+def _keys(chunks: "NDArray[np.void]", packs: "NDArray[np.uint32] | int") -> "NDArray[np.uint64]":
+    """A number for each chunk in its pack, which another has once in some 10^19."""
+    words: NDArray[np.uint64] = np.ascontiguousarray(chunks).view("<u8").reshape(-1, 4)[:, 0]
+    return words ^ (np.asarray(packs, np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def _compared(
+    index: ChunkIndex, number: int, listed: Mapping[int, FooterTable], doubted: bytes
+) -> tuple[int, int]:
+    """The number of a pack's chunks that the index lacks, and of those, and of the `doubted` ones,
+    that it places wrongly."""
     table = listed[number]
-    where = index.get_many(table["chunk"].tobytes())
+    where = index.get_many(table["chunk"].tobytes() + doubted)
     found, wrong = where["found"] == 1, 0
     # Other chunks, of unlisted packs, are looked up again later.
     for other in listed.keys() & set(where["pack"][found].tolist()):
         rows = found & (where["pack"] == other)
         wrong += len(set(where[_PLACE][rows].tolist()) - set(listed[other][_PLACE].tolist()))
-    return int((~found).sum()), wrong
+    return int((~found[: len(table)]).sum()), wrong
 
 
 def remembered(
