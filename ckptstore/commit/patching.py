@@ -5,7 +5,8 @@ nothing. The bytes of the chunk that is replaced are those that the commit befor
 within a budget, or else come from the store, verified.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from ckptstore.core.ids import ChunkId
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.objects import codecs, patches
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.dedup import ChunkTable
 from ckptstore.repository.memory_budget import PatchMemory
 from ckptstore.repository.pack_writer import NewPatch
 
@@ -29,12 +31,29 @@ DEPTH_READ_MAX = 8
 _SAMPLES, _SAMPLE_BYTES = 4, 2 << 10
 """Stretches of a chunk that are compared first."""
 
+_VAIN_BYTES, _VAIN_PART = 4 << 20, 128
+"""Where there is no sample, a commit reads so many bytes in vain, and one in so many of those that
+may become patches: then it reads no more."""
+
+Replaced: TypeAlias = Callable[[PlanPart, int], ChunkId | None]
+"""The chunk that stood at the place of a part's chunk, by its number, in the commit before."""
+
+
+def in_table(last: ChunkTable) -> Replaced:
+    """The chunks of the last commit of the same plan."""
+    return lambda part, number: last.known(part.leaf, number).id
+
 
 class Patcher:
     """Makes patches for one commit. Threads may share it."""
 
-    def __init__(self, objects: ObjectStore, held: HeldChunks, memory: PatchMemory) -> None:
+    def __init__(
+        self, objects: ObjectStore, held: HeldChunks, memory: PatchMemory, replaced: Replaced
+    ) -> None:
         self._objects, self._held, self._memory = objects, held, memory
+        self.replaced = replaced
+        # Threads that count at once may lose a chunk, which matters nothing.
+        self._looked_bytes = self._vain_bytes = 0
         held.begin()
 
     def is_candidate(self, part: PlanPart, cut: Cut) -> bool:
@@ -54,7 +73,10 @@ class Patcher:
         taken = self._held.take(here, old)
         before: Old | None = taken
         try:
-            if before is None and not self._is_other(old, raw, width):
+            sampled = None if taken else self._is_other(old, raw, width)
+            if before is None and not sampled:
+                if sampled is None and self._is_vain(len(raw)):
+                    return None
                 before = self._read(old, len(raw))
                 if before is None:
                     return None  # too far from a whole chunk to be read at every commit
@@ -62,6 +84,8 @@ class Patcher:
             return None  # what cannot be read is no base
         at = before and patches.changed(raw, before.raw, width)
         self._held.found(part.leaf, dense=at is None)
+        if before is not taken and at is None:
+            self._vain_bytes += len(raw)
         if before is None or at is None:
             self._held.give_up(taken)
             return None
@@ -70,11 +94,16 @@ class Patcher:
         self._held.keep(here, taken, Old(new, raw, chain), self._memory)
         return NewPatch(new, summed, len(raw), width, old, stored) if stored else None
 
-    def _is_other(self, old: ChunkId, raw: memoryview, width: int) -> bool:
-        """Whether a sample of a chunk in the store differs in most words from `raw`. Unverified: it
-        only says whether a closer look pays."""
+    def _is_other(self, old: ChunkId, raw: memoryview, width: int) -> bool | None:
+        """Whether a sample of a chunk in the store differs in most words from `raw`; None without a
+        sample. Unverified: it only says whether a closer look pays."""
         samples = self._objects.peek(old, _stretches(len(raw)))
-        return samples is not None and _are_other(raw, samples, width)
+        return None if samples is None else _are_other(raw, samples, width)
+
+    def _is_vain(self, nbytes: int) -> bool:
+        """Whether enough was read in vain, of so many bytes that were to be read."""
+        self._looked_bytes += nbytes
+        return self._vain_bytes > _VAIN_BYTES + self._looked_bytes // _VAIN_PART
 
     def _read(self, old: ChunkId, nbytes: int) -> Old | None:
         """A chunk from the store, verified; None if it has another size or too many patches make

@@ -321,6 +321,14 @@ class ObjectStore:
             raise chain.end
         return chain.patches[0].head.chain if chain.patches else patches.WHOLE
 
+    def is_near(self, chunk: ChunkId) -> bool:
+        """Whether a chunk can be read without a request to slow storage, if it is not damaged."""
+        where = self.locate(chunk)
+        if not where["found"][0] or not self._remote:
+            return bool(where["found"][0])
+        is_patch = int(where["codec"][0]) == codecs.PATCH
+        return self._cache is not None and not is_patch and self._cache.has(chunk)
+
     def peek(self, chunk: ChunkId, parts: Sequence[slice]) -> list[tuple[slice, memoryview]] | None:
         """Some parts of a chunk, unverified; None unless it is stored raw on a local disk, with as
         many bytes. Raises as storage does."""

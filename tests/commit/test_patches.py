@@ -11,7 +11,7 @@ import torch
 
 import ckptstore
 from ckptstore.commit import patching
-from ckptstore.core.ids import ChunkId, pack_key
+from ckptstore.core.ids import ChunkId, document_key, pack_key
 from ckptstore.objects import patches
 from ckptstore.objects.codecs import PATCH
 from ckptstore.objects.pack import TENSOR
@@ -182,6 +182,86 @@ def test_without_memory_for_them_there_are_no_patches(
         for step in range(3):
             store.commit({"w": nudged(SHAPE, step)}, step=step)
         assert not chunks_by_codec(store, patched=True)
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_a_process_that_goes_on_makes_patches_at_once(codec: str, tmp_path: Path) -> None:
+    nbytes = nudged(SHAPE, 0).nbytes
+    for step in range(4):  # each in a process of its own
+        with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(codec=codec)) as store:
+            store.commit({"model": {"w": nudged(SHAPE, step)}, "step": step}, step=step)
+            assert step == 0 or new_bytes(store, step) < nbytes * 0.05
+            for each in range(step + 1):
+                assert same(store.checkout(each).read("model/w"), nudged(SHAPE, each))
+    with ckptstore.open(tmp_path / "store") as store:
+        assert not store.fsck(read_data="all").findings
+
+
+def test_a_training_that_resumes_an_older_commit_makes_patches_of_that(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        first = store.commit({"w": nudged(SHAPE, 0)}, step=0).id
+        store.commit({"w": torch.randn(SHAPE)}, step=1)
+    with ckptstore.open(tmp_path / "store", run="branch") as store:
+        store.checkout(first).restore({"w": torch.zeros(SHAPE)})
+        store.commit({"w": nudged(SHAPE, 1)}, step=7)
+        assert new_bytes(store, 7) < 60_000
+        assert same(store.checkout("latest").read("w"), nudged(SHAPE, 1))
+
+
+def test_a_state_that_gains_tensors_keeps_its_bases(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(1, 4):
+            state = {f"w{i}": nudged(SHAPE, step + i) for i in range(step)}
+            store.commit({"model": state}, step=step)
+            assert new_bytes(store, step) < nudged(SHAPE, 0).nbytes + 70_000 * step
+
+
+def test_what_changed_its_shape_or_dtype_or_kind_is_whole(tmp_path: Path) -> None:
+    states = [nudged(SHAPE, 0), nudged(SHAPE, 0).view(torch.int32) + 1, torch.ones(600, 700)]
+    for step, value in enumerate((*states, b"abc" * 100_000, torch.ones(500, 3), b"abd" * 90_000)):
+        with ckptstore.open(tmp_path / "store") as store:
+            store.commit({"w": value}, step=step)
+            found = store.checkout(step).read("w")
+            assert found == value if isinstance(value, bytes) else same(found, value)
+
+
+def test_a_first_commit_that_is_dense_reads_a_sample_of_each_leaf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def state() -> dict[str, torch.Tensor]:
+        return {f"w{i}": torch.randn(SHAPE) for i in range(12)}
+
+    reads = list[int]()
+    read = patching.Patcher._read
+
+    def counted(self: Any, old: ChunkId, nbytes: int) -> Any:
+        reads.append(nbytes)
+        return read(self, old, nbytes)
+
+    monkeypatch.setattr(patching.Patcher, "_read", counted)
+    monkeypatch.setattr(patching, "_VAIN_BYTES", 2 << 20)
+    for codec, most in (("raw", 0), ("zstd", 5)):
+        for step in range(2):
+            with ckptstore.open(tmp_path / codec, storage=ckptstore.Storage(codec=codec)) as store:
+                store.commit(state(), step=step)
+        assert len(reads) <= most
+        reads.clear()
+
+
+def test_a_commit_before_that_cannot_be_read_costs_bytes_alone(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        store.commit({"w": nudged(SHAPE, 0)}, step=0)
+        pack = tmp_path / "store" / pack_of(store, first_chunk(store, 0))
+        info = store.log()[0]
+        document = tmp_path / "store" / document_key(info.session, info.id)
+    for path in (pack, document):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 3] ^= 1
+        path.chmod(0o600)
+        path.write_bytes(data)
+        with ckptstore.open(tmp_path / "store") as store:
+            store.commit({"w": nudged(SHAPE, 1)}, step=1)
+            assert same(store.checkout("latest").read("w"), nudged(SHAPE, 1))
 
 
 def test_a_background_commit_makes_patches_of_what_it_staged(tmp_path: Path) -> None:
