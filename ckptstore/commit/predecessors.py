@@ -5,12 +5,12 @@ Whatever is found is a base of a patch at most, and compared byte by byte. A wro
 costs bytes alone.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ckptstore.commit.plan import PlanPart
 from ckptstore.core import forks
-from ckptstore.core.geometry import Grid, grid
+from ckptstore.core.geometry import Grid, grid, intersect
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, SessionId, document_key
 from ckptstore.core.model import Box, LeafContent, Schema
 from ckptstore.core.process import uncollected
@@ -75,7 +75,7 @@ class Predecessors:
         shape = schema.shapes[i] if schema.kinds[i] == "tensor" else (content.raw_bytes,)
         boxes = content.boxes or (Box.whole(shape),)
         grids = [grid(shape, part.width, self._chunk_bytes, box) for box in boxes]
-        return _LeafChunks(grids, content.ids)
+        return _LeafChunks(grids, part.width, content.ids)
 
     def _read(self) -> dict[str, _Place]:
         """The leaves of the commit by path, and by DCP's names, which may lack the first key."""
@@ -100,31 +100,33 @@ class Predecessors:
 class _LeafChunks:
     """The chunks of a leaf, box by box."""
 
-    def __init__(self, grids: list[Grid], ids: bytes) -> None:
-        self._grids, self._ids = grids, ids
+    def __init__(self, grids: list[Grid], width: int, ids: bytes) -> None:
+        self._width, self._ids = width, ids
         self._firsts = dict[Box, tuple[Grid, int]]()
         first = 0
         for cells in grids:
             self._firsts[cells.box] = cells, first
             first += len(cells)
-        self._by_cell: dict[Box, int] | None = None
 
     def chunk(self, wanted: Grid, number: int) -> ChunkId | None:
         """The chunk in cell `number` of a grid, if one of this leaf has the same cell."""
         cells, first = self._firsts.get(wanted.box, (None, 0))
-        if cells == wanted:
-            at: int | None = first + number
-        else:  # other ranks had other boxes
-            self._by_cell = self._by_cell or {box: i for i, box in enumerate(self._cells())}
-            at = self._by_cell.get(wanted.cell(number))
-        if at is None:
-            return None
-        found = self._ids[at * CHUNK_ID_BYTES : (at + 1) * CHUNK_ID_BYTES]
+        at = first + number if cells == wanted else self._at(wanted.cell(number))
+        found = b"" if at is None else self._ids[at * CHUNK_ID_BYTES : (at + 1) * CHUNK_ID_BYTES]
         return ChunkId(found) if len(found) == CHUNK_ID_BYTES else None
 
-    def _cells(self) -> Iterator[Box]:
-        for cells in self._grids:
-            yield from map(cells.cell, range(len(cells)))
+    def _at(self, cell: Box) -> int | None:
+        """The number of the chunk in a cell of a leaf that was held in other boxes."""
+        for cells, first in self._firsts.values():
+            if intersect(cells.box, cell) != cell:
+                continue
+            element = 0
+            for begin, length, offset, _ in cells.box.beside(cell):
+                element = element * length + offset - begin
+            at, _ = cells.covering(element * self._width, element * self._width + 1)
+            if cells.cell(at) == cell:
+                return first + at
+        return None
 
 
 def _dotted(path: str) -> str:

@@ -317,7 +317,8 @@ class Transaction:
         lacks; returns the chunk ids by leaf, in grid order. Raises the failure of any thread.
 
         `hints` know the last commit of the same plan, and then this one. Where they know none,
-        `before` has chunks that may be bases of patches. Afterwards the packs are closing; `receipt` and `publish` wait for them.
+        `before` has chunks that may be bases of patches. Afterwards the packs are closing;
+        `receipt` and `publish` wait for them.
         """
         made = ChunkTable({part.leaf: range(part.first, part.stop) for part in plan.parts})
         batches, threads = shared(plan.batches), self._to.threads

@@ -202,9 +202,7 @@ class ChunkWriter:
             if new:
                 yield self._fetched(found, new)
 
-    def _unpatched(
-        self, patcher: Patcher, part: PlanPart, new: Sequence[_Hashed]
-    ) -> list[_Hashed]:
+    def _unpatched(self, patcher: Patcher, part: PlanPart, new: Sequence[_Hashed]) -> list[_Hashed]:
         """Make patches of those new chunks of a leaf that differ little from what they replace;
         returns the others."""
         made = dict[ChunkId, NewPatch]()
