@@ -310,16 +310,17 @@ class ObjectStore:
                 raise
             self.rescue(ids, out, error)
 
-    def chain_of(self, chunk: ChunkId) -> patches.ChainLength:
-        """How far a chunk is from one that is stored whole. Raises `NotFound`, and `Corrupt` if it
-        is a patch that cannot be read."""
-        where = self.located(chunk)
-        if int(where["codec"][0]) != codecs.PATCH:
-            return patches.WHOLE
-        chain = follow(self, where, steps=1)[chunk]
-        if isinstance(chain.end, Corrupt | NotFound):
-            raise chain.end
-        return chain.patches[0].head.chain if chain.patches else patches.WHOLE
+    def chains_of(self, ids: bytes) -> dict[ChunkId, patches.ChainLength]:
+        """How far each of `ids` is from a chunk that is stored whole. Raises `NotFound`, and
+        `Corrupt` if it is a patch that cannot be read."""
+        where = self.located(ids)
+        found = {ChunkId(chunk): patches.WHOLE for chunk in where["chunk"].tolist()}
+        for chunk, chain in follow(self, where[where["codec"] == codecs.PATCH], steps=1).items():
+            if isinstance(chain.end, Corrupt | NotFound):
+                raise chain.end
+            if chain.patches:
+                found[chunk] = chain.patches[0].head.chain
+        return found
 
     def is_near(self, chunk: ChunkId) -> bool:
         """Whether a chunk can be read without a request to slow storage, if it is not damaged."""

@@ -21,6 +21,8 @@ from tests.net.training import same
 from tests.support.patching import nudged, small_chunks_too
 
 SHAPE = (512, 600)
+LARGER = (600, 600, 2)
+"""Of several chunks."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WHOLE = (torch.float8_e4m3fn, torch.int64, torch.uint8, torch.int16)
 
@@ -197,6 +199,22 @@ def test_a_process_that_goes_on_makes_patches_at_once(codec: str, tmp_path: Path
         assert not store.fsck(read_data="all").findings
 
 
+@pytest.mark.parametrize(("memory", "is_whole"), [(1000, True), (None, False)])
+def test_a_chain_goes_on_in_the_next_process_where_memory_admits_it(
+    memory: int | None, is_whole: bool, tmp_path: Path
+) -> None:
+    deep = patching.DEPTH_READ_MAX + 2
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(deep):
+            store.commit({"w": nudged(LARGER, step)}, step=step)
+    storage = ckptstore.Storage(patch_memory_bytes=memory)
+    with ckptstore.open(tmp_path / "store", storage=storage) as store:
+        for step in range(deep, deep + 2):
+            store.commit({"w": nudged(LARGER, step)}, step=step)
+            assert same(store.checkout("latest").read("w"), nudged(LARGER, step))
+        assert (new_bytes(store, deep) > 500_000) == is_whole
+
+
 def test_a_training_that_resumes_an_older_commit_makes_patches_of_that(tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "store") as store:
         first = store.commit({"w": nudged(SHAPE, 0)}, step=0).id
@@ -234,9 +252,9 @@ def test_a_first_commit_that_is_dense_reads_a_sample_of_each_leaf(
     reads = list[int]()
     read = patching.Patcher._read
 
-    def counted(self: Any, old: ChunkId, nbytes: int) -> Any:
-        reads.append(nbytes)
-        return read(self, old, nbytes)
+    def counted(self: Any, part: Any, olds: dict[int, ChunkId]) -> Any:
+        reads.extend(olds)
+        return read(self, part, olds)
 
     monkeypatch.setattr(patching.Patcher, "_read", counted)
     monkeypatch.setattr(patching, "_VAIN_BYTES", 2 << 20)
@@ -246,6 +264,18 @@ def test_a_first_commit_that_is_dense_reads_a_sample_of_each_leaf(
                 store.commit(state(), step=step)
         assert len(reads) <= most
         reads.clear()
+
+
+def test_bytes_that_grow_are_read_alone_where_their_ends_differ(tmp_path: Path) -> None:
+    value = bytearray(torch.randint(0, 256, (500_000,), dtype=torch.uint8).numpy().tobytes())
+    for step in range(4):
+        value[step * 1000] ^= 1
+        value += bytes(40_000)
+        storage = ckptstore.Storage(chunk_bytes=1 << 16)
+        with ckptstore.open(tmp_path / "store", storage=storage) as store:
+            store.commit({"log": bytes(value)}, step=step)
+            assert store.checkout("latest").read("log") == value
+            assert step == 0 or new_bytes(store, step) < 2 << 16
 
 
 def test_a_commit_before_that_cannot_be_read_costs_bytes_alone(tmp_path: Path) -> None:
