@@ -34,9 +34,9 @@ successor stays in memory, so that the next commit need not read again."""
 _SAMPLES, _SAMPLE_BYTES = 4, 2 << 10
 """Stretches of a chunk that are compared first."""
 
-_VAIN_BYTES, _VAIN_PART = 4 << 20, 128
-"""Where there is no sample, a commit reads so many bytes in vain, and one in so many of those that
-may become patches: then it reads no more."""
+_VAIN_BYTES, _VAIN_PART, _LOOK_BYTES = 2 << 20, 128, 512 << 10
+"""A commit looks into the store in vain for so many bytes, and one in so many of those that may
+become patches: then at no leaf of which it knows nothing. A sample takes the time of so many."""
 
 Replaced: TypeAlias = Callable[[PlanPart, int], ChunkId | None]
 """The chunk that stood at the place of a part's chunk, by its number, in the commit before."""
@@ -65,16 +65,18 @@ class Patcher:
         self.replaced = replaced
         self._ahead = _Ahead()
         # Threads that count at once may lose a chunk, which matters nothing.
-        self._looked_bytes = self._vain_bytes = 0
+        self._offered_bytes = self._vain_bytes = 0
         held.begin()
 
     def is_candidate(self, part: PlanPart, cut: Cut) -> bool:
         """Whether a new chunk may become a patch at all."""
-        return (
-            part.raw_bytes >= LEAF_BYTES_MIN
-            and cut.stop - cut.start >= CHUNK_BYTES_MIN
-            and not self._held.is_dense(part.leaf)
-        )
+        nbytes = cut.stop - cut.start
+        if part.raw_bytes < LEAF_BYTES_MIN or nbytes < CHUNK_BYTES_MIN:
+            return False
+        self._offered_bytes += nbytes
+        if self._held.is_dense(part.leaf):
+            return False
+        return self._held.has((part.leaf, cut.number)) or not self._is_vain(part.leaf)
 
     def make(
         self, part: PlanPart, cut: Cut, old: ChunkId, new: ChunkId, summed: bytes, raw: memoryview
@@ -85,10 +87,7 @@ class Patcher:
         taken = self._held.take(here, old)
         before: Old | None = taken
         try:
-            sampled = None if taken else self._is_other(old, raw, width)
-            if before is None and not sampled:
-                if sampled is None and self._is_vain(len(raw)):
-                    return None
+            if before is None and not self._is_other(old, raw, width):
                 before = self._stored(part, cut.number, old)
                 if before is None:
                     return None  # too far from a whole chunk to be read at every commit
@@ -96,8 +95,9 @@ class Patcher:
             return None  # what cannot be read is no base
         at = before and patches.changed(raw, before.raw, width)
         self._held.found(part.leaf, dense=at is None)
-        if before is not taken and at is None:
-            self._vain_bytes += len(raw)
+        if taken is None:
+            read = len(raw) if before else min(len(raw), _LOOK_BYTES)
+            self._vain_bytes += read if at is None else -4 * read
         if before is None or at is None:
             self._held.give_up(taken)
             return None
@@ -106,16 +106,16 @@ class Patcher:
         self._held.keep(here, taken, Old(new, raw, chain), self._memory)
         return NewPatch(new, summed, len(raw), width, old, stored) if stored else None
 
-    def _is_other(self, old: ChunkId, raw: memoryview, width: int) -> bool | None:
-        """Whether a sample of a chunk in the store differs in most words from `raw`; None without a
-        sample. Unverified: it only says whether a closer look pays."""
+    def _is_other(self, old: ChunkId, raw: memoryview, width: int) -> bool:
+        """Whether a sample of a chunk in the store differs in most words from `raw`. Unverified: it
+        only says whether a closer look pays."""
         samples = self._objects.peek(old, _stretches(len(raw)))
-        return None if samples is None else _are_other(raw, samples, width)
+        return samples is not None and _are_other(raw, samples, width)
 
-    def _is_vain(self, nbytes: int) -> bool:
-        """Whether enough was read in vain, of so many bytes that were to be read."""
-        self._looked_bytes += nbytes
-        return self._vain_bytes > _VAIN_BYTES + self._looked_bytes // _VAIN_PART
+    def _is_vain(self, leaf: int) -> bool:
+        """Whether nothing is known of a leaf, and enough looks were in vain."""
+        allowed = _VAIN_BYTES + self._offered_bytes // _VAIN_PART
+        return self._vain_bytes > allowed and not self._held.is_sparse(leaf)
 
     def _stored(self, part: PlanPart, number: int, old: ChunkId) -> Old | None:
         """A chunk from the store, verified; None if too many patches make it."""

@@ -45,6 +45,7 @@ class Predecessors:
         self._objects, self._session, self._commit = objects, session, commit
         self._paths, self._chunk_bytes = paths, chunk_bytes
         self._places: dict[str, _Place] | None = None
+        self._by_name: dict[str, _Place] | None = None
         self._leaves: dict[int, _LeafChunks | None] = {}
         self._lock = forks.lock()
 
@@ -65,7 +66,7 @@ class Predecessors:
             except CkptStoreError:
                 self._places = {}  # a restore says what is wrong with it
         path = self._paths.get(part.leaf, "")
-        place = self._places.get(path) or self._places.get(_dotted(path))
+        place = self._places.get(path) or self._named().get(_dotted(path))
         if place is None:
             return None
         schema, contents, i = place
@@ -78,23 +79,30 @@ class Predecessors:
         return _LeafChunks(grids, part.width, content.ids)
 
     def _read(self) -> dict[str, _Place]:
-        """The leaves of the commit by path, and by DCP's names, which may lack the first key."""
+        """The leaves of the commit by path."""
         objects = self._objects
         document = objects.storage.read(document_key(self._session, self._commit))
         refs = [ref for _, ref in decode_document(document, self._commit).trees]
         data = objects.read_metadata_many(
             chunk for ref in refs for chunk in (ref.schema, *ref.pages)
         )
-        found, named = dict[str, _Place](), dict[str, _Place]()
+        found = dict[str, _Place]()
         with uncollected():
             for ref in refs:
                 schema = decode_schema(data[ref.schema])
                 contents = join_pages([data[page] for page in ref.pages], len(schema))
                 for i, path in enumerate(schema.paths):
-                    found[path] = place = _Place(schema, contents, i)
-                    for name in (_dotted(path), _dotted(path.partition("/")[2])):
-                        named.setdefault(name, place)
-        return named | found
+                    found[path] = _Place(schema, contents, i)
+        return found
+
+    def _named(self) -> dict[str, _Place]:
+        """The leaves of the commit by DCP's names, which may lack the first key."""
+        if self._by_name is None:
+            self._by_name = {}
+            for path, place in (self._places or {}).items():
+                for name in (_dotted(path), _dotted(path.partition("/")[2])):
+                    self._by_name.setdefault(name, place)
+        return self._by_name
 
 
 class _LeafChunks:
