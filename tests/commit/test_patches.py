@@ -16,6 +16,7 @@ from ckptstore.objects import patches
 from ckptstore.objects.codecs import PATCH
 from ckptstore.objects.pack import TENSOR
 from ckptstore.repository.footers import read_table
+from ckptstore.storage.read_cache import ReadCache
 from tests.maintenance.stores import heal
 from tests.net.training import same
 from tests.support.patching import nudged, small_chunks_too
@@ -292,6 +293,20 @@ def test_a_commit_before_that_cannot_be_read_costs_bytes_alone(tmp_path: Path) -
         with ckptstore.open(tmp_path / "store") as store:
             store.commit({"w": nudged(SHAPE, 1)}, step=1)
             assert same(store.checkout("latest").read("w"), nudged(SHAPE, 1))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_first_commit_reads_nothing_back_from_slow_storage(cached: bool, tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        store.commit({"w": nudged(SHAPE, 0)}, step=0)
+    with ckptstore.open(tmp_path / "store") as store:
+        objects = store._handle.objects
+        objects._remote = True
+        objects._cache = ReadCache(tmp_path / "cache", 1 << 30) if cached else None
+        store.checkout(0).restore({"w": torch.zeros(SHAPE)})
+        store.commit({"w": nudged(SHAPE, 1)}, step=1)
+        assert (new_bytes(store, 1) < 60_000) == cached
+        assert same(store.checkout(1).read("w"), nudged(SHAPE, 1))
 
 
 def test_a_background_commit_makes_patches_of_what_it_staged(tmp_path: Path) -> None:
