@@ -61,6 +61,10 @@ class HeldChunks:
             return None
         return old
 
+    def has(self, at: LeafChunk) -> bool:
+        """Whether a chunk is kept at a place."""
+        return at in self._olds
+
     def keep(self, at: LeafChunk, old: Old | None, now: Old, memory: PatchMemory) -> None:
         """Keep a copy of what is now at a place, in the memory of the `old` chunk that was taken
         there; nothing if `memory` does not admit it."""
@@ -93,6 +97,11 @@ class HeldChunks:
         """Whether a leaf need not be looked at in this commit."""
         known = self._leaves.get(leaf)
         return known is not None and known.dense and known.wait > 0
+
+    def is_sparse(self, leaf: int) -> bool:
+        """Whether the last look at a leaf has shown that few words change."""
+        known = self._leaves.get(leaf)
+        return known is not None and not known.dense
 
     def found(self, leaf: int, *, dense: bool) -> None:
         """What a look at a leaf has shown."""

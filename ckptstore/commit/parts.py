@@ -30,12 +30,13 @@ from ckptstore.state.leaf_sources import Source
 
 class GivenPart(NamedTuple):
     """The bytes of a leaf, or of its box `extent.box`, and their source. `leaf_bytes` is the size
-    of the whole leaf.
+    of the whole leaf, `path` its path or DCP's name, if that is known.
     """
 
     extent: Extent
     source: Source
     leaf_bytes: int
+    path: str = ""
 
 
 class PartsWritten(NamedTuple):
@@ -64,9 +65,12 @@ class PartsCommitter:
         self._opened[session.id] = session
         return session
 
-    def write(self, session: SessionId, rank: int, parts: Sequence[GivenPart]) -> PartsWritten:
+    def write(
+        self, session: SessionId, rank: int, parts: Sequence[GivenPart], run: str = ""
+    ) -> PartsWritten:
         """Hash `parts` and pack the chunks that the store lacks; they are durable on return. `rank`
-        keeps the pack names of several writers apart.
+        keeps the pack names of several writers apart. Chunks may become patches of what the newest
+        commit of `run` has.
         """
         extents = [part.extent for part in parts]
         known, hints = self._last
@@ -75,9 +79,13 @@ class PartsCommitter:
             self._last = extents, hints
         chunked = [i for i, part in enumerate(parts) if part.leaf_bytes > INLINE_BYTES]
         plan = plan_chunks([extents[i] for i in chunked], self._to.config.chunk_bytes)
+        before = None
+        if not hints.last:
+            paths = {number: parts[i].path for number, i in enumerate(chunked)}
+            before = self._to.before(run, (), paths)
         with Transaction(self._to, session, rank=rank) as transaction:
             sources = [parts[i].source for i in chunked]
-            found = transaction.write(plan, sources, hints=hints)
+            found = transaction.write(plan, sources, hints=hints, before=before)
             receipt = transaction.receipt()
             ids = {i: found[number] for number, i in enumerate(chunked)}
             contents = [

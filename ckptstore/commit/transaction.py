@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
 from ckptstore.commit.hints import DedupHints
-from ckptstore.commit.patching import Patcher
+from ckptstore.commit.patching import Patcher, in_table
 from ckptstore.commit.pending import UNWATCHED, Watch
 from ckptstore.commit.plan import CommitPlan, Flats, WholePlan
+from ckptstore.commit.predecessors import Predecessors
 from ckptstore.commit.write import PARALLEL_BYTES, ChunkWriter, Measured, write_metadata
 from ckptstore.core.ids import (
     ChunkId,
@@ -145,6 +146,19 @@ class Destination:
     def objects(self) -> ObjectStore:
         """The store's chunks. The first use opens this host's chunk index."""
         return self._handle.objects
+
+    def before(
+        self, run: str, parents: Sequence[CommitId], paths: Mapping[int, str]
+    ) -> Predecessors | None:
+        """The chunks of the commit that the next one of a run follows, by the paths of a plan's
+        leaves; None if there is none."""
+        state = self.log.replay()
+        commits = (*parents, *state.runs.get(run, ())[-1:])
+        known = [commit for commit in commits if commit in state.commits]
+        if not known or not self.patch_memory.is_used:
+            return None
+        session = state.commits[known[0]].session
+        return Predecessors(self.objects, session, known[0], paths, self.config.chunk_bytes)
 
     def look(self) -> Dedup:
         """Deduplication against the chunks that the store has now."""
@@ -296,13 +310,15 @@ class Transaction:
         watch: Watch = UNWATCHED,
         *,
         hints: DedupHints | None = None,
+        before: Predecessors | None = None,
         max_workers: int | None = None,
     ) -> dict[int, bytes]:
         """Hash the chunks of `plan` on at most `max_workers` threads and pack those that the store
         lacks; returns the chunk ids by leaf, in grid order. Raises the failure of any thread.
 
-        `hints` know the last commit of the same plan, and then this one. Afterwards the packs are
-        closing; `receipt` and `publish` wait for them.
+        `hints` know the last commit of the same plan, and then this one. Where they know none,
+        `before` has chunks that may be bases of patches. Afterwards the packs are closing;
+        `receipt` and `publish` wait for them.
         """
         made = ChunkTable({part.leaf: range(part.first, part.stop) for part in plan.parts})
         batches, threads = shared(plan.batches), self._to.threads
@@ -310,8 +326,9 @@ class Transaction:
         count = min(max_workers or threads.count, threads.count, len(plan.batches))
         hints, dedup = hints or DedupHints(), self.look()
         patcher, memory = None, self._to.patch_memory
-        if hints.last and self.patching and memory.is_used:
-            patcher = Patcher(self._to.objects, hints.held, memory)
+        replaced = in_table(hints.last) if hints.last else before and before.chunk
+        if replaced and self.patching and memory.is_used:
+            patcher = Patcher(self._to.objects, hints.held, memory, replaced)
         store = dedup, self.packs, watch, threads.scratch, self.measured, patcher
         work = batches, sources, made, hints.last, *store
         writers = [ChunkWriter(*work) for _ in range(min(count, 1) if small else count)]
@@ -459,6 +476,15 @@ class Transaction:
         return records
 
 
+def paths_of(flats: Flats) -> dict[int, str]:
+    """The paths of the leaves of a state that one process holds whole, by number."""
+    return {
+        first + i: path
+        for _, flat, first in numbered(flats)
+        for i, path in enumerate(flat.schema.paths)
+    }
+
+
 def contents_of(flats: Flats, plan: CommitPlan, ids: Mapping[int, bytes]) -> Iterator[TreeContent]:
     """The content of each key of a state that one process holds whole; `ids` is by leaf."""
     inline = frozenset(plan.inline)
@@ -505,7 +531,12 @@ class WholeCommitter:
                     whole.measured = request.measured
                     whole.patching = request.memory_budget_bytes is None
                     hints = self._whole.hints
-                    ids = whole.write(plan, sources, watch, hints=hints, max_workers=room.threads)
+                    before = None
+                    if not hints.last:
+                        before = to.before(label.run, label.parents, paths_of(flats))
+                    ids = whole.write(
+                        plan, sources, watch, hints=hints, before=before, max_workers=room.threads
+                    )
                     watch.reached(Milestone.HASHED)
                     trees = contents_of(flats, plan, ids)
                     cast = casting.report if casting else no_cast

@@ -197,21 +197,20 @@ class ChunkWriter:
             rows = [Known(chunk.id, chunk.checksum, packs[chunk.id]) for chunk in found.chunks]
             self._made.record(self._place(found.run), rows)
             new = [c for c in found.chunks if not packs[c.id] and self._dedup.take(c.id)]
-            if new and self._patcher is not None and self._last is not None:
-                new = self._unpatched(self._patcher, self._last, found.run.part, new)
+            if new and self._patcher is not None:
+                new = self._unpatched(self._patcher, found.run.part, new)
             if new:
                 yield self._fetched(found, new)
 
-    def _unpatched(
-        self, patcher: Patcher, last: ChunkTable, part: PlanPart, new: Sequence[_Hashed]
-    ) -> list[_Hashed]:
+    def _unpatched(self, patcher: Patcher, part: PlanPart, new: Sequence[_Hashed]) -> list[_Hashed]:
         """Make patches of those new chunks of a leaf that differ little from what they replace;
         returns the others."""
         made = dict[ChunkId, NewPatch]()
         for chunk in new:
             if chunk.raw is None or not patcher.is_candidate(part, chunk.cut):
                 continue
-            old = last.known(part.leaf, chunk.cut.number).id
+            if (old := patcher.replaced(part, chunk.cut.number)) is None:
+                continue
             patch = patcher.make(part, chunk.cut, old, chunk.id, chunk.checksum, chunk.raw)
             if patch and not self._dedup.is_distrusted(chunk.id):
                 made[chunk.id] = patch

@@ -16,6 +16,7 @@ that it can follow the plan: from then on, others wait for what it sends.
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
@@ -174,7 +175,9 @@ class RanksCommitter:
         transaction.measured = request.measured
         transaction.patching = request.memory_budget_bytes is None
         boxes = Boxes(list(described.flats.values()), self._to.config.chunk_bytes)
-        worker = RankWorker(transaction, boxes, self._task, self._plans, self._to.threads, room)
+        label, threads = described.label, self._to.threads
+        before = partial(self._to.before, label.run, label.parents)
+        worker = RankWorker(transaction, boxes, self._task, self._plans, threads, room, before)
         publication = _Publication(
             peers, transaction, worker, request, self._coordinator, described.casting
         )

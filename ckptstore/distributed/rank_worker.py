@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ckptstore.commit.hints import DedupHints
 from ckptstore.commit.plan import CommitPlan, Extent, plan_chunks
+from ckptstore.commit.predecessors import Predecessors
 from ckptstore.commit.transaction import Transaction
 from ckptstore.commit.write import hash_chunks
 from ckptstore.core import geometry
@@ -203,6 +204,10 @@ class Boxes:
         """All boxes of a leaf."""
         return [ref._replace(part=part) for part in range(len(self._parts(ref)))]
 
+    def path(self, ref: LeafRef) -> str:
+        """The path of a leaf."""
+        return self._flats[ref.tree].schema.paths[ref.leaf]
+
     def global_bytes(self, ref: LeafRef) -> int:
         """Raw bytes of the whole leaf, on all ranks."""
         schema = self._flats[ref.tree].schema
@@ -220,6 +225,9 @@ class Boxes:
         return flat.held[leaf].parts if leaf in flat.held else ((None, flat.leaves[leaf]),)
 
 
+Before: TypeAlias = Callable[[Mapping[int, str]], Predecessors | None]
+"""The chunks of the commit before, by the paths of a plan's leaves."""
+
 SAMPLE = 32
 """One in this many boxes that other ranks write is hashed here as well."""
 
@@ -229,7 +237,8 @@ the lengths of runs and batches."""
 
 
 class RankWorker:
-    """One rank's attempt at a commit. `plans` are kept from one commit to the next."""
+    """One rank's attempt at a commit. `plans` are kept from one commit to the next; where they know
+    none, whole chunks of this rank may become patches of chunks `before`."""
 
     def __init__(
         self,
@@ -239,8 +248,10 @@ class RankWorker:
         plans: Plans,
         threads: ThreadPool,
         room: RankRoom,
+        before: Before,
     ) -> None:
         self._transaction, self._boxes, self._task, self._plans = transaction, boxes, task, plans
+        self._before = before
         self._threads, self._room = threads, room
         self._later = DeferredErrors()
         self._written: dict[int, bytes] = {}
@@ -303,7 +314,11 @@ class RankWorker:
         self._later.settle()
         jobs, boxes = self._task.jobs, self._boxes
         plan = self._kept("jobs", lambda: self._planned([boxes.cells(*job[:3]) for job in jobs]))
-        self._written |= self._write(*plan, {job.number: boxes.source(job.ref) for job in jobs})
+        before = None
+        if jobs and not plan[1].last:
+            before = self._before({leaf: boxes.path(job.ref) for leaf, job in enumerate(jobs)})
+        own = {job.number: boxes.source(job.ref) for job in jobs}
+        self._written |= self._write(*plan, own, before)
 
     def _reports(self) -> dict[int, Report]:
         """This rank's content of the reported leaves."""
@@ -348,13 +363,21 @@ class RankWorker:
         return self._plans[key]
 
     def _write(
-        self, plan: CommitPlan, hints: DedupHints, sources: Mapping[_Key, Source]
+        self,
+        plan: CommitPlan,
+        hints: DedupHints,
+        sources: Mapping[_Key, Source],
+        before: Predecessors | None = None,
     ) -> dict[_Key, bytes]:
         """The ids of the plan's chunks by source, written as far as the store lacks them."""
         if self._later.failed or not sources:
             return {}
         found = self._transaction.write(
-            plan, list(sources.values()), hints=hints, max_workers=self._room.write.threads
+            plan,
+            list(sources.values()),
+            hints=hints,
+            before=before,
+            max_workers=self._room.write.threads,
         )
         return _by_key(sources, found)
 

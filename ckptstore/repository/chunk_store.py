@@ -317,16 +317,25 @@ class ObjectStore:
         for pack in set(packs) & {pack.id for pack in self._log.state.packs.values()}:
             self.suspect_packs.add(pack)
 
-    def chain_of(self, chunk: ChunkId) -> patches.ChainLength:
-        """How far a chunk is from one that is stored whole. Raises `NotFound`, and `Corrupt` if it
-        is a patch that cannot be read."""
-        where = self.located(chunk)
-        if int(where["codec"][0]) != codecs.PATCH:
-            return patches.WHOLE
-        chain = follow(self, where, steps=1)[chunk]
-        if isinstance(chain.end, Corrupt | NotFound):
-            raise chain.end
-        return chain.patches[0].head.chain if chain.patches else patches.WHOLE
+    def chains_of(self, ids: bytes) -> dict[ChunkId, patches.ChainLength]:
+        """How far each of `ids` is from a chunk that is stored whole. Raises `NotFound`, and
+        `Corrupt` if it is a patch that cannot be read."""
+        where = self.located(ids)
+        found = {ChunkId(chunk): patches.WHOLE for chunk in where["chunk"].tolist()}
+        for chunk, chain in follow(self, where[where["codec"] == codecs.PATCH], steps=1).items():
+            if isinstance(chain.end, Corrupt | NotFound):
+                raise chain.end
+            if chain.patches:
+                found[chunk] = chain.patches[0].head.chain
+        return found
+
+    def is_near(self, chunk: ChunkId) -> bool:
+        """Whether a chunk can be read without a request to slow storage, if it is not damaged."""
+        where = self.locate(chunk)
+        if not where["found"][0] or not self._remote:
+            return bool(where["found"][0])
+        is_patch = int(where["codec"][0]) == codecs.PATCH
+        return self._cache is not None and not is_patch and self._cache.has(chunk)
 
     def peek(self, chunk: ChunkId, parts: Sequence[slice]) -> list[tuple[slice, memoryview]] | None:
         """Some parts of a chunk, unverified; None unless it is stored raw on a local disk, with as

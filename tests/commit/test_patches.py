@@ -11,16 +11,19 @@ import torch
 
 import ckptstore
 from ckptstore.commit import patching
-from ckptstore.core.ids import ChunkId, pack_key
+from ckptstore.core.ids import ChunkId, document_key, pack_key
 from ckptstore.objects import patches
 from ckptstore.objects.codecs import PATCH
 from ckptstore.objects.pack import TENSOR
 from ckptstore.repository.footers import read_table
+from ckptstore.storage.read_cache import ReadCache
 from tests.maintenance.stores import heal
 from tests.net.training import same
 from tests.support.patching import nudged, small_chunks_too
 
 SHAPE = (512, 600)
+LARGER = (600, 600, 2)
+"""Of several chunks."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WHOLE = (torch.float8_e4m3fn, torch.int64, torch.uint8, torch.int16)
 
@@ -182,6 +185,128 @@ def test_without_memory_for_them_there_are_no_patches(
         for step in range(3):
             store.commit({"w": nudged(SHAPE, step)}, step=step)
         assert not chunks_by_codec(store, patched=True)
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_a_process_that_goes_on_makes_patches_at_once(codec: str, tmp_path: Path) -> None:
+    nbytes = nudged(SHAPE, 0).nbytes
+    for step in range(4):  # each in a process of its own
+        with ckptstore.open(tmp_path / "store", storage=ckptstore.Storage(codec=codec)) as store:
+            store.commit({"model": {"w": nudged(SHAPE, step)}, "step": step}, step=step)
+            assert step == 0 or new_bytes(store, step) < nbytes * 0.05
+            for each in range(step + 1):
+                assert same(store.checkout(each).read("model/w"), nudged(SHAPE, each))
+    with ckptstore.open(tmp_path / "store") as store:
+        assert not store.fsck(read_data="all").findings
+
+
+@pytest.mark.parametrize(("memory", "is_whole"), [(1000, True), (None, False)])
+def test_a_chain_goes_on_in_the_next_process_where_memory_admits_it(
+    memory: int | None, is_whole: bool, tmp_path: Path
+) -> None:
+    deep = patching.DEPTH_READ_MAX + 2
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(deep):
+            store.commit({"w": nudged(LARGER, step)}, step=step)
+    storage = ckptstore.Storage(patch_memory_bytes=memory)
+    with ckptstore.open(tmp_path / "store", storage=storage) as store:
+        for step in range(deep, deep + 2):
+            store.commit({"w": nudged(LARGER, step)}, step=step)
+            assert same(store.checkout("latest").read("w"), nudged(LARGER, step))
+        assert (new_bytes(store, deep) > 500_000) == is_whole
+
+
+def test_a_training_that_resumes_an_older_commit_makes_patches_of_that(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        first = store.commit({"w": nudged(SHAPE, 0)}, step=0).id
+        store.commit({"w": torch.randn(SHAPE)}, step=1)
+    with ckptstore.open(tmp_path / "store", run="branch") as store:
+        store.checkout(first).restore({"w": torch.zeros(SHAPE)})
+        store.commit({"w": nudged(SHAPE, 1)}, step=7)
+        assert new_bytes(store, 7) < 60_000
+        assert same(store.checkout("latest").read("w"), nudged(SHAPE, 1))
+
+
+def test_a_state_that_gains_tensors_keeps_its_bases(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(1, 4):
+            state = {f"w{i}": nudged(SHAPE, step + i) for i in range(step)}
+            store.commit({"model": state}, step=step)
+            assert new_bytes(store, step) < nudged(SHAPE, 0).nbytes + 70_000 * step
+
+
+def test_what_changed_its_shape_or_dtype_or_kind_is_whole(tmp_path: Path) -> None:
+    states = [nudged(SHAPE, 0), nudged(SHAPE, 0).view(torch.int32) + 1, torch.ones(600, 700)]
+    for step, value in enumerate((*states, b"abc" * 100_000, torch.ones(500, 3), b"abd" * 90_000)):
+        with ckptstore.open(tmp_path / "store") as store:
+            store.commit({"w": value}, step=step)
+            found = store.checkout(step).read("w")
+            assert found == value if isinstance(value, bytes) else same(found, value)
+
+
+def test_a_first_commit_that_is_dense_reads_a_sample_of_each_leaf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def state() -> dict[str, torch.Tensor]:
+        return {f"w{i}": torch.randn(SHAPE) for i in range(12)}
+
+    reads = list[int]()
+    read = patching.Patcher._read
+
+    def counted(self: Any, part: Any, olds: dict[int, ChunkId]) -> Any:
+        reads.extend(olds)
+        return read(self, part, olds)
+
+    monkeypatch.setattr(patching.Patcher, "_read", counted)
+    monkeypatch.setattr(patching, "_VAIN_BYTES", 2 << 20)
+    for codec, most in (("raw", 0), ("zstd", 5)):
+        for step in range(2):
+            with ckptstore.open(tmp_path / codec, storage=ckptstore.Storage(codec=codec)) as store:
+                store.commit(state(), step=step)
+        assert len(reads) <= most
+        reads.clear()
+
+
+def test_bytes_that_grow_are_read_alone_where_their_ends_differ(tmp_path: Path) -> None:
+    value = bytearray(torch.randint(0, 256, (500_000,), dtype=torch.uint8).numpy().tobytes())
+    for step in range(4):
+        value[step * 1000] ^= 1
+        value += bytes(40_000)
+        storage = ckptstore.Storage(chunk_bytes=1 << 16)
+        with ckptstore.open(tmp_path / "store", storage=storage) as store:
+            store.commit({"log": bytes(value)}, step=step)
+            assert store.checkout("latest").read("log") == value
+            assert step == 0 or new_bytes(store, step) < 2 << 16
+
+
+def test_a_commit_before_that_cannot_be_read_costs_bytes_alone(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        store.commit({"w": nudged(SHAPE, 0)}, step=0)
+        pack = tmp_path / "store" / pack_of(store, first_chunk(store, 0))
+        info = store.log()[0]
+        document = tmp_path / "store" / document_key(info.session, info.id)
+    for path in (pack, document):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 3] ^= 1
+        path.chmod(0o600)
+        path.write_bytes(data)
+        with ckptstore.open(tmp_path / "store") as store:
+            store.commit({"w": nudged(SHAPE, 1)}, step=1)
+            assert same(store.checkout("latest").read("w"), nudged(SHAPE, 1))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_first_commit_reads_nothing_back_from_slow_storage(cached: bool, tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        store.commit({"w": nudged(SHAPE, 0)}, step=0)
+    with ckptstore.open(tmp_path / "store") as store:
+        objects = store._handle.objects
+        objects._remote = True
+        objects._cache = ReadCache(tmp_path / "cache", 1 << 30) if cached else None
+        store.checkout(0).restore({"w": torch.zeros(SHAPE)})
+        store.commit({"w": nudged(SHAPE, 1)}, step=1)
+        assert (new_bytes(store, 1) < 60_000) == cached
+        assert same(store.checkout(1).read("w"), nudged(SHAPE, 1))
 
 
 def test_a_background_commit_makes_patches_of_what_it_staged(tmp_path: Path) -> None:

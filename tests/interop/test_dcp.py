@@ -397,3 +397,22 @@ def test_a_reader_says_what_it_needs(place: Path) -> None:
             StoreReader(store, "nothing").read_metadata()
         metadata = StoreReader(store, key=None).read_metadata()
         assert list(metadata.state_dict_metadata) == ["a"]
+
+
+def test_saves_by_new_writers_and_new_processes_store_what_changed(place: Path) -> None:
+    """The names that DCP gives lead to what stood there, of a flat and of a nested state dict."""
+    model = torch.nn.Linear(400, 300)
+    for flat in (True, False):
+        for step in range(5):
+            with torch.no_grad():
+                model.weight[step] += 1
+            state: Any = model.state_dict()
+            if not flat:
+                optimizer = {"state": {0: {"exp_avg": model.weight.detach() * 2}}}
+                state = {"model": state, "optimizer": optimizer}
+            dcp.save(state, storage_writer=StoreWriter(place, step=step, run=f"flat-{flat}"))
+            with ckptstore.open(place, run=f"flat-{flat}") as store:
+                found = [info.new_bytes for info in store.log(run=store.run) if info.step == step]
+                saved = store.checkout("latest").state_dict()
+            assert same(dict(saved["model"]), dict(model.state_dict()))
+            assert step == 0 or found[0] < model.weight.nbytes // 10

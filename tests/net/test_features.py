@@ -80,11 +80,14 @@ class History:
         self.committed(*self.drawn())
 
     def steps(self) -> None:
-        """Commits of one kind, between which a few elements of each tensor change."""
+        """Commits of one kind, between which a few elements of each tensor change, and now and then
+        the process."""
         way, keys, cast = self.drawn()
         for _ in range(self.random.randint(2, 5)):
             self.committed(way, keys, cast)
             self.training.nudge()
+            if self.random.random() < 0.3:
+                self.reopen()
 
     def drawn(self) -> tuple[registry.Writer, list[str], dict[str, torch.dtype] | None]:
         """How to commit, which keys, and what to cast."""

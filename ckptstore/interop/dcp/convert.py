@@ -83,7 +83,9 @@ def dcp_to_store(
     keys, resolved = _read_directory(root, allow_pickle)
     session = internals.parts_committer.open()
     try:
-        written = read_message(0, write_items(store, session.id, 0, resolved, alone=False))
+        written = read_message(
+            0, write_items(store, session.id, 0, resolved, store.run, alone=False)
+        )
         return publish_items(
             store, session, [written], keys, label, flat_key=key, world=1, started=started
         )

@@ -85,14 +85,21 @@ def object_item(name: str, value: Any, allow_pickle: bool, *, is_bytes: bool = F
 
 
 def write_items(
-    store: Store, session: SessionId, rank: int, resolved: Sequence[Resolved], *, alone: bool
+    store: Store,
+    session: SessionId,
+    rank: int,
+    resolved: Sequence[Resolved],
+    run: str,
+    *,
+    alone: bool,
 ) -> bytes:
-    """Hash and pack the items, durable on return. Returns the message to the coordinator.
+    """Hash and pack the items for a commit to `run`, durable on return. Returns the message to the
+    coordinator.
 
     A rank that saves `alone` stores each box as a tensor of its own.
     """
     parts = [part for item, sources in resolved for part in _parts(item, sources, alone)]
-    written = internals_of(store).parts_committer.write(session, rank, parts)
+    written = internals_of(store).parts_committer.write(session, rank, parts, run)
     given = iter(written.contents)
     rows: list[list[Any]] = []
     for item, sources in resolved:
@@ -133,14 +140,16 @@ def _parts(item: Item, sources: Sequence[Source], alone: bool) -> Iterator[Given
     for i, source in enumerate(sources):
         if source is NOTHING:
             continue
+        path = item.name + schema.paths[i]
         if schema.kinds[i] != "tensor" or not source.nbytes:
-            yield GivenPart(Extent((source.nbytes,), 1, source.nbytes, ""), source, source.nbytes)
+            extent = Extent((source.nbytes,), 1, source.nbytes, "")
+            yield GivenPart(extent, source, source.nbytes, path)
             continue
         dtype, shape, box = schema.dtypes[i], schema.shapes[i], None
         if item.box and not alone and shape != item.shape:
             shape, box = item.shape, item.box
         extent = Extent(shape, geometry.width_of(dtype), source.nbytes, dtype, box)
-        yield GivenPart(extent, source, geometry.nbytes_of(dtype, shape))
+        yield GivenPart(extent, source, geometry.nbytes_of(dtype, shape), path)
 
 
 def publish_items(

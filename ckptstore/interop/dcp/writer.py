@@ -220,7 +220,8 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         try:
             session = save.session.id if save.session else received_session()
             resolved = _resolve(plan, planner, allow_pickle=self._allow_pickle)
-            message = write_items(save.store, session, save.rank, resolved, alone=save.alone)
+            run = save.label(save.store.run)
+            message = write_items(save.store, session, save.rank, resolved, run, alone=save.alone)
         except BaseException:
             save.release()
             raise
