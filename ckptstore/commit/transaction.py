@@ -506,6 +506,8 @@ class WholeCommitter:
                     whole.patching = request.memory_budget_bytes is None
                     hints = self._whole.hints
                     ids = whole.write(plan, sources, watch, hints=hints, max_workers=room.threads)
+                    if request.buffer:
+                        request.buffer.hashed_by = hints.last
                     watch.reached(Milestone.HASHED)
                     trees = contents_of(flats, plan, ids)
                     cast = casting.report if casting else no_cast
