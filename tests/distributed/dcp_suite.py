@@ -1,7 +1,7 @@
 """A pytest plugin that runs DCP's own tests on a store.
 
-torch's source has them, and its wheels what they import:
-`python -m pytest -p tests.distributed.dcp_suite -p no:cacheprovider SOURCE/test/distributed/checkpoint`.
+torch's source has them in `test/distributed/checkpoint`, and its wheels have what they import:
+`python -m pytest -p tests.distributed.dcp_suite -p no:cacheprovider FOLDER`.
 Wherever they make a `FileSystemWriter` or `FileSystemReader`, or name a path, they get a store, one
 for the whole run: all of them run within a `redirect`, also the ranks that they spawn.
 """

@@ -170,7 +170,7 @@ class RedirectedWriter(FileSystemWriter):
 
     def finish(self, metadata: Any, results: Any) -> None:
         self._writer.finish(metadata, results)
-        self.save_id = self._writer.save_id
+        self.save_id = self._writer.save_id or self.save_id
 
 
 class RedirectedReader(FileSystemReader):
