@@ -29,7 +29,7 @@ help:
 	@echo "make test-trainers  the integrations on the real libraries of the trainers, in an environment of their own"
 	@echo "make test-trainers-oldest  the core of these tests on the oldest supported releases of the libraries"
 	@echo "make test-ui  the web page in Debian's Chromium"
-	@echo "make test-versions  the core of the suite on the oldest and on the newest versions of all dependencies (VERSIONS='oldest 2.15.0/3.14': a release of torch, on a release of Python; SUITE=whole runs all tests)"
+	@echo "make test-versions  the core of the suite on the oldest and on the newest versions of all dependencies (VERSIONS='oldest 2.15.0/3.14': a release of torch, on a release of Python; SUITE=whole runs all tests, SUITE=smoke a few)"
 	@echo "make lint    ruff and mypy"
 	@echo "make dist    build wheel and sdist, and try the wheel in a fresh environment"
 	@echo "make demo    train, be killed, resume, fine-tune: under two minutes"

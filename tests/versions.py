@@ -4,7 +4,8 @@ everything that ckptstore needs, each in a virtual environment of its own.
 `python -m tests.versions [oldest] [newest] [2.15.0] [2.15.0/3.14]`; the first two by default. A
 number is that release of torch, with all else as constraints.txt pins it; `/3.14` takes the
 python3.14 that is on PATH. With SUITE=whole in the environment all tests run, not the core alone;
-tests of torchft are skipped where it has no wheel. A table of all cells is printed last.
+tests of torchft are skipped where it has no wheel. SUITE=smoke runs the part of the core that meets
+torch and Python. A table of all cells is printed last.
 
 pip's configuration says where packages come from. Where the only torch of a version brings CUDA,
 gigabytes of it, the torch of constraints.txt takes its place and the report says so; with CUDA=1 in
@@ -26,7 +27,8 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = ("s3", "obstore", "postgresql")
-IS_WHOLE = os.environ.get("SUITE") == "whole"
+SUITE = os.environ.get("SUITE") or "core"
+IS_WHOLE = SUITE == "whole"
 if IS_WHOLE:
     EXTRAS += ("plot", "sign", "watch", "ui", "test", "dev", "docs")
 CORE = (
@@ -52,6 +54,21 @@ CORE = (
     "tests/test_store.py",
 )
 """What meets every dependency: tensors, bytes, indexes, the log, buckets, DCP, the command."""
+
+SMOKE = (
+    "tests/golden",
+    "tests/state",
+    "tests/commit/test_commits.py",
+    "tests/interop/test_dcp.py",
+    "tests/interop/test_dcp_redirect.py",
+    "tests/interop/test_dcp_versions.py",
+    "tests/distributed/test_checkpointable.py",
+    "tests/cli/test_changes.py",
+    "tests/test_store.py",
+)
+"""What meets torch and Python, in a few minutes."""
+
+TESTS = {"whole": (), "core": CORE, "smoke": SMOKE}
 
 TOOLS = (
     "hypothesis",
@@ -89,7 +106,7 @@ def main(which: list[str]) -> int:
         print(f"test-versions: {name}, made in {took}: {said(python)}", flush=True)
         started, report = time.monotonic(), ROOT / f".venv-{name.replace('/', '-')}" / "tests.xml"
         tests = [python, "-m", "pytest", "-n", WORKERS, "--dist", "loadfile", "-q"]
-        tests += [f"--junitxml={report}", *([] if IS_WHOLE else CORE)]
+        tests += [f"--junitxml={report}", *TESTS[SUITE]]
         code = subprocess.run(tests, cwd=ROOT, check=False).returncode
         failed |= code != 0
         remarks.append(f"{name}: {'passes' if code == 0 else f'fails ({code})'}, {torch}")

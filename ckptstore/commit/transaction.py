@@ -537,6 +537,8 @@ class WholeCommitter:
                     ids = whole.write(
                         plan, sources, watch, hints=hints, before=before, max_workers=room.threads
                     )
+                    if request.buffer:
+                        request.buffer.hashed_by = hints.last
                     watch.reached(Milestone.HASHED)
                     trees = contents_of(flats, plan, ids)
                     cast = casting.report if casting else no_cast

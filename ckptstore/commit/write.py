@@ -24,6 +24,7 @@ from ckptstore.repository.dedup import ChunkTable, Dedup, Known
 from ckptstore.repository.pack_writer import NewChunk, NewPatch, PackSet, PackWriter, new_chunk
 from ckptstore.repository.thread_pool import NO_MEMORY, Scratch, ThreadPool
 from ckptstore.state.leaf_sources import NotCopied, Source, memory_of
+from ckptstore.state.staging_buffers import BufferSource
 from ckptstore.storage.direct_io_file import BLOCK_BYTES
 
 COPIED_BY_NUMPY = 64 << 10
@@ -174,7 +175,7 @@ class ChunkWriter:
         def is_same(cut: Cut) -> bool:
             known = last.known(leaf, cut.number)
             if live is not None:
-                return checksum(run.memory(cut, live)) == known.checksum
+                return self._is_same(source, cut, run.memory(cut, live), known)
             return source.known_ids is not None and self._known_id(run, cut) == known.id
 
         unchanged = sum(1 for _ in takewhile(is_same, run.chunks()))
@@ -277,7 +278,7 @@ class ChunkWriter:
             here = run.memory(cut, live)
             there = None if out is None else run.memory(cut, out)
             known = self._before(run, cut)
-            if known and checksum(here) == known.checksum:
+            if known and self._is_same(source, cut, here, known):
                 raw = here if there is None else None
                 found.chunks.append(_Hashed(cut, known.id, known.checksum, raw))
                 continue
@@ -297,6 +298,14 @@ class ChunkWriter:
             from ckptstore.state.measure import moments_of  # without torch unless it is wanted
 
             self._measured[key] = moments_of(raw, dtype).encode()
+
+    def _is_same(self, source: Source, cut: Cut, memory: memoryview, known: Known) -> bool:
+        """Whether a chunk, which lies in `memory`, is the `known` one of the last commit."""
+        if isinstance(source, BufferSource) and source.is_as_hashed(
+            self._last, cut.start, cut.stop
+        ):
+            return True
+        return checksum(memory) == known.checksum
 
     def _before(self, run: ChunkRun, cut: Cut) -> Known | None:
         """A chunk of a run in the last commit, if there was one."""

@@ -26,7 +26,7 @@ from ckptstore.core.model import INLINE_BYTES
 from ckptstore.objects.pack import align
 from ckptstore.state import tensors
 from ckptstore.state.leaf_sources import BytesSource, FlatState, Source, leaves_of, numbered
-from ckptstore.state.staging_buffers import Buffer, BufferSource, Copy, CopyProgress
+from ckptstore.state.staging_buffers import Buffer, BufferSource, Copy, CopyProgress, Hashed
 from ckptstore.state.tensors import TensorSource
 
 logger = logging.getLogger("ckptstore")
@@ -157,10 +157,11 @@ def stage(
         sources[n] = BytesSource(sources[n].read_all(), sources[n].width)
     if arena is not None:
         prepare(sources, arena)
-        spread(lambda task: copy_task(task, arena), plan.tasks)
+        hashed = arena.refill(plan.offsets)
+        spread(lambda task: copy_task(task, arena, hashed), plan.tasks)
         for n, offset in plan.offsets.items():
             sources[n] = BufferSource(
-                arena.memory, offset, sources[n].nbytes, sources[n].width, arrivals
+                arena.memory, offset, sources[n].nbytes, sources[n].width, arrivals, hashed
             )
     return with_leaves(flats, sources)
 
@@ -218,11 +219,13 @@ def _tasks(copies: Iterable[Copy]) -> Iterator[tuple[Copy, ...]]:
         yield tuple(task)
 
 
-def copy_task(task: Sequence[Copy], arena: Buffer) -> None:
-    """Make the copies of one task."""
+def copy_task(task: Sequence[Copy], arena: Buffer, hashed: Hashed | None = None) -> None:
+    """Make the copies of one task. What `hashed` finds to be there stays, and is noted there."""
     for offset, nbytes, start, source in task:
         if source is None:
-            ctypes.memmove(arena.address + offset, start, nbytes)  # without the GIL
+            same = hashed.note_same(arena, offset, nbytes, start) if hashed else 0
+            # without the GIL
+            ctypes.memmove(arena.address + offset + same, start + same, nbytes - same)
             continue
         out = arena.memory[offset : offset + nbytes]
         with beside_training(source.tensor.device):

@@ -2,7 +2,8 @@
 
 Fresh memory costs as much as a copy into it (page faults), so a returned buffer is kept for reuse,
 and freed only to make room for a larger one. `CopyProgress` records which bytes have been copied: a
-reader waits for those it needs.
+reader waits for those it needs. A buffer still has the state that was staged there before, so bytes
+that did not change are compared, and neither copied nor hashed again (`Hashed`).
 """
 
 import ctypes
@@ -10,8 +11,9 @@ import mmap
 import os
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import finalize
@@ -69,6 +71,53 @@ class CopyProgress:
                 raise self._failed[task]
 
 
+_memcmp = ctypes.CDLL(None).memcmp  # without the GIL
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+COMPARED_BYTES = 256 << 10
+"""Compared at a time; behind the first difference, bytes are copied unseen."""
+
+
+class Hashed:
+    """Which bytes of a buffer are still those that `by` has hashed there: the chunk table of the
+    last commit from this buffer. Threads may note ranges, until the first question."""
+
+    def __init__(self, by: object) -> None:
+        self.by = by
+        self._noted: list[tuple[int, int]] = []
+
+    def note_same(self, buffer: "Buffer", offset: int, nbytes: int, address: int) -> int:
+        """Note how many bytes at `address`, from the first on, the buffer has at `offset`; returns
+        their number, rounded down unless it is all."""
+        same = 0
+        while same < nbytes:
+            part = min(COMPARED_BYTES, nbytes - same)
+            if _memcmp(buffer.address + offset + same, address + same, part):
+                break
+            same += part
+        if same:
+            self._noted.append((offset, offset + same))
+        return same
+
+    @cached_property
+    def _ranges(self) -> tuple[list[int], list[int]]:
+        """The starts and the stops of the ranges, in order; those that touch are one."""
+        starts, stops = list[int](), list[int]()
+        for start, stop in sorted(self._noted):
+            if stops and stops[-1] == start:
+                stops[-1] = stop
+            else:
+                starts.append(start)
+                stops.append(stop)
+        return starts, stops
+
+    def covers(self, start: int, stop: int) -> bool:
+        """Whether all bytes of a range are as they were."""
+        starts, stops = self._ranges
+        i = bisect_right(starts, start) - 1
+        return i >= 0 and stop <= stops[i]
+
+
 _SHARE_OF_FREE = 0.5
 
 
@@ -97,13 +146,23 @@ class Buffer:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.pinned = False
         """Whether the memory is pinned for devices (`state.staging`)."""
+        self.hashed_by: object = None
+        """The chunk table of a commit that has hashed all leaves here; None before it has."""
+        self._offsets: Mapping[int, int] = {}
+
+    def refill(self, offsets: Mapping[int, int]) -> Hashed | None:
+        """Another state comes here, its leaves at `offsets`. If they lay there before and were
+        hashed, the bytes that are the same can be noted."""
+        by, same_places = self.hashed_by, offsets == self._offsets
+        self.hashed_by, self._offsets = None, offsets
+        return Hashed(by) if by is not None and same_places else None
 
 
 class BufferSource(StillSource):
     """A leaf that lies in `memory` from `offset` on, or will: who asks for bytes waits for their
     arrival. Valid until the arena is given back."""
 
-    __slots__ = ("arrivals", "memory", "nbytes", "offset", "width")
+    __slots__ = ("arrivals", "hashed", "memory", "nbytes", "offset", "width")
 
     def __init__(
         self,
@@ -112,19 +171,24 @@ class BufferSource(StillSource):
         nbytes: int,
         width: int,
         arrivals: CopyProgress | None = None,
+        hashed: Hashed | None = None,
     ) -> None:
-        self.memory, self.offset, self.nbytes, self.width, self.arrivals = (
-            memory,
-            offset,
-            nbytes,
-            width,
-            arrivals,
-        )
+        self.memory, self.offset, self.nbytes, self.width = memory, offset, nbytes, width
+        self.arrivals, self.hashed = arrivals, hashed
 
     def view(self, start: int, stop: int) -> memoryview:
         if self.arrivals:
             self.arrivals.wait(self.offset + start, self.offset + stop)
         return self.memory[self.offset + start : self.offset + stop]
+
+    def is_as_hashed(self, by: object, start: int, stop: int) -> bool:
+        """Whether the bytes `start:stop` are known to be those that `by` has hashed here."""
+        hashed = self.hashed
+        return (
+            hashed is not None
+            and hashed.by is by
+            and hashed.covers(self.offset + start, self.offset + stop)
+        )
 
 
 class ElsewhereSource(StillSource):

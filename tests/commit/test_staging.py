@@ -1,11 +1,18 @@
 """What staging copies: each byte of memory once, to places that do not overlap, as much as fits."""
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptstore.state.flatten import flatten
 from ckptstore.state.leaf_sources import Source, leaves_of
 from ckptstore.state.staging import PIECE_BYTES, plan_staging, stage
-from ckptstore.state.staging_buffers import BufferPool, BufferSource
+from ckptstore.state.staging_buffers import (
+    COMPARED_BYTES,
+    BufferPool,
+    BufferSource,
+    Hashed,
+)
 from tests.state.carrying import raw_bytes
 
 MIB = 1 << 20
@@ -95,3 +102,40 @@ def test_a_pool_keeps_to_its_budget_and_gives_arenas_again() -> None:
     pool.give(second)
     third = pool.take(7 * MIB, wait=False)
     assert third and pool.held_bytes == 8 * MIB
+
+
+@given(st.lists(st.integers(0, 19)), st.integers(0, 20), st.integers(1, 20))
+def test_bytes_are_as_hashed_where_every_byte_is(noted: list[int], start: int, size: int) -> None:
+    arena = BufferPool(PLENTY).take(20 * COMPARED_BYTES)
+    assert arena
+    live = torch.ones(20 * COMPARED_BYTES, dtype=torch.uint8)
+    for place in noted:
+        live[place * COMPARED_BYTES : (place + 1) * COMPARED_BYTES] = 0
+    hashed = Hashed(by=None)
+    for place in set(noted):
+        offset = place * COMPARED_BYTES
+        hashed.note_same(arena, offset, COMPARED_BYTES, live.data_ptr() + offset)
+    wanted = set(range(start, start + size)) <= set(noted)
+    assert hashed.covers(start * COMPARED_BYTES, (start + size) * COMPARED_BYTES) == wanted
+
+
+def test_a_difference_is_found_in_any_byte() -> None:
+    size = COMPARED_BYTES + 5
+    arena = BufferPool(PLENTY).take(size)
+    assert arena
+    live = torch.zeros(size, dtype=torch.uint8)
+    for place, same in {0: 0, 1: 0, COMPARED_BYTES - 1: 0, COMPARED_BYTES: COMPARED_BYTES}.items():
+        live[place] = 1
+        assert Hashed(by=None).note_same(arena, 0, size, live.data_ptr()) == same
+        live[place] = 0
+    assert Hashed(by=None).note_same(arena, 0, size, live.data_ptr()) == size
+
+
+def test_a_buffer_forgets_what_was_hashed_when_leaves_lie_elsewhere_or_were_not_hashed() -> None:
+    arena = BufferPool(PLENTY).take(4096)
+    assert arena and arena.refill({0: 0}) is None
+    arena.hashed_by = "a commit"
+    assert arena.refill({0: 0}) is not None
+    assert arena.refill({0: 0}) is None  # the commit between has not hashed
+    arena.hashed_by = "another"
+    assert arena.refill({0: 64}) is None

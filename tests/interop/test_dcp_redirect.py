@@ -111,6 +111,20 @@ def test_a_reader_that_is_used_without_load_reads_the_store_too(
     assert metadata.state_dict_metadata.keys() == {"w", "n"}
 
 
+def test_a_save_and_a_load_have_the_ids_and_the_name_that_dcp_gives_them(
+    store: Store, tmp_path: Path
+) -> None:
+    with redirect(store):
+        writer = dcp.FileSystemWriter(tmp_path / "a")
+        saved = dcp.save(state(), storage_writer=writer)
+        reader = FileSystemReader(tmp_path / "a")
+        read = reader.read_metadata()
+    for meta in (saved.storage_meta, read.storage_meta):
+        assert meta is not None and Path(str(meta.checkpoint_id)) == tmp_path / "a"
+        assert meta.save_id == writer.save_id == store.log()[0].id
+    assert read.storage_meta is not None and read.storage_meta.load_id == reader.load_id
+
+
 def test_after_the_block_dcp_writes_and_reads_files_again(store: Store, tmp_path: Path) -> None:
     def interrupted() -> None:
         with redirect(store):

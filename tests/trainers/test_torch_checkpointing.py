@@ -195,6 +195,23 @@ def test_ranks_save_again_under_the_name_of_a_save_that_failed(
         assert ranks[1].read(Path(f"/ck/step_1/model_{number}.pt")) == b"second"
 
 
+def test_a_file_that_comes_into_the_empty_directory_meanwhile_stays(
+    storage: StoreStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, adopt = tmp_path / "here", ckptstore.Store.adopt
+    place.mkdir()
+
+    def beside_another(store: ckptstore.Store, source: Path, **label: Any) -> object:
+        (place / "notes.txt").write_text("mine")
+        return adopt(store, source, **label)
+
+    monkeypatch.setattr(ckptstore.Store, "adopt", beside_another)
+    storage.write(tmp_path / "tmp_here" / "model_0.pt", b"a rank's")
+    storage.rename(tmp_path / "tmp_here", place, is_directory=True)
+    assert (place / "notes.txt").read_text() == "mine"
+    assert storage.read(place / "model_0.pt") == b"a rank's"
+
+
 def test_a_file_that_is_not_written_to_its_end_is_removed(storage: StoreStorage) -> None:
     path = Path("/ck/tmp_step_1/model_0.pt")
 

@@ -73,9 +73,9 @@ class _Scope:
 
     def reader(self, directory: Path) -> StoreReader:
         """DCP's own reader casts, and libraries rely on it."""
-        return StoreReader(
-            self.store, directory, run=self.run, cast=True, allow_pickle=self.allow_pickle
-        )
+        reader = StoreReader(self.store, run=self.run, cast=True, allow_pickle=self.allow_pickle)
+        reader.reset(directory)
+        return reader
 
 
 _scopes: list[_Scope] = []
@@ -170,6 +170,7 @@ class RedirectedWriter(FileSystemWriter):
 
     def finish(self, metadata: Any, results: Any) -> None:
         self._writer.finish(metadata, results)
+        self.save_id = self._writer.save_id or self.save_id
 
 
 class RedirectedReader(FileSystemReader):
@@ -192,7 +193,10 @@ class RedirectedReader(FileSystemReader):
         return self._reader or super()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        return self._source.read_metadata(*args, **kwargs)
+        metadata = self._source.read_metadata(*args, **kwargs)
+        if self._reader:
+            self.load_id = self._reader.load_id
+        return metadata
 
     def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
         self._source.set_up_storage_reader(*args, **kwargs)

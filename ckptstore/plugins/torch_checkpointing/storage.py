@@ -166,8 +166,11 @@ class StoreStorage(Storage):  # type: ignore[misc]  # it has no types
                 # The ranks write their files anew, each in its own folder.
                 shutil.rmtree(place, ignore_errors=True)
                 raise
-        for done in (*self._places(source), *empty):
+        for done in self._places(source):
             shutil.rmtree(done, ignore_errors=True)
+        for done in empty:
+            with suppress(OSError):  # somebody has put a file there meanwhile: it stays
+                done.rmdir()
 
     def ls(self, path: Path) -> list[str]:
         """The names in a directory."""
