@@ -261,7 +261,8 @@ def test_a_first_commit_that_is_dense_reads_a_sample_of_each_leaf(
     monkeypatch.setattr(patching, "_VAIN_BYTES", 2 << 20)
     for codec, most in (("raw", 0), ("zstd", 5)):
         for step in range(2):
-            with ckptstore.open(tmp_path / codec, storage=ckptstore.Storage(codec=codec)) as store:
+            storage = ckptstore.Storage(codec=codec)
+            with ckptstore.open(tmp_path / codec, storage=storage, threads=2) as store:
                 store.commit(state(), step=step)
         assert len(reads) <= most
         reads.clear()
