@@ -10,14 +10,25 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.core.config import MIB, PACK_BYTES_LOCAL, PACK_BYTES_REMOTE
-from ckptstore.core.ids import new_session_id, pack_id
-from ckptstore.log.state import Pack
+from ckptstore.core.ids import CommitId, new_session_id, pack_id
+from ckptstore.core.text import SECOND_NS
+from ckptstore.log.state import NEWEST_KEPT, CommitRow, Pack
 from ckptstore.maintenance.gc.costs import FILES, OBJECTS, Choice, Prices, choose
 from ckptstore.maintenance.gc.mark import PackUse
+from ckptstore.maintenance.retention import (
+    Candidate,
+    Keep,
+    KeepBest,
+    KeepEverySteps,
+    KeepLast,
+    KeepPeriods,
+    KeepWithin,
+)
 from ckptstore.objects.pack import FOOTER_DTYPE, TRAILER_BYTES
 
 SESSION = new_session_id()
 ONE_THREAD_BYTES = 4 * MIB
+DAY_S = 86_400
 Chunks = npt.NDArray[np.int64]
 
 
@@ -54,8 +65,7 @@ class Training:
     layer_bytes: tuple[int, ...]
     cadence: tuple[int, ...]
     threads: int
-    keep_last: int
-    keep_every: int
+    policies: tuple[Keep, ...]
     thin_after: int
     """The newest commits that keep all layers; the others lose every second one. 0 thins none."""
     gc_every: int
@@ -69,6 +79,39 @@ class Training:
                 yield layer
 
 
+def training_of(
+    seed: int, *, least_bytes: int, scattered: float = 0.0, any_policy: bool = False
+) -> Training:
+    """A run of layers of at least so many bytes, and policies by step; or any, with
+    `any_policy`."""
+    random = Random(seed)
+    layers = random.choice((4, 8, 12))
+    unit = least_bytes * random.choice((1, 4, 30))
+    layer_bytes = tuple(unit * random.choice((1, 1, 2, 5)) for _ in range(layers))
+    cadence = (*(random.choice((0, 1, 1, 1, 2, 7)) for _ in range(layers - 1)), 1)
+    threads = random.choice((1, 4))
+    last, every = random.choice((1, 2, 3, 5, 10, 20, 50)), random.choice((0, 0, 5, 10, 50))
+    policies: list[Keep] = [KeepLast(last)]
+    if every:
+        policies.append(KeepEverySteps(every))
+    if any_policy:
+        policies += (
+            KeepBest("loss", n=random.choice((1, 3, 10))),
+            KeepWithin(random.choice((3, 14, 45)) * DAY_S),
+            KeepPeriods(random.choice(("weekly", "monthly")), random.choice((2, 6, 50))),
+        )
+        policies = random.sample(policies, random.choice((1, 2)))
+    return Training(
+        layer_bytes=layer_bytes,
+        cadence=cadence,
+        threads=threads,
+        policies=tuple(policies),
+        thin_after=random.choice((0, 0, 2, 10)),
+        gc_every=random.choice((1, 7, 30, 100)),
+        scattered=scattered,
+    )
+
+
 @dataclass
 class Simulated:
     """A store, and what gcs did to it. `freed_bytes` is what the store shrank by beyond what the
@@ -77,7 +120,7 @@ class Simulated:
 
     place: Place
     packs: dict[int, tuple[bool, Chunks]] = field(default_factory=dict)
-    commits: list[tuple[int, Chunks]] = field(default_factory=list)
+    commits: list[tuple[Candidate, Chunks]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     written_bytes: int = 0
     freed_bytes: int = 0
@@ -100,14 +143,30 @@ class Simulated:
             self._fill(fresh[thread::threads], metadata=False)
         now[-1] = self._chunk(1000 + 40 * len(now))
         self._fill([now[-1]], metadata=True)
-        self.commits.append((step, now))
+        loss = ("loss", Random(step).random())
+        row = CommitRow(
+            n=step,
+            place=step,
+            session=SESSION,
+            content="",
+            run="main",
+            step=step,
+            time_ns=step * DAY_S * SECOND_NS,
+            parents=(),
+            metrics=(loss,),
+            thinned=(),
+            soft=0,
+            forgotten_ns=0,
+        )
+        self.commits.append((Candidate(CommitId(f"{step:064x}"), row), now))
 
     def forget(self, training: Training) -> None:
-        """What `KeepLast`, `KeepEverySteps` and a thinning leave."""
-        newest = self.commits[-max(2, training.keep_last) :]
-        every = training.keep_every
-        old = [c for c in self.commits[: -len(newest)] if every and not c[0] % every]
-        self.commits = old + newest
+        """What the policies, and a thinning, leave."""
+        newest_first = [candidate for candidate, _ in reversed(self.commits)]
+        kept = {each.commit for each in newest_first[:NEWEST_KEPT]}
+        for policy in training.policies:
+            kept.update(commit for commit, _ in policy.keeps(newest_first))
+        self.commits = [(each, chunks) for each, chunks in self.commits if each.commit in kept]
         if training.thin_after:
             for _, chunks in self.commits[: -max(2, training.thin_after)]:
                 chunks[:-1:2] = -1

@@ -2,9 +2,12 @@
 
 import os
 from pathlib import Path
+from random import Random
 
 import pytest
+import torch
 
+from ckptstore import KeepBest, KeepEverySteps, KeepLast
 from ckptstore.core.ids import (
     log_scratch_key,
     new_session_id,
@@ -16,7 +19,9 @@ from ckptstore.errors import Corrupt
 from ckptstore.index.chunks import Locations
 from ckptstore.log.entries import Over
 from ckptstore.log.sessions import open_session
+from ckptstore.maintenance.check import Severity
 from ckptstore.maintenance.gc import GcOptions, collect
+from ckptstore.maintenance.gc.costs import MERGE_PACKS
 from ckptstore.maintenance.gc.session_monitor import STALE_S
 from tests.maintenance import collecting
 from tests.maintenance.collecting import (
@@ -96,16 +101,16 @@ def test_dead_metadata_packs_are_deleted_with_their_twins(place: Site) -> None:
 
 
 def test_small_packs_are_merged_and_stay_merged(place: Site) -> None:
-    make(place, 20)
+    make(place, MERGE_PACKS)
     with opened(place) as handle:
         before = len(handle.log.replay().packs)
-    assert before == 40
+    assert before == 2 * MERGE_PACKS
     report = collected(place, GcOptions())
     assert report.plan.copies
     with opened(place) as handle:
         assert len(handle.log.replay().packs) < before / 4
     assert collected(place).plan.empty
-    verify(place, range(20))
+    verify(place, range(MERGE_PACKS))
 
 
 def test_live_packs_are_not_copied_to_become_larger_ones(place: Site) -> None:
@@ -120,6 +125,47 @@ def test_live_packs_are_not_copied_to_become_larger_ones(place: Site) -> None:
     with place.open() as store:
         for step in range(12):
             store.checkout(step).verify()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_a_gc_chooses_every_commit_that_stays_can_be_read(place: Site, seed: int) -> None:
+    """Layers of many sizes, one of them patched, random policies, and random limits."""
+    random, generator = Random(seed), torch.Generator().manual_seed(seed)
+    layers = {
+        f"layer.{n}": torch.randn(random.choice((100, 5_000, 90_000)), generator=generator)
+        for n in range(6)
+    } | {"patched": torch.randn(90_000, generator=generator)}
+    states: dict[int, dict[str, torch.Tensor]] = {}
+    with place.open() as store:
+        for step in range(30):
+            layers = layers | {
+                name: torch.randn(len(layers[name]), generator=generator)
+                for name in random.sample(sorted(layers.keys() - {"patched"}), 2)
+            }
+            layers["patched"] = layers["patched"].clone()
+            layers["patched"][random.randrange(90_000)] += 1
+            states[step] = layers
+            store.commit(layers, step=step, metrics={"loss": random.random()})
+            if step % 10 < 9:
+                continue
+            every, best = KeepEverySteps(random.randint(2, 9)), KeepBest("loss", n=3)
+            store.forget([KeepLast(random.randint(2, 9)), random.choice((every, best))])
+            report = store.gc(
+                grace_s=0,
+                max_unused=random.choice((0.0, 0.05, 0.5)),
+                max_repack_bytes=random.choice((None, None, 0, 1_000_000, 10**9)),
+            )
+            assert not report.problems
+            assert report.copied_bytes == report.plan.copied_bytes
+            assert report.freed_bytes == report.plan.freed_now_bytes
+            for info in store.log():
+                assert info.step is not None
+                snapshot = store.checkout(info.id)
+                snapshot.verify()
+                for name, tensor in states[info.step].items():
+                    assert torch.equal(snapshot.read(name), tensor)
+        findings = store.fsck("data").findings
+        assert all(each.severity is Severity.NOTE for each in findings), findings
 
 
 def test_of_a_chunk_in_two_packs_one_copy_dies(place: Site) -> None:
@@ -412,7 +458,7 @@ def test_a_pack_with_a_damaged_footer_is_left_alone_and_reported(place: Site) ->
 
 
 def test_a_sparse_pack_with_a_damaged_chunk_stays_and_the_others_move(place: Site) -> None:
-    make(place, 20)
+    make(place, MERGE_PACKS)
     with opened(place) as handle:
         bad = min((n, pack) for n, pack in handle.log.replay().packs.items() if not pack.metadata)[
             1
@@ -425,4 +471,4 @@ def test_a_sparse_pack_with_a_damaged_chunk_stays_and_the_others_move(place: Sit
     assert report.damaged == (bad.id,)
     assert storage.read(key) == data
     assert report.copied_bytes
-    verify(place, range(1, 20))
+    verify(place, range(1, MERGE_PACKS))

@@ -1,7 +1,5 @@
 """What a gc rewrites pays: in bytes freed, or in objects less."""
 
-from random import Random
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,12 +7,14 @@ from hypothesis import strategies as st
 from ckptstore.core.config import MIB
 from ckptstore.maintenance.gc.costs import MERGE_PACKS, Choice, choose
 from ckptstore.maintenance.gc.mark import PackUse
+from ckptstore.maintenance.retention import KeepBest, KeepLast
 from tests.maintenance.simulated_store import (
     BUCKET,
     DISK,
     Place,
     Training,
     a_year,
+    training_of,
     use_of,
 )
 
@@ -48,11 +48,11 @@ def test_live_packs_as_commits_write_them_are_left_alone(place: Place, nbytes: i
 @pytest.mark.parametrize("metadata", [False, True])
 @pytest.mark.parametrize("place", [DISK, BUCKET])
 def test_many_tiny_packs_are_merged_and_few_are_not(place: Place, metadata: bool) -> None:
-    assert not chosen(live_packs(MERGE_PACKS - 1, 10_000, metadata=metadata), place).groups
-    (rewrite,) = chosen(live_packs(MERGE_PACKS, 10_000, metadata=metadata), place).rewrites
+    assert not chosen(live_packs(MERGE_PACKS - 1, 5_000, metadata=metadata), place).groups
+    (rewrite,) = chosen(live_packs(MERGE_PACKS, 5_000, metadata=metadata), place).rewrites
     files = 2 if metadata else 1
     assert (rewrite.why, rewrite.chosen, rewrite.packs) == ("small", True, MERGE_PACKS)
-    assert rewrite.written_bytes == files * rewrite.read_bytes == files * MERGE_PACKS * 10_000
+    assert rewrite.written_bytes == files * rewrite.read_bytes == files * MERGE_PACKS * 5_000
     assert rewrite.objects == files * (MERGE_PACKS - 1)
 
 
@@ -102,24 +102,6 @@ def test_no_more_is_dead_than_was_asked_for_and_no_copy_is_superfluous(
 
 # -- over the life of a store
 
-
-def training_of(seed: int, *, least_bytes: int, scattered: float = 0.0) -> Training:
-    """A run of layers of at least so many bytes."""
-    random = Random(seed)
-    layers = random.choice((4, 8, 12))
-    unit = least_bytes * random.choice((1, 4, 30))
-    return Training(
-        layer_bytes=tuple(unit * random.choice((1, 1, 2, 5)) for _ in range(layers)),
-        cadence=(*(random.choice((0, 1, 1, 1, 2, 7)) for _ in range(layers - 1)), 1),
-        threads=random.choice((1, 4)),
-        keep_last=random.choice((1, 2, 3, 5, 10, 20, 50)),
-        keep_every=random.choice((0, 0, 5, 10, 50)),
-        thin_after=random.choice((0, 0, 2, 10)),
-        gc_every=random.choice((1, 7, 30, 100)),
-        scattered=scattered,
-    )
-
-
 YEARS = [(DISK, MIB), (BUCKET, 8 * MIB)]
 """Places, and the least bytes of a layer there."""
 
@@ -146,6 +128,21 @@ def test_in_a_year_of_tiny_commits_gcs_write_no_more_than_they_free_and_objects_
     worth = store.objects_less * DISK.prices.object_bytes
     assert store.written_bytes <= store.freed_bytes + worth
     assert store.most_unused <= 0.05
+
+
+@pytest.mark.parametrize("place", [DISK, BUCKET])
+def test_a_policy_that_keeps_fewer_commits_never_has_theirs_merged(place: Place) -> None:
+    """Adapters, of which a daily gc left the newest 50: they were merged, to be sparse soon."""
+    training = Training(
+        layer_bytes=(10_000, 30_000, 60_000),
+        cadence=(1, 1, 1),
+        threads=1,
+        policies=(KeepLast(50), KeepBest("loss", n=10)),
+        thin_after=0,
+        gc_every=1,
+    )
+    store = a_year(training, place, 0)
+    assert store.written_bytes <= 0.1 * store.freed_bytes
 
 
 @pytest.mark.soak
