@@ -7,13 +7,16 @@ from the target of a restore.
 """
 
 import datetime as dt
+import re
+import struct
 from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from decimal import Decimal
 from enum import Enum, Flag
 from fractions import Fraction
 from functools import partial
+from json.encoder import encode_basestring
 from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any, Final, NamedTuple, TypeAlias
 from uuid import UUID
@@ -49,6 +52,9 @@ MALFORMED = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError
 
 _LARGEST = 2**53
 _NESTING = 16
+_MANY = 32
+"""Floats of a sequence from which on they are one string."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class _Room(NamedTuple):
@@ -191,9 +197,11 @@ def _find_encoder(cls: type) -> tuple[str, _Encode]:
     return "", lambda value, room: None
 
 
-def _encode_items(items: Iterable[Any], room: _Room) -> list[Any] | None:
+def _encode_items(items: Collection[Any], room: _Room) -> list[Any] | None:
     if not room.depth:
         return None
+    if _are_json(items):
+        return list(items)
     below, encoded = _Room(room.depth - 1, room.mappings), []
     for item in items:
         json = _encode(item, below)
@@ -203,9 +211,47 @@ def _encode_items(items: Iterable[Any], room: _Room) -> list[Any] | None:
     return encoded
 
 
-def _encode_set(value: set[Any], room: _Room) -> list[Any] | None:
+def _are_json(items: Collection[Any]) -> bool:
+    """Whether all items are their own encoding, told in a few passes in C. False is no proof."""
+    kinds = set(map(type, items))
+    if not kinds <= _PLAIN.keys():
+        return False
+    numbers = items if kinds == {int} else [item for item in items if type(item) is int]
+    if numbers and not -_LARGEST <= min(numbers) <= max(numbers) <= _LARGEST:
+        return False
+    text = "".join([item for item in items if type(item) is str] if str in kinds else ())
+    return text.isascii() or not _SURROGATE.search(text)
+
+
+def _encode_sequence(value: list[Any] | tuple[Any, ...], room: _Room) -> list[Any] | None:
+    """The payload of a list or tuple; of one of many floats their bits in one string."""
+    if len(value) < _MANY or set(map(type, value)) != {float} or not room.depth:
+        return _encode_items(value, room)
+    return [["floats", struct.pack(f">{len(value)}d", *value).hex()]]
+
+
+def _decode_sequence(
+    cls: type[list[Any] | tuple[Any, ...]], payload: list[Any], classes: Classes
+) -> Any:
+    match payload:
+        case [["floats", str(text)]]:
+            data = bytes.fromhex(text)
+            if data.hex() != text or len(data) % 8:
+                raise ValueError("wanted 16 lower-case hex digits for each float")
+            return cls(struct.unpack(f">{len(data) // 8}d", data))
+    return cls(_decode_all(payload, classes))
+
+
+def _encode_set(value: Set[Any], room: _Room) -> list[Any] | None:
     items = _encode_items(value, room)
-    return items and sorted(items, key=canonical.encode)
+    if not items:
+        return items
+    match {*map(type, items)}:
+        case kinds if kinds == {int}:  # so that a larger one comes last, and the rest stays
+            return sorted(items)
+        case kinds if kinds == {str}:
+            return sorted(items, key=encode_basestring)
+    return sorted(items, key=canonical.encode)
 
 
 def _encode_deque(value: deque[Any], room: _Room) -> list[Any] | None:
@@ -221,12 +267,14 @@ def _decode_deque(payload: list[Any], classes: Classes) -> Any:
 def _encode_mapping(value: Mapping[Any, Any], room: _Room) -> list[Any] | None:
     # An attribute of the mapping itself would have no place in its payload.
     is_value = room.mappings and not getattr(value, "__dict__", None)
-    items = _encode_items(map(list, value.items()), room) if is_value else None
+    items = _encode_items([*map(list, value.items())], room) if is_value else None
     return items and [item[1:] for item in items]
 
 
-def _decode_all(payload: list[Any], classes: Classes) -> Iterable[Any]:
-    return (decode_value(item, classes) for item in payload)
+def _decode_all(payload: list[Any], classes: Classes) -> list[Any]:
+    if set(map(type, payload)) <= _PLAIN.keys():
+        return payload
+    return [decode_value(item, classes) for item in payload]
 
 
 def _encode_registered(value: Any, room: _Room) -> list[Any] | None:
@@ -371,7 +419,7 @@ def _add_builtins() -> None:
     _DECODERS["int"] = lambda payload, classes: decode_digits(payload[0])
     _DECODERS.update(enum=_decode_enum, flag=_decode_flag, registered=_decode_registered)
     for sequence in (list, tuple):
-        _add_collection(sequence, _encode_items)
+        _add(sequence, sequence.__name__, _encode_sequence, partial(_decode_sequence, sequence))
     for unordered in (set, frozenset):
         _add_collection(unordered, _encode_set)
     for mapping in (dict, OrderedDict, Counter):
