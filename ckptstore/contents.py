@@ -5,7 +5,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -39,7 +39,8 @@ Region = tuple[slice | int, ...] | slice | int
 class Leaf:
     """One leaf of a commit.
 
-    `kind` is `tensor`, `value` or `bytes`. Only tensors have `dtype` and `shape`. `nbytes` counts
+    `kind` is `tensor`, `value` or `bytes`; `plain` for a large list or dict of values that is gone,
+    since others are listed value by value. Only tensors have `dtype` and `shape`. `nbytes` counts
     raw bytes, and is 0 for an alias: a leaf that shares the memory of `alias_of`. The content of a
     leaf that is `gone` was thinned away.
     """
@@ -72,6 +73,7 @@ class CommitContents:
         self.before_write, self._nearest = before_write, nearest
         self.on_close: Callable[[], None] = lambda: None
         self._trees: Trees = trees or {}
+        self._expanded: Trees = {}
         self._told = False
 
     @property
@@ -80,13 +82,23 @@ class CommitContents:
 
     @property
     def trees(self) -> Trees:
-        """Schema and content of each key, without the bytes of leaves."""
+        """Schema and content of each key, without the bytes of leaves, but with all that is below
+        plain ones."""
+        return {key: self._below(tree) for key, tree in self.stored_trees.items()}
+
+    @property
+    def stored_trees(self) -> Trees:
+        """As `trees`, as they are stored: plain leaves are one leaf each."""
         if len(self._trees) < len(self.document.keys):
             self._read_trees(self.document.keys)
         return {key: self._trees[key] for key in self.keys}
 
     def tree(self, key: str) -> Tree:
-        """Schema and content of one key. Raises `NotFound`."""
+        """Schema and content of one key, as in `trees`. Raises `NotFound`."""
+        return self._below(self.stored_tree(key))
+
+    def stored_tree(self, key: str) -> Tree:
+        """Schema and content of one key, as in `stored_trees`. Raises `NotFound`."""
         if key not in self._trees:
             if key not in self.document.keys:
                 raise NotFound(
@@ -95,6 +107,28 @@ class CommitContents:
             sharing = self.document.sharing
             self._read_trees(sharing if key in sharing else (key,))
         return self._trees[key]
+
+    def _below(self, tree: Tree) -> Tree:
+        """`tree` with what is below its plain leaves."""
+        if tree.plain and tree.key not in self._expanded:
+            self._expanded[tree.key] = self._with_values(tree, tree.plain)
+        return self._expanded[tree.key] if tree.plain else tree
+
+    def below_all_but(self, whole: Collection[str]) -> Trees:
+        """As `trees`, but plain leaves of these paths stay one leaf each."""
+        return {
+            key: self._with_values(
+                tree, [i for i in tree.plain if tree.schema.paths[i] not in whole]
+            )
+            for key, tree in self.stored_trees.items()
+        }
+
+    def _with_values(self, tree: Tree, leaves: Sequence[int]) -> Tree:
+        if not leaves:
+            return tree
+        from ckptstore.restore.plain import expanded
+
+        return expanded(tree, leaves, self.leaf_bytes)
 
     def _read_trees(self, keys: Sequence[str]) -> None:
         read = self.reader.by_key(self.document, keys)
@@ -173,9 +207,13 @@ class CommitContents:
                 f"{self._example()!r}"
             )
         key = self._by_segment.get(path.partition("/")[0])
-        tree = None if key is None else self.tree(key)
+        tree = None if key is None else self.stored_tree(key)
+        if tree is not None and tree.numbers.get(path) in (None, *tree.plain):
+            tree = self._below(tree)
         if tree is not None and path in tree.numbers:
             return tree, tree.numbers[path]
+        if tree is not None and (gone := tree.gone_above(path)):
+            raise tree.lacks(gone)
         paths = [p for tree in self.trees.values() for p in tree.schema.paths]
         raise NotFound(
             f"commit {self.commit[:12]} has no leaf {path!r}{near(path, paths)}; `ckptstore ls "
@@ -212,6 +250,25 @@ class CommitContents:
         return next(
             (path for tree in self.trees.values() for path in tree.schema.paths), "model/weight"
         )
+
+
+def differing(before: CommitContents, after: CommitContents) -> tuple[Trees, Trees]:
+    """The trees of two commits that are to be compared: with what is below those plain leaves that
+    differ."""
+    one, other = (_plain_contents(each.stored_trees) for each in (before, after))
+    whole = {path for path, content in one.items() if other.get(path, "") == content}
+    whole |= {path for found in (one, other) for path in found if found[path] is None}
+    return before.below_all_but(whole), after.below_all_but(whole)
+
+
+def _plain_contents(trees: Trees) -> dict[str, object]:
+    """The contents of plain leaves by their paths; None of those that are gone."""
+    return {
+        tree.schema.paths[i]: tree.content_key(i)
+        for tree in trees.values()
+        for i, kind in enumerate(tree.schema.kinds)
+        if kind == "plain"
+    }
 
 
 def contents_at(

@@ -74,7 +74,9 @@ def flats_of(
     app_state: Mapping[str, Any], ranks: Ranks, peers: "Collective | None", *, allow_pickle: bool
 ) -> Flats:
     """The flattened state; with `peers`, this rank's part of one."""
-    flats = flatten(app_state, allow_pickle=allow_pickle, ranks=peers is not None)
+    # Globs may name what is below.
+    plain = peers is None or not (ranks.replicated or ranks.private)
+    flats = flatten(app_state, allow_pickle=allow_pickle, ranks=peers is not None, plain=plain)
     if peers is None:
         return flats
     globs = Globs(tuple(ranks.replicated), tuple(ranks.private), ranks.compare)

@@ -426,7 +426,12 @@ class Snapshot:
                 "mmap takes tensors as they are stored, dtype converts them; give one or the other"
             )
         wanted_dtype(dtype)
-        trees = self._trees if key is None else {key: self._contents.tree(key)}
+        if select is not None:
+            trees = self._trees if key is None else {key: self._contents.tree(key)}
+        elif key is None:
+            trees = self._contents.stored_trees
+        else:
+            trees = {key: self._contents.stored_tree(key)}
         views = whole(trees) if select is None else selected(trees, select, self.id)
         states = assemble(
             self._contents.reader,
@@ -442,7 +447,7 @@ class Snapshot:
     def verify(self) -> None:
         """Read every chunk from the store, past a read cache, and compare it with its id. Raises
         `Corrupt` or `NotFound` for the first that fails."""
-        self._contents.reader.verify(self._trees.values(), self.id)
+        self._contents.reader.verify(self._contents.stored_trees.values(), self.id)
 
     def materialize(
         self, directory: "str | os.PathLike[str]", *, select: str = "*"

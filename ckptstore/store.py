@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never, Self, get_args
 
 from ckptstore.commit.commit_metadata import label_of, refuse_unnamed
 from ckptstore.commit.schedule import Schedule, rule_of
+from ckptstore.contents import differing
 from ckptstore.core.ids import CommitId, check_run, check_tag
 from ckptstore.core.model import CommitInfo, Skipped
 from ckptstore.core.options import Async, Ranks, Verify
@@ -508,7 +509,8 @@ class Store(Maintenance):
 
     def diff(self, a: AnyRef, b: AnyRef) -> Difference:
         """Compare the commits `a` and `b` leaf by leaf."""
-        return compare(*(contents_of(self.checkout(ref)).trees for ref in (a, b)))
+        before, after = (contents_of(self.checkout(ref)) for ref in (a, b))
+        return compare(*differing(before, after))
 
     def flush_mirror(self, timeout_s: float | None = None) -> bool:
         """Wait until the mirror has all commits and tags made so far; True if there is no mirror.

@@ -29,6 +29,7 @@ ALLOWED = {
     "state/measure.py": (1, "numbers at one place of two chunks are subtracted"),
     "state/optimizer_forms.py": (1, "keys and names of one group, whose lengths are compared"),
     "state/parameter_matching.py": (1, "order, which decides where shapes prove it"),
+    "state/values.py": (2, "keys and columns of one block of one leaf, whose lengths are compared"),
     "state/shards.py": (1, "placement, size and coordinate for each dimension of a mesh"),
     "state/stateful.py": (1, "torch's own order, by which `load_state_dict` goes"),
     "state/sums.py": (3, "numbers of vectors of one length are added"),

@@ -2,7 +2,7 @@
 how they write it."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptstore.cli.call import Call
@@ -20,7 +20,7 @@ from ckptstore.repository.resolve_ref import find_commit, find_id, trained_last
 from ckptstore.repository.store_handle import StoreHandle
 
 if TYPE_CHECKING:
-    from ckptstore.restore.reader import Reader, Tree
+    from ckptstore.restore.reader import Reader
     from ckptstore.snapshot import Snapshot
 
 T = TypeVar("T")
@@ -163,11 +163,6 @@ def reader_of(call: Call, store: StoreHandle, threads: int = 1) -> "Reader":
     from ckptstore.restore.reader import Reader
 
     return Reader(store.config, store.objects, call.threads(threads))
-
-
-def trees_of(reader: "Reader", info: CommitInfo) -> Mapping[str, "Tree"]:
-    """Schema and content of each key, in the order of the application state."""
-    return reader.by_key(reader.document(info.session, info.id))
 
 
 def is_folded(call: Call, rows: int, *, unless: bool = False) -> bool:

@@ -10,10 +10,10 @@ from ckptstore.cli.commits import (
     commit_text,
     find_info,
     reader_of,
-    trees_of,
 )
 from ckptstore.cli.commits import fold as folded
 from ckptstore.cli.screen import Hint, Part, columns, fields_of
+from ckptstore.contents import contents_at, differing
 from ckptstore.core.text import Column, Table
 from ckptstore.restore.diff import MARKS, SIZES, Difference, LeafChange, compare, sizes
 
@@ -26,7 +26,7 @@ def diff(call: Call) -> Answer:
     store = call.open(*refs)
     old, new = (find_info(call, store, ref) for ref in refs)
     reader = reader_of(call, store)
-    before, after = trees_of(reader, old), trees_of(reader, new)
+    before, after = differing(*(contents_at(store, reader, info) for info in (old, new)))
     found = compare(before, after)
     page: list[Part] = [Hint(f"from {commit_text(old)} to {commit_text(new)}")]
     if call.args.stat:

@@ -1,7 +1,8 @@
 """`ckptstore ls`: the leaves of a commit, folded on a terminal if there are many."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 from ckptstore.cli.call import Answer, Call
 from ckptstore.cli.commits import (
@@ -12,16 +13,17 @@ from ckptstore.cli.commits import (
     schemas_of,
     short,
     tensor_bytes,
-    trees_of,
 )
 from ckptstore.cli.screen import Hint, Part, columns
 from ckptstore.core.ids import CHUNK_ID_BYTES
-from ckptstore.core.model import CommitInfo, Shape
+from ckptstore.core.model import CommitInfo, Schema, Shape
 from ckptstore.core.text import Table, bytes_text, count_text, near, selector
 from ckptstore.errors import InvalidInput, NotFound
-from ckptstore.index.queries import Queries
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.state.leaf_sources import pickled_paths
+
+if TYPE_CHECKING:
+    from ckptstore.restore.reader import Tree
 
 _LONG = ("chunks", "value")
 
@@ -46,15 +48,25 @@ def ls(call: Call) -> Answer:
     args = call.args
     store = call.open(args.ref)
     info, queries = _find(call, store), store.queries()
-    everything = _rows(store, queries, info)
     is_selected = selector(args.globs or "*")
+    schemas = schemas_of(store, queries, info)
+    everything = _rows(schemas)
     rows = [row for row in everything if is_selected(row.path)]
+    below = not rows and any("plain" in schema.kinds for schema in schemas.values())
+    if below or args.long or info.thinned:
+        from ckptstore.contents import contents_at
+
+        contents = contents_at(store, reader_of(call, store), info)
+        trees = contents.trees if below else contents.stored_trees
+    if below:
+        everything = _rows({key: tree.schema for key, tree in trees.items()})
+        rows = [row for row in everything if is_selected(row.path)]
     if args.globs and not rows:
         keys = {*(row.path for row in everything), *info.schemas}
         wanted = " or ".join(map(repr, args.globs))
         raise NotFound(f"no leaf of {short(info.id)} matches {wanted}{near(args.globs[0], keys)}")
     if args.long or info.thinned:
-        rows = _with_content(call, store, info, rows)
+        rows = _with_content(trees.values(), rows)
     step = "" if info.step is None else f", step {info.step}"
     total = bytes_text(sum(row.nbytes or 0 for row in rows))
     counted = count_text(len(rows), "leaf", "leaves")
@@ -84,9 +96,9 @@ def _find(call: Call, store: StoreHandle) -> CommitInfo:
         raise
 
 
-def _rows(store: StoreHandle, queries: Queries, info: CommitInfo) -> list[Row]:
+def _rows(schemas: Mapping[str, Schema]) -> list[Row]:
     rows = []
-    for schema in schemas_of(store, queries, info).values():
+    for schema in schemas.values():
         pickles, paths = set(pickled_paths(schema)), schema.paths
         rows += [
             Row(
@@ -102,13 +114,10 @@ def _rows(store: StoreHandle, queries: Queries, info: CommitInfo) -> list[Row]:
     return rows
 
 
-def _with_content(
-    call: Call, store: StoreHandle, info: CommitInfo, rows: Sequence[Row]
-) -> list[Row]:
+def _with_content(trees: Iterable["Tree"], rows: Sequence[Row]) -> list[Row]:
     """The rows with what only the pages of the commit have."""
     from ckptstore.restore.diff import LeafAt
 
-    trees = trees_of(reader_of(call, store), info).values()
     where = {path: (tree, i) for tree in trees for path, i in tree.numbers.items()}
     found = []
     for row in rows:

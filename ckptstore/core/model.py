@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from ckptstore.core.ids import ChunkId, CommitId, PackId, SessionId, StoreId
 
 Shape: TypeAlias = tuple[int, ...]
-LeafKind: TypeAlias = Literal["tensor", "value", "bytes"]
+LeafKind: TypeAlias = Literal["tensor", "value", "bytes", "plain"]
 
 INLINE_BYTES = 512
 """A leaf of at most so many bytes lies in its page instead of a chunk."""

@@ -13,12 +13,13 @@ from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects import canonical
 from ckptstore.objects.canonical import field
 
-_KINDS = {"tensor", "value", "bytes"}
+_KINDS = {"tensor", "value", "bytes", "plain"}
 _COMBINATIONS = {
     ("tensor", True, True),
     ("tensor", True, False),
     ("value", False, False),
     ("bytes", False, False),
+    ("plain", False, False),
 }
 """Which kinds may have a dtype, and a shape of at least one dimension."""
 
@@ -91,7 +92,7 @@ def join_schemas(parts: Sequence[tuple[str, Schema]]) -> Schema:
     aliases: list[int] = []
     for _, schema in parts:
         first = len(aliases)
-        children.append(_moved(schema.skeleton, first))
+        children.append(moved(schema.skeleton, first))
         aliases += [alias if alias < 0 else first + alias for alias in schema.aliases]
     schemas = [schema for _, schema in parts]
     return Schema(
@@ -121,7 +122,7 @@ def parts_of(schema: Schema) -> Iterator[SharedKey]:
         columns = schema.kinds[leaves], schema.dtypes[leaves], schema.shapes[leaves], aliases
         if isinstance(child, int):
             columns = _alike(columns)
-        yield SharedKey(key, Schema(_moved(child, -first), schema.paths[leaves], *columns), leaves)
+        yield SharedKey(key, Schema(moved(child, -first), schema.paths[leaves], *columns), leaves)
         first = stop
 
 
@@ -136,11 +137,11 @@ def _alike(columns: _Columns) -> _Columns:
     return columns
 
 
-def _moved(node: Node | int, by: int) -> Node | int:
+def moved(node: Node | int, by: int) -> Node | int:
     """`node` with its leaves numbered from `by` on."""
     if isinstance(node, int):
         return node + by
-    return replace(node, children=tuple([_moved(child, by) for child in node.children]))
+    return replace(node, children=tuple([moved(child, by) for child in node.children]))
 
 
 def _node_to_json(node: Node | int) -> Any:

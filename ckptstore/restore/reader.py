@@ -123,6 +123,22 @@ class Tree:
             raise self.lacks(self.schema.paths[i])
         return content
 
+    @cached_property
+    def plain(self) -> tuple[int, ...]:
+        """The leaves that have others below them, in their bytes (`restore.plain`), unless they are
+        gone."""
+        if "plain" not in self.schema.kinds:
+            return ()
+        kinds = enumerate(self.schema.kinds)
+        return tuple(i for i, kind in kinds if kind == "plain" and not self.is_gone(i))
+
+    def gone_above(self, path: str) -> str | None:
+        """The path of a plain leaf that is gone, if it was above `path`."""
+        for i, kind in enumerate(self.schema.kinds):
+            if kind == "plain" and path.startswith(f"{self.schema.paths[i]}/") and self.is_gone(i):
+                return self.schema.paths[i]
+        return None
+
     def content_key(self, i: int) -> object:
         """A comparable stand-in for the content of leaf `i`; None for shards, whose equal content
         may be cut differently, and for leaves that are gone."""

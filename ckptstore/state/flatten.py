@@ -51,8 +51,16 @@ MAX_NESTING = 80
 attributes some more."""
 
 
+PLAIN_ITEMS = 1024
+"""A list or dict of more items, all of them plain values, is one leaf where that is asked for."""
+
+
 def flatten(
-    app_state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: bool = False
+    app_state: Mapping[str, Any],
+    *,
+    allow_pickle: bool = False,
+    ranks: bool = False,
+    plain: bool = False,
 ) -> dict[str, FlatState]:
     """Every key of `app_state`, in its order. Objects with `state_dict()` and `load_state_dict()`
     give their state dict; that of an optimizer has the names of its parameters, if the modules in
@@ -60,19 +68,25 @@ def flatten(
 
     Raises `InvalidInput`, naming the path and the way out, for what cannot be stored. With
     `allow_pickle`, objects of unknown types are pickled and marked as such. With `ranks`, a
-    distributed tensor is one leaf, of which this rank holds boxes.
+    distributed tensor is one leaf, of which this rank holds boxes. With `plain`, large lists and
+    dicts of plain values are one leaf each, of kind `plain`.
     """
     check_app_state(app_state)
     tensors.check_surroundings()
     names = ParameterNames(app_state)
     found: dict[str, FlatState] = {}
-    for plain, keys in groupby(app_state, lambda key: is_plain(app_state[key])):
-        walk = partial(_Walk, app_state, names, allow_pickle, ranks)
-        if plain:
+    for alone, keys in groupby(app_state, lambda key: is_plain(app_state[key])):
+        walk = partial(_Walk, app_state, names, allow_pickle, ranks, plain)
+        if alone:
             found |= walk().flatten_plain({key: app_state[key] for key in keys})
         else:
             found |= {key: walk().flatten(key, app_state[key]) for key in keys}
     return found
+
+
+def flatten_value(value: Any, path: str) -> FlatState:
+    """The leaves of a plain value at `path`, one by one."""
+    return _Walk({}, ParameterNames({}), False, False, False).flatten_at(path, value)
 
 
 def check_app_state(app_state: object) -> None:
@@ -101,8 +115,9 @@ class _Walk:
         names: ParameterNames,
         allow_pickle: bool,
         ranks: bool,
+        plain: bool,
     ) -> None:
-        self._app_state = app_state
+        self._app_state, self._plain = app_state, plain
         self._names, self._allow_pickle, self._ranks = names, allow_pickle, ranks
         self._paths: list[str] = []
         self._kinds: list[LeafKind] = []
@@ -119,8 +134,11 @@ class _Walk:
         is_optimizer = isinstance(value, Optimizer)
         with _noted(path):
             state = self._state_of_optimizer(value, path) if is_optimizer else state_of(value)
-        with uncollected():
-            return FlatState(self._schema(self._visit(state, path)), self._leaves, self._held)
+        return self.flatten_at(path, state)
+
+    @uncollected()
+    def flatten_at(self, path: str, value: Any) -> FlatState:
+        return FlatState(self._schema(self._visit(value, path)), self._leaves, self._held)
 
     @uncollected()
     def flatten_plain(self, found: Mapping[str, Any]) -> dict[str, FlatState]:
@@ -171,6 +189,10 @@ class _Walk:
         encoded = values.encode_value(value)
         if encoded is not values.NOT_A_VALUE:
             return self._leaf(path, "value", BytesSource(values.encode_leaf(encoded)))
+        if self._plain and type(value) in (dict, list) and len(value) > PLAIN_ITEMS:
+            encoded = values.encode_plain(value)
+            if encoded is not values.NOT_A_VALUE:
+                return self._leaf(path, "plain", BytesSource(values.encode_leaf(encoded)))
         return containers.split(value) or self._pickle(value)
 
     def _split(self, value: Any, path: str) -> SplitObject | None:

@@ -57,7 +57,7 @@ def inflate_leaf(schema: Schema, leaf: int, content: Any, *, allow_pickle: bool 
 def decode_leaf(schema: Schema, leaf: int, content: Any, classes: Classes = no_classes) -> Any:
     """The object that stands at `leaf` in its container, from its tensor or bytes."""
     match schema.kinds[leaf]:
-        case "value":
+        case "value" | "plain":
             return values.decode_leaf(content, classes)
         case "bytes":
             return bytes(content)

@@ -7,13 +7,17 @@ from the target of a restore.
 """
 
 import datetime as dt
+import re
+import struct
 from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from decimal import Decimal
 from enum import Enum, Flag
 from fractions import Fraction
 from functools import partial
+from itertools import chain
+from json.encoder import encode_basestring
 from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any, Final, NamedTuple, TypeAlias
 from uuid import UUID
@@ -49,14 +53,28 @@ MALFORMED = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError
 
 _LARGEST = 2**53
 _NESTING = 16
+_MANY = 32
+"""Floats of a sequence from which on they are one string, and rows that make a table."""
+_BLOCK = 1024
+"""Rows of a table that are coded together."""
+_PLAIN_TAGS = frozenset(
+    ("float", "complex", "bytes", "list", "tuple", "set", "frozenset", "dict", "numpy.scalar")
+)
+"""What needs no class to be read."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class _Room(NamedTuple):
-    """How much deeper lists may nest, and whether mappings are values too (in attributes they are,
-    in leaves they are containers)."""
+    """How much deeper lists may nest, whether mappings are values too (in attributes they are, in
+    leaves they are containers), and whether only `_PLAIN_TAGS` may occur, in blocks."""
 
     depth: int
     mappings: bool
+    plain: bool = False
+
+    @property
+    def below(self) -> "_Room":
+        return self._replace(depth=self.depth - 1)
 
 
 _Encode: TypeAlias = Callable[[Any, _Room], Iterable[Any] | None]
@@ -77,6 +95,16 @@ def encode_attribute(value: Any) -> Any:
     """As `encode_value`, but dicts are values too; for what a container needs beside its
     children."""
     return _encode(value, _Room(_NESTING, mappings=True))
+
+
+def encode_plain(value: list[Any] | dict[Any, Any]) -> Any:
+    """The JSON of a list or dict of plain values: numbers, strings, bytes, booleans, None, and
+    collections of these. No class has to be known to read it. `NOT_A_VALUE` for any other, and for
+    one whose parts could not be told by their paths."""
+    try:
+        return _encode(value, _Room(_NESTING, mappings=True, plain=True))
+    except InvalidInput:  # the caller goes through the parts, and names the one that is refused
+        return NOT_A_VALUE
 
 
 def decode_value(encoded: Any, classes: Classes = no_classes) -> Any:
@@ -179,6 +207,11 @@ def _encode(value: Any, room: _Room) -> Any:
     if plain := _PLAIN.get(cls):
         return plain(value)
     tag, encode = _ENCODERS.get(cls) or _find_encoder(cls)
+    if room.plain:
+        if tag not in _PLAIN_TAGS:
+            return NOT_A_VALUE
+        if table := _encode_table(value, room):
+            return table
     payload = encode(value, room)
     return NOT_A_VALUE if payload is None else [tag, *payload]
 
@@ -191,10 +224,12 @@ def _find_encoder(cls: type) -> tuple[str, _Encode]:
     return "", lambda value, room: None
 
 
-def _encode_items(items: Iterable[Any], room: _Room) -> list[Any] | None:
+def _encode_items(items: Collection[Any], room: _Room) -> list[Any] | None:
     if not room.depth:
         return None
-    below, encoded = _Room(room.depth - 1, room.mappings), []
+    if _are_json(items):
+        return list(items)
+    below, encoded = room.below, []
     for item in items:
         json = _encode(item, below)
         if json is NOT_A_VALUE:
@@ -203,9 +238,110 @@ def _encode_items(items: Iterable[Any], room: _Room) -> list[Any] | None:
     return encoded
 
 
-def _encode_set(value: set[Any], room: _Room) -> list[Any] | None:
+def _are_json(items: Collection[Any]) -> bool:
+    """Whether all items are their own encoding, told in a few passes in C. False is no proof."""
+    kinds = set(map(type, items))
+    if not kinds <= _PLAIN.keys():
+        return False
+    numbers = items if kinds == {int} else [item for item in items if type(item) is int]
+    if numbers and not -_LARGEST <= min(numbers) <= max(numbers) <= _LARGEST:
+        return False
+    text = "".join([item for item in items if type(item) is str] if str in kinds else ())
+    return text.isascii() or not _SURROGATE.search(text)
+
+
+def _encode_table(value: Any, room: _Room) -> list[Any] | None:
+    """A large dict as keys and values, a list of dicts of the same keys as columns, in blocks of
+    `_BLOCK` items, so that what is appended changes the last block; None for any other."""
+    if type(value) not in (dict, list) or len(value) < _MANY or not room.depth:
+        return None
+    if type(value) is dict and set(map(type, value)) in ({str}, {int}):
+        tag, cut = "items", _keys_and_values
+    elif (
+        set(map(type, value)) == {dict}
+        and set(map(type, chain.from_iterable(value))) == {str}
+        and len(set(map(tuple, value))) == 1
+    ):
+        tag, cut = "records", _columns
+    else:
+        return None
+    blocks: list[Any] = [tag]
+    rows = list(value.items() if type(value) is dict else value)
+    for first in range(0, len(rows), _BLOCK):
+        block = [_encode(part, room.below) for part in cut(rows[first : first + _BLOCK])]
+        if NOT_A_VALUE in block:
+            return None
+        blocks.append(block)
+    return blocks
+
+
+def _keys_and_values(rows: list[Any]) -> Iterable[list[Any]]:
+    return [key for key, _ in rows], [value for _, value in rows]
+
+
+def _columns(rows: list[Any]) -> Iterable[list[Any]]:
+    keys = list(rows[0])
+    return keys, *([row[key] for row in rows] for key in keys)
+
+
+def _decode_items(payload: list[Any], classes: Classes) -> dict[Any, Any]:
+    made: dict[Any, Any] = {}
+    rows = 0
+    for block in payload:
+        keys, found = (_decoded_list(part, classes) for part in block)
+        made.update(zip(keys, found, strict=True))
+        rows += len(keys)
+    if len(made) != rows:
+        raise ValueError("a key occurs twice")
+    return made
+
+
+def _decode_records(payload: list[Any], classes: Classes) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    for block in payload:
+        keys, *columns = (_decoded_list(part, classes) for part in block)
+        if len(set(keys)) != len(keys) or len(keys) != len(columns) or not columns:
+            raise ValueError(f"{len(columns)} columns of {len(set(keys))} keys")
+        made += [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
+    return made
+
+
+def _decoded_list(encoded: Any, classes: Classes) -> list[Any]:
+    found = decode_value(encoded, classes)
+    if type(found) is not list:
+        raise ValueError(f"a {type(found).__name__} in the place of a list")
+    return found
+
+
+def _encode_sequence(value: list[Any] | tuple[Any, ...], room: _Room) -> list[Any] | None:
+    """The payload of a list or tuple; of one of many floats their bits in one string."""
+    if len(value) < _MANY or set(map(type, value)) != {float} or not room.depth:
+        return _encode_items(value, room)
+    return [["floats", struct.pack(f">{len(value)}d", *value).hex()]]
+
+
+def _decode_sequence(
+    cls: type[list[Any] | tuple[Any, ...]], payload: list[Any], classes: Classes
+) -> Any:
+    match payload:
+        case [["floats", str(text)]]:
+            data = bytes.fromhex(text)
+            if data.hex() != text or len(data) % 8:
+                raise ValueError("wanted 16 lower-case hex digits for each float")
+            return cls(struct.unpack(f">{len(data) // 8}d", data))
+    return cls(_decode_all(payload, classes))
+
+
+def _encode_set(value: Set[Any], room: _Room) -> list[Any] | None:
     items = _encode_items(value, room)
-    return items and sorted(items, key=canonical.encode)
+    if not items:
+        return items
+    match {*map(type, items)}:
+        case kinds if kinds == {int}:  # so that a larger one comes last, and the rest stays
+            return sorted(items)
+        case kinds if kinds == {str}:
+            return sorted(items, key=encode_basestring)
+    return sorted(items, key=canonical.encode)
 
 
 def _encode_deque(value: deque[Any], room: _Room) -> list[Any] | None:
@@ -221,12 +357,16 @@ def _decode_deque(payload: list[Any], classes: Classes) -> Any:
 def _encode_mapping(value: Mapping[Any, Any], room: _Room) -> list[Any] | None:
     # An attribute of the mapping itself would have no place in its payload.
     is_value = room.mappings and not getattr(value, "__dict__", None)
-    items = _encode_items(map(list, value.items()), room) if is_value else None
+    if room.plain and set(map(type, value)) not in (set(), {str}, {int}):
+        return None  # two keys might have one path
+    items = _encode_items([*map(list, value.items())], room) if is_value else None
     return items and [item[1:] for item in items]
 
 
-def _decode_all(payload: list[Any], classes: Classes) -> Iterable[Any]:
-    return (decode_value(item, classes) for item in payload)
+def _decode_all(payload: list[Any], classes: Classes) -> list[Any]:
+    if set(map(type, payload)) <= _PLAIN.keys():
+        return payload
+    return [decode_value(item, classes) for item in payload]
 
 
 def _encode_registered(value: Any, room: _Room) -> list[Any] | None:
@@ -370,8 +510,9 @@ def _add_builtins() -> None:
     _DECODERS["bool"] = lambda payload, classes: bool(payload[0])
     _DECODERS["int"] = lambda payload, classes: decode_digits(payload[0])
     _DECODERS.update(enum=_decode_enum, flag=_decode_flag, registered=_decode_registered)
+    _DECODERS.update(items=_decode_items, records=_decode_records)
     for sequence in (list, tuple):
-        _add_collection(sequence, _encode_items)
+        _add(sequence, sequence.__name__, _encode_sequence, partial(_decode_sequence, sequence))
     for unordered in (set, frozenset):
         _add_collection(unordered, _encode_set)
     for mapping in (dict, OrderedDict, Counter):

@@ -100,6 +100,30 @@ def write_patched(place: Path) -> None:
             store.commit(patched_state(step), step=step)
 
 
+PLAIN_STEPS = (1, 2)
+
+
+def plain_state(step: int) -> dict[str, Any]:
+    """Plain values in each form that one leaf has, more of them in each step."""
+    return {
+        "log": {
+            "records": [{"step": i, "loss": 1 / (i + 1), "ü": None} for i in range(1030 + step)],
+            "items": {f"s/{i}": (i, 2.5) for i in range(1030)} | {"last": {"n": step << 60}},
+            "numbers": {i - 5: i % 7 for i in range(1030)},
+            "floats": [i / 3 for i in range(100 + step)],
+            "seen": set(range(0, 300, step)),
+        }
+    }
+
+
+def write_plain(place: Path) -> None:
+    """Two commits of plain values."""
+    storage = ckptstore.Storage(chunk_bytes=64 << 10)
+    with ckptstore.open(place / "plain", storage=storage) as store:
+        for step in PLAIN_STEPS:
+            store.commit(plain_state(step), step=step)
+
+
 def write_compacted(place: Path) -> None:
     """Four commits, the first three of them compacted."""
     storage = ckptstore.Storage(chunk_bytes=64 << 10)
@@ -132,3 +156,4 @@ if __name__ == "__main__":
     write(Path(sys.argv[1]))
     write_compacted(Path(sys.argv[1]))
     write_patched(Path(sys.argv[1]))
+    write_plain(Path(sys.argv[1]))

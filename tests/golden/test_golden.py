@@ -13,16 +13,18 @@ from ckptstore.objects.codecs import DELTA
 from tests.golden.contents import (
     METRICS,
     MOVED_STEPS,
+    PLAIN_STEPS,
     TAGS,
     moved_state,
     patched_state,
+    plain_state,
     state,
 )
 from tests.golden.reader import reader
 
 HERE = Path(__file__).parent
 STORES = sorted(path.parent.relative_to(HERE) for path in HERE.glob("*/*/ckptstore.json"))
-COMPACTED, PATCHED = Path("v3/compacted"), Path("v3/patched")
+COMPACTED, PATCHED, PLAIN = Path("v3/compacted"), Path("v3/patched"), Path("v3/plain")
 
 
 def same(a: object, b: object) -> bool:
@@ -44,11 +46,12 @@ def test_there_is_a_store_of_each_format_version() -> None:
         "v3/zstd",
         "v3/compacted",
         "v3/patched",
+        "v3/plain",
     }
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in STORES if name not in (COMPACTED, PATCHED)], ids=str
+    "name", [name for name in STORES if name not in (COMPACTED, PATCHED, PLAIN)], ids=str
 )
 def test_a_store_of_an_earlier_version_is_read_and_continued(name: Path, tmp_path: Path) -> None:
     place = tmp_path / "store"
@@ -96,6 +99,21 @@ def test_a_patched_golden_store_is_read_checked_and_collected(tmp_path: Path) ->
         store.gc(grace_s=0, max_unused=0)
         for step in (3, 4):
             assert same(store.checkout(step).state_dict(), patched_state(step))
+        assert not store.fsck("data").findings
+
+
+def test_a_golden_store_of_plain_values_is_read_continued_and_compared(tmp_path: Path) -> None:
+    place = tmp_path / "plain"
+    shutil.copytree(HERE / PLAIN, place)
+    with ckptstore.open(place) as store:
+        for step in PLAIN_STEPS:
+            assert same(store.checkout(step).state_dict(), plain_state(step))
+        assert store.checkout(2).read("log/records/1031/loss") == 1 / 1032
+        changes = {each.path: each.change for each in store.diff(1, 2).changes}
+        assert changes["log/items/last/n"] == "changed"
+        assert changes["log/records/1031/step"] == "added"
+        again = store.commit(plain_state(2), step=3)
+        assert again.content_id == store.checkout(2).content_id
         assert not store.fsck("data").findings
 
 

@@ -2,6 +2,7 @@
 ckptstore, finds the exact bytes of every kind of store."""
 
 import ast
+import json
 import random
 import shutil
 import struct
@@ -23,6 +24,7 @@ from tests.golden.contents import (
     TAGS,
     moved_state,
     patched_state,
+    plain_state,
     state,
 )
 from tests.golden.example import BEGIN, END, PAGE, example
@@ -101,6 +103,23 @@ def test_a_patched_golden_store_is_read(step: int) -> None:
     assert read(GOLDEN / "patched", str(step)) == described(model)
     found = reader.Store(GOLDEN / "patched").chunks.values()
     assert 4 in {record[6] for each in found for _, record, _ in each}
+
+
+def test_plain_values_of_a_golden_store_are_read() -> None:
+    store = reader.Store(GOLDEN / "plain")
+    leaves = store.leaves(store.find("2"))
+    assert [leaf["kinds"] for leaf in leaves.values()] == [*["plain"] * 3, "value", "value"]
+    tag, *blocks = json.loads(store.read(leaves["log/records"]))
+    assert tag == "records"
+    assert [step for _, (_, *steps), *_ in blocks for step in steps] == [*range(1032)]
+    assert {tuple(keys) for keys, *_ in blocks} == {("list", "step", "loss", "ü")}
+    tag, *blocks = json.loads(store.read(leaves["log/numbers"]))
+    items = {
+        key: value
+        for (_, *keys), (_, *found) in blocks
+        for key, value in zip(keys, found, strict=True)
+    }
+    assert (tag, items) == ("items", plain_state(2)["log"]["numbers"])
 
 
 def test_tags_of_a_golden_store_are_resolved() -> None:

@@ -74,6 +74,10 @@ VALUES: list[tuple[Any, Any]] = [
     ((0.9, 0.999), ["tuple", ["float", "3feccccccccccccd"], ["float", "3feff7ced916872b"]]),
     ({3, 1}, ["set", 1, 3]),
     (frozenset({"b", "a"}), ["frozenset", "a", "b"]),
+    ({10, 9, -1}, ["set", -1, 9, 10]),
+    ({10, 9, "9"}, ["set", "9", 10, 9]),
+    ([0.5] * 32, ["list", ["floats", "3fe0000000000000" * 32]]),
+    ((0.5,) * 32, ["tuple", ["floats", "3fe0000000000000" * 32]]),
     (deque([1, 2], 3), ["deque", 3, 1, 2]),
     ([b"\0\xff"], ["list", ["bytes", "AP8="]]),
     (Colour.RED, ["enum", "tests.state.test_values.Colour", "RED"]),
@@ -135,6 +139,57 @@ def test_a_value_has_one_encoding_and_comes_back_of_its_type(value: Any, encoded
 def test_a_float_keeps_its_bits(number: float) -> None:
     got = values.decode_leaf(values.encode_leaf(values.encode_value(number)))
     assert struct.pack(">d", got) == struct.pack(">d", number)
+
+
+ITEMS = st.sampled_from(
+    [
+        st.integers(),
+        st.integers(-(2**53), 2**53),
+        st.floats(),
+        st.text(),
+        st.booleans(),
+        st.none(),
+        st.none() | st.integers() | st.text() | st.floats() | st.booleans(),
+    ]
+)
+"""Of what a collection is made: of one kind mostly, which has a faster way."""
+
+
+@given(
+    ITEMS.flatmap(lambda items: st.lists(items, max_size=70)),
+    st.sampled_from([list, tuple, deque, set, frozenset]),
+)
+def test_a_collection_comes_back_with_the_types_and_bits_of_its_items(
+    items: list[Any], collection: Callable[[Any], Any]
+) -> None:
+    value = collection(items)
+    got = values.decode_leaf(values.encode_leaf(values.encode_value(value)))
+    assert type(got) is type(value)
+    assert sorted(map(_exact, got)) == sorted(map(_exact, value))
+    if collection not in (set, frozenset):
+        assert list(map(_exact, got)) == list(map(_exact, value))
+
+
+def _exact(item: Any) -> tuple[str, Any]:
+    return type(item).__name__, struct.pack(">d", item) if type(item) is float else repr(item)
+
+
+@given(st.sets(st.text()) | st.sets(st.integers() | st.booleans() | st.text()))
+def test_the_items_of_a_set_are_in_the_order_of_their_bytes_but_integers(items: set[Any]) -> None:
+    _, *encoded = values.encode_value(items)
+    if {*map(type, items)} != {int}:
+        assert encoded == sorted(encoded, key=canonical.encode)
+
+
+@given(st.sets(st.integers(-(2**53), 2**53), min_size=1))
+def test_integers_of_a_set_are_in_the_order_of_their_values(items: set[int]) -> None:
+    assert values.encode_value(items) == ["set", *sorted(items)]
+
+
+@pytest.mark.parametrize("bits", ["3fe0", "3FE0000000000000", "3fe00000 0000000", 1, None])
+def test_floats_in_one_string_are_whole_and_of_lower_case_digits(bits: Any) -> None:
+    with pytest.raises(Corrupt):
+        values.decode_value(["list", ["floats", bits]])
 
 
 @given(st.integers() | st.integers(-(10**6000), 10**6000))
