@@ -74,6 +74,7 @@ class CommitContents:
         self.on_close: Callable[[], None] = lambda: None
         self._trees: Trees = trees or {}
         self._expanded: Trees = {}
+        self._some_plain = any("plain" in tree.schema.kinds for tree in self._trees.values())
         self._told = False
 
     @property
@@ -84,14 +85,15 @@ class CommitContents:
     def trees(self) -> Trees:
         """Schema and content of each key, without the bytes of leaves, but with all that is below
         plain ones."""
-        return {key: self._below(tree) for key, tree in self.stored_trees.items()}
+        stored = self.stored_trees
+        return {key: self._below(stored[key]) for key in stored} if self._some_plain else stored
 
     @property
     def stored_trees(self) -> Trees:
         """As `trees`, as they are stored: plain leaves are one leaf each."""
         if len(self._trees) < len(self.document.keys):
             self._read_trees(self.document.keys)
-        return {key: self._trees[key] for key in self.keys}
+        return {key: self._trees[key] for key in self.document.keys}
 
     def tree(self, key: str) -> Tree:
         """Schema and content of one key, as in `trees`. Raises `NotFound`."""
@@ -133,6 +135,7 @@ class CommitContents:
     def _read_trees(self, keys: Sequence[str]) -> None:
         read = self.reader.by_key(self.document, keys)
         self._trees.update({key: self._own(tree) for key, tree in read.items()})
+        self._some_plain = any("plain" in tree.schema.kinds for tree in self._trees.values())
 
     @cached_property
     def _by_segment(self) -> dict[str, str]:
