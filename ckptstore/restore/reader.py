@@ -23,7 +23,7 @@ from ckptstore.objects.documents import Layout, decode_document, decode_layout
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema, parts_of
 from ckptstore.repository.chunk_reader import located_entries
-from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.chunk_store import NO_BASES, ObjectStore
 from ckptstore.repository.dedup import items_of
 from ckptstore.repository.memory_budget import ReadRoom, read_room
 from ckptstore.repository.thread_pool import ThreadPool
@@ -386,8 +386,14 @@ class Reader:
                 job.land(data)
         return sum(job.piece.raw_bytes for job in jobs)
 
-    def fetch(self, jobs: Sequence[tuple[ChunkRead, memoryview]], reading: Reading) -> None:
-        """Read and verify chunks, each into its memory."""
+    def fetch(
+        self,
+        jobs: Sequence[tuple[ChunkRead, memoryview]],
+        reading: Reading,
+        bases: Mapping[ChunkId, memoryview] = NO_BASES,
+    ) -> None:
+        """Read and verify chunks, each into its memory. `bases` are chunks of which they may be
+        patches, in memory that none of them overlaps; a damaged one is not used."""
         self._objects.read_into(
             b"".join(job.piece.chunk for job, _ in jobs),
             [memory for _, memory in jobs],
@@ -396,6 +402,7 @@ class Reader:
             describe=lambda i: _describe(reading.commit, jobs[i][0]),
             verify_ids=self.verify_ids,
             past_cache=self._past_cache,
+            bases=bases,
         )
 
     def located(self, ids: bytes) -> "NDArray[np.void]":

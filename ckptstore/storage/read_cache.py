@@ -96,6 +96,10 @@ class ReadCache:
             path.unlink()
         return False
 
+    def has(self, chunk: ChunkId) -> bool:
+        """Whether the cache seems to have `chunk`: only a read verifies it."""
+        return os.path.exists(self._path(chunk))
+
     def put(self, chunk: ChunkId, data: memoryview) -> None:
         """Keep `data`, the bytes of `chunk`. A failed write is ignored."""
         if self._given_up or data.nbytes > self._limit_bytes // LARGEST_SHARE:

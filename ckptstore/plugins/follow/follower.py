@@ -380,7 +380,7 @@ class Follower:
             at += job.piece.raw_bytes
         if jobs:
             rows = [(job, aside[chunk]) for chunk, job in jobs.items()]
-            self._reader.fetch(rows, operation.reading)
+            self._reader.fetch(rows, operation.reading, planned.bases)
         return aside
 
     def _check_budget(self, nbytes: int) -> None:
