@@ -51,7 +51,7 @@ from ckptstore.repository.footers import (
 from ckptstore.repository.memory_budget import ReadRoom
 from ckptstore.repository.near_chunks import NearChunks
 from ckptstore.repository.patch_bases import PatchBases
-from ckptstore.repository.patch_chains import LOOKS, READ_BYTES, PatchChain, Whole, follow, groups
+from ckptstore.repository.patch_chains import LOOKS, PatchChain, Whole, follow, groups
 from ckptstore.repository.thread_pool import Scratch, ThreadPool, one_by_one, shared
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.read_cache import ReadCache
@@ -371,15 +371,13 @@ class ObjectStore:
         if not is_patch.any():
             return left, where
         numbers = np.asarray(left)
-        rows, limit_bytes = where[is_patch], room.read_bytes
+        rows, positions = where[is_patch], numbers[is_patch]
         if request.bases:
-            # Most are a step away, and no chunk needs other memory: so few requests, then.
-            raw_bytes, stored_bytes = (int(rows[field].sum()) for field in ("raw", "stored"))
-            parts = max(
-                -(-stored_bytes // READ_BYTES), min(room.threads, stored_bytes // GAP_BYTES)
-            )
-            limit_bytes = max(limit_bytes, -(-raw_bytes // max(parts, 1)))
-        some = groups(rows, numbers[is_patch].tolist(), limit_bytes)
+            # Most are a step away, and are made in place: a read for each pack.
+            packs = [rows["pack"] == number for number in np.unique(rows["pack"])]
+            some = [(positions[its].tolist(), rows[its]) for its in packs]
+        else:
+            some = groups(rows, positions.tolist(), room.read_bytes)
         spread = threads.spread if threads and len(some) > 1 else one_by_one
         scratch = threads.scratch if threads else Scratch()
         spread(lambda group: self._read_patched(request, *group, damaged, scratch), some)
