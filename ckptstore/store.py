@@ -398,7 +398,7 @@ class Store(Maintenance):
             run: The run.
             target: As `Snapshot.restore` takes it. Only the follower may write to it.
             ref: What to follow in the run: `"latest"`, `"best:METRIC"`, or a tag that moves.
-            poll_s: Pause between two looks at the log; default: 0.05 s after a commit, and longer
+            poll_s: Pause between two looks at the log; default: 0.01 s after a commit, and longer
                 the longer none comes, up to 10 s.
             turn_timeout_s: How long a commit waits for readers, and readers for a commit.
             on_commit: Called with each commit when it is in the target.

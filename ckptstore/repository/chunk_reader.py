@@ -8,9 +8,9 @@ Chunks that a pack has lost are read from its twin. `chunk_store` adds the index
 know chunks by their ids.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
@@ -143,13 +143,15 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The chunks of one call of `read_into`: chunk `i` of `ids` goes to `out[i]`. With
-    `verify_ids`, not only its checksum is compared."""
+    """The chunks of one call of `read_into`, which says what the fields mean: chunk `i` of `ids`
+    goes to `out[i]`. With `verify_ids`, not only its checksum is compared."""
 
     ids: bytes
     out: Sequence[memoryview]
     describe: Callable[[int], str]
     verify_ids: bool
+    past_cache: bool = False
+    bases: Mapping[ChunkId, memoryview] = field(default_factory=dict)
 
     def ids_of(self, positions: Sequence[int]) -> bytes:
         """The ids of the chunks `positions`, in the order of `positions`."""

@@ -10,6 +10,7 @@ restored store may give known numbers to other packs.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -48,6 +49,7 @@ from ckptstore.repository.footers import (
     readable_tables,
 )
 from ckptstore.repository.memory_budget import ReadRoom
+from ckptstore.repository.near_chunks import NearChunks
 from ckptstore.repository.patch_bases import PatchBases
 from ckptstore.repository.patch_chains import LOOKS, PatchChain, Whole, follow, groups
 from ckptstore.repository.thread_pool import Scratch, ThreadPool, one_by_one, shared
@@ -76,6 +78,8 @@ GAP_BYTES = 256 << 10
 
 REMOTE_READ_BYTES = 4 * MIB
 """On slow storage, reads of this size are not split among more threads."""
+
+NO_BASES: Mapping[ChunkId, memoryview] = {}
 
 ALONE = ReadRoom(1, RUN_BYTES, 0, 0)
 """A read on the calling thread."""
@@ -271,17 +275,20 @@ class ObjectStore:
         describe: Callable[[int], str] = lambda i: "metadata",
         verify_ids: bool = False,
         past_cache: bool = False,
+        bases: Mapping[ChunkId, memoryview] = NO_BASES,
     ) -> None:
         """Read and verify each chunk of `ids` into the memory of `out`, whose lengths are the
         chunks' raw sizes.
 
         `threads`, if given, share the work within `room`. `describe(i)` names chunk `i` in errors.
         With `verify_ids`, bytes are compared with the ids too; `past_cache` reads the store itself.
+        `bases` are chunks that the caller has in memory, of which others may be patches; with them,
+        the memory of `out` must not overlap. They may be damaged: then they are read.
 
         Raises `Corrupt` for a chunk whose bytes do not match, or whose length is not that of
         `out`, `NotFound` for one that no listed pack holds.
         """
-        request = Request(ids, out, describe, verify_ids)
+        request = Request(ids, out, describe, verify_ids, past_cache, bases)
         left: Sequence[int] = range(len(out))
         try:
             if self._cache is not None and not past_cache:
@@ -380,7 +387,13 @@ class ObjectStore:
         if not is_patch.any():
             return left, where
         numbers = np.asarray(left)
-        some = groups(where[is_patch], numbers[is_patch].tolist(), room.read_bytes)
+        rows, positions = where[is_patch], numbers[is_patch]
+        if request.bases:
+            # Most are a step away, and are made in place: a read for each pack.
+            packs = [rows["pack"] == number for number in np.unique(rows["pack"])]
+            some = [(positions[its].tolist(), rows[its]) for its in packs]
+        else:
+            some = groups(rows, positions.tolist(), room.read_bytes)
         spread = threads.spread if threads and len(some) > 1 else one_by_one
         scratch = threads.scratch if threads else Scratch()
         spread(lambda group: self._read_patched(request, *group, damaged, scratch), some)
@@ -395,13 +408,15 @@ class ObjectStore:
         scratch: Scratch,
     ) -> None:
         """Make chunks that are stored as patches of the whole chunks that they come from: in other
-        memory than the request's, in which chunks may overlap."""
-        chains = follow(self, where)
+        memory than the request's, in which chunks may overlap, unless it brings bases."""
+        cache = None if request.past_cache else self._cache
+        chains = follow(NearChunks(self, request.bases, cache), where)
         rows = {i: where[n : n + 1] for n, i in enumerate(positions)}
         problems: dict[int, Problem] = {}
-        with scratch.lend(sum(len(request.out[i]) for i in positions)) as memory:
-            made: dict[int, memoryview] = {}
-            for i in positions:
+        aside = () if request.bases else positions
+        with scratch.lend(sum(len(request.out[i]) for i in aside)) as memory:
+            made = {i: request.out[i] for i in positions}
+            for i in aside:
                 made[i], memory = memory[: len(request.out[i])], memory[len(request.out[i]) :]
             problems |= self._read_whole(request, made, chains)
             for i in made.keys() - problems.keys():
@@ -410,10 +425,17 @@ class ObjectStore:
                     _check(request, i, made[i], rows[i]["checksum"].tobytes())
                 except Corrupt as error:
                     problems[i] = error
-                    continue
-                request.out[i][:] = made[i]
-                if self._cache is not None:
-                    self._cache.put(request.id(i), made[i])
+            for i in aside:
+                if i not in problems:
+                    request.out[i][:] = made[i]
+                    if cache is not None:
+                        cache.put(request.id(i), made[i])
+        if request.bases and problems:
+            # A base in memory may be damaged, and is no reason to distrust a pack.
+            alone, left = replace(request, bases=NO_BASES), sorted(problems)
+            again = np.concatenate([rows[i] for i in left])
+            self._read_patched(alone, left, again, damaged, scratch)
+            return
         packs = self.listed(set(where["pack"].tolist()))
         for i, problem in problems.items():
             pack = packs.get(int(rows[i]["pack"][0]))
@@ -431,10 +453,14 @@ class ObjectStore:
         places: dict[int, NDArray[np.void]] = {}
         for i in out:
             end = chains[request.id(i)].end
-            if isinstance(end, Whole):
-                places[i] = end.row
-            else:
+            if not isinstance(end, Whole):
                 found[i] = end or NotFound("its chain of patches has no end")
+            elif (base := request.bases.get(ChunkId(end.row["chunk"].tobytes()))) is None:
+                places[i] = end.row
+            elif len(base) == len(out[i]):
+                out[i][:] = base
+            else:
+                found[i] = Corrupt(f"its base in memory has {len(base)} bytes")
         try:
             if places:
                 where = np.concatenate(list(places.values()))
@@ -443,6 +469,7 @@ class ObjectStore:
                     [out[i] for i in places],
                     where=where,
                     describe=lambda n: f"the base of {request.describe(list(places)[n])}",
+                    past_cache=request.past_cache,
                 )
         except (Corrupt, NotFound) as error:
             if len(places) == 1:

@@ -23,7 +23,7 @@ from ckptstore.objects.documents import Layout, decode_document, decode_layout
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema, parts_of
 from ckptstore.repository.chunk_reader import located_entries
-from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.chunk_store import NO_BASES, ObjectStore
 from ckptstore.repository.dedup import items_of
 from ckptstore.repository.memory_budget import ReadRoom, read_room
 from ckptstore.repository.thread_pool import ThreadPool
@@ -292,7 +292,7 @@ class Reader:
         self.document = lru_cache(RECENT)(self._document)
         self.trees = lru_cache(RECENT)(self.read_trees)
         self._by_key = lru_cache(RECENT)(self._read_keys)
-        self._schema = lru_cache(RECENT)(decode_schema)
+        self._schemas: dict[ChunkId, Schema] = {}
 
     def verifying_ids(self) -> "Reader":
         """This reader, but one that compares chunks with their ids too."""
@@ -306,14 +306,16 @@ class Reader:
 
     def read_trees(self, refs: tuple[tuple[str, TreeRef], ...]) -> Mapping[str, Tree]:
         """Trees by their names; their schemas and pages are read in one batch."""
-        data = self._objects.read_metadata_many(
-            chunk for _, ref in refs for chunk in (ref.schema, *ref.pages)
-        )
+        known = dict(self._schemas)
+        chunks = [chunk for _, ref in refs for chunk in (ref.schema, *ref.pages)]
+        data = self._objects.read_metadata_many([chunk for chunk in chunks if chunk not in known])
         found: dict[str, Tree] = {}
         for key, ref in refs:
-            schema = self._schema(data[ref.schema])
+            if (schema := known.get(ref.schema)) is None:
+                schema = known[ref.schema] = decode_schema(data[ref.schema])
             contents = join_pages([data[page] for page in ref.pages], len(schema))
             found[key] = Tree(key, ref, schema, contents, self.chunk_bytes)
+        self._schemas = known if len(known) <= RECENT else {}
         return found
 
     def by_key(
@@ -402,8 +404,14 @@ class Reader:
                 job.land(data)
         return sum(job.piece.raw_bytes for job in jobs)
 
-    def fetch(self, jobs: Sequence[tuple[ChunkRead, memoryview]], reading: Reading) -> None:
-        """Read and verify chunks, each into its memory."""
+    def fetch(
+        self,
+        jobs: Sequence[tuple[ChunkRead, memoryview]],
+        reading: Reading,
+        bases: Mapping[ChunkId, memoryview] = NO_BASES,
+    ) -> None:
+        """Read and verify chunks, each into its memory. `bases` are chunks of which they may be
+        patches, in memory that none of them overlaps; a damaged one is not used."""
         self._objects.read_into(
             b"".join(job.piece.chunk for job, _ in jobs),
             [memory for _, memory in jobs],
@@ -412,6 +420,7 @@ class Reader:
             describe=lambda i: _describe(reading.commit, jobs[i][0]),
             verify_ids=self.verify_ids,
             past_cache=self._past_cache,
+            bases=bases,
         )
 
     def located(self, ids: bytes) -> "NDArray[np.void]":

@@ -97,8 +97,8 @@ class ReadCache:
         return False
 
     def has(self, chunk: ChunkId) -> bool:
-        """Whether `chunk` was kept, and is there yet."""
-        return self._path(chunk).exists()
+        """Whether the cache seems to have `chunk`: only a read verifies it."""
+        return os.path.exists(self._path(chunk))
 
     def put(self, chunk: ChunkId, data: memoryview) -> None:
         """Keep `data`, the bytes of `chunk`. A failed write is ignored."""

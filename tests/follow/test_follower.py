@@ -12,6 +12,7 @@ import ckptstore
 from ckptstore.core.geometry import grid
 from ckptstore.plugins.follow import follower as following
 from ckptstore.plugins.follow.follower import Follower
+from ckptstore.storage.local import LocalStorage
 from ckptstore.store import Store
 
 CHUNK_BYTES = 1 << 16
@@ -456,3 +457,45 @@ def test_ids_are_verified_on_request(writer: Store, reader: Store) -> None:
         writer.commit(stepped(source, 1), step=1)
         follower.wait(0)
         assert_same(target, source)
+
+
+def test_a_base_that_was_written_to_behind_the_followers_back_is_read(
+    writer: Store, reader: Store
+) -> None:
+    """A patch is applied to what lies in the target. numpy's writes are not seen, and what is made
+    of them does not match its checksum."""
+    source, target = state(), blank()
+    writer.commit(source, step=0)
+    with reader.follow("rl", target) as follower:
+        follower.wait(0)
+        for step in range(1, 4):
+            writer.commit(stepped(source, 2, 5), step=step)
+            if step == 2:
+                target["model"]["w"].view(torch.int16).numpy()[2 * BLOCK + 9] += 1
+            follower.wait(0)
+            assert_same(target, source)
+
+
+def test_only_the_newest_patch_is_read(
+    writer: Store, reader: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = state(), blank()
+    writer.commit(source, step=0)
+    reads: list[str] = []
+    read_into = LocalStorage.read_into
+
+    def noted(self: LocalStorage, key: str, *where: Any) -> None:
+        reads.append(key)
+        read_into(self, key, *where)
+
+    with reader.follow("rl", target) as follower:
+        follower.wait(0)
+        for step in range(1, 9):
+            info = writer.commit(stepped(source, 2, 5), step=step)
+            assert info.new_bytes < CHUNK_BYTES, "it is stored as patches"
+            monkeypatch.setattr(LocalStorage, "read_into", noted)
+            reads.clear()
+            follower.wait(0)
+            assert len(reads) <= 3, "metadata and the newest patches, however long the chain is"
+            monkeypatch.undo()
+            assert_same(target, source)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -38,7 +39,7 @@ from ckptstore.plugins.follow.turns import Turns
 
 logger = logging.getLogger("ckptstore")
 
-POLL_S = 0.05
+POLL_S = 0.01
 """The shortest pause between two looks at the log."""
 
 POLL_MAX_S = 10.0
@@ -286,7 +287,7 @@ class Follower:
                 found = self._named_by(state)
                 if found is not None and not self._holds(found):
                     try:
-                        applied = self._apply(found)
+                        applied = self._apply(found, state)
                     except (NotFound, Corrupt):
                         newer = self._named_by(log.replay(refresh=True))
                         if newer is None or newer.id == found.id:
@@ -308,7 +309,13 @@ class Follower:
         applied = self._applied
         return applied is not None and applied.commit.id == found.id
 
-    def _apply(self, found: Resolved) -> Applied:
+    def _apply(self, found: Resolved, state: State) -> Applied:
+        # In a bucket both take a request's time: the new packs' footers, and the document.
+        reads: list[Callable[[], object]] = [
+            partial(self._internals.handle.objects.sync, state),
+            partial(self._reader.document, found.session, found.id),
+        ]
+        self._reader.threads.spread(lambda read: read(), reads)
         snapshot = self._internals.snapshot(found, self._reader)
         # What conversions lose is found out in the chunks that are read anyway.
         held = self._held
@@ -380,7 +387,7 @@ class Follower:
             at += job.piece.raw_bytes
         if jobs:
             rows = [(job, aside[chunk]) for chunk, job in jobs.items()]
-            self._reader.fetch(rows, operation.reading)
+            self._reader.fetch(rows, operation.reading, planned.bases)
         return aside
 
     def _check_budget(self, nbytes: int) -> None:

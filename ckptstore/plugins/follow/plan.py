@@ -65,6 +65,8 @@ class FollowPlan:
 
     targets: tuple[TargetTensor, ...]
     chunks: Mapping[ChunkSpot, ChunkId]
+    bases: Mapping[ChunkId, memoryview]
+    """What lies now where chunks are lacking: often they are patches of it."""
 
     @property
     def lacking(self) -> Iterator[ChunkRead]:
@@ -87,6 +89,7 @@ def plan(held: TargetContent, wanted: Iterable[ReadRequest]) -> FollowPlan:
     """What to read so that a target that holds `held` gets all of `wanted`. Leaves that lie in
     pages are left out, since the pages have been read."""
     chunks: dict[ChunkSpot, ChunkId] = {}
+    bases: dict[ChunkId, memoryview] = {}
     targets = []
     for want in wanted:
         destination: Any = want.destination  # of a tensor, as a restore has
@@ -97,10 +100,13 @@ def plan(held: TargetContent, wanted: Iterable[ReadRequest]) -> FollowPlan:
         for piece in pieces:
             spot = ChunkSpot(place, piece.at, piece.region)
             chunks[spot] = piece.chunk
-            if not is_known or held.chunks.get(spot) != piece.chunk:
-                lacking.append(ChunkRead(piece, want, memory))
+            before = held.chunks.get(spot) if is_known else None
+            if before != piece.chunk:
+                lacking.append(job := ChunkRead(piece, want, memory))
+                if before is not None and job.place is not None:
+                    bases[before] = job.place
         targets.append(TargetTensor(want, destination.tensor, place, tuple(lacking), len(pieces)))
-    return FollowPlan(tuple(targets), chunks)
+    return FollowPlan(tuple(targets), chunks, bases)
 
 
 def _pieces(want: ReadRequest) -> list[ChunkTarget]:
