@@ -129,7 +129,7 @@ def orphans(
             return "there are newer checkpoints"
         if _SCRATCH.fullmatch(key):
             return "it was made to be deleted"
-        if signed := parse_signature_key(key):
+        if folder == "signatures" and (signed := parse_signature_key(key)):
             gone = signed[0] not in state.commits or signed[0] in purged
         elif (key in unnamed or folder in ("tmp", "sessions")) and (session := owner(key)):
             gone = session in over or state.closed(session) or name in stale
