@@ -276,7 +276,7 @@ class Reader:
         self.document = lru_cache(RECENT)(self._document)
         self.trees = lru_cache(RECENT)(self.read_trees)
         self._by_key = lru_cache(RECENT)(self._read_keys)
-        self._schemas: dict[ChunkId, Schema] = {}
+        self._schema = lru_cache(RECENT)(decode_schema)
 
     def verifying_ids(self) -> "Reader":
         """This reader, but one that compares chunks with their ids too."""
@@ -290,16 +290,14 @@ class Reader:
 
     def read_trees(self, refs: tuple[tuple[str, TreeRef], ...]) -> Mapping[str, Tree]:
         """Trees by their names; their schemas and pages are read in one batch."""
-        known = dict(self._schemas)
-        chunks = [chunk for _, ref in refs for chunk in (ref.schema, *ref.pages)]
-        data = self._objects.read_metadata_many([chunk for chunk in chunks if chunk not in known])
+        data = self._objects.read_metadata_many(
+            chunk for _, ref in refs for chunk in (ref.schema, *ref.pages)
+        )
         found: dict[str, Tree] = {}
         for key, ref in refs:
-            if (schema := known.get(ref.schema)) is None:
-                schema = known[ref.schema] = decode_schema(data[ref.schema])
+            schema = self._schema(data[ref.schema])
             contents = join_pages([data[page] for page in ref.pages], len(schema))
             found[key] = Tree(key, ref, schema, contents, self.chunk_bytes)
-        self._schemas = known if len(known) <= RECENT else {}
         return found
 
     def by_key(
