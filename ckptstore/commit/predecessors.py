@@ -74,6 +74,8 @@ class Predecessors:
         if content.gone or content.inline is not None or schema.dtypes[i] != part.dtype:
             return None
         shape = schema.shapes[i] if schema.kinds[i] == "tensor" else (content.raw_bytes,)
+        if len(shape) != len(part.grid.box.lengths):
+            return None
         boxes = content.boxes or (Box.whole(shape),)
         grids = [grid(shape, part.width, self._chunk_bytes, box) for box in boxes]
         return _LeafChunks(grids, part.width, content.ids)

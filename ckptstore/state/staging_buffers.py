@@ -13,12 +13,12 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import finalize
 
 from ckptstore.core.config import MIN_STAGING_BYTES
+from ckptstore.core.forks import cached_property
 from ckptstore.core.process import free_bytes
 from ckptstore.errors import Unavailable
 from ckptstore.state.leaf_sources import NotCopied, StillSource

@@ -236,8 +236,10 @@ def test_a_state_that_gains_tensors_keeps_its_bases(tmp_path: Path) -> None:
 
 
 def test_what_changed_its_shape_or_dtype_or_kind_is_whole(tmp_path: Path) -> None:
-    states = [nudged(SHAPE, 0), nudged(SHAPE, 0).view(torch.int32) + 1, torch.ones(600, 700)]
-    for step, value in enumerate((*states, b"abc" * 100_000, torch.ones(500, 3), b"abd" * 90_000)):
+    states: list[Any] = [nudged(SHAPE, 0), nudged(SHAPE, 0).view(torch.int32) + 1]
+    states += [torch.ones(600, 700), b"abc" * 100_000, torch.ones(500, 3), b"abd" * 90_000]
+    states += [torch.ones(420_000), torch.ones(60, 70, 100), torch.ones(600, 700)]
+    for step, value in enumerate(states):
         with ckptstore.open(tmp_path / "store") as store:
             store.commit({"w": value}, step=step)
             found = store.checkout(step).read("w")

@@ -42,7 +42,7 @@ def message_of(chunks: Sequence[int]) -> Message:
 
 def worker() -> Any:
     task = RankTask((), (), {}, (), ())
-    return RankWorker(None, OneByteEach(), task, {}, None, None)  # type: ignore[arg-type]
+    return RankWorker(None, OneByteEach(), task, {}, None, None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
