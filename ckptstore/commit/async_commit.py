@@ -24,7 +24,7 @@ from ckptstore.commit.commit_metadata import (
 from ckptstore.commit.pending import Background, Pending, Watch
 from ckptstore.commit.plan import ChunkRun, Flats
 from ckptstore.commit.transaction import Committed
-from ckptstore.core.forks import cached_property, survives_forks
+from ckptstore.core.forks import cached_property, new_event, survives_forks
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Async, Milestone
 from ckptstore.core.text import bytes_text, selector
@@ -93,7 +93,7 @@ class LazyCopy:
         self._pending, self._arena, self._arrivals, self._path = pending, arena, arrivals, path
         self._versions, self._before = versions, versions()
         self._tasks = shared(enumerate(tasks))
-        self._copied, self._ended = threading.Event(), threading.Event()
+        self._copied, self._ended = new_event(), new_event()
         self._error: BaseException | None = None
 
     def work(self) -> None:
@@ -167,7 +167,7 @@ class PendingWatch(Watch):
         self._pending, self._attempts = pending, 0
         self._left = sum(borrowed.values())
         self._lock = threading.Lock()
-        self._settled = threading.Event()
+        self._settled = new_event()
         if not self._left:
             self._settled.set()
 

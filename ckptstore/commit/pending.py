@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 from ckptstore.commit.plan import ChunkRun
-from ckptstore.core.forks import survives_forks
+from ckptstore.core.forks import Condition, new_event, new_future, survives_forks
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import CommitProgress, Milestone
 from ckptstore.core.public_calls import public_methods
@@ -99,9 +99,9 @@ class Pending(Generic[T]):
         self.started = time.perf_counter()
         self._on_progress = on_progress
         self._reached: dict[Milestone, float] = {}
-        self._future: Future[T] = Future()
+        self._future: Future[T] = new_future()
         self._future.set_running_or_notify_cancel()
-        self._staged = threading.Event()
+        self._staged = new_event()
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._cancelled = self._publishing = False
@@ -289,7 +289,7 @@ class Background:
         self._jobs: deque[Callable[[], object]] = deque()
         self._pending: list[Pending[Any]] = []
         self._working = False
-        self._changed = threading.Condition()
+        self._changed = Condition()
 
     def raise_failure(self, note: str, before: Pending[Any] | None = None) -> None:
         """Raise the first failure that the caller has not seen, of commits started before `before`.

@@ -5,11 +5,15 @@ thread may have held are free in the child (`lock`). Objects with threads, conne
 flight leave these to the parent (`survives_forks`). A library that cannot be forked during its work
 is halted meanwhile (`halts_for_forks`). A call that only the parent can answer, such as waiting for
 its commit in flight, is refused in the child.
+
+Locks that an interrupt leaves free are here as well (`Condition`).
 """
 
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from operator import attrgetter
 from typing import Any, Generic, Protocol, Self, TypeVar, overload
 from weakref import WeakSet
 
@@ -79,6 +83,28 @@ class cached_property(Generic[T]):  # as the one of functools
                 values[self._name] = self._compute(instance)
             found: T = values[self._name]
             return found
+
+
+class Condition(threading.Condition):
+    """As threading's, but `with` calls its lock itself. There, it calls functions in Python, and a
+    KeyboardInterrupt as one begins or ends leaves the lock held for ever."""
+
+    __enter__ = property(attrgetter("_lock.__enter__"))
+    __exit__ = property(attrgetter("_lock.__exit__"))
+
+
+def new_event() -> threading.Event:
+    """An event with a condition of ours."""
+    made = threading.Event()
+    made._cond = Condition(threading.Lock())  # type: ignore[attr-defined]
+    return made
+
+
+def new_future() -> "Future[Any]":
+    """A future with a condition of ours."""
+    made: Future[Any] = Future()
+    made._condition = Condition()
+    return made
 
 
 def survives_forks(owner: Forked) -> None:

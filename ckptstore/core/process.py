@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from weakref import ref
 
-from ckptstore.core.forks import halts_for_forks, lock, survives_forks
+from ckptstore.core.forks import Condition, halts_for_forks, lock, survives_forks
 from ckptstore.core.paths import rights
 from ckptstore.errors import Unavailable
 
@@ -227,10 +227,11 @@ class Pool(Executor):
         self._threads: list[threading.Thread] = []
         self._idle = 0
         self._closed = False
-        self._changed = threading.Condition()
+        self._changed = Condition()
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **options: P.kwargs) -> "Future[T]":
         future: Future[T] = Future()
+        future._condition = Condition()  # as of `new_future`
         item = future, partial(work, *args, **options)
         with self._changed:
             if self._closed:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.core import forks
-from ckptstore.core.forks import halts_for_forks
+from ckptstore.core.forks import Condition, halts_for_forks
 from ckptstore.core.ids import StoreId
 from ckptstore.core.paths import is_plain, make_index_directory, write_file
 from ckptstore.core.process import file_lock
@@ -45,7 +45,7 @@ class _Calls:
         halts_for_forks(self, turn=2)
 
     def forked(self) -> None:
-        self._changed, self._halting = threading.Condition(), False
+        self._changed, self._halting = Condition(), False
         self._inside: set[int] = set()
 
     def halt(self) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
-from ckptstore.core.forks import survives_forks
+from ckptstore.core.forks import Condition, survives_forks
 from ckptstore.core.ids import SessionId, new_session_id, parse_session_id, session_key
 from ckptstore.core.process import boot_id
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound
@@ -130,7 +130,7 @@ class _Heart:
     def forked(self) -> None:
         """A child has no thread, and the parent's sessions are the parent's."""
         self._sessions: set[Session] = set()
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._thread: threading.Thread | None = None
 
     def add(self, session: Session) -> None:

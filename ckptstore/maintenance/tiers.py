@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from ckptstore.core.forks import survives_forks
+from ckptstore.core.forks import Condition, survives_forks
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
 from ckptstore.core.process import start
 from ckptstore.errors import CkptStoreError, NotFound, Unavailable
@@ -83,7 +83,7 @@ class Tier:
 
     def forked(self) -> None:
         """A child has no thread that uploads; its parent sends what was wanted before the fork."""
-        self._changed, self._remote_lock = threading.Condition(), threading.Lock()
+        self._changed, self._remote_lock = Condition(), threading.Lock()
         self._thread = None
         self._wanted = self._done = 0
         self._failed = False

@@ -1,6 +1,6 @@
 """Threads, processes, and what a fork does to them."""
 
 from ckptstore.core import forks
-from ckptstore.core.forks import cached_property, survives_forks
+from ckptstore.core.forks import Condition, cached_property, survives_forks
 from ckptstore.core.process import Pool, behind, free_bytes, pauses, start, uncollected
 from ckptstore.repository.thread_pool import Scratch, ThreadPool, reads_at_once

@@ -9,7 +9,6 @@ that did not change are compared, and neither copied nor hashed again (`Hashed`)
 import ctypes
 import mmap
 import os
-import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 from weakref import finalize
 
 from ckptstore.core.config import MIN_STAGING_BYTES
-from ckptstore.core.forks import cached_property
+from ckptstore.core.forks import Condition, cached_property
 from ckptstore.core.process import free_bytes
 from ckptstore.errors import Unavailable
 from ckptstore.state.leaf_sources import NotCopied, StillSource
@@ -46,7 +45,7 @@ class CopyProgress:
         )
         self._missing = set(range(len(tasks)))
         self._failed: dict[int, BaseException] = {}
-        self._changed = threading.Condition()
+        self._changed = Condition()
 
     def arrived(self, task: int, error: BaseException | None = None) -> bool:
         """Record the end or failure of a task. True if it was the last one."""
@@ -213,7 +212,7 @@ class BufferPool:
         self.budget_bytes = max(budget_bytes // MIN_STAGING_BYTES, 1) * MIN_STAGING_BYTES
         self._free: list[Buffer] = []
         self._taken_bytes = 0
-        self._changed = threading.Condition()
+        self._changed = Condition()
 
     @property
     def held_bytes(self) -> int:

@@ -4,16 +4,19 @@ the same, or refused in words.
 The limit here is a real one: a stack that no address space has room for.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import ckptstore
+from ckptstore.core.forks import Condition
 from ckptstore.core.process import Pool
 from ckptstore.errors import Unavailable
 from ckptstore.log import sessions
@@ -182,3 +185,37 @@ def until(holds: Callable[[], bool]) -> None:
             return
         gate.wait(0.01)
     pytest.fail("it never came")
+
+
+def test_an_interrupt_leaves_no_condition_held() -> None:
+    """Wherever it comes. It comes at the beginning of functions in Python: threading's own
+    condition has one to enter it and one to leave it."""
+    calls = due = 0
+    free: list[bool] = []
+
+    def interrupt(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+        if event == "call" and calls == due:
+            raise KeyboardInterrupt
+
+    for due in range(1, 6):
+        condition, calls = Condition(), 0
+        with suppress(KeyboardInterrupt):
+            sys.setprofile(interrupt)
+            try:
+                with condition:
+                    pass
+            finally:
+                sys.setprofile(None)
+        take = partial(condition.acquire, timeout=2)
+        thread = threading.Thread(target=lambda take=take: free.append(take()))
+        thread.start()
+        thread.join()
+        assert free.pop(), f"held after an interrupt at call {due}"
+
+
+def test_only_conditions_are_used_that_interrupts_leave_free() -> None:
+    package = Path(ckptstore.__file__).parent
+    users = [path for path in package.rglob("*.py") if "threading.Condition" in path.read_text()]
+    assert users == [package / "core" / "forks.py"]

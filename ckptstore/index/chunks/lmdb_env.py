@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import lmdb
 
-from ckptstore.core.forks import halts_for_forks
+from ckptstore.core.forks import Condition, halts_for_forks
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.paths import rights
 from ckptstore.index.chunks.lmdb_check import Damaged
@@ -58,7 +58,7 @@ class LmdbEnvironment:
         self.chunks, self.others, self.packs = (self.lmdb.open_db(name) for name in DATABASES)
         self._fd = os.open(folder / "data.mdb", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         self._inode, self._bytes = os.fstat(self._fd).st_ino, 0
-        self._gate, self._halted = threading.Condition(), False
+        self._gate, self._halted = Condition(), False
         self._closed = False
         self._inside = self._waiting = 0
 

@@ -23,7 +23,7 @@ from ckptstore.interop.torchft.wire import (
 )
 from ckptstore.plugin.model import MIB, RUN_BYTES
 from ckptstore.plugin.reading import ChunkRead
-from ckptstore.plugin.work import Pool
+from ckptstore.plugin.work import Condition, Pool
 
 FAILURES_MAX = 4
 """A peer is dropped after this many consecutive failures."""
@@ -229,7 +229,7 @@ class _Work:
         self._slow: set[int] = set()
         self.lost: dict[int, CkptStoreError] = {}
         self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._changed = Condition()
 
     def take(self, peer: int) -> list[Wanted]:
         """The next chunks to ask of `peer`; empty when nothing is left. Waits while other peers are

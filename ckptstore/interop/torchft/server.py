@@ -35,7 +35,7 @@ from ckptstore.interop.torchft.wire import (
 from ckptstore.plugin.model import CHUNK_ID_BYTES
 from ckptstore.plugin.ranks import listen
 from ckptstore.plugin.reading import FileRange
-from ckptstore.plugin.work import behind, start
+from ckptstore.plugin.work import Condition, behind, start
 
 logger = logging.getLogger("ckptstore.transport")
 
@@ -69,7 +69,7 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._open: set[socket.socket] = set()
         self._strangers: dict[socket.socket, float] = {}  # without the token, the oldest first
         self._readers: dict[socket.socket, str] = {}  # and the transfers that they are for
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._thread = threading.Thread(
             target=self.serve_forever, name="ckptstore-transport", args=(0.05,), daemon=True
         )

@@ -33,7 +33,7 @@ from ckptstore.plugin.snapshots import (
     begin_restore,
 )
 from ckptstore.plugin.text import bytes_text
-from ckptstore.plugin.work import free_bytes
+from ckptstore.plugin.work import Condition, free_bytes
 from ckptstore.plugins.follow.plan import FollowPlan, TargetContent, plan
 from ckptstore.plugins.follow.turns import Turns
 
@@ -99,7 +99,7 @@ class Follower:
         self._reader = reader.verifying_ids() if options.verify_ids else reader
         self._turns = Turns()
         self._applying = threading.RLock()
-        self._news = threading.Condition()
+        self._news = Condition()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None

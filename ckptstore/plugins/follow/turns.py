@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckptstore.errors import InvalidInput, Unavailable
+from ckptstore.plugin.work import Condition
 
 
 class Turns:
     """The turns of readers and writers of one target. Threads share it."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._readers: dict[object, int] = {}
         self._waiting: set[object] = set()
         self._writer: object = None
