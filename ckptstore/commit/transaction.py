@@ -255,6 +255,8 @@ class Transaction:
         self.session, self.owns = session, owns
         self.measured: Measured | None = None
         self.patching = True
+        self.table: ChunkTable | None = None
+        """The chunks of the last `write`."""
         """Whether chunks may be kept in memory and stored as patches; not within a budget."""
         self.asked = False
         """Whether an append was sent to the log and its outcome is unknown."""
@@ -336,7 +338,7 @@ class Transaction:
             threads.together([writer.work for writer in writers], batches.stop)
         self._chunks += sum(map(len, plan.parts))
         self._new_chunks += sum(writer.new_chunks for writer in writers)
-        hints.last = made
+        hints.last = self.table = made
         return made.ids_by_leaf()
 
     def receipt(self) -> Receipt:
@@ -538,7 +540,8 @@ class WholeCommitter:
                         plan, sources, watch, hints=hints, before=before, max_workers=room.threads
                     )
                     if request.buffer:
-                        request.buffer.hashed_by = hints.last
+                        # Not what `hints` know: a commit of another thread may be there.
+                        request.buffer.hashed_by = whole.table
                     watch.reached(Milestone.HASHED)
                     trees = contents_of(flats, plan, ids)
                     cast = casting.report if casting else no_cast

@@ -13,9 +13,11 @@ import torch
 import ckptstore
 from ckptstore import Async, Storage, Store
 from ckptstore.commit import write
+from ckptstore.commit.hints import DedupHints
 from ckptstore.commit.transaction import Transaction
 from ckptstore.core.options import CommitProgress, Milestone
 from ckptstore.errors import Unavailable
+from ckptstore.repository.dedup import ChunkTable
 from tests.state.carrying import assert_same
 
 Tensors = dict[str, torch.Tensor]
@@ -185,3 +187,28 @@ def test_a_state_that_comes_back_to_the_buffer_it_was_in_is_that_state(tmp_path:
             state["m"]["w"].fill_(1 + step % 2)
             store.commit_async(state, step=step).wait()
             assert_same(store.checkout(step).state_dict("m"), state["m"])
+
+
+def test_a_buffer_was_hashed_by_its_own_commit_whatever_another_leaves_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads may commit states of one plan at once: what is remembered of the last commit is
+    then that of the other."""
+    states = [{"t": torch.full((300_000,), value, dtype=torch.uint8)} for value in (1, 2)]
+    others: list[ChunkTable | None] = []
+    write_chunks = Transaction.write
+
+    def beside(self: Transaction, *args: Any, hints: DedupHints, **options: Any) -> Any:
+        found = write_chunks(self, *args, hints=hints, **options)
+        others.append(hints.last)
+        hints.last = others[0]  # the first state's
+        return found
+
+    with ckptstore.open(tmp_path / "store", storage=SMALL_CHUNKS) as store:
+        monkeypatch.setattr(Transaction, "write", beside)
+        store.commit({"model": states[0]}, step=0)
+        for step in (1, 2):
+            store.commit_async({"model": states[1]}, step=step).wait()
+        monkeypatch.undo()
+        for step, wanted in enumerate((states[0], states[1], states[1])):
+            assert_same(store.checkout(step).state_dict("model"), wanted)
