@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from weakref import ref
 
-from ckptstore.core.forks import Condition, halts_for_forks, lock, survives_forks
+from ckptstore.core.forks import (
+    Condition,
+    halts_for_forks,
+    lock,
+    new_future,
+    survives_forks,
+)
 from ckptstore.core.paths import rights
 from ckptstore.errors import Unavailable
 
@@ -230,8 +236,7 @@ class Pool(Executor):
         self._changed = Condition()
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **options: P.kwargs) -> "Future[T]":
-        future: Future[T] = Future()
-        future._condition = Condition()  # as of `new_future`
+        future: Future[T] = new_future()
         item = future, partial(work, *args, **options)
         with self._changed:
             if self._closed:

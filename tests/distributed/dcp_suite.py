@@ -11,13 +11,15 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
+from uuid import uuid4
 
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 
 from ckptstore.interop.dcp import redirect
 
-_STORE = os.environ.setdefault(
-    "CKPTSTORE_TEST_SUITE_STORE", os.path.join(tempfile.mkdtemp(prefix="ckptstore-suite-"), "store")
+_STORE = os.environ.setdefault(  # made by the first save; the ranks inherit it
+    "CKPTSTORE_TEST_SUITE_STORE",
+    os.path.join(tempfile.gettempdir(), f"ckptstore-suite-{uuid4().hex}"),
 )
 _until_the_end = ExitStack()
 _start_processes = MultiProcessTestCase._start_processes

@@ -8,13 +8,15 @@ Wherever they make a `LocalFileSystemStorageConfig`, they get a store, one for t
 import os
 import tempfile
 from dataclasses import dataclass
+from uuid import uuid4
 
 from torch_checkpointing.storage import filesystem
 
 from ckptstore.plugins.torch_checkpointing import StoreStorageConfig
 
-_STORE = os.environ.setdefault(
-    "CKPTSTORE_TEST_SUITE_STORE", os.path.join(tempfile.mkdtemp(prefix="ckptstore-suite-"), "store")
+_STORE = os.environ.setdefault(  # made by the first save; the ranks inherit it
+    "CKPTSTORE_TEST_SUITE_STORE",
+    os.path.join(tempfile.gettempdir(), f"ckptstore-suite-{uuid4().hex}"),
 )
 
 
