@@ -55,6 +55,23 @@ def tuples(said: Any) -> Any:
     return tuple(map(tuples, said)) if isinstance(said, list) else said
 
 
+def table(numbers: Sequence[int]) -> bytes:
+    """Rows of numbers, one after the other, for a message: much shorter and faster than as text."""
+    wide = np.array(numbers, "<i8")
+    narrow = wide.astype("<i4")
+    return _NARROW + narrow.tobytes() if np.array_equal(narrow, wide) else _WIDE + wide.tobytes()
+
+
+def rows_of(data: bytes, width: int) -> list[list[int]]:
+    """The rows of a `table`, of `width` numbers each; raises `ValueError` for a part of a row."""
+    numbers = np.frombuffer(data, "<i4" if data[:1] == _NARROW else "<i8", offset=1)
+    rows: list[list[int]] = numbers.reshape(-1, width).tolist()
+    return rows
+
+
+_NARROW, _WIDE = b"4", b"8"
+
+
 def damaged(why: object) -> Corrupt:
     said = f"a rank's message is damaged: {why}"
     return Corrupt(f"{said}; do all ranks run one version of ckptstore?")

@@ -12,7 +12,7 @@ later (`finish`).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, get_args, overload
 
 from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape, leaves_of
@@ -34,13 +34,17 @@ from ckptstore.state.leaf_sources import (
 
 @dataclass(frozen=True, slots=True)
 class RankTree:
-    """One key of the state on one rank. A leaf in neither `held` nor `marks` is held whole."""
+    """One key of the state on one rank. A leaf in neither `held` nor `marks` is held whole.
+
+    Leaves of one number in `ways`, also of other keys of the rank, are held and marked alike.
+    """
 
     key: str
     schema: Schema
     schema_bytes: bytes
     held: Mapping[int, Holding]
     marks: Mapping[int, Mark]
+    ways: Sequence[int]
 
 
 def encode_description(flats: Mapping[str, FlatState], schemas: LastSchemas) -> bytes:
@@ -80,11 +84,20 @@ def decode_description(data: bytes, schemas: dict[bytes, Schema]) -> list[RankTr
                 schema,
                 {i: holdings[n] for i, n in enumerate(held) if n >= 0},
                 dict(marks),
+                _ways(held, dict(marks), len(holdings)),
             )
             for key, held, marks, schema in head["trees"]
         ]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise damaged(f"the description of its state: {error!r}") from error
+
+
+def _ways(held: Sequence[int], marks: Mapping[int, Mark], holdings: int) -> Sequence[int]:
+    """`RankTree.ways` of leaves with holding number `held` each, -1 for none."""
+    if not marks:
+        return held
+    numbers = {mark: number for number, mark in enumerate((None, *get_args(Mark)))}
+    return [n + (holdings + 1) * numbers[marks.get(i)] for i, n in enumerate(held)]
 
 
 def _schema(data: bytes, known: dict[bytes, Schema]) -> Schema:
@@ -115,6 +128,31 @@ class Holder(NamedTuple):
     leaf: int
 
 
+@dataclass(frozen=True, slots=True)
+class SameHolders(Sequence[Holder]):
+    """The holders of a leaf that has one number on all ranks: those of a tree share `ranks`."""
+
+    ranks: tuple[int, ...]
+    leaf: int
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __iter__(self) -> Iterator[Holder]:
+        return (Holder(rank, self.leaf) for rank in self.ranks)
+
+    @overload
+    def __getitem__(self, at: int) -> Holder: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> "SameHolders": ...
+
+    def __getitem__(self, at: int | slice) -> "Holder | SameHolders":
+        if isinstance(at, slice):
+            return SameHolders(self.ranks[at], self.leaf)
+        return Holder(self.ranks[at], self.leaf)
+
+
 @dataclass(slots=True)
 class MergedLeaf:
     """A leaf of the whole state. `alias` is an earlier leaf's number or -1. An `owned` leaf lies
@@ -124,7 +162,7 @@ class MergedLeaf:
     kind: LeafKind
     dtype: str
     shape: Shape
-    holders: tuple[Holder, ...]
+    holders: Sequence[Holder]
     alias: int = -1
     owned: bool = False
 
@@ -208,13 +246,14 @@ def _merge_key(key: str, trees: dict[int, RankTree]) -> MergedTree:
 
 
 def _same(key: str, schema: Schema, trees: dict[int, RankTree]) -> MergedTree:
+    ranks = tuple(trees)
     leaves = [
         MergedLeaf(
             schema.paths[i],
             schema.kinds[i],
             schema.dtypes[i],
             schema.shapes[i],
-            tuple([Holder(rank, i) for rank in trees]),
+            SameHolders(ranks, i),
         )
         for i in range(len(schema))
     ]

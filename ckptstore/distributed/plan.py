@@ -9,20 +9,22 @@ Leaves with equal holdings, as in the layers of a model, share their plan. Only 
 leaf by leaf.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from heapq import heapify, heapreplace
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ckptstore.core import geometry
 from ckptstore.core.geometry import Grid, byte_ranges, grid, within
-from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import INLINE_BYTES, Box
 from ckptstore.core.tiling import Cell, Span, Tiling, misfit, tile
-from ckptstore.distributed.merge import Holder, MergedLeaf, MergedTree
+from ckptstore.distributed.merge import Holder, MergedLeaf, MergedTree, SameHolders
 from ckptstore.errors import Conflict
 from ckptstore.repository.memory_budget import WINDOW_BYTES
-from ckptstore.state.leaf_sources import Holding
 
 # A model repeats its shapes, so tilings are cached.
 _grid, _tile_boxes, _misfit = (
@@ -84,6 +86,13 @@ class ChunkAssembly:
 
     owner: RankBox
     pieces: tuple[Piece, ...]
+
+    def by_rank(self) -> dict[int, list[Piece]]:
+        """The pieces of each rank. The owner has one, since it is a rank with the most bytes."""
+        found: dict[int, list[Piece]] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.place.rank, []).append(piece)
+        return found
 
 
 class CellJob(NamedTuple):
@@ -168,11 +177,10 @@ def plan_ranks(
     """
     plan = RanksPlan(list(trees), load=[0] * size)
     alike: dict[object, Tiled | tuple[RankBox, ...] | None] = {}
-    holdings: IdentityDict[Holding | None, int] = IdentityDict()
     for t, tree in enumerate(trees):
-        for i, leaf in enumerate(tree.leaves):
+        for i, (leaf, ways) in enumerate(zip(tree.leaves, _ways(tree), strict=True)):
             if leaf.alias < 0:
-                how = _how_held(tree, leaf, holdings)
+                how = leaf.kind, leaf.dtype, leaf.shape, ways
                 if how not in alike:
                     alike[how] = _placed(tree, leaf, chunk_bytes, canonical)
                 found, target = alike[how], Target(t, i)
@@ -189,18 +197,23 @@ def nbytes_of(leaf: MergedLeaf) -> int:
     return geometry.nbytes_of(leaf.dtype, leaf.shape)
 
 
-def _how_held(
-    tree: MergedTree, leaf: MergedLeaf, holdings: "IdentityDict[Holding | None, int]"
-) -> object:
-    """A key that is equal for leaves with equal placement: a model repeats its layers, and
-    descriptions repeat their `holdings`, which are numbered.
+def _ways(tree: MergedTree) -> Iterator[object]:
+    """A key for each leaf of a tree, equal for leaves that the same ranks hold alike: a model
+    repeats its layers.
     """
-    found = []
-    for rank, number in leaf.holders:
-        own = tree.trees[rank]
-        held = holdings.setdefault(own.held.get(number), len(holdings))
-        found.append((rank, held, own.marks.get(number)))
-    return leaf.kind, leaf.dtype, leaf.shape, tuple(found)
+    ranks = tuple(tree.trees)
+    same: NDArray[np.int64] | None = None
+    for leaf in tree.leaves:
+        if isinstance(leaf.holders, SameHolders) and leaf.holders.ranks == ranks:
+            if same is None:
+                same = np.array([own.ways for own in tree.trees.values()]).T.copy()
+            yield ranks, same[leaf.holders.leaf].tobytes()
+        else:
+            held = leaf.holders
+            yield (
+                tuple(rank for rank, _ in held),
+                np.array([tree.trees[rank].ways[number] for rank, number in held]).tobytes(),
+            )
 
 
 def _placed(
@@ -306,61 +319,74 @@ def _tiled(
     return Tiled(tuple(boxes), tiling, nbytes_of(leaf))
 
 
-class _Planned(NamedTuple):
-    """A span of a leaf's chunks: the box that they lie in, that box's grid, and the number of the
-    first chunk in the plan.
-    """
+class _Span(NamedTuple):
+    """A span of the chunks of leaves with equal holdings, of `raw_bytes`: the box that they lie in,
+    and that box's grid."""
 
-    target: Target
     span: Span
     held: HeldBox
     grid: Grid
-    number: int
+    raw_bytes: int
 
-    def job(self, place: RankBox, first: int, stop: int) -> Job:
-        """Cells `first:stop`, for the rank at `place`."""
-        return Job(self.target, place, first, stop, self.number + first - self.span.first)
+    def job(self, target: Target, start: int, place: RankBox, first: int, stop: int) -> Job:
+        """Cells `first:stop` of a leaf whose chunks have numbers from `start` on, for the rank at
+        `place`."""
+        return Job(target, place, first, stop, start + self.span.chunk + first - self.span.first)
+
+
+def _spans(plan: RanksPlan, target: Target, tiled: Tiled, chunk_bytes: int) -> Iterator[_Span]:
+    for span in tiled.tiling.spans:
+        held = tiled.boxes[span.box]
+        cells = _cells(plan, target, held.box, chunk_bytes)
+        yield _Span(span, held, cells, _between(cells, span.first, span.stop))
+
+
+def _between(cells: Grid, first: int, stop: int) -> int:
+    """Bytes of cells `first:stop`."""
+    return cells.span(stop - 1)[1] - cells.span(first)[0]
 
 
 def _assign(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
     """Assign the chunks of all tiled leaves to ranks: chunks of one holder first, then shared ones,
     large leaves first.
     """
-    spans = []
+    spans: dict[Tiled, list[_Span]] = {}
+    several: list[tuple[Target, _Span]] = []
     for target, tiled in plan.tiled.items():
-        for span in tiled.tiling.spans:
-            held, number = tiled.boxes[span.box], plan.numbers[target] + span.chunk
-            cells = _cells(plan, target, held.box, chunk_bytes)
-            spans.append(_Planned(target, span, held, cells, number))
-    for each in spans:
-        if len(each.held.holders) == 1:
-            _give(plan, each, each.held.holders[0], each.span.first, each.span.stop)
+        if tiled not in spans:
+            spans[tiled] = list(_spans(plan, target, tiled, chunk_bytes))
+        start = plan.numbers[target]
+        for each in spans[tiled]:
+            _, first, stop, _ = each.span
+            if len(each.held.holders) == 1:
+                (place,) = each.held.holders
+                plan.jobs.append(each.job(target, start, place, first, stop))
+                plan.load[place.rank] += each.raw_bytes
+            else:
+                several.append((target, each))
+            for place in each.held.replicas:
+                plan.replicas.append(each.job(target, start, place, first, stop))
     _assign_cells(plan, chunk_bytes, window_bytes)
-    for each in sorted(spans, key=lambda each: -nbytes_of(plan.leaf(each.target))):
-        if len(each.held.holders) > 1:
-            _spread(plan, each)
+    for target, each in sorted(several, key=lambda found: -nbytes_of(plan.leaf(found[0]))):
+        _spread(plan, target, each)
     plan.jobs.sort(key=lambda job: job.number)
-    plan.replicas = [
-        each.job(place, each.span.first, each.span.stop)
-        for each in spans
-        for place in each.held.replicas
-    ]
 
 
-def _spread(plan: RanksPlan, planned: _Planned) -> None:
+def _spread(plan: RanksPlan, target: Target, found: _Span) -> None:
     """Divide a span among its holders, each part to the least loaded rank."""
-    _, first, stop, _ = planned.span
-    holders = planned.held.holders
+    _, first, stop, _ = found.span
+    holders, numbered = found.held.holders, plan.numbers[target]
     step = -(-(stop - first) // len(holders))
+    loads = [(plan.load[place.rank], number) for number, place in enumerate(holders)]
+    heapify(loads)
     for start in range(first, stop, step):
-        place = min(holders, key=lambda each: plan.load[each.rank])
-        _give(plan, planned, place, start, min(start + step, stop))
-    plan.shared.extend(planned.job(place, first, stop) for place in holders)
-
-
-def _give(plan: RanksPlan, planned: _Planned, place: RankBox, first: int, stop: int) -> None:
-    plan.jobs.append(planned.job(place, first, stop))
-    plan.load[place.rank] += planned.grid.span(stop - 1)[1] - planned.grid.span(first)[0]
+        end = min(start + step, stop)
+        load, number = loads[0]
+        place, load = holders[number], load + _between(found.grid, start, end)
+        plan.jobs.append(found.job(target, numbered, place, start, end))
+        plan.load[place.rank] = load
+        heapreplace(loads, (load, number))
+    plan.shared.extend(found.job(target, numbered, place, first, stop) for place in holders)
 
 
 class _CutCell:

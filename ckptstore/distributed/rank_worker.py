@@ -25,7 +25,8 @@ from ckptstore.core.model import INLINE_BYTES, Box
 from ckptstore.core.process import uncollected
 from ckptstore.distributed.assemble import Report, Written
 from ckptstore.distributed.collective import Collective, DeferredErrors, RankBytes
-from ckptstore.distributed.framing import damaged, numbered, pack, unpack
+from ckptstore.distributed.framing import damaged, numbered, pack, rows_of, table, unpack
+from ckptstore.distributed.merge import SameHolders
 from ckptstore.distributed.plan import ChunkAssembly, Piece, RankBox, RanksPlan, Target
 from ckptstore.errors import Conflict
 from ckptstore.repository.dedup import ChunkTable
@@ -104,8 +105,9 @@ def encode_tasks(
 ) -> list[bytes]:
     """The task of every rank; `keys` are each rank's keys in order.
 
-    It is lists of numbers: `cells` are a window, the number of the chunk, key and leaf, and the
-    number of the assembly in which the rank takes part.
+    It is tables of numbers: `cells` are a window, the number of the chunk, key and leaf, and the
+    number of the assembly in which the rank takes part. The owner of an assembly is told all its
+    pieces, another rank its own: otherwise tasks would grow with the square of the ranks.
     """
     trees = [
         [own.index(tree.key) if tree.key in own else -1 for tree in plan.trees] for own in keys
@@ -114,28 +116,33 @@ def encode_tasks(
     tasks: list[dict[str, list[Any]]] = [{name: [] for name in names} for _ in keys]
 
     def ref(target: Target, place: RankBox) -> list[int]:
-        leaf = plan.leaf(target).holders[place.holder].leaf
+        found = plan.leaf(target).holders
+        leaf = found.leaf if isinstance(found, SameHolders) else found[place.holder].leaf
         return [trees[place.rank][target.tree], leaf, place.part]
 
     compared = [("shared" if trust_replicated else "replicas", plan.shared)]
     for name, jobs in (("jobs", plan.jobs), *compared, ("replicas", plan.replicas)):
         for target, place, *cells in jobs:
-            tasks[place.rank][name].append([*ref(target, place), *cells])
+            tasks[place.rank][name] += (*ref(target, place), *cells)
     roles: dict[ChunkAssembly, dict[int, tuple[RankBox, int]]] = {}
     for target, number, assembly, window in plan.cells:
         if assembly not in roles:
-            places = (assembly.owner, *(piece.place for piece in assembly.pieces))
-            roles[assembly] = {
-                place.rank: (place, len(tasks[place.rank]["assemblies"])) for place in places
-            }
-            for rank in roles[assembly]:
-                tasks[rank]["assemblies"].append((assembly.owner, assembly.pieces))
+            roles[assembly] = {}
+            for rank, pieces in assembly.by_rank().items():
+                roles[assembly][rank] = pieces[-1].place, len(tasks[rank]["assemblies"])
+                needed = assembly.pieces if rank == assembly.owner.rank else pieces
+                tasks[rank]["assemblies"].append((assembly.owner, needed))
         for rank, (place, how) in roles[assembly].items():
-            tasks[rank]["cells"].append((window, number, *ref(target, place)[:2], how))
+            tasks[rank]["cells"] += (window, number, *ref(target, place)[:2], how)
     for number, (target, places) in enumerate(plan.reported.items()):
         for place in places:
-            tasks[place.rank]["reports"].append([number, *ref(target, place)])
-    return list(map(pack, tasks))
+            tasks[place.rank]["reports"] += (number, *ref(target, place))
+    return [
+        pack(
+            {name: found if name == "assemblies" else table(found) for name, found in task.items()}
+        )
+        for task in tasks
+    ]
 
 
 def decode_task(data: bytes, rank: int) -> RankTask:
@@ -143,10 +150,10 @@ def decode_task(data: bytes, rank: int) -> RankTask:
     try:
         task = unpack(data)
         jobs, shared, replicas = (
-            tuple(Cells(LeafRef(*row[:3]), *row[3:]) for row in task[name])
+            tuple(Cells(LeafRef(*row[:3]), *row[3:]) for row in rows_of(task[name], 6))
             for name in ("jobs", "shared", "replicas")
         )
-        reports = {number: LeafRef(*ref) for number, *ref in task["reports"]}
+        reports = {number: LeafRef(*ref) for number, *ref in rows_of(task["reports"], 4)}
         return RankTask(jobs, _windows(task, rank), reports, shared, replicas)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise damaged(f"the coordinator's plan: {error!r}") from error
@@ -160,7 +167,7 @@ def _windows(task: Mapping[str, Any], me: int) -> tuple[Window, ...]:
         for owner, pieces in task["assemblies"]
     ]
     windows: defaultdict[int, Window] = defaultdict(Window)
-    for at, number, tree, leaf, how in task["cells"]:
+    for at, number, tree, leaf, how in rows_of(task["cells"], 5):
         window, assembly = windows[at], assemblies[how]
         owner, part, _ = assembly.owner
         if owner == me:

@@ -61,7 +61,7 @@ def tree_of(rank: int) -> RankTree:
     holding = Holding(
         Mesh((2,), (first, first + 1)), ("Shard(0)",), (Box((rank % 2 * 32, 0), (32, 64)),)
     )
-    return RankTree("m", schema, b"", {0: holding}, {})
+    return RankTree("m", schema, b"", {0: holding}, {}, [rank])
 
 
 def test_replicas_on_another_mesh_are_compared_chunk_by_chunk() -> None:

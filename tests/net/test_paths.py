@@ -250,7 +250,7 @@ def check_ranks(random: Random) -> None:
     flats = [flatten(state, allow_pickle=False, ranks=True) for state in states]
     trees = [
         [
-            RankTree(key, flat.schema, encode_schema(flat.schema), {}, {})
+            RankTree(key, flat.schema, encode_schema(flat.schema), {}, {}, [-1] * len(flat.schema))
             for key, flat in own.items()
         ]
         for own in flats

@@ -1,0 +1,157 @@
+"""`python -m benchmarks.simulated_ranks --ranks 1024` measures what rank 0 does for a new plan of
+so many ranks: it decodes their descriptions, merges them, plans and encodes a task for each.
+
+The code is the coordinator's own, and so are the bytes that ranks would send. The ranks are
+stand-ins without tensors: a mixture of experts of 423 billion parameters, bfloat16, with two
+moments in float32, all of it divided among all ranks as FSDP2 does (1,923 leaves; experts by
+number, then by rows). Nothing is sent, so what a network takes comes on top. A plan is kept while
+the state keeps its structure: later commits do none of this.
+"""
+
+import argparse
+import resource
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from ckptstore.core.model import Box, Node, Schema, Shape
+from ckptstore.core.process import uncollected
+from ckptstore.distributed.assemble import layout_of
+from ckptstore.distributed.merge import decode_description, encode_description, merge
+from ckptstore.distributed.plan import plan_ranks
+from ckptstore.distributed.rank_worker import encode_tasks
+from ckptstore.objects.schema import LastSchemas
+from ckptstore.state.leaf_sources import FlatState, HeldLeaf, Holding, Mesh
+
+T = TypeVar("T")
+
+CHUNK_BYTES = 1 << 20
+EXPERTS, WIDTH, HIDDEN = 128, 8192, 2048
+LAYER: dict[str, Shape] = {
+    "query": (WIDTH, WIDTH),
+    "key": (1024, WIDTH),
+    "value": (1024, WIDTH),
+    "out": (WIDTH, WIDTH),
+    "norm1": (WIDTH,),
+    "norm2": (WIDTH,),
+    "router": (EXPERTS, WIDTH),
+    "up": (EXPERTS, WIDTH, HIDDEN),
+    "gate": (EXPERTS, WIDTH, HIDDEN),
+    "down": (EXPERTS, HIDDEN, WIDTH),
+}
+
+
+class Row(NamedTuple):
+    """A tensor of the state."""
+
+    path: str
+    dtype: str
+    shape: Shape
+
+
+def rows(layers: int) -> list[Row]:
+    """The tensors of the model and its optimizer."""
+    shapes = {"embedding": (131_072, WIDTH)} | {
+        f"{layer}.{name}": shape for layer in range(layers) for name, shape in LAYER.items()
+    }
+    return [
+        Row(f"app/{kind}/{name}", "bfloat16" if kind == "weight" else "float32", shape)
+        for kind in ("weight", "exp_avg", "exp_avg_sq")
+        for name, shape in shapes.items()
+    ]
+
+
+def descriptions(ranks: int, layers: int) -> Iterator[bytes]:
+    """What each rank sends."""
+    found = rows(layers)
+    names = tuple(row.path for row in found)
+    schema = Schema(
+        Node("dict", tuple(range(len(found))), names),
+        names,
+        tuple("tensor" for _ in found),
+        tuple(row.dtype for row in found),
+        tuple(row.shape for row in found),
+        (-1,) * len(found),
+    )
+    mesh, schemas = Mesh((ranks,), tuple(range(ranks))), LastSchemas()
+    for rank in range(ranks):
+        held = {
+            row.shape: HeldLeaf(Holding(mesh, ("Shard(0)",), _boxes(row.shape, rank, ranks)), ())
+            for row in found
+        }
+        parts = {number: held[row.shape] for number, row in enumerate(found)}
+        yield encode_description({"app": FlatState(schema, [], parts, {})}, schemas)
+
+
+def _boxes(shape: Shape, rank: int, ranks: int) -> tuple[Box, ...]:
+    first, *others = shape
+    if len(shape) == 3 and ranks > first:
+        expert, part = divmod(rank, ranks // first)
+        length = shape[1] // (ranks // first)
+        return (Box((expert, part * length, 0), (1, length, shape[2])),)
+    length = -(-first // ranks)
+    start, stop = min(rank * length, first), min((rank + 1) * length, first)
+    offsets = (start, *(0 for _ in others))
+    return (Box(offsets, (stop - start, *others)),) if stop > start else ()
+
+
+class Steps:
+    """Runs and reports steps: seconds of the processor, and the peak of memory above the first."""
+
+    def __init__(self) -> None:
+        self._base = _peak_mib()
+        self.seconds = 0.0
+
+    def run(self, name: str, step: Callable[[], T]) -> T:
+        """The result of `step`, whose cost is printed."""
+        started = time.process_time()
+        with uncollected():
+            result = step()
+        took = time.process_time() - started
+        self.seconds += took
+        print(f"{name:9} {took:7.2f} s   {_peak_mib() - self._base:6,} MiB")
+        return result
+
+
+def _peak_mib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+
+def measure(ranks: int, layers: int) -> dict[str, int]:
+    """Plan for `ranks` ranks, print what each step costs, and return the bytes that are sent."""
+    sent = list(descriptions(ranks, layers))
+    steps, schemas = Steps(), dict[bytes, Schema]()
+    described = steps.run("decode", lambda: [decode_description(each, schemas) for each in sent])
+    trees = steps.run("merge", lambda: merge(described))
+    plan = steps.run("plan", lambda: plan_ranks(trees, ranks, CHUNK_BYTES, canonical=True))
+    layout = steps.run("layout", lambda: layout_of(plan, ranks))
+    keys = [[tree.key for tree in own] for own in described]
+    tasks = steps.run("tasks", lambda: encode_tasks(plan, keys, trust_replicated=True))
+    print(f"{'all':9} {steps.seconds:7.2f} s")
+    return {
+        "descriptions": sum(map(len, sent)),
+        "tasks": sum(map(len, tasks)),
+        "layout": len(layout),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.simulated_ranks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=64)
+    asked = parser.parse_args()
+    found = rows(asked.layers)
+    parameters = sum(float(np.prod(row.shape)) for row in found) / 3
+    print(f"{asked.ranks:,} ranks, {parameters / 1e9:.0f}e9 parameters, {len(found):,} leaves")
+    for what, nbytes in measure(asked.ranks, asked.layers).items():
+        print(f"{what}: {nbytes / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
