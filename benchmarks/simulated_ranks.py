@@ -5,7 +5,8 @@ The code is the coordinator's own, and so are the bytes that ranks would send. T
 stand-ins without tensors: a mixture of experts of 423 billion parameters, bfloat16, with two
 moments in float32, all of it divided among all ranks as FSDP2 does (1,923 leaves; experts by
 number, then by rows). Nothing is sent, so what a network takes comes on top. A plan is kept while
-the state keeps its structure: later commits do none of this.
+the state keeps its structure: later commits only put together what the ranks have written
+(*a commit*).
 """
 
 import argparse
@@ -16,11 +17,13 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from ckptstore.core.ids import digest
 from ckptstore.core.model import Box, Node, Schema, Shape
 from ckptstore.core.process import uncollected
-from ckptstore.distributed.assemble import layout_of
+from ckptstore.distributed.assemble import Assembler, Decided, Written, layout_of
+from ckptstore.distributed.framing import numbered
 from ckptstore.distributed.merge import decode_description, encode_description, merge
-from ckptstore.distributed.plan import plan_ranks
+from ckptstore.distributed.plan import RanksPlan, plan_ranks
 from ckptstore.distributed.rank_worker import encode_tasks
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.state.leaf_sources import FlatState, HeldLeaf, Holding, Mesh
@@ -129,12 +132,26 @@ def measure(ranks: int, layers: int) -> dict[str, int]:
     layout = steps.run("layout", lambda: layout_of(plan, ranks))
     keys = [[tree.key for tree in own] for own in described]
     tasks = steps.run("tasks", lambda: encode_tasks(plan, keys, trust_replicated=True))
+    assembler = steps.run("assembler", lambda: Assembler(plan))
     print(f"{'all':9} {steps.seconds:7.2f} s")
+    written = written_by(plan, ranks)
+    decided, observed = Decided(checksums=[[] for _ in written]), [numbered({})] * ranks
+    steps.run("a commit", lambda: assembler.assemble(decided, written, observed))
     return {
         "descriptions": sum(map(len, sent)),
         "tasks": sum(map(len, tasks)),
         "layout": len(layout),
     }
+
+
+def written_by(plan: RanksPlan, ranks: int) -> list[Written]:
+    """What each rank hands in when its chunks are written."""
+    chunk, found = digest(b""), [dict[int, bytes]() for _ in range(ranks)]
+    for job in plan.jobs:
+        found[job.place.rank][job.number] = chunk * (job.stop - job.first)
+    for _, number, assembly, _ in plan.cells:
+        found[assembly.owner.rank][number] = chunk
+    return [Written(numbered(ids), b"") for ids in found]
 
 
 def main() -> None:
