@@ -37,6 +37,7 @@ from ckptstore.maintenance.gc.plan import (
     orphans,
     place,
     plan_copies,
+    unsettled,
 )
 from ckptstore.maintenance.gc.session_monitor import SessionMonitor
 from ckptstore.objects.codecs import Base, base_of, moved
@@ -342,6 +343,7 @@ class _Gc:
     def execute(self, plan: GcPlan) -> GcReport:
         """Carry out a plan; what an earlier plan has done stays in the report."""
         self.report.plan, self._plan, self._fence = plan, plan, plan.fence
+        self._unsettled = unsettled(self._listing, self._log.replay())
         if plan.over and (over := self._append(Over(plan.over))):
             self.report.over += over.sessions
         if plan.condemn or plan.purge:
@@ -378,7 +380,7 @@ class _Gc:
         may still reuse."""
         state = self._log.replay()
         condemned = {n: pack for n in numbers if (pack := state.packs.get(n)) and not pack.live}
-        active = self._monitor.look(self._listing, state).active_ids
+        active = self._monitor.look(self._unsettled, state).active_ids
         if self._options.force or self._plan.full:
             active = frozenset()
         waits = self._monitor.wait_for(condemned.values(), active, state)
@@ -387,12 +389,12 @@ class _Gc:
         if body is None:
             return
         counter = Counter(self._progress, "delete packs", len(body.packs))
-        for n in sorted(body.packs):
-            pack = condemned[n]
+        deleted = [condemned[n] for n in sorted(body.packs)]
+        for pack in deleted:
             for key in keys_of(pack):
                 self._remove(key, pack.bytes)
-            self.report.deleted += (pack.id,)
             counter.add()
+        self.report.deleted += tuple(pack.id for pack in deleted)
 
     def _remove(self, key: str, nbytes: int) -> None:
         self._storage.delete(key)
@@ -403,7 +405,7 @@ class _Gc:
         replay."""
         state = self._log.replay()
         planned = frozenset(orphan.key for orphan in self._plan.orphans)
-        stale = self._monitor.look(self._listing, state).stale
+        stale = self._monitor.look(self._unsettled, state).stale
         found = [o for o in orphans(self._listing, state, stale=stale) if o.key in planned]
         counter = Counter(self._progress, "delete orphans", len(found))
         for orphan in found:

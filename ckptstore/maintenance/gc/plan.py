@@ -88,6 +88,16 @@ def owner(key: str) -> SessionId | None:
     return SessionId(found[str(found.lastgroup)]) if found else None
 
 
+def unsettled(listing: Listing, state: State) -> Listing:
+    """The objects whose sessions may still append. Those that `state` lists are of sessions that
+    can not, so nearly all of a store is settled, and stays so."""
+    return {
+        key: size
+        for key, size in listing.items()
+        if (session := owner(key)) and not state.closed(session)
+    }
+
+
 def unlisted(
     listing: Listing, state: State, purged: Set[CommitId] = frozenset()
 ) -> Iterator[tuple[str, int]]:

@@ -19,7 +19,7 @@ from ckptstore.core.process import boot_id
 from ckptstore.log.sessions import SessionInfo, is_gone, read_sessions
 from ckptstore.log.state import Pack, State
 from ckptstore.maintenance import load_note, save_note
-from ckptstore.maintenance.gc.plan import Listing, list_objects, owner, unlisted
+from ckptstore.maintenance.gc.plan import Listing, list_objects, owner, unsettled
 from ckptstore.repository.store_handle import StoreHandle
 
 STALE_S = 600.0
@@ -59,13 +59,18 @@ class SessionMonitor:
         )
 
     def look(self, listing: Listing, state: State) -> Sessions:
-        """Observe the sessions that have a file, or that objects of `listing` name which `state`
-        does not list."""
+        """Observe the sessions that have a file, or that packs and documents of `listing` name
+        which `state` does not list."""
         infos = {info.id: info for info in read_sessions(self._storage)}
-        named = {session for key, _ in unlisted(listing, state) if (session := owner(key))}
+        objects = unsettled(listing, state)
+        named = {
+            session
+            for key in objects
+            if key.startswith(("packs/", "commits/")) and (session := owner(key))
+        }
         files = {
             key.removeprefix("tmp/"): size
-            for key, size in listing.items()
+            for key, size in objects.items()
             if key.startswith("tmp/")
         }
         values: dict[str, int] = files | dict.fromkeys(named, NO_FILE)
@@ -91,9 +96,10 @@ class SessionMonitor:
         """The sessions in `active` that each of the packs `condemned` waits for: those that were
         in flight when this host first saw it condemned."""
         waits = {pack.id: self.waits.get(pack.id, active) & active for pack in condemned}
-        listed = {pack.id for pack in state.packs.values()}
-        kept = {pack: sessions for pack, sessions in self.waits.items() if pack in listed}
-        self.waits = kept | waits
+        if self.waits.keys() - waits:
+            listed = {pack.id for pack in state.packs.values()}
+            self.waits = {pack: waited for pack, waited in self.waits.items() if pack in listed}
+        self.waits |= waits
         self._save()
         return waits
 
