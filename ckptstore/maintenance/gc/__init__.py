@@ -395,6 +395,7 @@ class _Gc:
                 self._remove(key, pack.bytes)
             counter.add()
         self.report.deleted += tuple(pack.id for pack in deleted)
+        self._monitor.forget(deleted)
 
     def _remove(self, key: str, nbytes: int) -> None:
         self._storage.delete(key)
