@@ -35,11 +35,11 @@ from ckptstore.maintenance.gc.plan import (
     list_objects,
     live_rows,
     orphans,
+    owned,
     place,
     plan_copies,
-    unsettled,
 )
-from ckptstore.maintenance.gc.session_monitor import SessionMonitor
+from ckptstore.maintenance.gc.session_monitor import SessionMonitor, Sessions
 from ckptstore.objects.codecs import Base, base_of, moved
 from ckptstore.objects.frames import Stored
 from ckptstore.repository.chunk_reader import StoredChunk, StoredPatch, keys_of, read_chunks
@@ -290,6 +290,7 @@ class _Gc:
         counter = Counter(self._progress, "list objects", 1)
         self._monitor = SessionMonitor(self._handle, self._clock)
         self._listing = list_objects(self._storage)
+        self._unsettled = owned(self._listing)
         counter.add()
 
     def plan(self, *, full: bool) -> GcPlan:
@@ -306,7 +307,7 @@ class _Gc:
         recent = _recently_forgotten(state, options)
         commits = state.commits.update((c, state.commits[c]._replace(soft=0)) for c in recent)
         state = replace(state, commits=commits)
-        sessions = self._monitor.look(self._listing, state)
+        sessions = self._look(state)
         active = frozenset() if full or options.force else sessions.active_ids
         marked = mark(storage, state, self._threads, self._progress)
         purge = tuple(sorted(commit for commit, row in state.commits.items() if row.soft))
@@ -340,10 +341,15 @@ class _Gc:
             rewrites=choice.rewrites,
         )
 
+    def _look(self, state: State) -> Sessions:
+        """The sessions at `state`. What one look finds settled, none looks at again."""
+        sessions = self._monitor.look(self._unsettled, state)
+        self._unsettled = sessions.objects
+        return sessions
+
     def execute(self, plan: GcPlan) -> GcReport:
         """Carry out a plan; what an earlier plan has done stays in the report."""
         self.report.plan, self._plan, self._fence = plan, plan, plan.fence
-        self._unsettled = unsettled(self._listing, self._log.replay())
         if plan.over and (over := self._append(Over(plan.over))):
             self.report.over += over.sessions
         if plan.condemn or plan.purge:
@@ -380,7 +386,7 @@ class _Gc:
         may still reuse."""
         state = self._log.replay()
         condemned = {n: pack for n in numbers if (pack := state.packs.get(n)) and not pack.live}
-        active = self._monitor.look(self._unsettled, state).active_ids
+        active = self._look(state).active_ids
         if self._options.force or self._plan.full:
             active = frozenset()
         waits = self._monitor.wait_for(condemned.values(), active, state)
@@ -406,7 +412,7 @@ class _Gc:
         replay."""
         state = self._log.replay()
         planned = frozenset(orphan.key for orphan in self._plan.orphans)
-        stale = self._monitor.look(self._unsettled, state).stale
+        stale = self._look(state).stale
         found = [o for o in orphans(self._listing, state, stale=stale) if o.key in planned]
         counter = Counter(self._progress, "delete orphans", len(found))
         for orphan in found:

@@ -76,6 +76,10 @@ Listing: TypeAlias = Mapping[str, int]
 """Objects and their sizes, listed before the replay of the state that they are compared with."""
 
 
+Owned: TypeAlias = Mapping[str, tuple[SessionId, int]]
+"""Objects with the sessions in their names, and their sizes."""
+
+
 def list_objects(storage: Storage) -> Listing:
     """List everything but the log's entries."""
     prefixes = (*(f"{folder}/" for folder in _WHY), "log/checkpoint-", "log/scratch-")
@@ -88,14 +92,9 @@ def owner(key: str) -> SessionId | None:
     return SessionId(found[str(found.lastgroup)]) if found else None
 
 
-def unsettled(listing: Listing, state: State) -> Listing:
-    """The objects whose sessions may still append. Those that `state` lists are of sessions that
-    can not, so nearly all of a store is settled, and stays so."""
-    return {
-        key: size
-        for key, size in listing.items()
-        if (session := owner(key)) and not state.closed(session)
-    }
+def owned(listing: Listing) -> Owned:
+    """The objects of `listing` that sessions named."""
+    return {key: (by, size) for key, size in listing.items() if (by := owner(key))}
 
 
 def unlisted(

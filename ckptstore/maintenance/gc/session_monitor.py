@@ -19,7 +19,7 @@ from ckptstore.core.process import boot_id
 from ckptstore.log.sessions import SessionInfo, is_gone, read_sessions
 from ckptstore.log.state import Pack, State
 from ckptstore.maintenance import load_note, save_note
-from ckptstore.maintenance.gc.plan import Listing, list_objects, owner, unsettled
+from ckptstore.maintenance.gc.plan import Owned, list_objects, owned
 from ckptstore.repository.store_handle import StoreHandle
 
 STALE_S = 600.0
@@ -38,11 +38,13 @@ Waits: TypeAlias = dict[PackId, frozenset[SessionId]]
 @dataclass(frozen=True, slots=True)
 class Sessions:
     """Sessions that the log has not closed: those `active`, and those to be declared `over`.
-    `stale` are names in `tmp/` without a writer."""
+    `stale` are names in `tmp/` without a writer, `objects` those of sessions that the log has not
+    closed: a later look needs no others."""
 
     active_ids: frozenset[SessionId]
     over: tuple[SessionId, ...]
     stale: frozenset[str]
+    objects: Owned
 
 
 class SessionMonitor:
@@ -58,19 +60,15 @@ class SessionMonitor:
             self._path, boot_id(), _observations, _observations(({}, {}))
         )
 
-    def look(self, listing: Listing, state: State) -> Sessions:
-        """Observe the sessions that have a file, or that packs and documents of `listing` name
-        which `state` does not list."""
+    def look(self, objects: Owned, state: State) -> Sessions:
+        """Observe the sessions that have a file, or that `objects` name. What the log lists is of
+        sessions that it has closed, so nearly all of a store is left out."""
         infos = {info.id: info for info in read_sessions(self._storage)}
-        objects = unsettled(listing, state)
-        named = {
-            session
-            for key in objects
-            if key.startswith(("packs/", "commits/")) and (session := owner(key))
-        }
+        objects = {key: of for key, of in objects.items() if not state.closed(of[0])}
+        named = {by for key, (by, _) in objects.items() if key.startswith(("packs/", "commits/"))}
         files = {
             key.removeprefix("tmp/"): size
-            for key, size in objects.items()
+            for key, (_, size) in objects.items()
             if key.startswith("tmp/")
         }
         values: dict[str, int] = files | dict.fromkeys(named, NO_FILE)
@@ -88,7 +86,7 @@ class SessionMonitor:
         over = {s for s in opened if s in stale or (s in infos and is_gone(infos[s]))}
         active = frozenset(opened & infos.keys() - over)
         idle = frozenset(name for name in stale & files.keys() if name[:24] not in active)
-        return Sessions(active, tuple(sorted(over)), idle)
+        return Sessions(active, tuple(sorted(over)), idle, objects)
 
     def wait_for(
         self, condemned: Iterable[Pack], active: frozenset[SessionId], state: State
@@ -144,10 +142,10 @@ def activities(
 ) -> tuple[Activity, ...]:
     """Every session that has a file, oldest first. Counts as an observation for gc."""
     monitor = SessionMonitor(handle, clock)
-    listing = list_objects(handle.storage)
+    objects = owned(list_objects(handle.storage))
     infos = sorted(read_sessions(handle.storage), key=lambda info: (info.time_ns, info.id))
     state = handle.log.replay()
-    monitor.look(listing, state)
+    monitor.look(objects, state)
     found = []
     for info in infos:
         waiting = [
