@@ -150,7 +150,9 @@ class Rows(Mapping[K, V]):
         return default if (row := self._found(key)) is _ABSENT else row
 
     def __iter__(self) -> Iterator[K]:
-        return (key for key, _ in self.pairs())
+        own = (key for key, row in self._changed.items() if row is not _GONE)
+        stored = map(self._table.form.decode_key, self._table.keys)
+        return chain(own, (key for key in stored if key not in self._changed))
 
     def items(self) -> ItemsView[K, V]:
         return _Items(self)

@@ -14,7 +14,7 @@ number of the last entry that referred to it.
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict, TypeVar
 
@@ -143,16 +143,23 @@ class State:
     # -- as `core.refs` asks --
 
     def newest(self, run: str | None, step: int | None = None) -> CommitId | None:
-        rows = by_age(self, run)
-        return next((commit for commit, row in rows if step is None or row.step == step), None)
+        if step is None:
+            runs = self.runs.values() if run is None else [self.runs.get(run, ())]
+            found = (commit for newest in runs for commit in newest[-1:])
+            rows = ((commit, self.commits[commit]) for commit in found if commit in self.commits)
+        else:
+            rows = ((c, row) for c, row in _there(self, run) if row.step == step)
+        return max(rows, key=lambda item: item[1].age, default=(None, None))[0]
 
     def best(self, ref: Best, run: str | None) -> CommitId | None:
-        return best(by_age(self, run), ref.metric, ref.order)
+        return best(_there(self, run), ref.metric, ref.order)
 
     def tagged(self, name: str) -> CommitId | None:
         return self.tags.get(name)
 
     def beginning(self, prefix: str) -> list[CommitId]:
+        if prefix in self.commits:  # a whole id
+            return [CommitId(prefix)]
         return sorted(commit for commit in self.commits if commit.startswith(prefix))
 
     def parents_of(self, commit: CommitId) -> tuple[CommitId, ...] | None:
@@ -205,12 +212,14 @@ def best(rows: Iterable[tuple[CommitId, CommitRow]], metric: str, order: str) ->
 
 def by_age(state: State, run: str | None) -> list[tuple[CommitId, CommitRow]]:
     """The commits of `run`, or of all runs, that are not forgotten, newest first."""
-    rows = [
-        (commit, row)
-        for commit, row in state.commits.items()
-        if not row.soft and run in (None, row.run)
-    ]
-    return sorted(rows, key=lambda item: item[1].age, reverse=True)
+    return sorted(_there(state, run), key=lambda item: item[1].age, reverse=True)
+
+
+def _there(state: State, run: str | None) -> Iterator[tuple[CommitId, CommitRow]]:
+    """The commits of `run`, or of all runs, that are not forgotten, in no order."""
+    for commit, row in state.commits.items():
+        if not row.soft and run in (None, row.run):
+            yield commit, row
 
 
 FOLD_VERSION = 7
