@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ import torch
 import ckptstore
 from benchmarks.command_start import ENVIRONMENT
 from benchmarks.progress import note
-from benchmarks.status import status_bytes
+from benchmarks.status import cpu_seconds, status_bytes
 from ckptstore.core.ids import document_key, new_session_id
 from ckptstore.core.text import bytes_text, seconds_text
 from ckptstore.log import entries
@@ -44,8 +44,8 @@ STATES = 3000
 COMMITS_MEASURED = 60
 BARS_S = {"log -n 20": 0.4, "open": 0.3, "gc of a tenth": 60.0, "ui, first page": 1.0}
 
-Row = tuple[str, float, float]
-"""What was measured, its seconds, and the highest memory of its process."""
+Row = tuple[float, float, float]
+"""Seconds by the clock and of processor time, and the highest memory of the process."""
 
 
 def app_state(number: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -123,10 +123,10 @@ def command(place: Path, *words: str) -> Row:
     found = subprocess.run(
         [sys.executable, "-S", "-c", _TIMED, *ours], stdout=subprocess.PIPE, env=ENVIRONMENT
     )
-    seconds, peak_kib, status = json.loads(found.stdout)
+    clock_s, cpu_s, peak_kib, status = json.loads(found.stdout)
     if status:
         raise subprocess.CalledProcessError(status, ours)
-    return " ".join(words), seconds, peak_kib * 1024
+    return clock_s, cpu_s, peak_kib * 1024
 
 
 _TIMED = """
@@ -134,7 +134,8 @@ import json, os, resource, subprocess, sys, time
 began = time.perf_counter()
 status = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
 usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-print(json.dumps([time.perf_counter() - began, usage.ru_maxrss, status]))
+took, cpu = time.perf_counter() - began, usage.ru_utime + usage.ru_stime
+print(json.dumps([took, cpu, usage.ru_maxrss, status]))
 """
 """Runs a command from a small process: the highest memory of a child begins with its parent's."""
 
@@ -147,34 +148,41 @@ def inside(name: str, *places: Path) -> Row:
         env=ENVIRONMENT,
         check=True,
     )
-    seconds, peak_bytes = json.loads(found.stdout)
-    return name, seconds, peak_bytes
+    clock_s, cpu_s, peak_bytes = json.loads(found.stdout)
+    return clock_s, cpu_s, peak_bytes
 
 
-def open_once(place: Path) -> float:
-    ckptstore.open(place.with_name("none"), create=True).close()  # imports what it needs
+Took = tuple[float, float]
+
+
+def timed(act: Callable[[], object]) -> Took:
+    """Seconds by the clock and of processor time."""
+    clock, cpu = time.perf_counter(), time.process_time()
+    act()
+    return time.perf_counter() - clock, time.process_time() - cpu
+
+
+def open_once(place: Path) -> Took:
+    ckptstore.open(place.with_name("none")).close()  # imports what it needs
     shutil.rmtree(place.with_name("none"))
-    began = time.perf_counter()
-    store = ckptstore.open(place, create=False)
-    took = time.perf_counter() - began
-    store.close()
+    stores: list[ckptstore.Store] = []
+    took = timed(lambda: stores.append(ckptstore.open(place, create=False)))
+    stores[0].close()
     return took
 
 
-def checkout_latest(place: Path) -> float:
+def checkout_latest(place: Path) -> Took:
     with ckptstore.open(place, create=False) as store:
-        began = time.perf_counter()
-        store.checkout("latest").restore(app_state(-1))
-        return time.perf_counter() - began
+        return timed(lambda: store.checkout("latest").restore(app_state(-1)))
 
 
-def commits(place: Path) -> float:
+def commits(place: Path) -> Took:
     """The median of commits of new states, the store being open."""
     with ckptstore.open(place, create=False) as store:
-        return statistics.median(_commit_s(store, number) for number in range(COMMITS_MEASURED))
+        return _median(_commit(store, number) for number in range(COMMITS_MEASURED))
 
 
-def commits_against_new(place: Path) -> float:
+def commits_against_new(place: Path) -> Took:
     """How long a commit takes, as a multiple of one in a new store; the two take turns."""
     with (
         tempfile.TemporaryDirectory(dir=place.parent) as folder,
@@ -182,22 +190,28 @@ def commits_against_new(place: Path) -> float:
         ckptstore.open(Path(folder, "store")) as new,
     ):
         for store in (old, new):
-            _commit_s(store, -1)
-        pairs = [
-            (_commit_s(old, number), _commit_s(new, number)) for number in range(COMMITS_MEASURED)
-        ]
-    old_s, new_s = (statistics.median(times) for times in zip(*pairs, strict=True))
-    return float(old_s / new_s)
+            _commit(store, -1)
+        olds, news = list[Took](), list[Took]()
+        for number in range(COMMITS_MEASURED):
+            olds.append(_commit(old, number))
+            news.append(_commit(new, number))
+    (old_s, old_cpu_s), (new_s, new_cpu_s) = _median(olds), _median(news)
+    return old_s / new_s, old_cpu_s / new_cpu_s
 
 
-def _commit_s(store: ckptstore.Store, number: int) -> float:
+def _median(times: Iterable[Took]) -> Took:
+    found = list(times)
+    return statistics.median(each[0] for each in found), statistics.median(
+        each[1] for each in found
+    )
+
+
+def _commit(store: ckptstore.Store, number: int) -> Took:
     state = app_state(time.monotonic_ns() % 10**9)
-    began = time.process_time()
-    store.commit(state, step=10**7 + number)
-    return time.process_time() - began
+    return timed(lambda: store.commit(state, step=10**7 + number))
 
 
-def first_page(place: Path) -> float:
+def first_page(place: Path) -> Took:
     """From the start of `ckptstore ui` until the first things that the page asks for are there."""
     began = time.perf_counter()
     server = subprocess.Popen(
@@ -214,13 +228,13 @@ def first_page(place: Path) -> float:
         cookies.open(url).read()
         for part in ("data/site.json", "data/0/store.json"):
             cookies.open(base + part).read()
-        return time.perf_counter() - began
+        return time.perf_counter() - began, cpu_seconds(server.pid)
     finally:
         server.terminate()
         server.wait()
 
 
-INSIDE: dict[str, Callable[[Path], float]] = {
+INSIDE: dict[str, Callable[[Path], Took]] = {
     "open": open_once,
     "checkout and restore": checkout_latest,
     "commit": commits,
@@ -229,7 +243,7 @@ INSIDE: dict[str, Callable[[Path], float]] = {
 }
 
 
-def measure(place: Path, wanted: Callable[[str], bool]) -> Iterator[Row]:
+def measure(place: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Row]]:
     """All rows that are `wanted`, in an order in which none spoils another."""
     tasks: list[tuple[str, Callable[[], Row]]] = [
         ("log -n 20", lambda: command(place, "log", "-n", "20")),
@@ -243,8 +257,7 @@ def measure(place: Path, wanted: Callable[[str], bool]) -> Iterator[Row]:
     ]
     for name, task in tasks:
         if wanted(name):
-            _, seconds, peak_bytes = task()
-            yield name, seconds, peak_bytes
+            yield name, task()
 
 
 def gc_of_a_tenth(place: Path) -> Row:
@@ -272,8 +285,8 @@ def main() -> None:
     parser.add_argument("where", nargs="?", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
-        seconds = INSIDE[args.inside](args.where)
-        print(json.dumps([seconds, status_bytes("VmHWM")]))
+        seconds, cpu_s = INSIDE[args.inside](args.where)
+        print(json.dumps([seconds, cpu_s, status_bytes("VmHWM")]))
         return
     with tempfile.TemporaryDirectory() as folder:
         place = args.place or Path(folder, "store")
@@ -281,11 +294,14 @@ def main() -> None:
             began = time.perf_counter()
             make_store(place, args.commits)
             print(f"{args.commits:,} commits, made in {seconds_text(time.perf_counter() - began)}")
-        for name, seconds, peak_bytes in measure(
+        for name, (clock_s, cpu_s, peak_bytes) in measure(
             place, lambda name: args.only is None or name in args.only
         ):
             bar = f"at most {BARS_S[name]}" if name in BARS_S else ""
-            print(f"{name:26} {seconds:8.3f}  {bytes_text(peak_bytes):>10}  {bar}", flush=True)
+            print(
+                f"{name:26} {clock_s:8.3f} {cpu_s:8.3f}  {bytes_text(peak_bytes):>10}  {bar}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
