@@ -23,7 +23,6 @@ from ckptstore.log.state import State
 from ckptstore.maintenance.check import Severity
 from ckptstore.maintenance.gc import GcOptions, collect
 from ckptstore.maintenance.gc.costs import MERGE_PACKS
-from ckptstore.maintenance.gc.plan import Owned
 from ckptstore.maintenance.gc.session_monitor import STALE_S, SessionMonitor, Sessions
 from tests.maintenance import collecting
 from tests.maintenance.collecting import (
@@ -203,9 +202,10 @@ def test_what_the_log_has_settled_is_looked_at_once_however_many_packs_are_copie
     looked: list[tuple[int, int]] = []
     look = SessionMonitor.look
 
-    def recorded(monitor: SessionMonitor, objects: Owned, state: State) -> Sessions:
-        sessions = look(monitor, objects, state)
-        looked.append((len(objects), len(sessions.objects)))
+    def recorded(monitor: SessionMonitor, state: State) -> Sessions:
+        before = len(monitor.objects)
+        sessions = look(monitor, state)
+        looked.append((before, len(monitor.objects)))
         return sessions
 
     monkeypatch.setattr(SessionMonitor, "look", recorded)

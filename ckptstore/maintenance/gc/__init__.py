@@ -35,11 +35,10 @@ from ckptstore.maintenance.gc.plan import (
     list_objects,
     live_rows,
     orphans,
-    owned,
     place,
     plan_copies,
 )
-from ckptstore.maintenance.gc.session_monitor import SessionMonitor, Sessions
+from ckptstore.maintenance.gc.session_monitor import SessionMonitor
 from ckptstore.objects.codecs import Base, base_of, moved
 from ckptstore.objects.frames import Stored
 from ckptstore.repository.chunk_reader import StoredChunk, StoredPatch, keys_of, read_chunks
@@ -288,9 +287,8 @@ class _Gc:
 
     def list_store(self) -> None:
         counter = Counter(self._progress, "list objects", 1)
-        self._monitor = SessionMonitor(self._handle, self._clock)
         self._listing = list_objects(self._storage)
-        self._unsettled = owned(self._listing)
+        self._monitor = SessionMonitor(self._handle, self._clock, self._listing)
         counter.add()
 
     def plan(self, *, full: bool) -> GcPlan:
@@ -307,7 +305,7 @@ class _Gc:
         recent = _recently_forgotten(state, options)
         commits = state.commits.update((c, state.commits[c]._replace(soft=0)) for c in recent)
         state = replace(state, commits=commits)
-        sessions = self._look(state)
+        sessions = self._monitor.look(state)
         active = frozenset() if full or options.force else sessions.active_ids
         marked = mark(storage, state, self._threads, self._progress)
         purge = tuple(sorted(commit for commit, row in state.commits.items() if row.soft))
@@ -340,12 +338,6 @@ class _Gc:
             left_bytes=choice.left_bytes,
             rewrites=choice.rewrites,
         )
-
-    def _look(self, state: State) -> Sessions:
-        """The sessions at `state`. What one look finds settled, none looks at again."""
-        sessions = self._monitor.look(self._unsettled, state)
-        self._unsettled = sessions.objects
-        return sessions
 
     def execute(self, plan: GcPlan) -> GcReport:
         """Carry out a plan; what an earlier plan has done stays in the report."""
@@ -386,7 +378,7 @@ class _Gc:
         may still reuse."""
         state = self._log.replay()
         condemned = {n: pack for n in numbers if (pack := state.packs.get(n)) and not pack.live}
-        active = self._look(state).active_ids
+        active = self._monitor.look(state).active_ids
         if self._options.force or self._plan.full:
             active = frozenset()
         waits = self._monitor.wait_for(condemned.values(), active, state)
@@ -412,7 +404,7 @@ class _Gc:
         replay."""
         state = self._log.replay()
         planned = frozenset(orphan.key for orphan in self._plan.orphans)
-        stale = self._look(state).stale
+        stale = self._monitor.look(state).stale
         found = [o for o in orphans(self._listing, state, stale=stale) if o.key in planned]
         counter = Counter(self._progress, "delete orphans", len(found))
         for orphan in found:

@@ -19,7 +19,7 @@ from ckptstore.core.process import boot_id
 from ckptstore.log.sessions import SessionInfo, is_gone, read_sessions
 from ckptstore.log.state import Pack, State
 from ckptstore.maintenance import load_note, save_note
-from ckptstore.maintenance.gc.plan import Owned, list_objects, owned
+from ckptstore.maintenance.gc.plan import Listing, list_objects, owned
 from ckptstore.repository.store_handle import StoreHandle
 
 STALE_S = 600.0
@@ -38,20 +38,20 @@ Waits: TypeAlias = dict[PackId, frozenset[SessionId]]
 @dataclass(frozen=True, slots=True)
 class Sessions:
     """Sessions that the log has not closed: those `active`, and those to be declared `over`.
-    `stale` are names in `tmp/` without a writer, `objects` those of sessions that the log has not
-    closed: a later look needs no others."""
+    `stale` are names in `tmp/` without a writer."""
 
     active_ids: frozenset[SessionId]
     over: tuple[SessionId, ...]
     stale: frozenset[str]
-    objects: Owned
 
 
 class SessionMonitor:
     """Observes the sessions of one store; `seen` and `waits` are what this host has observed since
-    its last boot."""
+    its last boot. `objects` are those of sessions that the log has not closed: what it lists is of
+    closed ones, so after the first look nearly all of a store is left out."""
 
-    def __init__(self, handle: StoreHandle, clock: Callable[[], float]) -> None:
+    def __init__(self, handle: StoreHandle, clock: Callable[[], float], listing: Listing) -> None:
+        self.objects = owned(listing)
         self._storage, self._clock = handle.storage, clock
         self._path = handle.index_directory / WATCH_NAME
         self.seen: Seen
@@ -60,11 +60,13 @@ class SessionMonitor:
             self._path, boot_id(), _observations, _observations(({}, {}))
         )
 
-    def look(self, objects: Owned, state: State) -> Sessions:
-        """Observe the sessions that have a file, or that `objects` name. What the log lists is of
-        sessions that it has closed, so nearly all of a store is left out."""
+    def look(self, state: State) -> Sessions:
+        """Observe the sessions that have a file, or that objects of the listing name. `state` is no
+        older than that of the look before."""
         infos = {info.id: info for info in read_sessions(self._storage)}
-        objects = {key: of for key, of in objects.items() if not state.closed(of[0])}
+        self.objects = objects = {
+            key: of for key, of in self.objects.items() if not state.closed(of[0])
+        }
         named = {by for key, (by, _) in objects.items() if key.startswith(("packs/", "commits/"))}
         files = {
             key.removeprefix("tmp/"): size
@@ -86,7 +88,7 @@ class SessionMonitor:
         over = {s for s in opened if s in stale or (s in infos and is_gone(infos[s]))}
         active = frozenset(opened & infos.keys() - over)
         idle = frozenset(name for name in stale & files.keys() if name[:24] not in active)
-        return Sessions(active, tuple(sorted(over)), idle, objects)
+        return Sessions(active, tuple(sorted(over)), idle)
 
     def wait_for(
         self, condemned: Iterable[Pack], active: frozenset[SessionId], state: State
@@ -141,11 +143,10 @@ def activities(
     handle: StoreHandle, *, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Activity, ...]:
     """Every session that has a file, oldest first. Counts as an observation for gc."""
-    monitor = SessionMonitor(handle, clock)
-    objects = owned(list_objects(handle.storage))
+    monitor = SessionMonitor(handle, clock, list_objects(handle.storage))
     infos = sorted(read_sessions(handle.storage), key=lambda info: (info.time_ns, info.id))
     state = handle.log.replay()
-    monitor.look(objects, state)
+    monitor.look(state)
     found = []
     for info in infos:
         waiting = [
