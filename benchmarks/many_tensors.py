@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -51,7 +52,7 @@ def peers(folder: Path, count: int) -> dict[str, Took]:
     }
 
 
-def held(store: ckptstore.Store, state: object, step: int) -> Took:
+def held(store: ckptstore.Store, state: dict[str, Any], step: int) -> Took:
     """How long an asynchronous commit holds its caller."""
     pending = []
     took = timed(lambda: pending.append(store.commit_async(state, step=step)))
@@ -60,7 +61,7 @@ def held(store: ckptstore.Store, state: object, step: int) -> Took:
 
 
 def measure(
-    folder: Path, count: int, wrap: Callable[[dict[str, torch.Tensor]], object]
+    folder: Path, count: int, wrap: Callable[[dict[str, torch.Tensor]], dict[str, Any]]
 ) -> dict[str, Took]:
     """The rows of one shape of the state."""
     found: dict[str, list[Took]] = {}

@@ -98,7 +98,7 @@ def encode_state(state: State) -> bytes:
         table_of(SESSIONS, state.over),
         table_of(SESSIONS, state.ended),
     ]
-    stored = [table.stored() for table in tables]
+    stored = [(len(table.keys), table.stored()) for table in tables]
     document = {
         "fold": FOLD_VERSION,
         "n": state.n,
@@ -113,12 +113,10 @@ def encode_state(state: State) -> bytes:
             "runs": dict(state.runs),
             "replaced": dict(state.replaced),
         },
-        "tables": [
-            [len(table.keys), len(data)] for table, data in zip(tables, stored, strict=True)
-        ],
+        "tables": [[count, len(rows)] for count, rows in stored],
     }
     head = encode(document)
-    return seal(compress(b"".join((_HEAD.pack(len(head)), head, *stored))))
+    return seal(compress(b"".join((_HEAD.pack(len(head)), head, *(rows for _, rows in stored)))))
 
 
 def decode_state(data: bytes, store: StoreId, generation: int) -> State:

@@ -198,21 +198,23 @@ class Rows(Mapping[K, V]):
         keys: list[bytes] = []
         lengths: list[int] = []
         data: list[bytes | memoryview] = []
-        places = [bisect_left(old.keys, key) for key, _ in changed]
         at = 0
-        for (key, row), place in (
-            *zip(changed, places, strict=True),
-            ((b"", _GONE), len(old.keys)),
-        ):
-            keys += old.keys[at:place]
-            lengths += old.lengths[at:place]
-            data.append(old.data[old.starts[at] : old.starts[place]])
+
+        def copy(stop: int) -> None:
+            keys.extend(old.keys[at:stop])
+            lengths.extend(old.lengths[at:stop])
+            data.append(old.data[old.starts[at] : old.starts[stop]])
+
+        for key, row in changed:
+            place = bisect_left(old.keys, key, at)
+            copy(place)
             at = place + (place < len(old.keys) and old.keys[place] == key)
             if row is not _GONE:
                 stored = form.encode(row)
                 keys.append(key)
                 lengths.append(len(stored))
                 data.append(stored)
+        copy(len(old.keys))
         return Table(form, keys, lengths, memoryview(b"".join(data)))
 
     def _found(self, key: K, *, decode: bool = True) -> Any:
