@@ -391,9 +391,9 @@ class _Gc:
         for pack in deleted:
             for key in keys_of(pack):
                 self._remove(key, pack.bytes)
+            self._monitor.waits.pop(pack.id, None)
             counter.add()
-        self.report.deleted += tuple(pack.id for pack in deleted)
-        self._monitor.forget(deleted)
+        self.report.deleted += tuple([pack.id for pack in deleted])
 
     def _remove(self, key: str, nbytes: int) -> None:
         self._storage.delete(key)

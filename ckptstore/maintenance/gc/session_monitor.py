@@ -103,11 +103,6 @@ class SessionMonitor:
         self._save()
         return waits
 
-    def forget(self, deleted: Iterable[Pack]) -> None:
-        """The packs `deleted` wait for nothing more."""
-        for pack in deleted:
-            self.waits.pop(pack.id, None)
-
     def _save(self) -> None:
         waits = {pack: sorted(sessions) for pack, sessions in self.waits.items()}
         save_note(self._path, boot_id(), [self.seen, waits])
