@@ -18,7 +18,7 @@ from ckptstore.cli.commits import (
     tensor_bytes,
 )
 from ckptstore.cli.screen import columns, fields_of, to_json
-from ckptstore.core.ids import CommitId, pack_session
+from ckptstore.core.ids import CommitId
 from ckptstore.core.model import SHARED, CommitDocument, CommitInfo, Schema
 from ckptstore.core.text import (
     BOLD,
@@ -61,8 +61,7 @@ def show(call: Call) -> Answer:
     once."""
     store = call.open(call.args.ref)
     info, queries = find_info(call, store, call.args.ref), store.queries()
-    children = [child for child in queries.log() if info.id in child.parents]
-    packs = [pack for pack in queries.packs() if pack_session(pack.id) == info.session]
+    children, packs = queries.children(info.id), queries.packs(info.session)
     problems: list[str] = []
 
     def attempt(what: str, read: Callable[[], T]) -> T | None:

@@ -37,7 +37,6 @@ from ckptstore.state.staging import (
     paths_of,
     plan_staging,
     stage,
-    with_leaves,
 )
 from ckptstore.state.staging_buffers import Buffer, BufferPool, Copy, CopyProgress, default_budget
 from ckptstore.state.writes import (
@@ -403,7 +402,7 @@ class AsyncCommits(Generic[S]):
             return f"{bytes_text(plan.nbytes)} of staging memory is not free"
         taken.callback(self.pool.give, arena)
         arrivals = CopyProgress(plan.later)
-        staged = stage(plan, with_leaves(flats, sources), arena, self._copiers.spread, arrivals)
+        staged = stage(plan, flats, sources, arena, self._copiers.spread, arrivals)
         pending.state_bytes = sum(leaf_bytes)
         lazy_copy = None
         if plan.later:

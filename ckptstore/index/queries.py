@@ -112,6 +112,8 @@ def _counts(values: Sequence[Any]) -> Sequence[Any]:
 
 def _texts(text: Any) -> tuple[str, ...]:
     """A column with a JSON list of texts."""
+    if text == _NO_TEXTS:
+        return ()
     found = json.loads(text)
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise TypeError(f"{text!r:.60} is no list of texts")
@@ -120,6 +122,8 @@ def _texts(text: Any) -> tuple[str, ...]:
 
 def _texts_by_name(text: Any) -> dict[str, str]:
     """A column with a JSON list of pairs of texts."""
+    if text == _NO_TEXTS:
+        return {}
     pairs = json.loads(text)
     if not isinstance(pairs, list) or not all(isinstance(each, list) for each in pairs):
         raise TypeError(f"{text!r:.60} is no list of pairs")
@@ -142,6 +146,7 @@ _MAYBE_INT = (int, NoneType)
 _MAYBE_STR = (str, NoneType)
 _MAYBE_FLOAT = (int, float, NoneType)
 _ANY_BYTES = (bytes, memoryview)
+_NO_TEXTS = "[]"
 _NO_VALUES: Mapping[str, Any] = {}
 _COMMIT_TYPES: Types = (
     *(_counts, _hex_ids, _hex_ids, str, str, _MAYBE_INT, str, int, _counts, _counts, _counts, int),
@@ -219,6 +224,17 @@ class Queries:
         """Several commits, as `commit`."""
         return [self.commit(commit) for commit in ids]
 
+    def children(self, commit: CommitId) -> list[CommitInfo]:
+        """The commits that have `commit` as a parent, and are not forgotten, newest first."""
+        ids = self._column(
+            _hex_ids,
+            "SELECT c.id FROM parents p JOIN commits c ON c.n = p.n LEFT JOIN replaced r "
+            "ON r.id = p.parent WHERE COALESCE(r.commit_id, p.parent) = :id AND c.forgotten = 0 "
+            "ORDER BY c.place DESC, c.n DESC",
+            {"id": commit},
+        )
+        return self.commits(dict.fromkeys(ids))
+
     def tags(self) -> list[TagInfo]:
         sql = (
             "SELECT t.name, t.commit_id, c.run, c.step FROM tags t JOIN commits c ON c.id = "
@@ -263,9 +279,15 @@ class Queries:
         rows = self._rows((_ANY_BYTES,), "SELECT data FROM entries WHERE n = :n", {"n": n})
         return bytes(rows[0][0]) if rows else None
 
-    def packs(self) -> list[PackInfo]:
-        sql = "SELECT number, id, bytes, chunks, metadata, condemned FROM packs ORDER BY number"
-        rows = self._rows((_counts, str, _counts, _counts, int, int), sql)
+    def packs(self, session: SessionId | None = None) -> list[PackInfo]:
+        """The packs that the log lists, or those of one session."""
+        where = "" if session is None else "WHERE id >= :low AND id < :high "
+        sql = (
+            f"SELECT number, id, bytes, chunks, metadata, condemned FROM packs {where}"
+            "ORDER BY number"
+        )
+        names = {"low": f"{session}-", "high": f"{session}."}
+        rows = self._rows((_counts, str, _counts, _counts, int, int), sql, names)
         return [
             PackInfo(row[0], row[1], row[2], row[3], bool(row[4]), bool(row[5])) for row in rows
         ]

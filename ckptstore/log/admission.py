@@ -352,8 +352,10 @@ def _tag_unknown(state: State, name: str) -> Refusal | None:
 
 
 def _tagged(state: State, commits: tuple[CommitId, ...]) -> Refusal | None:
-    tags = {tag: commit for tag, commit in sorted(state.tags.items()) if commit in commits}
-    held = [commit for commit in commits if commit in tags.values()]
+    asked = frozenset(commits)
+    tags = {tag: commit for tag, commit in sorted(state.tags.items()) if commit in asked}
+    named = frozenset(tags.values())
+    held = [commit for commit in commits if commit in named]
     why = f"has a tag and stays: `ckptstore tag -d {' '.join(tags)}` removes it, or leave it out"
     return _commits(state, Code.TAGGED, held, why)
 
@@ -373,13 +375,14 @@ def newest_spared(commits: Collection[CommitId]) -> Demand:
 
 def one_left(commits: Collection[CommitId]) -> Demand:
     """Demand that each run of `commits` keeps a commit that is not one of them."""
+    going = frozenset(commits)
 
     def demand(state: State) -> Refusal | None:
         runs = {state.commits[commit].run for commit in commits}
         left = {
             row.run
             for commit, row in state.commits.items()
-            if row.run in runs and not row.soft and commit not in commits
+            if row.run in runs and not row.soft and commit not in going
         }
         last = tuple(commit for commit in commits if state.commits[commit].run in runs - left)
         if not last:

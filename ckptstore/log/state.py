@@ -14,11 +14,11 @@ number of the last entry that referred to it.
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict, TypeVar
 
-from rpds import HashTrieMap, HashTrieSet
+from rpds import HashTrieMap
 
 from ckptstore.core.ids import CommitId, PackId, SessionId, StoreId
 from ckptstore.core.model import PackRecord
@@ -41,6 +41,9 @@ from ckptstore.log.entries import (
     origin,
 )
 from ckptstore.objects.fields import Setting
+
+if TYPE_CHECKING:
+    from ckptstore.log.rows import Rows
 
 NEWEST_KEPT = 2
 """This many of the newest commits of each run are spared by policies, and cannot be thinned."""
@@ -90,10 +93,10 @@ class CommitRow(NamedTuple):
 
 
 # Quoted: rpds has its type parameters in its stubs only.
-Packs: TypeAlias = "HashTrieMap[int, Pack]"
-Commits: TypeAlias = "HashTrieMap[CommitId, CommitRow]"
+Packs: TypeAlias = "HashTrieMap[int, Pack] | Rows[int, Pack]"
+Commits: TypeAlias = "HashTrieMap[CommitId, CommitRow] | Rows[CommitId, CommitRow]"
 Tags: TypeAlias = "HashTrieMap[str, CommitId]"
-Sessions: TypeAlias = "HashTrieSet[SessionId]"
+Sessions: TypeAlias = "HashTrieMap[SessionId, bool] | Rows[SessionId, bool]"
 SettingValues: TypeAlias = "HashTrieMap[str, Setting]"
 Runs: TypeAlias = "HashTrieMap[str, tuple[CommitId, ...]]"
 Replaced: TypeAlias = "HashTrieMap[CommitId, CommitId]"
@@ -140,16 +143,23 @@ class State:
     # -- as `core.refs` asks --
 
     def newest(self, run: str | None, step: int | None = None) -> CommitId | None:
-        rows = by_age(self, run)
-        return next((commit for commit, row in rows if step is None or row.step == step), None)
+        if step is None:
+            runs = self.runs.values() if run is None else [self.runs.get(run, ())]
+            found = (commit for newest in runs for commit in newest[-1:])
+            rows = ((commit, self.commits[commit]) for commit in found if commit in self.commits)
+        else:
+            rows = ((c, row) for c, row in _there(self, run) if row.step == step)
+        return max(rows, key=lambda item: item[1].age, default=(None, None))[0]
 
     def best(self, ref: Best, run: str | None) -> CommitId | None:
-        return best(by_age(self, run), ref.metric, ref.order)
+        return best(_there(self, run), ref.metric, ref.order)
 
     def tagged(self, name: str) -> CommitId | None:
         return self.tags.get(name)
 
     def beginning(self, prefix: str) -> list[CommitId]:
+        if prefix in self.commits:  # a whole id
+            return [CommitId(prefix)]
         return sorted(commit for commit in self.commits if commit.startswith(prefix))
 
     def parents_of(self, commit: CommitId) -> tuple[CommitId, ...] | None:
@@ -177,8 +187,8 @@ def genesis(store: StoreId, generation: int) -> State:
         next_pack=1,
         commits=HashTrieMap(),
         tags=HashTrieMap(),
-        over=HashTrieSet(),
-        ended=HashTrieSet(),
+        over=HashTrieMap(),
+        ended=HashTrieMap(),
         fence=0,
         settings=HashTrieMap(),
         runs=HashTrieMap(),
@@ -202,18 +212,17 @@ def best(rows: Iterable[tuple[CommitId, CommitRow]], metric: str, order: str) ->
 
 def by_age(state: State, run: str | None) -> list[tuple[CommitId, CommitRow]]:
     """The commits of `run`, or of all runs, that are not forgotten, newest first."""
-    rows = [
-        (commit, row)
-        for commit, row in state.commits.items()
-        if not row.soft and run in (None, row.run)
-    ]
-    return sorted(rows, key=lambda item: item[1].age, reverse=True)
+    return sorted(_there(state, run), key=lambda item: item[1].age, reverse=True)
 
 
-K = TypeVar("K")
-V = TypeVar("V")
+def _there(state: State, run: str | None) -> Iterator[tuple[CommitId, CommitRow]]:
+    """The commits of `run`, or of all runs, that are not forgotten, in no order."""
+    for commit, row in state.commits.items():
+        if not row.soft and run in (None, row.run):
+            yield commit, row
 
-FOLD_VERSION = 6
+
+FOLD_VERSION = 7
 """Incremented whenever the same log would fold to another state, or a checkpoint is written in
 another form. Checkpoints of other versions are ignored."""
 
@@ -274,7 +283,7 @@ def _changes(state: State, entry: Entry) -> _Changes:
             }
         case Register():
             packs, next_pack = _list(state, body.packs, n)
-            ended = state.ended.insert(body.session)
+            ended = state.ended.insert(body.session, True)
             # Copies alone do not fence: they remove no duplicate that another gc relies on.
             fence = n if body.condemn else state.fence
             return {
@@ -286,7 +295,7 @@ def _changes(state: State, entry: Entry) -> _Changes:
         case Delete():
             return {"packs": _without(state.packs, body.packs)}
         case Over():
-            return {"over": state.over.update(body.sessions)}
+            return {"over": state.over.update((session, True) for session in body.sessions)}
         case Settings():
             removed = [name for name, value in body.values if value is None]
             return {"settings": _without(state.settings.update(body.values), removed)}
@@ -323,7 +332,7 @@ def _committed(state: State, body: Commit, entry: Entry) -> _Changes:
         "next_pack": next_pack,
         "commits": commits,
         "tags": state.tags.update((tag, body.commit) for tag in body.tags),
-        "ended": state.ended.insert(body.session),
+        "ended": state.ended.insert(body.session, True),
         "runs": _with_newest(state.runs, commits, body.run, body.commit),
     }
 
@@ -403,7 +412,10 @@ def _condemn(packs: Packs, numbers: Iterable[int]) -> Packs:
     return packs
 
 
-def _without(rows: "HashTrieMap[K, V]", keys: Iterable[K]) -> "HashTrieMap[K, V]":
+M = TypeVar("M", "Packs", "Commits", "SettingValues")
+
+
+def _without(rows: M, keys: Iterable[Any]) -> M:
     for key in keys:
         rows = rows.discard(key)
     return rows

@@ -150,7 +150,7 @@ def gained_by(
         for each in plan.forgotten
         if each.commit in state.commits
     }
-    after = replace(state, commits=state.commits.update(forgotten))
+    after = replace(state, commits=state.commits.update(forgotten.items()))
     now, later = plans_at(handle, (state, after), EVERYTHING, progress)
     return now.gained_bytes, later.gained_bytes
 

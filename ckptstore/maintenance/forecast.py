@@ -15,7 +15,7 @@ from ckptstore.maintenance.check.trees import metadata_of, read_document
 from ckptstore.maintenance.forget import plan_retention
 from ckptstore.maintenance.gc.mark import short_keys
 from ckptstore.maintenance.retention import Policy
-from ckptstore.maintenance.usage import Bases, beside_gc, sizes_of
+from ckptstore.maintenance.usage import Footers, beside_gc
 from ckptstore.objects.pages import decode_page
 from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.store_handle import StoreHandle
@@ -110,11 +110,11 @@ def _forecast(
         elif decision.thin:
             globs = document.thinned.globs if document.thinned else ()
             after[row.run].append(needs.thinned(document, (*globs, *decision.thin)))
-    bases = Bases(handle)
-    had = {name: _union([bases.added(_union(keys))]) for name, keys in before.items()}
-    has = {name: _union([bases.added(_union(after[name]))]) for name in had}
+    footers = Footers(handle)
+    had = {name: _union([footers.with_bases(_union(keys))]) for name, keys in before.items()}
+    has = {name: _union([footers.with_bases(_union(after[name]))]) for name in had}
     keys, runs_with = np.unique(np.concatenate([*had.values(), _NONE]), return_counts=True)
-    sizes = sizes_of(handle, keys)
+    sizes = footers.sizes_of(keys)
     alone = sizes * (runs_with == 1)
 
     def total(of: "Keys", bytes_of: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> int:

@@ -112,27 +112,33 @@ def _usage(handle: StoreHandle, wanted: frozenset[CommitId], progress: Progress)
     state = handle.log.replay()
     handle.objects.sync(state)
     rows = [(row.age, commit, row) for commit, row in state.commits.items() if not row.soft]
-    documents = {}
-    for done, (_, commit, row) in enumerate(sorted(rows, reverse=True)):
-        progress("reading commits", done, len(rows))
-        documents[commit] = read_document(handle.storage, row.session, commit)
-    named = {commit: metadata_of(document) for commit, document in documents.items()}
-    numbers = {commit: number for number, commit in enumerate(documents)}
-    bases = Bases(handle)
-    keys, owner = _owned_keys(handle, bases, {numbers[each]: named[each] for each in numbers})
-    size_of = sizes_of(handle, keys)
-    owned = owner != SHARED
-    exclusive = np.bincount(owner[owned], size_of[owned], len(documents)).astype(np.int64)
-    commits = []
-    for commit, document in documents.items():
-        own_bytes, shared = int(exclusive[numbers[commit]]), None
+    owners: dict[ChunkId, int] = {}
+    kinds: dict[ChunkId, int] = {}
+    told: list[tuple[CommitId, int, int]] = []
+    detailed: dict[CommitId, dict[ChunkId, int]] = {}
+    for number, (_, commit, row) in enumerate(sorted(rows, reverse=True)):
+        progress("reading commits", number, len(rows))
+        document = read_document(handle.storage, row.session, commit)
+        metadata = metadata_of(document)
+        kinds |= metadata
+        for chunk in metadata:
+            owners[chunk] = SHARED if chunk in owners else number
+        told.append((commit, document.logical_bytes, document.new_bytes))
         if commit in wanted:
-            needed = bases.added(np.concatenate(list(_named_keys(handle, named[commit]))))
-            at = np.searchsorted(keys, np.unique(needed))
+            detailed[commit] = metadata
+    footers_read = Footers(handle)
+    keys, owner = _owned_keys(handle, footers_read, kinds, owners)
+    size_of = footers_read.sizes_of(keys)
+    owned = owner != SHARED
+    exclusive = np.bincount(owner[owned], size_of[owned], len(told)).astype(np.int64).tolist()
+    commits = []
+    for number, (commit, logical_bytes, new_bytes) in enumerate(told):
+        own_bytes, shared = exclusive[number], None
+        if commit in detailed:
+            named = np.concatenate(list(_named_keys(handle, detailed[commit])))
+            at = np.searchsorted(keys, np.unique(footers_read.with_bases(named)))
             shared = int(size_of[at].sum()) - own_bytes
-        commits.append(
-            CommitUsage(commit, document.logical_bytes, document.new_bytes, own_bytes, shared)
-        )
+        commits.append(CommitUsage(commit, logical_bytes, new_bytes, own_bytes, shared))
     packs = state.packs.values()
     stored_bytes = sum(pack.stored_bytes for pack in packs)
     return Usage(
@@ -145,17 +151,14 @@ def _usage(handle: StoreHandle, wanted: frozenset[CommitId], progress: Progress)
 
 
 def _owned_keys(
-    handle: StoreHandle, bases: "Bases", named: Mapping[int, dict[ChunkId, int]]
+    handle: StoreHandle,
+    footers_read: "Footers",
+    kinds: Mapping[ChunkId, int],
+    owners: Mapping[ChunkId, int],
 ) -> tuple["Keys", "Counts"]:
-    """Every chunk's key, sorted, and the number of the one commit that needs it, or SHARED. `named`
-    has the metadata of each commit, by its number."""
-    owners: dict[ChunkId, int] = {}
-    kinds: dict[ChunkId, int] = {}
-    for number, metadata in named.items():
-        kinds |= metadata
-        for chunk in metadata:
-            owners[chunk] = SHARED if chunk in owners else number
-    keys = list(map(bases.added, _named_keys(handle, kinds)))
+    """Every chunk's key, sorted, and the number of the one commit that needs it, or SHARED. `kinds`
+    are those of all metadata, and `owners` has the commit of each likewise."""
+    keys = list(map(footers_read.with_bases, _named_keys(handle, kinds)))
     if not keys:
         return np.empty(0, np.uint64), np.empty(0, np.int64)
     counts = [len(part) for part in keys]
@@ -179,24 +182,37 @@ def _named_keys(handle: StoreHandle, metadata: Mapping[ChunkId, int]) -> Iterato
             yield short_keys(b"".join((chunk, *(content.ids for content in leaves))))
 
 
-class Bases:
-    """Which bases do chunks need that are stored as differences or as patches?"""
+class Footers:
+    """The footers of all listed packs, each read once: how large is a chunk as it is stored, and
+    which bases does it need if it is a difference or a patch?"""
 
     def __init__(self, handle: StoreHandle) -> None:
+        keys, stored = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
         made, bases = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
         for pack in handle.log.state.packs.values():
             table = footers.read_table(handle.storage, pack)
-            keys, base = short_keys(table["chunk"].tobytes()), table["base"]
-            made.append(keys[base != NO_BASE])
-            bases.append(keys[base[base != NO_BASE]])
+            own, base = short_keys(table["chunk"].tobytes()), table["base"]
+            keys.append(own)
+            stored.append(table["stored"].astype(np.int64) * (2 if pack.metadata else 1))
+            made.append(own[base != NO_BASE])
+            bases.append(own[base[base != NO_BASE]])
             if table.dtype == PATCHED_DTYPE:
                 is_patch = table["codec"] == PATCH
-                made.append(keys[is_patch])
+                made.append(own[is_patch])
                 bases.append(short_keys(table["patch_of"][is_patch].tobytes()))
+        self._keys, self._stored = np.concatenate(keys), np.concatenate(stored)
         self._made, first = np.unique(np.concatenate(made), return_index=True)
         self._bases = np.concatenate(bases)[first]
 
-    def added(self, keys: "Keys") -> "Keys":
+    def sizes_of(self, keys: "Keys") -> "Counts":
+        """The stored bytes of the chunk of each of `keys`, which are sorted, twins included."""
+        sizes = np.zeros(len(keys) + 1, np.int64)
+        at = np.searchsorted(keys, self._keys)
+        known = np.append(keys, np.uint64(0))[at] == self._keys
+        sizes[at[known]] = self._stored[known]
+        return sizes[:-1]
+
+    def with_bases(self, keys: "Keys") -> "Keys":
         """`keys`, then those of the bases of their chunks, and of theirs."""
         found, new = [keys], keys
         while len(new := self._of(new)) and len(found) <= DEPTH_MAX + 1:
@@ -209,16 +225,3 @@ class Bases:
         known = np.append(self._made, np.uint64(0))[at] == keys
         found: Keys = self._bases[at[known & (at < len(self._made))]]
         return found
-
-
-def sizes_of(handle: StoreHandle, keys: "Keys") -> "Counts":
-    """The stored bytes of the chunk of each of `keys`, which are sorted, in all listed packs,
-    twins included."""
-    sizes, padded = np.zeros(len(keys) + 1, np.int64), np.append(keys, np.uint64(0))
-    for pack in handle.log.state.packs.values():
-        table = footers.read_table(handle.storage, pack)
-        wanted = short_keys(table["chunk"].tobytes())
-        at = np.searchsorted(keys, wanted)
-        known = padded[at] == wanted
-        sizes[at[known]] = table["stored"][known].astype(np.int64) * (2 if pack.metadata else 1)
-    return sizes[:-1]

@@ -55,6 +55,7 @@ _MAGIC, _MAGIC_AT_END = b"CKPTPACK", b"KCAPTPKC"
 _VERSION, _VERSION_PATCHED = 2, 3
 _HEAD = struct.Struct("<8sIIQQ")
 _NO_CHUNK = bytes(32)
+_IS_KNOWN = np.isin(np.arange(256), KNOWN_CODECS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,7 @@ def _check_extents(table: FooterTable, data_bytes: int) -> None:
 def _check_columns(table: FooterTable, metadata: bool) -> None:
     raw = table["codec"] == RAW
     for ok, what in (
-        (np.isin(table["codec"], KNOWN_CODECS), "a known codec"),
+        (_IS_KNOWN[table["codec"]], "a known codec"),
         (table["kind"] <= LAYOUT, "a known kind of chunk"),
         (
             (table["kind"] != TENSOR) == metadata,
@@ -213,6 +214,8 @@ def _check_columns(table: FooterTable, metadata: bool) -> None:
 def _sound_bases(table: FooterTable) -> npt.NDArray[np.bool_]:
     based = table["base"] != NO_BASE
     ok: npt.NDArray[np.bool_] = based == (table["codec"] == DELTA)
+    if not based.any():
+        return ok
     ok &= ~based | (table["base"] < np.arange(len(table)))
     rows = np.flatnonzero(ok & based)
     bases = table[table["base"][rows]]

@@ -14,7 +14,7 @@ import ctypes
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol, TypeVar
 from weakref import finalize
@@ -23,9 +23,10 @@ import torch
 
 from ckptstore.core import forks
 from ckptstore.core.model import INLINE_BYTES
+from ckptstore.core.process import uncollected
 from ckptstore.objects.pack import align
 from ckptstore.state import tensors
-from ckptstore.state.leaf_sources import BytesSource, FlatState, Source, leaves_of, numbered
+from ckptstore.state.leaf_sources import BytesSource, FlatState, HeldLeaf, Source, numbered
 from ckptstore.state.staging_buffers import Buffer, BufferSource, Copy, CopyProgress, Hashed
 from ckptstore.state.tensors import TensorSource
 
@@ -83,17 +84,19 @@ def leaves_away(sources: Sequence[Source]) -> frozenset[int]:
     )
 
 
+@uncollected()
 def with_leaves(flats: Mapping[str, FlatState], sources: Sequence[Source]) -> dict[str, FlatState]:
     """The same keys with other sources, which have the same numbers."""
     made = {}
     for key, flat, first in numbered(flats):
         stop = first + len(flat.leaves)
-        leaves, held = sources[first:stop], {}
+        leaves = list(sources[first:stop])
+        held: dict[int, HeldLeaf] = {}
         for n, each in flat.held.items():
             parts = ((box, sources[stop + k]) for k, (box, _) in enumerate(each.parts))
             held[n] = each._replace(parts=tuple(parts))
             stop += len(each.parts)
-        made[key] = replace(flat, leaves=list(leaves), held=held)
+        made[key] = FlatState(flat.schema, leaves, held, flat.marks)
     return made
 
 
@@ -145,16 +148,18 @@ def plan_staging(
 def stage(
     plan: StagingPlan,
     flats: Mapping[str, FlatState],
+    sources: Sequence[Source],
     arena: Buffer | None,
     spread: Spread,
     arrivals: CopyProgress | None = None,
 ) -> dict[str, FlatState]:
-    """Carry out `plan` but for what may be copied later: the same keys with sources that do not
-    change any more once that is copied, too, and what is borrowed given back. Who reads what is
-    copied later waits for its arrival."""
-    sources = leaves_of(flats)
-    for n in plan.small:
-        sources[n] = BytesSource(sources[n].read_all(), sources[n].width)
+    """Carry out `plan` of `sources` but for what may be copied later: the same keys with sources
+    that do not change any more once that is copied, too, and what is borrowed given back. Who reads
+    what is copied later waits for its arrival."""
+    sources = list(sources)
+    with uncollected():
+        for n in plan.small:
+            sources[n] = BytesSource(sources[n].read_all(), sources[n].width)
     if arena is not None:
         prepare(sources, arena)
         hashed = arena.refill(plan.offsets)

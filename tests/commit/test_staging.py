@@ -84,7 +84,7 @@ def test_noncontiguous_leaves_are_gathered() -> None:
     assert sum(copy.source is not None for task in plan.tasks for copy in task) == 2
     arena = BufferPool(PLENTY).take(plan.nbytes)
     assert arena
-    staged = leaves_of(stage(plan, flats, arena, in_turn))
+    staged = leaves_of(stage(plan, flats, leaves_of(flats), arena, in_turn))
     for tensor in state.values():
         tensor.zero_()
     assert [raw_bytes(source) for source in staged] == wanted

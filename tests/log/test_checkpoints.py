@@ -107,9 +107,12 @@ def test_a_well_hashed_file_that_is_no_checkpoint_is_refused(frame: bytes) -> No
 def test_a_well_hashed_checkpoint_that_says_nonsense_of_where_the_log_went_is_refused(
     moved: object,
 ) -> None:
-    document = canonical.decode(decompress(encode_state(FULL)[65:], 1 << 20))
+    content = decompress(encode_state(FULL)[65:], 1 << 20)
+    end = 4 + int.from_bytes(content[:4], "little")
+    document = canonical.decode(content[4:end])
     document["state"]["moved"] = moved  # type: ignore[index, call-overload]  # two dicts
-    frame = compress(canonical.encode(document))
+    head = canonical.encode(document)
+    frame = compress(len(head).to_bytes(4, "little") + head + content[end:])
     with pytest.raises(Corrupt):
         decode_state(digest(frame).hex().encode() + b"\n" + frame, STORE, 1)
 

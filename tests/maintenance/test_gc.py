@@ -19,10 +19,11 @@ from ckptstore.errors import Corrupt
 from ckptstore.index.chunks import Locations
 from ckptstore.log.entries import Over
 from ckptstore.log.sessions import open_session
+from ckptstore.log.state import State
 from ckptstore.maintenance.check import Severity
 from ckptstore.maintenance.gc import GcOptions, collect
 from ckptstore.maintenance.gc.costs import MERGE_PACKS
-from ckptstore.maintenance.gc.session_monitor import STALE_S
+from ckptstore.maintenance.gc.session_monitor import STALE_S, SessionMonitor, Sessions
 from tests.maintenance import collecting
 from tests.maintenance.collecting import (
     collected,
@@ -191,6 +192,28 @@ def test_of_a_chunk_in_two_packs_one_copy_dies(place: Site) -> None:
     verify(place, [1])
     with place.open(run="two") as store:
         store.checkout(1).verify()
+
+
+def test_what_the_log_has_settled_is_looked_at_once_however_many_packs_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Site(str(tmp_path / "store"))
+    make(place, 12, forget=range(0, 10, 2))
+    looked: list[tuple[int, int]] = []
+    look = SessionMonitor.look
+
+    def recorded(monitor: SessionMonitor, state: State) -> Sessions:
+        before = len(monitor.objects)
+        sessions = look(monitor, state)
+        looked.append((before, len(monitor.objects)))
+        return sessions
+
+    monkeypatch.setattr(SessionMonitor, "look", recorded)
+    assert collected(place).copied_bytes
+    assert looked[0][0] > 30
+    assert len(looked) > 3
+    assert {unsettled for _, unsettled in looked} == {0}
+    assert {objects for objects, _ in looked[1:]} == {0}
 
 
 def test_max_repack_limits_what_is_copied(place: Site) -> None:

@@ -287,8 +287,8 @@ class _Gc:
 
     def list_store(self) -> None:
         counter = Counter(self._progress, "list objects", 1)
-        self._monitor = SessionMonitor(self._handle, self._clock)
         self._listing = list_objects(self._storage)
+        self._monitor = SessionMonitor(self._handle, self._clock, self._listing)
         counter.add()
 
     def plan(self, *, full: bool) -> GcPlan:
@@ -305,7 +305,7 @@ class _Gc:
         recent = _recently_forgotten(state, options)
         commits = state.commits.update((c, state.commits[c]._replace(soft=0)) for c in recent)
         state = replace(state, commits=commits)
-        sessions = self._monitor.look(self._listing, state)
+        sessions = self._monitor.look(state)
         active = frozenset() if full or options.force else sessions.active_ids
         marked = mark(storage, state, self._threads, self._progress)
         purge = tuple(sorted(commit for commit, row in state.commits.items() if row.soft))
@@ -378,7 +378,7 @@ class _Gc:
         may still reuse."""
         state = self._log.replay()
         condemned = {n: pack for n in numbers if (pack := state.packs.get(n)) and not pack.live}
-        active = self._monitor.look(self._listing, state).active_ids
+        active = self._monitor.look(state).active_ids
         if self._options.force or self._plan.full:
             active = frozenset()
         waits = self._monitor.wait_for(condemned.values(), active, state)
@@ -387,12 +387,13 @@ class _Gc:
         if body is None:
             return
         counter = Counter(self._progress, "delete packs", len(body.packs))
-        for n in sorted(body.packs):
-            pack = condemned[n]
+        deleted = [condemned[n] for n in sorted(body.packs)]
+        for pack in deleted:
             for key in keys_of(pack):
                 self._remove(key, pack.bytes)
-            self.report.deleted += (pack.id,)
+            self._monitor.waits.pop(pack.id, None)
             counter.add()
+        self.report.deleted += tuple([pack.id for pack in deleted])
 
     def _remove(self, key: str, nbytes: int) -> None:
         self._storage.delete(key)
@@ -403,7 +404,7 @@ class _Gc:
         replay."""
         state = self._log.replay()
         planned = frozenset(orphan.key for orphan in self._plan.orphans)
-        stale = self._monitor.look(self._listing, state).stale
+        stale = self._monitor.look(state).stale
         found = [o for o in orphans(self._listing, state, stale=stale) if o.key in planned]
         counter = Counter(self._progress, "delete orphans", len(found))
         for orphan in found:

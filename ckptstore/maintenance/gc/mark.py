@@ -27,7 +27,7 @@ import numpy.typing as npt
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, checksum
 from ckptstore.core.model import NO_BASE
 from ckptstore.errors import Corrupt, NotFound, Unavailable
-from ckptstore.log.state import Pack, State
+from ckptstore.log.state import CommitRow, Pack, State
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of, read_document
 from ckptstore.objects.pack import PAGE, PATCHED_DTYPE, FooterTable
@@ -321,15 +321,21 @@ class _Marking:
         roots = [(commit, row) for commit, row in state.commits.items() if not row.soft]
         counter = Counter(self._report, "read commits", len(roots))
         pages: dict[ChunkId, CommitId] = {}
-        for commit, row in roots:
+
+        def read(root: tuple[CommitId, CommitRow]) -> None:
+            commit, row = root
             try:
                 kinds = metadata_of(read_document(self._storage, row.session, commit))
             except (Corrupt, NotFound) as error:
                 raise _unmarkable(commit, error) from error
             if others := [chunk for chunk, kind in kinds.items() if kind != PAGE]:
                 self._need(b"".join(others))
-            pages.update((chunk, commit) for chunk, kind in kinds.items() if kind == PAGE)
+            for chunk, kind in kinds.items():
+                if kind == PAGE:
+                    pages[chunk] = commit
             counter.add()
+
+        self._threads.spread(read, roots)
         return pages
 
     def read_pages(self, pages: dict[ChunkId, CommitId]) -> None:

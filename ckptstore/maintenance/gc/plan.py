@@ -76,6 +76,10 @@ Listing: TypeAlias = Mapping[str, int]
 """Objects and their sizes, listed before the replay of the state that they are compared with."""
 
 
+Owned: TypeAlias = Mapping[str, tuple[SessionId, int]]
+"""Objects with the sessions in their names, and their sizes."""
+
+
 def list_objects(storage: Storage) -> Listing:
     """List everything but the log's entries."""
     prefixes = (*(f"{folder}/" for folder in _WHY), "log/checkpoint-", "log/scratch-")
@@ -86,6 +90,11 @@ def owner(key: str) -> SessionId | None:
     """The session in the name of an object; None for a name that no session gives."""
     found = _OWNED.fullmatch(key)
     return SessionId(found[str(found.lastgroup)]) if found else None
+
+
+def owned(listing: Listing) -> Owned:
+    """The objects of `listing` that sessions named."""
+    return {key: (by, size) for key, size in listing.items() if (by := owner(key))}
 
 
 def unlisted(

@@ -19,7 +19,7 @@ from ckptstore.core.process import boot_id
 from ckptstore.log.sessions import SessionInfo, is_gone, read_sessions
 from ckptstore.log.state import Pack, State
 from ckptstore.maintenance import load_note, save_note
-from ckptstore.maintenance.gc.plan import Listing, list_objects, owner, unlisted
+from ckptstore.maintenance.gc.plan import Listing, list_objects, owned
 from ckptstore.repository.store_handle import StoreHandle
 
 STALE_S = 600.0
@@ -47,9 +47,11 @@ class Sessions:
 
 class SessionMonitor:
     """Observes the sessions of one store; `seen` and `waits` are what this host has observed since
-    its last boot."""
+    its last boot. `objects` are those of sessions that the log has not closed: what it lists is of
+    closed ones, so after the first look nearly all of a store is left out."""
 
-    def __init__(self, handle: StoreHandle, clock: Callable[[], float]) -> None:
+    def __init__(self, handle: StoreHandle, clock: Callable[[], float], listing: Listing) -> None:
+        self.objects = owned(listing)
         self._storage, self._clock = handle.storage, clock
         self._path = handle.index_directory / WATCH_NAME
         self.seen: Seen
@@ -58,14 +60,17 @@ class SessionMonitor:
             self._path, boot_id(), _observations, _observations(({}, {}))
         )
 
-    def look(self, listing: Listing, state: State) -> Sessions:
-        """Observe the sessions that have a file, or that objects of `listing` name which `state`
-        does not list."""
+    def look(self, state: State) -> Sessions:
+        """Observe the sessions that have a file, or that objects of the listing name. `state` is no
+        older than that of the look before."""
         infos = {info.id: info for info in read_sessions(self._storage)}
-        named = {session for key, _ in unlisted(listing, state) if (session := owner(key))}
+        self.objects = objects = {
+            key: of for key, of in self.objects.items() if not state.closed(of[0])
+        }
+        named = {by for key, (by, _) in objects.items() if key.startswith(("packs/", "commits/"))}
         files = {
             key.removeprefix("tmp/"): size
-            for key, size in listing.items()
+            for key, (_, size) in objects.items()
             if key.startswith("tmp/")
         }
         values: dict[str, int] = files | dict.fromkeys(named, NO_FILE)
@@ -91,9 +96,10 @@ class SessionMonitor:
         """The sessions in `active` that each of the packs `condemned` waits for: those that were
         in flight when this host first saw it condemned."""
         waits = {pack.id: self.waits.get(pack.id, active) & active for pack in condemned}
-        listed = {pack.id for pack in state.packs.values()}
-        kept = {pack: sessions for pack, sessions in self.waits.items() if pack in listed}
-        self.waits = kept | waits
+        if self.waits.keys() - waits:
+            listed = {pack.id for pack in state.packs.values()}
+            self.waits = {pack: waited for pack, waited in self.waits.items() if pack in listed}
+        self.waits |= waits
         self._save()
         return waits
 
@@ -132,11 +138,10 @@ def activities(
     handle: StoreHandle, *, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Activity, ...]:
     """Every session that has a file, oldest first. Counts as an observation for gc."""
-    monitor = SessionMonitor(handle, clock)
-    listing = list_objects(handle.storage)
+    monitor = SessionMonitor(handle, clock, list_objects(handle.storage))
     infos = sorted(read_sessions(handle.storage), key=lambda info: (info.time_ns, info.id))
     state = handle.log.replay()
-    monitor.look(listing, state)
+    monitor.look(state)
     found = []
     for info in infos:
         waiting = [
