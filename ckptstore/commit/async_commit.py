@@ -1,8 +1,8 @@
 """How does an asynchronous commit run? Admit, flatten and stage it; commit in the background.
 
 A commit may start before the copy of its state is complete. A lazy copy goes on in the background;
-a thread that must wait for it helps. Borrowed leaves are not copied: the caller waits until they
-are written.
+another thread helps once somebody must wait for it. Borrowed leaves are not copied: the caller
+waits until they are written.
 """
 
 import os
@@ -89,15 +89,18 @@ class LazyCopy:
         arrivals: CopyProgress,
         versions: Callable[[], Mapping[int, int]],
         path: Callable[[int], str],
+        helpers: ThreadPool,
     ) -> None:
         self._pending, self._arena, self._arrivals, self._path = pending, arena, arrivals, path
+        self._helpers = helpers
         self._versions, self._before = versions, versions()
         self._tasks = shared(enumerate(tasks))
         self._copied, self._ended = new_event(), new_event()
         self._error: BaseException | None = None
 
     def work(self) -> None:
-        """Copy until no task is left. Several threads may call it."""
+        """Copy until no task is left. Several threads may call it, but not one that Ctrl-C can
+        interrupt: nobody else would make the copy that it had begun."""
         for number, task in self._tasks:
             failed: BaseException | None = None
             try:
@@ -114,7 +117,7 @@ class LazyCopy:
             return
         started = time.perf_counter()
         self._look()
-        self.work()
+        self._helpers.submit(self.work)
         self._copied.wait()
         self._pending.held_longer(time.perf_counter() - started)
 
@@ -408,7 +411,9 @@ class AsyncCommits(Generic[S]):
         lazy_copy = None
         if plan.later:
             looks = partial(versions, sources, lazy & plan.offsets.keys())
-            lazy_copy = LazyCopy(pending, plan.later, arena, arrivals, looks, paths.__getitem__)
+            lazy_copy = LazyCopy(
+                pending, plan.later, arena, arrivals, looks, paths.__getitem__, self._copiers
+            )
         watch = PendingWatch(pending, {n: leaf_bytes[n] for n in plan.borrowed}, lazy_copy)
         return _Begun(candidates, arena, staged, watch)
 

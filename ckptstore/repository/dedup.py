@@ -203,12 +203,15 @@ class Dedup:
         return live
 
     def _is_reliable(self, number: int) -> bool:
-        found = self._reliable.get(number)
-        if found is None:
+        if number not in self._reliable:
             pack = self._state.packs.get(number)
-            found = pack is not None and pack.live and pack.id not in self._suspected
-            self._reliable[number] = found = found and self._objects.is_there(pack)
-        return found
+            self._reliable[number] = (
+                pack is not None
+                and pack.live
+                and pack.id not in self._suspected
+                and self._objects.is_there(pack)
+            )
+        return self._reliable[number]
 
 
 class GcPin:
