@@ -1,8 +1,8 @@
 """How does an asynchronous commit run? Admit, flatten and stage it; commit in the background.
 
 A commit may start before the copy of its state is complete. A lazy copy goes on in the background;
-a thread that must wait for it helps. Borrowed leaves are not copied: the caller waits until they
-are written.
+another thread helps once somebody must wait for it. Borrowed leaves are not copied: the caller
+waits until they are written.
 """
 
 import os
@@ -28,7 +28,7 @@ from ckptstore.core.forks import cached_property, new_event, survives_forks
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Async, Milestone
 from ckptstore.core.text import bytes_text, selector
-from ckptstore.errors import Busy, Conflict, InvalidInput
+from ckptstore.errors import Busy, Cancelled, Conflict, InvalidInput
 from ckptstore.repository.thread_pool import ThreadPool, shared
 from ckptstore.state.leaf_sources import leaves_of
 from ckptstore.state.staging import (
@@ -88,15 +88,20 @@ class LazyCopy:
         arrivals: CopyProgress,
         versions: Callable[[], Mapping[int, int]],
         path: Callable[[int], str],
+        helpers: ThreadPool,
     ) -> None:
         self._pending, self._arena, self._arrivals, self._path = pending, arena, arrivals, path
+        self._helpers = helpers
         self._versions, self._before = versions, versions()
         self._tasks = shared(enumerate(tasks))
         self._copied, self._ended = new_event(), new_event()
+        self.begun = False
         self._error: BaseException | None = None
 
     def work(self) -> None:
-        """Copy until no task is left. Several threads may call it."""
+        """Copy until no task is left. Several threads may call it, but not one that Ctrl-C can
+        interrupt: nobody else would make the copy that it had begun."""
+        self.begun = True
         for number, task in self._tasks:
             failed: BaseException | None = None
             try:
@@ -113,7 +118,7 @@ class LazyCopy:
             return
         started = time.perf_counter()
         self._look()
-        self.work()
+        self._helpers.submit(self.work)
         self._copied.wait()
         self._pending.held_longer(time.perf_counter() - started)
 
@@ -264,8 +269,9 @@ class AsyncCommits(Generic[S]):
         started first, so that one failure does not cost two commits.
         """
         begun: list[_Begun] = []
-        with self._calls, ExitStack() as taken:
+        with self._calls:
             pending: Pending[S] = Pending(label.step, options.on_progress)
+            taken, claim, before = ExitStack(), threading.Lock(), self._parent_tracker.tip()
 
             def begin() -> str:
                 if not self._background.admit(wait=options.overlap == "wait"):
@@ -280,22 +286,36 @@ class AsyncCommits(Generic[S]):
                 begun.append(found)
                 return ""
 
-            if why_not := route.peers.agree(begin) if route.peers else begin():
-                pending.fail(
-                    Busy(
-                        f"{pending.name} was skipped, as overlap='skip' says: {why_not}; nothing "
-                        "was changed"
+            try:
+                if why_not := route.peers.agree(begin) if route.peers else begin():
+                    taken.close()
+                    pending.fail(
+                        Busy(
+                            f"{pending.name} was skipped, as overlap='skip' says: {why_not}; "
+                            "nothing was changed"
+                        )
                     )
-                )
-                return pending
-            watch = begun[0].watch
-            if watch.lazy:
-                self._begin_copy(pending, watch.lazy, taken)
-            elif not watch.borrowed:
-                pending.reached(Milestone.STAGED)
-            base = self._parent_tracker.then(pending)
-            job = _Job(pending, begun[0], taken.pop_all(), base, label, route)
-            self._begin(job, eager=options.staging == "eager")
+                    return pending
+                watch = begun[0].watch
+                if watch.lazy:
+                    self._begin_copy(pending, watch.lazy, taken)
+                elif not watch.borrowed:
+                    pending.reached(Milestone.STAGED)
+                base = self._parent_tracker.then(pending)
+                job = _Job(pending, begun[0], taken, claim, base, label, route)
+                self._background.start(pending, partial(self._finish, job))
+                # From here on, the caller waits until it may change the state.
+                if watch.lazy and options.staging == "eager":
+                    watch.lazy.hold()
+                watch.wait()
+            except BaseException:
+                # An interrupted caller might change the state too early.
+                pending.cancel()
+                if claim.acquire(blocking=False):  # its thread has not begun it, and will not
+                    self._parent_tracker.withdraw(pending, before)
+                    taken.close()
+                    pending.fail(Cancelled(f"{pending.name} was interrupted before it began"))
+                raise
             pending.reached(Milestone.HELD)
         if watch.borrowed:
             pending.wait_staged()
@@ -305,19 +325,6 @@ class AsyncCommits(Generic[S]):
             pending,
         )
         return pending
-
-    def _begin(self, job: "_Job[S]", *, eager: bool) -> None:
-        """Hand the commit over, and return when the caller may change the state. An exception here
-        cancels the commit, because an interrupted caller might change the state too early."""
-        try:
-            watch = job.begun.watch
-            self._background.start(job.pending, partial(self._finish, job))
-            if watch.lazy and eager:
-                watch.lazy.hold()
-            watch.wait()
-        except BaseException:
-            job.pending.cancel()
-            raise
 
     def hold(self) -> None:
         """Wait until every pending copy is complete. Called before the state changes."""
@@ -397,17 +404,25 @@ class AsyncCommits(Generic[S]):
                 "process or several ranks needs all of it there: open the store with more "
                 "staging_bytes"
             )
-        arena = self.pool.take(plan.nbytes, wait=options.overlap == "wait")
+        arenas = list[Buffer]()
+
+        def give() -> None:
+            for each in arenas:
+                self.pool.give(each)
+
+        taken.callback(give)  # first: this call may be interrupted once it has one
+        arena = self.pool.take(plan.nbytes, wait=options.overlap == "wait", into=arenas)
         if arena is None:
             return f"{bytes_text(plan.nbytes)} of staging memory is not free"
-        taken.callback(self.pool.give, arena)
         arrivals = CopyProgress(plan.later)
         staged = stage(plan, flats, sources, arena, self._copiers.spread, arrivals)
         pending.state_bytes = sum(leaf_bytes)
         lazy_copy = None
         if plan.later:
             looks = partial(versions, sources, lazy & plan.offsets.keys())
-            lazy_copy = LazyCopy(pending, plan.later, arena, arrivals, looks, paths.__getitem__)
+            lazy_copy = LazyCopy(
+                pending, plan.later, arena, arrivals, looks, paths.__getitem__, self._copiers
+            )
         watch = PendingWatch(pending, {n: leaf_bytes[n] for n in plan.borrowed}, lazy_copy)
         return _Begun(candidates, arena, staged, watch)
 
@@ -415,17 +430,24 @@ class AsyncCommits(Generic[S]):
         """Start the background copy. `taken`, which holds the buffer, is released after it."""
 
         def ended() -> None:
-            lazy.wait_ended()
-            self._lazy.remove(lazy)
+            is_held = lazy in self._lazy
+            if not is_held:  # this call failed: is there a copy?
+                self._stagers.submit(_nothing_left).result()  # behind it: there is one thread
+            if is_held or lazy.begun:
+                lazy.wait_ended()
+            if is_held:
+                self._lazy.remove(lazy)
             pending.help_staging = _nothing_left
 
-        self._stagers.submit(lazy.work)  # first: it may fail
         taken.callback(ended)
+        self._stagers.submit(lazy.work)
         self._lazy.append(lazy)
         pending.help_staging = lazy.hold
 
     def _finish(self, job: "_Job[S]") -> None:
         """Complete a commit in the background. Raises nothing."""
+        if not job.claim.acquire(blocking=False):
+            return  # its caller was interrupted, and has released all
         pending, begun, parents = job.pending, job.begun, parents_of(job.base)
         pending.tip = parents[0] if parents else None
         try:
@@ -461,12 +483,13 @@ class _Begun:
 
 @dataclass(frozen=True, slots=True)
 class _Job(Generic[S]):
-    """A commit handed to the background. `taken` releases staging memory and sessions at its
-    end."""
+    """A commit handed to the background. `taken` releases staging memory and sessions at its end:
+    whoever acquires `claim` closes it, the thread of commits or an interrupted caller."""
 
     pending: Pending[S]
     begun: _Begun
     taken: ExitStack
+    claim: threading.Lock
     base: CommitId | Pending[Any] | None
     label: CommitMetadata
     route: CommitRoute[S]

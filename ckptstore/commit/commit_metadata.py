@@ -249,6 +249,17 @@ class ParentTracker:
             before, self._tip = self._tip, pending
             return before
 
+    def tip(self) -> CommitId | Pending[Any] | None:
+        """What the next commit follows."""
+        with self._lock:
+            return self._tip
+
+    def withdraw(self, pending: Pending[Any], before: CommitId | Pending[Any] | None) -> None:
+        """Let the next commit follow what was there `before`: `pending` never began."""
+        with self._lock:
+            if self._tip is pending:
+                self._tip = before
+
     def parents(self) -> tuple[CommitId, ...]:
         """The parents of a commit made now. Nothing may be in flight."""
         with self._lock:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ckptstore.core import forks
-from ckptstore.core.ids import ChunkId
+from ckptstore.core.ids import ChunkId, checksum
 from ckptstore.objects import patches
 from ckptstore.repository.dedup import ChunkTable
 from ckptstore.repository.memory_budget import PatchMemory
@@ -23,12 +23,18 @@ LeafChunk: TypeAlias = tuple[int, int]
 
 
 class Old(NamedTuple):
-    """The chunk that was at a place in the last commit: its raw bytes, and how far it is from one
-    that is stored whole."""
+    """The chunk that was at a place in the last commit: its raw bytes, how far it is from one that
+    is stored whole, and the checksum of the bytes, or nothing if they were verified just now."""
 
     id: ChunkId
     raw: memoryview
     chain: patches.ChainLength
+    checksum: bytes = b""
+
+    def is_sound(self) -> bool:
+        """Whether memory has kept the bytes. A patch of others would make no chunk, nor would any
+        that comes after it."""
+        return not self.checksum or checksum(self.raw) == self.checksum
 
 
 @dataclass(slots=True)
@@ -76,7 +82,8 @@ class HeldChunks:
             copy = memoryview(bytearray(len(now.raw)))
             self._count(len(copy))
         np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(now.raw, np.uint8))
-        self._olds[at] = Old(now.id, copy, now.chain)
+        self.give_up(self._olds.pop(at, None))  # of a save that overlaps with this one
+        self._olds[at] = now._replace(raw=copy)
 
     def give_up(self, old: Old | None) -> None:
         """Keep nothing in the memory of a chunk that was taken."""

@@ -108,7 +108,11 @@ class Dedup:
         self._objects = objects
         self._state = state
         self._suspected = objects.suspect_packs.packs()
-        self._live: dict[int, bool] = {}
+        # A look-up may find patches in a pack that had none before, so both are of so many
+        # packs with patches known (`PatchBases.known`).
+        self._live: dict[int, tuple[int, bool]] = {}
+        self._relied: dict[int, int] = {}
+        self._reliable: dict[int, bool] = {}
         self._taken: dict[ChunkId, object] = {}
         self._distrusted: set[ChunkId] = set()
         self.reused: set[int] = set()
@@ -137,9 +141,12 @@ class Dedup:
     def reuse(self, packs: Iterable[int]) -> None:
         """Rely on chunks of `packs`, by number, and so on the packs that hold the bases of patches
         there; 0 is none."""
-        for number in set(packs) - self.reused:
-            if number:
-                self.reused.update({number}, self._objects.patch_bases.needed(number).packs)
+        bases = self._objects.patch_bases
+        known = bases.known
+        for number in set(packs):
+            if number and self._relied.get(number) != known:
+                self.reused.update({number}, bases.needed(number).packs)
+                self._relied[number] = known
 
     def take(self, chunk: ChunkId) -> bool:
         """Whether the caller is the first to write a chunk that no live pack holds."""
@@ -186,18 +193,25 @@ class Dedup:
         return {ChunkId(chunk): pack if found else 0 for chunk, pack, found in rows}
 
     def _is_live(self, number: int) -> bool:
-        live = self._live.get(number)
-        if live is None:
-            needed = self._objects.patch_bases.needed(number)
+        bases = self._objects.patch_bases
+        known = bases.known
+        of, live = self._live.get(number, (-1, False))
+        if of != known:
+            needed = bases.needed(number)
             live = needed.complete and all(map(self._is_reliable, {number, *needed.packs}))
-            self._live[number] = live
+            self._live[number] = known, live
         return live
 
     def _is_reliable(self, number: int) -> bool:
-        pack = self._state.packs.get(number)
-        if pack is None or not pack.live or pack.id in self._suspected:
-            return False
-        return self._objects.is_there(pack)
+        if number not in self._reliable:
+            pack = self._state.packs.get(number)
+            self._reliable[number] = (
+                pack is not None
+                and pack.live
+                and pack.id not in self._suspected
+                and self._objects.is_there(pack)
+            )
+        return self._reliable[number]
 
 
 class GcPin:

@@ -50,6 +50,11 @@ class PatchBases:
         self._direct: dict[int, frozenset[int]] = {}
         """By pack with patches, the packs that held their bases when they were last looked up."""
 
+    @property
+    def known(self) -> int:
+        """How many packs with patches are known; what `needed` says is of these."""
+        return len(self._bases)
+
     def note(self, where: "NDArray[np.void]") -> None:
         """Remember in which packs patches were found, by rows of `LOCATED_DTYPE`. Reads their
         footers, once each."""

@@ -220,9 +220,12 @@ class BufferPool:
         with self._changed:
             return self._taken_bytes + sum(arena.nbytes for arena in self._free)
 
-    def take(self, nbytes: int, *, wait: bool = True) -> Buffer | None:
+    def take(
+        self, nbytes: int, *, wait: bool = True, into: list[Buffer] | None = None
+    ) -> Buffer | None:
         """An arena of at least `nbytes`, which must be within the budget; waits until there is
-        room, or returns None without `wait`."""
+        room, or returns None without `wait`. It is in the list `into` when it is taken, whatever
+        interrupts this call."""
         size = -(-max(nbytes, 1) // MIN_STAGING_BYTES) * MIN_STAGING_BYTES
         assert size <= self.budget_bytes
         with self._changed:
@@ -232,6 +235,8 @@ class BufferPool:
                 self._changed.wait()
             arena = self._best(size)
             self._taken_bytes += arena.nbytes
+            if into is not None:
+                into.append(arena)
             return arena
 
     def give(self, arena: Buffer) -> None:

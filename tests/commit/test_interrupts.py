@@ -1,5 +1,6 @@
 """Ctrl-C at the worst moments: nothing waits for ever afterwards, and no thread goes on."""
 
+import itertools
 import sys
 import threading
 import time
@@ -7,13 +8,19 @@ from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 import ckptstore
+from ckptstore import Async
+from ckptstore.commit import async_commit as copies
+from ckptstore.commit import pending
+from ckptstore.core import process
+from ckptstore.repository import thread_pool as pools
 from ckptstore.repository.thread_pool import ThreadPool, shared
+from ckptstore.state import staging, staging_buffers
 
 
 def interrupted_in(function: Callable[..., object], call: Callable[[], object]) -> None:
@@ -72,3 +79,87 @@ def test_the_other_threads_have_ended_when_an_interrupted_call_returns() -> None
     interrupted_in(futures.wait, lambda: threads.together([work, last], items.stop))
     assert done == [0]
     threads.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_copy_ends_wherever_its_waiting_thread_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C at each line of ours in turn, on a thread that waits for a lazy copy."""
+    ours = {module.__file__ for module in (copies, staging_buffers, pools, process)}
+    main, go_on, left = threading.get_ident(), threading.Event(), 0
+
+    def late(*args: Any) -> None:
+        if threading.get_ident() != main:
+            go_on.wait()
+        staging.copy_task(*args)
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in ours:
+            return None
+        left -= 1
+        if not left:
+            sys.settrace(None)
+            threading.Timer(0.01, go_on.set).start()
+            raise KeyboardInterrupt
+        return trace
+
+    monkeypatch.setattr(copies, "copy_task", late)
+    model = torch.nn.ParameterDict({"w": torch.arange(3 << 18).double()})
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    before = sys.gettrace()
+    with ckptstore.open(tmp_path / "store") as store:
+        for line in itertools.count(1):
+            go_on, left = threading.Event(), line
+            begun = store.commit_async(state, step=line, background=Async(staging="lazy"))
+            timer = threading.Timer(0.3, go_on.set)
+            timer.start()
+            sys.settrace(trace)
+            try:
+                begun.wait_staged()
+                break  # it has no more lines
+            except KeyboardInterrupt:
+                assert begun.exception(timeout_s=20) is None
+            finally:
+                sys.settrace(before)
+                go_on.set()
+        assert line > 10
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("staging", ["eager", "lazy"])
+def test_a_call_that_is_interrupted_anywhere_keeps_no_memory(
+    staging: Literal["eager", "lazy"], tmp_path: Path
+) -> None:
+    """Ctrl-C within each call that `commit_async` makes in turn, where Python looks for one: as a
+    function of ours begins, or as one in C has returned. The memory is enough for one state."""
+    ours = {module.__file__ for module in (copies, staging_buffers, pending)}
+    left = 0
+
+    def profile(frame: FrameType, event: str, arg: Any) -> None:
+        nonlocal left
+        if event in ("call", "c_return") and frame.f_code.co_filename in ours:
+            left -= 1
+            if not left:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    weight = torch.nn.Parameter(torch.zeros(1 << 18, dtype=torch.float64))
+    state = {"w": weight, "optimizer": torch.optim.SGD([weight])}
+    background = Async(staging=staging, staging_bytes=4 << 20)
+    before = sys.getprofile()
+    with ckptstore.open(tmp_path / "store", background=background) as store:
+        store.commit(state, step=0)
+        for call in itertools.count(1):
+            left = call
+            sys.setprofile(profile)
+            try:
+                store.commit_async(state, step=call)
+                break  # it makes no more calls
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.setprofile(before)
+            store.commit_async(state, step=call + 1000).wait(timeout_s=20)
+        assert call > 20

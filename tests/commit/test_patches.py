@@ -156,6 +156,39 @@ def test_a_commit_refers_to_the_packs_of_all_bases(tmp_path: Path) -> None:
         assert {log.packs[n].stamp for n in tensors} == {log.n}
 
 
+def test_a_commit_refers_to_the_bases_of_patches_found_late_in_a_pack(tmp_path: Path) -> None:
+    """Another process finds whole chunks of a pack first, and only then a patch in it."""
+
+    def state(step: int) -> dict[str, torch.Tensor]:
+        dense = torch.randn(1 << 20, generator=torch.Generator().manual_seed(step))
+        return {"dense": dense, "sparse": nudged((1 << 20,), step)}
+
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(2):
+            store.commit(state(step), step=step)
+    with ckptstore.open(tmp_path / "store", run="other") as store:
+        store.commit(state(1), step=0)
+        log = store._handle.log.replay()
+        tensors = {n for n, pack in log.packs.items() if not pack.metadata}
+        assert len(tensors) == 2
+        assert {log.packs[n].stamp for n in tensors} == {log.n}
+
+
+def test_a_bit_that_flips_in_a_base_in_memory_costs_bytes_alone(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(2):
+            store.commit({"w": nudged(SHAPE, step)}, step=step)
+        held = store._internals.committer._whole._whole.hints.held
+        for old in held._olds.values():
+            old.raw[len(old.raw) // 2] ^= 1
+        for step in range(2, 6):
+            store.commit({"w": nudged(SHAPE, step)}, step=step)
+            assert chunks_by_codec(store, patched=True)
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(6):
+            assert same(store.checkout(step).read("w"), nudged(SHAPE, step))
+
+
 def test_a_budget_makes_no_patches(tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "store") as store:
         for step in range(3):

@@ -12,6 +12,7 @@ import ckptstore
 from ckptstore.core.geometry import grid
 from ckptstore.plugins.follow import follower as following
 from ckptstore.plugins.follow.follower import Follower
+from ckptstore.restore.reader import Reader
 from ckptstore.storage.local import LocalStorage
 from ckptstore.store import Store
 
@@ -304,6 +305,39 @@ def test_what_others_wrote_to_the_target_is_read_again(writer: Store, reader: St
         writer.commit(stepped(source, 2), step=2)
         follower.wait(0)
         assert_same(target, source)
+
+
+@pytest.mark.parametrize("how", ["written", "replaced", "another key"])
+def test_what_a_reader_wrote_while_a_commit_was_read_is_read_again(
+    how: str, writer: Store, reader: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = state(), blank()
+    writer.commit(source, step=0)
+    fetch = Reader.fetch
+
+    def meanwhile(self: Any, *args: Any) -> Any:
+        monkeypatch.undo()
+        with follower.frozen():
+            if how == "written":
+                target["model"]["w"] *= 2
+            elif how == "replaced":
+                target["model"]["w"] = torch.zeros(8 * BLOCK).bfloat16()
+            else:
+                target["model"] = dict(target["model"])
+        return fetch(self, *args)
+
+    with reader.follow("rl", target) as follower:
+        follower.wait(0)
+        writer.commit(stepped(source, 2), step=1)
+        monkeypatch.setattr(Reader, "fetch", meanwhile)
+        follower.wait(0)
+        assert_same(target, source)
+        with follower.frozen():
+            pass
+        writer.commit(stepped(source, 3, 4), step=2)
+        follower.wait(0)
+        assert_same(target, source)
+        assert applied(follower) == 2 * CHUNK_BYTES
 
 
 def test_a_module_in_another_dtype_follows(writer: Store, reader: Store) -> None:

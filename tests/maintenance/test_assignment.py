@@ -1,13 +1,20 @@
 """The assignment of each live chunk to a pack, against a model of sets."""
 
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckptstore.core.ids import ChunkId
+from ckptstore.core.ids import ChunkId, digest
 from ckptstore.core.model import PackEntry
-from ckptstore.maintenance.gc.mark import Holdings, short_keys
+from ckptstore.maintenance import silent
+from ckptstore.maintenance.gc.mark import Holdings, _Marking, short_keys
 from ckptstore.objects import pack
+from ckptstore.objects.codecs import PATCH, RAW
+from ckptstore.repository.thread_pool import one_by_one
 
 
 def chunk(prefix: int, rest: int) -> ChunkId:
@@ -98,6 +105,72 @@ def test_a_copy_that_stays_is_sound_or_every_copy_stays(
         held = {(i, row) for i, row in copies if packs[i][row] == name}
         sound = held - damaged
         assert len(stays & sound) == 1 if sound else held <= stays
+
+
+class Copy(NamedTuple):
+    """A copy of chunk `number` in a pack: a patch of chunk `base`, or whole."""
+
+    number: int
+    base: int | None
+
+
+def name_of(number: int) -> ChunkId:
+    return ChunkId(digest(bytes([number])))
+
+
+def entry_of(copy: Copy, at: int) -> PackEntry:
+    """Each takes a byte, so that the ranks of packs decide."""
+    name, patch = name_of(copy.number), copy.base is not None
+    entry = PackEntry(name, bytes(16), at, 1, 1, PATCH if patch else RAW, 1, pack.TENSOR)
+    if copy.base is None:
+        return entry
+    return entry._replace(patch_of=name_of(copy.base), depth=copy.number)
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> Copy:
+    """A patch has a base with a smaller number, so that no chunk needs itself."""
+    number = draw(st.integers(0, 5))
+    base = draw(st.none() | st.integers(0, number - 1)) if number else None
+    return Copy(number, base)
+
+
+@example(
+    [[Copy(2, 0)], [Copy(2, 1), Copy(3, None)], [Copy(4, 3)], [Copy(0, None)], [Copy(1, None)]],
+    {2, 4},
+)
+@given(
+    st.lists(
+        st.lists(copies(), min_size=1, max_size=4, unique_by=lambda copy: copy.number), max_size=6
+    ),
+    st.sets(st.integers(0, 5)),
+)
+def test_the_base_of_each_patch_that_stays_stays(packs: list[list[Copy]], needed: set[int]) -> None:
+    tables = [
+        pack.encode_tail([entry_of(copy, at) for at, copy in enumerate(some)], len(some), False)[1]
+        for some in packs
+    ]
+    threads = cast(Any, SimpleNamespace(spread=one_by_one))
+    listed = cast(Any, [SimpleNamespace(chunks=len(some)) for some in packs])
+    marking = _Marking(cast(Any, None), listed, threads, silent)
+    for i, table in enumerate(tables):
+        marking.holdings.put(i, table)
+    marking.holdings.sort()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(marking, "_damaged", lambda i, rows: [])
+        marking._need(b"".join(map(name_of, needed)))
+        marking._flush()
+        assigned = marking.assign()
+    stay = [
+        copy
+        for i, some in enumerate(packs)
+        for copy, stays in zip(some, marking.holdings.of_pack(i, assigned).tolist(), strict=True)
+        if stays
+    ]
+    held = {copy.number for some in packs for copy in some}
+    numbers = {copy.number for copy in stay}
+    assert needed & held <= numbers
+    assert {copy.base for copy in stay if copy.base in held} <= numbers
 
 
 def test_a_needed_chunk_that_no_pack_holds_is_reported() -> None:

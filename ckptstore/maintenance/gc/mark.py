@@ -119,6 +119,10 @@ class Holdings:
         missing: Keys = keys[~held]
         return missing
 
+    def live_keys(self) -> int:
+        """How many different keys are live. They only become more."""
+        return int(np.count_nonzero(self._live))
+
     def assign(self) -> npt.NDArray[np.bool_]:
         """For each chunk of each pack, whether it is live and assigned to that pack.
 
@@ -364,14 +368,13 @@ class _Marking:
 
     def assign(self) -> npt.NDArray[np.bool_]:
         """Assign live chunks to packs, and with them the bases of the patches there."""
-        assigned, known = self._assign(), (0, 0)
+        assigned = self._assign()
         while self.holdings.bases_of_patches:
-            needed, kept = self.holdings.patch_bases(assigned)
-            if (len(needed), len(kept)) == known:
-                break
-            known = len(needed), len(kept)
+            live, (needed, kept) = self.holdings.live_keys(), self.holdings.patch_bases(assigned)
             self.holdings.need(kept)  # that of a patch which no commit needs may be gone
             self.missing.update(self.holdings.need(needed).tolist())
+            if self.holdings.live_keys() == live:
+                break  # then the bases of exactly what is assigned are live
             assigned = self._assign()
         return assigned
 

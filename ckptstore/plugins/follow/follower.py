@@ -2,15 +2,16 @@
 
 A commit is applied in four steps: look at the log, plan, read and verify what the target lacks into
 separate memory, and write all of it while no reader is within `frozen()`. The first three change
-nothing. Before the last one the follower forgets what the target holds, and notes the commit when
-everything is written. So after an error or an interrupt in between, the target counts as unknown:
-nobody gets in, and the next commit is restored whole.
+nothing; if readers came or went meanwhile, the target is looked at again before the fourth. Then
+the follower forgets what the target holds, and notes the commit when everything is written. So
+after an error or an interrupt in between, the target counts as unknown: nobody gets in, and the
+next commit is restored whole.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -79,6 +80,15 @@ class FollowOptions:
     poll_s: float | None
     turn_timeout_s: float
     on_commit: OnCommit | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A commit of which all that the target lacks was read, and lies `aside`."""
+
+    operation: RestoreOperation
+    planned: FollowPlan
+    aside: Mapping[ChunkId, memoryview]
 
 
 class Follower:
@@ -317,30 +327,48 @@ class Follower:
         ]
         self._reader.threads.spread(lambda read: read(), reads)
         snapshot = self._internals.snapshot(found, self._reader)
-        # What conversions lose is found out in the chunks that are read anyway.
-        held = self._held
-        options = replace(self._options.restore, rehearse=held is None)
-        operation = begin_restore(snapshot, self._target, options)
-        reading = operation.reading  # refuses pages that contradict the shapes
-        planned = plan(held or TargetContent(), operation.wanted)
-        if held is None:
+        if self._held is None:
             # Nobody sees the target now, so it is read into place, chunk by chunk.
-            return self._write(snapshot, operation, planned, operation.read, 0.0)
-        started_s = time.monotonic()
-        aside = self._read_aside(operation, planned)
-        _refuse_losses(planned, aside, snapshot)
+            operation, planned = self._begin(snapshot)
+            with self._turns.writing(self._options.turn_timeout_s):
+                return self._write(snapshot, operation, planned, operation.read, 0.0)
+        started_s, passed = time.monotonic(), self._turns.passed
+        ready = self._ready(snapshot, None)
         read_s = time.monotonic() - started_s
-
-        def write() -> None:
-            self._reader.carry_out(reading, ())  # leaves that lie in pages
-            for job in planned.lacking:
-                job.land(aside[job.piece.chunk])
-            read_bytes = sum(map(len, aside.values()))
-            operation.report = replace(
-                operation.report, needed_bytes=reading.needed_bytes, read_bytes=read_bytes
+        with self._turns.writing(self._options.turn_timeout_s):
+            if self._turns.passed != passed:  # readers may have written to it, or replaced parts
+                ready = self._ready(snapshot, ready)
+            return self._write(
+                snapshot, ready.operation, ready.planned, partial(self._land, ready), read_s
             )
 
-        return self._write(snapshot, operation, planned, write, read_s)
+    def _begin(self, snapshot: Snapshot) -> tuple[RestoreOperation, FollowPlan]:
+        """Look at the target, and plan what to read for it."""
+        held = self._held
+        # What conversions lose is found out in the chunks that are read anyway.
+        options = replace(self._options.restore, rehearse=held is None)
+        operation = begin_restore(snapshot, self._target, options)
+        _ = operation.reading  # refuses pages that contradict the shapes
+        return operation, plan(held or TargetContent(), operation.wanted)
+
+    def _ready(self, snapshot: Snapshot, before: "_Ready | None") -> "_Ready":
+        """What the target lacks as it is now, read. `before` has chunks that were read."""
+        operation, planned = self._begin(snapshot)
+        known = before.aside if before else {}
+        aside = {**known, **self._read_aside(operation, planned, known)}
+        if before is None or planned.missing != before.planned.missing:
+            _refuse_losses(planned, aside, snapshot)
+        return _Ready(operation, planned, aside)
+
+    def _land(self, ready: "_Ready") -> None:
+        operation, aside = ready.operation, ready.aside
+        self._reader.carry_out(operation.reading, ())  # leaves that lie in pages
+        for job in ready.planned.lacking:
+            job.land(aside[job.piece.chunk])
+        needed_bytes, read_bytes = operation.reading.needed_bytes, sum(map(len, aside.values()))
+        operation.report = replace(
+            operation.report, needed_bytes=needed_bytes, read_bytes=read_bytes
+        )
 
     def _write(
         self,
@@ -351,35 +379,41 @@ class Follower:
         read_s: float,
     ) -> Applied:
         """Write while nobody reads. Until all of it is done, the target counts as unknown."""
-        with self._turns.writing(self._options.turn_timeout_s):
-            started_s = time.monotonic()
-            _synchronize(planned)  # what readers launched may still read
-            self._is_unknown = True
-            self._applied = self._held = None
-            write()
-            operation.finish()
-            _synchronize(planned)
-            self._held = planned.held()
-            written_s = time.monotonic() - started_s
-            self._applied = applied = Applied(snapshot, operation.report, read_s, written_s)
-            self._is_unknown = False
+        started_s = time.monotonic()
+        _synchronize(planned)  # what readers launched may still read
+        self._is_unknown = True
+        self._applied = self._held = None
+        write()
+        operation.finish()
+        _synchronize(planned)
+        self._held = planned.held()
+        written_s = time.monotonic() - started_s
+        self._applied = applied = Applied(snapshot, operation.report, read_s, written_s)
+        self._is_unknown = False
         return applied
 
     def _read_aside(
-        self, operation: RestoreOperation, planned: FollowPlan
+        self,
+        operation: RestoreOperation,
+        planned: FollowPlan,
+        known: Mapping[ChunkId, memoryview],
     ) -> dict[ChunkId, memoryview]:
-        """The chunks that the target lacks, verified, in memory of their own.
+        """The chunks that the target lacks, without `known` ones, verified, in memory of their own.
 
         It is kept for the next commit: of a run that changes every chunk, fresh pages would cost
         as much as the reads.
         """
-        jobs = {job.piece.chunk: job for job in planned.lacking}
+        lacking = planned.lacking
+        jobs = {job.piece.chunk: job for job in lacking if job.piece.chunk not in known}
         nbytes = sum(job.piece.raw_bytes for job in jobs.values())
-        self._check_budget(nbytes)
-        if len(self._memory) < nbytes:
-            self._memory = memoryview(b"")  # first, so that there are never two
-            self._memory = np.empty(nbytes, np.uint8).data  # not zeroed: all of it is read
-        memory = self._memory
+        self._check_budget(nbytes + sum(map(len, known.values())))
+        if known:
+            memory = np.empty(nbytes, np.uint8).data
+        else:
+            if len(self._memory) < nbytes:
+                self._memory = memoryview(b"")  # first, so that there are never two
+                self._memory = np.empty(nbytes, np.uint8).data  # not zeroed: all of it is read
+            memory = self._memory
         aside: dict[ChunkId, memoryview] = {}
         at = 0
         for chunk, job in jobs.items():
@@ -412,7 +446,7 @@ class Follower:
 
 
 def _refuse_losses(
-    planned: FollowPlan, aside: dict[ChunkId, memoryview], snapshot: Snapshot
+    planned: FollowPlan, aside: Mapping[ChunkId, memoryview], snapshot: Snapshot
 ) -> None:
     """Raise `InvalidInput` if a conversion loses more than precision, before anything is written.
     That all values of a leaf become zero is seen only where all of it is read."""

@@ -74,6 +74,15 @@ class FollowPlan:
         return (job for target in self.targets for job in target.lacking)
 
     @property
+    def missing(self) -> frozenset[tuple[ChunkSpot, ChunkId]]:
+        """What is lacking, and where."""
+        return frozenset(
+            (ChunkSpot(target.place, job.piece.at, job.piece.region), job.piece.chunk)
+            for target in self.targets
+            for job in target.lacking
+        )
+
+    @property
     def devices(self) -> frozenset["torch.device"]:
         """The devices other than this host's memory."""
         devices = (target.tensor.device for target in self.targets)

@@ -20,6 +20,8 @@ class Turns:
         self._readers: dict[object, int] = {}
         self._waiting: set[object] = set()
         self._writer: object = None
+        self.passed = 0
+        """How often readers came or went. Who writes has read it before; no reader is within."""
 
     @contextmanager
     def reading(self, timeout_s: float) -> Iterator[None]:
@@ -34,10 +36,12 @@ class Turns:
                         "a commit is being applied to the target, or waits for its readers",
                     )
                 self._readers[turn] = me
+                self.passed += 1
             yield
         finally:
             with self._changed:
                 self._readers.pop(turn, None)
+                self.passed += 1
                 self._changed.notify_all()
 
     def check_outside(self) -> None:
