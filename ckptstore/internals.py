@@ -21,6 +21,7 @@ from ckptstore.commit.commit_metadata import (
     Prepared,
     RunWatch,
 )
+from ckptstore.commit.outages import passes
 from ckptstore.commit.parts import PartsCommitter
 from ckptstore.commit.pending import UNWATCHED, Pending
 from ckptstore.commit.plan import Flats
@@ -354,6 +355,9 @@ class StoreInternals:
             refuse_divided(found, metadata)
             return found
 
+        def goes_on(error: BaseException) -> bool:
+            return passes(error) and not (behind and behind.lost)  # a lost rank is no lost storage
+
         def commit(request: CommitRequest, pending: PendingCommit) -> tuple[Committed, Snapshot]:
             asked = replace(request, ranks=ranks, measured={} if stats else None)
             with self._lock:
@@ -367,7 +371,7 @@ class StoreInternals:
             app_state,
             metadata,
             options,
-            CommitRoute(flats, commit, peers, peers is not None or elsewhere, elsewhere),
+            CommitRoute(flats, commit, peers, peers is not None or elsewhere, elsewhere, goes_on),
         )
 
     @contextmanager
@@ -455,6 +459,11 @@ class StoreInternals:
     def committed(self, committed: Committed) -> Snapshot:
         """The snapshot of a commit that was just made. Reports the commit."""
         document, newest = committed.document, self.handle.log.state.runs.get(self.run, ())
+        outages = self.async_commits.outages
+        outages.durable = committed.id, document.step
+        if outages.failing_since is not None:
+            step = "" if document.step is None else f" of step {document.step}"
+            outages.recovered(f"the commit{step}")
         self.wake_tier()
         self._disk.after(committed.stats.logical_bytes, committed.stats.new_bytes)
         self._run_watch.after(committed.id, document.parents, newest)

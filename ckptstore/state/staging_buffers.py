@@ -220,16 +220,17 @@ class BufferPool:
         with self._changed:
             return self._taken_bytes + sum(arena.nbytes for arena in self._free)
 
-    def take(self, nbytes: int, *, wait: bool = True) -> Buffer | None:
+    def take(
+        self, nbytes: int, *, wait: bool = True, timeout_s: float | None = None
+    ) -> Buffer | None:
         """An arena of at least `nbytes`, which must be within the budget; waits until there is
-        room, or returns None without `wait`."""
+        room, or returns None without `wait` or after `timeout_s`."""
         size = -(-max(nbytes, 1) // MIN_STAGING_BYTES) * MIN_STAGING_BYTES
         assert size <= self.budget_bytes
         with self._changed:
             while self._taken_bytes + size > self.budget_bytes:
-                if not wait:
+                if not (wait and self._changed.wait(timeout_s)):
                     return None
-                self._changed.wait()
             arena = self._best(size)
             self._taken_bytes += arena.nbytes
             return arena
