@@ -284,7 +284,7 @@ class AsyncCommits(Generic[S]):
                     return busy
                 if route.peers:
                     self._background.raise_failure(
-                        "raised by the next commit, which did not begin: repeat it"
+                        "raised by the next commit, which did not begin: repeat it", newer=True
                     )
                 found = self._stage(pending, app_state, label, options, route, taken)
                 if isinstance(found, str):
@@ -322,6 +322,7 @@ class AsyncCommits(Generic[S]):
             f"raised by the next commit_async: {pending.name} goes on all the same, and `close` "
             "waits for it",
             pending,
+            newer=True,
         )
         return pending
 
@@ -368,7 +369,9 @@ class AsyncCommits(Generic[S]):
     def settle(self) -> None:
         """`wait`, then raise a failure that the caller has not seen."""
         if self._background.wait():
-            self.raise_failure("raised by the next call, which did nothing else: repeat it")
+            self._background.raise_failure(
+                "raised by the next call, which did nothing else: repeat it", newer=False
+            )
 
     @contextmanager
     def noting_failures(self) -> Iterator[None]:
@@ -380,8 +383,8 @@ class AsyncCommits(Generic[S]):
             raise
 
     def raise_failure(self, note: str) -> None:
-        """Raise a failure that the caller has not seen, with `note`."""
-        self._background.raise_failure(note)
+        """Raise a failure that the caller of a newer commit has not seen, with `note`."""
+        self._background.raise_failure(note, newer=True)
 
     def drain(self) -> BaseException | None:
         """Wait until nothing is in flight; return a failure that the caller has not seen."""
@@ -488,7 +491,6 @@ class AsyncCommits(Generic[S]):
         else:
             pending.succeed(result)
         begun.watch.settle()
-
 
     def _made(self, job: "_Job[S]", request: CommitRequest) -> tuple[Committed, S]:
         """Commit; with `on_error="warn"`, again and again until a newer commit is to be made. Ranks

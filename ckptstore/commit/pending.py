@@ -154,13 +154,14 @@ class Pending(Generic[T]):
         return self._future.done()
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Wait until `staged`. Raises `TimeoutError`, or the failure of the commit."""
+        """Wait until `staged`. Raises `TimeoutError`, or the failure of the commit, unless training
+        goes on without it."""
         self._check_here()
         if timeout_s is None:
             self.help_staging()
         if not self._staged.wait(timeout_s):
             raise TimeoutError(f"the commit was not staged within {timeout_s} s; it goes on")
-        if self.done() and (error := self.exception()):
+        if self.done() and not self.passes and (error := self.exception()):
             raise error
 
     def wait(self, timeout_s: float | None = None) -> T:
@@ -275,6 +276,10 @@ class Pending(Generic[T]):
         self._future.set_exception(error)
         self._staged.set()
 
+    def supersede(self) -> None:
+        """A newer commit is to be made: do not try again."""
+        self.superseded.set()
+
     def ended(self, timeout_s: float) -> bool:
         """Wait for the end, without marking the outcome as seen."""
         with suppress(TimeoutError):
@@ -310,11 +315,11 @@ class Background:
         self._working = False
         self._changed = Condition()
 
-    def raise_failure(self, note: str, before: Pending[Any] | None = None) -> None:
+    def raise_failure(self, note: str, before: Pending[Any] | None = None, *, newer: bool) -> None:
         """Raise the first failure that the caller has not seen, of commits started before `before`.
-        `note` says what became of the call that raises it, which is a newer commit: failures that
-        pass are superseded by it."""
-        if failed := self._take_failure(before, newer=True):
+        `note` says what became of the call that raises it. A `newer` commit takes the place of
+        those whose failure passes."""
+        if failed := self._take_failure(before, newer=newer):
             failed.add_note(note)
             raise failed
 
