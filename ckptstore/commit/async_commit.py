@@ -5,6 +5,7 @@ a thread that must wait for it helps. Borrowed leaves are not copied: the caller
 are written.
 """
 
+import logging
 import os
 import threading
 import time
@@ -55,6 +56,10 @@ S = TypeVar("S")
 
 class Together(Protocol):
     """The ranks that stage a commit together (`distributed.collective.Collective`)."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for all."""
 
     def agree(self, begin: Callable[[], str]) -> str:
         """Call `begin` on every rank and return all ranks' answers: why a rank cannot begin now, or
@@ -272,6 +277,8 @@ class AsyncCommits(Generic[S]):
         max_age_s = options.max_wait_s if options.goes_on else None
         limit = options.max_unsaved_steps if options.goes_on else None
         self.outages.asked(label.step)
+        loud = route.peers is None or route.peers.leads
+        self.outages.level = logging.WARNING if loud else logging.INFO
         begun: list[_Begun] = []
         with self._calls, ExitStack() as taken:
             pending: Pending[S] = Pending(label.step, options.on_progress)

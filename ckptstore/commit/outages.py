@@ -71,6 +71,8 @@ class Outages:
         self._lock = forks.lock()
         self.durable: tuple[CommitId, int | None] | None = None
         self.failing_since: float | None = None
+        self.level = logging.WARNING
+        """How loud it is said: of several ranks, one warns."""
         self._first: int | None = None  # step to be saved, as long as nothing is durable
         self._asked: int | None = None  # the last one
         self._told = False
@@ -102,7 +104,8 @@ class Outages:
             self._error = str(error)
             told, self._told = self._told, self._told or tell
         if tell and not told:
-            logger.warning(
+            logger.log(
+                self.level,
                 "%s to %s is not durable, and training goes on without it; this is said once until "
                 "a commit is durable again: %s",
                 name,
@@ -123,7 +126,8 @@ class Outages:
             missed, self._missed = self._missed, []
             told, self._told = self._told, False
         if told and since is not None:
-            logger.warning(
+            logger.log(
+                self.level,
                 "%s to %s is durable, after %s without one; %s",
                 name,
                 self._place,

@@ -7,17 +7,19 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore import Async
+from ckptstore import Async, Ranks
 from ckptstore.errors import Corrupt, NoSpace, Unavailable
 from tests.distributed.layouts import full, layout, meet
 from tests.distributed.pool import Pool
 from tests.support.faults import KINDS, Faults
 
 N = 4
+OWN = Ranks(private=["own/*"])
 
 
 def state(rank: int, step: int) -> dict[str, dict[str, torch.Tensor]]:
-    return {"model": {"rows": layout("rows", full() + step, N), "whole": full() * step}}
+    own = {"noise": torch.full((3000,), float(rank + 1 + 10 * step))}
+    return {"model": {"rows": layout("rows", full() + step, N)}, "own": own}
 
 
 def fail_on_one_rank(rank: int, path: Path, seed: int, count: int) -> tuple[list[int], int, int]:
@@ -28,11 +30,11 @@ def fail_on_one_rank(rank: int, path: Path, seed: int, count: int) -> tuple[list
     with pytest.MonkeyPatch.context() as patch, ckptstore.open(path, background=warn) as store:
         faults = Faults(store, patch)
         for step in range(1, count + 1):
-            at, kind, after = random.randrange(N), random.choice(KINDS), random.randrange(2)
+            at, kind = random.randrange(N), random.choice(KINDS)
             failing = random.random() < 0.6
             faults.error = kind("a bad moment") if failing and at == rank else None
-            faults.after = after
-            pending = store.commit_async(state(rank, step), step=step)
+            faults.after = 0
+            pending = store.commit_async(state(rank, step), ranks=OWN, step=step)
             assert pending.ended(120)
             faults.error = None
             if pending.failure():
@@ -41,7 +43,7 @@ def fail_on_one_rank(rank: int, path: Path, seed: int, count: int) -> tuple[list
                 assert store.health().failures >= 1
             else:
                 done.append(step)
-        store.commit_async(state(rank, count + 1), step=count + 1).wait()
+        store.commit_async(state(rank, count + 1), ranks=OWN, step=count + 1).wait()
         assert store.health().failures == 0
     return [*done, count + 1], failed, counted
 
@@ -75,19 +77,26 @@ def end_together(rank: int, path: Path) -> None:
         faults = Faults(store, patch)
         # The limit of one rank ends all of them, also those that would go on.
         limit = Async(on_error="warn", max_unsaved_steps=3 if rank == 1 else None)
-        assert store.commit_async(state(rank, 1), step=1, background=limit).wait()
+        assert store.commit_async(state(rank, 1), ranks=OWN, step=1, background=limit).wait()
         faults.error = NoSpace("the disk is full") if rank == 2 else None
         for step in (2, 3, 4):
-            assert store.commit_async(state(rank, step), step=step, background=limit).ended(120)
+            assert store.commit_async(
+                state(rank, step), ranks=OWN, step=step, background=limit
+            ).ended(120)
         with pytest.raises(Unavailable, match="max_unsaved_steps is 3"):
-            store.commit_async(state(rank, 5), step=5, background=limit)
+            store.commit_async(state(rank, 5), ranks=OWN, step=5, background=limit)
         faults.error = Corrupt("look at it") if rank == 2 else None
         unlimited = Async(on_error="warn")
-        assert store.commit_async(state(rank, 6), step=6, background=unlimited).ended(120)
+        assert store.commit_async(state(rank, 6), ranks=OWN, step=6, background=unlimited).ended(
+            120
+        )
         with pytest.raises(Corrupt, match="look at it"):
-            store.commit_async(state(rank, 7), step=7, background=unlimited)
+            store.commit_async(state(rank, 7), ranks=OWN, step=7, background=unlimited)
         faults.error = None
-        assert store.commit_async(state(rank, 8), step=8, background=unlimited).wait().step == 8
+        assert (
+            store.commit_async(state(rank, 8), ranks=OWN, step=8, background=unlimited).wait().step
+            == 8
+        )
 
 
 def test_all_ranks_end(pool: Pool, tmp_path: Path) -> None:
@@ -101,16 +110,19 @@ def skip_while_one_hangs(rank: int, path: Path) -> None:
         faults = Faults(store, patch)
         if rank == 2:
             with faults.held():
-                first = store.commit_async(state(rank, 1), step=1)
+                first = store.commit_async(state(rank, 1), ranks=OWN, step=1)
                 assert faults.there.wait(60)
-                second = store.commit_async(state(rank, 2), step=2)
+                second = store.commit_async(state(rank, 2), ranks=OWN, step=2)
         else:
-            first = store.commit_async(state(rank, 1), step=1)
-            second = store.commit_async(state(rank, 2), step=2)
+            first = store.commit_async(state(rank, 1), ranks=OWN, step=1)
+            second = store.commit_async(state(rank, 2), ranks=OWN, step=2)
         assert isinstance(second.exception(120), Unavailable)
         assert first.wait(120).step == 1
         patient = Async(on_error="warn")
-        assert store.commit_async(state(rank, 3), step=3, background=patient).wait().step == 3
+        assert (
+            store.commit_async(state(rank, 3), ranks=OWN, step=3, background=patient).wait().step
+            == 3
+        )
 
 
 def test_all_ranks_skip_a_commit_while_the_storage_of_one_hangs(pool: Pool, tmp_path: Path) -> None:
