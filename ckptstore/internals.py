@@ -34,7 +34,15 @@ from ckptstore.core.options import Async, Ranks
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
 from ckptstore.core.text import bytes_text, seconds_text
-from ckptstore.errors import CkptStoreError, InvalidInput, NoSpace, NotFound, ReadOnly, Unavailable
+from ckptstore.errors import (
+    CkptStoreError,
+    Corrupt,
+    InvalidInput,
+    NoSpace,
+    NotFound,
+    ReadOnly,
+    Unavailable,
+)
 from ckptstore.log.resolve import Resolved, newest_first, resolved
 from ckptstore.maintenance.disk_space import DiskWatch
 from ckptstore.maintenance.tiers import Tier
@@ -346,6 +354,11 @@ class StoreInternals:
                 "ranks that commit together copy all that they hold: leave out trust_version"
             )
         elsewhere = self.settings.executor == "process"
+        looks_later = options.goes_on and not (elsewhere and peers)
+        if looks_later:
+            self.handle.check_open()
+        else:
+            self.handle.check_writable()
         if elsewhere and (stats or metadata.cast):
             raise InvalidInput("stats, cast need executor='thread': a worker process has no torch")
 
@@ -361,6 +374,10 @@ class StoreInternals:
         def commit(request: CommitRequest, pending: PendingCommit) -> tuple[Committed, Snapshot]:
             asked = replace(request, ranks=ranks, measured={} if stats else None)
             with self._lock:
+                if looks_later and (error := self._why_not_writable()):
+                    if not behind:
+                        raise error
+                    asked = replace(asked, what=error)  # raised in a round, on all ranks
                 committed = self._make(asked, behind, self.background_committer)
                 committed = self._measured(committed, asked, behind, self._low_priority)
             held_s = pending.timings.held_s or pending.age_s
@@ -373,6 +390,15 @@ class StoreInternals:
             options,
             CommitRoute(flats, commit, peers, peers is not None or elsewhere, elsewhere, goes_on),
         )
+
+    def _why_not_writable(self) -> BaseException | None:
+        """What `check_writable` raises. A place that is gone, as a mount may be, can come back."""
+        try:
+            self.handle.check_writable()
+        except BaseException as error:
+            gone = isinstance(error, NotFound | Corrupt) and self.handle.is_gone()
+            return Unavailable(str(error)) if gone else error
+        return None
 
     @contextmanager
     def _within(self) -> Iterator[None]:

@@ -187,7 +187,6 @@ class Store(Maintenance):
         """
         refuse_unnamed("commit_async", unnamed)
         self._internals.check_not_within()
-        self._handle.check_writable()
         if background:
             background.check_for_one_commit()
         ranks = ranks or Ranks()

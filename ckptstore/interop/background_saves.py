@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from ckptstore import Ranks, Store
 from ckptstore.errors import Unavailable
-from ckptstore.plugin.outages import background_of, outages_of, passed, raise_overdue
 from ckptstore.plugin.ranks import collective_of
 from ckptstore.plugin.snapshots import PendingCommit, Snapshot
+from ckptstore.plugin.stores import background_of, outages_of, passed, raise_overdue
 
 T = TypeVar("T")
 

@@ -231,6 +231,39 @@ def test_a_storage_that_hangs_holds_up_no_step(
     assert [info.step for info in store.log()] == [6, 2, 1]
 
 
+def test_a_place_that_is_gone_may_come_back(store: Store, tmp_path: Path) -> None:
+    """As a mount does. Nothing is written where the mount was."""
+    ended(store.commit_async(state(1), step=1))
+    (tmp_path / "store").rename(tmp_path / "away")
+    lost = store.commit_async(state(2), step=2)
+    ended(lost)
+    assert isinstance(lost.failure(), Unavailable) and not (tmp_path / "store").exists()
+    (tmp_path / "away").rename(tmp_path / "store")
+    assert store.commit_async(state(3), step=3).wait().step == 3
+
+
+def test_no_call_of_a_step_asks_a_storage_that_hangs(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel holds any call that asks a dead mount, reads too."""
+    ended(store.commit_async(state(1), step=1))
+    asked, free = threading.Event(), threading.Event()
+    here = threading.current_thread()
+
+    def hang(*_: Any) -> None:
+        assert threading.current_thread() is not here
+        asked.set()
+        assert free.wait(120)
+
+    with monkeypatch.context() as patch:
+        for name in ("check_head", "check_config", "replay"):
+            patch.setattr(store._handle.log, name, hang)
+        pending = store.commit_async(state(2), step=2)
+        assert asked.wait(60)
+    free.set()
+    assert pending.wait().step == 2
+
+
 def test_the_end_says_that_the_last_commit_was_skipped(store: Store, faults: Faults) -> None:
     with faults.held():
         store.commit_async(state(1), step=1)

@@ -40,10 +40,10 @@ from ckptstore.interop.torchtitan.files import (
 from ckptstore.plugin import stores
 from ckptstore.plugin.leaves import segment
 from ckptstore.plugin.model import Best, parse_ref
-from ckptstore.plugin.outages import outcome
 from ckptstore.plugin.pointers import is_pointer, read_pointer
 from ckptstore.plugin.ranks import collective_of
 from ckptstore.plugin.snapshots import Snapshot, contents_of
+from ckptstore.plugin.stores import outcome
 from ckptstore.plugin.upkeep import KeepBest, KeepLast, Policy
 from ckptstore.plugin.values import RNGState, StateDict, children_of, no_classes
 
