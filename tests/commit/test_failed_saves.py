@@ -115,10 +115,9 @@ def test_what_must_be_decided_is_raised(
 ) -> None:
     faults.error = kind("look at it")
     ended(store.commit_async(state(1), step=1))
+    faults.error = None
     with pytest.raises(kind, match="look at it"):
         store.commit_async(state(2), step=2)
-    faults.error = None
-    store.close()
 
 
 def test_a_state_that_cannot_be_stored_is_raised(store: Store) -> None:
