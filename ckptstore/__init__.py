@@ -26,6 +26,7 @@ from ckptstore.errors import (
 )
 
 if TYPE_CHECKING:
+    from ckptstore.commit.outages import Health
     from ckptstore.core.options import Async, CommitProgress, Ranks, Storage
     from ckptstore.internals import PendingCommit
     from ckptstore.maintenance.compact.plan import CompactPolicy
@@ -53,6 +54,7 @@ __all__ = [
     "CompactPolicy",
     "Conflict",
     "Corrupt",
+    "Health",
     "InvalidInput",
     "KeepBest",
     "KeepEverySteps",
@@ -84,6 +86,7 @@ __all__ = [
 
 _LATER = {
     "Async": "ckptstore.core.options",
+    "Health": "ckptstore.commit.outages",
     "Mirror": "ckptstore.open_store",
     "Ranks": "ckptstore.core.options",
     "Storage": "ckptstore.core.options",

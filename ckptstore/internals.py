@@ -21,6 +21,7 @@ from ckptstore.commit.commit_metadata import (
     Prepared,
     RunWatch,
 )
+from ckptstore.commit.outages import passes
 from ckptstore.commit.parts import PartsCommitter
 from ckptstore.commit.pending import UNWATCHED, Pending
 from ckptstore.commit.plan import Flats
@@ -33,7 +34,15 @@ from ckptstore.core.options import Async, Ranks
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
 from ckptstore.core.text import bytes_text, seconds_text
-from ckptstore.errors import CkptStoreError, InvalidInput, NoSpace, NotFound, ReadOnly, Unavailable
+from ckptstore.errors import (
+    CkptStoreError,
+    Corrupt,
+    InvalidInput,
+    NoSpace,
+    NotFound,
+    ReadOnly,
+    Unavailable,
+)
 from ckptstore.log.resolve import Resolved, newest_first, resolved
 from ckptstore.maintenance.disk_space import DiskWatch
 from ckptstore.maintenance.tiers import Tier
@@ -345,6 +354,11 @@ class StoreInternals:
                 "ranks that commit together copy all that they hold: leave out trust_version"
             )
         elsewhere = self.settings.executor == "process"
+        looks_later = options.goes_on and not (elsewhere and peers)
+        if looks_later:
+            self.handle.check_open()
+        else:
+            self.handle.check_writable()
         if elsewhere and (stats or metadata.cast):
             raise InvalidInput("stats, cast need executor='thread': a worker process has no torch")
 
@@ -354,9 +368,16 @@ class StoreInternals:
             refuse_divided(found, metadata)
             return found
 
+        def goes_on(error: BaseException) -> bool:
+            return passes(error) and not (behind and behind.lost)  # a lost rank is no lost storage
+
         def commit(request: CommitRequest, pending: PendingCommit) -> tuple[Committed, Snapshot]:
             asked = replace(request, ranks=ranks, measured={} if stats else None)
             with self._lock:
+                if looks_later and (error := self._why_not_writable()):
+                    if not behind:
+                        raise error
+                    asked = replace(asked, what=error)  # raised in a round, on all ranks
                 committed = self._make(asked, behind, self.background_committer)
                 committed = self._measured(committed, asked, behind, self._low_priority)
             held_s = pending.timings.held_s or pending.age_s
@@ -367,8 +388,17 @@ class StoreInternals:
             app_state,
             metadata,
             options,
-            CommitRoute(flats, commit, peers, peers is not None or elsewhere, elsewhere),
+            CommitRoute(flats, commit, peers, peers is not None or elsewhere, elsewhere, goes_on),
         )
+
+    def _why_not_writable(self) -> BaseException | None:
+        """What `check_writable` raises. A place that is gone, as a mount may be, can come back."""
+        try:
+            self.handle.check_writable()
+        except BaseException as error:
+            gone = isinstance(error, NotFound | Corrupt) and self.handle.is_gone()
+            return Unavailable(str(error)) if gone else error
+        return None
 
     @contextmanager
     def _within(self) -> Iterator[None]:
@@ -455,6 +485,11 @@ class StoreInternals:
     def committed(self, committed: Committed) -> Snapshot:
         """The snapshot of a commit that was just made. Reports the commit."""
         document, newest = committed.document, self.handle.log.state.runs.get(self.run, ())
+        outages = self.async_commits.outages
+        outages.durable = committed.id, document.step
+        if outages.failing_since is not None:
+            step = "" if document.step is None else f" of step {document.step}"
+            outages.recovered(f"the commit{step}")
         self.wake_tier()
         self._disk.after(committed.stats.logical_bytes, committed.stats.new_bytes)
         self._run_watch.after(committed.id, document.parents, newest)

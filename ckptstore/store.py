@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Never, Self, get_args
 
 from ckptstore.commit.commit_metadata import label_of, refuse_unnamed
+from ckptstore.commit.outages import Health
 from ckptstore.commit.schedule import Schedule, rule_of
 from ckptstore.contents import differing
 from ckptstore.core.ids import CommitId, check_run, check_tag
@@ -178,14 +179,14 @@ class Store(Maintenance):
         Raises:
             InvalidInput: A value cannot be stored; or a forked child uses its parent's store.
             CkptStoreError: An earlier asynchronous commit failed unseen; this one goes on. Of
-                several ranks none begins.
+                several ranks none begins. With `Async(on_error="warn")`, not for a failure of
+                storage, unless it lasts longer than `max_unsaved_steps`.
 
         Example:
             >>> pending = store.commit_async({"model": model}, background=Async(staging="lazy"))
         """
         refuse_unnamed("commit_async", unnamed)
         self._internals.check_not_within()
-        self._handle.check_writable()
         if background:
             background.check_for_one_commit()
         ranks = ranks or Ranks()
@@ -247,6 +248,16 @@ class Store(Maintenance):
     def staging(self) -> BufferPool:
         """Staging memory of asynchronous commits, with its `budget_bytes` and `held_bytes`."""
         return self._internals.async_commits.pool
+
+    @beside_commits
+    def health(self) -> Health:
+        """How the commits of this object fare: the last durable one, and what failed since. It is
+        known without any I/O, also while a commit hangs.
+
+        Example:
+            >>> wandb.log({"unsaved_steps": store.health().unsaved_steps})
+        """
+        return self._internals.async_commits.outages.health()
 
     @property
     def worker_pid(self) -> int | None:

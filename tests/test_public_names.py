@@ -29,6 +29,7 @@ TRAINING = {
     *(
         "flush_mirror",
         "follow",
+        "health",
         "id",
         "log",
         "resume",

@@ -5,6 +5,7 @@ another thread helps once somebody must wait for it. Borrowed leaves are not cop
 waits until they are written.
 """
 
+import logging
 import os
 import threading
 import time
@@ -21,14 +22,15 @@ from ckptstore.commit.commit_metadata import (
     Prepared,
     parents_of,
 )
-from ckptstore.commit.pending import Background, Pending, Watch
+from ckptstore.commit.outages import Outages, passes
+from ckptstore.commit.pending import HELD_UP, Background, Pending, Watch
 from ckptstore.commit.plan import ChunkRun, Flats
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.forks import cached_property, new_event, survives_forks
 from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Async, Milestone
 from ckptstore.core.text import bytes_text, selector
-from ckptstore.errors import Busy, Cancelled, Conflict, InvalidInput
+from ckptstore.errors import Busy, Cancelled, Conflict, InvalidInput, Unavailable
 from ckptstore.repository.thread_pool import ThreadPool, shared
 from ckptstore.state.leaf_sources import leaves_of
 from ckptstore.state.staging import (
@@ -54,6 +56,10 @@ S = TypeVar("S")
 class Together(Protocol):
     """The ranks that stage a commit together (`distributed.collective.Collective`)."""
 
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for all."""
+
     def agree(self, begin: Callable[[], str]) -> str:
         """Call `begin` on every rank and return all ranks' answers: why a rank cannot begin now, or
         ""."""
@@ -75,6 +81,8 @@ class CommitRoute(Generic[S]):
     peers: Together | None
     whole: bool
     elsewhere: bool
+    passes: Callable[[BaseException], bool] = passes
+    """Whether training may go on after an error of `commit`."""
 
 
 class LazyCopy:
@@ -211,9 +219,9 @@ class PendingWatch(Watch):
         """End the caller's wait."""
         self._settled.set()
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the borrowed leaves are written, or the commit has ended."""
-        self._settled.wait()
+        return self._settled.wait(timeout_s)
 
 
 COPYING_THREADS = 8
@@ -238,6 +246,7 @@ class AsyncCommits(Generic[S]):
             shared,
         )
         self._background = Background(max_in_flight, place)
+        self.outages = Outages(place)
         survives_forks(self)
         self._copiers = ThreadPool(min(len(os.sched_getaffinity(0)), COPYING_THREADS))
         self._stagers = ThreadPool(1)
@@ -266,19 +275,28 @@ class AsyncCommits(Generic[S]):
 
         Raises the failure of an earlier commit that the caller has not seen. With peers, it is
         raised before this commit begins, since all ranks must learn of it. Otherwise this commit is
-        started first, so that one failure does not cost two commits.
+        started first, so that one failure does not cost two commits. With `on_error="warn"`, only a
+        failure that does not pass is raised, or that nothing was durable for too long.
         """
+        max_age_s = options.max_wait_s if options.goes_on else None
+        limit = options.max_unsaved_steps if options.goes_on else None
+        self.outages.asked(label.step)
+        loud = route.peers is None or route.peers.leads
+        self.outages.level = logging.WARNING if loud else logging.INFO
         begun: list[_Begun] = []
         with self._calls:
             pending: Pending[S] = Pending(label.step, options.on_progress)
             taken, claim, before = ExitStack(), threading.Lock(), self._parent_tracker.tip()
 
             def begin() -> str:
-                if not self._background.admit(wait=options.overlap == "wait"):
-                    return "another commit is in flight"
+                busy = self._background.admit(wait=options.overlap == "wait", max_age_s=max_age_s)
+                if route.peers:  # before any of them is skipped, so that all ranks raise
+                    self._raise_overdue(limit)
+                if busy:
+                    return busy
                 if route.peers:
                     self._background.raise_failure(
-                        "raised by the next commit, which did not begin: repeat it"
+                        "raised by the next commit, which did not begin: repeat it", newer=True
                     )
                 found = self._stage(pending, app_state, label, options, route, taken)
                 if isinstance(found, str):
@@ -287,27 +305,22 @@ class AsyncCommits(Generic[S]):
                 return ""
 
             try:
-                if why_not := route.peers.agree(begin) if route.peers else begin():
+                why_not = route.peers.agree(begin) if route.peers else begin()
+                if why_not:
                     taken.close()
-                    pending.fail(
-                        Busy(
-                            f"{pending.name} was skipped, as overlap='skip' says: {why_not}; "
-                            "nothing was changed"
-                        )
-                    )
-                    return pending
-                watch = begun[0].watch
-                if watch.lazy:
-                    self._begin_copy(pending, watch.lazy, taken)
-                elif not watch.borrowed:
-                    pending.reached(Milestone.STAGED)
-                base = self._parent_tracker.then(pending)
-                job = _Job(pending, begun[0], taken, claim, base, label, route)
-                self._background.start(pending, partial(self._finish, job))
-                # From here on, the caller waits until it may change the state.
-                if watch.lazy and options.staging == "eager":
-                    watch.lazy.hold()
-                watch.wait()
+                else:
+                    watch = begun[0].watch
+                    if watch.lazy:
+                        self._begin_copy(pending, watch.lazy, taken)
+                    elif not watch.borrowed:
+                        pending.reached(Milestone.STAGED)
+                    base = self._parent_tracker.then(pending)
+                    job = _Job(pending, begun[0], taken, claim, base, label, route, options)
+                    self._background.start(pending, partial(self._finish, job))
+                    # From here on, the caller waits until it may change the state.
+                    if watch.lazy and options.staging == "eager":
+                        watch.lazy.hold()
+                    self._wait(job, max_age_s)
             except BaseException:
                 # An interrupted caller might change the state too early.
                 pending.cancel()
@@ -316,15 +329,52 @@ class AsyncCommits(Generic[S]):
                     taken.close()
                     pending.fail(Cancelled(f"{pending.name} was interrupted before it began"))
                 raise
+            if HELD_UP in why_not:
+                self.skip(pending, why_not)
+                if not route.peers:
+                    self._raise_overdue(limit)
+                return pending
+            if why_not:
+                pending.fail(
+                    Busy(
+                        f"{pending.name} was skipped, as overlap='skip' says: {why_not}; nothing "
+                        "was changed"
+                    )
+                )
+                return pending
             pending.reached(Milestone.HELD)
-        if watch.borrowed:
+        if watch.borrowed and not options.goes_on:
             pending.wait_staged()
+        if not route.peers:
+            self._raise_overdue(limit)
         self._background.raise_failure(
             f"raised by the next commit_async: {pending.name} goes on all the same, and `close` "
             "waits for it",
             pending,
+            newer=True,
         )
         return pending
+
+    def _wait(self, job: "_Job[S]", max_wait_s: float | None) -> None:
+        """Return when the caller may change the state: if that takes too long, without the commit,
+        which publishes nothing, whatever it reads from then on."""
+        if not job.begun.watch.wait(max_wait_s) and job.pending.cancel():
+            held_up = Unavailable(
+                f"{job.pending.name}, of a state larger than the staging memory, {HELD_UP}"
+            )
+            self.outages.missed(job.pending.name, held_up, tell=True)
+
+    def skip(self, pending: Pending[Any], why: str) -> None:
+        """Do without a commit that would have to wait for one that hangs."""
+        error = Unavailable(f"{pending.name} was skipped: {why}")
+        pending.passes = True
+        self.outages.missed(pending.name, error, tell=True)
+        pending.fail(error)
+        self._background.note(pending)
+
+    def _raise_overdue(self, limit: int | None) -> None:
+        if overdue := self.outages.overdue(limit):
+            raise overdue
 
     def hold(self) -> None:
         """Wait until every pending copy is complete. Called before the state changes."""
@@ -339,7 +389,9 @@ class AsyncCommits(Generic[S]):
     def settle(self) -> None:
         """`wait`, then raise a failure that the caller has not seen."""
         if self._background.wait():
-            self.raise_failure("raised by the next call, which did nothing else: repeat it")
+            self._background.raise_failure(
+                "raised by the next call, which did nothing else: repeat it", newer=False
+            )
 
     @contextmanager
     def noting_failures(self) -> Iterator[None]:
@@ -351,8 +403,8 @@ class AsyncCommits(Generic[S]):
             raise
 
     def raise_failure(self, note: str) -> None:
-        """Raise a failure that the caller has not seen, with `note`."""
-        self._background.raise_failure(note)
+        """Raise a failure that the caller of a newer commit has not seen, with `note`."""
+        self._background.raise_failure(note, newer=True)
 
     def drain(self) -> BaseException | None:
         """Wait until nothing is in flight; return a failure that the caller has not seen."""
@@ -411,9 +463,11 @@ class AsyncCommits(Generic[S]):
                 self.pool.give(each)
 
         taken.callback(give)  # first: this call may be interrupted once it has one
-        arena = self.pool.take(plan.nbytes, wait=options.overlap == "wait", into=arenas)
+        wait, timeout_s = options.overlap == "wait", options.max_wait_s if options.goes_on else None
+        arena = self.pool.take(plan.nbytes, wait=wait, timeout_s=timeout_s, into=arenas)
         if arena is None:
-            return f"{bytes_text(plan.nbytes)} of staging memory is not free"
+            why = f"{bytes_text(plan.nbytes)} of staging memory is not free"
+            return f"{why}, an earlier commit {HELD_UP}" if wait else why
         arrivals = CopyProgress(plan.later)
         staged = stage(plan, flats, sources, arena, self._copiers.spread, arrivals)
         pending.state_bytes = sum(leaf_bytes)
@@ -457,17 +511,40 @@ class AsyncCommits(Generic[S]):
                 label = replace(job.label, parents=parents)
                 what = Prepared(label, begun.staged)
                 request = CommitRequest(what, pending.started, begun.watch, buffer=begun.arena)
-                committed, result = job.route.commit(request, pending)
+                committed, result = self._made(job, request)
             pending.tip = committed.id
             self._trust.remember(begun.candidates, committed.ids)
         except BaseException as error:
             if begun.candidates:
                 self._trust.forget()
             error.add_note(f"{pending.name}, in the background")
+            pending.passes = job.options.goes_on and job.route.passes(error)
+            if not pending.cancelled:
+                self.outages.missed(pending.name, error, tell=pending.passes)
             pending.fail(error)
         else:
             pending.succeed(result)
         begun.watch.settle()
+
+    def _made(self, job: "_Job[S]", request: CommitRequest) -> tuple[Committed, S]:
+        """Commit; with `on_error="warn"`, again and again until a newer commit is to be made. Ranks
+        do not try again: they would have to agree on it."""
+        pending, options = job.pending, job.options
+        tries = options.goes_on and job.route.peers is None and not job.begun.watch.borrowed
+        pause_s, over = options.retry_s / 32, None
+        while True:
+            try:
+                return job.route.commit(request, pending)
+            except BaseException as error:
+                if not (tries and passes(error)):
+                    raise
+                over = over or time.monotonic() + options.retry_s
+                self.outages.failing(pending.name, error, tell=True)
+                left = over - time.monotonic()
+                if left <= 0 or pending.superseded.wait(min(pause_s, left)):
+                    pending.check()
+                    raise
+                pause_s *= 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,6 +570,7 @@ class _Job(Generic[S]):
     base: CommitId | Pending[Any] | None
     label: CommitMetadata
     route: CommitRoute[S]
+    options: Async
 
 
 def _nothing_left() -> None:

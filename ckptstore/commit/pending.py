@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -112,6 +112,10 @@ class Pending(Generic[T]):
         failed."""
         self.seen = False
         """Whether the caller has received the outcome. The next call raises an unseen failure."""
+        self.passes = False
+        """Whether training goes on although it failed: the next commit takes its place."""
+        self.superseded = new_event()
+        """Set when a newer commit is to be made, or none any more: do not try again."""
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.stage}>"
@@ -150,13 +154,14 @@ class Pending(Generic[T]):
         return self._future.done()
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Wait until `staged`. Raises `TimeoutError`, or the failure of the commit."""
+        """Wait until `staged`. Raises `TimeoutError`, or the failure of the commit, unless training
+        goes on without it."""
         self._check_here()
         if timeout_s is None:
             self.help_staging()
         if not self._staged.wait(timeout_s):
             raise TimeoutError(f"the commit was not staged within {timeout_s} s; it goes on")
-        if self.done() and (error := self.exception()):
+        if self.done() and not self.passes and (error := self.exception()):
             raise error
 
     def wait(self, timeout_s: float | None = None) -> T:
@@ -202,6 +207,7 @@ class Pending(Generic[T]):
             if self._publishing or self.done():
                 return False
             self._cancelled = True
+            self.superseded.set()
             return True
 
     def __await__(self) -> Generator[None, None, T]:
@@ -222,6 +228,11 @@ class Pending(Generic[T]):
             )
 
     # -- called by the committer --
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether its caller gave it up."""
+        return self._cancelled
 
     def check(self) -> None:
         """Raise `Cancelled` if the caller has cancelled the commit."""
@@ -265,10 +276,23 @@ class Pending(Generic[T]):
         self._future.set_exception(error)
         self._staged.set()
 
+    def supersede(self) -> None:
+        """A newer commit is to be made: do not try again."""
+        self.superseded.set()
+
+    def ended(self, timeout_s: float) -> bool:
+        """Wait for the end, without marking the outcome as seen."""
+        with suppress(TimeoutError):
+            self._future.exception(timeout_s)
+        return self.done()
+
     def failure(self) -> BaseException | None:
         """The failure of a commit that has ended, without marking it as seen."""
         return self._future.exception() if self.done() else None
 
+
+HELD_UP = "is held up"
+"""In the reason why a commit is skipped: storage hangs."""
 
 NOTICE_S = 4.0
 """Implicit waits are reported on stderr each time this many seconds have passed."""
@@ -291,10 +315,11 @@ class Background:
         self._working = False
         self._changed = Condition()
 
-    def raise_failure(self, note: str, before: Pending[Any] | None = None) -> None:
+    def raise_failure(self, note: str, before: Pending[Any] | None = None, *, newer: bool) -> None:
         """Raise the first failure that the caller has not seen, of commits started before `before`.
-        `note` says what became of the call that raises it."""
-        if failed := self._take_failure(before):
+        `note` says what became of the call that raises it. A `newer` commit takes the place of
+        those whose failure passes."""
+        if failed := self._take_failure(before, newer=newer):
             failed.add_note(note)
             raise failed
 
@@ -304,9 +329,10 @@ class Background:
         while failed := self._take_failure():
             error.add_note(f"before, {failed.__notes__[0]}: {failed}")
 
-    def admit(self, *, wait: bool) -> bool:
-        """Whether one more commit may start; with `wait`, waits until it may. Raises `InvalidInput`
-        in a forked child, which has neither the thread nor the staging memory of its parent."""
+    def admit(self, *, wait: bool, max_age_s: float | None = None) -> str:
+        """Why no more commit may start now, or ""; with `wait`, waits until it may, but no longer
+        than until the oldest in flight has `max_age_s`. Raises `InvalidInput` in a forked child,
+        which has neither the thread nor the staging memory of its parent."""
         if self._pid != os.getpid():
             raise InvalidInput(
                 f"{self._place} was opened by process {self._pid}, which this one was forked from; "
@@ -314,11 +340,26 @@ class Background:
             )
         self._have_worked()
         with self._changed:
-            if len(self._in_flight()) >= self._limit:
-                if not wait:
-                    return False
-                self._changed.wait_for(lambda: len(self._in_flight()) < self._limit)
-        return True
+            busy = self._in_flight()
+            for pending in busy:
+                pending.superseded.set()
+            if len(busy) >= self._limit:
+                left = None if max_age_s is None else max(0.0, max_age_s - busy[0].age_s)
+                if not wait or not self._changed.wait_for(
+                    lambda: len(self._in_flight()) < self._limit, left
+                ):
+                    if max_age_s is not None and busy[0].age_s >= max_age_s:
+                        return (
+                            f"{busy[0].name} {HELD_UP}, {busy[0].stage} after "
+                            f"{seconds_text(busy[0].age_s)}"
+                        )
+                    return "another commit is in flight"
+        return ""
+
+    def note(self, pending: Pending[Any]) -> None:
+        """Keep the failure of a commit that was not begun until the caller sees it."""
+        with self._changed:
+            self._pending.append(pending)
 
     def start(self, pending: Pending[Any], work: Callable[[], object]) -> None:
         """Run `work` after all work started before. It must end `pending` and raise nothing.
@@ -384,13 +425,16 @@ class Background:
                 flush=True,
             )
 
-    def _take_failure(self, before: Pending[Any] | None = None) -> BaseException | None:
+    def _take_failure(
+        self, before: Pending[Any] | None = None, *, newer: bool = False
+    ) -> BaseException | None:
         with self._changed:
             while self._pending and self._pending[0].done() and self._pending[0] is not before:
                 pending = self._pending.pop(0)
                 if not pending.seen and (error := pending.failure()):
                     pending.seen = True
-                    return error
+                    if not (newer and pending.passes):
+                        return error
         return None
 
     def _in_flight(self) -> list[Pending[Any]]:

@@ -152,8 +152,13 @@ class Schedule(Generic[S]):
     def _is_due(self, step: int) -> bool:
         if self._last_step is None:
             self._last_step = step - 1
-        if self._rule.mtbf_s is not None and (self._last is None or not self._last.done()):
-            return self._last is None  # the first commit measures the cost; wait for it
+        if self._rule.mtbf_s is not None and self._last is None:
+            return True  # the first commit measures the cost
+        if self._rule.mtbf_s is not None and self._last and not self._last.done():
+            # Wait for it, but let the next commit tell of one that hangs.
+            patient = not self._background.goes_on
+            if patient or self._last.age_s < self._background.max_wait_s:
+                return False
         return self._rule.due(
             step, self._last_step, time.monotonic() - self._began, self._cost_s, self._durable_s
         )

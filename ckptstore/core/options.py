@@ -14,6 +14,7 @@ TIMEOUT_S = 300.0
 Overlap: TypeAlias = Literal["wait", "skip"]
 Staging: TypeAlias = Literal["eager", "lazy"]
 Executor: TypeAlias = Literal["thread", "process"]
+OnError: TypeAlias = Literal["raise", "warn"]
 OnFull: TypeAlias = Literal["raise", "gc"]
 Verify: TypeAlias = Literal["checksum", "id"]
 
@@ -108,6 +109,15 @@ class Async:
             `pending.wait_staged()` before writing to them outside of an optimizer.
         trust_version: Skip frozen parameters that torch has not seen written.
         on_progress: Called at each milestone, on any thread.
+        on_error: `"raise"`: the next call raises what a commit failed with. `"warn"`: training goes
+            on where storage failed; the next commit takes its place, and a warning says so once
+            (docs/failed-saves.md).
+        max_unsaved_steps: With `"warn"`, the next commit raises `Unavailable` once commits fail and
+            so many steps (commits, where they have no step) are not durable; default: no limit.
+        retry_s: With `"warn"`, for how long a commit that failed is tried again, unless a newer one
+            comes.
+        max_wait_s: With `"warn"`, for how long after its start an earlier commit may hold up a
+            later one, which is then skipped; more than a commit takes.
         executor: Only in `open`. `"process"` commits in a worker process, which shares no
             interpreter lock with training and finishes its commit when the trainer dies.
         max_in_flight: Only in `open`. Commits under way at once; 1.
@@ -125,6 +135,10 @@ class Async:
     staging: Staging = "eager"
     trust_version: bool = False
     on_progress: Callable[[CommitProgress], object] | None = None
+    on_error: OnError = "raise"
+    max_unsaved_steps: int | None = None
+    retry_s: float = 60.0
+    max_wait_s: float = 120.0
     executor: Executor | None = None
     max_in_flight: int | None = None
     staging_bytes: int | None = None
@@ -134,6 +148,20 @@ class Async:
             raise InvalidInput(f"overlap is {self.overlap!r}; wanted 'wait' or 'skip'")
         if self.staging not in ("eager", "lazy"):
             raise InvalidInput(f"staging is {self.staging!r}; wanted 'eager' or 'lazy'")
+        if self.on_error not in ("raise", "warn"):
+            raise InvalidInput(f"on_error is {self.on_error!r}; wanted 'raise' or 'warn'")
+        limit = self.max_unsaved_steps
+        if limit is not None and (isinstance(limit, bool) or limit < 1):
+            raise InvalidInput(f"max_unsaved_steps is {limit!r}; wanted a number from 1 on")
+        if not (self.retry_s >= 0 and self.max_wait_s >= 0):
+            raise InvalidInput(
+                f"retry_s is {self.retry_s!r} and max_wait_s {self.max_wait_s!r}; wanted seconds"
+            )
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether training goes on where storage fails."""
+        return self.on_error == "warn"
 
     def check_for_one_commit(self) -> None:
         """Raise `InvalidInput` for a field that only `open` takes."""

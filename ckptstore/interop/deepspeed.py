@@ -97,7 +97,7 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.store = store
         self._engine, self._files = engine, engine.checkpoint_engine
         self._waits, self._ranks, self._allow_pickle = wait, ranks, allow_pickle
-        self._saves = BackgroundSaves(ranks)
+        self._saves = BackgroundSaves(store, ranks)
         self._warned = False
         self._info: CheckpointCommitInfo | None = None
         self._handed: dict[str, Any] | None = None
@@ -154,7 +154,8 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _save_checkpoint(
         self, original: Callable[..., bool], save_dir: str, *args: Any, **kwargs: Any
     ) -> bool:
-        self.wait()
+        if not self._saves.make_way(self._engine.global_steps):
+            return False
         tag = (args[0] if args else kwargs.get("tag")) or f"global_step{self._engine.global_steps}"
         look = partial(_check_free, Path(save_dir).absolute() / str(tag))
         together(self._ranks, "save: look", look)
@@ -178,7 +179,7 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         )
         self._saves.follow(pending, partial(self._publish, info, directory))
         if self._waits:
-            self.wait()
+            self._saves.finish()
         return saved
 
     def _warn_of_place(self) -> None:

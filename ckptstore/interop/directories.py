@@ -14,13 +14,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ckptstore import Store, open_pointer
-from ckptstore.errors import CkptStoreError, Corrupt, NotFound
+from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.plugin import stores
 from ckptstore.plugin.model import CommitId, HoldId, Skipped, hold_tag
 from ckptstore.plugin.pointers import HOLLOW_POINTER, Pointer, is_pointer, read_pointer
 from ckptstore.plugin.snapshots import Snapshot, contents_of
+from ckptstore.plugin.stores import background_of, outages_of, passed, raise_overdue
 from ckptstore.plugin.upkeep import Policy
 from ckptstore.plugins.adopt.commit_directory import message_of
 from ckptstore.plugins.adopt.hashed_files import FileChanged
@@ -54,9 +56,10 @@ class CheckpointDirectories:
         self._let_go, self._told = release, False
         self._commits: dict[str, CommitId] = {}
         self._seen: dict[HoldId, str] = {}
+        self._adopting = ""
         self.skipped: tuple[Skipped, ...] = ()
         self._thread = ThreadPoolExecutor(1, "ckptstore-adopt")
-        self._pending: Future[Snapshot] | None = None
+        self._pending: Future[Snapshot | None] | None = None
 
     def start(
         self,
@@ -70,16 +73,55 @@ class CheckpointDirectories:
 
         While `busy()`, no directory becomes hollow: something else reads them.
         """
+        if self._makes_way(step):
+            self._adopting = _real(place)
+            self._pending = self._thread.submit(
+                partial(self._adopt_or_go_on, place, step=step, metrics=metrics, busy=busy)
+            )
+
+    def _makes_way(self, step: int | None) -> bool:
+        """Wait for the adoption under way; False if it hangs, and training goes on without
+        another."""
+        background, counts = background_of(self.store), outages_of(self.store)
+        counts.asked(step)
+        if background.goes_on and self._pending:
+            try:
+                self._pending.exception(background.max_wait_s)
+            except TimeoutError as error:
+                name = f"the commit of step {step}"
+                late = Unavailable(f"{name} was skipped: an earlier one hangs")
+                late.__cause__ = error
+                passed(self.store, name, late)
+                raise_overdue(self.store)
+                return False
         self.settle()
-        self._pending = self._thread.submit(
-            partial(self._adopt, place, step=step, metrics=metrics, busy=busy)
-        )
+        raise_overdue(self.store)
+        return True
+
+    def _adopt_or_go_on(self, place: Path, *, step: int | None, **options: Any) -> Snapshot | None:
+        try:
+            return self._adopt(place, step=step, **options)
+        except (CkptStoreError, OSError) as error:
+            if passed(self.store, f"the commit of step {step}", error):
+                return None
+            raise
 
     def settle(self) -> Snapshot | None:
         """Wait until the adoption under way is durable, and return its commit. Raises its error,
         once."""
         pending, self._pending = self._pending, None
         return pending.result() if pending else None
+
+    def finish(self) -> None:
+        """As `settle`, for a caller who waits for each save; but where training goes on without
+        one, no longer than `max_wait_s`."""
+        background = background_of(self.store)
+        if background.goes_on and self._pending:
+            try:
+                self._pending.exception(background.max_wait_s)
+            except TimeoutError:
+                return
+        self.settle()
 
     def drain(self) -> None:
         """As `settle`, but log the error: another one is on its way to the caller."""
@@ -98,9 +140,14 @@ class CheckpointDirectories:
     def forget(self, place: Path) -> None:
         """Prepare for a program that writes all files of the directory `place` again: its commit
         is none of the directory any more."""
-        self.settle()
+        if not background_of(self.store).goes_on or self._is_adopted_now(place):
+            self.settle()
         self._commits.pop(_real(place), None)
         (place / HOLLOW_POINTER).unlink(missing_ok=True)
+
+    def _is_adopted_now(self, place: Path) -> bool:
+        """Whether the adoption under way, if any, reads `place`."""
+        return self._adopting == _real(place)
 
     def _adopt(
         self,

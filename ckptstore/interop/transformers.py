@@ -230,7 +230,7 @@ class Attached:
             step, metrics = trainer.state.global_step, self._metrics()
             directories.start(place, step=step, metrics=metrics, busy=self._pushing)
             if not self._background:
-                directories.settle()
+                directories.finish()
 
         self._warn_of_order()
         self._on_first("before save", before)

@@ -97,6 +97,14 @@ class StoreHandle:
         """Raise `ReadOnly` unless this handle may write to the store, `InvalidInput` once it was
         closed, `NotFound` if the store is gone, `Corrupt` if the log has lost its end: what is
         appended there would bury commits that were acknowledged."""
+        self.check_open()
+        self._check_in_place()
+        if not self._has_its_end and (lost := self._lost_end()):
+            raise Corrupt(lost)
+        self._has_its_end = True
+
+    def check_open(self) -> None:
+        """The part of `check_writable` that asks no storage, which may hang."""
         if self._closed:
             raise InvalidInput(f"{self.url} was closed; open it again")
         if self.read_only:
@@ -108,10 +116,16 @@ class StoreHandle:
                 f"{self.url} needs {', '.join(sorted(unknown))} to be written, which this "
                 "ckptstore does not know: install a newer one"
             )
-        self._check_in_place()
-        if not self._has_its_end and (lost := self._lost_end()):
-            raise Corrupt(lost)
-        self._has_its_end = True
+
+    def is_gone(self) -> bool:
+        """Whether no store is at this place, not even another one."""
+        try:
+            read_config(self.storage)
+        except NotFound:
+            return True
+        except CkptStoreError:
+            return False
+        return False
 
     def _check_in_place(self) -> None:
         """Refuse a directory that was moved away: the next commit would create it again, with

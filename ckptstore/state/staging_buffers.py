@@ -221,18 +221,22 @@ class BufferPool:
             return self._taken_bytes + sum(arena.nbytes for arena in self._free)
 
     def take(
-        self, nbytes: int, *, wait: bool = True, into: list[Buffer] | None = None
+        self,
+        nbytes: int,
+        *,
+        wait: bool = True,
+        timeout_s: float | None = None,
+        into: list[Buffer] | None = None,
     ) -> Buffer | None:
         """An arena of at least `nbytes`, which must be within the budget; waits until there is
-        room, or returns None without `wait`. It is in the list `into` when it is taken, whatever
-        interrupts this call."""
+        room, or returns None without `wait` or after `timeout_s`. It is in the list `into` when it
+        is taken, whatever interrupts this call."""
         size = -(-max(nbytes, 1) // MIN_STAGING_BYTES) * MIN_STAGING_BYTES
         assert size <= self.budget_bytes
         with self._changed:
             while self._taken_bytes + size > self.budget_bytes:
-                if not wait:
+                if not (wait and self._changed.wait(timeout_s)):
                     return None
-                self._changed.wait()
             arena = self._best(size)
             self._taken_bytes += arena.nbytes
             if into is not None:

@@ -167,7 +167,7 @@ class Attached:
         self.store = store
         self._accelerator, self._owned, self._waits = accelerator, owned, wait
         self._ranks, self._allow_pickle = ranks, allow_pickle
-        self._saves = BackgroundSaves(ranks)
+        self._saves = BackgroundSaves(store, ranks)
         self._warned: set[int] = set()
         self._class = type(accelerator)
         accelerator._attached, accelerator.__class__ = self, _with_store(self._class)
@@ -227,10 +227,12 @@ class Attached:
             CkptStoreError: An earlier save failed, and this one did not begin.
         """
         accelerator = self._accelerator
-        self.wait()
-        directory, before = together(
-            self._ranks, "save: directory", partial(self._directory, output_dir)
-        )
+        if not self._saves.make_way(step):
+            return self._place(output_dir)
+        place = self._saves.attempt("save: directory", partial(self._directory, output_dir))
+        if place is None:
+            return self._place(output_dir)
+        directory, before = place
         hooked = together(
             self._ranks, "save: hooks", partial(call_save_hooks, accelerator, directory)
         )
@@ -250,7 +252,7 @@ class Attached:
         self._saves.follow(pending, partial(self._publish, directory))
         accelerator.project_configuration.iteration += 1
         if self._waits:
-            self.wait()
+            self._saves.finish()
         return directory
 
     def _directory(self, asked: str | os.PathLike[str] | None) -> tuple[Path, Listing]:

@@ -9,6 +9,7 @@ from typing import Any
 from ckptstore.interop.lightning.checkpoint_io import ALONE_RANKS, StoreCheckpointIO
 from ckptstore.plugin.model import CommitId
 from ckptstore.plugin.snapshots import PendingCommit
+from ckptstore.plugin.stores import background_of
 from ckptstore.plugin.upkeep import KeepSince, Policy
 
 logger = logging.getLogger("ckptstore")
@@ -58,9 +59,11 @@ class AsyncStoreCheckpointIO(StoreCheckpointIO):
             self._settle()
 
     def _publish_when_durable(self, place: str, pending: PendingCommit) -> None:
-        snapshot = pending.wait()
-        self._publish(place, snapshot)
-        self._published = snapshot.id
+        if not background_of(self.store).goes_on:
+            self._publish(place, pending.wait())
+        elif not self._publish_or_go_on(place, pending, bounded=False):
+            return
+        self._published = pending.wait().id
 
     def _settle(self) -> None:
         self._drain()
@@ -76,6 +79,8 @@ class AsyncStoreCheckpointIO(StoreCheckpointIO):
     def _do(self, act: Callable[..., object], args: tuple[Any, ...]) -> None:
         if self._failed is not None:
             return
+        if self._lacking is not None and act != self._publish_when_durable:
+            return  # what was to take the place of a removed checkpoint is not there
         try:
             act(*args)
         except BaseException as error:

@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore import Async, Ranks, Storage, Store, open
-from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound
+from ckptstore.errors import (
+    CkptStoreError,
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    NotFound,
+    Unavailable,
+)
 from ckptstore.interop.leaving import read_leaving, write_leaving
 from ckptstore.interop.lightning.packages import (
     checkpoint_of,
@@ -43,8 +50,8 @@ from ckptstore.plugin.handles import is_path
 from ckptstore.plugin.model import CommitId, CommitInfo, digest, parse_ref
 from ckptstore.plugin.pointers import Pointer
 from ckptstore.plugin.ranks import ALONE, collective_of
-from ckptstore.plugin.snapshots import Snapshot
-from ckptstore.plugin.stores import open_commit
+from ckptstore.plugin.snapshots import PendingCommit, Snapshot
+from ckptstore.plugin.stores import background_of, open_commit, outcome, passed
 from ckptstore.plugin.text import count_text
 from ckptstore.plugin.upkeep import Policy
 
@@ -120,6 +127,8 @@ class StoreCheckpointIO:
         self._labels: dict[str, Any] = {}
         self._leaving: list[CommitId] = []
         self._warned_of_order = False
+        self._lacking: BaseException | None = None
+        """What the last save failed with, where training goes on without it."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: self.__dict__[key] for key in ("_place", "_options", "_allow_pickle")}
@@ -197,14 +206,18 @@ class StoreCheckpointIO:
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the pointer at `path`, and forget its commit when its step is none of the two
         newest. A tagged commit stays. Nothing happens if nothing is there."""
-        self._remove(path)
+        if self._lacking is None:  # else what was to take its place is not there
+            self._remove(path)
 
     def teardown(self) -> None:
         """Close the store. Lightning calls this at the end of each fit; the next call of the plugin
-        opens it again."""
+        opens it again. Raises what the last save failed with, if training went on without it."""
         opened, self._opened = self._opened, None
         if opened is not None and opened[0] == os.getpid():
             opened[1].close()
+        lacking, self._lacking = self._lacking, None
+        if lacking is not None:
+            raise lacking
 
     def link(self, path: str | os.PathLike[str], link: str | os.PathLike[str]) -> None:
         """Make the file at `link` a symbolic link to `path`, at once, whatever it was."""
@@ -245,10 +258,29 @@ class StoreCheckpointIO:
             )
 
     def _save(self, state: dict[str, Any], place: str, label: dict[str, Any]) -> None:
-        snapshot = self.store.commit(
-            state, **label, allow_pickle=self._allow_pickle, ranks=ALONE_RANKS
-        )
-        self._publish(place, snapshot)
+        options = {**label, "allow_pickle": self._allow_pickle, "ranks": ALONE_RANKS}
+        if not background_of(self.store).goes_on:
+            self._publish(place, self.store.commit(state, **options))
+            return
+        self._publish_or_go_on(place, self.store.commit_async(state, **options), bounded=True)
+
+    def _publish_or_go_on(self, place: str, pending: PendingCommit, *, bounded: bool) -> bool:
+        """Publish the commit once it is durable. False if training goes on without it."""
+        self._lacking = Unavailable(f"{pending.name} was not durable in time")
+        try:
+            if (snapshot := outcome(self.store, pending, bounded=bounded)) is None:
+                self._lacking = pending.failure() or self._lacking
+                return False
+            self._publish(place, snapshot)
+        except (CkptStoreError, OSError) as error:
+            if not (pending.done() and not pending.failure()):
+                raise
+            self._lacking = error
+            if not passed(self.store, f"the pointer at {place}", error):
+                raise
+            return False
+        self._lacking = None
+        return True
 
     def _settle(self) -> None:
         """Wait for what is in flight, and raise what failed."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ckptstore import Ranks, Store, open_pointer, write_pointer
+from ckptstore import Async, Ranks, Store, open_pointer, write_pointer
 from ckptstore import open as open_store
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.torchtitan.contract import (
@@ -43,6 +43,7 @@ from ckptstore.plugin.model import Best, parse_ref
 from ckptstore.plugin.pointers import is_pointer, read_pointer
 from ckptstore.plugin.ranks import collective_of
 from ckptstore.plugin.snapshots import Snapshot, contents_of
+from ckptstore.plugin.stores import outcome
 from ckptstore.plugin.upkeep import KeepBest, KeepLast, Policy
 from ckptstore.plugin.values import RNGState, StateDict, children_of, no_classes
 
@@ -89,6 +90,12 @@ class StoreManager(BaseCheckpointManager):  # type: ignore[misc]
         """A metric, such as `loss_metrics/global_avg_loss` or `accuracy:max`, whose best commit
         stays beside the latest ones."""
 
+        on_error: Literal["raise", "warn"] = "raise"
+        """`warn`: training goes on where storage fails, as `Async(on_error="warn")` says."""
+
+        max_unsaved_steps: int = 0
+        """With `warn`, the steps that may be without a durable commit; 0: any number."""
+
         def __post_init__(self) -> None:
             self.async_mode = self.async_mode.lower()  # type: ignore[assignment]
             if self.async_mode not in ("disabled", "async", "async_with_pinned_mem"):
@@ -133,7 +140,9 @@ class StoreManager(BaseCheckpointManager):  # type: ignore[misc]
         self._metrics: tuple[int, dict[str, float]] = (-1, {})
         self._thread = ThreadPoolExecutor(1, "ckptstore-torchtitan")
         place = config.store or os.path.join(self.folder, "store")
-        self.store: Store = open_store(place, run=config.run)
+        limit = config.max_unsaved_steps or None
+        background = Async(on_error=config.on_error, max_unsaved_steps=limit)
+        self.store: Store = open_store(place, run=config.run, background=background)
 
     def record(self, step: int, **metrics: float) -> None:
         """Numbers that the commit of `step` shall have, besides those that torchtitan logs. To be
@@ -147,7 +156,9 @@ class StoreManager(BaseCheckpointManager):  # type: ignore[misc]
         due = first or last_step or curr_step % self.config.interval == 0
         if self.load_only or not due:
             return False
-        self.maybe_wait_for_saving()
+        if self.config.on_error == "raise" or self.save_future is None or self.save_future.done():
+            self.maybe_wait_for_saving()
+        # Else `commit_async` waits, as long as `max_wait_s`, and all ranks skip it or none.
         if last_step and self.config.last_save_model_only:
             self._save_model(curr_step)
             return True
@@ -159,11 +170,22 @@ class StoreManager(BaseCheckpointManager):  # type: ignore[misc]
         at, metrics = self._metrics
         label: dict[str, Any] = {"step": curr_step, "metrics": metrics if at == curr_step else {}}
         if last_step or self.config.async_mode == "disabled":
-            self._made(self.store.commit(state, **label), purge=not last_step)
+            self._made(self._commit(state, label, last_step=last_step), purge=not last_step)
         else:
             self._pending = pending = self.store.commit_async(state, **label)
-            self.save_future = self._thread.submit(lambda: self._made(pending.wait(), purge=True))
+            self.save_future = self._thread.submit(
+                lambda: self._made(outcome(self.store, pending, bounded=False), purge=True)
+            )
         return True
+
+    def _commit(
+        self, state: dict[str, Any], label: dict[str, Any], *, last_step: bool
+    ) -> Snapshot | None:
+        """Commit now; None if training goes on without it. The last step has to be durable."""
+        if self.config.on_error == "raise":
+            return self.store.commit(state, **label)
+        pending = self.store.commit_async(state, **label)
+        return pending.wait() if last_step else outcome(self.store, pending)
 
     def _save_model(self, step: int) -> None:
         """Commit the weights alone, in the export dtype, and export them if asked for."""
@@ -180,9 +202,9 @@ class StoreManager(BaseCheckpointManager):  # type: ignore[misc]
     def _directory(self, step: int) -> str:
         return os.path.join(self.folder, f"step-{step}")
 
-    def _made(self, snapshot: Snapshot, *, purge: bool) -> None:
+    def _made(self, snapshot: Snapshot | None, *, purge: bool) -> None:
         """The commit is durable: leave a directory that points to it, and forget older ones."""
-        if not leads():
+        if snapshot is None or not leads():
             return
         if "://" not in self.folder and snapshot.step is not None:
             pointer = os.path.join(self._directory(snapshot.step), ".metadata")
