@@ -8,7 +8,7 @@ import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -52,15 +52,17 @@ TOGETHER = {
 """What one worker of `make test` runs, by what its tests share: ranks, a fork server, a process
 beside pytest's own, each of which imports torch. Other files are on their own."""
 
+APART = ("tests/maintenance/test_gc.py", "tests/shared/test_faults.py", "tests/test_snippets.py")
+"""Files whose tests share nothing, and would keep one worker busy when all others have ended: any
+worker runs any of them."""
+
 LONGEST = (
     "ranks",
     "nursery",
     "fresh",
     "tests/stateful/test_store_machine.py",
     "tests/storage/test_s3.py",
-    "tests/shared/test_faults.py",
     "tests/maintenance/mirror/test_shared_ends.py",
-    "tests/maintenance/test_gc.py",
     "tests/restore/test_budget.py",
     "tests/commit/test_process.py",
     "tests/maintenance/test_bitrot.py",
@@ -68,8 +70,12 @@ LONGEST = (
     "tests/shared/test_machine.py",
     "tests/interop/test_snapshots.py",
     "tests/cli/test_odd_arguments.py",
+    "docs/stories.md",
+    "tests/test_first_hour.py",
+    "tests/test_site.py",
 )
-"""These come first: were one of them the last, the other workers would wait for it."""
+"""These, parts and pages, come first: were one of them the last, the other workers would wait for
+it."""
 
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.register_profile(
@@ -112,12 +118,19 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {part: place for place, part in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(part_of(item.nodeid), len(places)))
+
+    def place_of(item: pytest.Item) -> int:
+        parameter = item.nodeid.rpartition("[")[2].removesuffix("]")
+        return min(places.get(name, len(places)) for name in (part_of(item.nodeid), parameter))
+
+    items.sort(key=place_of)
 
 
 def part_of(nodeid: str) -> str:
     """The part of the suite that a test belongs to, which one worker runs."""
     file = nodeid.partition("::")[0]
+    if file in APART:
+        return nodeid
     return next((part for part, files in TOGETHER.items() if file.startswith(files)), file)
 
 
@@ -128,8 +141,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
     return scheduler
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported meanwhile stays, and to look through it again and again takes a sixth of the
+    time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
