@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import secrets
+import shutil
 import signal
 import sys
 import tempfile
@@ -29,6 +30,31 @@ SEED = int(
 # Set before torch is imported, and inherited by all processes. An OpenMP thread that waits for work
 # spins: with two per process, a third of the CPU time of tests of tensors is spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+DISK = os.environ.setdefault("CKPTSTORE_TEST_DISK", tempfile.gettempdir())
+MEMORY = Path("/dev/shm")
+ROOM_BYTES = 4 << 30
+"""Ten times what the suite takes at once."""
+
+# Tests wait for the disk, in fsync above all, for two thirds of their time, and few are about it.
+if (
+    os.environ.get("CKPTSTORE_TEST_PROFILE") != "soak"
+    and MEMORY.is_dir()
+    and shutil.disk_usage(MEMORY).free >= ROOM_BYTES
+):
+    os.environ.setdefault("TMPDIR", str(MEMORY))
+    tempfile.tempdir = None  # found anew
+
+ON_DISK = (
+    "tests/commit/test_commits.py",
+    "tests/core/",
+    "tests/faults/",
+    "tests/interop/adopt/",
+    "tests/restore/",
+    "tests/storage/",
+    "tests/trainers/",
+)
+"""Tests of what file systems and their cache do, and of whole trainings, use those of users."""
 
 TOGETHER = {
     "ranks": (
@@ -185,13 +211,25 @@ def _seeded(seed: int) -> None:
         (torch if torch.cuda.is_initialized() else torch.default_generator).manual_seed(seed)
 
 
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """pytest's own, or one on the disk."""
+    if tempfile.gettempdir() == DISK or not request.node.nodeid.startswith(ON_DISK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(
+        prefix="ckptstore-test-", dir=DISK, ignore_cleanup_errors=True
+    ) as place:
+        yield Path(place).resolve()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _ceiling(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A store that happens to lie above the directories of the tests is none of theirs, nor of the
     processes that they start."""
     base = tmp_path_factory.getbasetemp()
     os.environ["CKPTSTORE_CEILING"] = os.pathsep.join(
-        [str(base), str(base.parent), tempfile.gettempdir()]
+        [str(base), str(base.parent), tempfile.gettempdir(), DISK]
     )
 
 

@@ -126,9 +126,8 @@ def test_whatever_a_power_cut_leaves_of_what_was_not_durable(
             except (AssertionError, CkptStoreError) as error:
                 error.add_note(f"seed {seed}, {crashes.recording.name(n)}")
                 raise
-    print(
-        f"{len(crashes.recording.points) * OUTCOMES} power cuts, {len(crashes.seen)} different outcomes"
-    )
+    cuts = len(crashes.recording.points) * OUTCOMES
+    print(f"{cuts} power cuts, {len(crashes.seen)} different outcomes")
 
 
 @pytest.mark.parametrize(
