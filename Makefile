@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # One more than the two cores it is meant for: tests wait for deadlines and disks for a third of their time.
 WORKERS ?= 3
+ON_WORKERS = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 READY := $(VENV)/.ready
 READY_BENCH := $(VENV)/.ready-bench
 READY_UI := $(VENV)/.ready-ui
@@ -20,7 +21,7 @@ OLDEST := $(TRAINERS)-oldest
 READY_OLDEST := $(OLDEST)/.ready
 PIP_TRAINERS := $(TRAINERS)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
 
-.PHONY: help setup test test-real test-trainers test-trainers-oldest test-ui test-versions lint dist demo bench soak soak-trainers docs docs-serve clean
+.PHONY: help setup test test-real test-trainers test-trainers-oldest test-ui test-versions lint style dist demo bench soak soak-trainers docs docs-serve clean
 
 help:
 	@echo "make setup   prepare $(VENV)"
@@ -62,11 +63,14 @@ $(READY_BENCH): $(READY)
 setup: $(READY)
 
 # What tests share is made once: tests/conftest.py says what a worker runs as a whole, and puts the longest first.
-test: lint
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# mypy, which uses one core, looks at the types meanwhile, and has the last word.
+test: style
+	@$(BIN)/mypy > $(VENV)/mypy.txt 2>&1 & types=$$!; trap "kill $$types 2> /dev/null || true" EXIT; failed=0; \
+		$(BIN)/python -m pytest $(ON_WORKERS) || failed=$$?; \
+		wait $$types || failed=$$?; cat $(VENV)/mypy.txt; exit $$failed
 
 test-real: $(READY)
-	@$(BIN)/python -m tests.real
+	@$(BIN)/python -m tests.real $(ON_WORKERS)
 
 # The trainers' libraries are in an environment of their own. DeepSpeed is built without its operators, which it
 # compiles when they are used. torchtitan wants a version of datasets that refuses the newest fsspec, and needs none.
@@ -83,7 +87,7 @@ $(READY_TRAINERS): pyproject.toml constraints.txt
 	@touch $@
 
 test-trainers: $(READY_TRAINERS)
-	@CKPTSTORE_TEST_TRAINERS=1 $(TRAINERS)/bin/python -m pytest tests/trainers -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	@CKPTSTORE_TEST_TRAINERS=1 $(TRAINERS)/bin/python -m pytest tests/trainers $(ON_WORKERS)
 
 # Torch, and all that may be new, is that of the other environment. DeepSpeed is built, with setuptools of today.
 $(READY_OLDEST): $(READY_TRAINERS) constraints-trainers-oldest.txt
@@ -96,7 +100,7 @@ $(READY_OLDEST): $(READY_TRAINERS) constraints-trainers-oldest.txt
 	@touch $@
 
 test-trainers-oldest: $(READY_OLDEST)
-	@CKPTSTORE_TEST_TRAINERS=1 $(OLDEST)/bin/python -m pytest tests/trainers -m oldest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	@CKPTSTORE_TEST_TRAINERS=1 $(OLDEST)/bin/python -m pytest tests/trainers -m oldest $(ON_WORKERS)
 
 # Playwright drives Debian's Chromium, so it downloads none.
 $(READY_UI): $(READY)
@@ -113,10 +117,12 @@ test-versions: $(READY)
 dist: $(READY)
 	@$(BIN)/python -m tests.dist
 
-lint: $(READY)
+lint: style
+	@$(BIN)/mypy
+
+style: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --quiet --check .
-	@$(BIN)/mypy
 
 demo: $(READY)
 	@$(BIN)/python -m demo
@@ -133,7 +139,7 @@ soak-trainers: $(READY_TRAINERS)
 
 # `python -m tests.support.snippets` writes what the snippets print now into the pages.
 docs: $(READY)
-	@$(BIN)/python -m pytest -m docs -n $(WORKERS)
+	@$(BIN)/python -m pytest -m docs $(ON_WORKERS) $$(grep -rl --include='test_*.py' 'mark\.docs' tests)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "docs: build/site/index.html"
 

@@ -12,15 +12,16 @@ import time
 from pathlib import Path
 
 from tests.support.servers.rgw import missing_programs, rgw_server
+from tests.support.servers.s3 import make_bucket
 
 PACKAGES = ("radosgw", "ceph-mon", "ceph-osd", "postgresql")
 SUITES = (
     "tests/storage/test_s3.py",
-    "tests/shared",
     "tests/maintenance/mirror/test_shared_ends.py",
-    "tests/maintenance/test_gc.py",
     "tests/maintenance/test_gc_crash.py",
+    "tests/shared",
     "tests/maintenance/test_grace.py",
+    "tests/maintenance/test_gc.py",
 )
 LEFT_OUT = "memory"
 """What has nothing to do with the servers."""
@@ -34,6 +35,7 @@ def main(arguments: list[str]) -> int:
     postgres = _postgres()
     assert postgres is not None
     with rgw_server() as rgw:
+        make_bucket(rgw.server)  # here: workers would make it at once
         print(
             f"test-real: Ceph RGW at {rgw.server.endpoint}, PostgreSQL from {postgres} "
             f"({time.monotonic() - started:.0f} s to start)"

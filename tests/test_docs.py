@@ -6,7 +6,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from tests.conftest import LONGEST, TOGETHER
+from tests.conftest import APART, LONGEST, ON_DISK, TOGETHER
 from tests.support.rooms import PICTURE, SAYS, draw
 from tests.test_layers import PACKAGE, ROOMS, modules
 
@@ -182,5 +182,5 @@ def test_the_source_files_that_a_page_names_exist() -> None:
 
 
 def test_the_parts_of_the_suite_name_what_exists() -> None:
-    named = [*(name for files in TOGETHER.values() for name in files), *LONGEST]
+    named = [*(name for files in TOGETHER.values() for name in files), *APART, *ON_DISK, *LONGEST]
     assert [name for name in named if name not in TOGETHER and not (ROOT / name).exists()] == []

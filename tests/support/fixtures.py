@@ -3,6 +3,7 @@
 import atexit
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,13 @@ from tests.support.workloads import CHUNK_BYTES, small
 @pytest.fixture
 def scratch() -> Iterator[Path]:
     """A directory in memory where there is one: thousands of fsyncs there cost nothing."""
+    with in_memory() as place:
+        yield place
+
+
+@contextmanager
+def in_memory() -> Iterator[Path]:
+    """The same for the time of the block."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(
         prefix="ckptstore-", dir=memory if memory.is_dir() else None

@@ -10,7 +10,6 @@ import secrets
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+
+from tests.support.servers.ports import free_port
 
 ROLE = "trainer"
 PASSWORD = "trainers-own-secret"
@@ -39,8 +40,7 @@ class PostgresServer:
         if os.getuid() == 0:
             os.chown(self._home, _NOBODY, _NOBODY)
             self._as = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []}
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
         initdb = [
             self._bin / "initdb",

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.support.servers.ports import free_port
 from tests.support.servers.s3 import S3Server
 
 PROGRAMS = ("radosgw", "ceph-mon", "ceph-osd")
@@ -70,7 +71,7 @@ class RgwServer:
         self._home = Path(tempfile.mkdtemp(prefix="ckptstore-rgw-"))
         self._children: list[subprocess.Popen[bytes]] = []
         self._gateway: subprocess.Popen[bytes] | None = None
-        self.port, mon_port = _free_port(), _free_port()
+        self.port, mon_port = free_port(), free_port()
         for folder in ("mon", "osd", "rgw"):
             (self._home / folder).mkdir()
         config = _CONFIG.format(
@@ -211,8 +212,3 @@ def rgw_server() -> Iterator[RgwServer]:
 def missing_programs() -> list[str]:
     """What would have to be installed first."""
     return [program for program in PROGRAMS if shutil.which(program) is None]
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
