@@ -255,9 +255,9 @@ class Transaction:
         self.session, self.owns = session, owns
         self.measured: Measured | None = None
         self.patching = True
+        """Whether chunks may be kept in memory and stored as patches; not within a budget."""
         self.table: ChunkTable | None = None
         """The chunks of the last `write`."""
-        """Whether chunks may be kept in memory and stored as patches; not within a budget."""
         self.asked = False
         """Whether an append was sent to the log and its outcome is unknown."""
         codec = codec_id(to.config.codec)
@@ -398,12 +398,8 @@ class Transaction:
         )
         reused = self.look().reused.union(*(receipt.reused for receipt in receipts))
         commit, stored = encode_document(document)
-        key = document_key(self.session, commit)
-        own = (key,) if put_finished(self._to.storage, key, stored) else ()
-        watch.publishing()
-        packs = new_packs(
-            self.append(entry_of(document, commit, len(stored), records, reused), own)
-        )
+        body = entry_of(document, commit, len(stored), records, reused)
+        packs = new_packs(self.append(body, stored, watch=watch))
         durable_at = time.perf_counter()
         watch.reached(Milestone.DURABLE)
         self.index(packs)
@@ -414,16 +410,23 @@ class Transaction:
     def append(
         self,
         body: entries.Commit | entries.Register,
-        own: Sequence[str] = (),
+        document: bytes = b"",
         *,
+        watch: Watch = UNWATCHED,
         time_ns: int | None = None,
         demand: Demand | None = None,
     ) -> entries.Entry:
-        """Append an entry, which is returned with its packs numbered.
+        """Append an entry, which is returned with its packs numbered. The `document` of a commit is
+        written first.
 
-        After a refusal, `own` is deleted and the packs are to be dropped. After any other error the
-        entry may exist, and everything stays.
+        After a refusal, the document is deleted and the packs are to be dropped. After any other
+        error of the log the entry may exist, and everything stays.
         """
+        own: tuple[str, ...] = ()
+        if isinstance(body, entries.Commit):
+            key = document_key(body.session, body.commit)
+            own = (key,) if put_finished(self._to.storage, key, document) else ()
+            watch.publishing()
         self.asked = True
         try:
             entry = self._to.log.append(body, time_ns=time_ns, demand=demand)

@@ -46,6 +46,7 @@ from ckptstore.objects.fields import (
     setting_to_json,
     tuple_of,
 )
+from ckptstore.objects.frames import seal, unseal
 from ckptstore.storage.contract import ENTRY_BYTES_MAX
 
 _HASH_DIGITS = 64
@@ -230,22 +231,6 @@ def encode_entry(entry: Entry) -> bytes:
     for name, field in _FIELDS[kind].items():
         document[name] = field.encode(getattr(entry.body, name))
     return seal(encode(document))
-
-
-def seal(body: bytes) -> bytes:
-    """A file of the log: the hash of `body`, a line feed, and `body`."""
-    return digest(body).hex().encode() + b"\n" + body
-
-
-def unseal(data: bytes, what: str) -> memoryview:
-    """The body of a file made by `seal`. Raises `Corrupt` if it does not match its hash."""
-    body = memoryview(data)[_HASH_DIGITS + 1 :]
-    head, wanted = data[: _HASH_DIGITS + 1], digest(body).hex()
-    if head != wanted.encode() + b"\n":
-        raise Corrupt(
-            f"{what} does not match its hash: wanted {head!r}, got {wanted}; run `ckptstore fsck`"
-        )
-    return body
 
 
 def decode_entry(data: bytes) -> Entry:

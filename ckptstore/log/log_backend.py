@@ -14,8 +14,7 @@ its next entry waits first. This needs no messages among writers and no shared c
 """
 
 import logging
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
@@ -26,23 +25,13 @@ from ckptstore.core.ids import StoreId, log_key, log_scratch_key, random_digits,
 from ckptstore.core.paths import is_network_filesystem
 from ckptstore.core.process import Pool
 from ckptstore.errors import Corrupt, NotFound, ReadOnly
-from ckptstore.log.entries import (
-    Entry,
-    Position,
-    check_follows,
-    decode_entry,
-    encode_entry,
-    seal,
-    unseal,
-)
-from ckptstore.objects.frames import compress, decompress
+from ckptstore.log.entries import Entry, Position, check_follows, decode_entry, encode_entry
+from ckptstore.objects.frames import bundle, unbundle
 from ckptstore.storage.contract import SEGMENT_BYTES_MAX, Storage
 
 SEGMENT_ENTRIES = 100
 """Small enough that the writer of the last entry usually knows all of them, and that few entries
 remain to be requested individually."""
-
-_LENGTHS = struct.Struct(f"<{SEGMENT_ENTRIES}I")
 
 
 def segment_end(n: int) -> int:
@@ -50,10 +39,9 @@ def segment_end(n: int) -> int:
     return -(-n // SEGMENT_ENTRIES) * SEGMENT_ENTRIES
 
 
-def encode_segment(entries: Sequence[Entry]) -> bytes:
+def encode_segment(entries: Iterable[Entry]) -> bytes:
     """The bytes of the file `log/segment-<n>` for the `SEGMENT_ENTRIES` entries up to `n`."""
-    files = [encode_entry(entry) for entry in entries]
-    return seal(compress(_LENGTHS.pack(*map(len, files)) + b"".join(files)))
+    return bundle({log_key(entry.n): encode_entry(entry) for entry in entries})
 
 
 def decode_segment(data: bytes, last: int, store: StoreId) -> list[Entry]:
@@ -61,11 +49,11 @@ def decode_segment(data: bytes, last: int, store: StoreId) -> list[Entry]:
 
     Raises `Corrupt` for invalid bytes, `NewerEntry` for an unknown entry.
     """
-    frame = unseal(data, "a segment of the log, which is ignored and may be deleted,")
-    entries = [
-        decode_entry(file)
-        for file in _files(decompress(frame, SEGMENT_BYTES_MAX, min_bytes=_LENGTHS.size))
-    ]
+    what = "a segment of the log, which is ignored and may be deleted,"
+    files = unbundle(data, what, SEGMENT_BYTES_MAX)
+    if files.keys() != set(map(log_key, range(last - SEGMENT_ENTRIES + 1, last + 1))):
+        raise Corrupt(f"{what} has other entries than the {SEGMENT_ENTRIES} up to {last}")
+    entries = list(map(decode_entry, files.values()))
     for before, entry in pairwise(entries):
         check_follows(entry, before.position, store)
     if (entries[-1].n, entries[-1].store) != (last, store):
@@ -74,20 +62,6 @@ def decode_segment(data: bytes, last: int, store: StoreId) -> list[Entry]:
             f"wanted {last} of {store}"
         )
     return entries
-
-
-def _files(content: bytes) -> list[bytes]:
-    lengths = _LENGTHS.unpack_from(content)
-    if _LENGTHS.size + sum(lengths) != len(content):
-        raise Corrupt(
-            f"a segment of the log has {len(content)} bytes; wanted "
-            f"{_LENGTHS.size + sum(lengths)}; it is ignored"
-        )
-    files, at = [], _LENGTHS.size
-    for length in lengths:
-        files.append(content[at : at + length])
-        at += length
-    return files
 
 
 _READ_AHEAD = 32

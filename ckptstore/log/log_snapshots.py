@@ -17,12 +17,12 @@ from rpds import HashTrieMap
 from ckptstore.core.ids import CommitId, SessionId, StoreId, checkpoint_key
 from ckptstore.core.paths import make_index_directory, read_plain, replace_file
 from ckptstore.errors import Corrupt, NotFound
-from ckptstore.log.entries import Position, decode_entry, origin, seal, unseal
+from ckptstore.log.entries import Position, decode_entry, origin
 from ckptstore.log.log_backend import LogBackend
 from ckptstore.log.rows import Form, Rows, Table, read_table, table_of
 from ckptstore.log.state import FOLD_VERSION, CommitRow, Pack, State
 from ckptstore.objects.canonical import decode, encode
-from ckptstore.objects.frames import compress, decompress
+from ckptstore.objects.frames import compress, decompress, seal, unseal
 from ckptstore.storage.contract import CHECKPOINT_BYTES_MAX, Storage
 
 CHECKPOINTS_KEPT = 2

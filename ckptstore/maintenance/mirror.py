@@ -23,7 +23,7 @@ from ckptstore.core.model import CommitDocument
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.log.admission import Code, tags_free
-from ckptstore.log.entries import entry_of, new_bytes_of
+from ckptstore.log.entries import entry_of, new_bytes_of, new_packs
 from ckptstore.log.log import Refused
 from ckptstore.log.resolve import resolved
 from ckptstore.maintenance import Counter, Progress, silent
@@ -33,10 +33,9 @@ from ckptstore.maintenance.mirror_plan import CommitTransfer, MirrorPlan, plan_b
 from ckptstore.maintenance.mover import (
     fill,
     list_packs,
+    memory_for,
     persist,
-    put_commit,
     raw_bytes_of,
-    rows_in,
 )
 from ckptstore.objects import codecs
 from ckptstore.objects.documents import decode_document
@@ -325,15 +324,8 @@ class _Mirror:
             # A commit that takes another's place has its time; the entry says when that one went.
             time_ns = None if replaces else document.time_ns
             demand = None if self._options.force else tags_free(transfer.tags, transfer.commit)
-            put_commit(
-                self._target.storage,
-                transaction,
-                transfer.commit,
-                stored,
-                body,
-                time_ns=time_ns,
-                demand=demand,
-            )
+            entry = transaction.append(body, stored, time_ns=time_ns, demand=demand)
+            transaction.index(new_packs(entry))
             stored_bytes = self._done.stored_bytes + new_bytes + len(stored)
             self._done = replace(self._done, stored_bytes=stored_bytes)
 
@@ -396,9 +388,7 @@ class _Mirror:
         with packs.writing() as writer:
             for run in runs:
                 chunks = list(chain.from_iterable(run))
-                # Lent in one size, so that it fits the next run as well.
-                with scratch.lend(max(raw_bytes_of(chunks), RUN_BYTES)) as memory:
-                    rows = rows_in(memory, chunks)
+                with memory_for(chunks, scratch) as rows:
                     with reading_source():
                         fill(self._source.objects, rows, "being sent to a mirror", verify_ids=True)
                     raws = {chunk.id: raw for chunk, raw in rows}

@@ -14,18 +14,19 @@ earliest.
 | repair | `rescue` | any pack anywhere | ids | same codec | register, condemns | a new plan |
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from ckptstore.commit.transaction import ATTEMPTS, Transaction
-from ckptstore.core.ids import ChunkId, CommitId, document_key
+from ckptstore.core.config import RUN_BYTES
+from ckptstore.core.ids import ChunkId
 from ckptstore.core.model import PackRecord
-from ckptstore.log.admission import Demand
-from ckptstore.log.entries import Commit, Register, new_packs
+from ckptstore.log.entries import Register, new_packs
 from ckptstore.log.log import Log, Refused
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.storage.contract import Storage, put_finished
+from ckptstore.repository.thread_pool import Scratch
 
 
 class Movable(Protocol):
@@ -47,13 +48,16 @@ def raw_bytes_of(chunks: Iterable[Movable]) -> int:
     return sum(chunk.raw_bytes for chunk in chunks)
 
 
-def rows_in(memory: memoryview, chunks: Iterable[C]) -> list[tuple[C, memoryview]]:
-    """Each chunk with its part of `memory`, one behind the other."""
-    rows, end = [], 0
-    for chunk in chunks:
-        rows.append((chunk, memory[end : end + chunk.raw_bytes]))
-        end += chunk.raw_bytes
-    return rows
+@contextmanager
+def memory_for(chunks: Sequence[C], scratch: Scratch) -> Iterator[list[tuple[C, memoryview]]]:
+    """Each chunk with memory for its raw bytes, for the duration of a block."""
+    # Lent in one size, so that it fits the next chunks as well.
+    with scratch.lend(max(raw_bytes_of(chunks), RUN_BYTES)) as memory:
+        rows, end = [], 0
+        for chunk in chunks:
+            rows.append((chunk, memory[end : end + chunk.raw_bytes]))
+            end += chunk.raw_bytes
+        yield rows
 
 
 def fill(
@@ -84,22 +88,6 @@ def persist(handle: StoreHandle, attempt: Callable[[], T]) -> T:
                 raise
             handle.objects.sync(handle.log.replay(), thorough=True)
     raise AssertionError("the last attempt returns or raises")
-
-
-def put_commit(
-    storage: Storage,
-    transaction: Transaction,
-    commit: CommitId,
-    stored: bytes,
-    body: Commit,
-    *,
-    time_ns: int | None = None,
-    demand: Demand | None = None,
-) -> None:
-    """Write the document of a commit whose packs are durable, and append its entry `body`."""
-    key = document_key(transaction.session, commit)
-    own = (key,) if put_finished(storage, key, stored) else ()
-    transaction.index(new_packs(transaction.append(body, own, time_ns=time_ns, demand=demand)))
 
 
 def list_packs(log: Log, transaction: Transaction) -> tuple[PackRecord, ...]:

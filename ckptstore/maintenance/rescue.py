@@ -20,10 +20,11 @@ from functools import partial
 from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.core.forks import cached_property
 from ckptstore.core.ids import ChunkId, PackId, SessionId, digest, new_session_id
-from ckptstore.core.model import PackEntry, PackRecord
+from ckptstore.core.model import PackEntry
 from ckptstore.core.text import count_text
-from ckptstore.errors import CkptStoreError, Conflict, Corrupt, NotFound, Unavailable
+from ckptstore.errors import CkptStoreError, Conflict, Corrupt, NoSpace, NotFound, Unavailable
 from ckptstore.log import entries
+from ckptstore.log.log import Refused
 from ckptstore.log.sessions import open_session
 from ckptstore.maintenance.check import Kind
 from ckptstore.maintenance.check.fsck import Facts
@@ -218,11 +219,9 @@ def _read_table(storage: Storage, key: str) -> FooterTable:
         raise
 
 
-def write_packs(
-    storage: Storage, sources: Iterable[Source], session: SessionId
-) -> tuple[PackRecord, ...]:
+def write_packs(storage: Storage, sources: Iterable[Source], session: SessionId) -> PackSet:
     """Copy chunks into new packs of `session` in `storage`, durable on return and not yet listed by
-    the log. A failure leaves nothing behind."""
+    the log: whoever lists none of them drops them. A failure leaves nothing behind."""
     threads = ThreadPool(1)
     packs = PackSet(storage, session, threads, codec=codecs.RAW)
     ordered = sorted(sources, key=lambda each: (each.storage.url, each.key, each.entry.offset))
@@ -245,7 +244,7 @@ def write_packs(
         raise
     finally:
         threads.close()
-    return tuple(pack.record for pack in packs.closed)
+    return packs
 
 
 def _runs(sources: Sequence[Source]) -> Iterator[Sequence[Source]]:
@@ -296,19 +295,25 @@ class SavePacks:
         """
         storage, log = offline_store.storage, offline_store.open_log()
         with open_session(storage, "repair") as session:
-            records = write_packs(storage, self.sources, session.id)
+            packs = write_packs(storage, self.sources, session.id)
             state = log.replay()
             if state.fence != self.fence:
+                packs.drop()
                 raise Conflict(
                     f"entry {state.fence} of the log condemned packs while the store was repaired; "
                     "repeat the repair"
                 )
             damaged = {n: state.packs[n] for n, _ in self.damaged if n in state.packs}
             condemned = frozenset(n for n, pack in damaged.items() if pack.live)
-            if records:
-                log.append(entries.Register(session.id, state.n, state.fence, records, condemned))
-            elif condemned:
-                log.append(entries.Condemn(state.n, state.fence, condemned, ()))
+            now, records = (state.n, state.fence), tuple(pack.record for pack in packs.closed)
+            try:
+                if records:
+                    log.append(entries.Register(session.id, *now, records, condemned))
+                elif condemned:
+                    log.append(entries.Condemn(*now, condemned, ()))
+            except (Refused, NoSpace):  # after any other error the entry may be there
+                packs.drop()
+                raise
         gone = frozenset(damaged.keys() & set(log.state.packs))
         if gone:
             log.append(entries.Delete(gone))

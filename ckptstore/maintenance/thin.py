@@ -19,9 +19,9 @@ from ckptstore.core.model import CommitDocument, CommitInfo, Thinning, TreeRef
 from ckptstore.core.text import selector
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.log.admission import check
-from ckptstore.log.entries import Forget, entry_of, new_bytes_of
+from ckptstore.log.entries import Forget, entry_of, new_bytes_of, new_packs
 from ckptstore.log.log import Refused
-from ckptstore.maintenance.mover import persist, put_commit
+from ckptstore.maintenance.mover import persist
 from ckptstore.objects.documents import content_id, encode_document
 from ckptstore.objects.pack import PAGE
 from ckptstore.objects.pages import GONE, split_pages
@@ -151,7 +151,7 @@ def _replace(
     reused |= transaction.look().reused
     body = entry_of(document, thinned, len(stored), records, reused, replaces=commit)
     with room(handle.storage):
-        put_commit(handle.storage, transaction, thinned, stored, body)
+        transaction.index(new_packs(transaction.append(body, stored)))
     return thinned
 
 

@@ -10,7 +10,6 @@ pack size that the log lists, is ignored.
 """
 
 import logging
-import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,12 +18,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, digest, footers_key, pack_key
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, footers_key, pack_key
 from ckptstore.core.model import PackEntry
 from ckptstore.core.process import Pool, behind
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.log.state import Pack, Packs, State
-from ckptstore.objects.frames import compress, decompress
+from ckptstore.objects.frames import bundle, unbundle
 from ckptstore.objects.pack import (
     TRAILER_BYTES,
     FooterTable,
@@ -263,37 +262,9 @@ _WORTH = 4
 _CAUGHT_UP = 10
 """So many batches that others did not come to write are written along with one."""
 _PREFIX = "footers/"
-_HASH_DIGITS = 64
-_HEAD = struct.Struct("<40sI")
+_BATCH = "a batch of footers, which is ignored and may be deleted,"
 
 _logger = logging.getLogger("ckptstore")
-
-
-def encode_batch(tails: Mapping[PackId, bytes]) -> bytes:
-    """The bytes of the object `footers/<k>`; each tail is a pack's footer and trailer."""
-    parts = [_HEAD.pack(pack.encode(), len(tail)) + tail for pack, tail in tails.items()]
-    frame = compress(b"".join(parts))
-    return digest(frame).hex().encode() + b"\n" + frame
-
-
-def decode_batch(data: bytes) -> dict[str, bytes]:
-    """The tails by pack id; raises `Corrupt`."""
-    frame = memoryview(data)[_HASH_DIGITS + 1 :]
-    if data[: _HASH_DIGITS + 1] != digest(frame).hex().encode() + b"\n":
-        raise Corrupt(
-            "a batch of footers does not match its hash; it is ignored and may be deleted"
-        )
-    content, at, tails = decompress(frame, FOOTERS_BYTES_MAX), 0, {}
-    while at < len(content):
-        try:
-            name, nbytes = _HEAD.unpack_from(content, at)
-        except struct.error as error:
-            raise Corrupt(
-                f"a batch of footers ends in mid-entry: {error}; it is ignored and may be deleted"
-            ) from error
-        at += _HEAD.size + nbytes
-        tails[name.rstrip(b"\0").decode("ascii", "replace")] = content[at - nbytes : at]
-    return tails
 
 
 class FooterBatches:
@@ -336,7 +307,8 @@ class FooterBatches:
 
     def _read(self, batch: int) -> tuple[int, dict[str, bytes]]:
         try:
-            return batch, decode_batch(self._storage.read(footers_key(batch)))
+            data = self._storage.read(footers_key(batch))
+            return batch, unbundle(data, _BATCH, FOOTERS_BYTES_MAX)
         except NotFound:
             return batch, {}
         except Corrupt as error:
@@ -365,7 +337,7 @@ class FooterBatches:
             )
 
     def _write(self, batch: int, members: Iterable[Pack]) -> None:
-        def read(pack: Pack) -> tuple[PackId, bytes] | None:
+        def read(pack: Pack) -> tuple[str, bytes] | None:
             try:
                 return pack.id, read_footer(self._storage, pack).tail
             except (NotFound, Corrupt):
@@ -373,7 +345,7 @@ class FooterBatches:
 
         with Pool(AT_ONCE) as pool:
             tails = dict(filter(None, pool.map(read, members)))
-        self._storage.put(footers_key(batch), encode_batch(tails))
+        self._storage.put(footers_key(batch), bundle(tails))
 
 
 def readable_tables(

@@ -2,6 +2,7 @@
 log's entries."""
 
 import secrets
+import struct
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -9,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from ckptstore.core.ids import checkpoint_key, digest, log_key, segment_key
+from ckptstore.core.ids import checkpoint_key, log_key, segment_key
 from ckptstore.errors import Corrupt, Unavailable
 from ckptstore.log import log, log_backend
 from ckptstore.log.entries import Settings
 from ckptstore.log.log import Log
 from ckptstore.log.log_backend import SEGMENT_ENTRIES, decode_segment, encode_segment
-from ckptstore.objects.frames import compress
+from ckptstore.objects.frames import bundle, compress, seal, unbundle
 from ckptstore.storage import open_storage
-from ckptstore.storage.contract import Storage
+from ckptstore.storage.contract import SEGMENT_BYTES_MAX, Storage
 from tests.log.builders import STORE, commit, open_log
 
 COUNT = 3 * SEGMENT_ENTRIES + 20
@@ -96,8 +97,25 @@ def flipped(data: bytes) -> bytes:
 
 
 def well_hashed(content: bytes) -> bytes:
-    frame = compress(content)
-    return digest(frame).hex().encode() + b"\n" + frame
+    return seal(compress(content))
+
+
+def as_before(data: bytes) -> bytes:
+    """The entries behind a table of their lengths."""
+    files = list(unbundle(data, "", SEGMENT_BYTES_MAX).values())
+    return well_hashed(struct.pack("<100I", *map(len, files)) + b"".join(files))
+
+
+def without_one(data: bytes) -> bytes:
+    files = unbundle(data, "", SEGMENT_BYTES_MAX)
+    del files[min(files)]  # the chain of the others is whole
+    return bundle(files)
+
+
+def renamed(data: bytes) -> bytes:
+    files = unbundle(data, "", SEGMENT_BYTES_MAX)
+    files["log/x"] = files.pop(min(files))
+    return bundle(files)
 
 
 def of_another_log(_: bytes) -> bytes:
@@ -114,6 +132,9 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "well hashed and empty": lambda data: well_hashed(b""),
     "well hashed zeros": lambda data: well_hashed(bytes(4000)),
     "of another log": of_another_log,
+    "of another form": as_before,
+    "without one": without_one,
+    "renamed": renamed,
 }
 
 

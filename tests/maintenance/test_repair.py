@@ -23,11 +23,11 @@ from ckptstore.core.ids import (
     segment_key,
     twin_key,
 )
-from ckptstore.errors import Corrupt, NotFound
+from ckptstore.errors import Conflict, Corrupt, NotFound
 from ckptstore.log.log_backend import SEGMENT_ENTRIES
 from ckptstore.log.state import Pack
 from ckptstore.maintenance import silent
-from ckptstore.maintenance.check import Kind, Level
+from ckptstore.maintenance.check import Kind, Level, Share
 from ckptstore.maintenance.check.fsck import examine
 from ckptstore.maintenance.check.offline_store import open_offline_store
 from ckptstore.maintenance.repair import (
@@ -41,6 +41,7 @@ from ckptstore.maintenance.repair import (
 from ckptstore.maintenance.rescue import SavePacks, Source, write_packs
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import PAGE, SCHEMA, entries
+from ckptstore.repository.chunk_reader import keys_of
 from ckptstore.repository.footers import read_table
 from ckptstore.repository.pack_writer import PackSet, new_chunk
 from ckptstore.repository.store_handle import StoreHandle
@@ -292,6 +293,26 @@ def test_verified_chunks_are_saved_from_a_damaged_pack(large: Path) -> None:
                 assert_restores(opened, other, int(step or 0), large_state)
 
 
+def test_a_rescue_that_is_refused_leaves_no_packs_behind(large: Path) -> None:
+    """Each of ten attempts would leave all that was saved, on a disk that may be full."""
+    pack = max(packs_of(large, metadata=False), key=lambda pack: pack.chunks)
+    flip(large / pack_key(pack.id), 70_000)
+    with open_offline_store(large) as offline_store:
+        facts = examine(offline_store, share=Share(), progress=silent)
+        (save,) = (a for a in plan_repair(facts, []).actions if isinstance(a, SavePacks))
+    with ckptstore.open(large, run="aside") as opened:
+        first, *_ = (opened.commit({"x": secrets.token_bytes(4096)}).id for _ in range(3))
+        opened.forget(first)
+        opened.gc(grace_s=0)
+    with open_offline_store(large) as offline_store, pytest.raises(Conflict, match="condemned"):
+        save.apply(offline_store)
+    listed = {
+        key for each in (False, True) for p in packs_of(large, metadata=each) for key in keys_of(p)
+    }
+    there = {str(path.relative_to(large)) for path in large.glob("packs/*/*")}
+    assert there == listed
+
+
 def test_a_lost_chunk_is_healed_from_a_mirror(large: Path, tmp_path: Path) -> None:
     mirror = copy_of(large, tmp_path / "mirror")
     for pack in packs_of(large, metadata=False):
@@ -471,6 +492,6 @@ def test_saved_metadata_keeps_its_kinds(tmp_path: Path) -> None:
     (closed,) = packs.closed
     there = entries(closed.table)
     sources = [Source(storage, pack_key(closed.record.id), entry) for entry in there]
-    (saved,) = write_packs(storage, sources, new_session_id())
+    (saved,) = (pack.record for pack in write_packs(storage, sources, new_session_id()).closed)
     kinds = {entry.chunk: entry.kind for entry in entries(read_table(storage, saved))}
     assert kinds == {entry.chunk: entry.kind for entry in there}

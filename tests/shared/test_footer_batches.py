@@ -9,14 +9,20 @@ import pytest
 
 from ckptstore.core.ids import footers_key
 from ckptstore.errors import Corrupt
-from ckptstore.repository.footers import BATCH_PACKS, decode_batch, encode_batch, read_footer
+from ckptstore.objects.frames import bundle, compress, seal, unbundle
+from ckptstore.repository.footers import BATCH_PACKS, read_footer
 from ckptstore.storage.bucket import BucketStorage
+from ckptstore.storage.contract import FOOTERS_BYTES_MAX
 from tests.maintenance.collecting import state_of
 from tests.maintenance.stores import assert_equal
 from tests.shared.sites import Site
 
 COMMITS = BATCH_PACKS // 2 + 5
 """Of two packs each."""
+
+
+def unbundled(data: bytes) -> dict[str, bytes]:
+    return unbundle(data, "a batch of footers", FOOTERS_BYTES_MAX)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +70,7 @@ def test_a_host_without_a_cache_reads_a_batch_instead_of_a_hundred_footers(
 def test_a_batch_holds_the_footers_as_they_lie_in_the_packs(site: Site, tmp_path: Path) -> None:
     with site.opened(tmp_path) as handle:
         packs = handle.log.replay().packs
-        tails = decode_batch(handle.storage.read(footers_key(0)))
+        tails = unbundled(handle.storage.read(footers_key(0)))
         assert sorted(tails) == sorted(packs[n].id for n in range(1, BATCH_PACKS))
         for n in range(1, BATCH_PACKS, 7):
             footer = read_footer(handle.storage, packs[n])
@@ -77,7 +83,7 @@ def test_a_batch_that_is_not_what_it_should_be_is_not_believed(
 ) -> None:
     with site.opened(tmp_path / "mine") as handle:
         storage, good = handle.storage, handle.storage.read(footers_key(0))
-        tails = decode_batch(good)
+        tails = unbundled(good)
         names = list(tails)
         flipped = bytearray(good)
         flipped[len(good) // 2] ^= 1
@@ -85,8 +91,8 @@ def test_a_batch_that_is_not_what_it_should_be_is_not_believed(
         spoilt = {
             "cut": good[:-9],
             "flipped": bytes(flipped),
-            "exchanged": encode_batch(exchanged),
-            "foreign": encode_batch({"x": b"y"}),
+            "exchanged": bundle(exchanged),
+            "foreign": bundle({"x": b"y"}),
         }
         storage.delete(footers_key(0))
         if wrong in spoilt:
@@ -108,10 +114,20 @@ def test_an_index_that_is_made_anew_is_made_from_the_packs_themselves(
     assert asked["read_tail"] >= 2 * COMMITS
 
 
-@pytest.mark.parametrize("data", [b"", b"x", b"0" * 64 + b"\n"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"x",
+        b"0" * 64 + b"\n",
+        seal(b"no frame"),
+        seal(compress(b"x" * 43)),  # ends within a name
+        seal(compress(b"x".ljust(40, b"\0") + bytes([4, 0, 0, 0]) + b"abc")),  # within a part
+    ],
+)
 def test_an_invalid_batch_is_corrupt(data: bytes) -> None:
     with pytest.raises(Corrupt):
-        decode_batch(data)
+        unbundled(data)
 
 
 def test_batches_of_packs_that_are_all_gone_are_deleted(tmp_path: Path) -> None:
@@ -119,7 +135,7 @@ def test_batches_of_packs_that_are_all_gone_are_deleted(tmp_path: Path) -> None:
     site.open(tmp_path).close()
     with site.opened(tmp_path) as handle:
         storage = handle.storage
-        storage.put(footers_key(7), encode_batch({}))
+        storage.put(footers_key(7), bundle({}))
     with site.open(tmp_path) as store:
         for step in range(BATCH_PACKS // 2):
             store.commit(state_of(step), step=step)

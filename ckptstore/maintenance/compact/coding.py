@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import ChunkId, checksum
 from ckptstore.core.model import NO_BASE, PackEntry
 from ckptstore.errors import Corrupt, NotFound
@@ -21,7 +20,7 @@ from ckptstore.log.log import Log
 from ckptstore.log.state import Pack
 from ckptstore.maintenance.compact.plan import ChunkSlot, choose_base
 from ckptstore.maintenance.gc.mark import Keys, short_keys
-from ckptstore.maintenance.mover import fill, raw_bytes_of, rows_in
+from ckptstore.maintenance.mover import fill, memory_for
 from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR
 from ckptstore.repository import footers
@@ -239,9 +238,8 @@ def lend_raws(
     """Raw bytes of chunks, for the duration of a block. They are compared with their checksums: the
     gc that follows compares what was coded with the ids. Those that are damaged, or that a gc has
     taken away with their commits, are left out, and `problems` say why."""
-    # Lent in one size, so that it fits the next chunks as well.
-    with scratch.lend(max(raw_bytes_of(chunks), RUN_BYTES)) as memory:
-        yield _filled(objects, rows_in(memory, chunks), problems)
+    with memory_for(chunks, scratch) as rows:
+        yield _filled(objects, rows, problems)
 
 
 def _filled(objects: ObjectStore, rows: list[_Raw], problems: list[str]) -> list[_Raw]:
