@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias
 
 from ckptstore.commit.hints import DedupHints
 from ckptstore.core.config import MIB, RUN_BYTES
-from ckptstore.core.geometry import Grid, grid
-from ckptstore.core.model import INLINE_BYTES, Box, Shape
+from ckptstore.core.geometry import Grid, grid, tapered_grid
+from ckptstore.core.model import INLINE_BYTES, Box, LeafKind, Shape
 from ckptstore.core.process import uncollected
 from ckptstore.state.leaf_sources import FlatState
 
@@ -49,7 +49,8 @@ class Extent(NamedTuple):
     """The planner's view of a leaf; a leaf other than a tensor is a vector of bytes.
 
     With `box`, only that box of a leaf of `shape` is stored; with `cells`, only that half-open
-    range of its grid. `raw_bytes` counts the bytes to store.
+    range of its grid. `raw_bytes` counts the bytes to store. `grows` says that the leaf may be the
+    one of the commit before with more at its end.
     """
 
     shape: Shape
@@ -58,6 +59,13 @@ class Extent(NamedTuple):
     dtype: str
     box: Box | None = None
     cells: tuple[int, int] | None = None
+    grows: bool = False
+
+    def grid(self, chunk_bytes: int) -> Grid:
+        """Where the leaf, or its box, is cut."""
+        if self.grows:
+            return tapered_grid(self.shape[0], chunk_bytes)
+        return grid(self.shape, self.width, chunk_bytes, self.box)
 
 
 def is_floating(dtype: str) -> bool:
@@ -146,7 +154,7 @@ def plan_chunks(
 
 
 def _part(number: int, extent: Extent, chunk_bytes: int) -> PlanPart:
-    cells = grid(extent.shape, extent.width, chunk_bytes, extent.box)
+    cells = extent.grid(chunk_bytes)
     first, stop = extent.cells or (0, len(cells))
     return PlanPart(number, cells, extent.width, extent.raw_bytes, extent.dtype, first, stop)
 
@@ -224,4 +232,9 @@ def extent_of(flat: FlatState, i: int) -> Extent:
     if flat.schema.kinds[i] == "tensor" and source.nbytes:
         dtype = flat.schema.dtypes[i]
         return Extent(flat.schema.shapes[i], source.width, source.nbytes, dtype)
-    return Extent((source.nbytes,), 1, source.nbytes, "")
+    return extent_of_bytes(flat.schema.kinds[i], source.nbytes)
+
+
+def extent_of_bytes(kind: LeafKind, nbytes: int) -> Extent:
+    """The planner's view of a leaf that has no elements: values grow from commit to commit."""
+    return Extent((nbytes,), 1, nbytes, "", grows=kind in ("value", "plain"))

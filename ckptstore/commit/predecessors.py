@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ckptstore.commit.plan import PlanPart
 from ckptstore.core import forks
-from ckptstore.core.geometry import Grid, grid, intersect
+from ckptstore.core.geometry import Grid, grid, grid_of_bytes, intersect
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, SessionId, document_key
 from ckptstore.core.model import Box, LeafContent, Schema
 from ckptstore.core.process import uncollected
@@ -73,7 +73,11 @@ class Predecessors:
         content = contents[schema.owner(i)]
         if content.gone or content.inline is not None or schema.dtypes[i] != part.dtype:
             return None
-        shape = schema.shapes[i] if schema.kinds[i] == "tensor" else (content.raw_bytes,)
+        if schema.kinds[i] != "tensor":
+            chunks = len(content.ids) // CHUNK_ID_BYTES
+            grids = [grid_of_bytes(content.raw_bytes, self._chunk_bytes, chunks)]
+            return _LeafChunks(grids, part.width, content.ids)
+        shape = schema.shapes[i]
         if len(shape) != len(part.grid.box.lengths):
             return None
         boxes = content.boxes or (Box.whole(shape),)

@@ -9,9 +9,10 @@ torch. A sub-byte or packed dtype counts as torch stores it: one byte per stored
 Quantized tensors are stored as their integers (docs/values.md).
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 from ckptstore.core.model import Box, Shape
@@ -101,6 +102,46 @@ def grid(shape: Shape, width: int, chunk_bytes: int, box: Box | None = None) -> 
     rows = 1 << ((chunk_bytes // suffix).bit_length() - 1)
     first, last = box.offsets[dim] // rows, (box.offsets[dim] + lengths[dim] - 1) // rows
     return Grid(box, dim, rows, suffix, prod(lengths[:dim]), last - first + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _TaperedGrid(Grid):
+    """The cells of bytes, cell `i` being `cuts[i]:cuts[i + 1]`."""
+
+    cuts: tuple[int, ...]
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        return pairwise(self.cuts)
+
+    def _row_range(self, j: int) -> tuple[int, int]:
+        return self.cuts[j], self.cuts[j + 1]
+
+    def _cell_at(self, byte: int) -> int:
+        return bisect_right(self.cuts, byte) - 1
+
+
+TAPERED_BYTES_MIN = 4 << 10
+"""Bytes that grow are one chunk up to this size."""
+
+
+def tapered_grid(nbytes: int, chunk_bytes: int) -> Grid:
+    """The grid of bytes that grow at their end: chunks of `chunk_bytes`, and then as many as fit of
+    a quarter of that, and so on, down to one below 1 KiB. So what is appended changes few bytes'
+    chunks, and there are few chunks."""
+    cuts, size = [0], chunk_bytes
+    while size >= TAPERED_BYTES_MIN >> 2 and nbytes > TAPERED_BYTES_MIN:
+        cuts += range(cuts[-1] + size, nbytes + 1, size)
+        size >>= 2
+    if cuts[-1] < nbytes:
+        cuts.append(nbytes)
+    return _TaperedGrid(Box.whole((nbytes,)), 0, chunk_bytes, 1, 1, len(cuts) - 1, tuple(cuts))
+
+
+def grid_of_bytes(nbytes: int, chunk_bytes: int, chunks: int) -> Grid:
+    """The grid of a leaf that is no tensor, which is stored as so many chunks: more of them than
+    the grid of a tensor has cells are those of a tapered one."""
+    even = grid((nbytes,), 1, chunk_bytes)
+    return even if len(even) == chunks else tapered_grid(nbytes, chunk_bytes)
 
 
 def byte_ranges(outer: Shape, inner: Box, width: int) -> Iterator[tuple[int, int]]:

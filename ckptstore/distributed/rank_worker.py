@@ -14,12 +14,11 @@ from itertools import starmap
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ckptstore.commit.hints import DedupHints
-from ckptstore.commit.plan import CommitPlan, Extent, plan_chunks
+from ckptstore.commit.plan import CommitPlan, Extent, extent_of_bytes, plan_chunks
 from ckptstore.commit.predecessors import Predecessors
 from ckptstore.commit.transaction import Transaction
 from ckptstore.commit.write import hash_chunks
 from ckptstore.core import geometry
-from ckptstore.core.geometry import grid
 from ckptstore.core.ids import CHECKSUM_BYTES, SessionId, checksum, digest
 from ckptstore.core.model import INLINE_BYTES, Box
 from ckptstore.core.process import uncollected
@@ -194,7 +193,7 @@ class Boxes:
         leaf = schema.owner(ref.leaf)
         box, source = self._parts(ref)[ref.part]
         if schema.kinds[leaf] != "tensor":
-            return Extent((source.nbytes,), 1, source.nbytes, "")
+            return extent_of_bytes(schema.kinds[leaf], source.nbytes)
         dtype = schema.dtypes[leaf]
         width = geometry.width_of(dtype)
         return Extent(schema.shapes[leaf], width, source.nbytes, dtype, box)
@@ -202,7 +201,7 @@ class Boxes:
     def cells(self, ref: LeafRef, first: int, stop: int) -> Extent:
         """The extent of cells `first:stop` of a box."""
         extent = self.extent(ref)
-        cells = grid(extent.shape, extent.width, self.chunk_bytes, extent.box)
+        cells = extent.grid(self.chunk_bytes)
         return extent._replace(
             cells=(first, stop), raw_bytes=cells.span(stop - 1)[1] - cells.span(first)[0]
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ckptstore.core.geometry import byte_ranges, grid, intersect, within
+from ckptstore.core.geometry import Grid, byte_ranges, grid, intersect, within
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId
 from ckptstore.core.model import Box, LeafContent, Shape
 
@@ -77,19 +77,26 @@ class ChunkTarget(NamedTuple):
 
 
 def select(
-    content: LeafContent, shape: Shape, width: int, chunk_bytes: int, wanted: Box | None = None
+    content: LeafContent,
+    shape: Shape,
+    width: int,
+    chunk_bytes: int,
+    wanted: Box | None = None,
+    *,
+    whole: Grid | None = None,
 ) -> Iterator[ChunkTarget]:
     """The pieces that box `wanted`, by default the whole leaf, needs: each chunk once, in stored
-    order. A leaf that lies in a page is a piece without an id."""
+    order. A leaf that lies in a page is a piece without an id. `whole` is the grid of one held
+    whole, if that is not a tensor's."""
     full = Box((0,) * len(shape), shape)
     wanted = wanted or full
     if content.boxes is None and wanted == full:
-        for i, (start, stop) in enumerate(grid(shape, width, chunk_bytes).spans()):
+        for i, (start, stop) in enumerate((whole or grid(shape, width, chunk_bytes)).spans()):
             yield ChunkTarget(_id(content, i), stop - start, start)
         return
     first = 0
     for held in content.boxes or (full,):
-        cells = grid(shape, width, chunk_bytes, held)
+        cells = whole or grid(shape, width, chunk_bytes, held)
         overlap = intersect(held, wanted)
         if overlap and len(cells):
             for i in range(*cells.covering(*_bounds(held, within(overlap, held), width))):

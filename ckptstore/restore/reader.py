@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from ckptstore.core import geometry
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.forks import cached_property
-from ckptstore.core.geometry import Grid, grid
+from ckptstore.core.geometry import Grid, grid, grid_of_bytes
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, SessionId, document_key
 from ckptstore.core.model import SHARED, Box, CommitDocument, LeafContent, Schema, Shape, TreeRef
 from ckptstore.core.process import uncollected
@@ -157,11 +157,18 @@ class Tree:
 
     def pieces(self, i: int, box: Box | None = None) -> Iterator[ChunkTarget]:
         """The chunks that a box of leaf `i` needs, by default the whole leaf."""
-        return select(self.content(i), *self.extent(i), self.chunk_bytes, box)
+        content = self.content(i)
+        whole = None if self.schema.kinds[i] == "tensor" else self.grid(i)
+        return select(content, *self.extent(i), self.chunk_bytes, box, whole=whole)
 
     def grid(self, i: int) -> Grid:
         """The grid of leaf `i`, stored whole."""
-        return grid(*self.extent(i), self.chunk_bytes)
+        if self.schema.kinds[i] == "tensor":
+            return grid(*self.extent(i), self.chunk_bytes)
+        content = self.content(i)
+        return grid_of_bytes(
+            self.raw_bytes(i), self.chunk_bytes, len(content.ids) // CHUNK_ID_BYTES
+        )
 
     def raw_bytes(self, i: int) -> int:
         """The size of leaf `i`; 0 if it is gone."""
@@ -183,8 +190,8 @@ class Tree:
             wanted, got, what = self.raw_bytes(i), len(content.inline), "bytes"
         else:
             shape, width = self.extent(i)
-            boxes = content.boxes or (None,)
-            wanted = sum(len(grid(shape, width, self.chunk_bytes, box)) for box in boxes)
+            grids = (grid(shape, width, self.chunk_bytes, box) for box in content.boxes or ())
+            wanted = sum(map(len, grids if content.boxes else (self.grid(i),)))
             got, what = len(content.ids) // CHUNK_ID_BYTES, "chunks"
         if wanted != got:
             raise Corrupt(

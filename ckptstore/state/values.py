@@ -16,7 +16,7 @@ from decimal import Decimal
 from enum import Enum, Flag
 from fractions import Fraction
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from json.encoder import encode_basestring
 from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -29,7 +29,7 @@ from ckptstore.core.model import INLINE_BYTES
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput
 from ckptstore.objects import canonical
 from ckptstore.objects.canonical import bits_float, float_bits
-from ckptstore.state import tensors
+from ckptstore.state import number_sets, tensors
 from ckptstore.state.stateful import (
     STORED_AS_THEY_ARE,
     Classes,
@@ -55,8 +55,11 @@ _LARGEST = 2**53
 _NESTING = 16
 _MANY = 32
 """Floats of a sequence from which on they are one string, and rows that make a table."""
-_BLOCK = 1024
-"""Rows of a table that are coded together."""
+_BLOCKS = 128, 16
+"""Rows of a table that are coded together: first as many as fill whole blocks of the first size,
+then of the next. So rows that are appended change the last blocks, which are short."""
+_SET = 1024
+"""Integers of a set from which on they have places of their own."""
 _PLAIN_TAGS = frozenset(
     ("float", "complex", "bytes", "list", "tuple", "set", "frozenset", "dict", "numpy.scalar")
 )
@@ -251,8 +254,8 @@ def _are_json(items: Collection[Any]) -> bool:
 
 
 def _encode_table(value: Any, room: _Room) -> list[Any] | None:
-    """A large dict as keys and values, a list of dicts of the same keys as columns, in blocks of
-    `_BLOCK` items, so that what is appended changes the last block; None for any other."""
+    """A large dict as keys and values, a list of dicts of the same keys as columns, in blocks;
+    None for any other."""
     if type(value) not in (dict, list) or len(value) < _MANY or not room.depth:
         return None
     if type(value) is dict and set(map(type, value)) in ({str}, {int}):
@@ -267,12 +270,20 @@ def _encode_table(value: Any, room: _Room) -> list[Any] | None:
         return None
     blocks: list[Any] = [tag]
     rows = list(value.items() if type(value) is dict else value)
-    for first in range(0, len(rows), _BLOCK):
-        block = [_encode(part, room.below) for part in cut(rows[first : first + _BLOCK])]
+    for begin, end in pairwise(_cuts(len(rows))):
+        block = [_encode(part, room.below) for part in cut(rows[begin:end])]
         if NOT_A_VALUE in block:
             return None
         blocks.append(block)
     return blocks
+
+
+def _cuts(count: int) -> list[int]:
+    """Where `count` rows are cut into blocks."""
+    cuts = [0]
+    for size in _BLOCKS:
+        cuts += range(cuts[-1] + size, count + 1, size)
+    return cuts if cuts[-1] == count else [*cuts, count]
 
 
 def _keys_and_values(rows: list[Any]) -> Iterable[list[Any]]:
@@ -332,7 +343,15 @@ def _decode_sequence(
     return cls(_decode_all(payload, classes))
 
 
+def _are_integers(items: Set[Any]) -> bool:
+    """Whether JSON has all items as numbers."""
+    return set(map(type, items)) == {int} and -_LARGEST <= min(items) <= max(items) <= _LARGEST
+
+
 def _encode_set(value: Set[Any], room: _Room) -> list[Any] | None:
+    if len(value) >= _SET and room.depth and _are_integers(value):
+        width, table = number_sets.encode(value)
+        return [["table", width, b64encode(table).decode()]]
     items = _encode_items(value, room)
     if not items:
         return items
@@ -342,6 +361,16 @@ def _encode_set(value: Set[Any], room: _Room) -> list[Any] | None:
         case kinds if kinds == {str}:
             return sorted(items, key=encode_basestring)
     return sorted(items, key=canonical.encode)
+
+
+def _decode_set(payload: list[Any], classes: Classes) -> Collection[Any]:
+    match payload:
+        case [["table", int(width), str(text)]]:
+            items = number_sets.decode(width, b64decode(text, validate=True))
+            if len(found := set(items)) != len(items):
+                raise ValueError("an integer occurs twice")
+            return found
+    return _decode_all(payload, classes)
 
 
 def _encode_deque(value: deque[Any], room: _Room) -> list[Any] | None:
@@ -492,8 +521,11 @@ def _named(known: dict[str, Any], name: str) -> Any:
     return known[name]
 
 
-def _add_collection(cls: type, encode: _Encode) -> None:
-    _add(cls, cls.__name__, encode, lambda payload, classes: cls(_decode_all(payload, classes)))
+def _add_set(cls: type) -> None:
+    def decode(payload: list[Any], classes: Classes) -> Any:
+        return cls(_decode_set(payload, classes))
+
+    _add(cls, cls.__name__, _encode_set, decode)
 
 
 def _add_mapping(cls: type[dict[Any, Any]]) -> None:
@@ -514,7 +546,7 @@ def _add_builtins() -> None:
     for sequence in (list, tuple):
         _add(sequence, sequence.__name__, _encode_sequence, partial(_decode_sequence, sequence))
     for unordered in (set, frozenset):
-        _add_collection(unordered, _encode_set)
+        _add_set(unordered)
     for mapping in (dict, OrderedDict, Counter):
         _add_mapping(mapping)
     _add(deque, "deque", _encode_deque, _decode_deque)

@@ -1,5 +1,6 @@
 """The chunk grid: where tensors are cut, and that shards on its lines are cut alike."""
 
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -7,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.core.geometry import Grid, box_of_region, byte_ranges, grid, intersect, within
+from ckptstore.core.geometry import (
+    Grid,
+    box_of_region,
+    byte_ranges,
+    grid,
+    grid_of_bytes,
+    intersect,
+    tapered_grid,
+    within,
+)
 from ckptstore.core.ids import digest
 from ckptstore.core.model import Box, LeafContent
 from ckptstore.objects.pages import split_pages
@@ -36,6 +46,36 @@ def test_a_cell_in_global_indices_names_the_same_bytes(shape: tuple[int, ...], w
     cells = grid(shape, width, CHUNK)
     for i in {0, len(cells) // 2, len(cells) - 1}:
         assert list(byte_ranges(shape, cells.cell(i), width)) == [cells.span(i)]
+
+
+@given(st.integers(1, 1 << 20) | st.integers(1, 10_000), st.data())
+def test_what_is_appended_to_bytes_that_grow_changes_few_cells(
+    nbytes: int, data: st.DataObject
+) -> None:
+    cells = tapered_grid(nbytes, CHUNK)
+    spans = list(cells.spans())
+    assert [cells.span(i) for i in range(len(cells))] == spans
+    assert spans[0][0] == 0 and spans[-1][1] == nbytes and len(spans) <= nbytes // CHUNK + 3 * 3 + 1
+    assert all(a[1] == b[0] for a, b in pairwise(spans))
+    assert all(0 < stop - start <= CHUNK for start, stop in spans)
+    at = data.draw(st.integers(0, nbytes - 1))
+    first, stop = cells.covering(at, at + 1)
+    assert stop == first + 1 and spans[first][0] <= at < spans[first][1]
+    for i in {0, len(cells) // 2, len(cells) - 1}:
+        assert list(byte_ranges((nbytes,), cells.cell(i), 1)) == [cells.span(i)]
+    assert list(grid_of_bytes(nbytes, CHUNK, len(cells)).spans()) == spans
+    even = grid((nbytes,), 1, CHUNK)
+    assert list(grid_of_bytes(nbytes, CHUNK, len(even)).spans()) == list(even.spans())
+
+
+def test_bytes_that_grow_by_little_rewrite_little() -> None:
+    known, written, entry = set[tuple[int, int]](), list[int](), 80
+    for nbytes in range(1 << 20, (1 << 20) + 1000 * entry, entry):
+        spans = set(tapered_grid(nbytes, 1 << 20).spans())
+        written.append(sum(stop - start for start, stop in spans - known))
+        known = spans
+    steps = sorted(written[1:])
+    assert steps[len(steps) // 2] <= 1024 and sum(steps) <= 1024 * len(steps)
 
 
 @pytest.mark.parametrize(

@@ -116,12 +116,23 @@ def plain_state(step: int) -> dict[str, Any]:
     }
 
 
-def write_plain(place: Path) -> None:
+def grown_state(step: int) -> dict[str, Any]:
+    """As `plain_state`, which was written without chunks that taper off (docs/format.md §3), with
+    sets that have a table."""
+    ids = {(i * 2654435761) % 2**30 for i in range(2000 + step)}
+    return {
+        "log": plain_state(step)["log"] | {"texts": {f"é{i}": i for i in range(step * 1500)}},
+        "ids": ids,
+        "wide": frozenset({-i << 40 for i in range(1100 + step)}),
+    }
+
+
+def write_grown(place: Path) -> None:
     """Two commits of plain values."""
     storage = ckptstore.Storage(chunk_bytes=64 << 10)
-    with ckptstore.open(place / "plain", storage=storage) as store:
+    with ckptstore.open(place / "grown", storage=storage) as store:
         for step in PLAIN_STEPS:
-            store.commit(plain_state(step), step=step)
+            store.commit(grown_state(step), step=step)
 
 
 def write_compacted(place: Path) -> None:
@@ -156,4 +167,4 @@ if __name__ == "__main__":
     write(Path(sys.argv[1]))
     write_compacted(Path(sys.argv[1]))
     write_patched(Path(sys.argv[1]))
-    write_plain(Path(sys.argv[1]))
+    write_grown(Path(sys.argv[1]))

@@ -122,6 +122,16 @@ def test_plain_values_of_a_golden_store_are_read() -> None:
     assert (tag, items) == ("items", plain_state(2)["log"]["numbers"])
 
 
+def test_leaves_of_chunks_that_taper_off_are_read() -> None:
+    store = reader.Store(GOLDEN / "grown")
+    leaves = store.leaves(store.find("2"))
+    _, *blocks = json.loads(store.read(leaves["log/records"]))
+    assert [step for _, (_, *steps), *_ in blocks for step in steps] == [*range(1032)]
+    assert [len(steps) for _, steps, *_ in blocks] == [*[129] * 8, 9]
+    tag, (table, width, _) = json.loads(store.read(leaves["ids"]))
+    assert (tag, table, width) == ("set", "table", 4)
+
+
 def test_tags_of_a_golden_store_are_resolved() -> None:
     store = reader.Store(GOLDEN / "raw")
     assert {tag: store.commits[store.find(tag)]["step"] for tag in TAGS} == TAGS

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.parts import GivenPart
-from ckptstore.commit.plan import Extent
+from ckptstore.commit.plan import Extent, extent_of_bytes
 from ckptstore.commit.transaction import TreeContent
 from ckptstore.core import geometry
 from ckptstore.core.ids import CHUNK_ID_BYTES, SessionId, parse_session_id
@@ -142,7 +142,7 @@ def _parts(item: Item, sources: Sequence[Source], alone: bool) -> Iterator[Given
             continue
         path = item.name + schema.paths[i]
         if schema.kinds[i] != "tensor" or not source.nbytes:
-            extent = Extent((source.nbytes,), 1, source.nbytes, "")
+            extent = extent_of_bytes(schema.kinds[i], source.nbytes)
             yield GivenPart(extent, source, source.nbytes, path)
             continue
         dtype, shape, box = schema.dtypes[i], schema.shapes[i], None
