@@ -147,9 +147,9 @@ class ObjectStore:
         reader would ask for footers first, then for pages, and for chunks at last."""
         body = entry.body
         if self._remote and isinstance(body, Commit) and body.run == run:
-            small = [pack for pack in body.packs if pack.bytes <= AHEAD_BYTES][:AHEAD_PACKS]
-            document = {document_key(body.session, body.commit): body.document_bytes}
-            self.storage.read_ahead(document | {pack_key(pack.id): pack.bytes for pack in small})
+            adds = {document_key(body.session, body.commit): body.document_bytes}
+            adds |= {pack_key(pack.id): pack.bytes for pack in body.packs[:AHEAD_PACKS]}
+            self.storage.read_ahead({key: n for key, n in adds.items() if n <= AHEAD_BYTES})
 
     def _not_indexed(self, state: State) -> tuple[State, list[int]]:
         """The numbers of listed packs that the index lacks; drops all others from it."""

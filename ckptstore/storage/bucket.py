@@ -171,16 +171,21 @@ class BucketStorage:
 
     def read_ahead(self, sizes: Mapping[str, int]) -> None:
         def read(key: str) -> tuple[str, _Ahead] | None:
-            with suppress(CkptStoreError):  # whoever needs it asks again, and is told
-                data = self.ask(f"read {key}", lambda client: client.get(key, 0, None), once=True)
-                if len(data) == sizes[key]:
+            size = sizes[key]  # a byte more shows an object of another size, and bounds the read
+            with suppress(CkptStoreError):
+                data = self.ask(
+                    f"read {key}", lambda client: client.get(key, 0, size + 1), once=True
+                )
+                if len(data) == size:
                     return key, _Ahead(memoryview(data))
             return None
 
         self._ahead = {}
         if sizes:
+            in_vain = self.in_vain
             with Pool(min(_AHEAD_AT_ONCE, len(sizes))) as pool:
                 self._ahead = dict(filter(None, pool.map(read, sizes)))
+            self.in_vain = in_vain  # these were tried once: that says nothing about the deadline
 
     def size(self, key: str) -> int | None:
         check_key(key)

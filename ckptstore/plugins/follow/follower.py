@@ -433,9 +433,10 @@ class _ReadAhead:
             self._reading.append(self._threads.submit(read))
 
     def wait(self) -> None:
-        """Wait until it has been read."""
+        """Wait until it has been read, unless all threads are busy with something else."""
         for reading in self._reading:
-            reading.result()
+            if not reading.cancel():
+                reading.result()
 
     def __enter__(self) -> Self:
         return self
