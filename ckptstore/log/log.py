@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -120,10 +120,13 @@ class Log:
         """The state as of the last replay; before the first one, the state of an empty log."""
         return self._state
 
-    def replay(self, *, refresh: bool = False) -> State:
+    def replay(
+        self, *, refresh: bool = False, tell: Callable[[Entry], object] = lambda _: None
+    ) -> State:
         """The state at the head of the log.
 
-        `refresh` first makes a network filesystem drop its cache of absent names. Raises `Corrupt`
+        `refresh` first makes a network filesystem drop its cache of absent names. `tell` hears of
+        each new entry before the next is looked for, and must not wait. Raises `Corrupt`
         for a broken chain, or if the last entry known to this process is gone.
         """
         with self._lock:
@@ -134,6 +137,7 @@ class Log:
             known = self._state.n
             for entry in self._behind(self._state.position):
                 self._advance(entry)
+                tell(entry)
             if self._opened and self._state.n == known and not self._is_far:
                 self.check_head()
             if not self._opened:

@@ -18,12 +18,21 @@ import numpy as np
 
 from ckptstore.core import forks
 from ckptstore.core.config import MIB, RUN_BYTES
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, PackId, checksum, digest, pack_key
+from ckptstore.core.ids import (
+    CHUNK_ID_BYTES,
+    ChunkId,
+    PackId,
+    checksum,
+    digest,
+    document_key,
+    pack_key,
+)
 from ckptstore.core.model import PackEntry
 from ckptstore.core.process import uncollected
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.index.chunks import ChunkIndex
 from ckptstore.index.suspect_packs import SuspectPacks
+from ckptstore.log.entries import Commit, Entry
 from ckptstore.log.log import Log
 from ckptstore.log.state import Pack, State
 from ckptstore.objects import codecs, patches
@@ -79,6 +88,10 @@ GAP_BYTES = 256 << 10
 REMOTE_READ_BYTES = 4 * MIB
 """On slow storage, reads of this size are not split among more threads."""
 
+AHEAD_PACKS, AHEAD_BYTES = 32, 2 * MIB
+"""So many packs of at most so many bytes are read ahead: moving them takes as long as the requests
+that wait for each other otherwise."""
+
 NO_BASES: Mapping[ChunkId, memoryview] = {}
 
 ALONE = ReadRoom(1, RUN_BYTES, 0, 0)
@@ -128,6 +141,15 @@ class ObjectStore:
             for number, table in readable_tables(self.storage, state, wanted, batches):
                 self.index.add_pack(number, state.packs[number].id, table)
             self._indexed_below = state.next_pack
+
+    def read_ahead(self, entry: Entry, run: str) -> None:
+        """If `entry` is a commit of `run`, read its document and its small packs, all at once. The
+        reader would ask for footers first, then for pages, and for chunks at last."""
+        body = entry.body
+        if self._remote and isinstance(body, Commit) and body.run == run:
+            adds = {document_key(body.session, body.commit): body.document_bytes}
+            adds |= {pack_key(pack.id): pack.bytes for pack in body.packs[:AHEAD_PACKS]}
+            self.storage.read_ahead({key: n for key, n in adds.items() if n <= AHEAD_BYTES})
 
     def _not_indexed(self, state: State) -> tuple[State, list[int]]:
         """The numbers of listed packs that the index lacks; drops all others from it."""

@@ -12,14 +12,15 @@ repeated, and the errors.
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from os import getpid
 from typing import Any, TypeAlias, TypeVar
 
+from ckptstore.core import forks
 from ckptstore.core.ids import SessionId, new_session_id
-from ckptstore.core.process import pauses
+from ckptstore.core.process import Pool, pauses
 from ckptstore.core.text import redact, secrets_of, without
 from ckptstore.errors import (
     CkptStoreError,
@@ -54,6 +55,9 @@ SHORT_DEADLINE_S = 5.0
 """After a deadline passed in vain, until a request is answered: cleaning up after a failure must
 not wait for each object."""
 
+_AHEAD_AT_ONCE = 32
+"""So many objects are read ahead side by side."""
+
 _CLIENTS = ("obstore", "fsspec")
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
@@ -76,6 +80,31 @@ T = TypeVar("T")
 
 
 Client: TypeAlias = FsspecClient | ObstoreClient
+
+
+class _Ahead:
+    """An object that was read ahead. Threads may share it."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
+        self._taken: list[tuple[int, int]] = []
+        self._has_tail = True
+        self._lock = forks.lock()
+
+    def take(self, start: int, stop: int | None) -> memoryview | None:
+        """The bytes `start:stop`; None if some of them were taken before."""
+        stop = len(self.data) if stop is None else stop
+        with self._lock:
+            if any(start < end and begin < stop for begin, end in self._taken):
+                return None
+            self._taken.append((start, stop))
+        return self.data[start:stop]
+
+    def tail(self, nbytes: int) -> memoryview | None:
+        """The last bytes, which do not count as taken; None the second time."""
+        with self._lock:
+            has_tail, self._has_tail = self._has_tail, False
+        return self.data[-nbytes:] if has_tail else None
 
 
 class BucketStorage:
@@ -101,6 +130,7 @@ class BucketStorage:
         self._read_only = read_only
         self._secrets = secrets_of(self._options)
         self._clients: dict[tuple[int, float], Client] = {}
+        self._ahead: dict[str, _Ahead] = {}
         self.in_vain = False
         self._tried_out = scheme == "memory" or self.is_s3 or self._prefers_obstore
 
@@ -124,6 +154,8 @@ class BucketStorage:
 
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
         check_key(key)
+        if (ahead := self._ahead.get(key)) and (found := ahead.tail(nbytes)) is not None:
+            return bytes(found), len(ahead.data)
 
         def tail(client: Client) -> tuple[Any, int]:
             try:
@@ -136,6 +168,24 @@ class BucketStorage:
 
         data, size = self.ask(f"read {key}", tail)
         return bytes(data), size
+
+    def read_ahead(self, sizes: Mapping[str, int]) -> None:
+        def read(key: str) -> tuple[str, _Ahead] | None:
+            size = sizes[key]  # a byte more shows an object of another size, and bounds the read
+            with suppress(CkptStoreError):
+                data = self.ask(
+                    f"read {key}", lambda client: client.get(key, 0, size + 1), once=True
+                )
+                if len(data) == size:
+                    return key, _Ahead(memoryview(data))
+            return None
+
+        self._ahead = {}
+        if sizes:
+            in_vain = self.in_vain
+            with Pool(min(_AHEAD_AT_ONCE, len(sizes))) as pool:
+                self._ahead = dict(filter(None, pool.map(read, sizes)))
+            self.in_vain = in_vain  # these were tried once: that says nothing about the deadline
 
     def size(self, key: str) -> int | None:
         check_key(key)
@@ -271,6 +321,8 @@ class BucketStorage:
         check_key(key)
         if stop is not None and start >= stop:
             return b""
+        if (ahead := self._ahead.get(key)) and (found := ahead.take(start, stop)) is not None:
+            return found
 
         def get(client: Client) -> Any:
             try:

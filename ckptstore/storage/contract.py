@@ -8,7 +8,7 @@ an exclusive create, so that a fault above storage cannot change acknowledged by
 objects that change by design: sessions, the configuration, caches.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -98,6 +98,13 @@ class Storage(Protocol):
 
     def read_tail(self, key: str, nbytes: int) -> tuple[bytes, int]:
         """The last `nbytes` of the object, or all of a shorter one, and the object's size."""
+
+    def read_ahead(self, sizes: Mapping[str, int]) -> None:
+        """Read these objects, which never change and are about to be read, at once and whole.
+        Their sizes are given. Each byte, and each tail, is then served once from memory; the
+        second time storage is asked, so that what was damaged on the way is read again. The next
+        call drops the bytes of this one. Does nothing where requests are quick. Raises for no
+        object: what needs it asks again."""
 
     def size(self, key: str) -> int | None:
         """The object's size in bytes, None if it is absent."""

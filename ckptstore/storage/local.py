@@ -8,7 +8,7 @@ Objects get no more permissions than the store's directory.
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -115,6 +115,9 @@ class LocalStorage:
             return read_range(fd, max(end - nbytes, 0), end), end
 
         return self._reading(key, open_object(self.url, key), tail)
+
+    def read_ahead(self, sizes: Mapping[str, int]) -> None:
+        """Nothing: the kernel reads ahead."""
 
     def size(self, key: str) -> int | None:
         try:

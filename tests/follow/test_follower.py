@@ -1,8 +1,10 @@
 """What a follower applies, what it reads for that, and what a target is after anything fails."""
 
+import secrets
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,8 +15,11 @@ from ckptstore.core.geometry import grid
 from ckptstore.plugins.follow import follower as following
 from ckptstore.plugins.follow.follower import Follower
 from ckptstore.restore.reader import Reader
+from ckptstore.storage.bucket import BucketStorage
+from ckptstore.storage.fsspec_client import FsspecClient
 from ckptstore.storage.local import LocalStorage
 from ckptstore.store import Store
+from tests.shared.sites import Site
 
 CHUNK_BYTES = 1 << 16
 BLOCK = CHUNK_BYTES // 2
@@ -533,3 +538,68 @@ def test_only_the_newest_patch_is_read(
             assert len(reads) <= 3, "metadata and the newest patches, however long the chain is"
             monkeypatch.undo()
             assert_same(target, source)
+
+
+@pytest.fixture
+def in_a_bucket(tmp_path: Path) -> Iterator[tuple[Store, Store]]:
+    """A writer and a reader, of two hosts."""
+    site = Site(f"memory://{secrets.token_hex(8)}")
+    with (
+        site.open(tmp_path / "writer", run="rl") as writer,
+        site.open(tmp_path / "reader", read_only=True) as reader,
+    ):
+        yield writer, reader
+
+
+def test_in_a_bucket_what_a_commit_adds_is_asked_for_at_once(
+    in_a_bucket: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = in_a_bucket
+    source, target, ask = state(), blank(), BucketStorage.ask
+    writer.commit(source, step=0)
+    asked: list[tuple[str, bool]] = []
+
+    def noted(self: BucketStorage, what: str, *request: Any, **more: Any) -> Any:
+        asked.append((what, bool(more.get("once"))))
+        return ask(self, what, *request, **more)
+
+    with reader.follow("rl", target) as follower:
+        follower.wait(0)
+        for step in range(1, 5):
+            writer.commit(stepped(source, 2, 5), step=step)
+            with monkeypatch.context() as patch:
+                patch.setattr(BucketStorage, "ask", noted)
+                asked.clear()
+                follower.wait(0)
+            assert_same(target, source)
+            adds = [(what, ahead) for what, ahead in asked if "log/" not in what]
+            assert len(adds) >= 3, "the document, and packs"
+            assert all(ahead for _, ahead in adds)
+            assert len(set(adds)) == len(adds)
+
+
+def test_what_was_damaged_while_it_was_read_ahead_is_read_again(
+    in_a_bucket: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = in_a_bucket
+    source, target, get = state(), blank(), FsspecClient.get
+    writer.commit(source, step=0)
+    damaged: set[str] = set()
+
+    def flipping(self: FsspecClient, key: str, start: int, stop: int | None) -> bytes:
+        data = bytearray(get(self, key, start, stop))
+        if key.startswith("packs/") and key not in damaged:
+            damaged.add(key)
+            data[random.randrange(len(data))] ^= 1
+        return bytes(data)
+
+    random = Random(0)
+    with reader.follow("rl", target) as follower:
+        follower.wait(0)
+        for step in range(1, 9):
+            writer.commit(stepped(source, 2, 5), step=step)
+            with monkeypatch.context() as patch:
+                patch.setattr(FsspecClient, "get", flipping)
+                follower.wait(0)
+            assert_same(target, source)
+    assert len(damaged) >= 8

@@ -25,6 +25,7 @@ from ckptstore.maintenance.retention import (
     KeepWithin,
 )
 from ckptstore.objects.pack import FOOTER_DTYPE, TRAILER_BYTES
+from ckptstore.objects.patches import DEPTH_MAX
 
 SESSION = new_session_id()
 ONE_THREAD_BYTES = 4 * MIB
@@ -70,6 +71,9 @@ class Training:
     """The newest commits that keep all layers; the others lose every second one. 0 thins none."""
     gc_every: int
     scattered: float = 0.0
+    patched: float = 0.0
+    """With a share, a changed layer is a patch of it, made of the layer before; 0 stores it
+    whole."""
 
     def changed(self, step: int, random: Random) -> Iterator[int]:
         """The layers that the commit of this step writes."""
@@ -122,6 +126,8 @@ class Simulated:
     packs: dict[int, tuple[bool, Chunks]] = field(default_factory=dict)
     commits: list[tuple[Candidate, Chunks]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    bases: list[int] = field(default_factory=list)
+    """What a chunk is a patch of; -1 for one that is whole."""
     written_bytes: int = 0
     freed_bytes: int = 0
     objects_less: int = 0
@@ -135,7 +141,11 @@ class Simulated:
             now = np.full(len(training.layer_bytes) + 1, -1)
         fresh = []
         for layer in training.changed(step, random):
-            now[layer] = self._chunk(training.layer_bytes[layer])
+            nbytes, before = training.layer_bytes[layer], int(now[layer])
+            if before >= 0 and training.patched and self._patches(before) < DEPTH_MAX:
+                now[layer] = self._chunk(int(nbytes * training.patched), before)
+            else:
+                now[layer] = self._chunk(nbytes)
             fresh.append(now[layer])
         total = sum(self.sizes[chunk] for chunk in fresh)
         threads = 1 if total <= ONE_THREAD_BYTES else training.threads
@@ -175,6 +185,9 @@ class Simulated:
         needed = np.zeros(len(self.sizes) + 1, np.bool_)
         for _, chunks in self.commits:
             needed[chunks] = True
+        for chunk in reversed(range(len(self.bases))):
+            if needed[chunk]:
+                needed[self.bases[chunk]] = True
         return [
             use_of(
                 number,
@@ -188,7 +201,7 @@ class Simulated:
     def collect(self, max_unused: float = 0.05, max_repack_bytes: int | None = None) -> Choice:
         """Do what a gc would."""
         pack_bytes, prices = self.place
-        uses, before, objects = self.uses(), self._bytes(), self._objects()
+        uses, before, objects = self.uses(), self.bytes(), self.objects()
         choice = choose(
             uses,
             max_unused=max_unused,
@@ -208,13 +221,21 @@ class Simulated:
                 moved += chunks[use.live].tolist()
                 self.written_bytes += use.live_bytes * use.files
             self._list(moved, metadata)
-        self.freed_bytes += before - self._bytes()
-        self.objects_less += objects - self._objects()
+        self.freed_bytes += before - self.bytes()
+        self.objects_less += objects - self.objects()
         return choice
 
-    def _chunk(self, nbytes: int) -> int:
+    def _chunk(self, nbytes: int, base: int = -1) -> int:
         self.sizes.append(nbytes)
+        self.bases.append(base)
         return len(self.sizes) - 1
+
+    def _patches(self, chunk: int) -> int:
+        """How many patches make it."""
+        count = 0
+        while (chunk := self.bases[chunk]) >= 0:
+            count += 1
+        return count
 
     def _fill(self, chunks: Iterable[int], *, metadata: bool) -> None:
         """Write chunks to packs of at most the full size."""
@@ -233,10 +254,12 @@ class Simulated:
         self._numbers += 1
         self.packs[self._numbers] = metadata, np.array(pack, np.int64)
 
-    def _objects(self) -> int:
+    def objects(self) -> int:
+        """The files of its packs."""
         return sum(1 + metadata for metadata, _ in self.packs.values())
 
-    def _bytes(self) -> int:
+    def bytes(self) -> int:
+        """Those of all packs."""
         return sum(
             (1 + metadata) * (sum(self.sizes[c] for c in chunks.tolist()))
             for metadata, chunks in self.packs.values()

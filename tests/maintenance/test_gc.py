@@ -1,6 +1,7 @@
 """gc on real stores: what is deleted, copied or kept waiting, and that a run executes its plan."""
 
 import os
+import re
 from pathlib import Path
 from random import Random
 
@@ -101,17 +102,36 @@ def test_dead_metadata_packs_are_deleted_with_their_twins(place: Site) -> None:
         assert len({storage.read(key) for key in here}) == 1
 
 
+STEPS, FORGOTTEN = 2 * MERGE_PACKS + 8, range(1, MERGE_PACKS + 8)
+"""Commits, and those whose packs pay for merging the others'."""
+
+
 def test_small_packs_are_merged_and_stay_merged(place: Site) -> None:
-    make(place, MERGE_PACKS)
+    make(place, STEPS, forget=FORGOTTEN)
     with opened(place) as handle:
         before = len(handle.log.replay().packs)
-    assert before == 2 * MERGE_PACKS
-    report = collected(place, GcOptions())
+    assert before == 2 * STEPS
+    report = collected(place, GcOptions(grace_s=0))
     assert report.plan.copies
     with opened(place) as handle:
-        assert len(handle.log.replay().packs) < before / 4
+        assert len(handle.log.replay().packs) < before / 8
     assert collected(place).plan.empty
-    verify(place, range(MERGE_PACKS))
+    verify(place, [0, *range(FORGOTTEN.stop, STEPS)])
+
+
+def test_packs_of_patches_that_commits_need_are_left_alone(place: Site) -> None:
+    """They were merged with every gc, to free nothing."""
+    changed = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with place.open() as store:
+        for step in range(MERGE_PACKS + 8):
+            changed[step::100] += 1
+            store.commit({"w": changed}, step=step)
+        store.tag("needs-all-before", 62)
+        store.forget(KeepLast(4))
+        plan = store.gc(dry_run=True, grace_s=0)
+        assert re.search("leave 6[4-9] small packs: to merge them would write", str(plan))
+        assert store.gc(grace_s=0).copied_bytes == 0
+        assert torch.equal(store.checkout("latest").state_dict()["w"], changed)
 
 
 def test_live_packs_are_not_copied_to_become_larger_ones(place: Site) -> None:
@@ -481,7 +501,7 @@ def test_a_pack_with_a_damaged_footer_is_left_alone_and_reported(place: Site) ->
 
 
 def test_a_sparse_pack_with_a_damaged_chunk_stays_and_the_others_move(place: Site) -> None:
-    make(place, MERGE_PACKS)
+    make(place, STEPS, forget=FORGOTTEN)
     with opened(place) as handle:
         bad = min((n, pack) for n, pack in handle.log.replay().packs.items() if not pack.metadata)[
             1
@@ -494,4 +514,4 @@ def test_a_sparse_pack_with_a_damaged_chunk_stays_and_the_others_move(place: Sit
     assert report.damaged == (bad.id,)
     assert storage.read(key) == data
     assert report.copied_bytes
-    verify(place, range(1, MERGE_PACKS))
+    verify(place, range(FORGOTTEN.stop, STEPS))

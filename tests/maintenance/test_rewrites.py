@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptstore.core.config import MIB
-from ckptstore.maintenance.gc.costs import MERGE_PACKS, Choice, choose
+from ckptstore.maintenance.gc.costs import MANY_PACKS, MERGE_PACKS, Choice, choose
 from ckptstore.maintenance.gc.mark import PackUse
-from ckptstore.maintenance.retention import KeepBest, KeepLast
+from ckptstore.maintenance.retention import KeepBest, KeepEverySteps, KeepLast
 from tests.maintenance.simulated_store import (
     BUCKET,
     DISK,
@@ -47,13 +47,22 @@ def test_live_packs_as_commits_write_them_are_left_alone(place: Place, nbytes: i
 
 @pytest.mark.parametrize("metadata", [False, True])
 @pytest.mark.parametrize("place", [DISK, BUCKET])
-def test_many_tiny_packs_are_merged_and_few_are_not(place: Place, metadata: bool) -> None:
-    assert not chosen(live_packs(MERGE_PACKS - 1, 5_000, metadata=metadata), place).groups
-    (rewrite,) = chosen(live_packs(MERGE_PACKS, 5_000, metadata=metadata), place).rewrites
+@pytest.mark.parametrize(("packs", "freed_packs"), [(MERGE_PACKS, MERGE_PACKS), (MANY_PACKS, 0)])
+def test_many_tiny_packs_are_merged_and_few_are_not(
+    place: Place, metadata: bool, packs: int, freed_packs: int
+) -> None:
+    """Many is what the bytes freed pay for, or else a listing's worth."""
+    freed = [use_of(5000 + n, [5_000], [False], metadata=metadata) for n in range(freed_packs)]
+    assert not chosen([*freed, *live_packs(packs - 1, 5_000, metadata=metadata)], place).groups
+    assert not chosen(
+        [*freed[4:], *live_packs(MERGE_PACKS, 5_000, metadata=metadata)], place
+    ).groups
+    (rewrite,) = chosen([*freed, *live_packs(packs, 5_000, metadata=metadata)], place).rewrites
     files = 2 if metadata else 1
-    assert (rewrite.why, rewrite.chosen, rewrite.packs) == ("small", True, MERGE_PACKS)
-    assert rewrite.written_bytes == files * rewrite.read_bytes == files * MERGE_PACKS * 5_000
-    assert rewrite.objects == files * (MERGE_PACKS - 1)
+    assert (rewrite.why, rewrite.chosen, rewrite.packs) == ("small", True, packs)
+    assert rewrite.written_bytes == files * rewrite.read_bytes == files * packs * 5_000
+    whole = place.prices.object_bytes
+    assert rewrite.objects == files * (packs - -(-packs * 5_000 // (whole + 5_000)))
 
 
 def test_a_gc_with_a_budget_merges_what_does_not_pay() -> None:
@@ -119,15 +128,63 @@ def test_in_a_year_gcs_write_no_more_than_they_free(
     assert store.most_unused <= 0.05
 
 
-@settings(max_examples=3, derandomize=True, deadline=None)
-@given(seed=st.integers(0, 10**9))
-def test_in_a_year_of_tiny_commits_gcs_write_no_more_than_they_free_and_objects_are_worth(
-    seed: int,
+@pytest.mark.parametrize("place", [DISK, BUCKET])
+@settings(max_examples=6, derandomize=True, deadline=None)
+@given(
+    seed=st.integers(0, 10**9),
+    least_bytes=st.sampled_from((5_000, 50_000)),
+    scattered=st.sampled_from((0.0, 0.02, 0.1)),
+)
+def test_in_a_year_of_tiny_commits_gcs_write_no_more_than_they_free(
+    place: Place, seed: int, least_bytes: int, scattered: float
 ) -> None:
-    store = a_year(training_of(seed, least_bytes=5_000), DISK, seed)
-    worth = store.objects_less * DISK.prices.object_bytes
-    assert store.written_bytes <= store.freed_bytes + worth
+    training = training_of(seed, least_bytes=least_bytes, scattered=scattered)
+    store = a_year(training, place, seed)
+    assert store.written_bytes <= store.freed_bytes
     assert store.most_unused <= 0.05
+
+
+@pytest.mark.parametrize("place", [DISK, BUCKET])
+@settings(max_examples=4, derandomize=True, deadline=None)
+@given(
+    seed=st.integers(0, 10**9),
+    patched=st.sampled_from((0.001, 0.02, 0.1)),
+    gc_every=st.sampled_from((1, 7, 30)),
+    last=st.sampled_from((3, 20, 100)),
+)
+def test_in_a_year_of_patches_gcs_write_no_more_than_they_free(
+    place: Place, seed: int, patched: float, gc_every: int, last: int
+) -> None:
+    """Commits that stay need the patches of those that were forgotten: these were merged."""
+    training = Training(
+        layer_bytes=(2 * MIB, 2 * MIB),
+        cadence=(1, 1),
+        threads=1,
+        policies=(KeepLast(last), KeepEverySteps(50)),
+        thin_after=0,
+        gc_every=gc_every,
+        patched=patched,
+    )
+    store = a_year(training, place, seed)
+    assert store.written_bytes <= store.freed_bytes
+
+
+@pytest.mark.parametrize("place", [DISK, BUCKET])
+def test_objects_stay_few_though_nothing_is_ever_freed(place: Place) -> None:
+    training = Training(
+        layer_bytes=(MIB,),
+        cadence=(1,),
+        threads=1,
+        policies=(KeepLast(10**6),),
+        thin_after=0,
+        gc_every=250,
+        patched=0.02,
+    )
+    store = a_year(training, place, 0, commits=2500)
+    files_a_commit, whole_chunks = 3, 2500 // 64
+    assert store.objects() < files_a_commit * (MANY_PACKS + training.gc_every) + whole_chunks * 2
+    assert store.written_bytes < store.bytes()
+    assert store.objects() + store.objects_less == files_a_commit * 2500
 
 
 @pytest.mark.parametrize("place", [DISK, BUCKET])

@@ -75,6 +75,31 @@ class BackendContract:
         storage.put("a", b"0123456789")
         assert storage.read_tail("a", nbytes) == (data, 10)
 
+    def test_what_is_read_ahead_is_served_once(self, storage: Storage) -> None:
+        storage.put("a", b"0123456789")
+        storage.put("grown", b"0123456789")
+        storage.read_ahead({"a": 10, "absent": 3, "grown": 9})
+        far = storage.capabilities.slow_requests
+        for key in ("a", "grown"):
+            storage.put(key, b"9876543210")  # to tell where bytes come from
+        old, new = (b"0123456789", b"9876543210") if far else (b"9876543210",) * 2
+        assert storage.read("grown", 2, 4) == new[2:4], "of another size than was said"
+        assert storage.read_tail("a", 3) == (old[-3:], 10)
+        assert storage.read_tail("a", 3) == (new[-3:], 10)
+        buffer = bytearray(3)
+        storage.read_into("a", 4, [memoryview(buffer)])
+        assert buffer == old[4:7]
+        assert storage.read("a", 7) == old[7:]
+        assert storage.read("a", 6, 8) == new[6:8]
+        assert storage.read("a", 0, 4) == old[:4]
+        storage.put("a", b"0000000000")
+        storage.read_ahead({"a": 10})
+        storage.put("a", b"9876543210")
+        storage.read_ahead({})
+        assert storage.read("a") == new
+        with pytest.raises(NotFound):
+            storage.read("absent")
+
     def test_an_empty_object_is_an_object(self, storage: Storage) -> None:
         storage.put("a", b"")
         assert (storage.size("a"), storage.read("a"), storage.read_tail("a", 8)) == (

@@ -291,12 +291,14 @@ class Follower:
     def _apply_newest(self) -> None:
         """Apply the commit that the ref names now, unless the target holds it. An idle look costs
         one look-up in the log."""
-        log = self._internals.handle.log
-        with self._applying:
-            while (state := log.replay(refresh=True)).position != self._position:
+        log, ahead = self._internals.handle.log, _ReadAhead(self._internals, self._options.run)
+        with self._applying, ahead:
+            read_ahead = ahead.begin if self._held else _nothing
+            while (state := log.replay(refresh=True, tell=read_ahead)).position != self._position:
                 found = self._named_by(state)
                 if found is not None and not self._holds(found):
                     try:
+                        ahead.wait()
                         applied = self._apply(found, state)
                     except (NotFound, Corrupt):
                         newer = self._named_by(log.replay(refresh=True))
@@ -443,6 +445,39 @@ class Follower:
         self._failed(None)
         if self._options.on_commit is not None:
             self._options.on_commit(applied.commit)
+
+
+def _nothing(entry: object) -> None:
+    """The first commit is read into place."""
+
+
+class _ReadAhead:
+    """In a bucket, all that the first new entry of the log adds is read while others are looked
+    for."""
+
+    def __init__(self, internals: StoreInternals, run: str) -> None:
+        self._objects, self._threads = internals.handle.objects, internals.reader.threads
+        self._run, self._is_far = run, internals.handle.storage.capabilities.slow_requests
+        self._reading: list[Any] = []
+
+    def begin(self, entry: Any) -> None:
+        """Begin, unless an entry before was read ahead."""
+        if self._is_far and not self._reading:
+            read = partial(self._objects.read_ahead, entry, self._run)
+            self._reading.append(self._threads.submit(read))
+
+    def wait(self) -> None:
+        """Wait until it has been read, unless all threads are busy with something else."""
+        for reading in self._reading:
+            if not reading.cancel():
+                reading.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._reading:
+            self._objects.storage.read_ahead({})
 
 
 def _refuse_losses(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -467,3 +468,33 @@ def test_commit_documents_are_copied_byte_for_byte(place: Path, tmp_path: Path) 
         return {(path.name.partition("-")[2], path.read_bytes()) for path in files(root, "commits")}
 
     assert documents(tmp_path / "target") == documents(place)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_commits_full_of_patches_are_sent_whole_and_once(
+    seed: int, tmp_path: Path, target: str
+) -> None:
+    """In one push or in several, of all commits or of some, the same bits arrive."""
+    random = Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(300_000, generator=generator).to(
+        random.choice((torch.bfloat16, torch.float32))
+    )
+    states: list[torch.Tensor] = []
+    with ckptstore.open(tmp_path / "source") as store:
+        for step in range(8):
+            changed = torch.randperm(len(weight), generator=generator)[: random.randint(1, 3_000)]
+            weight = weight.clone()
+            weight[changed] += 1
+            info = store.commit({"weight": weight}, step=step)
+            assert not step or info.new_bytes < weight.nbytes / 4, "it is stored as patches"
+            states.append(weight)
+            if random.random() < 0.3:
+                store.push(target, random.randrange(step + 1), create=True)
+        store.push(target, create=True)
+        again = store.push(target)
+        assert not again.sent and not again.chunks
+    with ckptstore.open(target) as there:
+        for step, wanted in enumerate(states):
+            assert torch.equal(there.checkout(step).read("weight"), wanted)
+        assert not there.fsck("data").findings
