@@ -16,7 +16,7 @@ from ckptstore.log.entries import Forget
 from ckptstore.log.log_snapshots import decode_state, encode_state
 from ckptstore.log.resolve import forgotten_alone
 from ckptstore.log.rows import Form, Rows, Table, read_table, table_of
-from ckptstore.log.state import CommitRow, State, apply, number
+from ckptstore.log.state import CommitRow, State, apply, by_age, number
 from tests.log.builders import STORE, commit, commit_id, entry, folded
 
 FORM: Form[int, str] = Form(
