@@ -10,7 +10,7 @@ from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.core.refs import Ancestor, Best, Latest, Name, Step, find, parse_ref
 from ckptstore.core.text import near, selector
 from ckptstore.errors import NotFound
-from ckptstore.log.state import CommitRow, State, by_age
+from ckptstore.log.state import CommitRow, State, by_age, newest_of
 
 
 class Resolved(NamedTuple):
@@ -76,8 +76,10 @@ def nearest_first(state: State, commit: CommitId, path: str) -> list[Resolved]:
 def forgotten_alone(state: State) -> State:
     """`state` with its forgotten commits alone, as if they were not forgotten: for refs that name
     them."""
-    rows = [(commit, row._replace(soft=0)) for commit, row in state.commits.items() if row.soft]
-    return replace(state, commits=HashTrieMap(rows), tags=HashTrieMap())
+    soft = [(commit, row._replace(soft=0)) for commit, row in state.commits.items() if row.soft]
+    rows = HashTrieMap(soft)
+    runs = HashTrieMap(newest_of(rows, {row.run for _, row in soft}))
+    return replace(state, commits=rows, tags=HashTrieMap(), runs=runs)
 
 
 def resolved(state: State, commit: CommitId) -> Resolved:

@@ -369,15 +369,15 @@ def _with_soft(state: State, commits: tuple[CommitId, ...], soft: int, time_ns: 
             runs = _with_newest(runs, rows, row.run, commit)
         elif commit in runs.get(row.run, ()):
             lost.add(row.run)
-    return {"commits": rows, "runs": runs.update(_newest_of(rows, lost)) if lost else runs}
+    return {"commits": rows, "runs": runs.update(newest_of(rows, lost)) if lost else runs}
 
 
-def _newest_of(commits: Commits, runs: Collection[str]) -> dict[str, tuple[CommitId, ...]]:
+def newest_of(commits: Commits, runs: Collection[str]) -> dict[str, tuple[CommitId, ...]]:
     """The newest commits of `runs`, by a scan of all commits: it is rare that one is removed."""
-    found: dict[str, list[tuple[int, CommitId]]] = {run: [] for run in runs}
+    found: dict[str, list[tuple[tuple[int, int], CommitId]]] = {run: [] for run in runs}
     for commit, row in commits.items():
         if row.run in found and not row.soft:
-            found[row.run].append((row.place, commit))
+            found[row.run].append((row.age, commit))
     return {
         run: tuple(commit for _, commit in sorted(places)[-NEWEST_KEPT:])
         for run, places in found.items()

@@ -14,8 +14,9 @@ from ckptstore.log import log_snapshots
 from ckptstore.log.admission import check, one_left
 from ckptstore.log.entries import Forget
 from ckptstore.log.log_snapshots import decode_state, encode_state
+from ckptstore.log.resolve import forgotten_alone
 from ckptstore.log.rows import Form, Rows, Table, read_table, table_of
-from ckptstore.log.state import CommitRow, State, apply, number
+from ckptstore.log.state import CommitRow, State, apply, by_age, number
 from tests.log.builders import STORE, commit, commit_id, entry, folded
 
 FORM: Form[int, str] = Form(
@@ -140,6 +141,18 @@ def test_the_next_checkpoint_copies_what_did_not_change(monkeypatch: pytest.Monk
     stored = encode_state(after)
     assert [row.n for row in coded] == [201]
     assert stored == encode_state(folded(*(commit(i) for i in range(1, 202))))
+
+
+def test_latest_is_the_first_by_age_also_among_forgotten_commits() -> None:
+    runs = {3: "other", 6: "other"}
+    state = folded(
+        *(commit(i, run=runs.get(i, "main")) for i in range(1, 9)),
+        Forget(tuple(commit_id(i) for i in (2, 4, 5, 6, 8)), "old"),
+    )
+    for each in (state, decode_state(encode_state(state), STORE, 1), forgotten_alone(state)):
+        for run in ("main", "other", None):
+            assert each.newest(run) == by_age(each, run)[0][0]
+        assert each.newest("none") is None
 
 
 class Compared(str):

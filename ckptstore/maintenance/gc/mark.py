@@ -43,6 +43,9 @@ from ckptstore.repository.chunk_reader import (
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
 
+SPREAD_COMMITS = 32
+"""Documents of fewer commits are read by the calling thread alone."""
+
 BATCH_KEYS = 1 << 19
 
 
@@ -339,7 +342,8 @@ class _Marking:
                     pages[chunk] = commit
             counter.add()
 
-        self._threads.spread(read, roots)
+        few = len(roots) < SPREAD_COMMITS
+        self._threads.spread(read, roots, max_workers=1 if few else None)
         return pages
 
     def read_pages(self, pages: dict[ChunkId, CommitId]) -> None:
