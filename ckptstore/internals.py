@@ -355,10 +355,7 @@ class StoreInternals:
             )
         elsewhere = self.settings.executor == "process"
         looks_later = options.goes_on and not (elsewhere and peers)
-        if looks_later:
-            self.handle.check_open()
-        else:
-            self.handle.check_writable()
+        self.handle.check_writable(asks_storage=not looks_later)
         if elsewhere and (stats or metadata.cast):
             raise InvalidInput("stats, cast need executor='thread': a worker process has no torch")
 

@@ -93,18 +93,11 @@ class StoreHandle:
             with_config=True,
         )
 
-    def check_writable(self) -> None:
+    def check_writable(self, *, asks_storage: bool = True) -> None:
         """Raise `ReadOnly` unless this handle may write to the store, `InvalidInput` once it was
         closed, `NotFound` if the store is gone, `Corrupt` if the log has lost its end: what is
-        appended there would bury commits that were acknowledged."""
-        self.check_open()
-        self._check_in_place()
-        if not self._has_its_end and (lost := self._lost_end()):
-            raise Corrupt(lost)
-        self._has_its_end = True
-
-    def check_open(self) -> None:
-        """The part of `check_writable` that asks no storage, which may hang."""
+        appended there would bury commits that were acknowledged. Storage may hang: without
+        `asks_storage` it is not looked at."""
         if self._closed:
             raise InvalidInput(f"{self.url} was closed; open it again")
         if self.read_only:
@@ -116,6 +109,12 @@ class StoreHandle:
                 f"{self.url} needs {', '.join(sorted(unknown))} to be written, which this "
                 "ckptstore does not know: install a newer one"
             )
+        if not asks_storage:
+            return
+        self._check_in_place()
+        if not self._has_its_end and (lost := self._lost_end()):
+            raise Corrupt(lost)
+        self._has_its_end = True
 
     def is_gone(self) -> bool:
         """Whether no store is at this place, not even another one."""
