@@ -120,7 +120,7 @@ def choose(
     prices: Prices,
 ) -> Choice:
     """Choose the packs to copy from, of which at most `max_repack_bytes` are copied."""
-    uses = list(uses)
+    uses = tuple(uses)
     kept = [use for use in uses if not use.dead]
     budget = _Budget(max_repack_bytes)
     sparse = _sparse(kept, max_unused, budget)
@@ -132,21 +132,25 @@ def choose(
     def rewrite(why: str, packs: Sequence[PackUse], enough_bytes: int = enough_bytes) -> Rewrite:
         return _rewrite(why, packs, _grouped(packs, pack_bytes, enough_bytes))
 
-    copied = rewrite("sparse", sparse)
-    gained_bytes = copied.freed_bytes - copied.written_bytes
-    gained_bytes += sum(use.pack.stored_bytes for use in uses if use.dead)
+    def gained_bytes() -> int:
+        """What dead packs and the copies so far give back."""
+        copies = rewrite("sparse", sparse), rewrite("small", merged)
+        gained = sum(each.freed_bytes - each.written_bytes for each in copies)
+        return gained + sum(use.pack.stored_bytes for use in uses if use.dead)
+
+    def is_worth(merge: Rewrite) -> bool:
+        is_paid = merge.packs >= MANY_PACKS or merge.written_bytes <= gained_bytes()
+        return is_paid and merge.pays(prices)
+
     for group in _same_size(
         use
         for use in kept
         if use.readable and use.live_bytes < pack_bytes // _SMALL_SHARE and use.number not in taken
     ):
-        merge = rewrite("small", group)
-        is_paid = len(group) >= MANY_PACKS or merge.written_bytes <= gained_bytes
         if max_repack_bytes is not None:
             merged += filter(budget.take, group)
-        elif len(group) >= MERGE_PACKS and is_paid and merge.pays(prices):
+        elif len(group) >= MERGE_PACKS and is_worth(rewrite("small", group)):
             merged += group
-            gained_bytes -= merge.written_bytes
         else:
             left += group
     chosen = sorted((*sparse, *merged), key=lambda use: (use.pack.metadata, use.number))
