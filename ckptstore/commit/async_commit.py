@@ -309,18 +309,7 @@ class AsyncCommits(Generic[S]):
                 if why_not:
                     taken.close()
                 else:
-                    watch = begun[0].watch
-                    if watch.lazy:
-                        self._begin_copy(pending, watch.lazy, taken)
-                    elif not watch.borrowed:
-                        pending.reached(Milestone.STAGED)
-                    base = self._parent_tracker.then(pending)
-                    job = _Job(pending, begun[0], taken, claim, base, label, route, options)
-                    self._background.start(pending, partial(self._finish, job))
-                    # From here on, the caller waits until it may change the state.
-                    if watch.lazy and options.staging == "eager":
-                        watch.lazy.hold()
-                    self._wait(job, max_age_s)
+                    self._begin(_Job(pending, begun[0], taken, claim, label, route, options))
             except BaseException:
                 # An interrupted caller might change the state too early.
                 pending.cancel()
@@ -329,21 +318,11 @@ class AsyncCommits(Generic[S]):
                     taken.close()
                     pending.fail(Cancelled(f"{pending.name} was interrupted before it began"))
                 raise
-            if HELD_UP in why_not:
-                self.skip(pending, why_not)
-                if not route.peers:
-                    self._raise_overdue(limit)
-                return pending
             if why_not:
-                pending.fail(
-                    Busy(
-                        f"{pending.name} was skipped, as overlap='skip' says: {why_not}; nothing "
-                        "was changed"
-                    )
-                )
+                self._skip(pending, why_not, None if route.peers else limit)
                 return pending
             pending.reached(Milestone.HELD)
-        if watch.borrowed and not options.goes_on:
+        if begun[0].watch.borrowed and not options.goes_on:
             pending.wait_staged()
         if not route.peers:
             self._raise_overdue(limit)
@@ -355,14 +334,32 @@ class AsyncCommits(Generic[S]):
         )
         return pending
 
-    def _wait(self, job: "_Job[S]", max_wait_s: float | None) -> None:
-        """Return when the caller may change the state: if that takes too long, without the commit,
-        which publishes nothing, whatever it reads from then on."""
-        if not job.begun.watch.wait(max_wait_s) and job.pending.cancel():
+    def _begin(self, job: "_Job[S]") -> None:
+        """Hand the commit over, and return when the caller may change the state: if that takes too
+        long, without the commit, which publishes nothing, whatever it reads from then on."""
+        pending, options, watch = job.pending, job.options, job.begun.watch
+        if watch.lazy:
+            self._begin_copy(pending, watch.lazy, job.taken)
+        elif not watch.borrowed:
+            pending.reached(Milestone.STAGED)
+        job = replace(job, base=self._parent_tracker.then(pending))
+        self._background.start(pending, partial(self._finish, job))
+        if watch.lazy and options.staging == "eager":
+            watch.lazy.hold()
+        if not watch.wait(options.max_wait_s if options.goes_on else None) and pending.cancel():
             held_up = Unavailable(
-                f"{job.pending.name}, of a state larger than the staging memory, {HELD_UP}"
+                f"{pending.name}, of a state larger than the staging memory, {HELD_UP}"
             )
-            self.outages.missed(job.pending.name, held_up, tell=True)
+            self.outages.missed(pending.name, held_up, tell=True)
+
+    def _skip(self, pending: Pending[Any], why: str, limit: int | None) -> None:
+        """Do without a commit that did not begin, and raise if nothing was durable for too long."""
+        if HELD_UP in why:
+            self.skip(pending, why)
+            self._raise_overdue(limit)
+        else:
+            said = f"{pending.name} was skipped, as overlap='skip' says: {why}; nothing was changed"
+            pending.fail(Busy(said))
 
     def skip(self, pending: Pending[Any], why: str) -> None:
         """Do without a commit that would have to wait for one that hangs."""
@@ -567,10 +564,10 @@ class _Job(Generic[S]):
     begun: _Begun
     taken: ExitStack
     claim: threading.Lock
-    base: CommitId | Pending[Any] | None
     label: CommitMetadata
     route: CommitRoute[S]
     options: Async
+    base: CommitId | Pending[Any] | None = None
 
 
 def _nothing_left() -> None:

@@ -43,8 +43,13 @@ Replaced: TypeAlias = Callable[[PlanPart, int], ChunkId | None]
 
 
 def in_table(last: ChunkTable) -> Replaced:
-    """The chunks of the last commit of the same plan."""
-    return lambda part, number: last.known(part.leaf, number).id
+    """The chunks of the last commit of the same plan, or of one before leaves have grown."""
+
+    def replaced(part: PlanPart, number: int) -> ChunkId | None:
+        found = last.known(part.leaf, number).id
+        return found if any(found) else None
+
+    return replaced
 
 
 class _Ahead(threading.local):

@@ -15,6 +15,7 @@ from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.core.geometry import Grid, grid, tapered_grid
 from ckptstore.core.model import INLINE_BYTES, Box, LeafKind, Shape
 from ckptstore.core.process import uncollected
+from ckptstore.repository.dedup import ChunkTable
 from ckptstore.state.leaf_sources import FlatState
 
 Flats: TypeAlias = Mapping[str, FlatState]
@@ -221,9 +222,40 @@ class WholePlan:
                 extent_of(flat, i) for flat in flats.values() for i in range(len(flat.leaves))
             ]
             if extents != self._extents or run_bytes != self._run_bytes:
-                self._extents, self._run_bytes, self.hints = extents, run_bytes, DedupHints()
-                self._plan = plan_commit(extents, chunk_bytes, run_bytes)
+                plan = plan_commit(extents, chunk_bytes, run_bytes)
+                grown = _is_grown(self._extents, extents)
+                self.hints = _carried(self.hints, self._plan, plan) if grown else DedupHints()
+                self._extents, self._run_bytes, self._plan = extents, run_bytes, plan
             return self._plan
+
+
+def _is_grown(before: Sequence[Extent] | None, now: Sequence[Extent]) -> bool:
+    """Whether leaves are those of before, but for the length of some that grow, as logs do."""
+    return (
+        before is not None
+        and len(before) == len(now)
+        and all(before[i] == leaf or (before[i].grows and leaf.grows) for i, leaf in enumerate(now))
+    )
+
+
+def _carried(hints: DedupHints, before: CommitPlan, now: CommitPlan) -> DedupHints:
+    """What is known of the chunks of a plan, for one in which leaves have grown: all but of chunks
+    that are cut elsewhere now."""
+    if hints.last is None:
+        return hints
+    table = ChunkTable({part.leaf: range(part.first, part.stop) for part in now.parts})
+    parts = {part.leaf: part for part in before.parts}
+    for part in now.parts:
+        if old := parts.get(part.leaf):
+            count = len(part) if part.grid == old.grid else _alike(part.grid, old.grid)
+            table.carry(part.leaf, range(part.first, part.first + count), hints.last)
+    return DedupHints(table, hints.held)
+
+
+def _alike(grid: Grid, other: Grid) -> int:
+    """How many of the first cells of two vectors are the same."""
+    spans = enumerate(grid.spans())
+    return next((i for i, span in spans if i == len(other) or span != other.span(i)), len(grid))
 
 
 def extent_of(flat: FlatState, i: int) -> Extent:

@@ -61,6 +61,16 @@ class ChunkTable:
         self._ids[ids], self.checksums[checksums] = last._ids[ids], last.checksums[checksums]
         self._packs[at] = last._packs[at]
 
+    def carry(self, leaf: int, numbers: range, last: "ChunkTable") -> None:
+        """Copy chunks of a leaf, by number, from `last`, a table of another plan. What was carried
+        for none is zeros, which match no chunk."""
+        at = self.place(leaf, numbers.start, len(numbers))
+        of = last.place(leaf, numbers.start, len(numbers))
+        ids, checksums = _items(at, CHUNK_ID_BYTES), _items(at, CHECKSUM_BYTES)
+        self._ids[ids] = last._ids[_items(of, CHUNK_ID_BYTES)]
+        self.checksums[checksums] = last.checksums[_items(of, CHECKSUM_BYTES)]
+        self._packs[at] = last._packs[of]
+
     def packs(self, at: slice) -> Sequence[int]:
         """The numbers of the packs of the chunks `at` a place."""
         return self._packs[at]
