@@ -124,6 +124,14 @@ TAPERED_BYTES_MIN = 4 << 10
 """Bytes that grow are one chunk up to this size."""
 
 
+def _tapered_cells(nbytes: int, chunk_bytes: int) -> int:
+    """How many cells `tapered_grid` has."""
+    cells, left, size = 0, nbytes, chunk_bytes
+    while size >= TAPERED_BYTES_MIN >> 2 and nbytes > TAPERED_BYTES_MIN:
+        cells, left, size = cells + left // size, left % size, size >> 2
+    return cells + bool(left)
+
+
 def tapered_grid(nbytes: int, chunk_bytes: int) -> Grid:
     """The grid of bytes that grow at their end: chunks of `chunk_bytes`, and then as many as fit of
     a quarter of that, and so on, down to one below 1 KiB. So what is appended changes few bytes'
@@ -139,9 +147,12 @@ def tapered_grid(nbytes: int, chunk_bytes: int) -> Grid:
 
 def grid_of_bytes(nbytes: int, chunk_bytes: int, chunks: int) -> Grid:
     """The grid of a leaf that is no tensor, which is stored as so many chunks: more of them than
-    the grid of a tensor has cells are those of a tapered one."""
+    the grid of a tensor has cells are those of a tapered one. Where both have as many, they are
+    cut alike."""
     even = grid((nbytes,), 1, chunk_bytes)
-    return even if len(even) == chunks else tapered_grid(nbytes, chunk_bytes)
+    if len(even) != chunks and _tapered_cells(nbytes, chunk_bytes) == chunks:
+        return tapered_grid(nbytes, chunk_bytes)
+    return even  # of a number that is none of the two, readers say what is wrong
 
 
 def byte_ranges(outer: Shape, inner: Box, width: int) -> Iterator[tuple[int, int]]:

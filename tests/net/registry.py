@@ -565,6 +565,7 @@ PLACES = tuple(
 APART: dict[str, tuple[str, ...]] = {
     # each error where it is raised and handled
     "tests/commit/test_commits.py": ("Busy", "Cancelled", "CommitProgress", "Store.staging"),
+    "tests/commit/test_failed_saves.py": ("Health", "Store.health"),
     "tests/commit/test_process.py": ("Store.worker_pid",),
     "tests/maintenance/test_thin.py": ("Thinned",),
     "tests/maintenance/test_full_disk.py": ("NoSpace",),

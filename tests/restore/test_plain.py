@@ -244,8 +244,9 @@ VALUES = st.recursive(
 
 @given(st.data())
 def test_any_plain_value_comes_back_with_its_types_and_bits(data: st.DataObject) -> None:
-    many = values._MANY, values._BLOCK
-    values._MANY, values._BLOCK = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    many = values._MANY, values._BLOCKS
+    blocks = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 2))
+    values._MANY, values._BLOCKS = data.draw(st.integers(1, 4)), blocks
     try:
         value = data.draw(
             st.lists(VALUES, max_size=8)
@@ -256,4 +257,4 @@ def test_any_plain_value_comes_back_with_its_types_and_bits(data: st.DataObject)
         assert encoded is not values.NOT_A_VALUE
         assert_same(values.decode_leaf(values.encode_leaf(encoded)), value)
     finally:
-        values._MANY, values._BLOCK = many
+        values._MANY, values._BLOCKS = many

@@ -294,11 +294,15 @@ class _Gc:
     def plan(self, *, full: bool) -> GcPlan:
         state = self._log.replay()
         try:
-            return self.plan_at(state, full=full)
+            plan = self.plan_at(state, full=full)
         except (Corrupt, NotFound) as error:
             if self._log.replay().fence != state.fence:
                 raise _mark_again() from error
             raise
+        # What was not there may have been moved by another host, while this one looked for it.
+        if (plan.missing or plan.unreadable) and self._log.replay().fence != state.fence:
+            raise _mark_again()
+        return plan
 
     def plan_at(self, state: State, *, full: bool) -> GcPlan:
         storage, options = self._storage, self._options
