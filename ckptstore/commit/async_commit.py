@@ -353,21 +353,18 @@ class AsyncCommits(Generic[S]):
             self.outages.missed(pending.name, held_up, tell=True)
 
     def _skip(self, pending: Pending[Any], why: str, limit: int | None) -> None:
-        """Do without a commit that did not begin, and raise if nothing was durable for too long."""
-        if HELD_UP in why:
-            self.skip(pending, why)
-            self._raise_overdue(limit)
-        else:
+        """Do without a commit that did not begin: another one is in flight, or hangs. Raises if
+        nothing was durable for too long."""
+        if HELD_UP not in why:
             said = f"{pending.name} was skipped, as overlap='skip' says: {why}; nothing was changed"
             pending.fail(Busy(said))
-
-    def skip(self, pending: Pending[Any], why: str) -> None:
-        """Do without a commit that would have to wait for one that hangs."""
+            return
         error = Unavailable(f"{pending.name} was skipped: {why}")
         pending.passes = True
         self.outages.missed(pending.name, error, tell=True)
         pending.fail(error)
         self._background.note(pending)
+        self._raise_overdue(limit)
 
     def _raise_overdue(self, limit: int | None) -> None:
         if overdue := self.outages.overdue(limit):

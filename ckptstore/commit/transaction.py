@@ -424,6 +424,7 @@ class Transaction:
         """
         own: tuple[str, ...] = ()
         if isinstance(body, entries.Commit):
+            assert document, "a commit is its document"
             key = document_key(body.session, body.commit)
             own = (key,) if put_finished(self._to.storage, key, document) else ()
             watch.publishing()

@@ -233,10 +233,13 @@ class BufferPool:
         is taken, whatever interrupts this call."""
         size = -(-max(nbytes, 1) // MIN_STAGING_BYTES) * MIN_STAGING_BYTES
         assert size <= self.budget_bytes
+
+        def has_room() -> bool:
+            return self._taken_bytes + size <= self.budget_bytes
+
         with self._changed:
-            while self._taken_bytes + size > self.budget_bytes:
-                if not (wait and self._changed.wait(timeout_s)):
-                    return None
+            if not (has_room() or (wait and self._changed.wait_for(has_room, timeout_s))):
+                return None
             arena = self._best(size)
             self._taken_bytes += arena.nbytes
             if into is not None:

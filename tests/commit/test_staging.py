@@ -1,5 +1,8 @@
 """What staging copies: each byte of memory once, to places that do not overlap, as much as fits."""
 
+import threading
+import time
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -139,3 +142,24 @@ def test_a_buffer_forgets_what_was_hashed_when_leaves_lie_elsewhere_or_were_not_
     assert arena.refill({0: 0}) is None  # the commit between has not hashed
     arena.hashed_by = "another"
     assert arena.refill({0: 64}) is None
+
+
+def test_a_wait_for_staging_memory_ends_in_time_although_others_come_and_go() -> None:
+    pool, stop = BufferPool(12 * MIB), threading.Event()
+    held = pool.take(8 * MIB)
+    small = pool.take(1)
+    assert held is not None and small is not None
+
+    def come_and_go() -> None:
+        while not stop.wait(0.02):
+            pool.give(small)
+            assert pool.take(1) is not None
+
+    thread = threading.Thread(target=come_and_go, daemon=True)
+    thread.start()
+    threading.Timer(20, stop.set).start()
+    began = time.monotonic()
+    assert pool.take(8 * MIB, timeout_s=0.3) is None
+    assert time.monotonic() - began < 10
+    stop.set()
+    thread.join()
