@@ -198,6 +198,7 @@ def fail_and_call_off(rank: int, path: Path) -> None:
             gate.opened.set()
         assert isinstance(pending.exception(), ckptstore.Cancelled)
         assert store.log() == []
+        dist.barrier(group_of(n))  # before the other rank has looked there is no commit
         alone = store.commit_async(
             {"x": torch.full((5000,), float(rank))},
             ranks=ckptstore.Ranks(process_group="alone"),
