@@ -27,8 +27,8 @@ from benchmarks.saves import OURS
 from benchmarks.states import State
 from ckptstore.core.config import MIB
 from ckptstore.storage.contract import PART_BYTES
-from ckptstore.storage.fsspec_client import PARTS_IN_FLIGHT
 
+PARTS_IN_FLIGHT = 8
 RAW, DCP, SNAPSHOT = "raw client", "DCP, fsspec", "TorchSnapshot, S3 plugin"
 CLIENTS = ((OURS, "obstore"), ("ckptstore, s3fs", "fsspec"))
 

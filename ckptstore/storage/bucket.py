@@ -49,6 +49,7 @@ from ckptstore.storage.obstore_client import (
     ObstoreUpload,
     usable,
 )
+from ckptstore.storage.s3_upload import S3Upload
 
 DEADLINE_S = 60.0
 SHORT_DEADLINE_S = 5.0
@@ -207,16 +208,7 @@ class BucketStorage:
     def put(self, key: str, data: bytes | memoryview, *, durable: bool = True) -> None:
         self._check_writable(key)
 
-        def put(client: Client) -> None:
-            try:
-                client.put(key, data)
-            except FileNotFoundError as error:
-                # The upload was completed, and the answer lost.
-                if "NoSuchUpload" not in f"{error} {error.__cause__}":
-                    raise
-                client.put(key, data)
-
-        self.ask(f"write {key} ({len(data)} bytes)", put, True)
+        self.ask(f"write {key} ({len(data)} bytes)", lambda client: client.put(key, data), True)
 
     def put_new(self, key: str, data: bytes | memoryview) -> bool:
         """See `Storage`. A repeated request may find its own object and return False; read the
@@ -393,7 +385,7 @@ class BucketWriter:
         self._storage, self._key = storage, key
         self._held: list[bytes] = []
         self._end = 0
-        self._upload: ObstoreUpload | None = None
+        self._upload: S3Upload | ObstoreUpload | None = None
 
     def append(self, buffers: Sequence[memoryview]) -> None:
         data = b"".join(map(as_bytes, buffers))  # a copy, because the caller may reuse the memory
@@ -402,7 +394,7 @@ class BucketWriter:
         if self._end <= PART_BYTES:
             return
         if self._upload is None:
-            self._upload = self._storage.client()[0].upload(self._key)
+            self._upload = self._storage.client()[0].upload(self._key, self._repeat)
         if (upload := self._upload) is not None:
             data, self._held = b"".join(self._held), []
             self._storage.ask(self._what(), lambda _: upload.write(data), True, once=True)
@@ -410,10 +402,6 @@ class BucketWriter:
     def finish(self) -> bool:
         data, self._held = b"".join(self._held), []
         if (upload := self._upload) is None:
-            large = self._storage.is_s3 and len(data) > PART_BYTES
-            if large and self._storage.size(self._key) is None:
-                self._storage.put(self._key, data)  # in parts, whose end has no condition
-                return True
             return put_finished(self._storage, self._key, data)
         try:
             if not self._storage.ask(self._what(), lambda _: upload.complete(), True, once=True):
@@ -427,8 +415,11 @@ class BucketWriter:
     def discard(self) -> None:
         upload, self._upload, self._held = self._upload, None, []
         # A server that does not answer is not asked: gc finds the upload by its session's name.
-        if upload is not None and not self._storage.in_vain:
-            upload.abort()
+        if upload is not None:
+            upload.abort(answers=not self._storage.in_vain)
+
+    def _repeat(self, request: Callable[[], T]) -> T:
+        return self._storage.ask(self._what(), lambda _: request(), True)
 
     def _what(self) -> str:
         return f"upload {self._key} ({self._end} bytes)"

@@ -3,23 +3,32 @@
 fsspec has a library for each service (s3fs, gcsfs, adlfs) and objects in memory. For S3, botocore
 makes a few attempts for each request, so that one lost part does not cost a whole object, and
 s3fs's own retries are off: layers of retries multiply, and three times five attempts keep a caller
-waiting for minutes. `BucketStorage` repeats what still fails.
+waiting for minutes. `BucketStorage` repeats what still fails. Large objects go to S3 by `S3Upload`.
 """
 
 import errno
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
 
 from ckptstore.core import forks
-from ckptstore.storage.contract import PART_BYTES, largest
+from ckptstore.storage import s3_upload
+from ckptstore.storage.contract import largest
+from ckptstore.storage.s3_upload import Repeat, S3Upload
+
+if TYPE_CHECKING:
+    from obstore.store import S3Credential
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 15.0
 ATTEMPTS = 3
 CONNECTIONS = 32
-PARTS_IN_FLIGHT = 8
+
+_CREDENTIALS_LAST = timedelta(minutes=10)
+"""obstore uses credentials that expire for so long, then it asks again. botocore renews its own
+earlier than that before they end."""
 
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, NotImplementedError)
 
@@ -28,7 +37,8 @@ _memory_lock = forks.lock()
 
 
 class FsspecClient:
-    """`Client` through fsspec. An object is sent by one call, so a writer keeps it in memory."""
+    """`Client` through fsspec. Except to S3, an object is sent by one call, so a writer keeps it in
+    memory."""
 
     def __init__(self, url: str, options: dict[str, Any], deadline_s: float) -> None:
         # Imported here because a store on a local disk should not pay for it.
@@ -41,18 +51,18 @@ class FsspecClient:
             options = _with_limits(options, deadline_s)
         self.fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         self._root = root.rstrip("/")
-        self._in_parts: dict[str, Any] = {}
+        self._limits: dict[str, Any] = {}
+        self._lock = forks.lock()
+        self._sign: Callable[[], S3Credential] | None = None
+        self._uploader: tuple[dict[str, Any], Any] | None = None
         # A dict that another thread changes during a listing; else what the system tells.
         self._passing: tuple[type[Exception], ...] = (
             (RuntimeError,) if scheme == "memory" else (OSError,)
         )
         if self._is_s3:
             self.fs.retries = 1
-            self._in_parts = {
-                "chunksize": PART_BYTES,
-                "max_concurrency": PARTS_IN_FLIGHT,
-                "timeout": deadline_s,  # botocore's limits do not cover the sending of a body
-            }
+            # botocore's limits do not cover the sending of a body
+            self._limits = {"timeout": deadline_s}
             self._passing = _passing_errors()
 
     def may_pass(self, error: Exception) -> bool:
@@ -78,19 +88,22 @@ class FsspecClient:
         return int(found["size"])
 
     def put(self, key: str, data: bytes | memoryview, *, create: bool = False) -> None:
-        options = dict(self._in_parts)
-        if create:
-            options["mode"] = "create"
-            if self._is_s3:  # in one request: not every server heeds a condition on an upload's end
-                options["chunksize"] = max(len(data), 1)
+        options: dict[str, Any] = {"mode": "create"} if create else {}
         # Copied unless it is bytes: not every library behind fsspec takes a memoryview.
-        in_parts = self._is_s3 and not create and len(data) >= 2 * PART_BYTES
-        body = _Sliced(data) if in_parts else bytes(data)
+        body = _File(data) if self._is_s3 else bytes(data)
+        if self._is_s3:  # in one request: the end of an upload in parts is not safe to repeat
+            options |= {**self._limits, "chunksize": max(len(data), 1)}
         with self._exclusion if create else nullcontext():
             self.fs.pipe_file(self._path(key), body, **options)
 
-    def upload(self, key: str) -> None:
-        """None: objects are put whole."""
+    def upload(self, key: str, repeat: Repeat) -> S3Upload | None:
+        """An upload in parts, whose requests `repeat` calls. None if the object is to be put
+        whole."""
+        return self.upload_in_parts(key, repeat) if self._is_s3 else None
+
+    def upload_in_parts(self, key: str, repeat: Repeat) -> S3Upload:
+        bucket, _, path = self._path(key).partition("/")
+        return S3Upload(self._client(), bucket, path, repeat)
 
     def delete(self, key: str) -> None:
         self.fs.rm_file(self._path(key))
@@ -120,26 +133,36 @@ class FsspecClient:
                 position = {name: page[f"Next{name}"] for name in ("KeyMarker", "UploadIdMarker")}
 
     def abort(self, key: str, upload: str) -> None:
-        """Abort an upload that `uploads` listed."""
+        """Abort an upload that `uploads` listed, unless its object has its name."""
         bucket, _, path = self._path(key).partition("/")
-        self.fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=path, UploadId=upload)
+        s3_upload.abort(self._client(), Bucket=bucket, Key=path, UploadId=upload)
+
+    def _client(self) -> Any:
+        """The client that sends uploads, with the credentials of now."""
+        with self._lock:
+            credentials: dict[str, Any] = {}
+            if not self.fs.anon:
+                self._sign = self._sign or signer(self.fs)
+                found = self._sign()
+                credentials = {
+                    "aws_access_key_id": found["access_key_id"],
+                    "aws_secret_access_key": found["secret_access_key"],
+                    "aws_session_token": found["token"],
+                }
+            if self._uploader is None or self._uploader[0] != credentials:
+                self._uploader = credentials, s3_upload.new_client(self.fs, credentials)
+            return self._uploader[1]
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
 
-class _Sliced:
-    """Bytes whose slices are files. aiohttp reads a file piece by piece; given bytes, it would copy
-    all unsent bytes after each piece."""
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._data = memoryview(data)
+class _File(io.BytesIO):
+    """A file with a length. aiohttp reads a file piece by piece; given bytes, it would copy all
+    unsent bytes after each piece."""
 
     def __len__(self) -> int:
-        return self._data.nbytes
-
-    def __getitem__(self, part: slice) -> io.BytesIO:
-        return io.BytesIO(self._data[part])
+        return self.getbuffer().nbytes
 
 
 def _with_limits(options: dict[str, Any], deadline_s: float) -> dict[str, Any]:
@@ -172,3 +195,35 @@ def _passing_errors() -> tuple[type[Exception], ...]:
         FlexibleChecksumError,
         BrokenTransfer,
     )
+
+
+def signer(fs: Any) -> "Callable[[], S3Credential]":
+    """A function that returns the credentials with which s3fs signs; they are renewed if they
+    expire."""
+    from aiobotocore.credentials import AioCredentials
+    from fsspec.asyn import sync
+
+    given: Mapping[str, str] = {
+        "aws_access_key_id": fs.key,
+        "aws_secret_access_key": fs.secret,
+        "aws_session_token": fs.token,
+        **fs.client_kwargs,
+    }
+    key, secret = given["aws_access_key_id"], given["aws_secret_access_key"]
+    credentials = (
+        AioCredentials(key, secret, given["aws_session_token"])
+        if key and secret
+        else sync(fs.loop, fs.session.get_credentials)
+    )
+
+    def provide() -> "S3Credential":
+        found = sync(fs.loop, credentials.get_frozen_credentials)
+        renewed = hasattr(credentials, "refresh_needed")
+        return {
+            "access_key_id": found.access_key,
+            "secret_access_key": found.secret_key,
+            "token": found.token,
+            "expires_at": datetime.now(UTC) + _CREDENTIALS_LAST if renewed else None,
+        }
+
+    return provide

@@ -4,28 +4,31 @@ obstore is written in Rust and takes about half of the processor time that fsspe
 take (docs/decisions/047-…). For S3, s3fs finds the endpoint, the region and the credentials, so
 one set of options serves both clients, and it lists and aborts uploads, which obstore cannot.
 
-obstore repeats requests, also for parts of an upload, that it knows to be repeatable.
-`BucketStorage` repeats the others. Both stop at the same deadline. obstore's threads do not survive
-a fork: a forked child takes the other client.
+obstore repeats requests that it knows to be repeatable. `BucketStorage` repeats the others. Both
+stop at the same deadline. obstore's threads do not survive a fork: a forked child takes the other
+client.
+
+Large objects go to S3 by `S3Upload`, because obstore aborts an upload whose end was not answered.
 """
 
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ckptstore.errors import InvalidInput
 from ckptstore.storage.contract import PART_BYTES, check_size
-from ckptstore.storage.fsspec_client import CONNECT_TIMEOUT_S, FsspecClient
+from ckptstore.storage.fsspec_client import CONNECT_TIMEOUT_S, FsspecClient, signer
+from ckptstore.storage.s3_upload import MARK, PARTS_IN_FLIGHT, Repeat, S3Upload
 
 if TYPE_CHECKING:
     from obstore import Bytes, GetOptions, WritableFile
-    from obstore.store import AzureStore, GCSStore, S3Credential, S3Store
+    from obstore.store import AzureStore, GCSStore, S3Store
 
 STORES = {
     "s3": "S3Store",
@@ -52,20 +55,10 @@ S3_OPTIONS = frozenset(
 )
 """The options of s3fs that say where the bucket is and who asks; obstore follows no others."""
 
-_PARTS_IN_FLIGHT = 4
-"""Of one object; several threads write one each."""
-
 _MANY = 1000
 """More attempts than are made before a deadline."""
 
 _LONGEST_PAUSE = timedelta(seconds=5)
-
-_CREDENTIALS_LAST = timedelta(minutes=10)
-"""obstore uses credentials that expire for so long, then it asks again. botocore renews its own
-earlier than that before they end."""
-
-_MARK = "ckptstorewriter"
-"""The metadata that says which writer an object is of. Azure takes letters only."""
 
 _REFUSED = re.compile(r"status code: 4(?!08|29)|redirect|non-partial|Wanted range")
 """How obstore's errors tell an answer that would be the same again; the last two are some servers'
@@ -124,6 +117,8 @@ class ObstoreClient:
 
     def may_pass(self, error: Exception) -> bool:
         """Whether a repeated request may succeed."""
+        if self._s3 and not isinstance(error, self._api.exceptions.BaseError):
+            return self._s3.may_pass(error)
         return isinstance(error, self._api.exceptions.GenericError | OSError) and not (
             isinstance(error, FileNotFoundError) or _REFUSED.search(str(error))
         )
@@ -151,11 +146,15 @@ class ObstoreClient:
             self._prefix + key,
             data,
             mode="create" if create else "overwrite",
+            use_multipart=False if self._s3 else None,
             chunk_size=PART_BYTES,
-            max_concurrency=_PARTS_IN_FLIGHT,
+            max_concurrency=PARTS_IN_FLIGHT,
         )
 
-    def upload(self, key: str) -> "ObstoreUpload":
+    def upload(self, key: str, repeat: Repeat) -> "S3Upload | ObstoreUpload":
+        """An upload in parts, whose requests `repeat` calls."""
+        if self._s3:
+            return self._s3.upload_in_parts(key, repeat)
         return ObstoreUpload(self._api, self._store, self._prefix + key)
 
     def delete(self, key: str) -> None:
@@ -183,7 +182,8 @@ class ObstoreClient:
 
 
 class ObstoreUpload:
-    """An upload in parts, which are sent while more is written. obstore repeats what fails."""
+    """An upload in parts to a service other than S3. Parts are sent while more is written. obstore
+    repeats what fails."""
 
     def __init__(self, api: Any, store: Any, path: str) -> None:
         self._api, self._store, self._path = api, store, path
@@ -192,8 +192,8 @@ class ObstoreUpload:
             store,
             path,
             buffer_size=PART_BYTES,
-            max_concurrency=_PARTS_IN_FLIGHT,
-            attributes={_MARK: self._mark},
+            max_concurrency=PARTS_IN_FLIGHT,
+            attributes={MARK: self._mark},
         )
 
     def write(self, data: bytes) -> None:
@@ -216,8 +216,10 @@ class ObstoreUpload:
                     raise
         return owner == self._mark
 
-    def abort(self) -> None:
-        """Delete the parts. May fail silently: gc finds what is left."""
+    def abort(self, *, answers: bool) -> None:
+        """Delete the parts if the service `answers`. May fail silently: gc finds what is left."""
+        if not answers:
+            return
         with suppress(Exception), self._file:
             raise InterruptedError("obstore aborts an upload whose block raises")
 
@@ -227,7 +229,7 @@ class ObstoreUpload:
             found = self._api.get(self._store, self._path, options={"head": True})
         except FileNotFoundError:
             return None
-        return str(found.attributes.get(_MARK, ""))
+        return str(found.attributes.get(MARK, ""))
 
 
 def _options_of_s3(fs: Any, bucket: str) -> dict[str, Any]:
@@ -249,35 +251,3 @@ def _options_of_s3(fs: Any, bucket: str) -> dict[str, Any]:
         "client_options": trust,
         **({"skip_signature": True} if fs.anon else {"credential_provider": signer(fs)}),
     }
-
-
-def signer(fs: Any) -> "Callable[[], S3Credential]":
-    """A function that returns the credentials with which s3fs signs; they are renewed if they
-    expire."""
-    from aiobotocore.credentials import AioCredentials
-    from fsspec.asyn import sync
-
-    given: Mapping[str, str] = {
-        "aws_access_key_id": fs.key,
-        "aws_secret_access_key": fs.secret,
-        "aws_session_token": fs.token,
-        **fs.client_kwargs,
-    }
-    key, secret = given["aws_access_key_id"], given["aws_secret_access_key"]
-    credentials = (
-        AioCredentials(key, secret, given["aws_session_token"])
-        if key and secret
-        else sync(fs.loop, fs.session.get_credentials)
-    )
-
-    def provide() -> "S3Credential":
-        found = sync(fs.loop, credentials.get_frozen_credentials)
-        renewed = hasattr(credentials, "refresh_needed")
-        return {
-            "access_key_id": found.access_key,
-            "secret_access_key": found.secret_key,
-            "token": found.token,
-            "expires_at": datetime.now(UTC) + _CREDENTIALS_LAST if renewed else None,
-        }
-
-    return provide

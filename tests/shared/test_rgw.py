@@ -2,16 +2,23 @@
 there."""
 
 import os
+import random
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from ckptstore.core.ids import CommitId
 from ckptstore.errors import Unavailable
+from ckptstore.storage import open_storage
+from ckptstore.storage.contract import PART_BYTES
 from tests.maintenance.collecting import state_of
 from tests.maintenance.stores import assert_equal
 from tests.shared.sites import Site
+from tests.storage.test_backend import written
+from tests.support.servers.proxy import proxy_to
 from tests.support.servers.rgw import rgw_server
 from tests.support.servers.s3 import clients, make_bucket, new_url
 
@@ -68,6 +75,49 @@ def test_what_was_acknowledged_survives_the_death_of_the_gateway(
                 assert step is not None
                 assert_equal(store.checkout(commit).state_dict(), content(step))
             assert store.fsck().findings == ()
+
+
+@pytest.mark.parametrize("client", clients())
+def test_objects_survive_gateways_that_die_within_the_end_of_their_upload(
+    client: str, seed: int
+) -> None:
+    """The gateway is killed some milliseconds after it was asked for the end."""
+    chance = random.Random(seed)
+    sent: dict[str, bytes] = {}
+    with rgw_server() as rgw, proxy_to(rgw.server.address) as proxy:
+        make_bucket(rgw.server)
+        url, options = new_url(), {"deadline_s": 2, "client": client}
+        storage = open_storage(
+            url, storage_options=rgw.server.behind(proxy.endpoint).options(**options)
+        )
+        deaths: list[threading.Thread] = []
+
+        def die() -> None:
+            time.sleep(chance.uniform(0.001, 0.01))
+            rgw.kill()
+            rgw.start()
+
+        def aim(data: bytes) -> bytes:
+            if data.startswith(b"POST") and b"uploadId=" in data and not deaths:
+                deaths.append(threading.Thread(target=die))
+                deaths[0].start()
+            return data
+
+        proxy.faults.rewrite = aim
+        for n in range(12):
+            key, whole = f"packs/aa/{n}", chance.randbytes(PART_BYTES + 5)
+            writer = written(storage, key, whole)
+            with suppress(Unavailable):
+                writer.finish()
+                sent[key] = whole
+            deaths.pop().join()
+        storage = open_storage(url, storage_options=rgw.server.options(client=client))
+        for upload, _ in list(storage.list("tmp/")):
+            storage.delete(upload)
+        time.sleep(3)  # the gateway's garbage collector
+        assert sent
+        for key, whole in sent.items():
+            assert storage.read(key) == whole
 
 
 def content(step: int) -> dict[str, object]:

@@ -122,6 +122,37 @@ def moto_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
         S3Response.put_object = put
 
 
+@contextmanager
+def ends_halfway() -> Iterator[None]:
+    """moto, in this process, ends uploads as a gateway of Ceph that is killed meanwhile: the object
+    has its name, its upload is still listed, and to abort that deletes the object."""
+    from moto.s3.exceptions import S3ClientError
+    from moto.s3.models import S3Backend
+
+    complete, abort = S3Backend.complete_multipart_upload, S3Backend.abort_multipart_upload
+
+    def complete_halfway(backend: Any, bucket: str, upload: str, body: Any) -> Any:
+        uploads = backend.get_bucket(bucket).multiparts
+        half = uploads[upload]
+        complete(backend, bucket, upload, body)
+        uploads[upload] = half
+        raise S3ClientError("InternalError", "the gateway is gone")
+
+    def abort_all(backend: Any, bucket: str, upload: str) -> None:
+        found = backend.get_bucket(bucket)
+        if (name := found.multiparts[upload].key_name) in found.keys:
+            found.keys.pop(name)
+        abort(backend, bucket, upload)
+
+    S3Backend.complete_multipart_upload = complete_halfway
+    S3Backend.abort_multipart_upload = abort_all
+    try:
+        yield
+    finally:
+        S3Backend.complete_multipart_upload = complete
+        S3Backend.abort_multipart_upload = abort
+
+
 def make_bucket(server: S3Server) -> None:
     """Make the bucket unless it is there."""
     import boto3
