@@ -137,6 +137,9 @@ class ThreadPool:
         must not wait for each other: there may be fewer threads than works, or only the calling
         one.
         """
+        if len(works) == 1:
+            works[0]()
+            return
         pool, others = self._alive(), _Others(works[:-1], stop)
         interrupts = 0
         try:

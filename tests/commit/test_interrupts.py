@@ -21,6 +21,7 @@ from ckptstore.core.forks import new_event
 from ckptstore.repository import thread_pool as pools
 from ckptstore.repository.thread_pool import ThreadPool, shared
 from ckptstore.state import staging, staging_buffers
+from tests.support.interrupts import interrupting
 
 
 def interrupted_in(function: Callable[..., object], call: Callable[[], object]) -> None:
@@ -62,7 +63,7 @@ def test_commits_and_close_end_after_a_commit_was_interrupted_before_its_thread_
 def is_interrupted(threads: ThreadPool, after: Sequence[int]) -> bool:
     """Whether a call on `threads` was interrupted, after so many of the places where Python looks
     for interrupts, and again after so many more. Checks that no thread goes on after it."""
-    ours, left = {pools.__file__, process.__file__, threading.__file__}, list(after)
+    ours = frozenset((pools.__file__, process.__file__, threading.__file__))
     begun, may_end, ended, late = new_event(), threading.Event(), threading.Event(), list[bool]()
     items = shared(range(2))
 
@@ -72,24 +73,15 @@ def is_interrupted(threads: ThreadPool, after: Sequence[int]) -> bool:
             may_end.wait()
             late.append(ended.is_set())
 
-    def profile(frame: FrameType, event: str, arg: Any) -> None:
-        if event in ("call", "c_return") and frame.f_code.co_filename in ours and left:
-            left[0] -= 1
-            if not left[0]:
-                left.pop(0)
-                raise KeyboardInterrupt
-
     timer = threading.Timer(0.01, may_end.set)
     timer.start()
-    before = sys.getprofile()
     try:
-        sys.setprofile(profile)
-        threads.together([work, begun.wait], items.stop)
+        with interrupting(ours, after):
+            threads.together([work, begun.wait], items.stop)
         return False
     except (KeyboardInterrupt, RuntimeError):  # of a condition whose lock was not taken again
         return True
     finally:
-        sys.setprofile(before)
         ended.set()
         timer.join()
         threads.together([lambda: None] * 3, lambda: None)  # behind what is queued
@@ -158,34 +150,20 @@ def test_a_copy_ends_wherever_its_waiting_thread_is_interrupted(
 def test_a_call_that_is_interrupted_anywhere_keeps_no_memory(
     staging: Literal["eager", "lazy"], tmp_path: Path
 ) -> None:
-    """Ctrl-C within each call that `commit_async` makes in turn, where Python looks for one: as a
-    function of ours begins, or as one in C has returned. The memory is enough for one state."""
-    ours = {module.__file__ for module in (copies, staging_buffers, pending)}
-    left = 0
-
-    def profile(frame: FrameType, event: str, arg: Any) -> None:
-        nonlocal left
-        if event in ("call", "c_return") and frame.f_code.co_filename in ours:
-            left -= 1
-            if not left:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
+    """Ctrl-C within each call that `commit_async` makes in turn. The memory is enough for one
+    state."""
+    ours = frozenset(str(module.__file__) for module in (copies, staging_buffers, pending))
     weight = torch.nn.Parameter(torch.zeros(1 << 18, dtype=torch.float64))
     state = {"w": weight, "optimizer": torch.optim.SGD([weight])}
     background = Async(staging=staging, staging_bytes=4 << 20)
-    before = sys.getprofile()
     with ckptstore.open(tmp_path / "store", background=background) as store:
         store.commit(state, step=0)
         for call in itertools.count(1):
-            left = call
-            sys.setprofile(profile)
             try:
-                store.commit_async(state, step=call)
+                with interrupting(ours, [call]):
+                    store.commit_async(state, step=call)
                 break  # it makes no more calls
             except KeyboardInterrupt:
                 pass
-            finally:
-                sys.setprofile(before)
             store.commit_async(state, step=call + 1000).wait(timeout_s=20)
         assert call > 20
