@@ -7,7 +7,7 @@ background, by one process or by many ranks.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -182,7 +182,10 @@ class StoreInternals:
         Empty, with a warning, if those commits cannot be read.
         """
         state = self.handle.log.state
-        last = (*state.runs.get(self.run, ())[-1:], *self.parent_tracker.parents())
+        last = (
+            *state.runs.get(self.run, ())[-1:],
+            *self.parent_tracker.parents(lambda: state.commits),
+        )
         kept = {commit: state.commits[commit].session for commit in last if commit in state.commits}
         commits, (known, found) = tuple(kept.items()), self._committed_chunks
         try:
@@ -257,7 +260,7 @@ class StoreInternals:
             self.handle.check_writable()
             label = metadata()
             if not label.parents:
-                label = replace(label, parents=self.parent_tracker.parents())
+                label = replace(label, parents=self.parent_tracker.parents(self._made))
             with self._within():
                 found = flats()
             refuse_divided(found, label)
@@ -301,10 +304,17 @@ class StoreInternals:
         peers: "Collective | None",
         threads: ThreadPool,
     ) -> Committed:
-        """A commit with its statistics, if they were asked for."""
+        """A commit with its statistics, if they were asked for. It is durable, so it succeeds
+        without them where they cannot be read."""
         if request.measured is None:
             return committed
-        return with_tensors(self.handle, threads, self.reader, committed, request.measured, peers)
+        measured, reader = request.measured, self.reader
+        try:
+            return with_tensors(self.handle, threads, reader, committed, measured, peers)
+        except CkptStoreError as error:
+            named = committed.id[:12]
+            logger.warning("commit %s is durable, and has no statistics: %s", named, error)
+            return committed
 
     def commit_external(
         self,
@@ -320,7 +330,7 @@ class StoreInternals:
         self.check_not_within()
         self.async_commits.wait()
         with self._lock:
-            parents = self.parent_tracker.parents() if follow else metadata.parents
+            parents = self.parent_tracker.parents(self._made) if follow else metadata.parents
             committed = publish(replace(metadata, parents=parents))
             self.handle.follow()
             if follow:
@@ -385,8 +395,14 @@ class StoreInternals:
             app_state,
             metadata,
             options,
-            CommitRoute(flats, commit, peers, peers is not None or elsewhere, elsewhere, goes_on),
+            CommitRoute(
+                flats, commit, peers, peers is not None or elsewhere, elsewhere, self._made, goes_on
+            ),
         )
+
+    def _made(self) -> Container[CommitId]:
+        """The commits that the log has now."""
+        return self.handle.log.replay(refresh=True).commits
 
     def _why_not_writable(self) -> BaseException | None:
         """What `check_writable` raises. A place that is gone, as a mount may be, can come back."""

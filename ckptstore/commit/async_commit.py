@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from ckptstore.commit.commit_metadata import (
     CommitMetadata,
     CommitRequest,
+    Made,
     ParentTracker,
     Prepared,
     parents_of,
@@ -81,6 +82,7 @@ class CommitRoute(Generic[S]):
     peers: Together | None
     whole: bool
     elsewhere: bool
+    made: Made
     passes: Callable[[BaseException], bool] = passes
     """Whether training may go on after an error of `commit`."""
 
@@ -197,7 +199,7 @@ class PendingWatch(Watch):
         self.wait_copied()
         self._pending.reached(milestone)
 
-    def publishing(self) -> None:
+    def publishing(self, commit: CommitId | None) -> None:
         self._pending.publish()
 
     def starting(self) -> None:
@@ -496,17 +498,15 @@ class AsyncCommits(Generic[S]):
         """Complete a commit in the background. Raises nothing."""
         if not job.claim.acquire(blocking=False):
             return  # its caller was interrupted, and has released all
-        pending, begun, parents = job.pending, job.begun, parents_of(job.base)
-        pending.tip = parents[0] if parents else None
+        pending, begun, base = job.pending, job.begun, job.base
+        pending.tip = base.tip if isinstance(base, Pending) else base
         try:
             with job.taken:
                 if job.route.elsewhere:
                     begun.watch.wait_copied()
-                label = replace(job.label, parents=parents)
-                what = Prepared(label, begun.staged)
-                request = CommitRequest(what, pending.started, begun.watch, buffer=begun.arena)
-                committed, result = self._made(job, request)
+                committed, result = self._made(job)
             pending.tip = committed.id
+            pending.asked.clear()
             self._trust.remember(begun.candidates, committed.ids)
         except BaseException as error:
             if begun.candidates:
@@ -515,12 +515,14 @@ class AsyncCommits(Generic[S]):
             pending.passes = job.options.goes_on and job.route.passes(error)
             if not pending.cancelled:
                 self.outages.missed(pending.name, error, tell=pending.passes)
+            if isinstance(base, Pending):
+                pending.asked[:0] = base.asked
             pending.fail(error)
         else:
             pending.succeed(result)
         begun.watch.settle()
 
-    def _made(self, job: "_Job[S]", request: CommitRequest) -> tuple[Committed, S]:
+    def _made(self, job: "_Job[S]") -> tuple[Committed, S]:
         """Commit; with `on_error="warn"`, again and again until a newer commit is to be made. Ranks
         do not try again: they would have to agree on it."""
         pending, options = job.pending, job.options
@@ -528,7 +530,8 @@ class AsyncCommits(Generic[S]):
         pause_s, over = options.retry_s / 32, None
         while True:
             try:
-                return job.route.commit(request, pending)
+                label = replace(job.label, parents=parents_of(job.base, job.route.made))
+                return job.route.commit(job.request(label), pending)
             except BaseException as error:
                 if not (tries and passes(error)):
                     raise
@@ -565,6 +568,17 @@ class _Job(Generic[S]):
     route: CommitRoute[S]
     options: Async
     base: CommitId | Pending[Any] | None = None
+
+    def request(self, label: CommitMetadata) -> CommitRequest:
+        """What is to be committed."""
+        pending, begun = self.pending, self.begun
+        return CommitRequest(
+            Prepared(label, begun.staged),
+            pending.started,
+            begun.watch,
+            buffer=begun.arena,
+            asked=pending.asked,
+        )
 
 
 def _nothing_left() -> None:

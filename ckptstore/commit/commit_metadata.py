@@ -2,12 +2,12 @@
 commits are its parents?"""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ckptstore.commit.pending import UNWATCHED, Pending, Watch
 from ckptstore.commit.plan import Flats
@@ -27,6 +27,9 @@ from ckptstore.errors import InvalidInput
 from ckptstore.state.staging_buffers import Buffer
 
 logger = logging.getLogger("ckptstore")
+
+Made: TypeAlias = Callable[[], Container[CommitId]]
+"""Which commits the log has now."""
 
 _STEPS = 2**53 + 1
 """Log entries hold steps below this number."""
@@ -66,7 +69,8 @@ class CommitRequest:
     """A state to commit, or the reason why one of several ranks has none. Times count from
     `started`, a value of `time.perf_counter`. `watch` follows the progress and may stop the commit.
     A worker process reads the state from `buffer`. Statistics of the chunks go to `measured`, if
-    set."""
+    set. `asked` are the commits that the log was asked to take for this request: who makes it again
+    because there was no answer finds the one that was made."""
 
     what: Prepared | BaseException
     started: float
@@ -75,6 +79,7 @@ class CommitRequest:
     ranks: Ranks = field(default_factory=Ranks)
     buffer: Buffer | None = None
     measured: dict[bytes, bytes] | None = None
+    asked: list[CommitId] = field(default_factory=list)
 
     def prepared(self) -> Prepared:
         """The prepared state. Raises the reason if there is none; ranks call this within a round,
@@ -260,17 +265,18 @@ class ParentTracker:
             if self._tip is pending:
                 self._tip = before
 
-    def parents(self) -> tuple[CommitId, ...]:
+    def parents(self, made: Made) -> tuple[CommitId, ...]:
         """The parents of a commit made now. Nothing may be in flight."""
-        with self._lock:
-            return parents_of(self._tip)
+        return parents_of(self.tip(), made)
 
 
-def parents_of(tip: CommitId | Pending[Any] | None) -> tuple[CommitId, ...]:
+def parents_of(tip: CommitId | Pending[Any] | None, made: Made) -> tuple[CommitId, ...]:
     """The parents for a commit on top of `tip`, which must have ended; none means the run's newest
-    commit."""
-    commit = tip.tip if isinstance(tip, Pending) else tip
-    return (commit,) if commit else ()
+    commit. If `tip` failed because an answer was lost, it may have been made all the same."""
+    if isinstance(tip, Pending):
+        there = made() if tip.asked else ()
+        tip = next((asked for asked in reversed(tip.asked) if asked in there), tip.tip)
+    return (tip,) if tip else ()
 
 
 class RunWatch:

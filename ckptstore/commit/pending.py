@@ -46,8 +46,9 @@ class Watch:
     def reached(self, milestone: Milestone) -> None:
         """`HASHED`, `WRITTEN` or `DURABLE`."""
 
-    def publishing(self) -> None:
-        """The log entry is about to be appended; after that the commit cannot be cancelled."""
+    def publishing(self, commit: CommitId | None) -> None:
+        """The log entry is about to be appended, of `commit` if this process does it; after that
+        the commit cannot be cancelled."""
 
 
 UNWATCHED = Watch()
@@ -110,6 +111,9 @@ class Pending(Generic[T]):
         self.tip: CommitId | None = None
         """The parent of the next commit once this one has ended: this one, or its parent if it
         failed."""
+        self.asked: list[CommitId] = []
+        """The commits that the log was asked to take for this one. If it has failed, nobody knows
+        whether one of them was made; those of its parent that failed come first."""
         self.seen = False
         """Whether the caller has received the outcome. The next call raises an unseen failure."""
         self.passes = False

@@ -21,6 +21,7 @@ from ckptstore.commit.plan import CommitPlan, Flats, WholePlan
 from ckptstore.commit.predecessors import Predecessors
 from ckptstore.commit.write import PARALLEL_BYTES, ChunkWriter, Measured, write_metadata
 from ckptstore.core.ids import (
+    CHUNK_ID_BYTES,
     ChunkId,
     CommitId,
     PackId,
@@ -42,12 +43,12 @@ from ckptstore.core.options import Milestone
 from ckptstore.core.statistics import Moments
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NoSpace
 from ckptstore.log import entries
-from ckptstore.log.admission import Demand
+from ckptstore.log.admission import Demand, not_made
 from ckptstore.log.entries import entry_of, new_packs
 from ckptstore.log.log import Refused
 from ckptstore.log.sessions import Session, open_session
 from ckptstore.objects.codecs import codec_id
-from ckptstore.objects.documents import content_id, encode_document
+from ckptstore.objects.documents import content_id, decode_document, encode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import split_pages
 from ckptstore.objects.schema import LastSchemas, join_schemas
@@ -70,7 +71,8 @@ ATTEMPTS = 5
 @dataclass(frozen=True, slots=True)
 class CommitStats:
     """The cost of a commit. `new_bytes` is the growth of the store's packs; times are seconds from
-    the call. With `commit(…, stats=True)`, `tensors` has each tensor's moments by path."""
+    the call. With `commit(…, stats=True)`, `tensors` has each tensor's moments by path, or None if
+    storage failed when the commit was durable."""
 
     logical_bytes: int
     new_bytes: int
@@ -260,6 +262,8 @@ class Transaction:
         """The chunks of the last `write`."""
         self.asked = False
         """Whether an append was sent to the log and its outcome is unknown."""
+        self.asked_before: list[CommitId] = []
+        """The commits that were to be this one, and may have been made; this one is added."""
         codec = codec_id(to.config.codec)
         self.packs = PackSet(
             to.storage, session, to.threads, codec=codec, rank=rank, unbuffered=unbuffered
@@ -427,7 +431,10 @@ class Transaction:
             assert document, "a commit is its document"
             key = document_key(body.session, body.commit)
             own = (key,) if put_finished(self._to.storage, key, document) else ()
-            watch.publishing()
+            watch.publishing(body.commit)
+            if self.asked_before:
+                demand = not_made(tuple(self.asked_before))
+            self.asked_before.append(body.commit)
         self.asked = True
         try:
             entry = self._to.log.append(body, time_ns=time_ns, demand=demand)
@@ -534,7 +541,7 @@ class WholeCommitter:
             watch.starting()
             try:
                 with Transaction.begin(to, unbuffered=room.unbuffered) as whole:
-                    whole.measured = request.measured
+                    whole.measured, whole.asked_before = request.measured, request.asked
                     whole.patching = request.memory_budget_bytes is None
                     hints = self._whole.hints
                     before = None
@@ -554,10 +561,19 @@ class WholeCommitter:
                     )
                     return published.committed(request.started, ids)
             except Refused as error:
+                if made := next((c for c in error.refusal.commits if c in request.asked), None):
+                    return self._made(made, request.started, ids)
                 if not error.refusal.again:
                     raise
                 last = error
         raise contended() from last
+
+    def _made(self, commit: CommitId, started: float, ids: Mapping[int, bytes]) -> Committed:
+        """A commit that the log has taken, although nobody could tell."""
+        key = document_key(self._to.log.state.commits[commit].session, commit)
+        document = decode_document(self._to.storage.read(key), commit)
+        now, chunks = time.perf_counter(), sum(map(len, ids.values())) // CHUNK_ID_BYTES
+        return Published(commit, document, (), chunks, 0, now, now).committed(started, ids)
 
 
 def casting_of(flats: Flats, label: CommitMetadata) -> "Casting | None":

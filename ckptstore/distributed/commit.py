@@ -252,7 +252,7 @@ class _Publication:
         receipt = (*self._worker.receipt(), errors)
         self._packed_at = time.perf_counter()
         watch.reached(Milestone.WRITTEN)
-        watch.publishing()
+        watch.publishing(None)
         # Once the coordinator may have appended the entry, only the log's answer tells whether
         # these packs belong to a commit.
         self._transaction.asked = not self._peers.leads

@@ -21,9 +21,9 @@ from typing import Any
 
 from ckptstore import errors
 from ckptstore.commit.commit_metadata import CommitRequest
-from ckptstore.commit.pending import Watch
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.forks import survives_forks
+from ckptstore.core.ids import CommitId
 from ckptstore.core.options import Milestone
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.framing import cause_of
@@ -207,7 +207,7 @@ class WorkerCommitter:
         try:
             send(connection, message, arena.fd if self._sent is not arena else None)
             self._sent = arena
-            said = self._listen(connection, request.watch)
+            said = self._listen(connection, request)
         except OSError as error:
             raise self._lost() from error
         except BaseException:
@@ -217,17 +217,23 @@ class WorkerCommitter:
             raise said
         return said
 
-    def _listen(self, connection: "Connection[Any, Any]", watch: Watch) -> Message | CkptStoreError:
+    def _listen(
+        self, connection: "Connection[Any, Any]", request: CommitRequest
+    ) -> Message | CkptStoreError:
         """The worker's reply, or its failure; the worker is idle afterwards."""
         cancelled: Cancelled | None = None
+        watch = request.watch
         while message := receive(connection):
             if "reached" in message:
                 watch.reached(Milestone(message["reached"]))
             elif "publishing" in message:
+                commit = message["publishing"] and CommitId(message["publishing"])
                 try:
-                    watch.publishing()
+                    watch.publishing(commit)
                 except Cancelled as error:
                     cancelled = error
+                if commit and not cancelled:
+                    request.asked.append(commit)
                 send(connection, {"go": cancelled is None})
             elif "failed" in message:
                 return cancelled or error_from(message)

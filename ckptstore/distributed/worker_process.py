@@ -73,6 +73,7 @@ def state_to(
             "trust_replicated": request.ranks.trust_replicated,
         },
         "started": request.started,
+        "asked": request.asked,
         "description": encode_description(flats, schemas),
         "sources": [[key, *_sources_to(flat)] for key, flat in flats.items()],
         "group": None,
@@ -254,6 +255,7 @@ class Worker(Watch):
             message["started"],
             self,
             ranks=Ranks(**message["ranks"]),
+            asked=list(map(CommitId, message["asked"])),
         )
         return self._together.commit(request, peers) if peers else self._alone.commit(request)
 
@@ -275,9 +277,9 @@ class Worker(Watch):
     def reached(self, milestone: Milestone) -> None:
         self.tell({"reached": milestone.value})
 
-    def publishing(self) -> None:
+    def publishing(self, commit: CommitId | None) -> None:
         """Raise `Cancelled` if the trainer canceled the commit. A trainer that is gone did not."""
-        self.tell({"publishing": True})
+        self.tell({"publishing": commit})
         if (answer := self._heard()) and not answer["go"]:
             raise Cancelled("the commit was called off")
 

@@ -373,6 +373,16 @@ def newest_spared(commits: Collection[CommitId]) -> Demand:
     return lambda state: _among_newest(state, commits)
 
 
+def not_made(commits: Collection[CommitId]) -> Demand:
+    """Demand that none of `commits` was made. If the answer to an append was lost, the next one
+    tells: its entry gets the number that the lost one asked for, or a later one."""
+
+    def demand(state: State) -> Refusal | None:
+        return next(filter(None, (_commit_known(state, commit) for commit in commits)), None)
+
+    return demand
+
+
 def one_left(commits: Collection[CommitId]) -> Demand:
     """Demand that each run of `commits` keeps a commit that is not one of them."""
     going = frozenset(commits)

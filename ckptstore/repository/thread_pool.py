@@ -4,19 +4,22 @@ They take work from one queue; the first failure stops them all and reaches the 
 zstd, `pwrite` and `preadv` release the GIL, so threads scale if each piece of work is large.
 """
 
+import logging
 import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from ckptstore.core.forks import survives_forks
+from ckptstore.core.forks import Condition, survives_forks
 from ckptstore.core.process import Pool
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import Unavailable
+
+logger = logging.getLogger("ckptstore")
 
 T = TypeVar("T")
 
@@ -129,28 +132,29 @@ class ThreadPool:
     def together(self, works: Sequence[Callable[[], object]], stop: Callable[[], None]) -> None:
         """Run `works` in parallel, the last one on the calling thread.
 
-        On a failure call `stop`, wait for the others, and raise the first error. Works must not
-        wait for each other: there may be fewer threads than works, or only the calling one.
+        On a failure call `stop`, wait for the others, and raise the first error. None goes on after
+        this call, however often it is interrupted: they write to memory that is used again. Works
+        must not wait for each other: there may be fewer threads than works, or only the calling
+        one.
         """
-        pool = self._alive()
-
-        def stop_if_failed(future: Future[object]) -> None:
-            if future.exception():
-                stop()
-
-        futures: list[Future[object]] = []
+        if len(works) == 1:
+            works[0]()
+            return
+        pool, others = self._alive(), _Others(works[:-1], stop)
+        interrupts = 0
         try:
-            for work in works[:-1]:
-                futures.append(pool.submit(work))
-                futures[-1].add_done_callback(stop_if_failed)
+            for number in range(len(works) - 1):
+                pool.submit(others.run, number)
             works[-1]()
-            wait(futures)
+            others.wait()
         except BaseException:
-            stop()
-            wait(futures)
+            while not others.have_ended:
+                try:  # all of it, since Python may raise an interrupt as any function begins
+                    others.end(interrupts)
+                except BaseException:
+                    interrupts += 1
             raise
-        for future in futures:
-            future.result()
+        others.raise_failure()
 
     def submit(self, work: Callable[[], T]) -> "Future[T]":
         """Start `work` in the background. If no thread can be started, it runs before this
@@ -169,6 +173,62 @@ class ThreadPool:
             if self._pool is None:
                 self._pool = Pool(self.count, begin=step_aside if self.aside else None)
             return self._pool
+
+
+class _Others:
+    """Works for the threads of a pool, while the caller has one of its own."""
+
+    def __init__(self, works: Sequence[Callable[[], object]], stop: Callable[[], None]) -> None:
+        self._works, self._stop = works, stop
+        self._left, self._begun = set(range(len(works))), set[int]()
+        self._failed: dict[int, BaseException] = {}
+        self._changed = Condition()
+        self.have_ended = False
+
+    def run(self, number: int) -> None:
+        """Run a work, unless it is not to begin any more."""
+        try:
+            with self._changed:
+                if number not in self._left:
+                    return
+                self._begun.add(number)
+            self._works[number]()
+        except BaseException as error:
+            self._failed[number] = error
+            self._stop()
+        finally:
+            with self._changed:
+                self._left.discard(number)
+                self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait until all works have ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left)
+
+    def end(self, interrupts: int) -> None:
+        """Let no more works begin, and wait until those that have begun have ended, after so many
+        interrupts of this wait."""
+        if interrupts == 1:
+            logger.warning(
+                "waiting for copies, reads or writes that are under way, since their memory is "
+                "used again; Ctrl-\\ ends this process at once"
+            )
+        self._stop()
+        with self._changed:
+            self._left &= self._begun
+        self.wait()
+        self.have_ended = True
+
+    def raise_failure(self) -> None:
+        """Raise what the first of the works that failed raised."""
+        if self._failed:
+            failure = self._failed[min(self._failed)]
+            self._failed.clear()
+            try:
+                raise failure
+            finally:
+                del failure  # whose traceback has this frame
 
 
 def step_aside(process: int | None = None) -> None:

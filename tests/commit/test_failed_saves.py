@@ -3,8 +3,11 @@ said once, what is acknowledged is there, and a limit ends what lasts too long."
 
 import inspect
 import logging
+import os
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +18,8 @@ import torch
 import ckptstore
 from ckptstore import Async, errors
 from ckptstore.commit.outages import PASSES, Health, passes
+from ckptstore.distributed import worker_client, worker_process
+from ckptstore.distributed.worker_process import Message
 from ckptstore.errors import (
     CkptStoreError,
     Conflict,
@@ -23,6 +28,8 @@ from ckptstore.errors import (
     NoSpace,
     Unavailable,
 )
+from ckptstore.log import log
+from ckptstore.log.entries import Entry
 from ckptstore.store import Store
 from tests.support.faults import KINDS, Faults
 
@@ -328,24 +335,22 @@ def test_options_are_checked(wrong: dict[str, Any]) -> None:
 
 def faults_in_a_loop(place: Path, count: int, seed: int, caplog: Any, monkeypatch: Any) -> None:
     """A training whose commits fail at random, until so many have."""
-    random, step, acknowledged, outages = Random(seed), 0, {}, 0
+    random, begun = Random(seed), list[ckptstore.PendingCommit]()
     with ckptstore.open(place, background=WARN) as store:
         faults = Faults(store, monkeypatch)
         while count > 0:
-            step += 1
-            was_well = store.health().failing_since is None
+            step = len(begun) + 1
             faults.draw(random, 0.6)
-            pending = store.commit_async(state(step), step=step)
+            begun.append(store.commit_async(state(step), step=step))
             if random.random() < 0.7 or faults.error:
-                ended(pending)
+                ended(begun[-1])
             faults.error = None
-            if pending.done() and pending.failure():
-                count -= 1
-                outages += was_well
-            elif pending.done():
-                acknowledged[step] = pending.wait().id
+            count -= begun[-1].failure() is not None
         ended(store.commit_async(state(step + 1), step=step + 1))
         assert store.health().failures == 0
+        failed = [pending.failure() is not None for pending in begun]
+        outages = sum(now and not before for before, now in pairwise([False, *failed]))
+        acknowledged = {each.step: each.wait().id for each in begun if each.failure() is None}
         log = {info.step: info.id for info in store.log()}
         assert acknowledged.items() <= log.items()
         for at in random.sample(sorted(acknowledged), min(20, len(acknowledged))):
@@ -377,3 +382,105 @@ def test_health_is_known_while_a_commit_hangs(store: Store, faults: Faults) -> N
         thread.start()
         thread.join(60)
         assert found == [Health()]
+
+
+class LostAnswers:
+    """Appends to the log of `store` whose answer is lost: `left` has those to come, each True if
+    the entry was created all the same."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left: list[bool] = []
+        backend = store._handle.log._backend
+        self._create = backend.create
+        monkeypatch.setattr(backend, "create", self._answered)
+        monkeypatch.setattr(log, "LOCAL_PATIENCE_S", 0)
+
+    def _answered(self, entry: Entry, data: bytes) -> bool:
+        if not self.left:
+            return self._create(entry, data)
+        if self.left.pop(0):
+            self._create(entry, data)
+        raise Unavailable("the answer was lost")
+
+
+def assert_made_once(store: Store, steps: Sequence[int]) -> None:
+    """Each commit follows the one before."""
+    found = store.log()
+    assert [info.step for info in found] == [*reversed(steps)]
+    assert [info.parents for info in found] == [*((info.id,) for info in found[1:]), ()]
+
+
+def test_a_commit_whose_answer_was_lost_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    random = Random(seed)
+    again = Async(on_error="warn", retry_s=3)
+    with ckptstore.open(tmp_path / "store", background=again) as store:
+        answers = LostAnswers(store, monkeypatch)
+        for step in range(6):
+            answers.left = [random.random() < 0.5 for _ in range(random.randrange(4))]
+            made = store.commit_async(state(step), step=step).wait(60)
+            assert torch.equal(made.read("model/w"), torch.full((3_000,), float(step)))
+        assert_made_once(store, range(6))
+
+
+def test_a_durable_commit_succeeds_although_its_statistics_cannot_be_read(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise Unavailable("the bucket had a bad moment")
+
+    def in_background(*args: Any, **options: Any) -> ckptstore.Snapshot:
+        return store.commit_async(*args, **options).wait()
+
+    append = store._handle.log.append
+
+    def then_fail(*args: Any, **options: Any) -> Entry:
+        entry = append(*args, **options)
+        monkeypatch.setattr(store._handle.storage, "read_into", refuse)
+        return entry
+
+    for step, commit in enumerate((store.commit, in_background)):
+        monkeypatch.setattr(store._handle.log, "append", then_fail)
+        made = commit(state(step), step=step, stats=True)
+        monkeypatch.undo()
+        assert made.stats and made.stats.tensors is None
+        assert "the bucket had a bad moment" in caplog.records[-1].message
+    assert store.health().failures == 0
+    assert_made_once(store, range(2))
+
+
+def test_a_commit_follows_the_one_before_although_that_said_it_had_failed(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    """Those that were made all the same are there once, and no other training made them."""
+    random, made = Random(seed), []
+    answers = LostAnswers(store, monkeypatch)
+    for step in range(30):
+        answers.left = [drawn] if (drawn := random.choice([True, False, None])) is not None else []
+        made += [] if drawn is False else [step]
+        ended(store.commit_async(state(step), step=step))
+    store.commit(state(30), step=30)
+    assert_made_once(store, [*made, 30])
+    assert "somebody else" not in caplog.text
+
+
+def test_a_commit_is_made_once_although_its_worker_dies_before_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again, lost = Async(on_error="warn", retry_s=3, executor="process"), [True]
+
+    def receive(connection: Any) -> Message | None:
+        message = worker_process.receive(connection)
+        if message and "done" in message and lost and lost.pop():
+            assert store.worker_pid
+            os.kill(store.worker_pid, signal.SIGKILL)
+            return None
+        return message
+
+    monkeypatch.setattr(worker_client, "receive", receive)
+    with ckptstore.open(tmp_path / "store", background=again) as store:
+        for step in range(2):
+            assert store.commit_async(state(step), step=step).wait(60).step == step
+        assert not lost
+        assert_made_once(store, range(2))

@@ -4,8 +4,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent import futures
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -18,9 +17,11 @@ from ckptstore import Async
 from ckptstore.commit import async_commit as copies
 from ckptstore.commit import pending
 from ckptstore.core import process
+from ckptstore.core.forks import new_event
 from ckptstore.repository import thread_pool as pools
 from ckptstore.repository.thread_pool import ThreadPool, shared
 from ckptstore.state import staging, staging_buffers
+from tests.support.interrupts import interrupting
 
 
 def interrupted_in(function: Callable[..., object], call: Callable[[], object]) -> None:
@@ -59,25 +60,42 @@ def test_commits_and_close_end_after_a_commit_was_interrupted_before_its_thread_
         assert [info.step for info in store.log()] == [2, 0]
 
 
-@pytest.mark.timeout(30)
-def test_the_other_threads_have_ended_when_an_interrupted_call_returns() -> None:
-    threads = ThreadPool(2)
-    begun, may_end = threading.Event(), threading.Event()
-    done: list[int] = []
-
-    def last() -> None:
-        begun.wait()
-        threading.Timer(0.2, may_end.set).start()
+def is_interrupted(threads: ThreadPool, after: Sequence[int]) -> bool:
+    """Whether a call on `threads` was interrupted, after so many of the places where Python looks
+    for interrupts, and again after so many more. Checks that no thread goes on after it."""
+    ours = frozenset((pools.__file__, process.__file__, threading.__file__))
+    begun, may_end, ended, late = new_event(), threading.Event(), threading.Event(), list[bool]()
+    items = shared(range(2))
 
     def work() -> None:
-        for item in items:
+        for _ in items:
             begun.set()
             may_end.wait()
-            done.append(item)
+            late.append(ended.is_set())
 
-    items = shared(range(1000))
-    interrupted_in(futures.wait, lambda: threads.together([work, last], items.stop))
-    assert done == [0]
+    timer = threading.Timer(0.01, may_end.set)
+    timer.start()
+    try:
+        with interrupting(ours, after):
+            threads.together([work, begun.wait], items.stop)
+        return False
+    except (KeyboardInterrupt, RuntimeError):  # of a condition whose lock was not taken again
+        return True
+    finally:
+        ended.set()
+        timer.join()
+        threads.together([lambda: None] * 3, lambda: None)  # behind what is queued
+        assert not any(late)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("again", [[], [1], [2], [7], [1, 1, 1]], ids=str)
+def test_no_thread_goes_on_when_an_interrupted_call_returns(again: list[int]) -> None:
+    """What it copies would land in memory that has been given back."""
+    threads = ThreadPool(2)
+    assert not is_interrupted(threads, [])
+    count = next(n for n in itertools.count(1) if not is_interrupted(threads, [n, *again]))
+    assert count > 10
     threads.close()
 
 
@@ -132,34 +150,20 @@ def test_a_copy_ends_wherever_its_waiting_thread_is_interrupted(
 def test_a_call_that_is_interrupted_anywhere_keeps_no_memory(
     staging: Literal["eager", "lazy"], tmp_path: Path
 ) -> None:
-    """Ctrl-C within each call that `commit_async` makes in turn, where Python looks for one: as a
-    function of ours begins, or as one in C has returned. The memory is enough for one state."""
-    ours = {module.__file__ for module in (copies, staging_buffers, pending)}
-    left = 0
-
-    def profile(frame: FrameType, event: str, arg: Any) -> None:
-        nonlocal left
-        if event in ("call", "c_return") and frame.f_code.co_filename in ours:
-            left -= 1
-            if not left:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
+    """Ctrl-C within each call that `commit_async` makes in turn. The memory is enough for one
+    state."""
+    ours = frozenset(str(module.__file__) for module in (copies, staging_buffers, pending))
     weight = torch.nn.Parameter(torch.zeros(1 << 18, dtype=torch.float64))
     state = {"w": weight, "optimizer": torch.optim.SGD([weight])}
     background = Async(staging=staging, staging_bytes=4 << 20)
-    before = sys.getprofile()
     with ckptstore.open(tmp_path / "store", background=background) as store:
         store.commit(state, step=0)
         for call in itertools.count(1):
-            left = call
-            sys.setprofile(profile)
             try:
-                store.commit_async(state, step=call)
+                with interrupting(ours, [call]):
+                    store.commit_async(state, step=call)
                 break  # it makes no more calls
             except KeyboardInterrupt:
                 pass
-            finally:
-                sys.setprofile(before)
             store.commit_async(state, step=call + 1000).wait(timeout_s=20)
         assert call > 20

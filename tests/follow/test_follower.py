@@ -297,12 +297,18 @@ def test_a_target_that_cannot_be_made_whole_lets_nobody_in(
             pytest.fail("somebody got in")
 
 
-def test_what_others_wrote_to_the_target_is_read_again(writer: Store, reader: Store) -> None:
-    source, target = state(), blank()
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_others_wrote_to_the_target_is_read_again(
+    inference: bool, writer: Store, reader: Store
+) -> None:
+    source = state()
+    with torch.inference_mode(inference):
+        target = blank()
     writer.commit(source, step=0)
     with reader.follow("rl", target) as follower:
         follower.wait(0)
-        target["model"]["w"] *= 2
+        with torch.inference_mode(inference):
+            target["model"]["w"] *= 2
         writer.commit(stepped(source, 2), step=1)
         follower.wait(0)
         assert_same(target, source)

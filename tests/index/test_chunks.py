@@ -7,7 +7,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from itertools import permutations
+from itertools import count, permutations
 from pathlib import Path
 from threading import Event, Thread
 
@@ -15,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ckptstore.index.chunks import LOCATED_DTYPE, ChunkIndex
+from ckptstore.index.chunks import LOCATED_DTYPE, ChunkIndex, lmdb_env
+from ckptstore.index.chunks import index as reading
 from tests.index.building import STORE, footer, pack_name
+from tests.support.interrupts import interrupting
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -317,3 +319,28 @@ def test_of_several_copies_the_one_is_found_that_the_fewest_patches_make(
             assert (rows["pack"] == order.index(depth) + 1).all()
             index.drop_packs([order.index(depth) + 1])
         assert_missing(index, footer(20, 7))
+
+
+@pytest.mark.timeout(60)
+def test_an_index_goes_on_and_ends_wherever_a_thread_was_interrupted(tmp_path: Path) -> None:
+    """Ctrl-C within each call of a look-up in turn. Another thread then adds a pack and closes."""
+    ours = frozenset(str(module.__file__) for module in (reading, lmdb_env))
+    table, interrupts = footer(20, 1), list[KeyboardInterrupt]()
+    for call in count(1):
+        index = ChunkIndex.open(tmp_path / f"{call}.lmdb", STORE)
+        index.add_pack(1, pack_name(1), table)
+        try:
+            with interrupting(ours, [call]):
+                index.get_many(ids(table))
+            index.close()
+            break  # it makes no more calls
+        except KeyboardInterrupt as interrupt:
+            interrupts.append(interrupt)  # with its frames, as a notebook keeps them
+        except RuntimeError:
+            pass  # of a condition whose lock was not taken again
+        assert_found(index, 1, table)
+        ends = Thread(target=index.close, daemon=True)
+        ends.start()
+        ends.join(10)
+        assert not ends.is_alive()
+    assert len(interrupts) > 10

@@ -3,8 +3,9 @@ fork."""
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -33,6 +34,7 @@ UNSOUND = (lmdb.Error, Damaged)
 
 _MAP_BYTES_MIN = 1 << 20
 _MAX_READERS = 1024
+_LOOK_S = 0.05
 
 LOCK_BYTES = 64 * _MAX_READERS + 4096
 """Bytes of `lock.mdb`: a line of the processor's cache for each reader, and more than the header
@@ -60,26 +62,32 @@ class LmdbEnvironment:
         self._inode, self._bytes = os.fstat(self._fd).st_ino, 0
         self._gate, self._halted = Condition(), False
         self._closed = False
-        self._inside = self._waiting = 0
+        self._inside = set[int]()
+        """The threads that use the map."""
+        self._waiting = 0
 
-    def read(self, work: Work[_T]) -> _T:
+    def read(self, work: Work[_T], *, write: bool = False) -> _T:
+        """Run `work` in a transaction, which must not begin another one."""
+        me = threading.get_ident()
         while True:
             try:
-                with self._using(), self.lmdb.begin(self.chunks) as txn:
-                    return work(self, txn)
-            except lmdb.MapResizedError:
-                self._map(0)
-
-    def write(self, work: Work[_T]) -> _T:
-        """Run `work` in one transaction; if the map is too small, double it and start over."""
-        while True:
-            try:
-                with self._using(), self.lmdb.begin(self.chunks, write=True) as txn:
-                    return work(self, txn)
+                try:
+                    self._enter(me)
+                    with self.lmdb.begin(self.chunks, write=write) as txn:
+                        return work(self, txn)
+                finally:
+                    # First, and in C: an interrupt may end anything that is written in Python.
+                    self._inside.discard(me)
+                    with self._gate:
+                        self._gate.notify_all()
             except lmdb.MapResizedError:
                 self._map(0)
             except lmdb.MapFullError:
                 self._map(2 * self.lmdb.info()["map_size"])
+
+    def write(self, work: Work[_T]) -> _T:
+        """As `read`, in one transaction; if the map is too small, double it and start over."""
+        return self.read(work, write=True)
 
     def replaced(self) -> bool:
         """Whether the path leads to another file now."""
@@ -114,27 +122,21 @@ class LmdbEnvironment:
                 os.close(self._fd)
         return self._halted
 
-    @contextmanager
-    def _using(self) -> Iterator[None]:
-        """Keep the map in place within the block. Raises `Damaged` if the file was truncated: its
-        pages must not be touched."""
+    def _enter(self, me: int) -> None:
+        """Keep the map in place until this thread leaves. Raises `Damaged` if the file was
+        truncated: its pages must not be touched."""
         with self._gate:
-            self._gate.wait_for(lambda: not self._waiting)
-            self._inside += 1
-        try:
-            if self._closed:
-                raise Damaged(f"{self.folder} was closed meanwhile")
-            # Read first: another thread may see a longer file meanwhile.
-            had = self._bytes
-            size = self._size()
-            if size < had:
-                raise Damaged(f"{self.folder} was truncated: it has {size} bytes and had {had}")
-            self._bytes = size
-            yield
-        finally:
-            with self._gate:
-                self._inside -= 1
-                self._gate.notify_all()
+            if self._waiting:
+                self._until(lambda: not self._waiting)
+            self._inside.add(me)
+        if self._closed:
+            raise Damaged(f"{self.folder} was closed meanwhile")
+        # Read first: another thread may see a longer file meanwhile.
+        had = self._bytes
+        size = self._size()
+        if size < had:
+            raise Damaged(f"{self.folder} was truncated: it has {size} bytes and had {had}")
+        self._bytes = size
 
     def _size(self) -> int:
         try:
@@ -151,13 +153,25 @@ class LmdbEnvironment:
                 self.lmdb.set_mapsize(map_bytes)
 
     def _empty(self, timeout_s: float | None = None) -> bool:
-        """Wait until no thread uses the map, and block new users until the gate is released."""
+        """Wait until no other thread uses the map, and block new users until the gate is
+        released."""
+        me = {threading.get_ident()}
         self._waiting += 1
         try:
-            return self._gate.wait_for(lambda: not self._inside, timeout_s)
+            return self._until(lambda: self._inside <= me, timeout_s)
         finally:
             self._waiting -= 1
             self._gate.notify_all()
+
+    def _until(self, holds: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait until something holds; False after the timeout. Looks without being told as well,
+        since a thread that was interrupted may tell nobody."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not holds():
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+            self._gate.wait(_LOOK_S)
+        return True
 
 
 _FORK_TIMEOUT_S = 30.0

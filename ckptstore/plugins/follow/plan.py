@@ -2,7 +2,8 @@
 
 A chunk is left out only if the same chunk already lies at the same place: the same memory, filled
 from the same byte on, by the same conversion. What holds memory alive is kept with the plan, so an
-address never means two things. Where torch counted a write to a tensor since, all of it is read.
+address never means two things. Where torch counted a write to a tensor since, or counts none, all
+of it is read.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -103,7 +104,8 @@ def plan(held: TargetContent, wanted: Iterable[ReadRequest]) -> FollowPlan:
     for want in wanted:
         destination: Any = want.destination  # of a tensor, as a restore has
         place = _place(want, destination.tensor)
-        is_known = held.versions.get(place, -1) == _version(destination.tensor)
+        version = _version(destination.tensor)
+        is_known = version is not None and held.versions.get(place) == version
         lacking, memory = list[ChunkRead](), destination.memory()
         pieces = _pieces(want)
         for piece in pieces:
