@@ -433,7 +433,7 @@ class Transaction:
             own = (key,) if put_finished(self._to.storage, key, document) else ()
             watch.publishing(body.commit)
             if self.asked_before:
-                demand = not_made(tuple(self.asked_before))
+                demand = not_made(tuple(self.asked_before), demand)
             self.asked_before.append(body.commit)
         self.asked = True
         try:

@@ -373,12 +373,13 @@ def newest_spared(commits: Collection[CommitId]) -> Demand:
     return lambda state: _among_newest(state, commits)
 
 
-def not_made(commits: Collection[CommitId]) -> Demand:
-    """Demand that none of `commits` was made. If the answer to an append was lost, the next one
-    tells: its entry gets the number that the lost one asked for, or a later one."""
+def not_made(commits: Collection[CommitId], more: Demand | None) -> Demand:
+    """Demand that none of `commits` was made, and `more`. If the answer to an append was lost, the
+    next one tells: its entry gets the number that the lost one asked for, or a later one."""
 
     def demand(state: State) -> Refusal | None:
-        return next(filter(None, (_commit_known(state, commit) for commit in commits)), None)
+        known = next(filter(None, (_commit_known(state, commit) for commit in commits)), None)
+        return known or (more(state) if more else None)
 
     return demand
 
