@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.hints import DedupHints
-from ckptstore.commit.plan import Extent, plan_chunks
+from ckptstore.commit.plan import Extent, KeptPlan
 from ckptstore.commit.transaction import (
     Committed,
     Destination,
@@ -54,7 +53,7 @@ class PartsCommitter:
     def __init__(self, to: Destination) -> None:
         self._to = to
         # One attribute, replaced as a whole: saves that overlap each take hints of their own parts.
-        self._last: tuple[list[Extent], DedupHints] = [], DedupHints()
+        self._last = KeptPlan()
         # Weak, so that saves that fail, or that another rank publishes, leave with their session.
         self._opened: WeakValueDictionary[SessionId, Session] = WeakValueDictionary()
         self._own: WeakKeyDictionary[Session, Transaction] = WeakKeyDictionary()
@@ -73,21 +72,15 @@ class PartsCommitter:
         commit of `run` has.
         """
         extents = [part.extent for part in parts]
-        known, hints = self._last
-        if extents != known:
-            hints = DedupHints()
-            self._last = extents, hints
-        chunked = [i for i, part in enumerate(parts) if part.leaf_bytes > INLINE_BYTES]
-        plan = plan_chunks([extents[i] for i in chunked], self._to.config.chunk_bytes)
+        inline = tuple(i for i, part in enumerate(parts) if part.leaf_bytes <= INLINE_BYTES)
+        kept = self._last = self._last.next(extents, inline, self._to.config.chunk_bytes)
         before = None
-        if not hints.last:
-            paths = {number: parts[i].path for number, i in enumerate(chunked)}
-            before = self._to.before(run, (), paths)
+        if not kept.hints.last:
+            before = self._to.before(run, (), {i: part.path for i, part in enumerate(parts)})
         with Transaction(self._to, session, rank=rank) as transaction:
-            sources = [parts[i].source for i in chunked]
-            found = transaction.write(plan, sources, hints=hints, before=before)
+            sources = [part.source for part in parts]
+            ids = transaction.write(kept.plan, sources, hints=kept.hints, before=before)
             receipt = transaction.receipt()
-            ids = {i: found[number] for number, i in enumerate(chunked)}
             contents = [
                 LeafContent(ids=ids[i], raw_bytes=part.source.nbytes)
                 if i in ids

@@ -6,7 +6,7 @@ hand-overs. The thread copies, hashes and writes a batch in windows of 2 MiB.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -133,25 +133,28 @@ def plan_commit(
 ) -> CommitPlan:
     """The plan for whole leaves, in order. A run holds at most `run_bytes`, or one chunk; a small
     memory budget asks for shorter runs."""
-    inline = tuple(i for i, leaf in enumerate(leaves) if leaf.raw_bytes <= INLINE_BYTES)
-    parts = tuple(
-        _part(i, leaf, chunk_bytes)
-        for i, leaf in enumerate(leaves)
-        if leaf.raw_bytes > INLINE_BYTES
-    )
-    return CommitPlan(
-        inline, parts, _batches_of(parts, run_bytes), sum(leaf.raw_bytes for leaf in leaves)
-    )
+    return plan_chunks(leaves, chunk_bytes, run_bytes, inline=_inline(leaves))
 
 
 def plan_chunks(
-    parts: Sequence[Extent], chunk_bytes: int, run_bytes: int = RUN_BYTES
+    parts: Sequence[Extent],
+    chunk_bytes: int,
+    run_bytes: int = RUN_BYTES,
+    *,
+    inline: tuple[int, ...] = (),
 ) -> CommitPlan:
-    """The plan for parts of leaves, all stored as chunks, even small ones."""
-    planned = tuple(_part(i, part, chunk_bytes) for i, part in enumerate(parts))
+    """The plan for parts of leaves, in order: all are stored as chunks, even small ones, but for
+    those whose numbers are `inline`."""
+    pages = frozenset(inline)
+    planned = tuple(_part(i, part, chunk_bytes) for i, part in enumerate(parts) if i not in pages)
     return CommitPlan(
-        (), planned, _batches_of(planned, run_bytes), sum(part.raw_bytes for part in parts)
+        inline, planned, _batches_of(planned, run_bytes), sum(part.raw_bytes for part in parts)
     )
+
+
+def _inline(leaves: Sequence[Extent]) -> tuple[int, ...]:
+    """The numbers of leaves that lie in pages."""
+    return tuple(i for i, leaf in enumerate(leaves) if leaf.raw_bytes <= INLINE_BYTES)
 
 
 def _part(number: int, extent: Extent, chunk_bytes: int) -> PlanPart:
@@ -206,35 +209,57 @@ def windows(batch: Sequence[ChunkRun]) -> Iterator[tuple[ChunkRun, ...]]:
     return _grouped(chain.from_iterable(pieces), WINDOW_BYTES)
 
 
+@dataclass(frozen=True, slots=True)
+class KeptPlan:
+    """How to write some leaves, or parts of leaves, and what the last commit of the plan left for
+    the next one."""
+
+    parts: Sequence[Extent] = ()
+    run_bytes: int = RUN_BYTES
+    plan: CommitPlan = CommitPlan((), (), (), 0)
+    hints: DedupHints = field(default_factory=DedupHints)
+
+    def next(
+        self,
+        parts: Sequence[Extent],
+        inline: tuple[int, ...],
+        chunk_bytes: int,
+        run_bytes: int = RUN_BYTES,
+    ) -> "KeptPlan":
+        """This plan, if it is of these parts, of which those are `inline`. Else another one, which
+        keeps what is known of chunks if parts have only grown."""
+        if (parts, inline, run_bytes) == (self.parts, self.plan.inline, self.run_bytes):
+            return self
+        plan = plan_chunks(parts, chunk_bytes, run_bytes, inline=inline)
+        grown = _is_grown(self.parts, parts)
+        hints = _carried(self.hints, self.plan, plan) if grown else DedupHints()
+        return KeptPlan(parts, run_bytes, plan, hints)
+
+
 class WholePlan:
     """How to write a state that one process holds whole. Kept, with its chunk ids, for the next
     commit of the same state."""
 
     def __init__(self) -> None:
-        self._extents: list[Extent] | None = None
-        self._run_bytes = 0
-        self._plan = CommitPlan((), (), (), 0)
-        self.hints = DedupHints()
+        self._kept = KeptPlan()
+
+    @property
+    def hints(self) -> DedupHints:
+        return self._kept.hints
 
     def of(self, flats: Flats, chunk_bytes: int, run_bytes: int) -> CommitPlan:
         with uncollected():
-            extents = [
+            leaves = [
                 extent_of(flat, i) for flat in flats.values() for i in range(len(flat.leaves))
             ]
-            if extents != self._extents or run_bytes != self._run_bytes:
-                plan = plan_commit(extents, chunk_bytes, run_bytes)
-                grown = _is_grown(self._extents, extents)
-                self.hints = _carried(self.hints, self._plan, plan) if grown else DedupHints()
-                self._extents, self._run_bytes, self._plan = extents, run_bytes, plan
-            return self._plan
+            self._kept = self._kept.next(leaves, _inline(leaves), chunk_bytes, run_bytes)
+            return self._kept.plan
 
 
-def _is_grown(before: Sequence[Extent] | None, now: Sequence[Extent]) -> bool:
+def _is_grown(before: Sequence[Extent], now: Sequence[Extent]) -> bool:
     """Whether leaves are those of before, but for the length of some that grow, as logs do."""
-    return (
-        before is not None
-        and len(before) == len(now)
-        and all(before[i] == leaf or (before[i].grows and leaf.grows) for i, leaf in enumerate(now))
+    return len(before) == len(now) and all(
+        before[i] == leaf or (before[i].grows and leaf.grows) for i, leaf in enumerate(now)
     )
 
 

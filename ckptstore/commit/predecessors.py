@@ -49,15 +49,19 @@ class Predecessors:
         self._leaves: dict[int, _LeafChunks | None] = {}
         self._lock = forks.lock()
 
+    def near_chunk(self, part: PlanPart, number: int) -> ChunkId | None:
+        """As `chunk`, if it can be read without a request to a bucket."""
+        chunk = self.chunk(part, number)
+        return chunk if chunk and self._objects.is_near(chunk) else None
+
     def chunk(self, part: PlanPart, number: int) -> ChunkId | None:
         """The chunk that stood at the place of a part's chunk `number`, if there was one of the
-        same dtype, and it can be read without a request to a bucket."""
+        same dtype."""
         with self._lock:
             if part.leaf not in self._leaves:
                 self._leaves[part.leaf] = self._leaf(part)
             leaf = self._leaves[part.leaf]
-            chunk = leaf and leaf.chunk(part.grid, number)
-        return chunk if chunk and self._objects.is_near(chunk) else None
+            return leaf.chunk(part.grid, number) if leaf else None
 
     def _leaf(self, part: PlanPart) -> "_LeafChunks | None":
         if self._places is None:
@@ -73,15 +77,9 @@ class Predecessors:
         content = contents[schema.owner(i)]
         if content.gone or content.inline is not None or schema.dtypes[i] != part.dtype:
             return None
-        if schema.kinds[i] != "tensor":
-            chunks = len(content.ids) // CHUNK_ID_BYTES
-            grids = [grid_of_bytes(content.raw_bytes, self._chunk_bytes, chunks)]
-            return _LeafChunks(grids, part.width, content.ids)
-        shape = schema.shapes[i]
-        if len(shape) != len(part.grid.box.lengths):
+        if schema.kinds[i] == "tensor" and len(schema.shapes[i]) != len(part.grid.box.lengths):
             return None
-        boxes = content.boxes or (Box.whole(shape),)
-        grids = [grid(shape, part.width, self._chunk_bytes, box) for box in boxes]
+        grids = grids_of(schema, content, i, part.width, self._chunk_bytes)
         return _LeafChunks(grids, part.width, content.ids)
 
     def _read(self) -> dict[str, _Place]:
@@ -109,6 +107,18 @@ class Predecessors:
                 for name in (_dotted(path), _dotted(path.partition("/")[2])):
                     self._by_name.setdefault(name, place)
         return self._by_name
+
+
+def grids_of(
+    schema: Schema, content: LeafContent, i: int, width: int, chunk_bytes: int
+) -> list[Grid]:
+    """How the chunks of leaf `i` were cut, which has elements of `width` bytes, box by box."""
+    if schema.kinds[i] != "tensor":
+        chunks = len(content.ids) // CHUNK_ID_BYTES
+        return [grid_of_bytes(content.raw_bytes, chunk_bytes, chunks)]
+    shape = schema.shapes[i]
+    boxes = content.boxes or (Box.whole(shape),)
+    return [grid(shape, width, chunk_bytes, box) for box in boxes]
 
 
 class _LeafChunks:

@@ -332,7 +332,7 @@ class Transaction:
         count = min(max_workers or threads.count, threads.count, len(plan.batches))
         hints, dedup = hints or DedupHints(), self.look()
         patcher, memory = None, self._to.patch_memory
-        replaced = in_table(hints.last) if hints.last else before and before.chunk
+        replaced = in_table(hints.last) if hints.last else before and before.near_chunk
         if replaced and self.patching and memory.is_used:
             patcher = Patcher(self._to.objects, hints.held, memory, replaced)
         store = dedup, self.packs, watch, threads.scratch, self.measured, patcher

@@ -206,17 +206,16 @@ class ChunkWriter:
     def _unpatched(self, patcher: Patcher, part: PlanPart, new: Sequence[_Hashed]) -> list[_Hashed]:
         """Make patches of those new chunks of a leaf that differ little from what they replace;
         returns the others."""
-        made = dict[ChunkId, NewPatch]()
+        tried = list[NewPatch]()
         for chunk in new:
             if chunk.raw is None or not patcher.is_candidate(part, chunk.cut):
                 continue
             if (old := patcher.replaced(part, chunk.cut.number)) is None:
                 continue
             patch = patcher.make(part, chunk.cut, old, chunk.id, chunk.checksum, chunk.raw)
-            if patch and not self._dedup.is_distrusted(chunk.id):
-                made[chunk.id] = patch
-        bases = self._dedup.look_up({patch.base for patch in made.values()}) if made else {}
-        made = {chunk: patch for chunk, patch in made.items() if bases[patch.base]}
+            if patch:
+                tried.append(patch)
+        made = self._dedup.allowed(tried)
         self._made_patches += made.values()
         self.new_chunks += len(made)
         return [chunk for chunk in new if chunk.id not in made]

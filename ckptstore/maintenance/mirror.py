@@ -8,12 +8,12 @@ finds them. The commit's entry comes last and makes it visible as a whole, with 
 """
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.commit.write import write_metadata
@@ -29,6 +29,7 @@ from ckptstore.log.resolve import resolved
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of
 from ckptstore.maintenance.forget import set_tag
+from ckptstore.maintenance.mirror_patches import LackedChunk, MirrorPatcher, find_bases
 from ckptstore.maintenance.mirror_plan import CommitTransfer, MirrorPlan, plan_between
 from ckptstore.maintenance.mover import (
     fill,
@@ -44,7 +45,7 @@ from ckptstore.plugins.signing.signatures import copy_signatures
 from ckptstore.repository import footers
 from ckptstore.repository.chunk_reader import cut, read_chunks
 from ckptstore.repository.dedup import Dedup, items_of
-from ckptstore.repository.pack_writer import PackSet, new_chunk
+from ckptstore.repository.pack_writer import PackSet, PackWriter, new_chunk
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import Scratch, ThreadPool, shared
 from ckptstore.restore.reader import Reader, Tree
@@ -121,14 +122,6 @@ class MirrorOptions:
     verify: bool = False
     batch_bytes: int | None = None
     holds: bool = False
-
-
-class LackedChunk(NamedTuple):
-    """A chunk that the target lacks."""
-
-    id: ChunkId
-    raw_bytes: int
-    width: int
 
 
 Batch: TypeAlias = Sequence[LackedChunk]
@@ -297,10 +290,12 @@ class _Mirror:
         with Transaction.begin(self._into, what="push") as transaction:
             dedup, packs = transaction.look(), transaction.packs
             missing = list(self._missing_batches(trees, dedup))
+            bases = find_bases(self._source, transfer, trees, missing)
+            patcher = MirrorPatcher(self._source, self._target, dedup, bases)
             batches = list(cut(missing, raw_bytes_of, self._batch_bytes))
             last = batches.pop() if batches else ()
-            new_bytes = sum(self._register(batch, dedup) for batch in batches)
-            self._copy(last, packs)
+            new_bytes = sum(self._register(batch, patcher) for batch in batches)
+            self._copy(last, packs, patcher)
             write_metadata(self._metadata(document), dedup, packs)
             self._close(packs)
             records = [pack.record for pack in packs.closed]
@@ -329,15 +324,15 @@ class _Mirror:
             stored_bytes = self._done.stored_bytes + new_bytes + len(stored)
             self._done = replace(self._done, stored_bytes=stored_bytes)
 
-    def _register(self, batches: Sequence[Batch], dedup: Dedup) -> int:
+    def _register(self, batches: Sequence[Batch], patcher: MirrorPatcher) -> int:
         """Send batches and list its packs, so that they outlive this process; returns their bytes.
-        A concurrent gc may condemn them, but waits for the commit's session before it deletes them.
-        """
+        A concurrent gc may condemn them, and the packs of their bases, but waits for the commit's
+        session before it deletes them."""
         with Transaction.begin(self._into, what="push") as transaction:
-            self._copy(batches, transaction.packs)
+            self._copy(batches, transaction.packs, patcher)
             self._close(transaction.packs)
             records = list_packs(self._target.log, transaction)
-        dedup.reuse(record.number for record in records)
+        patcher.dedup.reuse(record.number for record in records)
         return sum(record.bytes for record in records)
 
     def _read(self, transfer: CommitTransfer) -> tuple[bytes, CommitDocument, list[Tree]]:
@@ -362,17 +357,18 @@ class _Mirror:
         fresh = dedup.fresh(map(ChunkId, leaf_of))
         with reading_source():
             where = self._source.objects.located(b"".join(fresh))
-        lacked = [LackedChunk(*row) for row in where[["chunk", "raw", "width"]].tolist()]
+        lacked = [LackedChunk(*row) for row in where[["chunk", "raw", "width", "codec"]].tolist()]
         for _, leaf in groupby(lacked, key=lambda chunk: leaf_of[chunk.id]):
             yield from cut(list(leaf), lambda chunk: chunk.raw_bytes, RUN_BYTES)
 
     # -- bytes --
 
-    def _copy(self, batches: Sequence[Batch], packs: PackSet) -> None:
+    def _copy(self, batches: Sequence[Batch], packs: PackSet, patcher: MirrorPatcher) -> None:
         """Read, verify and write; afterwards the packs are being written."""
         # Small leaves are grouped, so that each read fetches many.
         runs = shared(cut(batches, raw_bytes_of, RUN_BYTES))
-        workers = [partial(self._copy_runs, runs, packs)] * min(self._threads.count, len(batches))
+        work = partial(self._copy_runs, runs, packs, patcher)
+        workers = [work] * min(self._threads.count, len(batches))
         if workers:
             self._threads.together(workers, runs.stop)
         chunks = list(chain.from_iterable(batches))
@@ -382,26 +378,23 @@ class _Mirror:
             raw_bytes=self._done.raw_bytes + raw_bytes_of(chunks),
         )
 
-    def _copy_runs(self, runs: Iterable[Sequence[Batch]], packs: PackSet) -> None:
+    def _copy_runs(
+        self, runs: Iterable[Sequence[Batch]], packs: PackSet, patcher: MirrorPatcher
+    ) -> None:
         """Copy chunks from the source into packs of the target, on this thread."""
         scratch = Scratch()
         with packs.writing() as writer:
             for run in runs:
                 chunks = list(chain.from_iterable(run))
-                with memory_for(chunks, scratch) as rows:
+                with memory_for(chunks, scratch) as rows, patcher.olds(chunks, scratch) as olds:
                     with reading_source():
-                        fill(self._source.objects, rows, "being sent to a mirror", verify_ids=True)
-                    raws = {chunk.id: raw for chunk, raw in rows}
-                    for batch in run:
-                        width = batch[0].width
-                        split = packs.codec == codecs.ZSTD and width > 1
-                        writer.add(
-                            [new_chunk(chunk.id, raws[chunk.id]) for chunk in batch],
-                            width,
-                            TENSOR,
-                            codec=codecs.SPLIT_ZSTD if split else packs.codec,
-                            run_bytes=raw_bytes_of(batch),
-                        )
+                        why = "being sent to a mirror"
+                        fill(self._source.objects, rows, why, verify_ids=True, bases=olds)
+                    made = patcher.make(rows, olds)
+                    raws = {chunk.id: raw for chunk, raw in rows if chunk.id not in made}
+                    _add_whole(writer, run, raws, packs.codec)
+                    if made:
+                        writer.add_patches(list(made.values()))
                     writer.flush()
 
     def _close(self, packs: PackSet) -> None:
@@ -411,6 +404,22 @@ class _Mirror:
         for record in (pack.record for pack in packs.closed if self._options.verify):
             for _ in read_chunks(storage, record, footers.read_table(storage, record)):
                 pass
+
+
+def _add_whole(
+    writer: PackWriter, batches: Iterable[Batch], raws: Mapping[ChunkId, memoryview], codec: int
+) -> None:
+    """Queue those chunks of batches that `raws` has, encoded as the target is set to."""
+    for batch in batches:
+        width = batch[0].width
+        if whole := [chunk for chunk in batch if chunk.id in raws]:
+            writer.add(
+                [new_chunk(chunk.id, raws[chunk.id]) for chunk in whole],
+                width,
+                TENSOR,
+                codec=codecs.SPLIT_ZSTD if codec == codecs.ZSTD and width > 1 else codec,
+                run_bytes=raw_bytes_of(whole),
+            )
 
 
 def _rejection(plan: MirrorPlan, url: str) -> str:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +32,8 @@ from ckptstore.repository.store_handle import StoreHandle
 class CommitTransfer:
     """A commit to send; `session` names its document in the source, `tags` appear with it.
     `parents` have the places of its parents in the target. There it takes the place of `replaces`,
-    of which it has all leaves, and more."""
+    of which it has all leaves, and more. What it has in common with `like`, the commit of the
+    source next to it that the target has by then, need not travel."""
 
     commit: CommitId
     session: SessionId
@@ -40,6 +42,7 @@ class CommitTransfer:
     parents: tuple[CommitId, ...]
     tags: tuple[str, ...]
     replaces: CommitId | None = None
+    like: CommitId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,7 @@ def plan_mirror(
     by_commit: dict[CommitId, list[str]] = {}
     for move in allowed:
         by_commit.setdefault(move.commit, []).append(move.tag)
+    likes = _likes(source, target, [commit for commit, _ in missing])
     return MirrorPlan(
         tuple(
             CommitTransfer(
@@ -157,6 +161,7 @@ def plan_mirror(
                 tuple(named.get(source.in_place_of(each), each) for each in row.parents),
                 tuple(by_commit.get(commit, ())),
                 there.get(commit),
+                likes[commit],
             )
             for commit, row in missing
         ),
@@ -166,6 +171,30 @@ def plan_mirror(
         tuple(pinned),
         len(rows) - len(missing) - len(forgotten),
     )
+
+
+def _likes(
+    source: State, target: State, missing: Sequence[CommitId]
+) -> dict[CommitId, CommitId | None]:
+    """For each commit that is sent, the one that has most in common with it of those that the
+    target has before: a parent, or the nearest of its run."""
+    if not missing:
+        return {}
+    commits, runs = source.commits, defaultdict[str, list[CommitId]](list)
+    sent = {commits[commit].run for commit in missing}
+    for _, commit in sorted((row.age, c) for c, row in commits.items() if row.run in sent):
+        runs[commits[commit].run].append(commit)
+    has = {commit for commit, row in target.commits.items() if not row.soft and commit in commits}
+    places = {commit: i for run in runs.values() for i, commit in enumerate(run)}
+    found = dict[CommitId, CommitId | None]()
+    for commit in missing:
+        row = commits[commit]
+        run, i = runs[row.run], places[commit]
+        near = (at for d in range(1, len(run)) for at in (i - d, i + d))
+        beside = (run[at] for at in near if 0 <= at < len(run))
+        found[commit] = next((each for each in chain(row.parents, beside) if each in has), None)
+        has.add(commit)
+    return found
 
 
 def plan_between(

@@ -9,12 +9,12 @@ earliest.
 |---|---|---|---|---|---|---|
 | gc | `gc.plan` | packs, by footer | ids | as stored | register, condemns | less, or a new mark |
 | compact | `compact.plan` | by id | checksums | planes, deltas | register | fails; a gc follows |
-| mirror | `mirror_plan` | by id | ids | as committed | register; commit | again, 5 times |
+| mirror | `mirror_plan` | by id | ids | as committed, patches | register; commit | again, 5 times |
 | thin | `retention` | metadata | ids | pages | commit | again, 5 times |
 | repair | `rescue` | any pack anywhere | ids | same codec | register, condemns | a new plan |
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
@@ -24,7 +24,7 @@ from ckptstore.core.ids import ChunkId
 from ckptstore.core.model import PackRecord
 from ckptstore.log.entries import Register, new_packs
 from ckptstore.log.log import Log, Refused
-from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.chunk_store import NO_BASES, ObjectStore
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import Scratch
 
@@ -66,14 +66,16 @@ def fill(
     why: str,
     *,
     verify_ids: bool = False,
+    bases: Mapping[ChunkId, memoryview] = NO_BASES,
 ) -> None:
-    """Read each chunk into its memory, and verify it. Raises as `ObjectStore.read_into`; `why` is
-    for errors."""
+    """Read each chunk into its memory, and verify it. Raises as `ObjectStore.read_into`, which says
+    what `bases` are; `why` is for errors."""
     objects.read_into(
         b"".join(chunk.id for chunk, _ in rows),
         [memory for _, memory in rows],
         describe=lambda i: why,
         verify_ids=verify_ids,
+        bases=bases,
     )
 
 

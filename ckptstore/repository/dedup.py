@@ -13,6 +13,7 @@ from ckptstore.log.log import Log
 from ckptstore.log.sessions import open_session
 from ckptstore.log.state import State
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.pack_writer import NewPatch
 
 
 class Known(NamedTuple):
@@ -143,10 +144,13 @@ class Dedup:
         self.reuse(live.values())
         return live
 
-    def is_distrusted(self, chunk: ChunkId) -> bool:
-        """Whether a look-up found a chunk in a pack that cannot be relied on. It is written again
-        whole: a patch of what has a patch of it would need itself."""
-        return chunk in self._distrusted
+    def allowed(self, patches: Iterable[NewPatch]) -> dict[ChunkId, NewPatch]:
+        """Those of `patches` that may be written, by chunk: their bases lie in live packs, which
+        are reused then, and no look-up found the chunk in a pack that cannot be relied on. Such a
+        chunk is written whole: a patch of what has a patch of it would need itself."""
+        made = {patch.id: patch for patch in patches if patch.id not in self._distrusted}
+        bases = self.look_up({patch.base for patch in made.values()}) if made else {}
+        return {chunk: patch for chunk, patch in made.items() if bases[patch.base]}
 
     def reuse(self, packs: Iterable[int]) -> None:
         """Rely on chunks of `packs`, by number, and so on the packs that hold the bases of patches

@@ -7,24 +7,32 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import ckptstore
 from ckptstore.commit import write
 from ckptstore.core.ids import digest
+from ckptstore.interop.dcp import StoreWriter
 
 CHUNK_BYTES = 1 << 16
 
 
-def test_what_did_not_change_beside_a_growing_log_is_not_hashed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hashed = []
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the chunks that commits hash from now on."""
+    hashed = list[int]()
 
     def counting(data: Any) -> bytes:
         hashed.append(len(data))
         return digest(data)
 
     monkeypatch.setattr(write, "digest", counting)
+    return hashed
+
+
+def test_what_did_not_change_beside_a_growing_log_is_not_hashed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = counted(monkeypatch)
     state: dict[str, Any] = {"model": torch.rand(1 << 19), "log": [i / 7 for i in range(3000)]}
     with ckptstore.open(tmp_path, storage=ckptstore.Storage(chunk_bytes=CHUNK_BYTES)) as store:
         store.commit(state, step=0)
@@ -33,6 +41,25 @@ def test_what_did_not_change_beside_a_growing_log_is_not_hashed_again(
             hashed.clear()
             store.commit(state, step=step)
             assert sum(hashed) < 2 * CHUNK_BYTES
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage")
+def test_beside_a_log_that_grows_dcp_hashes_what_changed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the log was so short before that it lay in a page."""
+    hashed = counted(monkeypatch)
+    weights = torch.rand(1 << 19)
+    state: dict[str, Any] = {"log": [0.5], "model": weights}
+    storage = ckptstore.Storage(chunk_bytes=CHUNK_BYTES)
+    with ckptstore.open(tmp_path, storage=storage) as store:
+        for step in range(6):
+            hashed.clear()
+            dcp.save(state, storage_writer=StoreWriter(store, step=step), no_dist=True)
+            assert (sum(hashed) < 3 * CHUNK_BYTES) == (step > 0)
+            state["log"] += [i / 7 for i in range(300 * step)]
+            weights[0] += 1
+        assert store.checkout(5).read("model/model")[0] == weights[0] - 1
 
 
 def test_patches_are_made_beside_a_growing_log(tmp_path: Path) -> None:

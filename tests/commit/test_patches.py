@@ -369,17 +369,6 @@ def test_a_compaction_leaves_patches_and_codes_their_bases(tmp_path: Path) -> No
         assert not store.fsck(read_data="all").findings
 
 
-def test_a_mirror_gets_whole_chunks_and_makes_patches_of_its_own(tmp_path: Path) -> None:
-    with ckptstore.open(tmp_path / "store") as store:
-        for step in range(4):
-            store.commit({"w": nudged(SHAPE, step)}, step=step)
-        store.mirror(tmp_path / "mirror")
-    with ckptstore.open(tmp_path / "mirror") as mirror:
-        assert not chunks_by_codec(mirror, patched=True)
-        for step in range(4):
-            assert same(mirror.checkout(step).read("w"), nudged(SHAPE, step))
-
-
 def pack_of(store: ckptstore.Store, chunk: ChunkId) -> str:
     where = store._handle.objects.located(chunk)
     return pack_key(store._handle.log.replay().packs[int(where["pack"][0])].id)

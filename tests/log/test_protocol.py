@@ -36,6 +36,7 @@ HOLDING = [
     Scope(wants=("b",), patching=True),
     Scope(wants=("c",), patching=True, undeleting=False),
     Scope(wants=("b",), patching=True, duplicate=True, undeleting=False),
+    Scope(wants=("b",), patching=True, batching=True, undeleting=False),
     Scope(wants=("c",), mixed=True),
     Scope(wants=("c", "b"), mixed=True, forgetting=False),
 ]
@@ -206,6 +207,9 @@ RULES = {
     ),
     "a commit does not refer to the bases of its patches": Scope(
         wants=("b",), patching=True, undeleting=False, shallow_writer=True
+    ),
+    "a mirror does not refer to the bases of patches that it has listed": Scope(
+        wants=("c",), patching=True, batching=True, undeleting=False, forgetful_batch=True
     ),
     "gc does not mark the bases of patches": Scope(wants=(), patching=True, shallow_mark=True),
     "an undelete does not stamp the packs of bases": Scope(

@@ -59,6 +59,8 @@ class Scope:
     sending: bool = False
     patching: bool = False
     mixed: bool = False
+    batching: bool = False
+    forgetful_batch: bool = False
     shallow_writer: bool = False
     shallow_mark: bool = False
     shallow_undelete: bool = False

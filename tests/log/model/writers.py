@@ -9,8 +9,9 @@ one that is still on its way may arrive for as long as nobody takes its number.
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from ckptstore.core.model import PackRecord
 from ckptstore.log.admission import Code
-from ckptstore.log.entries import Commit
+from ckptstore.log.entries import Commit, Register
 from tests.log.model.world import (
     LETTERS,
     Move,
@@ -25,6 +26,7 @@ from tests.log.model.world import (
     pack_of,
     record,
     refusal,
+    session_of,
     table,
     without,
 )
@@ -43,6 +45,8 @@ def writer_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
         # NamedTuple's own
         return (*world.writers[:i], writer._replace(**changes), *world.writers[i + 1 :])  # type: ignore[arg-type]
 
+    if writer.step == "register":
+        yield from _registering(world, writer, put, record(pack, fresh), scope)
     if writer.step == "look":
         for view in (
             world.views
@@ -61,9 +65,10 @@ def writer_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
             )
     elif writer.step == "write":
         objects = world.objects | {(pack, fresh)} if fresh else world.objects
+        batches = scope.batching and fresh and not writer.name.endswith("'")
         yield (
             (writer.name, "writes", LETTERS[fresh]),
-            world._replace(writers=put(step="commit"), objects=objects),
+            world._replace(writers=put(step="register" if batches else "commit"), objects=objects),
         )
     elif writer.step == "commit":
         packs = (record(pack, fresh),) if fresh else ()
@@ -104,6 +109,32 @@ def writer_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
             put,
             commit_body(writer.name, want, (record(pack, fresh),) if fresh else (), frozenset()),
             scope,
+        )
+
+
+def _registering(
+    world: World,
+    writer: Writer,
+    put: Callable[..., tuple[Writer, ...]],
+    batch: PackRecord,
+    scope: Scope,
+) -> Iterator[Move]:
+    """A mirror lists the packs of a large commit ahead, under a session of their own, and refers to
+    them afterwards as to any pack; so it does to those of the bases of their patches."""
+    state, own = world.state, writer.name + "'"
+    body = Register(session_of(writer.name), state.n, state.fence, (batch,), frozenset())
+    if refusal(world, body) is None:
+        reuse = frozenset() if scope.forgetful_batch else writer.reuse
+        reuse |= {(c, batch.id) for c in LETTERS[batch.bytes]}
+        after = append(world, body)
+        yield (
+            (writer.name, "registers its pack"),
+            after._replace(writers=put(step="commit", name=own, reuse=reuse)),
+        )
+    else:
+        yield (
+            (own, "starts again"),
+            world._replace(writers=put(step="look", name=own, reuse=frozenset())),
         )
 
 

@@ -471,9 +471,7 @@ def test_commit_documents_are_copied_byte_for_byte(place: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_commits_full_of_patches_are_sent_whole_and_once(
-    seed: int, tmp_path: Path, target: str
-) -> None:
+def test_commits_full_of_patches_are_sent_once(seed: int, tmp_path: Path, target: str) -> None:
     """In one push or in several, of all commits or of some, the same bits arrive."""
     random = Random(seed)
     generator = torch.Generator().manual_seed(seed)
