@@ -22,8 +22,13 @@ from ckptstore.core.model import Box, Node, Schema, Shape
 from ckptstore.core.process import uncollected
 from ckptstore.distributed.assemble import Assembler, Decided, Written, layout_of
 from ckptstore.distributed.framing import numbered
-from ckptstore.distributed.merge import decode_description, encode_description, merge
-from ckptstore.distributed.plan import RanksPlan, plan_ranks
+from ckptstore.distributed.merge import (
+    Described,
+    decode_description,
+    encode_description,
+    merge,
+)
+from ckptstore.distributed.plan import plan_ranks
 from ckptstore.distributed.rank_worker import encode_tasks
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.state.leaf_sources import FlatState, HeldLeaf, Holding, Mesh
@@ -125,8 +130,8 @@ def _peak_mib() -> int:
 def measure(ranks: int, layers: int) -> dict[str, int]:
     """Plan for `ranks` ranks, print what each step costs, and return the bytes that are sent."""
     sent = list(descriptions(ranks, layers))
-    steps, schemas = Steps(), dict[bytes, Schema]()
-    described = steps.run("decode", lambda: [decode_description(each, schemas) for each in sent])
+    steps, known = Steps(), Described()
+    described = steps.run("decode", lambda: [decode_description(each, known) for each in sent])
     trees = steps.run("merge", lambda: merge(described))
     plan = steps.run("plan", lambda: plan_ranks(trees, ranks, CHUNK_BYTES, canonical=True))
     layout = steps.run("layout", lambda: layout_of(plan, ranks))
@@ -134,7 +139,7 @@ def measure(ranks: int, layers: int) -> dict[str, int]:
     tasks = steps.run("tasks", lambda: encode_tasks(plan, keys, trust_replicated=True))
     assembler = steps.run("assembler", lambda: Assembler(plan))
     print(f"{'all':9} {steps.seconds:7.2f} s")
-    written = written_by(plan, ranks)
+    written = written_by(assembler, ranks)
     decided, observed = Decided(checksums=[[] for _ in written]), [numbered({})] * ranks
     steps.run("a commit", lambda: assembler.assemble(decided, written, observed))
     return {
@@ -144,14 +149,11 @@ def measure(ranks: int, layers: int) -> dict[str, int]:
     }
 
 
-def written_by(plan: RanksPlan, ranks: int) -> list[Written]:
+def written_by(assembler: Assembler, ranks: int) -> list[Written]:
     """What each rank hands in when its chunks are written."""
-    chunk, found = digest(b""), [dict[int, bytes]() for _ in range(ranks)]
-    for job in plan.jobs:
-        found[job.place.rank][job.number] = chunk * (job.stop - job.first)
-    for _, number, assembly, _ in plan.cells:
-        found[assembly.owner.rank][number] = chunk
-    return [Written(numbered(ids), b"") for ids in found]
+    chunk = digest(b"")
+    asked = (assembler.asked(rank).tolist() for rank in range(ranks))
+    return [Written(numbered(dict.fromkeys(numbers, chunk)), b"") for numbers in asked]
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ckptstore.core.forks import cached_property
 from ckptstore.core.geometry import box_of_region
@@ -124,6 +124,16 @@ class CommitContents:
             )
             for key, tree in self.stored_trees.items()
         }
+
+    def restored_to(self, app_state: Mapping[str, Any]) -> Trees:
+        """As `trees`, but plain leaves stay one leaf each where `app_state` takes them in one
+        pass."""
+        stored = self.stored_trees
+        if not self._some_plain:
+            return stored
+        from ckptstore.restore.plain import whole_in
+
+        return self.below_all_but(whole_in(stored, app_state))
 
     def _with_values(self, tree: Tree, leaves: Sequence[int]) -> Tree:
         if not leaves:

@@ -271,8 +271,9 @@ class Snapshot:
     ) -> RestoreOperation:
         check_app_state(app_state)
         self._contents.before_write()
-        check_keys(app_state, self._trees, options)
-        own: dict[str, Tree] = self._trees
+        check_keys(app_state, self._contents.keys, options)
+        by_path = options.select is not None or options.rename is not None
+        own = self._trees if by_path else self._contents.restored_to(app_state)
         lacking: list[str] = []
         if peers or self._document.layout:
             from ckptstore.distributed.restore import RankView, own_trees
@@ -289,7 +290,8 @@ class Snapshot:
     def _sharing(self, operation: RestoreOperation) -> "Broadcast":
         from ckptstore.distributed.shared_reads import Broadcast
 
-        ids = b"".join(c.ids for tree in self._trees.values() for c in tree.contents)
+        trees = self._contents.stored_trees.values()
+        ids = b"".join(content.ids for tree in trees for content in tree.contents)
         return Broadcast(self._contents.reader, operation.reading, ids)
 
     def read(

@@ -68,7 +68,7 @@ def decide(plan: RanksPlan, reports: Sequence[Mapping[int, Report]]) -> Decided:
         leaf = plan.leaf(target)
         here = {place: reports[place.rank][number] for place in places}
         if leaf.kind == "tensor" and any(
-            holder.leaf in tree.trees[holder.rank].held for holder in leaf.holders
+            tree.trees[holder.rank].holding(holder.leaf) for holder in leaf.holders
         ):
             content = _assembled(
                 tree, leaf, {place: report.inline or b"" for place, report in here.items()}
@@ -146,7 +146,7 @@ def _assembled(tree: MergedTree, leaf: MergedLeaf, parts: Mapping[RankBox, bytes
     data = bytearray(geometry.nbytes_of(leaf.dtype, leaf.shape))
     filled: dict[Box, tuple[int, bytes]] = {}
     for place, joined in parts.items():
-        holding = tree.trees[place.rank].held.get(leaf.holders[place.holder].leaf)
+        holding = tree.trees[place.rank].holding(leaf.holders[place.holder].leaf)
         at = 0
         for box in holding.boxes if holding else (Box.whole(leaf.shape),):
             ranges = list(byte_ranges(leaf.shape, box, width))
@@ -185,13 +185,8 @@ class Assembler:
     def __init__(self, plan: RanksPlan) -> None:
         self._plan = plan
         self._finished: dict[tuple[int, frozenset[int]], Finished] = {}
-        writers = np.full(plan.chunks, -1, np.int32)
-        for job in plan.jobs:
-            writers[job.number : job.number + job.stop - job.first] = job.place.rank
-        for _, number, assembly, _ in plan.cells:
-            writers[number] = assembly.owner.rank
-        assert writers.min(initial=0) >= 0, "a chunk of the plan is nobody's"
         # Sorted once: to search all chunks for those of each rank takes seconds of each commit.
+        writers = _writers(plan)
         self._by_writer = np.argsort(writers, kind="stable")
         self._ends = np.cumsum(np.bincount(writers, minlength=len(plan.load)))
 
@@ -207,7 +202,7 @@ class Assembler:
         by_checksum: dict[bytes, bytes] = {}
         for rank, (planned, told) in enumerate(written):
             numbers, found = numbers_and_ids(planned)
-            asked = self._asked(rank)
+            asked = self.asked(rank)
             if not np.array_equal(np.sort(numbers), asked):
                 check_keys(rank, "ids of chunks", numbers.tolist(), asked.tolist())
             ids[numbers] = found
@@ -223,7 +218,7 @@ class Assembler:
             for number in range(len(self._plan.trees))
         ]
 
-    def _asked(self, rank: int) -> Any:
+    def asked(self, rank: int) -> Any:
         """The numbers of the chunks that a rank writes, in order."""
         start, stop = self._ends[rank - 1] if rank else 0, self._ends[rank]
         return self._by_writer[start:stop]
@@ -256,6 +251,26 @@ class Assembler:
                 ids = b"".join(map(by_checksum.__getitem__, items_of(checksums, CHECKSUM_BYTES)))
                 contents.append(LeafContent(inline, ids, nbytes))
         return TreeContent(tree.key, schema, contents)
+
+
+def _writers(plan: RanksPlan) -> Any:
+    """The rank that writes each chunk of the plan."""
+    writers = np.full(plan.chunks, -1, np.int16 if len(plan.load) < 1 << 15 else np.int32)
+    for tiled, alike in plan.alike.items():
+        chunks = tiled.tiling.chunks
+        each = np.full(chunks, -1, writers.dtype)
+        for place, first, stop, chunk in alike.own:
+            each[chunk : chunk + stop - first] = place.rank
+        numbers = np.array([plan.numbers[target] for target in alike.targets])
+        for number in numbers.tolist():
+            writers[number : number + chunks] = each
+        for cut in alike.cut:
+            owners = np.array([assembly.owner.rank for assembly in cut.assemblies])
+            writers[numbers + cut.chunk] = owners[cut.how]
+    for job in plan.jobs:
+        writers[job.number : job.number + job.stop - job.first] = job.place.rank
+    assert writers.min(initial=0) >= 0, "a chunk of the plan is nobody's"
+    return writers
 
 
 def layout_of(plan: RanksPlan, size: int) -> bytes:
@@ -297,13 +312,12 @@ def _tree_layout(plan: RanksPlan, number: int, tree: MergedTree) -> Iterator[tup
 
 
 def _is_whole_on_one(tree: MergedTree, leaf: MergedLeaf) -> bool:
-    return (
-        len(leaf.holders) == 1 and leaf.holders[0].leaf not in tree.trees[leaf.holders[0].rank].held
-    )
+    first = leaf.holders[0]
+    return len(leaf.holders) == 1 and tree.trees[first.rank].holding(first.leaf) is None
 
 
 def _leaf_layout(tree: MergedTree, leaf: MergedLeaf, tiled: Tiled | None) -> dict[str, Any]:
-    held = (tree.trees[rank].held.get(number) for rank, number in leaf.holders)
+    held = (tree.trees[rank].holding(number) for rank, number in leaf.holders)
     first = next((each for each in held if each is not None), None)
     boxes = tiled.boxes if tiled else ()
     return {

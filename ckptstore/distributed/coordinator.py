@@ -11,7 +11,7 @@ from typing import Any
 from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.transaction import Destination, Receipt, Transaction, logical_bytes
 from ckptstore.core.ids import SessionId
-from ckptstore.core.model import Cast, Schema
+from ckptstore.core.model import Cast
 from ckptstore.core.options import Ranks
 from ckptstore.core.process import uncollected
 from ckptstore.distributed.assemble import (
@@ -22,7 +22,7 @@ from ckptstore.distributed.assemble import (
     decide,
     layout_of,
 )
-from ckptstore.distributed.merge import RankTree, decode_description, merge
+from ckptstore.distributed.merge import Described, RankTree, decode_description, merge
 from ckptstore.distributed.plan import RanksPlan, plan_ranks
 from ckptstore.distributed.rank_worker import encode_tasks
 from ckptstore.errors import Conflict
@@ -92,7 +92,7 @@ class Coordinator:
         """Make a new plan. `full` are the ranks' descriptions; an empty one means that the last
         plan's still holds.
         """
-        known: dict[bytes, Schema] = {}
+        known = Described()
         descriptions = self._descriptions
         if digests != self._described:
             descriptions = [decode_description(each, known) for each in full]

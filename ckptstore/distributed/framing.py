@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptstore import errors
 from ckptstore.core.ids import CHUNK_ID_BYTES
@@ -55,21 +56,37 @@ def tuples(said: Any) -> Any:
     return tuple(map(tuples, said)) if isinstance(said, list) else said
 
 
-def table(numbers: Sequence[int]) -> bytes:
+def table(numbers: Sequence[int] | NDArray[Any]) -> bytes:
     """Rows of numbers, one after the other, for a message: much shorter and faster than as text."""
-    wide = np.array(numbers, "<i8")
-    narrow = wide.astype("<i4")
-    return _NARROW + narrow.tobytes() if np.array_equal(narrow, wide) else _WIDE + wide.tobytes()
+    wide = np.asarray(numbers, "<i8")
+    for width in _WIDTHS[:-1]:
+        narrow = wide.astype(f"<i{width}")
+        if np.array_equal(narrow, wide):
+            return b"%d" % width + narrow.tobytes()
+    return b"8" + wide.tobytes()
+
+
+def columns_of(data: bytes, width: int) -> NDArray[np.int64]:
+    """The columns of a `table` whose rows have `width` numbers each; raises `ValueError` for a part
+    of a row."""
+    if (each := int(data[:1] or b"0")) not in _WIDTHS:
+        raise ValueError(f"numbers of {each} bytes")
+    return np.frombuffer(data, f"<i{each}", offset=1).reshape(-1, width).T.astype(np.int64)
 
 
 def rows_of(data: bytes, width: int) -> list[list[int]]:
     """The rows of a `table`, of `width` numbers each; raises `ValueError` for a part of a row."""
-    numbers = np.frombuffer(data, "<i4" if data[:1] == _NARROW else "<i8", offset=1)
-    rows: list[list[int]] = numbers.reshape(-1, width).tolist()
+    rows: list[list[int]] = columns_of(data, width).T.tolist()
     return rows
 
 
-_NARROW, _WIDE = b"4", b"8"
+def numbers_of(data: bytes) -> list[int]:
+    """The numbers of a `table`."""
+    numbers: list[int] = columns_of(data, 1)[0].tolist()
+    return numbers
+
+
+_WIDTHS = 2, 4, 8
 
 
 def damaged(why: object) -> Corrupt:

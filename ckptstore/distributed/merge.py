@@ -10,13 +10,15 @@ number. Leaves with different content, and leaves known to belong to one rank, b
 later (`finish`).
 """
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias, get_args, overload
 
 from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Box, LeafKind, Node, Schema, Shape, leaves_of
-from ckptstore.distributed.framing import damaged, pack, tuples, unpack
+from ckptstore.distributed.framing import damaged, numbers_of, pack, table, tuples, unpack
 from ckptstore.errors import Conflict
 from ckptstore.objects.schema import LastSchemas, decode_schema
 from ckptstore.state.leaf_sources import (
@@ -32,19 +34,85 @@ from ckptstore.state.leaf_sources import (
 )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Ways:
+    """How a rank holds the leaves of a tree: `held` has for each the number of the holding, -1 for
+    none, and `marks` what is known of it. Ranks that hold leaves alike share one object; what they
+    hold of them differs.
+
+    Leaves of one number in `codes`, also of other keys of a rank, are held and marked alike.
+    """
+
+    held: Sequence[int]
+    marks: Mapping[int, Mark]
+    codes: Sequence[int]
+
+
 @dataclass(frozen=True, slots=True)
 class RankTree:
-    """One key of the state on one rank. A leaf in neither `held` nor `marks` is held whole.
-
-    Leaves of one number in `ways`, also of other keys of the rank, are held and marked alike.
-    """
+    """One key of the state on one rank. A leaf that is neither held by one of `holdings` nor marked
+    is held whole."""
 
     key: str
     schema: Schema
     schema_bytes: bytes
-    held: Mapping[int, Holding]
-    marks: Mapping[int, Mark]
-    ways: Sequence[int]
+    ways: Ways
+    holdings: Sequence[Holding]
+
+    @property
+    def marks(self) -> Mapping[int, Mark]:
+        return self.ways.marks
+
+    @property
+    def held(self) -> dict[int, Holding]:
+        """The holdings of all leaves that ranks divide, by number."""
+        return {i: self.holdings[n] for i, n in enumerate(self.ways.held) if n >= 0}
+
+    def holding(self, leaf: int) -> Holding | None:
+        """How this rank holds a leaf that ranks divide; None of any other."""
+        number = self.ways.held[leaf]
+        return None if number < 0 else self.holdings[number]
+
+
+@dataclass(slots=True)
+class Described:
+    """What descriptions share: the parts of those that were decoded, by their bytes. A part of
+    thousands of ranks is decoded once."""
+
+    schemas: dict[bytes, Schema] = field(default_factory=dict)
+    meshes: dict[Any, Mesh] = field(default_factory=dict)
+    ways: dict[tuple[bytes, bytes], Ways] = field(default_factory=dict)
+
+    def schema(self, data: bytes) -> Schema:
+        if data not in self.schemas:
+            self.schemas[data] = decode_schema(zlib.decompress(data))
+        return self.schemas[data]
+
+    def mesh(self, encoded: Any) -> Mesh:
+        """One object for equal meshes, since those of many ranks are slow to compare."""
+        if encoded not in self.meshes:
+            shape, ranks = encoded
+            row = range(*ranks) if isinstance(ranks, tuple) else numbers_of(ranks)
+            self.meshes[encoded] = Mesh(shape, tuple(row))
+        return self.meshes[encoded]
+
+    def ways_of(self, held: bytes, marks: bytes) -> Ways:
+        if (held, marks) not in self.ways:
+            numbers = numbers_of(held)
+            marked = numbers_of(marks) or [-1] * len(numbers)
+            names = {i: _MARKS[n] for i, n in enumerate(marked) if n >= 0}
+            codes = [n * (len(_MARKS) + 1) + marked[i] for i, n in enumerate(numbers)]
+            self.ways[held, marks] = Ways(numbers, names, codes)
+        return self.ways[held, marks]
+
+    def forget(self, kept: Sequence[RankTree]) -> None:
+        """Keep the parts of these trees only."""
+        schemas = {tree.schema_bytes for tree in kept}
+        self.schemas = {data: each for data, each in self.schemas.items() if data in schemas}
+        self.meshes, self.ways = {}, {}
+
+
+_MARKS: tuple[Mark, ...] = get_args(Mark)
 
 
 def encode_description(flats: Mapping[str, FlatState], schemas: LastSchemas) -> bytes:
@@ -58,52 +126,56 @@ def encode_description(flats: Mapping[str, FlatState], schemas: LastSchemas) -> 
             if holding not in known:
                 known[holding] = holdings.setdefault(holding, len(holdings))
             held[leaf] = known[holding]
-        trees.append([key, held, list(flat.marks.items()), schemas.encode(key, flat.schema)])
+        schema = _compressed(schemas.encode(key, flat.schema))
+        trees.append([key, table(held), _encode_marks(flat), schema])
     # Layers repeat, so most leaves share their holding with others.
     distinct = [
         [meshes.setdefault(mesh, len(meshes)), names, boxes] for mesh, names, boxes in holdings
     ]
-    return pack({"meshes": list(meshes), "holdings": distinct, "trees": trees})
+    meshed = [mesh and _encode_mesh(mesh) for mesh in meshes]
+    return pack({"meshes": meshed, "holdings": distinct, "trees": trees})
 
 
-def decode_description(data: bytes, schemas: dict[bytes, Schema]) -> list[RankTree]:
-    """The inverse of `encode_description`. `schemas` caches schemas by their bytes. Raises
-    `Corrupt`.
-    """
+@lru_cache(64)
+def _compressed(schema: bytes) -> bytes:
+    """A schema for a message: rank 0 gets one of each rank."""
+    return zlib.compress(schema, 1)
+
+
+def _encode_marks(flat: FlatState) -> bytes:
+    marked = [-1] * len(flat.schema) if flat.marks else []
+    for leaf, mark in flat.marks.items():
+        marked[leaf] = _MARKS.index(mark)
+    return table(marked)
+
+
+def _encode_mesh(mesh: Mesh) -> list[Any]:
+    """The shape, and the ranks: as the arguments of a range, where they are one."""
+    ranks = mesh.ranks
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    row = range(ranks[0], ranks[0] + step * len(ranks), step) if ranks else range(0)
+    return [mesh.shape, [row.start, row.stop, row.step] if ranks == tuple(row) else table(ranks)]
+
+
+def decode_description(data: bytes, known: Described) -> list[RankTree]:
+    """The inverse of `encode_description`; `known` has what earlier ones share with it. Raises
+    `Corrupt`."""
     head = unpack(data)
     try:
-        meshes = [mesh and Mesh(*tuples(mesh)) for mesh in head["meshes"]]
-        holdings = [
+        meshes = [mesh and known.mesh(tuples(mesh)) for mesh in head["meshes"]]
+        holdings = tuple(
             Holding(meshes[mesh], tuple(names), tuple(Box(*box) for box in tuples(boxes)))
             for mesh, names, boxes in head["holdings"]
-        ]
-        return [
-            RankTree(
-                key,
-                _schema(schema, schemas),
-                schema,
-                {i: holdings[n] for i, n in enumerate(held) if n >= 0},
-                dict(marks),
-                _ways(held, dict(marks), len(holdings)),
-            )
-            for key, held, marks, schema in head["trees"]
-        ]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        )
+        trees = []
+        for key, held, marks, schema_bytes in head["trees"]:
+            schema, ways = known.schema(schema_bytes), known.ways_of(held, marks)
+            if len(ways.held) != len(schema) or max(ways.held, default=-1) >= len(holdings):
+                raise ValueError(f"{len(ways.held)} leaves in place of {len(schema)}")
+            trees.append(RankTree(key, schema, schema_bytes, ways, holdings))
+        return trees
+    except (KeyError, TypeError, ValueError, IndexError, zlib.error) as error:
         raise damaged(f"the description of its state: {error!r}") from error
-
-
-def _ways(held: Sequence[int], marks: Mapping[int, Mark], holdings: int) -> Sequence[int]:
-    """`RankTree.ways` of leaves with holding number `held` each, -1 for none."""
-    if not marks:
-        return held
-    numbers = {mark: number for number, mark in enumerate((None, *get_args(Mark)))}
-    return [n + (holdings + 1) * numbers[marks.get(i)] for i, n in enumerate(held)]
-
-
-def _schema(data: bytes, known: dict[bytes, Schema]) -> Schema:
-    if data not in known:
-        known[data] = decode_schema(data)
-    return known[data]
 
 
 OF_RANKS = "ranks"
@@ -233,14 +305,13 @@ def _divide(
 def _merge_key(key: str, trees: dict[int, RankTree]) -> MergedTree:
     first = next(iter(trees.values()))
     if all(tree.schema_bytes == first.schema_bytes for tree in trees.values()):
-        merged = _same(key, first.schema, trees)
-    else:
-        merged = MergedTree(key, 0, [], trees)
-        merged.skeleton = _Merger(merged, trees).merge(
-            [(rank, tree.schema.skeleton) for rank, tree in trees.items()]
-        )
-        for leaf, path in paths_of_leaves(merged.skeleton, segment(key)):
-            merged.leaves[leaf].path = path
+        return _same(key, first.schema, trees)
+    merged = MergedTree(key, 0, [], trees)
+    merged.skeleton = _Merger(merged, trees).merge(
+        [(rank, tree.schema.skeleton) for rank, tree in trees.items()]
+    )
+    for leaf, path in paths_of_leaves(merged.skeleton, segment(key)):
+        merged.leaves[leaf].path = path
     _join_aliases(merged)
     return merged
 
@@ -257,6 +328,9 @@ def _same(key: str, schema: Schema, trees: dict[int, RankTree]) -> MergedTree:
         )
         for i in range(len(schema))
     ]
+    for i, alias in enumerate(schema.aliases):
+        if 0 <= alias < i and any(_has_elements(tree, i) for tree in trees.values()):
+            leaves[i].alias = alias
     return MergedTree(key, schema.skeleton, leaves, trees)
 
 
@@ -350,7 +424,8 @@ class _Merger:
 def _is_part(tree: RankTree, leaf: int) -> bool:
     """Whether a rank holds less of a leaf than all of it."""
     whole = Box.whole(tree.schema.shapes[leaf])
-    return leaf in tree.held and tree.held[leaf].boxes != (whole,)
+    holding = tree.holding(leaf)
+    return holding is not None and holding.boxes != (whole,)
 
 
 def _join_aliases(tree: MergedTree) -> None:
@@ -387,7 +462,8 @@ def _same_ranks(a: MergedLeaf, b: MergedLeaf) -> bool:
 
 
 def _has_elements(tree: RankTree, leaf: int) -> bool:
-    return leaf not in tree.held or bool(tree.held[leaf].boxes)
+    holding = tree.holding(leaf)
+    return holding is None or bool(holding.boxes)
 
 
 def _hashable(key: Any) -> Any:

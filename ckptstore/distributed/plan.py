@@ -5,8 +5,8 @@ A leaf that ranks divide, or whose replicas are known, is planned at once: one r
 chunk, and load is balanced by bytes. A leaf whose replication is unknown is *reported* first
 (`decide`): each rank reports its content, and equal content becomes one leaf.
 
-Leaves with equal holdings, as in the layers of a model, share their plan. Only the load decides
-leaf by leaf.
+Leaves with equal holdings, as in the layers of a model, share their plan (`Alike`): nothing is kept
+for each rank and each leaf. Only the load decides leaf by leaf.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,11 +20,13 @@ from numpy.typing import NDArray
 
 from ckptstore.core import geometry
 from ckptstore.core.geometry import Grid, byte_ranges, grid, within
+from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import INLINE_BYTES, Box
 from ckptstore.core.tiling import Cell, Span, Tiling, misfit, tile
-from ckptstore.distributed.merge import Holder, MergedLeaf, MergedTree, SameHolders
+from ckptstore.distributed.merge import Holder, MergedLeaf, MergedTree, SameHolders, Ways
 from ckptstore.errors import Conflict
 from ckptstore.repository.memory_budget import WINDOW_BYTES
+from ckptstore.state.leaf_sources import Holding
 
 # A model repeats its shapes, so tilings are cached.
 _grid, _tile_boxes, _misfit = (
@@ -95,13 +97,25 @@ class ChunkAssembly:
         return found
 
 
-class CellJob(NamedTuple):
-    """Chunk `number` of the plan, which is assembled in window `window` of the exchange."""
+class Share(NamedTuple):
+    """Cells `first:stop` of a box in place: of a leaf, those are its chunks from `chunk` on."""
 
-    target: Target
-    number: int
-    assembly: ChunkAssembly
-    window: int
+    place: RankBox
+    first: int
+    stop: int
+    chunk: int
+
+
+@dataclass(slots=True)
+class CutChunk:
+    """Chunk `chunk` of each of some leaves with equal holdings, which box edges cut. For the leaf
+    number `i` of these, it is assembled as `assemblies[how[i]]` says, in window `windows[i]` of the
+    exchange."""
+
+    chunk: int
+    assemblies: list[ChunkAssembly] = field(default_factory=list)
+    how: list[int] = field(default_factory=list)
+    windows: list[int] = field(default_factory=list)
 
 
 class HeldBox(NamedTuple):
@@ -131,34 +145,49 @@ class Tiled:
 
 
 @dataclass(slots=True)
+class Alike:
+    """Leaves with equal holdings, `targets`, and what is planned for each of them: who writes what
+    one rank has alone, the chunks that box edges cut, boxes that are on several ranks, of which a
+    sample is compared (`shared`), or all (`replicas`)."""
+
+    tiled: Tiled
+    targets: list[Target] = field(default_factory=list)
+    own: list[Share] = field(default_factory=list)
+    cut: list[CutChunk] = field(default_factory=list)
+    shared: list[Share] = field(default_factory=list)
+    replicas: list[Share] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class RanksPlan:
     """The coordinator's plan. Every rank that holds a `reported` leaf reports it.
 
-    The chunks of all `tiled` leaves are numbered: those of a leaf from `numbers` on. Boxes of
-    `shared` are on several ranks: a sample of them is compared, all those of `replicas` are.
+    The chunks of all leaves in `alike` are numbered: those of a leaf from `numbers` on. What the
+    load decides leaf by leaf is in `jobs`.
 
-    A leaf in neither `tiled` nor `reported` has no content: it is an alias, or a tensor without
+    A leaf in neither `alike` nor `reported` has no content: it is an alias, or a tensor without
     elements.
     """
 
     trees: list[MergedTree]
+    alike: dict[Tiled, Alike] = field(default_factory=dict)
     tiled: dict[Target, Tiled] = field(default_factory=dict)
     numbers: dict[Target, int] = field(default_factory=dict)
     chunks: int = 0
     reported: dict[Target, tuple[RankBox, ...]] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
-    cells: list[CellJob] = field(default_factory=list)
-    shared: list[Job] = field(default_factory=list)
-    replicas: list[Job] = field(default_factory=list)
     load: list[int] = field(default_factory=list)
 
     def leaf(self, target: Target) -> MergedLeaf:
         return self.trees[target.tree].leaves[target.leaf]
 
-    def tile(self, target: Target, tiled: Tiled) -> None:
-        """Plan the chunks of a leaf."""
+    def tile(self, target: Target, tiled: Tiled) -> Alike:
+        """Plan the chunks of a leaf; returns the leaves with equal holdings."""
         self.tiled[target], self.numbers[target] = tiled, self.chunks
         self.chunks += tiled.tiling.chunks
+        alike = self.alike.setdefault(tiled, Alike(tiled))
+        alike.targets.append(target)
+        return alike
 
 
 def plan_ranks(
@@ -175,7 +204,7 @@ def plan_ranks(
     Raises `Conflict`, naming path and ranks, if boxes do not tile a leaf exactly once, or meshes
     divide it differently.
     """
-    plan = RanksPlan(list(trees), load=[0] * size)
+    plan = RanksPlan(list(trees))
     alike: dict[object, Tiled | tuple[RankBox, ...] | None] = {}
     for t, tree in enumerate(trees):
         for i, (leaf, ways) in enumerate(zip(tree.leaves, _ways(tree), strict=True)):
@@ -188,7 +217,7 @@ def plan_ranks(
                     plan.tile(target, found)
                 elif found is not None:
                     plan.reported[target] = found
-    _assign(plan, chunk_bytes, window_bytes)
+    plan.load = _assign(plan, size, chunk_bytes, window_bytes)
     return plan
 
 
@@ -202,17 +231,18 @@ def _ways(tree: MergedTree) -> Iterator[object]:
     repeats its layers.
     """
     ranks = tuple(tree.trees)
-    same: NDArray[np.int64] | None = None
+    known = IdentityDict[Ways, int]()
+    of_ranks = {rank: known.setdefault(own.ways, len(known)) for rank, own in tree.trees.items()}
+    distinct = [ways.codes for ways, _ in known.items()]
+    same = ranks, np.array([*of_ranks.values()] if len(distinct) > 1 else []).tobytes()
     for leaf in tree.leaves:
         if isinstance(leaf.holders, SameHolders) and leaf.holders.ranks == ranks:
-            if same is None:
-                same = np.array([own.ways for own in tree.trees.values()]).T.copy()
-            yield ranks, same[leaf.holders.leaf].tobytes()
+            yield same, tuple([codes[leaf.holders.leaf] for codes in distinct])
         else:
             held = leaf.holders
             yield (
                 tuple(rank for rank, _ in held),
-                np.array([tree.trees[rank].ways[number] for rank, number in held]).tobytes(),
+                np.array([tree.trees[rank].ways.codes[number] for rank, number in held]).tobytes(),
             )
 
 
@@ -222,7 +252,7 @@ def _placed(
     """The plan for the chunks of a leaf, or the places that report it, or None for a tensor without
     elements.
     """
-    divided = any(holder.leaf in tree.trees[holder.rank].held for holder in leaf.holders)
+    divided = any(tree.trees[rank].holding(number) for rank, number in leaf.holders)
     marks = {tree.trees[holder.rank].marks.get(holder.leaf) for holder in leaf.holders}
     holders = leaf.holders
     if marks == {"lead"}:
@@ -255,31 +285,37 @@ def _boxes(tree: MergedTree, leaf: MergedLeaf) -> dict[object, dict[Box, list[Ra
     of its own.
     """
     by_mesh: dict[object, dict[Box, list[RankBox]]] = {}
-    whole = Box.whole(leaf.shape)
+    whole = Holding(None, (), (Box.whole(leaf.shape),))
+    numbers: dict[object, int] = {}
+    known = IdentityDict[object, int]()  # a mesh of many ranks is slow to hash
     for i, (rank, number) in enumerate(leaf.holders):
-        held = tree.trees[rank].held.get(number)
-        boxes = (whole,) if held is None else held.boxes
+        held = tree.trees[rank].holding(number)
         mesh = "whole" if held is None else held.mesh
-        for part, box in enumerate(boxes):
-            by_mesh.setdefault(mesh, {}).setdefault(box, []).append(RankBox(rank, part, i))
-    return by_mesh
+        if mesh not in known:
+            known[mesh] = numbers.setdefault(mesh, len(numbers))
+        boxes = by_mesh.setdefault(known[mesh], {})
+        for part, box in enumerate((held or whole).boxes):
+            boxes.setdefault(box, []).append(RankBox(rank, part, i))
+    return {mesh: boxes for mesh, boxes in by_mesh.items() if boxes}
 
 
 def _check_tiles(
     leaf: MergedLeaf, by_mesh: Mapping[object, Mapping[Box, Sequence[RankBox]]], *, numbered: bool
 ) -> None:
-    groups = " and ".join(f"ranks {_ranks(boxes.values())}" for boxes in by_mesh.values())
+    def groups() -> str:
+        return " and ".join(f"ranks {_ranks(boxes.values())}" for boxes in by_mesh.values())
+
     if numbered and len(by_mesh) > 1:
         # Also if the bytes are equal: at step 0 all optimizer moments are.
         raise Conflict(
             f"{leaf.path} is named by a number that several meshes give to parameters of theirs: "
-            f"{groups}. Put the modules whose "
+            f"{groups()}. Put the modules whose "
             "parameters the optimizer has into the application state: then its state is named as "
             "they are"
         )
     if len({tuple(sorted(boxes)) for boxes in by_mesh.values()}) > 1:
         raise Conflict(
-            f"{leaf.path} is divided by several meshes in different ways: {groups}. "
+            f"{leaf.path} is divided by several meshes in different ways: {groups()}. "
             "If these are different tensors (pipeline stages, say), give them different paths: "
             "key optimizer state by parameter name, "
             f"or name the stage in the application state's key"
@@ -319,26 +355,14 @@ def _tiled(
     return Tiled(tuple(boxes), tiling, nbytes_of(leaf))
 
 
-class _Span(NamedTuple):
-    """A span of the chunks of leaves with equal holdings, of `raw_bytes`: the box that they lie in,
-    and that box's grid."""
+class _Spread(NamedTuple):
+    """A span of the chunks of leaves with equal holdings that several ranks have: `ranks` are those
+    of its holders."""
 
     span: Span
     held: HeldBox
     grid: Grid
-    raw_bytes: int
-
-    def job(self, target: Target, start: int, place: RankBox, first: int, stop: int) -> Job:
-        """Cells `first:stop` of a leaf whose chunks have numbers from `start` on, for the rank at
-        `place`."""
-        return Job(target, place, first, stop, start + self.span.chunk + first - self.span.first)
-
-
-def _spans(plan: RanksPlan, target: Target, tiled: Tiled, chunk_bytes: int) -> Iterator[_Span]:
-    for span in tiled.tiling.spans:
-        held = tiled.boxes[span.box]
-        cells = _cells(plan, target, held.box, chunk_bytes)
-        yield _Span(span, held, cells, _between(cells, span.first, span.stop))
+    ranks: NDArray[np.int64]
 
 
 def _between(cells: Grid, first: int, stop: int) -> int:
@@ -346,47 +370,63 @@ def _between(cells: Grid, first: int, stop: int) -> int:
     return cells.span(stop - 1)[1] - cells.span(first)[0]
 
 
-def _assign(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
+def _assign(plan: RanksPlan, size: int, chunk_bytes: int, window_bytes: int) -> list[int]:
     """Assign the chunks of all tiled leaves to ranks: chunks of one holder first, then shared ones,
-    large leaves first.
+    large leaves first. Returns the load of each rank.
     """
-    spans: dict[Tiled, list[_Span]] = {}
-    several: list[tuple[Target, _Span]] = []
-    for target, tiled in plan.tiled.items():
-        if tiled not in spans:
-            spans[tiled] = list(_spans(plan, target, tiled, chunk_bytes))
-        start = plan.numbers[target]
-        for each in spans[tiled]:
-            _, first, stop, _ = each.span
-            if len(each.held.holders) == 1:
-                (place,) = each.held.holders
-                plan.jobs.append(each.job(target, start, place, first, stop))
-                plan.load[place.rank] += each.raw_bytes
-            else:
-                several.append((target, each))
-            for place in each.held.replicas:
-                plan.replicas.append(each.job(target, start, place, first, stop))
-    _assign_cells(plan, chunk_bytes, window_bytes)
-    for target, each in sorted(several, key=lambda found: -nbytes_of(plan.leaf(found[0]))):
-        _spread(plan, target, each)
-    plan.jobs.sort(key=lambda job: job.number)
+    load = np.zeros(size, np.int64)
+    spread: list[tuple[int, int, Target, _Spread]] = []
+    for tiled, alike in plan.alike.items():
+        for span in tiled.tiling.spans:
+            found = _share(plan, alike, span, chunk_bytes, load)
+            spread += [
+                (-tiled.raw_bytes, plan.numbers[target], target, found)
+                for target in (alike.targets if found else ())
+                if found
+            ]
+    _assign_cut(plan, chunk_bytes, window_bytes, load)
+    for _, number, target, found in sorted(spread, key=lambda each: each[:2]):
+        _spread(plan, target, number, found, load)
+    loads: list[int] = load.tolist()
+    return loads
 
 
-def _spread(plan: RanksPlan, target: Target, found: _Span) -> None:
+def _share(
+    plan: RanksPlan, alike: Alike, span: Span, chunk_bytes: int, load: NDArray[np.int64]
+) -> _Spread | None:
+    """Plan a span of leaves with equal holdings; returns it if its writers are still to be
+    found."""
+    held = alike.tiled.boxes[span.box]
+    cells = _cells(plan, alike.targets[0], held.box, chunk_bytes)
+    alike.replicas += [Share(place, span.first, span.stop, span.chunk) for place in held.replicas]
+    shares = [Share(place, span.first, span.stop, span.chunk) for place in held.holders]
+    if len(shares) > 1:
+        alike.shared += shares
+        return _Spread(span, held, cells, np.array([place.rank for place in held.holders]))
+    alike.own += shares
+    load[held.holders[0].rank] += _between(cells, span.first, span.stop) * len(alike.targets)
+    return None
+
+
+def _spread(
+    plan: RanksPlan, target: Target, number: int, found: _Spread, load: NDArray[np.int64]
+) -> None:
     """Divide a span among its holders, each part to the least loaded rank."""
-    _, first, stop, _ = found.span
-    holders, numbered = found.held.holders, plan.numbers[target]
+    _, first, stop, chunk = found.span
+    holders = found.held.holders
     step = -(-(stop - first) // len(holders))
-    loads = [(plan.load[place.rank], number) for number, place in enumerate(holders)]
-    heapify(loads)
+    loads = load[found.ranks]
+    # No other holders can become the least loaded.
+    some = np.argsort(loads, kind="stable")[: -(-(stop - first) // step)]
+    heap = [(int(loads[i]), int(i)) for i in some]
+    heapify(heap)
     for start in range(first, stop, step):
         end = min(start + step, stop)
-        load, number = loads[0]
-        place, load = holders[number], load + _between(found.grid, start, end)
-        plan.jobs.append(found.job(target, numbered, place, start, end))
-        plan.load[place.rank] = load
-        heapreplace(loads, (load, number))
-    plan.shared.extend(found.job(target, numbered, place, first, stop) for place in holders)
+        taken, i = heap[0]
+        taken += _between(found.grid, start, end)
+        plan.jobs.append(Job(target, holders[i], start, end, number + chunk + start - first))
+        load[holders[i].rank] = taken
+        heapreplace(heap, (taken, i))
 
 
 class _CutCell:
@@ -397,7 +437,7 @@ class _CutCell:
     def __init__(
         self, tiled: Tiled, cell: Cell, width: int, whole: Grid, grids: Sequence[Grid]
     ) -> None:
-        self.chunk = cell.chunk
+        self.planned = CutChunk(cell.chunk)
         self._pieces = []
         for box, part in cell.fragments:
             holders = tiled.boxes[box].holders
@@ -408,15 +448,23 @@ class _CutCell:
         self.able = [
             place for places, piece in self._pieces if piece.nbytes == most for place in places
         ]
-        self._assemblies: dict[RankBox, ChunkAssembly] = {}
+        self.ranks = np.array([place.rank for place in self.able])
+        self._alone: tuple[Piece, ...] = ()
+        if all(len(places) == 1 for places, _ in self._pieces):
+            self._alone = tuple(piece for _, piece in self._pieces)
+        self._known: dict[int, tuple[int, int]] = {}
 
-    def assembly(self, owner: RankBox) -> ChunkAssembly:
-        if owner not in self._assemblies:
-            pieces = tuple(
+    def assemble(self, able: int) -> tuple[int, int]:
+        """The number of the assembly by `able[able]`, and the bytes that others send for it."""
+        if able not in self._known:
+            owner = self.able[able]
+            pieces = self._alone or tuple(
                 piece._replace(place=_nearest(places, owner.rank)) for places, piece in self._pieces
             )
-            self._assemblies[owner] = ChunkAssembly(owner, pieces)
-        return self._assemblies[owner]
+            own = sum(piece.nbytes for piece in pieces if piece.place.rank == owner.rank)
+            self._known[able] = len(self.planned.assemblies), self.nbytes - own
+            self.planned.assemblies.append(ChunkAssembly(owner, pieces))
+        return self._known[able]
 
 
 def _piece(place: RankBox, whole: Grid, cell: Cell, held: Grid, number: int, width: int) -> Piece:
@@ -429,7 +477,10 @@ def _piece(place: RankBox, whole: Grid, cell: Cell, held: Grid, number: int, wid
     return Piece(place, start, stop, tuple(ranges))
 
 
-def _assign_cells(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
+def _assign_cut(
+    plan: RanksPlan, chunk_bytes: int, window_bytes: int, load: NDArray[np.int64]
+) -> None:
+    """Assign each chunk that box edges cut to the least loaded of the ranks with the most of it."""
     on_the_way = window = 0
     cut: dict[Tiled, list[_CutCell]] = {}
     for target, tiled in plan.tiled.items():
@@ -438,16 +489,16 @@ def _assign_cells(plan: RanksPlan, chunk_bytes: int, window_bytes: int) -> None:
             whole = _cells(plan, target, None, chunk_bytes)
             width = geometry.width_of(plan.leaf(target).dtype)
             cut[tiled] = [_CutCell(tiled, cell, width, whole, grids) for cell in tiled.tiling.cells]
+            plan.alike[tiled].cut = [cell.planned for cell in cut[tiled]]
         for cell in cut.get(tiled, ()):
-            assembly = cell.assembly(min(cell.able, key=lambda place: plan.load[place.rank]))
-            owner = assembly.owner.rank
-            moved = sum(piece.nbytes for piece in assembly.pieces if piece.place.rank != owner)
+            able = int(load[cell.ranks].argmin())
+            how, moved = cell.assemble(able)
             if on_the_way + moved > window_bytes:
                 window, on_the_way = window + 1, 0
             on_the_way += moved
-            plan.load[owner] += cell.nbytes
-            number = plan.numbers[target] + cell.chunk
-            plan.cells.append(CellJob(target, number, assembly, window))
+            load[cell.ranks[able]] += cell.nbytes
+            cell.planned.how.append(how)
+            cell.planned.windows.append(window)
 
 
 def _nearest(places: Sequence[RankBox], rank: int) -> RankBox:

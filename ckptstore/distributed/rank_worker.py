@@ -11,7 +11,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
 
 from ckptstore.commit.hints import DedupHints
 from ckptstore.commit.plan import CommitPlan, Extent, extent_of_bytes, plan_chunks
@@ -19,14 +22,23 @@ from ckptstore.commit.predecessors import Predecessors
 from ckptstore.commit.transaction import Transaction
 from ckptstore.commit.write import hash_chunks
 from ckptstore.core import geometry
+from ckptstore.core.identity import IdentityDict
 from ckptstore.core.ids import CHECKSUM_BYTES, SessionId, checksum, digest
 from ckptstore.core.model import INLINE_BYTES, Box
 from ckptstore.core.process import uncollected
 from ckptstore.distributed.assemble import Report, Written
 from ckptstore.distributed.collective import Collective, DeferredErrors, RankBytes
-from ckptstore.distributed.framing import damaged, numbered, pack, rows_of, table, unpack
+from ckptstore.distributed.framing import (
+    damaged,
+    numbered,
+    numbers_of,
+    pack,
+    rows_of,
+    table,
+    unpack,
+)
 from ckptstore.distributed.merge import SameHolders
-from ckptstore.distributed.plan import ChunkAssembly, Piece, RankBox, RanksPlan, Target
+from ckptstore.distributed.plan import ChunkAssembly, CutChunk, Piece, RankBox, RanksPlan, Target
 from ckptstore.errors import Conflict
 from ckptstore.repository.dedup import ChunkTable
 from ckptstore.repository.memory_budget import RankRoom
@@ -98,77 +110,235 @@ class RankTask:
 
 _PIECE = struct.Struct("<QQQ")
 
+_ROWS = {"own": 5, "shared": 5, "replicas": 5, "jobs": 6, "reports": 2}
+"""The columns of each table: a slot of leaves or key and leaf, and what is done there."""
+
 
 def encode_tasks(
     plan: RanksPlan, keys: Sequence[Sequence[str]], *, trust_replicated: bool
 ) -> list[bytes]:
     """The task of every rank; `keys` are each rank's keys in order.
 
-    It is tables of numbers: `cells` are a window, the number of the chunk, key and leaf, and the
-    number of the assembly in which the rank takes part. The owner of an assembly is told all its
-    pieces, another rank its own: otherwise tasks would grow with the square of the ranks.
+    It names leaves with equal holdings once, in a part that all ranks share which number these
+    leaves alike (`_Leaves`), and then what the rank does with each of them. The owner of a cut
+    chunk is told all its pieces, another rank its own: otherwise tasks would grow with the square
+    of the ranks.
     """
-    trees = [
-        [own.index(tree.key) if tree.key in own else -1 for tree in plan.trees] for own in keys
-    ]
-    names = "jobs", "shared", "replicas", "reports", "assemblies", "cells"
-    tasks: list[dict[str, list[Any]]] = [{name: [] for name in names} for _ in keys]
-
-    def ref(target: Target, place: RankBox) -> list[int]:
-        found = plan.leaf(target).holders
-        leaf = found.leaf if isinstance(found, SameHolders) else found[place.holder].leaf
-        return [trees[place.rank][target.tree], leaf, place.part]
-
-    compared = [("shared" if trust_replicated else "replicas", plan.shared)]
-    for name, jobs in (("jobs", plan.jobs), *compared, ("replicas", plan.replicas)):
-        for target, place, *cells in jobs:
-            tasks[place.rank][name] += (*ref(target, place), *cells)
-    roles: dict[ChunkAssembly, dict[int, tuple[RankBox, int]]] = {}
-    for target, number, assembly, window in plan.cells:
-        if assembly not in roles:
-            roles[assembly] = {}
-            for rank, pieces in assembly.by_rank().items():
-                roles[assembly][rank] = pieces[-1].place, len(tasks[rank]["assemblies"])
-                needed = assembly.pieces if rank == assembly.owner.rank else pieces
-                tasks[rank]["assemblies"].append((assembly.owner, needed))
-        for rank, (place, how) in roles[assembly].items():
-            tasks[rank]["cells"] += (window, number, *ref(target, place)[:2], how)
-    for number, (target, places) in enumerate(plan.reported.items()):
+    leaves = _Leaves(plan, keys)
+    tasks = [_Task() for _ in keys]
+    for number, alike in enumerate(plan.alike.values()):
+        shared = [] if trust_replicated else alike.shared
+        kept = alike.shared if trust_replicated else []
+        for name, shares in (
+            ("own", alike.own),
+            ("shared", kept),
+            ("replicas", [*shared, *alike.replicas]),
+        ):
+            for place, *cells in shares:
+                slot = leaves.slot(number, place)
+                tasks[place.rank].rows[name] += (slot, place.part, *cells)
+        for cut in alike.cut:
+            for place, told in _told(cut):
+                tasks[place.rank].cut.append([leaves.slot(number, place), cut.chunk, *told])
+    for target, place, *cells in plan.jobs:
+        tasks[place.rank].rows["jobs"] += (*leaves.ref(target, place), place.part, *cells)
+    for number, places in leaves.reported:
         for place in places:
-            tasks[place.rank]["reports"] += (number, *ref(target, place))
+            tasks[place.rank].rows["reports"] += (leaves.slot(number, place), place.part)
     return [
-        pack(
-            {name: found if name == "assemblies" else table(found) for name, found in task.items()}
-        )
-        for task in tasks
+        pack({"leaves": leaves.of(rank), "cut": task.cut} | task.tables())
+        for rank, task in enumerate(tasks)
     ]
+
+
+@dataclass(slots=True)
+class _Task:
+    """A task on its way: rows of numbers, and a message for each cut chunk."""
+
+    rows: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in _ROWS})
+    cut: list[list[Any]] = field(default_factory=list)
+
+    def tables(self) -> dict[str, bytes]:
+        return {name: table(numbers) for name, numbers in self.rows.items()}
+
+
+class _Slotted(NamedTuple):
+    """The slot of leaves in a rank's task, and the number of their columns."""
+
+    slot: int
+    found: int
+
+
+class _Leaves:
+    """Names leaves with equal holdings for the ranks that hold them: those that are planned, by
+    their number in the plan, and then those that are reported, `reported`, with their places."""
+
+    def __init__(self, plan: RanksPlan, keys: Sequence[Sequence[str]]) -> None:
+        self._plan = plan
+        ranks: dict[tuple[int, ...], int] = {}
+        self._trees = [
+            tuple([own.index(tree.key) if tree.key in own else -1 for tree in plan.trees])
+            for own in keys
+        ]
+        self._kinds = [ranks.setdefault(trees, len(ranks)) for trees in self._trees]
+        self._numbered = [
+            [(target, plan.numbers[target]) for target in alike.targets]
+            for alike in plan.alike.values()
+        ]
+        self.reported: list[tuple[int, tuple[RankBox, ...]]] = []
+        by_places = IdentityDict[tuple[RankBox, ...], int]()
+        for number, (target, places) in enumerate(plan.reported.items()):
+            if places not in by_places:
+                by_places[places] = len(self._numbered)
+                self.reported.append((len(self._numbered), places))
+                self._numbered.append([])
+            self._numbered[by_places[places]].append((target, number))
+        self._same = [
+            all(isinstance(plan.leaf(target).holders, SameHolders) for target, _ in each)
+            for each in self._numbered
+        ]
+        self._used: list[dict[int, _Slotted]] = [{} for _ in keys]
+        self._tables: dict[tuple[int, int, int], int] = {}
+        self._found: list[list[bytes]] = []
+        self._joined: dict[tuple[int, ...], bytes] = {}
+
+    def ref(self, target: Target, place: RankBox) -> tuple[int, int]:
+        """The numbers of key and leaf on the rank at `place`."""
+        found = self._plan.leaf(target).holders
+        leaf = found.leaf if isinstance(found, SameHolders) else found[place.holder].leaf
+        return self._trees[place.rank][target.tree], leaf
+
+    def slot(self, number: int, place: RankBox) -> int:
+        """Where the rank at `place` finds the leaves of this number in its task."""
+        used = self._used[place.rank]
+        if number not in used:
+            # Most ranks number leaves alike.
+            kind = number, self._kinds[place.rank], -1 if self._same[number] else place.holder
+            if kind not in self._tables:
+                self._tables[kind] = len(self._found)
+                self._found.append(self._table(number, place))
+            used[number] = _Slotted(len(used), self._tables[kind])
+        return used[number].slot
+
+    def of(self, rank: int) -> bytes:
+        """The leaves that a rank's task names, by slot."""
+        used = tuple(each.found for each in self._used[rank].values())
+        if used not in self._joined:
+            self._joined[used] = pack([self._found[number] for number in used])
+        return self._joined[used]
+
+    def _table(self, number: int, place: RankBox) -> list[bytes]:
+        """Columns: key, leaf, and the first chunk in the plan or the number of the report."""
+        rows = [(*self.ref(target, place), first) for target, first in self._numbered[number]]
+        return [table(column) for column in np.array(rows, np.int64).reshape(-1, 3).T]
+
+
+def _told(cut: CutChunk) -> Iterator[tuple[RankBox, list[Any]]]:
+    """What each rank with a piece of a cut chunk is told: by owners of the same pieces these owners
+    and the pieces; and for each leaf the number of the owner, or -1, and the window."""
+    kinds = IdentityDict[tuple[Piece, ...], list[int]]()
+    for number, assembly in enumerate(cut.assemblies):
+        kinds.setdefault(assembly.pieces, []).append(number)
+    windows, how = table(cut.windows), np.array(cut.how)
+    ranks: dict[int, RankBox] = {}
+    told: dict[int, list[list[bytes]]] = {}
+    numbers: dict[int, list[int]] = {}
+    for pieces, owned in kinds.items():
+        owners = [cut.assemblies[number].owner for number in owned]
+        named, everything = table([n for each in owners for n in each[:2]]), _pieces_to(pieces)
+        own = {place.rank for place in owners}
+        for rank, mine in cut.assemblies[owned[0]].by_rank().items():
+            ranks[rank] = mine[0].place
+            told.setdefault(rank, []).append(
+                [named, everything if rank in own else _pieces_to(mine)]
+            )
+            numbers.setdefault(rank, []).extend(owned)
+    columns: dict[tuple[int, ...], bytes] = {}
+    for rank, place in ranks.items():
+        some = tuple(numbers[rank])
+        if some not in columns:
+            position = np.full(len(cut.assemblies), -1)
+            position[list(some)] = np.arange(len(some))
+            columns[some] = table(position[how])
+        yield place, [told[rank], columns[some], windows]
+
+
+def _pieces_to(pieces: Sequence[Piece]) -> bytes:
+    """Rows of rank, box, bytes of the box, and a range that they fill; one for each range."""
+    return table(
+        [
+            n
+            for place, start, stop, ranges in pieces
+            for filled in ranges
+            for n in (*place[:2], start, stop, *filled)
+        ]
+    )
+
+
+def _pieces_from(data: bytes) -> tuple[Piece, ...]:
+    found: dict[tuple[int, ...], list[list[int]]] = {}
+    for *piece, first, last in rows_of(data, 6):
+        found.setdefault(tuple(piece), []).append([first, last])
+    return tuple(
+        Piece(RankBox(rank, part, 0), start, stop, ranges)
+        for (rank, part, start, stop), ranges in found.items()
+    )
 
 
 def decode_task(data: bytes, rank: int) -> RankTask:
     """The inverse of `encode_tasks` for rank `rank`; raises `Corrupt`."""
     try:
         task = unpack(data)
-        jobs, shared, replicas = (
-            tuple(Cells(LeafRef(*row[:3]), *row[3:]) for row in rows_of(task[name], 6))
-            for name in ("jobs", "shared", "replicas")
+        slots = [_leaves_from(columns) for columns in unpack(task["leaves"])]
+        rows = {name: rows_of(task[name], width) for name, width in _ROWS.items()}
+        own, shared, replicas = (
+            [
+                Cells(LeafRef(tree, leaf, part), first, stop, number + chunk)
+                for slot, part, first, stop, chunk in rows[name]
+                for tree, leaf, number in slots[slot]
+            ]
+            for name in ("own", "shared", "replicas")
         )
-        reports = {number: LeafRef(*ref) for number, *ref in rows_of(task["reports"], 4)}
-        return RankTask(jobs, _windows(task, rank), reports, shared, replicas)
+        own += [Cells(LeafRef(*row[:3]), *row[3:]) for row in rows["jobs"]]
+        for cells in (own, shared, replicas):
+            cells.sort(key=attrgetter("number"))
+        reports = {
+            number: LeafRef(tree, leaf, part)
+            for slot, part in rows["reports"]
+            for tree, leaf, number in slots[slot]
+        }
+        windows = _windows(task["cut"], slots, rank)
+        in_order = dict(sorted(reports.items()))
+        return RankTask(tuple(own), windows, in_order, tuple(shared), tuple(replicas))
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise damaged(f"the coordinator's plan: {error!r}") from error
 
 
-def _windows(task: Mapping[str, Any], me: int) -> tuple[Window, ...]:
-    assemblies = [
-        ChunkAssembly(
-            RankBox(*owner), tuple(Piece(RankBox(*place), *where) for place, *where in pieces)
-        )
-        for owner, pieces in task["assemblies"]
-    ]
+_Slot: TypeAlias = list[tuple[int, int, int]]
+"""Key, leaf and number of leaves with equal holdings."""
+
+
+def _leaves_from(columns: Sequence[bytes]) -> _Slot:
+    trees, leaves, numbers = map(numbers_of, columns)
+    return list(zip(trees, leaves, numbers, strict=True))
+
+
+class _Take(NamedTuple):
+    """The part of this rank in a cut chunk of a leaf."""
+
+    number: int
+    window: int
+    tree: int
+    leaf: int
+    assembly: ChunkAssembly
+
+
+def _windows(cut: Sequence[Any], slots: Sequence[_Slot], me: int) -> tuple[Window, ...]:
+    takes = [take for each in cut for take in _takes(slots[each[0]], *each[1:])]
     windows: defaultdict[int, Window] = defaultdict(Window)
-    for at, number, tree, leaf, how in rows_of(task["cells"], 5):
-        window, assembly = windows[at], assemblies[how]
-        owner, part, _ = assembly.owner
+    # Both ends of a message have its pieces in this order.
+    for number, at, tree, leaf, assembly in sorted(takes, key=attrgetter("number")):
+        window, (owner, part, _) = windows[at], assembly.owner
         if owner == me:
             window.assemblies[number] = LeafRef(tree, leaf, part), assembly
         for (rank, part, _), start, stop, _ in assembly.pieces:
@@ -176,6 +346,21 @@ def _windows(task: Mapping[str, Any], me: int) -> tuple[Window, ...]:
                 message = window.outgoing[owner] if rank == me else window.incoming[rank]
                 message.add(number, LeafRef(tree, leaf, part), start, stop)
     return tuple(windows[number] for number in sorted(windows))
+
+
+def _takes(
+    slot: _Slot, chunk: int, told: Sequence[Sequence[bytes]], how: bytes, windows: bytes
+) -> Iterator[_Take]:
+    assemblies = [
+        ChunkAssembly(RankBox(rank, part, 0), pieces)
+        for owners, data in told
+        for pieces in [_pieces_from(data)]
+        for rank, part in rows_of(owners, 2)
+    ]
+    columns = zip(slot, numbers_of(how), numbers_of(windows), strict=True)
+    for (tree, leaf, number), by, window in columns:
+        if by >= 0:
+            yield _Take(number + chunk, window, tree, leaf, assemblies[by])
 
 
 class Boxes:

@@ -24,12 +24,12 @@ from ckptstore.commit.pending import Watch
 from ckptstore.commit.plan import Flats
 from ckptstore.commit.transaction import CommitStats, Committed, Destination, WholeCommitter
 from ckptstore.core.ids import CommitId
-from ckptstore.core.model import Box, Schema
+from ckptstore.core.model import Box
 from ckptstore.core.options import Milestone, Ranks
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.commit import RanksCommitter
 from ckptstore.distributed.framing import Cause, cause_of, pack, tuples, unpack
-from ckptstore.distributed.merge import decode_description, encode_description
+from ckptstore.distributed.merge import Described, decode_description, encode_description
 from ckptstore.distributed.sockets import Invitation, Listener, SocketLink
 from ckptstore.errors import Cancelled, CkptStoreError, Unavailable
 from ckptstore.objects.documents import decode_document, encode_document
@@ -81,14 +81,13 @@ def state_to(
 
 
 def state_from(
-    message: Message, arena: memoryview, schemas: dict[bytes, Schema]
+    message: Message, arena: memoryview, known: Described
 ) -> tuple[CommitMetadata, Flats]:
-    """The inverse of `state_to`, for a buffer mapped at `arena`. `schemas` has the decoded schemas
-    of the last message, and then of this one."""
+    """The inverse of `state_to`, for a buffer mapped at `arena`. `known` has the decoded schemas of
+    the last message, and then of this one."""
     label = CommitMetadata(**{name: tuples(said) for name, said in message["label"].items()})
-    trees = decode_description(message["description"], schemas)
-    for gone in schemas.keys() - {tree.schema_bytes for tree in trees}:
-        del schemas[gone]
+    trees = decode_description(message["description"], known)
+    known.forget(trees)
     sources = {key: rows for key, *rows in message["sources"]}
     flats = {}
     for tree in trees:
@@ -183,7 +182,7 @@ class Worker(Watch):
         self._listener: Listener | None = None
         self._links: dict[int, SocketLink] = {}
         self._peers: dict[int, Collective | Exception] = {}
-        self._schemas: dict[bytes, Schema] = {}
+        self._known = Described()
 
     def serve(self) -> None:
         """Open the store that the first message names, then handle one message after another until
@@ -251,7 +250,7 @@ class Worker(Watch):
             peers = found
             peers.timeout_s = message["timeout_s"]
         request = CommitRequest(
-            Prepared(*state_from(message, self._arena, self._schemas)),
+            Prepared(*state_from(message, self._arena, self._known)),
             message["started"],
             self,
             ranks=Ranks(**message["ranks"]),

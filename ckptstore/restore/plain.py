@@ -1,16 +1,21 @@
 """What is below a leaf of kind `plain`? Its values as leaves of their own, so that all other code
-has paths, kinds and contents for them.
+has paths, kinds and contents for them. A restore needs none where a target takes the leaf whole.
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from itertools import chain
+from typing import Any
 
 from ckptstore.core.model import LeafContent, LeafKind, Node, Schema, Shape
 from ckptstore.core.process import uncollected
 from ckptstore.objects.schema import moved
 from ckptstore.restore.reader import Tree
 from ckptstore.state.flatten import flatten_value
-from ckptstore.state.inflate import decode_leaf
+from ckptstore.state.in_place import containers_in
+from ckptstore.state.inflate import counterparts, decode_leaf
+from ckptstore.state.stateful import is_matched, is_stateful, no_classes
 
 
 @uncollected()
@@ -64,3 +69,74 @@ class _Expansion:
 
 def _inline(data: bytes) -> LeafContent:
     return LeafContent(data, b"", len(data))
+
+
+@uncollected()
+def whole_in(trees: Mapping[str, Tree], app_state: Mapping[str, Any]) -> frozenset[str]:
+    """The paths of plain leaves that a restore of `app_state` takes in one pass: where the target
+    has nothing, or lists and dicts of numbers, strings and the like, each in one place only. What
+    else a target has there is matched leaf by leaf."""
+    places: dict[str, Any] = {}
+    for key, tree in trees.items():
+        if tree.plain:
+            places.update(_places(tree, tree.schema.skeleton, app_state.get(key)))
+    inside = {
+        path: set() if target is None else containers_in(target) for path, target in places.items()
+    }
+    tops = {id(target) for target in places.values() if target is not None}
+    taken = {path: ids for path, ids in inside.items() if ids is not None}
+    twice = _twice(app_state, taken.values(), tops) if any(taken.values()) else set()
+    return frozenset(path for path, ids in taken.items() if twice.isdisjoint(ids))
+
+
+def _places(tree: Tree, node: Node | int, target: Any) -> Iterator[tuple[str, Any]]:
+    """The paths of plain leaves at `node`, each with what stands there in the target."""
+    if isinstance(node, int):
+        if node in tree.plain:
+            yield tree.schema.paths[node], target
+        return
+    if is_stateful(target):
+        if is_matched(target):
+            return
+        target = None  # it is handed its state
+    if node.type == "stateful":
+        yield from _places(tree, node.children[0], target)
+    elif node.keys is None or set(map(type, node.keys)) <= {str, int}:
+        there = counterparts(node, target, no_classes)
+        for key, child in node.items():
+            yield from _places(tree, child, there(key))
+
+
+def _twice(app_state: Any, inside: Collection[set[int]], tops: set[int]) -> set[int]:
+    """The ids of what `app_state` has in several places. `inside` are those of the containers at
+    and below `tops`, which need not be looked into."""
+    known: set[int] = set().union(*inside)
+    twice: set[int] = set()
+    if sum(map(len, inside)) > len(known):
+        twice = {each for each, times in Counter(chain(*inside)).items() if times > 1}
+    seen = known - tops
+    level = [app_state]
+    while level:
+        new = []
+        for each in level:
+            if type(each) is tuple or id(each) not in seen:
+                new.append(each)
+                seen.add(id(each))
+            else:
+                twice.add(id(each))
+        below = list(chain.from_iterable(_items_of(each) for each in new if id(each) not in tops))
+        kinds = set(filter(_has_items, set(map(type, below))))
+        level = [each for each in below if type(each) in kinds] if kinds else []
+    return twice
+
+
+def _has_items(kind: type) -> bool:
+    return issubclass(kind, dict | list | tuple | deque) or is_dataclass(kind)
+
+
+def _items_of(container: Any) -> Iterator[Any]:
+    if isinstance(container, dict):
+        return iter(container.values())
+    if is_dataclass(container):
+        return (getattr(container, field.name, None) for field in fields(container))
+    return iter(container)

@@ -8,6 +8,7 @@ import copyreg
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from ckptstore.state.stateful import STORED_AS_THEY_ARE
 
 _MUTABLE = (list, dict, set, deque, bytearray)
 _NESTED = (list, tuple, deque, set)
+
+_VALUES = frozenset((bool, int, float, complex, str, bytes, type(None)))
 
 
 def overwrite(target: Any, made: Any) -> Any:
@@ -102,6 +105,100 @@ class Fillings:
         filled = [self.fill(there.get(number), item) for number, item in enumerate(made)]
         items = [item for item, _ in filled]
         return tuple(items) if type(made) is tuple else items, all(whole for _, whole in filled)
+
+
+class PlainFilling:
+    """Fills the lists and dicts of a target with those of plain values, each in its place.
+
+    `containers_in` must know what the target has there, and it may have no container twice. With
+    `clears`, a dict becomes what was committed; without it, entries that only it has stay. `left`
+    are the keys that lead to what could not be filled: new values stand there.
+    """
+
+    def __init__(self, fillings: Fillings, *, clears: bool) -> None:
+        self._fillings, self._clears = fillings, clears
+        self.left: list[tuple[Any, ...]] = []
+
+    def fill(self, target: Any, made: Any, keys: tuple[Any, ...] = ()) -> Any:
+        """`target` with the content of `made`, or `made` where it cannot take that."""
+        if target is None:
+            return made
+        if not _has_dict(made):
+            filled, is_whole = self._fillings.fill(target, made)
+            if not is_whole:
+                self.left.append(keys)
+            return filled
+        below = (
+            self._dict(target, made, keys) if type(made) is dict else self._rows(target, made, keys)
+        )
+        if type(target) is not type(made):
+            if can_change(target):
+                self.left.append(keys)
+        elif type(made) is dict:
+            if self._clears:
+                target.clear()
+            target.update(below)
+            return target
+        elif type(made) is list:
+            target[:] = below
+            return target
+        return below
+
+    def _dict(self, target: Any, made: dict[Any, Any], keys: tuple[Any, ...]) -> dict[Any, Any]:
+        there = target if type(target) is dict else {}
+        if _are_values(made.values()) and _are_values(there.values()):
+            return made
+        return {key: self.fill(there.get(key), each, (*keys, key)) for key, each in made.items()}
+
+    def _rows(self, target: Any, made: Any, keys: tuple[Any, ...]) -> Any:
+        there = target if type(target) in (list, tuple) else ()
+        if _are_records(made) and _are_records(there):  # by far the most
+            for row, content in zip(there, made, strict=False):
+                if self._clears:
+                    row.clear()
+                row.update(content)
+            return type(made)([*there[: len(made)], *made[len(there) :]])
+        found = dict(enumerate(there))
+        items = (self.fill(found.get(n), each, (*keys, n)) for n, each in enumerate(made))
+        return type(made)(items)
+
+
+def containers_in(target: Any) -> set[int] | None:
+    """The ids of the lists and dicts at and below `target`, if it holds nothing but numbers and
+    strings in these, each in one place, and in tuples; None otherwise."""
+    found: set[int] = set()
+    level = [target]
+    while level:
+        kinds = set(map(type, level))
+        # a tuple never changes, so it may be in many places
+        filled = [each for each in level if type(each) is not tuple] if tuple in kinds else level
+        ids = set(map(id, filled))
+        if not kinds <= {dict, list, tuple} or len(ids) < len(filled) or not found.isdisjoint(ids):
+            return None
+        found |= ids
+        items = list(chain.from_iterable(map(dict.values if kinds == {dict} else _items_of, level)))
+        level = [] if _are_values(items) else [each for each in items if type(each) not in _VALUES]
+    return found
+
+
+def _items_of(container: Any) -> Iterable[Any]:
+    return container.values() if type(container) is dict else container
+
+
+def _are_values(items: Iterable[Any]) -> bool:
+    return set(map(type, items)) <= _VALUES
+
+
+def _are_records(rows: Any) -> bool:
+    """Whether all rows are dicts without containers, told in two passes in C."""
+    return set(map(type, rows)) <= {dict} and _are_values(
+        chain.from_iterable(map(dict.values, rows))
+    )
+
+
+def _has_dict(made: Any) -> bool:
+    """Whether a plain value has paths below it: what is no dict, and has none, is one value."""
+    return type(made) is dict or (type(made) in (list, tuple) and any(map(_has_dict, made)))
 
 
 def _are_equal(one: Any, other: Any) -> bool:

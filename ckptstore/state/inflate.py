@@ -14,11 +14,12 @@ import torch
 
 from ckptstore.core.identity import IdentityDict
 from ckptstore.core.model import Node, Schema, leaves_of
+from ckptstore.core.process import uncollected
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.state import tensors
 from ckptstore.state.codecs import containers, values
 from ckptstore.state.containers import LEFT_OUT
-from ckptstore.state.in_place import Fillings, can_change
+from ckptstore.state.in_place import Fillings, PlainFilling, can_change
 from ckptstore.state.leaf_sources import pickled_paths
 from ckptstore.state.stateful import Classes, no_classes
 
@@ -57,8 +58,11 @@ def inflate_leaf(schema: Schema, leaf: int, content: Any, *, allow_pickle: bool 
 def decode_leaf(schema: Schema, leaf: int, content: Any, classes: Classes = no_classes) -> Any:
     """The object that stands at `leaf` in its container, from its tensor or bytes."""
     match schema.kinds[leaf]:
-        case "value" | "plain":
+        case "value":
             return values.decode_leaf(content, classes)
+        case "plain":
+            with uncollected():
+                return values.decode_leaf(content, classes)
         case "bytes":
             return bytes(content)
         case _:
@@ -84,7 +88,8 @@ class Inflater:
     `leaves` may be filled until `inflate` is called; `kept` has what stands for a node.
     `classes` are those that documents may refer to besides the registered ones. With `clears`, a
     target's mapping becomes what was committed; without it, entries that only it has stay.
-    `replaced` are the nodes and leaves for which the target's object could not be filled.
+    `replaced` are the nodes and leaves for which the target's object could not be filled;
+    `replaced_below` has those below plain leaves, by the keys that lead there.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class Inflater:
         self._tied: dict[tuple[Any, ...], Any] = {}
         self._fillings = Fillings()
         self.replaced: list[Node | int] = []
+        self.replaced_below: list[tuple[int, tuple[Any, ...]]] = []
 
     def inflate(self, node: Node | int, target: Any = None) -> Any:
         """The object at `node`: `target`, filled, if it can be, otherwise a new one."""
@@ -142,7 +148,13 @@ class Inflater:
         return target
 
     def _fill_leaf(self, leaf: int, target: Any) -> Any:
-        return self._fill(target, self._leaves[leaf], leaf)
+        if self._schema.kinds[leaf] != "plain":
+            return self._fill(target, self._leaves[leaf], leaf)
+        filling = PlainFilling(self._fillings, clears=self._clears)
+        with uncollected():
+            filled = filling.fill(target, self._leaves[leaf])
+        self.replaced_below += [(leaf, keys) for keys in filling.left]
+        return filled
 
     def _fill(self, target: Any, made: Any, node: Node | int) -> Any:
         """`target` with the content of `made`, or `made`, which replaces it; noted, unless nobody

@@ -362,13 +362,14 @@ class Binding(Inflater):
 
     def replaced_paths(self, key: str) -> list[str]:
         """The paths whose objects could not be filled by `finish`: new ones stand there now."""
+        below = [reduce(_below, keys, self._schema.paths[i]) for i, keys in self.replaced_below]
         if not self.replaced:
-            return []
+            return below
         leaves = {node for node in self.replaced if isinstance(node, int)}
         nodes = IdentityDict((node, True) for node in self.replaced if isinstance(node, Node))
         found = [self._schema.paths[leaf] for leaf in sorted(leaves)]
-        below = walk(self._schema.skeleton, segment(key)) if len(nodes) else ()
-        return found + [path for node, path in below if node in nodes]
+        inner = walk(self._schema.skeleton, segment(key)) if len(nodes) else ()
+        return [*found, *below, *(path for node, path in inner if node in nodes)]
 
     def _receiver(self, node: Node, target: Any) -> Any:
         return self._objects.get(node, target)

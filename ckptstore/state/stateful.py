@@ -51,6 +51,12 @@ def is_stateful(value: Any) -> bool:
     return all(map(callable, methods)) and not isinstance(value, type)
 
 
+def is_matched(value: Any) -> bool:
+    """Whether a restore matches the state of a stateful object with its own, key by key; any other
+    is handed what was committed."""
+    return isinstance(value, nn.Module | Optimizer | StateDict)
+
+
 def state_of(value: Any) -> Any:
     """The state dict of an object that has one, with the names of wrapped modules; anything else as
     it is."""

@@ -16,7 +16,7 @@ from decimal import Decimal
 from enum import Enum, Flag
 from fractions import Fraction
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, pairwise, repeat
 from json.encoder import encode_basestring
 from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -313,7 +313,8 @@ def _decode_records(payload: list[Any], classes: Classes) -> list[dict[str, Any]
         keys, *columns = (_decoded_list(part, classes) for part in block)
         if len(set(keys)) != len(keys) or len(keys) != len(columns) or not columns:
             raise ValueError(f"{len(columns)} columns of {len(set(keys))} keys")
-        made += [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
+        # in C, and of equal lengths, as was compared above
+        made += map(dict, map(zip, repeat(keys), zip(*columns, strict=True)))
     return made
 
 

@@ -15,8 +15,8 @@ import torch
 import ckptstore
 from ckptstore import InvalidInput, Unavailable
 from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest, Prepared
-from ckptstore.core.model import Schema
 from ckptstore.distributed import worker_client
+from ckptstore.distributed.merge import Described
 from ckptstore.distributed.worker_process import state_from, state_to
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.repository.thread_pool import ASIDE_NICE
@@ -259,7 +259,7 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_worker_keeps_the_schemas_of_one_commit() -> None:
-    known: dict[bytes, Schema] = {}
+    known = Described()
     for step in range(3):
         flats = flatten({"a": {"n": [step]}, "b": {str(step): 1.0}})
         label = CommitMetadata("main", step)
@@ -268,4 +268,4 @@ def test_the_worker_keeps_the_schemas_of_one_commit() -> None:
         got_label, got = state_from(message, memoryview(b""), known)
         assert got_label == label
         assert [got[key].schema for key in flats] == [flat.schema for flat in flats.values()]
-        assert set(known.values()) == {flat.schema for flat in flats.values()}
+        assert set(known.schemas.values()) == {flat.schema for flat in flats.values()}

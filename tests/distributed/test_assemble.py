@@ -7,8 +7,16 @@ from ckptstore.core.model import Box, Node, Schema
 from ckptstore.core.tiling import tile
 from ckptstore.distributed.assemble import Assembler, Decided, Written
 from ckptstore.distributed.framing import numbered
-from ckptstore.distributed.merge import RankTree, merge
-from ckptstore.distributed.plan import HeldBox, Job, RankBox, RanksPlan, Target, Tiled, plan_ranks
+from ckptstore.distributed.merge import RankTree, Ways, merge
+from ckptstore.distributed.plan import (
+    HeldBox,
+    RankBox,
+    RanksPlan,
+    Share,
+    Target,
+    Tiled,
+    plan_ranks,
+)
 from ckptstore.errors import Conflict, Corrupt
 from ckptstore.state.leaf_sources import Holding, Mesh
 
@@ -20,8 +28,8 @@ def two_ranks() -> RanksPlan:
     boxes = (Box((0,), (8,)), Box((8,), (8,)))
     held = tuple(HeldBox(box, (RankBox(rank, 0, rank),)) for rank, box in enumerate(boxes))
     plan = RanksPlan([])
-    plan.tile(LEAF, Tiled(held, tile((16,), 4, 32, boxes), 64))
-    plan.jobs += [Job(LEAF, RankBox(rank, 0, rank), 0, 1, rank) for rank in (0, 1)]
+    alike = plan.tile(LEAF, Tiled(held, tile((16,), 4, 32, boxes), 64))
+    alike.own += [Share(RankBox(rank, 0, rank), 0, 1, rank) for rank in (0, 1)]
     assert plan.chunks == 2
     return plan
 
@@ -61,14 +69,15 @@ def tree_of(rank: int) -> RankTree:
     holding = Holding(
         Mesh((2,), (first, first + 1)), ("Shard(0)",), (Box((rank % 2 * 32, 0), (32, 64)),)
     )
-    return RankTree("m", schema, b"", {0: holding}, {}, [rank])
+    return RankTree("m", schema, b"", Ways([0], {}, [rank]), (holding,))
 
 
 def test_replicas_on_another_mesh_are_compared_chunk_by_chunk() -> None:
     plan = plan_ranks(merge([[tree_of(rank)] for rank in range(4)]), 4, 4096, canonical=True)
-    assert [job.place.rank for job in plan.jobs] == [0, 1]
-    assert not plan.shared
-    assert {job.place.rank: (job.number, job.first, job.stop) for job in plan.replicas} == {
+    (alike,) = plan.alike.values()
+    assert [share.place.rank for share in alike.own] == [0, 1]
+    assert not alike.shared
+    assert {share.place.rank: (share.chunk, *share[1:3]) for share in alike.replicas} == {
         2: (0, 0, 2),
         3: (2, 0, 2),
     }

@@ -19,7 +19,7 @@ from safetensors.torch import load
 import ckptstore
 from ckptstore.core.ids import ChunkId
 from ckptstore.core.model import LeafContent, Node, Schema, TreeRef, leaves_of
-from ckptstore.distributed.merge import Holder, RankTree, finish, merge
+from ckptstore.distributed.merge import Holder, RankTree, Ways, finish, merge
 from ckptstore.distributed.restore import tree_of_rank
 from ckptstore.interop.dcp import StoreReader
 from ckptstore.interop.formats.exports import export
@@ -250,8 +250,9 @@ def check_ranks(random: Random) -> None:
     flats = [flatten(state, allow_pickle=False, ranks=True) for state in states]
     trees = [
         [
-            RankTree(key, flat.schema, encode_schema(flat.schema), {}, {}, [-1] * len(flat.schema))
+            RankTree(key, flat.schema, encode_schema(flat.schema), Ways(whole, {}, whole), ())
             for key, flat in own.items()
+            for whole in [[-1] * len(flat.schema)]
         ]
         for own in flats
     ]

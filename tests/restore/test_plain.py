@@ -1,5 +1,7 @@
 """Large lists and dicts of plain values are one leaf each, and each value still has a path."""
 
+import copy
+import operator
 import random
 import struct
 from collections import OrderedDict, deque
@@ -10,13 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptstore
 from ckptstore import InvalidInput, NotFound, Thinned
+from ckptstore.contents import CommitContents
 from ckptstore.snapshot import contents_of
 from ckptstore.state import flatten, values
+from ckptstore.state.in_place import can_change
+from ckptstore.state.stateful import items_of
 from tests.state.carrying import assert_same
 
 COUNT = flatten.PLAIN_ITEMS + 1
@@ -258,3 +263,80 @@ def test_any_plain_value_comes_back_with_its_types_and_bits(data: st.DataObject)
         assert_same(values.decode_leaf(values.encode_leaf(encoded)), value)
     finally:
         values._MANY, values._BLOCKS = many
+
+
+ROW = st.dictionaries(st.sampled_from("abc"), st.integers() | st.lists(st.integers()), max_size=3)
+NESTED = st.recursive(
+    st.none() | st.integers() | st.text(max_size=2) | st.sets(st.integers(), max_size=2),
+    lambda below: (
+        st.lists(below, max_size=4)
+        | st.lists(below, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from("abcd"), below, max_size=4)
+        | st.lists(ROW, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@st.composite
+def targets(draw: st.DrawFn) -> dict[str, Any]:
+    """What a restore fills: other values of the same keys, some of them in two places."""
+    state: dict[str, Any] = {"h": draw(NESTED), "g": draw(NESTED), "n": draw(NESTED)}
+    if draw(st.booleans()):
+        found = [each for each, _ in walked(state) if isinstance(each, list | dict)]
+        other = draw(st.sampled_from(found))
+        into = draw(st.sampled_from(found))
+        if not any(each is into for each, _ in walked(other)):  # no ring
+            if isinstance(into, list):
+                into.append(other)
+            else:
+                into["a"] = other
+    if draw(st.booleans()):
+        state["n"] = torch.ones(2)
+    return state
+
+
+def walked(value: Any, path: str = "") -> Iterator[tuple[Any, str]]:
+    yield value, path
+    for key, each in items_of(value):
+        yield from walked(each, f"{path}/{key}")
+
+
+def restored(snapshot: ckptstore.Snapshot, target: dict[str, Any], strict: bool) -> list[Any]:
+    """What becomes of a target: its values, which objects stand where, the report or refusal."""
+    held = {id(each): place for each, place in walked(target)}
+    kept = [each for each, _ in walked(target)]  # so that no new object has the id of an old one
+    told: tuple[Any, ...]
+    try:
+        said = snapshot.restore({"log": target}, strict=strict)
+        told = said.missing, said.unexpected, sorted(said.replaced)
+    except InvalidInput as error:
+        told = (str(error),)
+    found = [(place, held.get(id(each))) for each, place in walked(target) if can_change(each)]
+    del kept
+    return [repr(target), found, told]
+
+
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(NESTED, NESTED, targets(), st.booleans())
+def test_a_target_takes_a_plain_leaf_in_one_pass_as_leaf_by_leaf(
+    store: ckptstore.Store, h: Any, g: Any, target: dict[str, Any], strict: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flatten, "PLAIN_ITEMS", 0)
+        snapshot = store.commit({"log": {"h": h, "g": g, "n": 1}}, step=1)
+        other = copy.deepcopy(target)
+        in_one_pass = restored(snapshot, target, strict)
+        patch.setattr(CommitContents, "restored_to", lambda contents, state: contents.trees)
+        assert in_one_pass == restored(snapshot, other, strict)
+
+
+def test_a_target_of_the_same_rows_takes_them_in_one_pass(store: ckptstore.Store) -> None:
+    snapshot = store.commit({"log": {"h": history(20_000)}})
+    target: dict[str, Any] = {"log": {"h": [{"step": 0, "loss": 0.0} for _ in range(20_000)]}}
+    rows = list(target["log"]["h"])
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr("ckptstore.restore.plain.flatten_value", None)  # a leaf for each value
+        snapshot.restore(target)
+    assert target == {"log": {"h": history(20_000)}}
+    assert all(map(operator.is_, target["log"]["h"], rows))
