@@ -45,7 +45,7 @@ DOORS = {
     ),
     "plugin.stores": ("plugins.adopt.adoption",),
     "snapshot": ("plugins.adopt.materializing",),
-    "maintenance_api": ("plugins.analysis.history",),
+    "maintenance_api": ("plugins.analysis.history", "plugins.engine.on"),
     "internals": ("plugins.analysis.measurements",),
     "index": ("plugins.postgres.database", "plugins.postgres.log"),
     "repository.store_handle": ("plugins.postgres.database",),
@@ -53,7 +53,7 @@ DOORS = {
     "maintenance.check.offline_store": ("plugins.postgres.log",),
     "maintenance.mirror": ("plugins.signing.signatures",),
     "maintenance.check.fsck": ("plugins.signing.signatures",),
-    "cli.maintain": ("interop.formats",),
+    "cli.maintain": ("interop.formats", "plugins.engine.on"),
 }
 """Who in the core enters a plugin: a method of the store that a plugin carries out, a command, who
 chooses where the log lies, and who copies or checks the objects of all."""

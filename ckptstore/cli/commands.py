@@ -20,6 +20,11 @@ _READ_DATA = Option(
     nargs="?",
     const="100%",
 )
+_ON = Option(
+    "--on",
+    "ENGINE",
+    "run on the workers of a Ray cluster: ray for this host's, or ray://HOST:PORT",
+)
 _VERIFY = flag("--verify", "read written data back before a commit appears")
 _PICKLE = flag("--allow-pickle", "unpickle data if necessary; this may run any code")
 _TO_INDEX = Option("--to-index", "URL", "the database with the log of TO, if it is in one")
@@ -513,6 +518,8 @@ COMMANDS = (
                 default="connectivity",
             ),
             _READ_DATA,
+            Option("--shard", "I/N", "check part I of N, for arrays of jobs on N hosts"),
+            _ON,
         ),
         "Check the store for damage; change nothing. Levels, each with those before:\n"
         "  refs          log, tags and catalog\n"

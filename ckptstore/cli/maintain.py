@@ -20,6 +20,7 @@ from ckptstore.maintenance.check import (
     Report,
     Severity,
     parse_level,
+    parse_shard,
     parse_share,
 )
 from ckptstore.maintenance.check.fsck import fsck
@@ -31,6 +32,7 @@ from ckptstore.maintenance.mirror import MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose, other_end
 from ckptstore.maintenance.repair import check_source, repair
 from ckptstore.maintenance_api import Maintenance
+from ckptstore.plugins.engine.on import workers
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
@@ -185,10 +187,18 @@ def sessions(call: Call) -> Answer:
 
 def fsck_store(call: Call) -> Answer:
     args = call.args
-    share = parse_share(args.read_data)
+    share, shard = parse_share(args.read_data), parse_shard(args.shard)
     store = call.open_offline()
+    spread = call.stack.enter_context(workers(args.on, store)) if args.on else None
     with call.screen.progress() as shown:
-        report = fsck(store, level=parse_level(args.level), share=share, progress=shown)
+        report = fsck(
+            store,
+            level=parse_level(args.level),
+            share=share,
+            shard=shard,
+            spread=spread,
+            progress=shown,
+        )
     document = {
         "level": report.level.name.lower(),
         "damaged": report.damaged,
