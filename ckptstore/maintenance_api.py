@@ -38,7 +38,6 @@ from ckptstore.maintenance.repair import Repaired, repair
 from ckptstore.maintenance.retention import ForgetPlan, Policy
 from ckptstore.maintenance.usage import Usage, usage
 from ckptstore.plugins.analysis.history import History, history
-from ckptstore.plugins.engine.on import OnWorkers
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, find_id, trained_last
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
@@ -46,6 +45,7 @@ from ckptstore.restore.reader import Reader
 from ckptstore.storage import open_storage
 
 if TYPE_CHECKING:
+    from ckptstore.plugins.engine.on import OnWorkers
     from ckptstore.restore.restore import Select
 
 
@@ -392,8 +392,7 @@ class Maintenance:
             shard=parse_shard(shard),
         )
 
-    @beside_commits
-    def on(self, executor: Executor) -> OnWorkers:
+    def on(self, executor: Executor) -> "OnWorkers":
         """This store, with long jobs that run on the workers of `executor`: threads, processes, or
         the hosts of a Ray cluster (docs/engines.md).
 
@@ -404,7 +403,9 @@ class Maintenance:
             >>> with RayExecutor("ray") as executor:
             ...     store.on(executor).fsck(read_data="all")
         """
-        return OnWorkers(self._handle, executor)
+        from ckptstore.plugins.engine.on import OnWorkers
+
+        return OnWorkers(self._handle, executor, self._run)
 
     @beside_commits
     def repair(

@@ -53,7 +53,11 @@ DOORS = {
     "maintenance.check.offline_store": ("plugins.postgres.log",),
     "maintenance.mirror": ("plugins.signing.signatures",),
     "maintenance.check.fsck": ("plugins.signing.signatures",),
-    "cli.maintain": ("interop.formats", "plugins.engine.on"),
+    "cli.maintain": (
+        *("interop.formats", "interop.formats.exports"),
+        *("plugins.engine.consolidated", "plugins.engine.work"),
+    ),
+    "cli.call": ("plugins.engine.ray_executor",),
 }
 """Who in the core enters a plugin: a method of the store that a plugin carries out, a command, who
 chooses where the log lies, and who copies or checks the objects of all."""
@@ -66,6 +70,7 @@ BESIDE = {
     "torch_checkpointing": ("adopt",),
     "ui": ("adopt", "analysis", "parsers"),
     "follow": ("formats",),
+    "engine": ("adopt", "formats", "parsers"),
 }
 """The plugins that a plugin stands on."""
 

@@ -623,6 +623,12 @@ COMMANDS = (
             _RUN,
             Option("--format", "FORMAT", f"one of {', '.join(_FORMATS)}", choices=_FORMATS),
             several("--select", "KEY|GLOB", "a key of the state, or leaves by their paths"),
+            Option(
+                "--shard-size",
+                "SIZE",
+                "PATH becomes a directory of safetensors files of at most SIZE, and their index",
+            ),
+            _ON,
             _PICKLE,
         ),
         "Write a commit to PATH. Imported files become the same files again. Otherwise the name "

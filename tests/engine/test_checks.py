@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.reduction import ForkingPickler
@@ -35,7 +35,7 @@ from tests.maintenance.stores import files, flip, large_state, make_store
 from tests.support.patching import small_chunks_too
 from tests.support.servers.s3 import S3Server, environment_of, new_url
 
-FEW = 6
+FEW = 3
 MANY = int(os.environ.get("CKPTSTORE_TEST_SHARDED_CHECKS", "500"))
 
 
@@ -187,10 +187,6 @@ def test_a_worker_that_finds_another_store_refuses(tmp_path: Path, processes: Ex
 # -- what dies
 
 
-def die(*given: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 class Deadly(ProcessPoolExecutor):
     """The worker that begins task `at` dies."""
 
@@ -200,7 +196,7 @@ class Deadly(ProcessPoolExecutor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self._left -= 1
-        return super().submit(fn if self._left else die, *args, **kwargs)
+        return super().submit(fn, *args, **kwargs) if self._left else super().submit(os._exit, 1)
 
 
 def test_after_a_worker_died_the_next_check_ends(tmp_path: Path, processes: Executor) -> None:
@@ -222,27 +218,46 @@ ASKS = """
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-import ckptstore
+from ckptstore.maintenance.check import Share
+from ckptstore.maintenance.check.fsck import fsck
+from ckptstore.maintenance.check.offline_store import open_offline_store
+from ckptstore.plugins.engine.work import Place, spread_on
 if __name__ == "__main__":
-    with ckptstore.open(sys.argv[1]) as store:
+    with open_offline_store(sys.argv[1]) as store:
         with ProcessPoolExecutor(2, get_context("forkserver")) as executor:
+            spread = spread_on(executor, Place.of(store))
             while True:
-                store.on(executor).fsck(
-                    read_data="all", progress=lambda *now: print(*now, flush=True)
-                )
+                say = lambda *now: print(*now, flush=True)
+                fsck(store, share=Share(), spread=spread, progress=say)
 """
+
+
+@contextmanager
+def asking(command: Sequence[object]) -> Iterator["subprocess.Popen[str]"]:
+    """A process that asks workers of its own, which outlive it: nobody tells them."""
+    with subprocess.Popen(
+        list(map(str, command)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as asks:
+        try:
+            yield asks
+        finally:
+            os.killpg(asks.pid, signal.SIGKILL)
 
 
 def test_after_the_host_that_asks_died_the_next_check_ends(tmp_path: Path) -> None:
     place, script = make_store(tmp_path / "store", states=large_state), tmp_path / "asks.py"
     script.write_text(ASKS)
-    asks = subprocess.Popen([sys.executable, script, place], stdout=subprocess.PIPE, text=True)
-    assert asks.stdout is not None
-    next(line for line in asks.stdout if line.startswith("data"))
-    time.sleep(Random().uniform(0.0, 0.3))
-    asks.kill()
-    asks.wait()
-    asks.stdout.close()
+    command = [sys.executable, script, place]
+    with asking(command) as asks:
+        assert asks.stdout is not None
+        began = any(line.startswith("data") for line in asks.stdout)
+        time.sleep(Random().uniform(0.0, 0.3))
+        asks.kill()
+    assert began
     with ckptstore.open(place) as store:
         assert store.fsck(read_data="all").findings == ()
         store.commit(large_state(7))

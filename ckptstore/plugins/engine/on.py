@@ -1,16 +1,15 @@
 """What `Store.on` offers: the long jobs of a store on the workers of an executor."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
 
-from ckptstore.plugin.handles import StoreHandle
+from ckptstore.interop.formats.exports import EVERYTHING, Exported
+from ckptstore.plugin.handles import AnyRef, StoreHandle, find_commit
 from ckptstore.plugin.upkeep import (
     Level,
-    OfflineStore,
     Progress,
     Report,
-    Spread,
     fsck,
     offline_store_of,
     parse_level,
@@ -18,15 +17,15 @@ from ckptstore.plugin.upkeep import (
     parse_share,
     silent,
 )
-from ckptstore.plugins.engine.ray_executor import RayExecutor
+from ckptstore.plugins.engine.consolidated import export_on
 from ckptstore.plugins.engine.work import Place, spread_on
 
 
 class OnWorkers:
     """A store whose long jobs run on the workers of `executor`."""
 
-    def __init__(self, handle: StoreHandle, executor: Executor) -> None:
-        self._handle, self._executor = handle, executor
+    def __init__(self, handle: StoreHandle, executor: Executor, run: str | None) -> None:
+        self._handle, self._executor, self._run = handle, executor, run
 
     def fsck(
         self,
@@ -60,9 +59,46 @@ class OnWorkers:
             progress=progress,
         )
 
+    def export(
+        self,
+        ref: AnyRef,
+        path: str | os.PathLike[str],
+        *,
+        select: str | Sequence[str] = EVERYTHING,
+        shard_bytes: int | None = None,
+        progress: Progress = silent,
+    ) -> Exported:
+        """Write the tensors of a commit as safetensors files, by ranges, without an accelerator and
+        beside a training.
 
-@contextmanager
-def workers(where: str, store: OfflineStore) -> Iterator[Spread]:
-    """The workers that `--on` names. Raises as `RayExecutor`."""
-    with RayExecutor(where) as executor:
-        yield spread_on(executor, Place.of(store))
+        Args:
+            ref: The commit.
+            path: A new directory for `model-00001-of-00003.safetensors` … and their index, as
+                Hugging Face's `save_pretrained` names them; or one new file, if it ends in
+                `.safetensors`. All workers must see it at this path, by a shared file system.
+            select: Keys of the state, or globs of leaf paths, as in `interop.formats.export`.
+            shard_bytes: Largest file, unless a tensor is larger; default: 5 GiB.
+            progress: Called with phase, done and total bytes.
+
+        Returns:
+            As `interop.formats.export`. The files appear together, when all are durable.
+
+        Raises:
+            Conflict: `path` exists.
+            InvalidInput: A tensor has no safetensors dtype; or two have one name.
+            Unavailable: A worker does not reach the store or `path`, or was lost. Nothing is at
+                `path`.
+
+        Example:
+            >>> store.on(executor).export("best:loss", "/shared/release", select="model")
+        """
+        found = find_commit(self._handle, ref, self._run)
+        return export_on(
+            self._executor,
+            self._handle,
+            found,
+            path,
+            select=select,
+            shard_bytes=shard_bytes,
+            progress=progress,
+        )

@@ -68,8 +68,7 @@ def spread_on(executor: Executor, place: Place) -> Spread:
 def carry_out(work: Work) -> Any:
     """Do one piece of work, in a worker. Raises `Unavailable` if it does not reach the store."""
     storage = _opened(work.place, work.job, os.getpid())
-    slow = storage.capabilities.slow_requests
-    with closing(ThreadPool(reads_at_once(1) if slow else 1)) as threads:
+    with closing(ThreadPool(readers(storage))) as threads:
         return work.task(storage, threads, work.item)
 
 
@@ -79,9 +78,7 @@ def _opened(place: Place, job: str, pid: int) -> Storage:
     storage = None
     try:
         storage = open_storage(place.url, read_only=True)
-        found = read_config(storage).store
-        if found != place.store:
-            raise Unavailable(f"wanted the store {place.store}, found {found}")
+        refuse_another(read_config(storage).store, place)
     except CkptStoreError as error:
         if storage is not None:
             storage.close()
@@ -95,3 +92,14 @@ def not_reached(url: str, error: Exception) -> Unavailable:
         f"the worker on {platform.node()} does not reach {url}: {error}; a worker finds it by "
         "its own environment and mounts: give it those, credentials and endpoint included"
     )
+
+
+def refuse_another(found: StoreId, place: Place) -> None:
+    """Raise `Unavailable` unless the store that was found is the one of the work."""
+    if found != place.store:
+        raise Unavailable(f"wanted the store {place.store}, found {found}")
+
+
+def readers(storage: Storage) -> int:
+    """The threads of one task: it has one processor, and requests to a bucket wait."""
+    return reads_at_once(1) if storage.capabilities.slow_requests else 1
