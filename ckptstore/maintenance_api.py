@@ -3,6 +3,7 @@ history of its tensors."""
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from ckptstore.core.public_calls import beside_commits, public_methods_of_store
 from ckptstore.errors import InvalidInput, NoSpace
 from ckptstore.log.resolve import check_there
 from ckptstore.maintenance import Progress, silent
-from ckptstore.maintenance.check import Level, Report, parse_level, parse_share
+from ckptstore.maintenance.check import Level, Report, parse_level, parse_shard, parse_share
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.indexes import Reindexed, reindex
 from ckptstore.maintenance.check.offline_store import offline_store_of
@@ -44,6 +45,7 @@ from ckptstore.restore.reader import Reader
 from ckptstore.storage import open_storage
 
 if TYPE_CHECKING:
+    from ckptstore.plugins.engine.on import OnWorkers
     from ckptstore.restore.restore import Select
 
 
@@ -359,7 +361,11 @@ class Maintenance:
 
     @beside_commits
     def fsck(
-        self, level: Level | str = Level.CONNECTIVITY, *, read_data: str | None = None
+        self,
+        level: Level | str = Level.CONNECTIVITY,
+        *,
+        read_data: str | None = None,
+        shard: str | None = None,
     ) -> Report:
         """Look for damage. Changes nothing.
 
@@ -367,12 +373,14 @@ class Maintenance:
             level: How deep to look: `"refs"`, `"connectivity"`, `"packs"` or `"data"`.
             read_data: Amount of data to read and hash (`"5%"`, `"10G"`, `"all"`), starting with
                 data verified longest ago.
+            shard: Check one part of several, such as `"1/8"`, on this host. All parts together
+                find what one check of the whole finds.
 
         Returns:
             The findings, and `ok`.
 
         Raises:
-            InvalidInput: `level` or `read_data` cannot be understood.
+            InvalidInput: `level`, `read_data` or `shard` cannot be understood.
 
         Example:
             >>> store.fsck(read_data="5%")
@@ -381,7 +389,23 @@ class Maintenance:
             offline_store_of(self._handle),
             level=parse_level(level),
             share=parse_share(read_data),
+            shard=parse_shard(shard),
         )
+
+    def on(self, executor: Executor) -> "OnWorkers":
+        """This store, with long jobs that run on the workers of `executor`: threads, processes, or
+        the hosts of a Ray cluster (docs/engines.md).
+
+        Args:
+            executor: Anything with the contract of `concurrent.futures.Executor`. It stays open.
+
+        Example:
+            >>> with RayExecutor("ray") as executor:
+            ...     store.on(executor).fsck(read_data="all")
+        """
+        from ckptstore.plugins.engine.on import OnWorkers
+
+        return OnWorkers(self._handle, executor, self._run)
 
     @beside_commits
     def repair(

@@ -45,7 +45,7 @@ DOORS = {
     ),
     "plugin.stores": ("plugins.adopt.adoption",),
     "snapshot": ("plugins.adopt.materializing",),
-    "maintenance_api": ("plugins.analysis.history",),
+    "maintenance_api": ("plugins.analysis.history", "plugins.engine.on"),
     "internals": ("plugins.analysis.measurements",),
     "index": ("plugins.postgres.database", "plugins.postgres.log"),
     "repository.store_handle": ("plugins.postgres.database",),
@@ -53,7 +53,11 @@ DOORS = {
     "maintenance.check.offline_store": ("plugins.postgres.log",),
     "maintenance.mirror": ("plugins.signing.signatures",),
     "maintenance.check.fsck": ("plugins.signing.signatures",),
-    "cli.maintain": ("interop.formats",),
+    "cli.maintain": (
+        *("interop.formats", "interop.formats.exports"),
+        *("plugins.engine.consolidated", "plugins.engine.work"),
+    ),
+    "cli.call": ("plugins.engine.ray_executor",),
 }
 """Who in the core enters a plugin: a method of the store that a plugin carries out, a command, who
 chooses where the log lies, and who copies or checks the objects of all."""
@@ -66,6 +70,7 @@ BESIDE = {
     "torch_checkpointing": ("adopt",),
     "ui": ("adopt", "analysis", "parsers"),
     "follow": ("formats",),
+    "engine": ("adopt", "formats", "parsers"),
 }
 """The plugins that a plugin stands on."""
 

@@ -22,6 +22,8 @@ from ckptstore.repository.resolve_ref import is_path
 from ckptstore.repository.store_handle import StoreHandle
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from ckptstore.maintenance.check.offline_store import OfflineStore
     from ckptstore.repository.thread_pool import ThreadPool
     from ckptstore.store import Store
@@ -172,6 +174,12 @@ class Call:
         from ckptstore.repository.thread_pool import ThreadPool
 
         return self.stack.enter_context(closing(ThreadPool(count)))
+
+    def engine(self) -> "Executor":
+        """The engine that `--on` names, for the rest of the call."""
+        from ckptstore.plugins.engine.ray_executor import RayExecutor
+
+        return self.stack.enter_context(RayExecutor(self.args.on))
 
     def place(self, *, quiet: bool = False) -> str:
         """The path or URL of the store: `-s`, else `$CKPTSTORE`, else the nearest enclosing

@@ -20,6 +20,11 @@ _READ_DATA = Option(
     nargs="?",
     const="100%",
 )
+_ON = Option(
+    "--on",
+    "ENGINE",
+    "run on the workers of a Ray cluster: ray for this host's, or ray://HOST:PORT",
+)
 _VERIFY = flag("--verify", "read written data back before a commit appears")
 _PICKLE = flag("--allow-pickle", "unpickle data if necessary; this may run any code")
 _TO_INDEX = Option("--to-index", "URL", "the database with the log of TO, if it is in one")
@@ -513,6 +518,8 @@ COMMANDS = (
                 default="connectivity",
             ),
             _READ_DATA,
+            Option("--shard", "I/N", "check part I of N, for arrays of jobs on N hosts"),
+            _ON,
         ),
         "Check the store for damage; change nothing. Levels, each with those before:\n"
         "  refs          log, tags and catalog\n"
@@ -616,6 +623,12 @@ COMMANDS = (
             _RUN,
             Option("--format", "FORMAT", f"one of {', '.join(_FORMATS)}", choices=_FORMATS),
             several("--select", "KEY|GLOB", "a key of the state, or leaves by their paths"),
+            Option(
+                "--shard-size",
+                "SIZE",
+                "PATH becomes a directory of safetensors files of at most SIZE, and their index",
+            ),
+            _ON,
             _PICKLE,
         ),
         "Write a commit to PATH. Imported files become the same files again. Otherwise the name "

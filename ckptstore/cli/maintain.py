@@ -6,6 +6,7 @@ stores and formats.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, fields
+from typing import TYPE_CHECKING
 
 from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
 from ckptstore.cli.commits import commit_text, find_proven, reader_of, short, size_text, tell_run
@@ -13,6 +14,8 @@ from ckptstore.cli.labels import metrics_of
 from ckptstore.cli.policies import policies_of
 from ckptstore.cli.screen import Hint, Part, columns, fields_of, to_json
 from ckptstore.core.config import default_threads
+from ckptstore.core.model import CommitInfo
+from ckptstore.core.process import Pool
 from ckptstore.core.text import Table, bytes_text, count_text
 from ckptstore.errors import NotFound
 from ckptstore.maintenance.check import (
@@ -20,6 +23,7 @@ from ckptstore.maintenance.check import (
     Report,
     Severity,
     parse_level,
+    parse_shard,
     parse_share,
 )
 from ckptstore.maintenance.check.fsck import fsck
@@ -34,6 +38,9 @@ from ckptstore.maintenance_api import Maintenance
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
+
+if TYPE_CHECKING:
+    from ckptstore.interop.formats.exports import Exported
 
 
 def forget(call: Call) -> Answer:
@@ -185,10 +192,22 @@ def sessions(call: Call) -> Answer:
 
 def fsck_store(call: Call) -> Answer:
     args = call.args
-    share = parse_share(args.read_data)
+    share, shard = parse_share(args.read_data), parse_shard(args.shard)
     store = call.open_offline()
+    spread = None
+    if args.on:
+        from ckptstore.plugins.engine.work import Place, spread_on
+
+        spread = spread_on(call.engine(), Place.of(store))
     with call.screen.progress() as shown:
-        report = fsck(store, level=parse_level(args.level), share=share, progress=shown)
+        report = fsck(
+            store,
+            level=parse_level(args.level),
+            share=share,
+            shard=shard,
+            spread=spread,
+            progress=shown,
+        )
     document = {
         "level": report.level.name.lower(),
         "damaged": report.damaged,
@@ -344,6 +363,8 @@ def export_files(call: Call) -> Answer:
     from ckptstore.interop.formats import export
 
     found = find_proven(call, handle, args.ref)
+    if args.on or args.shard_size is not None:
+        return _export_shards(call, handle, found)
     store = call.training_store(handle)
     with call.screen.progress(f"exporting {short(found.id)}"):
         snapshot = store.checkout(found.id)
@@ -354,13 +375,39 @@ def export_files(call: Call) -> Answer:
             select=args.select or "*",
             allow_pickle=args.allow_pickle,
         )
+    keys = dict.fromkeys(leaf.path.partition("/")[0] for leaf in snapshot.leaves())
+    return _exported(call, found, done, [] if args.select else list(keys))
+
+
+def _export_shards(call: Call, handle: StoreHandle, found: CommitInfo) -> Answer:
+    """Write safetensors files by ranges, on an engine or on the threads of this host."""
+    args = call.args
+    if args.format not in (None, "safetensors"):
+        raise UsageError("--on and --shard-size write safetensors files", "ckptstore export")
+    from ckptstore.plugins.engine.consolidated import export_on
+
+    executor = call.engine() if args.on else call.stack.enter_context(Pool(default_threads()))
+    with call.screen.progress(f"exporting {short(found.id)}") as shown:
+        done = export_on(
+            executor,
+            handle,
+            found,
+            args.path,
+            select=args.select or "*",
+            shard_bytes=args.shard_size,
+            progress=shown,
+        )
+    return _exported(call, found, done, ())
+
+
+def _exported(call: Call, found: CommitInfo, done: "Exported", keys: Sequence[str]) -> Answer:
+    """What was exported; `keys` could be selected to leave out what `torch.load` refuses."""
     files = f"{count_text(len(done.files), 'file')}, {bytes_text(done.bytes)}"
-    page = [f"{commit_text(found)} to {args.path} as {done.format}: {files}"]
+    page = [f"{commit_text(found)} to {call.args.path} as {done.format}: {files}"]
     if done.left_out:
         page.append(f"{done.left_out} other leaves are not in it")
     if done.refused:
-        keys = dict.fromkeys(leaf.path.partition("/")[0] for leaf in snapshot.leaves())
-        page.append(_refused_text(done.refused, [] if args.select else list(keys)))
+        page.append(_refused_text(done.refused, keys))
     written = fields_of(done, "format", "files", "bytes", "left_out")
     refused = [{"path": path, "class": name} for path, name in done.refused]
     return Answer({"commit": found.id, **written, "refused": refused}, page)

@@ -12,11 +12,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, wait
 from contextlib import contextmanager, suppress
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 from weakref import ref
 
@@ -185,6 +187,7 @@ def _is_limited(limit: Path) -> bool:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 def start(thread: threading.Thread, why: str) -> None:
@@ -295,6 +298,42 @@ class Pool(Executor):
                 self._changed.wait_for(lambda: self._queue or self._closed)
                 self._idle -= 1
             return self._queue.popleft() if self._queue else None
+
+
+AHEAD = 1024
+"""So many tasks are submitted before the first has ended: enough for large clusters, and little
+memory."""
+
+
+def each_done(
+    executor: Executor, task: Callable[[T], R], items: Iterable[T]
+) -> Generator[tuple[T, R], None, None]:
+    """Call `task` for each item on `executor`; yields each with its result as they end, in any
+    order. Use it within `contextlib.closing`: after a failure, tasks that have not begun are
+    cancelled, and those that have are waited for.
+
+    Raises what a task raises, and `Unavailable` where the executor lost one.
+    """
+    left, running, ended = iter(items), dict[Future[R], T](), SimpleQueue[Future[R]]()
+    try:
+        while True:
+            for item in islice(left, AHEAD - len(running)):
+                future = executor.submit(task, item)
+                running[future] = item
+                future.add_done_callback(ended.put)
+            if not running:
+                return
+            future = ended.get()
+            yield running.pop(future), future.result()
+    except (BrokenExecutor, CancelledError) as error:
+        raise Unavailable(
+            f"a worker ended before its task: {error or type(error).__name__}; what was done is "
+            "kept: repeat the call when the workers are back"
+        ) from error
+    finally:
+        for future in running:
+            future.cancel()
+        wait(running)
 
 
 _POLL_S = 0.005

@@ -7,6 +7,7 @@ from ckptstore.restore.read_plan import ChunkTarget, select
 from ckptstore.restore.reader import (
     ChunkRead,
     Destination,
+    InFile,
     Memory,
     NamedChunks,
     Reader,

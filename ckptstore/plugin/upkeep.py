@@ -3,7 +3,10 @@
 from ckptstore.index.queries import PackInfo, TagInfo, Totals
 from ckptstore.index.suspect_packs import DISTRUST_NAME, SuspectPacks
 from ckptstore.maintenance import Counter, Progress, silent
-from ckptstore.maintenance.check.data import load_record
+from ckptstore.maintenance.check import Level, Report, parse_level, parse_shard, parse_share
+from ckptstore.maintenance.check.data import Spread, load_record
+from ckptstore.maintenance.check.fsck import fsck
+from ckptstore.maintenance.check.offline_store import OfflineStore, offline_store_of
 from ckptstore.maintenance.disk_space import DiskWatch, expected_bytes, gained_by, look, warning
 from ckptstore.maintenance.forget import (
     forget_by_policy,

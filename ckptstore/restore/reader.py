@@ -29,6 +29,7 @@ from ckptstore.repository.memory_budget import ReadRoom, read_room
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.mmap import Unmappable, check_mapped, map_leaf
 from ckptstore.restore.read_plan import ChunkTarget, select
+from ckptstore.storage.local_files import write_cached
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,6 +82,19 @@ class Memory:
 
     def write(self, start: int, data: memoryview) -> None:
         self._memory[start : start + len(data)] = data
+
+
+class InFile:
+    """A destination in a file, from an offset on."""
+
+    def __init__(self, descriptor: int, at: int) -> None:
+        self._descriptor, self._at = descriptor, at
+
+    def memory(self) -> None:
+        """Bytes are passed to `write`."""
+
+    def write(self, start: int, data: memoryview) -> None:
+        write_cached(self._descriptor, self._at + start, [data])
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ PLUGINS = {
     "postgres": ("plugins/postgres/",),
     "signing": ("plugins/signing/",),
     "follow": ("plugins/follow/",),
+    "engine": ("plugins/engine/",),
 }
 """How the names of the files of each plugin begin, below the package; all others are the core."""
 

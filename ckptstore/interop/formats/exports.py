@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
-from ckptstore.plugin.files import check_path, scratch_for, sync_path, write_cached
+from ckptstore.plugin.files import check_path, scratch_for, sync_path
 from ckptstore.plugin.leaves import shown
-from ckptstore.plugin.reading import ReadRequest, Tree
+from ckptstore.plugin.reading import CommitContents, InFile, ReadRequest, Tree
 from ckptstore.plugin.snapshots import Snapshot, contents_of
 from ckptstore.plugins.adopt.adopting import SUFFIX
 from ckptstore.plugins.adopt.commit_files import tensor_name
@@ -80,9 +80,6 @@ def export(
     afterwards. But for the last, nothing is left at `path`.
     """
     target = Path(path)
-    check_path(target)
-    if os.path.lexists(target):
-        raise Conflict(f"{target} exists; nothing was written, choose another name")
     chosen = format or _format_of(snapshot, target)
     selects = (select,) if isinstance(select, str) else tuple(dict.fromkeys(select))
     write: Callable[[Snapshot, Path, Selects, bool], Written] = {
@@ -91,15 +88,24 @@ def export(
         "torch": _write_torch,
         "dcp": _write_dcp,
     }[chosen]
+    return put(target, chosen, lambda scratch: write(snapshot, scratch, selects, allow_pickle))
+
+
+def put(target: Path, format: Format, write: Callable[[Path], Written]) -> Exported:
+    """Put at `target`, which must not exist, what `write` makes at the path that it is given.
+    Raises as `export`."""
+    check_path(target)
+    if os.path.lexists(target):
+        raise Conflict(f"{target} exists; nothing was written, choose another name")
     try:
         with _in_place(target) as scratch:
-            written = write(snapshot, scratch, selects, allow_pickle)
+            written = write(scratch)
             sizes = _sizes(scratch)
         _check_there(target, sizes)
     except OSError as error:
         raise Unavailable(f"cannot write {target}: {error}") from error
     files = tuple(sorted(target / name for name in sizes))
-    return Exported(chosen, files, sum(sizes.values()), written.left_out, written.refused)
+    return Exported(format, files, sum(sizes.values()), written.left_out, written.refused)
 
 
 def _sizes(root: Path) -> dict[str, int]:
@@ -188,12 +194,12 @@ def _write_tensors(
 ) -> None:
     """Write the file that `header` describes."""
     with open(target, "xb", buffering=0) as file:
-        _At(file.fileno(), 0).write(0, memoryview(header.raw))
+        file.write(header.raw)
         wanted = []
         for entry in header.entries:
             tree, leaf = tensors[entry.name]
             if entry.stop > entry.start:
-                place = _At(file.fileno(), len(header.raw) + entry.start)
+                place = InFile(file.fileno(), len(header.raw) + entry.start)
                 wanted.append(ReadRequest(tree, leaf, place))
         contents_of(snapshot).read(wanted)
 
@@ -204,8 +210,18 @@ def _write_tensors(
 def _write_safetensors(
     snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool
 ) -> Written:
+    contents = contents_of(snapshot)
+    named = tensors_of(contents, selects)
+    _write_tensors(snapshot, scratch, header_of(named), named)
+    read_header(scratch)
+    return Written(left_out=left_out(contents, named))
+
+
+def tensors_of(contents: CommitContents, selects: Selects) -> dict[str, Leaf]:
+    """The tensors that any of `selects` matches, by their names in safetensors files. Raises
+    `InvalidInput` if two have one name, and as `selected`."""
     chosen = [
-        (tree, i) for tree, i in _selected(snapshot, selects) if tree.schema.kinds[i] == "tensor"
+        (tree, i) for tree, i in selected(contents, selects) if tree.schema.kinds[i] == "tensor"
     ]
     one_key = len({tree.key for tree, _ in chosen}) == 1
     named = {_name(tree, i, one_key): (tree, i) for tree, i in chosen}
@@ -213,13 +229,20 @@ def _write_safetensors(
         raise InvalidInput(
             "two tensors would have one name in a safetensors file; export fewer with --select"
         )
+    return named
+
+
+def header_of(named: Mapping[str, Leaf]) -> Header:
+    """The header of a file with these tensors. Raises `InvalidInput`."""
     listed = [
         (name, tree.schema.dtypes[i], tree.schema.shapes[i]) for name, (tree, i) in named.items()
     ]
-    _write_tensors(snapshot, scratch, encode_header(listed, {"format": "pt"}), named)
-    read_header(scratch)
-    leaves = sum(len(tree.schema) for tree in contents_of(snapshot).trees.values())
-    return Written(left_out=leaves - len(chosen))
+    return encode_header(listed, {"format": "pt"})
+
+
+def left_out(contents: CommitContents, named: Mapping[str, Leaf]) -> int:
+    """How many leaves of a commit are not among `named`."""
+    return sum(len(tree.schema) for tree in contents.trees.values()) - len(named)
 
 
 def _name(tree: Tree, i: int, one_key: bool) -> str:
@@ -227,10 +250,10 @@ def _name(tree: Tree, i: int, one_key: bool) -> str:
     return tensor_name(path) if one_key else ".".join(map(shown, path.split("/")))
 
 
-def _selected(snapshot: Snapshot, selects: Selects) -> Iterator[Leaf]:
+def selected(contents: CommitContents, selects: Selects) -> Iterator[Leaf]:
     """The leaves that any of `selects` matches. Raises `NotFound` for one that matches none."""
     unmatched = set(selects)
-    for key, tree in contents_of(snapshot).trees.items():
+    for key, tree in contents.trees.items():
         for i, path in enumerate(tree.schema.paths):
             if matching := {
                 select for select in selects if key == select or fnmatch.fnmatchcase(path, select)
@@ -240,8 +263,8 @@ def _selected(snapshot: Snapshot, selects: Selects) -> Iterator[Leaf]:
     for select in selects:
         if select in unmatched:
             raise NotFound(
-                f"commit {snapshot.id[:12]} has no leaves {select!r}; `ckptstore ls "
-                f"{snapshot.id[:12]}` lists them"
+                f"commit {contents.commit[:12]} has no leaves {select!r}; `ckptstore ls "
+                f"{contents.commit[:12]}` lists them"
             )
 
 
@@ -286,24 +309,11 @@ def _state(snapshot: Snapshot, selects: Selects, allow_pickle: bool) -> object:
     if all(select in contents_of(snapshot).trees for select in selects):
         found = {key: snapshot.state_dict(key, allow_pickle=allow_pickle) for key in selects}
         return found if len(selects) > 1 else found[selects[0]]
-    paths = [tree.schema.paths[i] for tree, i in _selected(snapshot, selects)]
+    paths = [tree.schema.paths[i] for tree, i in selected(contents_of(snapshot), selects)]
     return {path: snapshot.read(path, allow_pickle=allow_pickle) for path in paths}
 
 
 # -- files --
-
-
-class _At:
-    """A destination for a leaf's bytes: a file from an offset on."""
-
-    def __init__(self, descriptor: int, base: int) -> None:
-        self._descriptor, self._base = descriptor, base
-
-    def memory(self) -> None:
-        """Bytes are passed to `write`."""
-
-    def write(self, start: int, data: memoryview) -> None:
-        write_cached(self._descriptor, self._base + start, [data])
 
 
 @contextmanager

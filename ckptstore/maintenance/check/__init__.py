@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
-from ckptstore.core.ids import ChunkId, CommitId, PackId
+from ckptstore.core.ids import ChunkId, CommitId, PackId, digest
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import InvalidInput
 
@@ -190,6 +190,22 @@ class Share:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Part `number` of `count` of a check, from 1 on. A commit, a pack or an orphan is of one of
+    them, whatever else the store has at the time: by the hash of its name."""
+
+    number: int = 1
+    count: int = 1
+
+    def has(self, name: str) -> bool:
+        """Whether this part has what is called so."""
+        hashed = int.from_bytes(digest(name.encode())[:8], "little")
+        return hashed % self.count == self.number - 1
+
+
+WHOLE = Shard()
+
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
@@ -201,6 +217,18 @@ def parse_level(level: Level | str) -> Level:
         raise InvalidInput(
             f"{level!r} is no level: wanted {', '.join(known.name.lower() for known in Level)}"
         ) from error
+
+
+def parse_shard(text: str | None) -> Shard:
+    """The part that `I/N` names, `WHOLE` for None. Raises `InvalidInput`."""
+    if text is None:
+        return WHOLE
+    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text) if isinstance(text, str) else None
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise InvalidInput(
+            f"{text!r:.80} is no part of a check: wanted I/N, such as 1/8 to 8/8 for eight parts"
+        )
+    return Shard(int(found[1]), int(found[2]))
 
 
 def parse_share(text: object) -> Share | None:

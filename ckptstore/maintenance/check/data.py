@@ -7,10 +7,11 @@ process of the host.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Set
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
 
 from ckptstore.core.config import default_threads
 from ckptstore.core.ids import ChunkId, PackId, StoreId, digest
@@ -18,7 +19,7 @@ from ckptstore.core.model import PackEntry
 from ckptstore.errors import CkptStoreError, Corrupt, Unavailable
 from ckptstore.log.state import Pack
 from ckptstore.maintenance import Progress, load_note, save_note
-from ckptstore.maintenance.check import Share
+from ckptstore.maintenance.check import WHOLE, Shard, Share
 from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.trees import Contents
 from ckptstore.objects import codecs, patches
@@ -32,11 +33,16 @@ from ckptstore.repository.chunk_reader import (
     read_run,
     runs_of,
 )
+from ckptstore.repository.footers import ChunkInPack, read_chunk, stored_patch
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
 
 RECORD_NAME = "verified.json"
 _SAVE_EVERY_S = 5.0
+_PATCHES_AT_ONCE = 256
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,51 @@ def load_record(directory: Path, store: StoreId) -> Mapping[PackId, int]:
     )
 
 
+class Spread(Protocol):
+    """Carries the parts of a job out: here, or on other hosts. So a task is a function of a module,
+    and its items and results are plain values."""
+
+    def __call__(
+        self, task: "Callable[[Storage, ThreadPool, T], R]", items: Iterable[T]
+    ) -> Generator[tuple[T, R], None, None]:
+        """Call `task` for each item; yields each with its result, in any order. Closed, it ends
+        what it has begun."""
+
+
+def here(storage: Storage, threads: ThreadPool) -> Spread:
+    """One item after the other, each on the threads of this process."""
+
+    def spread(
+        task: Callable[[Storage, ThreadPool, T], R], items: Iterable[T]
+    ) -> Generator[tuple[T, R], None, None]:
+        return ((item, task(storage, threads, item)) for item in items)
+
+    return spread
+
+
+class PackToRead(NamedTuple):
+    """A pack, and the records of its footer."""
+
+    pack: Pack
+    table: packs.FooterTable
+
+
+class Patched(NamedTuple):
+    """A chunk that is stored as a patch of `base`, and where."""
+
+    chunk: ChunkId
+    base: ChunkId
+    places: tuple[ChunkInPack, ...]
+
+
+class Patches(NamedTuple):
+    """A whole chunk, where it lies, and the patches that need it, each behind its base."""
+
+    whole: ChunkId
+    places: tuple[ChunkInPack, ...]
+    patched: tuple[Patched, ...]
+
+
 def choose(
     listed: Iterable[Pack], verified: Mapping[PackId, int], suspects: Set[PackId], share: Share
 ) -> list[Pack]:
@@ -75,22 +126,32 @@ def choose(
 
 
 def verify(
-    offline_store: OfflineStore, contents: Contents, share: Share, progress: Progress
+    offline_store: OfflineStore,
+    contents: Contents,
+    share: Share,
+    progress: Progress,
+    spread: Spread | None = None,
+    shard: Shard = WHOLE,
 ) -> tuple[int, list[BadChunk]]:
-    """Read a share of the packs; returns the bytes read and the damage, which is noted for every
-    process of this host. The record is saved every few seconds and at the end, even after a
-    failure."""
+    """Read a share of the packs of a shard; returns the bytes read and the damage, which is noted
+    for every process of this host. The record is saved every few seconds and at the end, even after
+    a failure."""
     directory, store = offline_store.index_directory, offline_store.config.store
     readable = [pack for pack in contents.state.packs.values() if pack.id in contents.tables]
     known, suspects = load_record(directory, store), offline_store.suspect_packs
     verified = {pack.id: known[pack.id] for pack in readable if pack.id in known}
-    chosen = choose(readable, verified, suspects.packs(), share)
+    own = [pack for pack in readable if shard.has(pack.id)]
+    chosen = choose(own, verified, suspects.packs(), share)
     total, done, saved = sum(pack.stored_bytes for pack in chosen), 0, time.monotonic()
     found: list[BadChunk] = []
-    threads = ThreadPool(default_threads())
-    try:
-        for pack in chosen:
-            bad = verify_pack(offline_store.storage, pack, contents.tables[pack.id], threads)
+    with ExitStack() as stack:
+        stack.callback(lambda: save_note(directory / RECORD_NAME, store, verified))
+        if spread is None:
+            threads = stack.enter_context(closing(ThreadPool(default_threads())))
+            spread = here(offline_store.storage, threads)
+        packs_to_read = (PackToRead(pack, contents.tables[pack.id]) for pack in chosen)
+        read = stack.enter_context(closing(spread(verify_pack, packs_to_read)))
+        for (pack, _), bad in read:
             unread = sum(isinstance(chunk.problem, Unavailable) for chunk in bad)
             if unread < len(bad):
                 suspects.add(pack.id)
@@ -104,57 +165,83 @@ def verify(
             if time.monotonic() - saved > _SAVE_EVERY_S:
                 save_note(directory / RECORD_NAME, store, verified)
                 saved = time.monotonic()
-        for wrong in made_wrong(contents, {pack.id for pack in chosen}, threads):
+        made = stack.enter_context(
+            closing(spread(made_wrong, patches_in(contents, {pack.id for pack in chosen})))
+        )
+        for wrong in [bad for _, some in made for bad in some]:
             suspects.add(wrong.pack)
             found.append(wrong)
-    finally:
-        save_note(directory / RECORD_NAME, store, verified)
-        threads.close()
-    return total, found
+    # The order of a report does not depend on who came first.
+    return total, sorted(found, key=lambda bad: (bad.pack, bad.key, bad.entry.offset))
 
 
-def verify_pack(
-    storage: Storage, pack: Pack, table: packs.FooterTable, threads: ThreadPool
-) -> list[BadChunk]:
+def verify_pack(storage: Storage, threads: ThreadPool, given: PackToRead) -> list[BadChunk]:
     """The chunks of one pack, and of its twin, that do not match their ids or cannot be read.
 
     Raises `Unavailable` if nothing of it can be read: its bytes may be sound.
     """
     return [
         bad
-        for key in keys_of(pack)
-        for bad in _verify_object(storage, key, pack.id, table, threads)
+        for key in keys_of(given.pack)
+        for bad in _verify_object(storage, key, given.pack.id, given.table, threads)
     ]
 
 
-def made_wrong(contents: Contents, chosen: Set[PackId], threads: ThreadPool) -> list[BadChunk]:
-    """The patches in the `chosen` packs that are sound, as is what they are made of, but do not
-    make their chunk. What cannot be read is reported for itself."""
-    bases, found = contents.bases, list[BadChunk]()
-    wanted = _chain_members(contents, chosen)
+def patches_in(contents: Contents, chosen: Set[PackId]) -> Iterator[tuple[Patches, ...]]:
+    """The patches in the `chosen` packs, with all that they are made of, some at a time. Pure."""
+    bases = contents.bases
     patches_of: dict[ChunkId, list[ChunkId]] = {}
-    for chunk in wanted:
+    for chunk in _chain_members(contents, chosen):
         patches_of.setdefault(bases[chunk], []).append(chunk)
 
-    def verify(whole: ChunkId) -> None:
-        left: list[tuple[ChunkId, bytes | memoryview]] = []
+    def places(chunk: ChunkId, *, patched: bool) -> tuple[ChunkInPack, ...]:
+        found = contents.inventory.places(chunk)
+        if not patched:
+            return tuple(found)
+        found = [place for place in found if place.entry.codec == codecs.PATCH]
+        return tuple(sorted(found, key=lambda place: place.entry.depth))
+
+    batch: list[Patches] = []
+    for whole in patches_of:
+        if whole not in bases:
+            below, left = list[Patched](), [whole]
+            while left:
+                base = left.pop()
+                for chunk in patches_of.get(base, ()):
+                    below.append(Patched(chunk, base, places(chunk, patched=True)))
+                    left.append(chunk)
+            batch.append(Patches(whole, places(whole, patched=False), tuple(below)))
+            if sum(len(each.patched) for each in batch) >= _PATCHES_AT_ONCE:
+                yield tuple(batch)
+                batch = []
+    if batch:
+        yield tuple(batch)
+
+
+def made_wrong(storage: Storage, threads: ThreadPool, given: Sequence[Patches]) -> list[BadChunk]:
+    """The patches that are sound, as is what they are made of, but do not make their chunk. What
+    cannot be read is reported for itself."""
+    found = list[BadChunk]()
+
+    def verify(each: Patches) -> None:
+        bases, raws = {patched.base for patched in each.patched}, dict[ChunkId, memoryview]()
         with suppress(CkptStoreError):
-            left = [(patch, contents.read(whole)) for patch in patches_of[whole]]
-        while left:
-            chunk, base = left.pop()
-            with suppress(CkptStoreError):
-                patch = contents.patch(chunk)
-                made = _made(patch, bases[chunk], base)
-                if made is None:
-                    found.append(_made_wrong(contents, patch))
-                else:
-                    left += [(other, made) for other in patches_of.get(chunk, ())]
+            raws[each.whole] = read_chunk(storage, each.places)
+        for chunk, base, places in each.patched:
+            if base in raws:
+                with suppress(CkptStoreError):
+                    patch = stored_patch(storage, places)
+                    made = _made(patch, base, raws[base])
+                    if made is None:
+                        found.append(_made_wrong(patch, places))
+                    elif chunk in bases:
+                        raws[chunk] = made
 
-    threads.spread(verify, [base for base in patches_of if base not in bases])
-    return sorted(found, key=lambda bad: (bad.pack, bad.entry.offset))
+    threads.spread(verify, given)
+    return found
 
 
-def _made(patch: StoredPatch, base: ChunkId, raw: bytes | memoryview) -> memoryview | None:
+def _made(patch: StoredPatch, base: ChunkId, raw: memoryview) -> memoryview | None:
     """The chunk that a patch makes of its `base`, which its pack's footer names; None if it makes
     another or names another base."""
     made = memoryview(bytearray(raw))
@@ -179,9 +266,9 @@ def _chain_members(contents: Contents, chosen: Set[PackId]) -> dict[ChunkId, Non
     return members
 
 
-def _made_wrong(contents: Contents, patch: StoredPatch) -> BadChunk:
+def _made_wrong(patch: StoredPatch, places: Iterable[ChunkInPack]) -> BadChunk:
     chunk = patch.entry.chunk
-    place = next(p for p in contents.inventory.places(chunk) if p.entry == patch.entry)
+    place = next(place for place in places if place.entry == patch.entry)
     what = f"chunk {chunk.hex()[:12]} in {place.keys[0]} is not what its patch makes of its base"
     return BadChunk(place.pack, place.keys[0], patch.entry, Corrupt(what))
 

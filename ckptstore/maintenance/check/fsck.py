@@ -13,6 +13,7 @@ reported.
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from ckptstore.core.ids import ChunkId, CommitId, PackId, pack_key
 from ckptstore.core.model import PackEntry
@@ -21,18 +22,20 @@ from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.log.state import Pack, State
 from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check import (
+    WHOLE,
     Finding,
     Kind,
     Level,
     Looked,
     Report,
     Severity,
+    Shard,
     Share,
     foreign,
     severity_of,
     unread,
 )
-from ckptstore.maintenance.check.data import BadChunk, verify
+from ckptstore.maintenance.check.data import BadChunk, Spread, verify
 from ckptstore.maintenance.check.indexes import catalog_findings, index_findings, remembered
 from ckptstore.maintenance.check.offline_store import (
     Chain,
@@ -45,7 +48,7 @@ from ckptstore.maintenance.check.trees import Contents, Referrer, Walk, taken
 from ckptstore.maintenance.gc.plan import list_objects, owner, unlisted
 from ckptstore.objects.pack import FooterTable
 from ckptstore.plugins.signing.signatures import damaged
-from ckptstore.repository.chunk_reader import keys_of
+from ckptstore.repository.chunk_reader import keys_of, verify_at
 from ckptstore.repository.footers import read_table_at
 from ckptstore.storage.contract import Storage
 
@@ -82,15 +85,19 @@ def fsck(
     *,
     level: Level = Level.CONNECTIVITY,
     share: Share | None = None,
+    shard: Shard = WHOLE,
+    spread: Spread | None = None,
     progress: Progress = silent,
 ) -> Report:
-    """Check up to `level`; `share` limits the stored data read by the last level.
+    """Check up to `level`; `share` limits the stored data read by the last level. Of a `shard`, the
+    commits, the packs and the orphans are those that it has; all else is checked in each. `spread`
+    reads the data, by default the threads of this process.
 
     Changes nothing in the store. Raises `Unavailable` if storage does not answer, `Conflict` for a
     log that requires a newer ckptstore.
     """
     level = Level.DATA if share else level
-    return _Fsck(offline_store, level, share or Share(), progress).run().report
+    return _Fsck(offline_store, level, share or Share(), progress, shard, spread).run().report
 
 
 def examine(offline_store: OfflineStore, *, share: Share | None, progress: Progress) -> Facts:
@@ -120,6 +127,8 @@ class _Fsck:
     level: Level
     share: Share
     progress: Progress
+    shard: Shard = WHOLE
+    spread: Spread | None = None
     remembered: Mapping[PackId, Sequence[PackEntry]] = field(default_factory=dict)
 
     def run(self) -> Facts:
@@ -134,12 +143,17 @@ class _Fsck:
         seen = self._look(contents)
         data_bytes, bad = 0, list[BadChunk]()
         if level >= Level.DATA:
-            data_bytes, bad = verify(offline_store, contents, self.share, self.progress)
+            data_bytes, bad = verify(
+                offline_store, contents, self.share, self.progress, self.spread, self.shard
+            )
+            if self.shard != WHOLE:
+                bad += self._elsewhere(contents, seen.missing, bad)
         if not chain.bad:
             contents, seen, bad = self._looked_again(contents, seen, bad)
         orphans: list[Finding] = []
         if level >= Level.PACKS:
-            orphans = list(orphan_findings(storage, lambda: self._present(chain)))
+            found = orphan_findings(storage, lambda: self._present(chain))
+            orphans = [orphan for orphan in found if self.shard.has(orphan.key)]
         state = contents.state
         silent = [chunk for chunk in bad if isinstance(chunk.problem, Unavailable)]
         bad = [chunk for chunk in bad if not isinstance(chunk.problem, Unavailable)]
@@ -158,13 +172,15 @@ class _Fsck:
             *seen.index,
             *_chunk_findings(contents, seen.missing, bad, referrers),
         )
+        packs = [pack for pack in state.packs.values() if self.shard.has(pack.id)]
+        commits = sum(map(self.shard.has, state.commits))
         looked = Looked(
             chain.head,
-            len(state.commits) if level >= Level.CONNECTIVITY else 0,
-            len(state.packs),
-            len(contents.inventory),
+            commits if level >= Level.CONNECTIVITY else 0,
+            len(packs),
+            sum(len(contents.tables[pack.id]) for pack in packs if pack.id in contents.tables),
             data_bytes,
-            sum(pack.stored_bytes for pack in state.packs.values()),
+            sum(pack.stored_bytes for pack in packs),
         )
         return Facts(
             offline_store,
@@ -182,7 +198,7 @@ class _Fsck:
         again."""
         walk = Walk(contents, self.offline_store.config.chunk_bytes)
         if self.level >= Level.CONNECTIVITY:
-            rows = contents.commits()
+            rows = [row for row in contents.commits() if self.shard.has(row[0])]
             for done, (commit, row) in enumerate(rows):
                 self.progress("commits", done, len(rows))
                 if before is None or commit in before.commits:
@@ -206,6 +222,22 @@ class _Fsck:
         if before is None or before.index:
             index = tuple(index_findings(self.offline_store, contents.state, contents.tables))
         return replace(seen, packs=packs, index=index)
+
+    def _elsewhere(
+        self, contents: Contents, missing: Collection[ChunkId], bad: Sequence[BadChunk]
+    ) -> list[BadChunk]:
+        """Where metadata lies that cannot be read: in packs of other shards, which find it damaged
+        there, too. So every shard says the same of it."""
+        known = {(chunk.key, chunk.entry.offset) for chunk in bad}
+        found = list[BadChunk]()
+        for place in (place for chunk in missing for place in contents.inventory.places(chunk)):
+            for key in place.keys:
+                if (key, place.entry.offset) not in known:
+                    try:
+                        verify_at(self.offline_store.storage, (key,), place.entry)
+                    except (Corrupt, NotFound, Unavailable) as error:
+                        found.append(BadChunk(place.pack, key, place.entry, error))
+        return found
 
     def _looked_again(
         self, contents: Contents, seen: _Seen, bad: list[BadChunk]
@@ -240,7 +272,8 @@ class _Fsck:
     def _packs(
         self, contents: Contents, suspects: Collection[PackId | None] | None
     ) -> Iterator[Finding]:
-        listed = sorted(contents.state.packs.values(), key=lambda pack: pack.id)
+        packs = contents.state.packs.values()
+        listed = sorted(filter(lambda pack: self.shard.has(pack.id), packs), key=attrgetter("id"))
         for done, pack in enumerate(listed):
             self.progress("packs", done, len(listed))
             if pack.id in contents.tables and (suspects is None or pack.id in suspects):
@@ -327,7 +360,7 @@ def _is_sound(contents: Contents, chunk: ChunkId) -> bool:
 
 def unreadable(contents: Contents) -> Iterator[Finding]:
     """Packs without a readable footer: their content is unknown. Pure."""
-    for pack in contents.state.packs.values():
+    for _, pack in sorted(contents.state.packs.items()):
         if error := contents.problems.get(pack.id):
             size = f"{bytes_text(pack.bytes)}, {pack.chunks} chunks"
             what = f"pack {pack.id} ({size}) cannot be read: {error}"

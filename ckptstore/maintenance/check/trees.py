@@ -31,7 +31,7 @@ from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA, FooterTable
 from ckptstore.objects.pages import decode_page, join_pages
 from ckptstore.objects.schema import decode_schema, parts_of
-from ckptstore.repository.chunk_reader import StoredPatch, keys_of
+from ckptstore.repository.chunk_reader import keys_of
 from ckptstore.repository.dedup import items_of
 from ckptstore.repository.footers import (
     Inventory,
@@ -39,7 +39,6 @@ from ckptstore.repository.footers import (
     load_tables,
     read_chunk,
     read_table_at,
-    stored_patch,
     verify_any,
 )
 from ckptstore.restore.reader import Tree
@@ -151,11 +150,6 @@ class Contents:
         """Check that some location has the bytes of a chunk, or of a patch that makes them. Raises
         `Corrupt`, `NotFound` or `Unavailable`."""
         verify_any(self._storage, self.inventory.places(chunk))
-
-    def patch(self, chunk: ChunkId) -> StoredPatch:
-        """A chunk that is stored as a patch; raises `Corrupt`, `NotFound` or `Unavailable`."""
-        places = [p for p in self.inventory.places(chunk) if p.entry.codec == PATCH]
-        return stored_patch(self._storage, sorted(places, key=lambda place: place.entry.depth))
 
     def tree(self, name: str, ref: TreeRef, chunk_bytes: int) -> Tree:
         """A tree's schema and complete content."""
