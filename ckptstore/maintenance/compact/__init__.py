@@ -273,7 +273,7 @@ class _Compaction:
         for commit in (commit for group in self._groups for commit in group.commits):
             with self._unless_purged([commit]):
                 self._logical_bytes[commit] = self._document(commit).logical_bytes
-        self._done_bytes = 0
+        self._done_bytes, self._total_bytes = 0, sum(self._logical_bytes.values())
 
     def _kept(self) -> Keys:
         """The keys of the chunks of the newest commits, and of all that patches make these of."""
@@ -392,19 +392,21 @@ class _Compaction:
         """The strips of all groups, oldest first."""
         chunk_bytes = self._reader.chunk_bytes
         for group in self._groups:
+            group_bytes = sum(self._logical_bytes.get(c, 0) for c in group.commits)
             with self._unless_purged(group.commits):
                 trees = [self._trees(commit) for commit in group.commits]
-                for strip in strips(places(trees), chunk_bytes, RUN_BYTES):
-                    self._tell()
+                for n, strip in enumerate(strips(places(trees), chunk_bytes, RUN_BYTES)):
+                    strips_bytes = n * RUN_BYTES * len(group.commits)  # if all chunks are large
+                    self._tell(min(strips_bytes, group_bytes))
                     yield group, strip
-            self._done_bytes += sum(self._logical_bytes.get(c, 0) for c in group.commits)
-        self._tell()
+            self._done_bytes += group_bytes
+            self._tell()
 
-    def _tell(self) -> None:
+    def _tell(self, of_group_bytes: int = 0) -> None:
         """Report the progress, with the bytes of what was coded before and after."""
         before, after = self._coded.stored_bytes, self._coded.coded_bytes
         phase = f"compact {bytes_text(round(before))} to {bytes_text(round(after))},"
-        self._progress(phase, self._done_bytes, sum(self._logical_bytes.values()))
+        self._progress(phase, self._done_bytes + of_group_bytes, self._total_bytes)
 
     @contextmanager
     def _unless_purged(self, commits: Sequence[CommitId]) -> Iterator[None]:
