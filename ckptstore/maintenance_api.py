@@ -338,7 +338,7 @@ class Maintenance:
             NoSpace: The disk is full; what was coded before is kept.
 
         Example:
-            >>> store.compact(ckptstore.CompactPolicy(newest=2, every=8))
+            >>> store.compact(ckptstore.CompactPolicy(newest=1, every=8))
         """
         report = compact(self._handle, policy, threads=threads, dry_run=dry_run, progress=progress)
         if not dry_run:

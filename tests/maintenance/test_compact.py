@@ -352,15 +352,15 @@ def test_a_base_that_only_differences_need_is_not_unreferenced(store: Store) -> 
 
 def test_a_compaction_says_what_it_left_and_why(tmp_path: Path) -> None:
     make(tmp_path, steps=8)
-    words = ("-s", str(tmp_path), "compact", "--every", "4")
+    words = ("-s", str(tmp_path), "compact", "--newest", "2", "--every", "4")
     first = call(*words)
     assert "6 commits in 2 groups" in first.out
-    assert "left 2 commits as they are: the newest 2 of each run (--newest)" in first.out
+    assert "left 2 commits unchanged: the newest 2 of each run (--newest)" in first.out
     again = call(*words, "--json").document
     assert (again["newest"], again["finished"], again["chunks"]) == (2, 4, 0)
     last = call(*words).out
     assert "left 4 commits: compacted before" in last
-    assert "left all chunks of these groups: they are coded already" in last
+    assert "left all chunks of these groups: coded already" in last
 
 
 def test_a_group_that_is_not_full_is_coded_and_goes_on_once_it_has_more(

@@ -186,11 +186,11 @@ class CompactReport:
         """What was not compacted, and why."""
         if self.newest:
             stay = count_text(self.newest, "commit")
-            yield f"left {stay} as they are: the newest {self.policy.newest} of each run (--newest)"
+            yield f"left {stay} unchanged: the newest {self.policy.newest} of each run (--newest)"
         if self.finished:
             yield f"left {count_text(self.finished, 'commit')}: compacted before"
         if self.groups and not self.chunks:
-            yield "left all chunks of these groups: they are coded already, or would not be smaller"
+            yield "left all chunks of these groups: coded already, patches, or not worth it"
 
     @property
     def summary(self) -> str:

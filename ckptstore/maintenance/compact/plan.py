@@ -24,7 +24,7 @@ class CompactPolicy:
     in their middle, or at a commit that has a tag. The last group of a run may have fewer.
     """
 
-    newest: int = 2
+    newest: int = 1
     every: int = 8
 
     def __post_init__(self) -> None:
