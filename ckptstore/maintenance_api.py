@@ -301,7 +301,7 @@ class Maintenance:
         if not dry_run:
             if policy := policy_of(self._handle.log.state):
                 try:
-                    compacted = compact(self._handle, policy, progress=progress)
+                    compacted = compact(self._handle, policy, full_only=True, progress=progress)
                     report.add(compacted.collected)
                     report.not_compacted = compacted.problems
                 except NoSpace as error:
@@ -326,7 +326,7 @@ class Maintenance:
             policy: Which commits stay as they are, and how many share a base.
             threads: How many chunks are coded side by side.
             with_gc: True keeps the policy in the store's settings, and every later `gc` compacts by
-                it; False removes it from there. A dry run changes neither.
+                it, once a group is full; False removes it from there. A dry run changes neither.
             dry_run: Estimate by a sample, without changing anything.
             progress: Called with phase, done and total.
 
@@ -340,7 +340,7 @@ class Maintenance:
             NoSpace: The disk is full; what was coded before is kept.
 
         Example:
-            >>> store.compact(ckptstore.CompactPolicy(newest=2, every=8))
+            >>> store.compact(ckptstore.CompactPolicy(newest=1, every=8))
         """
         report = compact(self._handle, policy, threads=threads, dry_run=dry_run, progress=progress)
         if not dry_run:

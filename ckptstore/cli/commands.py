@@ -440,8 +440,8 @@ COMMANDS = (
             Option(
                 "--newest",
                 "N",
-                "the newest N commits of each run stay as they are (default: 2)",
-                default=2,
+                "the newest N commits of each run stay as they are (default: 1)",
+                default=1,
             ),
             Option(
                 "--every",

@@ -137,8 +137,9 @@ def compact_store(call: Call) -> Answer:
     sizes = ("raw_bytes", "stored_bytes", "coded_bytes", "freed_bytes", "deleted_bytes")
     document = {
         "groups": [fields_of(group, "run", "commits") for group in report.groups],
-        **fields_of(report, "dry_run", "newest", "waiting", "chunks", "deltas", *sizes),
-        **fields_of(report, "written_bytes", "problems"),
+        **fields_of(report, "dry_run", "newest", "finished", "chunks", "deltas", *sizes),
+        **fields_of(report, "written_bytes", "left_bytes", "problems"),
+        "freed_later_bytes": sum(report.freed_later_bytes.values()),
     }
     code = Exit.DAMAGED if report.problems else Exit.OK
     return Answer(document, [report], report.problems, code)

@@ -13,7 +13,7 @@ from ckptstore.core.model import PackEntry
 from ckptstore.maintenance import silent
 from ckptstore.maintenance.gc.mark import Holdings, _Marking, short_keys
 from ckptstore.objects import pack
-from ckptstore.objects.codecs import PATCH, RAW
+from ckptstore.objects.codecs import DELTA, PATCH, RAW
 from ckptstore.repository.thread_pool import one_by_one
 
 
@@ -75,6 +75,18 @@ def test_a_duplicate_stays_where_most_bytes_stay_anyway() -> None:
     holdings.sort()
     assert not len(holdings.need(short_keys(a + b + c)))
     assert holdings.live_chunks(holdings.assign()).tolist() == [0, 3]
+
+
+def test_of_two_copies_the_base_of_a_difference_stays_though_it_is_larger() -> None:
+    base, other = chunk(1, 1), chunk(2, 2)
+    delta = PackEntry(other, bytes(16), 64, 8, 64, DELTA, 1, pack.TENSOR, 0)
+    whole = PackEntry(base, bytes(16), 0, 64, 64, 0, 1, pack.TENSOR)
+    holdings = Holdings([1, 2])
+    holdings.put(0, footer([base], 32))
+    holdings.put(1, pack.encode_tail([whole, delta], 72, metadata=False)[1])
+    holdings.sort()
+    holdings.need(short_keys(base + other))
+    assert holdings.live_chunks(holdings.assign()).tolist() == [0, 2]
 
 
 @given(
@@ -151,8 +163,8 @@ def test_the_base_of_each_patch_that_stays_stays(packs: list[list[Copy]], needed
         for some in packs
     ]
     threads = cast(Any, SimpleNamespace(spread=one_by_one))
-    listed = cast(Any, [SimpleNamespace(chunks=len(some)) for some in packs])
-    marking = _Marking(cast(Any, None), listed, threads, silent)
+    listed = cast(Any, [SimpleNamespace(id="", chunks=len(some)) for some in packs])
+    marking = _Marking(cast(Any, None), listed, threads, silent, frozenset())
     for i, table in enumerate(tables):
         marking.holdings.put(i, table)
     marking.holdings.sort()

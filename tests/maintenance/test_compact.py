@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckptstore.core.text import bytes_text
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.log.entries import Settings
 from ckptstore.maintenance.compact import remember
 from ckptstore.maintenance.compact.coding import Candidates
@@ -22,7 +22,9 @@ from ckptstore.maintenance.compact.plan import (
     plan_groups,
     policy_of,
 )
+from ckptstore.maintenance.gc.mark import _Marking
 from ckptstore.maintenance.retention import KeepLast
+from ckptstore.objects import codecs
 from ckptstore.restore.reader import RECENT
 from ckptstore.store import Store
 from tests.cli.running import call
@@ -181,9 +183,11 @@ def test_a_base_stays_as_long_as_a_difference_needs_it(
 
 
 def test_a_gc_compacts_where_the_settings_say_so(store: Store, place: Path) -> None:
-    store.compact(CompactPolicy(newest=1, every=STEPS), with_gc=True)
-    store.gc()
+    with opened(place) as handle:
+        remember(handle, CompactPolicy(newest=1, every=STEPS))
     before = packs_bytes(place)
+    store.gc()
+    assert packs_bytes(place) > 0.99 * before, "the group is not full"
     store.compact(POLICY, with_gc=True, dry_run=True)
     store.commit(trained(STEPS), step=STEPS)
     with opened(place) as handle:
@@ -191,6 +195,9 @@ def test_a_gc_compacts_where_the_settings_say_so(store: Store, place: Path) -> N
     assert store.gc().freed_bytes > 0
     assert packs_bytes(place) < 0.8 * before
     verify(place, range(STEPS + 1))
+    store.compact(POLICY, with_gc=True)
+    with opened(place) as handle:
+        assert policy_of(handle.log.replay()) == POLICY
     store.compact(POLICY, with_gc=False)
     with opened(place) as handle:
         assert policy_of(handle.log.replay()) is None
@@ -214,7 +221,7 @@ def test_a_run_with_fewer_commits_than_stay_as_they_are_has_no_groups(
     with opened(place) as handle:
         state = handle.log.replay()
         policy = CompactPolicy(newest=STEPS + 4, every=4)
-        assert plan_groups(state, policy) == ()
+        assert plan_groups(state, policy) == []
         assert set(newest_commits(state, policy)) == set(state.commits)
 
 
@@ -237,10 +244,11 @@ def test_a_policy_without_sense_is_refused(wrong: dict[str, int]) -> None:
 
 def test_a_thinned_commit_keeps_its_place_among_the_compacted(store: Store, place: Path) -> None:
     store.forget([KeepLast(2).thin("model/noise")])
-    store.compact(POLICY)
     with opened(place) as handle:
         state = handle.log.replay()
         groups = plan_groups(state, POLICY)
+    assert list(store.compact(POLICY).groups) == groups
+    with opened(place) as handle:
         steps = [state.commits[commit].step for group in groups for commit in group.commits]
     assert steps == list(range(STEPS - 1))
     for step in range(STEPS - 2):
@@ -256,7 +264,7 @@ def test_commits_that_are_purged_meanwhile_are_passed_over(place: Path, dry_run:
     steps, kept = 3 * RECENT, 4
 
     def purge(stage: str, done: int, _total: int) -> None:
-        if stage == "compact" and done and len(store.log()) == steps:
+        if stage.startswith("compact ") and done and len(store.log()) == steps:
             with at(place).open() as other:
                 other.forget(KeepLast(kept))
                 other.gc(grace_s=0)
@@ -278,7 +286,7 @@ def test_another_compaction_meanwhile_leaves_nothing_to_do_and_no_damage(
     policy, others = CompactPolicy(newest=1, every=2), list[Any]()
 
     def compact(stage: str, done: int, _total: int) -> None:
-        if stage == "compact" and done and not others:
+        if stage.startswith("compact ") and done and not others:
             monkeypatch.setenv("CKPTSTORE_CACHE", str(place.parent / "other host"))
             with at(place).open() as other:
                 others.append(other.compact(policy))
@@ -295,7 +303,7 @@ def test_another_compaction_may_delete_a_pack_before_its_footer_is_read(
     store: Store, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, others = CompactPolicy(newest=0, every=2), list[Any]()
-    is_coded = Candidates._is_coded
+    is_fixed = Candidates._is_fixed
 
     def compact_and_look(*what: Any) -> Any:
         if not others:
@@ -303,9 +311,9 @@ def test_another_compaction_may_delete_a_pack_before_its_footer_is_read(
             with at(place).open() as other:
                 others.append(other.compact(policy))
                 other.gc(grace_s=0, max_unused=0.0, force=True)
-        return is_coded(*what)
+        return is_fixed(*what)
 
-    monkeypatch.setattr(Candidates, "_is_coded", compact_and_look)
+    monkeypatch.setattr(Candidates, "_is_fixed", compact_and_look)
     assert not store.compact(policy).problems
     assert others[1].chunks
     verify(place)
@@ -344,16 +352,106 @@ def test_a_base_that_only_differences_need_is_not_unreferenced(store: Store) -> 
 
 def test_a_compaction_says_what_it_left_and_why(tmp_path: Path) -> None:
     make(tmp_path, steps=8)
-    none = call("-s", str(tmp_path), "compact")
-    assert "0 commits in 0 groups" in none.out
-    assert "left 2 commits as they are: the newest 2 of each run (--newest)" in none.out
-    assert "left 6 commits for later: a group waits until it has 8 (--every; --newest 0" in none.out
-    document = call("-s", str(tmp_path), "compact", "--json").document
-    assert (document["newest"], document["waiting"], document["freed_bytes"]) == (2, 6, 0)
-    words = ("-s", str(tmp_path), "compact", "--newest", "2", "--every", "6")
-    assert "for later" not in call(*words).out
-    again = call(*words)
-    assert "left all chunks of these groups: they are coded already" in again.out
+    words = ("-s", str(tmp_path), "compact", "--newest", "2", "--every", "4")
+    first = call(*words)
+    assert "6 commits in 2 groups" in first.out
+    assert "left 2 commits unchanged: the newest 2 of each run (--newest)" in first.out
+    again = call(*words, "--json").document
+    assert (again["newest"], again["finished"], again["chunks"]) == (2, 4, 0)
+    last = call(*words).out
+    assert "left 4 commits: compacted before" in last
+    assert "left all chunks of these groups: coded already" in last
+
+
+def test_a_group_that_is_not_full_is_coded_and_goes_on_once_it_has_more(
+    store: Store, place: Path
+) -> None:
+    policy = CompactPolicy(newest=1, every=16)
+    before = packs_bytes(place)
+    assert store.compact(policy).deltas > 0
+    assert packs_bytes(place) < 0.8 * before
+    for step in range(STEPS, STEPS + 3):
+        store.commit(trained(step), step=step)
+    report = store.compact(policy)
+    assert (report.groups[0].full, report.commits) == (False, STEPS + 2)
+    assert report.deltas > 0
+    verify(place, range(STEPS + 3))
+    assert not store.fsck("data").findings
+
+
+def test_a_commit_that_was_coded_alone_gets_differences_later(store: Store, place: Path) -> None:
+    """What comes one commit at a time is coded in pairs: the base is coded as planes before."""
+    store.compact(CompactPolicy(newest=STEPS - 1, every=4))
+    report = store.compact(CompactPolicy(newest=STEPS - 2, every=4))
+    assert report.deltas > 0
+    verify(place)
+    assert not store.fsck("data").findings
+
+
+def test_a_compaction_of_chunks_that_are_planes_already_makes_the_store_no_larger(
+    place: Path,
+) -> None:
+    make(place, codec="zstd")
+    before = packs_bytes(place)
+    with at(place).open() as store:
+        report = store.compact(POLICY)
+        assert report.deltas > 0
+        assert report.freed_bytes > 0
+    assert packs_bytes(place) < before
+    verify(place)
+
+
+def test_patches_stay_and_the_chunks_they_begin_with_are_coded(place: Path) -> None:
+    """But for those of which the newest commit is made."""
+    random = torch.Generator().manual_seed(0)
+    wanted = []
+    with at(place).open() as store:
+        for step in range(6):
+            if step in (0, 3):
+                weight = torch.randn(300_000, generator=random)
+            weight[torch.randint(len(weight), (300,), generator=random)] += 1e-3
+            wanted.append(weight.clone())
+            store.commit({"weight": weight}, step=step)
+        before = packs_bytes(place)
+        whole = before // weight.nbytes
+        assert 2 <= whole < 6
+        report = store.compact(CompactPolicy(newest=1))
+        assert report.raw_bytes == (whole - 1) * weight.nbytes
+        assert packs_bytes(place) < 0.95 * before
+        for step, tensor in enumerate(wanted):
+            assert torch.equal(store.checkout(step).read("weight"), tensor)
+        assert not store.fsck("data").findings
+
+
+def test_what_does_not_come_back_from_its_coded_form_is_not_written(
+    store: Store, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode_delta = codecs.encode_delta
+
+    def wrong(raw: memoryview, *others: Any) -> bytes:
+        return encode_delta(memoryview(bytes(raw[:-1]) + bytes([raw[-1] ^ 1])), *others)
+
+    monkeypatch.setattr(codecs, "encode_delta", wrong)
+    before = {path.name for path in files(place, "packs")}
+    with pytest.raises(Corrupt, match="does not come back"):
+        store.compact(POLICY)
+    assert {path.name for path in files(place, "packs")} == before
+    verify(place)
+
+
+def test_a_gc_reads_no_chunk_that_this_compaction_has_just_written(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = list[int]()
+    damaged = _Marking._damaged
+
+    def counting(marking: Any, i: int, rows: list[int]) -> list[int]:
+        read.extend(rows)
+        return damaged(marking, i, rows)
+
+    monkeypatch.setattr(_Marking, "_damaged", counting)
+    assert store.compact(POLICY).chunks
+    assert not read
 
 
 def test_what_was_freed_is_what_the_disk_gained(tmp_path: Path) -> None:

@@ -88,6 +88,28 @@ def test_a_compaction_may_end_after_some_changes(sites: Sites, seed: int) -> Non
         assert end_after(sites.copied(source), changes) is None
 
 
+def test_what_a_compaction_that_ended_had_listed_is_not_done_again(
+    sites: Sites, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptstore.maintenance import compact as module
+
+    monkeypatch.setattr(module, "ENTRY_BYTES", 1)
+    source = sites.new()
+    make(source)
+    total = compacted_until(whole := sites.copied(source), 1_000)
+    assert total is not None
+    with opened(whole) as handle:
+        assert compact(handle, POLICY).chunks == 0
+    ended, chunks = sites.copied(source), list[int]()
+    for changes in (0, total // 3, total):
+        compacted_until(ended, changes)
+        with opened(ended) as handle:
+            chunks.append(compact(handle, POLICY, dry_run=True).chunks)
+    first, second, last = chunks
+    assert first > second > last == 0
+    verify(ended)
+
+
 def beside(*works: Any) -> list[BaseException]:
     """Run these at once; returns what they raised."""
     raised: list[BaseException] = []

@@ -1,10 +1,11 @@
 """Compaction: code the chunks of old commits smaller, beside everything else (docs/compact.md).
 
-Coded copies are written to packs of their own, durable before a `register` entry lists them; no
-pack is condemned by that. Then a gc that purges nothing finds two copies of each of those chunks.
-It keeps the smaller one, which it has read and compared with its id, and deletes the packs of the
-other, or copies what is left in them. So compaction changes nothing that a gc does not change, and
-may be killed at any moment: what is registered is finished work.
+A chunk is read and compared with its id, coded, and decoded again before it is written. Such copies
+lie in packs of their own, durable before a `register` entry lists them; no pack is condemned by it.
+Then a gc that purges nothing finds two copies of each of those chunks. It keeps the coded one
+and deletes the packs of the other, or copies what is left in them. It reads copies that another
+process wrote, and no others. So compaction changes nothing that a gc does not change, and may be
+killed at any moment: what is registered is finished work, and the next one goes on from there.
 """
 
 import math
@@ -14,35 +15,44 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import TypeAlias
+
+import numpy as np
 
 from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import CommitId
-from ckptstore.core.model import CommitDocument
+from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId, SessionId
+from ckptstore.core.model import CommitDocument, PackRecord
 from ckptstore.core.numbers import check_number
 from ckptstore.core.text import Column, Table, bytes_text, count_text
 from ckptstore.errors import NotFound
 from ckptstore.log.entries import Settings
-from ckptstore.maintenance import Counter, Progress, silent
+from ckptstore.maintenance import Progress, silent
+from ckptstore.maintenance.compact.checked import CheckedWriter
 from ckptstore.maintenance.compact.coding import (
     Candidates,
     Coded,
     StripCoder,
     estimate,
-    kept_keys,
 )
 from ckptstore.maintenance.compact.plan import (
+    FINISHED_SETTING,
     SETTING,
     ChunkSlot,
     CompactPolicy,
     Group,
+    finished_in,
+    finished_setting,
     newest_commits,
     places,
     plan_groups,
     strips,
 )
 from ckptstore.maintenance.gc import GcOptions, GcReport, collect
+from ckptstore.maintenance.gc.mark import Keys, short_keys
 from ckptstore.maintenance.mover import list_packs
+from ckptstore.objects.codecs import PATCH
+from ckptstore.repository import footers
 from ckptstore.repository.pack_writer import PackSet
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool, shared
@@ -50,12 +60,18 @@ from ckptstore.restore.reader import Reader, Tree
 
 __all__ = ["CompactPolicy", "CompactReport", "compact"]
 
+ENTRY_BYTES = 512 << 20
+"""After so many bytes, new packs are listed: a compaction that is killed has lost no more."""
+
 ROUND_BYTES = 4 << 30
 """After so many bytes of new packs the old ones are deleted, so that a disk needs room for no more
 of both."""
 
+MAX_UNUSED = 0.02
+"""The share of the store that may stay dead: of what one compaction frees, it is a larger part than
+of what one gc does."""
+
 DEFAULT = CompactPolicy()
-KEEP_ALL = GcOptions(grace_s=math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +90,13 @@ class CompactReport:
     """The result of `compact`, or with `dry_run` an estimate: `chunks` took `stored_bytes` and take
     `coded_bytes`; `deltas` of them are differences. `packed_bytes` were written for that, and
     `collected` are the reports of the gcs that deleted the old packs. `newest` commits stay as they
-    are by `policy`, and `waiting` ones until their group is complete. An estimate says what is true
-    of each of the `runs`, too."""
+    are by `policy`, `finished` ones were compacted before, or wait until their group is full. An
+    estimate says what is true of each of the `runs`, too."""
 
     groups: tuple[Group, ...]
     policy: CompactPolicy
     newest: int
-    waiting: int
+    finished: int
     chunks: int = 0
     deltas: int = 0
     raw_bytes: int = 0
@@ -140,23 +156,41 @@ class CompactReport:
             deleted, written = bytes_text(self.deleted_bytes), bytes_text(self.written_bytes)
             gained = f"freed {bytes_text(self.freed_bytes)}"
             if self.freed_bytes < 0:
-                gained = f"freed nothing, the store grew by {bytes_text(-self.freed_bytes)}"
+                gained = f"freed nothing yet, the store grew by {bytes_text(-self.freed_bytes)}"
             lines.append(f"{gained}: deleted {deleted}, wrote {written}")
+        for sessions, nbytes in self.freed_later_bytes.items():
+            which = ", ".join(sessions)
+            lines.append(
+                f"`ckptstore gc` frees {bytes_text(nbytes)} more when these sessions have ended: "
+                f"{which}"
+            )
+        if self.left_bytes:
+            lines.append(
+                f"left {bytes_text(self.left_bytes)} that no commit needs in packs that hold more "
+                "than that: `ckptstore gc --max-unused 0` frees them"
+            )
         return "\n".join(lines)
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that no commit needs and that only a gc with a smaller `max_unused` frees."""
+        return self.collected[-1].plan.left_bytes if self.collected else 0
+
+    @property
+    def freed_later_bytes(self) -> Mapping[tuple[SessionId, ...], int]:
+        """Bytes of old packs that a later gc can delete, by the sessions that must end first."""
+        return self.collected[-1].plan.freed_later_bytes if self.collected else {}
 
     @property
     def _left(self) -> Iterator[str]:
         """What was not compacted, and why."""
         if self.newest:
             stay = count_text(self.newest, "commit")
-            yield f"left {stay} as they are: the newest {self.policy.newest} of each run (--newest)"
-        if self.waiting:
-            yield (
-                f"left {count_text(self.waiting, 'commit')} for later: a group waits until it has "
-                f"{self.policy.every} (--every; --newest 0 takes a smaller one, too)"
-            )
+            yield f"left {stay} unchanged: the newest {self.policy.newest} of each run (--newest)"
+        if self.finished:
+            yield f"left {count_text(self.finished, 'commit')}: compacted before"
         if self.groups and not self.chunks:
-            yield "left all chunks of these groups: they are coded already, or would not be smaller"
+            yield "left all chunks of these groups: coded already, patches, or not worth it"
 
     @property
     def summary(self) -> str:
@@ -172,11 +206,12 @@ def compact(
     policy: CompactPolicy = DEFAULT,
     *,
     threads: int = 1,
+    full_only: bool = False,
     dry_run: bool = False,
     progress: Progress = silent,
 ) -> CompactReport:
-    """Code what `policy` says on `threads` threads, then delete the old packs; with `dry_run`,
-    estimate only.
+    """Code what `policy` says on `threads` threads, then delete the old packs; with `full_only`,
+    groups that will have more commits wait. With `dry_run`, estimate only.
 
     Raises `InvalidInput` for less than one thread, `Corrupt` if a document or page cannot be read,
     and what `collect` raises.
@@ -186,7 +221,7 @@ def compact(
         handle.check_writable()
     pool = ThreadPool(threads, aside=True)
     try:
-        compaction = _Compaction(handle, policy, pool, progress)
+        compaction = _Compaction(handle, policy, pool, progress, full_only=full_only)
         return compaction.estimate() if dry_run else compaction.execute()
     finally:
         pool.close()
@@ -198,31 +233,69 @@ def remember(handle: StoreHandle, policy: CompactPolicy | None) -> None:
     handle.log.append(Settings(((SETTING, policy.setting if policy else None),)))
 
 
+LOOKED_UP_IDS = 1 << 14
+"""So many chunks are looked up at once, each in a row of 100 bytes."""
+
+
+def cut_ids(ids: bytes) -> Iterator[bytes]:
+    """The ids in parts that are looked up at once."""
+    step = LOOKED_UP_IDS * CHUNK_ID_BYTES
+    return (ids[at : at + step] for at in range(0, len(ids), step))
+
+
+Strip: TypeAlias = tuple[Group, Sequence[ChunkSlot]]
+"""Places that are coded together, of a group."""
+
+
 class _Compaction:
     """One run of `compact`."""
 
     def __init__(
-        self, handle: StoreHandle, policy: CompactPolicy, threads: ThreadPool, progress: Progress
+        self,
+        handle: StoreHandle,
+        policy: CompactPolicy,
+        threads: ThreadPool,
+        progress: Progress,
+        *,
+        full_only: bool,
     ) -> None:
         self._handle, self._threads, self._progress = handle, threads, progress
         self._state = handle.log.replay()
         handle.objects.sync(self._state)
         self._reader = Reader(handle.config, handle.objects, threads)
-        self._policy, self._groups = policy, plan_groups(self._state, policy)
+        self._policy = policy
+        self._groups = plan_groups(self._state, policy, full_only=full_only)
         self._newest = newest_commits(self._state, policy)
-        self._packed_bytes = 0
-        kept: set[bytes] = set()
-        for commit in self._newest:
-            with self._unless_purged([commit]):
-                trees = self._trees(commit).values()
-                kept.update(content.ids for tree in trees for content in tree.contents)
-        self._candidates = Candidates(handle.objects, handle.log, kept_keys(kept))
+        self._candidates = Candidates(handle.objects, handle.log, self._kept())
         self._coded = Coded()
+        self._packed: list[PackRecord] = []
         self._logical_bytes: dict[CommitId, int] = {}
         for commit in (commit for group in self._groups for commit in group.commits):
             with self._unless_purged([commit]):
                 self._logical_bytes[commit] = self._document(commit).logical_bytes
-        self._counter = Counter(progress, "compact", sum(self._logical_bytes.values()))
+        self._done_bytes, self._total_bytes = 0, sum(self._logical_bytes.values())
+
+    def _kept(self) -> Keys:
+        """The keys of the chunks of the newest commits, and of all that patches make these of."""
+        kept: Keys = np.empty(0, np.uint64)
+        for commit in self._newest if self._groups else ():
+            with self._unless_purged([commit]):
+                trees = self._trees(commit).values()
+                left = b"".join(content.ids for tree in trees for content in tree.contents)
+                while left:
+                    kept = np.union1d(kept, short_keys(left))
+                    left = b"".join(map(self._bases_of, cut_ids(left)))
+        return kept
+
+    def _bases_of(self, ids: bytes) -> bytes:
+        """The ids of the bases of those of `ids` that are patches."""
+        where, found = self._handle.objects.located(ids), list[bytes]()
+        patched = where[where["codec"] == PATCH]
+        for number, pack in self._handle.objects.listed(set(patched["pack"].tolist())).items():
+            table = footers.read_table(self._handle.storage, pack)
+            own = np.isin(table["offset"], patched["offset"][patched["pack"] == number])
+            found.append(table["patch_of"][own].tobytes())
+        return b"".join(found)
 
     def estimate(self) -> CompactReport:
         """What `execute` would do, by a sample."""
@@ -243,20 +316,41 @@ class _Compaction:
         return sum(len(group.commits) for group in self._groups if group.run == run)
 
     def execute(self) -> CompactReport:
-        """Code all strips, in rounds that each end with a gc."""
+        """Code all strips. In rounds, the last of which also does what an earlier compaction that
+        was killed has left, gcs delete the old packs."""
         collected: list[GcReport] = []
-        strips = self._strips()
+        strips, swept = self._strips(), 0.0
         for strip in strips:
-            if self._round(chain((strip,), strips)):
-                collected.append(collect(self._handle, KEEP_ALL, progress=self._progress))
+            self._write(chain((strip,), strips))
+            if self._coded.coded_bytes >= swept + ROUND_BYTES:
+                collected.append(self._sweep())
+                swept = self._coded.coded_bytes
+        if self._groups and (swept < self._coded.coded_bytes or not collected):
+            collected.append(self._sweep())
+        self._finish()
         return self._report(collected)
+
+    def _sweep(self) -> GcReport:
+        """Delete the old packs."""
+        verified = frozenset(record.id for record in self._packed)
+        options = GcOptions(MAX_UNUSED, grace_s=math.inf, verified=verified)
+        return collect(self._handle, options, progress=self._progress)
+
+    def _finish(self) -> None:
+        """Note in the store's settings which groups are finished."""
+        state = self._handle.log.replay()
+        before = finished_in(state)
+        finished = before | {group.run: group.end for group in self._groups if group.full}
+        if finished != before and not self._coded.problems:
+            body = Settings(((FINISHED_SETTING, finished_setting(finished)),))
+            self._handle.log.append(body)
 
     def _report(self, collected: Sequence[GcReport]) -> CompactReport:
         coded = self._coded
         grouped = sum(len(group.commits) for group in self._groups)
         there = sum(not row.soft for row in self._state.commits.values())
         return CompactReport(
-            self._groups,
+            tuple(self._groups),
             self._policy,
             len(self._newest),
             there - grouped - len(self._newest),
@@ -265,30 +359,27 @@ class _Compaction:
             round(coded.raw_bytes),
             round(coded.stored_bytes),
             round(coded.coded_bytes),
-            self._packed_bytes,
+            sum(record.bytes for record in self._packed),
             tuple(coded.problems),
             tuple(collected),
         )
 
-    def _round(self, strips: Iterable[tuple[Group, Sequence[ChunkSlot]]]) -> bool:
-        """Code strips until they make a round, and list the new packs; False if there are none."""
+    def _write(self, strips: Iterable[Strip]) -> None:
+        """Code strips until they are enough for an entry, and list the new packs."""
         with Transaction.begin(Destination(self._handle, self._threads), what="compact") as write:
             work = shared(strips)
-            stop_at = self._coded.coded_bytes + ROUND_BYTES
+            stop_at = self._coded.coded_bytes + ENTRY_BYTES
             works = [partial(self._code, work, write.packs, stop_at)] * self._threads.count
             self._threads.together(works, work.stop)
             write.packs.wait()
             if write.packs.closed:
-                records = list_packs(self._handle.log, write)
-                self._packed_bytes += sum(record.bytes for record in records)
-        return bool(write.packs.closed)
+                self._packed += list_packs(self._handle.log, write)
+        self._candidates.done.clear()  # from now on the index says that they are coded
 
-    def _code(
-        self, work: Iterable[tuple[Group, Sequence[ChunkSlot]]], packs: PackSet, stop_at: float
-    ) -> None:
+    def _code(self, work: Iterable[Strip], packs: PackSet, stop_at: float) -> None:
         """Code strips on this thread while fewer than `stop_at` bytes were made in all."""
         with packs.writing() as writer:
-            coder = StripCoder(self._handle.objects, writer, self._coded)
+            coder = StripCoder(self._handle.objects, CheckedWriter(writer), self._coded)
             for group, strip in work:
                 with self._unless_purged(group.commits):
                     chunks = self._candidates.of(strip)
@@ -297,16 +388,25 @@ class _Compaction:
                 if self._coded.coded_bytes >= stop_at:
                     break
 
-    def _strips(self) -> Iterator[tuple[Group, Sequence[ChunkSlot]]]:
+    def _strips(self) -> Iterator[Strip]:
         """The strips of all groups, oldest first."""
         chunk_bytes = self._reader.chunk_bytes
         for group in self._groups:
+            group_bytes = sum(self._logical_bytes.get(c, 0) for c in group.commits)
             with self._unless_purged(group.commits):
                 trees = [self._trees(commit) for commit in group.commits]
-                for strip in strips(places(trees), chunk_bytes, RUN_BYTES):
+                for n, strip in enumerate(strips(places(trees), chunk_bytes, RUN_BYTES)):
+                    strips_bytes = n * RUN_BYTES * len(group.commits)  # if all chunks are large
+                    self._tell(min(strips_bytes, group_bytes))
                     yield group, strip
-            for commit in group.commits:
-                self._counter.add(self._logical_bytes.get(commit, 0))
+            self._done_bytes += group_bytes
+            self._tell()
+
+    def _tell(self, of_group_bytes: int = 0) -> None:
+        """Report the progress, with the bytes of what was coded before and after."""
+        before, after = self._coded.stored_bytes, self._coded.coded_bytes
+        phase = f"compact {bytes_text(round(before))} to {bytes_text(round(after))},"
+        self._progress(phase, self._done_bytes + of_group_bytes, self._total_bytes)
 
     @contextmanager
     def _unless_purged(self, commits: Sequence[CommitId]) -> Iterator[None]:

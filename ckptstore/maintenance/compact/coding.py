@@ -6,7 +6,6 @@ other. A chunk that does not shrink by 5 % stays where it is.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -18,6 +17,7 @@ from ckptstore.core.model import NO_BASE, PackEntry
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.log.log import Log
 from ckptstore.log.state import Pack
+from ckptstore.maintenance.compact.checked import CheckedPack, CheckedWriter
 from ckptstore.maintenance.compact.plan import ChunkSlot, choose_base
 from ckptstore.maintenance.gc.mark import Keys, short_keys
 from ckptstore.maintenance.mover import fill, memory_for
@@ -25,7 +25,6 @@ from ckptstore.objects import codecs
 from ckptstore.objects.pack import TENSOR
 from ckptstore.repository import footers
 from ckptstore.repository.chunk_store import ObjectStore
-from ckptstore.repository.pack_writer import OpenPack, PackWriter
 from ckptstore.repository.thread_pool import Scratch
 
 if TYPE_CHECKING:
@@ -84,12 +83,13 @@ class Coded:
 
 
 class Candidates:
-    """Which chunks may be coded: neither `kept`, which newest commits need, nor in a pack that
-    `compact` wrote, nor coded before by this run."""
+    """Which chunks may be coded: those that are stored whole, of which no difference was made, that
+    no newest commit needs (`kept`), and that this run has not looked at since its last entry."""
 
     def __init__(self, objects: ObjectStore, log: Log, kept: Keys) -> None:
         self._objects, self._log, self._kept = objects, log, kept
-        self._coded: dict[int, bool] = {}
+        self._bases: dict[int, NDArray[np.uint64] | None] = {}
+        """By pack, the offsets of what is a base; None if that is unknown."""
         self.done: set[ChunkId] = set()
 
     def of(self, strip: Sequence[ChunkSlot]) -> list[list[Chunk]]:
@@ -97,7 +97,7 @@ class Candidates:
         ids = list(dict.fromkeys(chunk for place in strip for _, chunk in place.chunks))
         joined = b"".join(ids)
         where = self._objects.located(joined)
-        fixed = np.isin(short_keys(joined), self._kept) | self._is_coded(where)
+        fixed = np.isin(short_keys(joined), self._kept) | self._is_fixed(where)
         free = {
             chunk: row
             for chunk, *row in where[["chunk", "stored", "raw", "width"]][~fixed].tolist()
@@ -112,25 +112,28 @@ class Candidates:
                 free.pop(chunk)
         return [chunks for chunks in found if chunks]
 
-    def _is_coded(self, where: "NDArray[np.void]") -> "NDArray[np.bool_]":
-        packs, numbers = self._log.state.packs, np.unique(where["pack"]).tolist()
-        for number in numbers:
-            if number not in self._coded and number in packs:
-                self._coded[number] = self._has_bases(packs[number])
-        # Not of all that is known: other threads add to it.
-        coded = [number for number in numbers if self._coded.get(number)]
-        return np.isin(where["pack"], coded)
+    def _is_fixed(self, where: "NDArray[np.void]") -> "NDArray[np.bool_]":
+        """Which chunks are differences, patches, or the bases of differences."""
+        fixed = np.isin(where["codec"], (codecs.DELTA, codecs.PATCH))
+        packs = self._log.state.packs
+        for number in np.unique(where["pack"]).tolist():
+            if number not in self._bases:
+                self._bases[number] = self._bases_in(packs[number]) if number in packs else None
+            bases, there = self._bases[number], where["pack"] == number
+            fixed |= there & (True if bases is None else np.isin(where["offset"], bases))
+        return fixed
 
-    def _has_bases(self, pack: Pack) -> bool:
-        """Whether chunks of `pack` are stored as differences. True for one that others deleted
-        meanwhile: they have just moved its chunks, which a later run may code."""
+    def _bases_in(self, pack: Pack) -> "NDArray[np.uint64] | None":
+        """The offsets of the bases in `pack`. None for one that others deleted meanwhile: they have
+        just moved its chunks, which a later run may code."""
         try:
             table = footers.read_table(self._objects.storage, pack)
         except NotFound:
             if any(pack.id == listed.id for listed in self._log.replay().packs.values()):
                 raise
-            return True
-        return bool((table["base"] != NO_BASE).any())
+            return None
+        bases = np.unique(table["base"][table["base"] != NO_BASE])
+        return np.asarray(table["offset"][bases])
 
 
 _Raw: TypeAlias = tuple[Chunk, memoryview]
@@ -151,9 +154,9 @@ class _Base:
 class StripCoder:
     """Codes strips on one thread, into packs of its own."""
 
-    def __init__(self, objects: ObjectStore, writer: PackWriter, coded: Coded) -> None:
+    def __init__(self, objects: ObjectStore, writer: CheckedWriter, coded: Coded) -> None:
         self._objects, self._writer, self._coded = objects, writer, coded
-        self._pack: OpenPack
+        self._pack: CheckedPack
         self._scratch = Scratch()
 
     def code(self, places: Sequence[Sequence[Chunk]], key: int, done: set[ChunkId]) -> None:
@@ -199,13 +202,14 @@ class StripCoder:
 
     def _store(self, chunk: Chunk, raw: memoryview, base: _Base) -> None:
         """Store a chunk, as the difference from its base if that is worth it. Then the base is
-        written, too, unchanged if it was not worth coding."""
+        written, too, also where that makes it no smaller."""
         delta = codecs.sample(raw, chunk.width, base.raw)
         if delta.share > WORTH * base.share or delta.share * len(raw) > WORTH * chunk.stored_bytes:
             self._store_planes(chunk, raw, codecs.sample(raw, chunk.width))
             return
         if base.record is None:
-            base.record = self._append(base.chunk, base.raw, codecs.RAW, base.raw)
+            used, whole = codecs.encode(codecs.SPLIT_ZSTD, base.raw, chunk.width)
+            base.record = self._append(base.chunk, base.raw, used, whole)
         entry = self._pack.entries[base.record]
         at = codecs.Base(entry.offset, entry.stored_bytes, entry.codec)
         stored = codecs.encode_delta(raw, base.raw, at, chunk.width, delta)
@@ -235,9 +239,9 @@ class StripCoder:
 def lend_raws(
     objects: ObjectStore, chunks: Sequence[Chunk], scratch: Scratch, problems: list[str]
 ) -> Iterator[list[_Raw]]:
-    """Raw bytes of chunks, for the duration of a block. They are compared with their checksums: the
-    gc that follows compares what was coded with the ids. Those that are damaged, or that a gc has
-    taken away with their commits, are left out, and `problems` say why."""
+    """Raw bytes of chunks, for the duration of a block, compared with their ids. Those that are
+    damaged, or that a gc has taken away with their commits, are left out, and `problems` say
+    why."""
     with memory_for(chunks, scratch) as rows:
         yield _filled(objects, rows, problems)
 
@@ -245,7 +249,7 @@ def lend_raws(
 def _filled(objects: ObjectStore, rows: list[_Raw], problems: list[str]) -> list[_Raw]:
     """The rows whose memory could be filled."""
     try:
-        fill(objects, rows, "being compacted")
+        fill(objects, rows, "being compacted", verify_ids=True)
         return rows
     except (Corrupt, NotFound) as error:
         if len(rows) == 1:
@@ -291,8 +295,3 @@ def _estimate_place(read: Sequence[_Raw], coded: Coded, times: float) -> None:
 def _base(chunks: Sequence[Chunk], key: int) -> Chunk:
     chosen = choose_base([(chunk.member, chunk.id) for chunk in chunks], key)
     return next(chunk for chunk in chunks if chunk.id == chosen)
-
-
-def kept_keys(ids: AbstractSet[bytes]) -> Keys:
-    """The keys of the chunks of leaves whose ids are joined in each of `ids`."""
-    return np.unique(short_keys(b"".join(ids)))

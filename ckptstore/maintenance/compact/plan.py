@@ -3,11 +3,14 @@
 A *group* is some consecutive commits of one run, all older than the newest few, which stay as they
 are. Chunks at one place of one leaf in the commits of a group are a *place*: one of them is the
 base, the others are stored as differences from it.
+
+The settings of the store say up to which commit the groups of each run are finished. That is an
+economy: a compaction that does not know it looks at pages of commits that have nothing to code.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId
 from ckptstore.core.numbers import check_number
@@ -18,12 +21,10 @@ from ckptstore.restore.reader import Tree
 @dataclass(frozen=True, slots=True)
 class CompactPolicy:
     """What `compact` codes: all but the `newest` commits of each run, `every` so many with one base
-    in their middle, or at a commit that has a tag.
-
-    With `newest=0` the last group may be smaller; otherwise it waits for more commits.
+    in their middle, or at a commit that has a tag. The last group of a run may have fewer.
     """
 
-    newest: int = 2
+    newest: int = 1
     every: int = 8
 
     def __post_init__(self) -> None:
@@ -52,13 +53,36 @@ def policy_of(state: State) -> CompactPolicy | None:
         return None
 
 
+FINISHED_SETTING = "compacted"
+"""The setting that says up to which place of each run the groups are finished."""
+
+Finished: TypeAlias = Mapping[str, int]
+"""By run, the place of the last commit of its finished groups."""
+
+
+def finished_in(state: State) -> dict[str, int]:
+    """What the store's settings say is finished, of runs that have commits."""
+    found = state.settings.get(FINISHED_SETTING)
+    parts = [part.partition(":") for part in found] if isinstance(found, tuple) else []
+    runs = {row.run for row in state.commits.values()} if parts else set()
+    return {run: int(at) for at, _, run in parts if run in runs and at.isdecimal()}
+
+
+def finished_setting(finished: Finished) -> tuple[str, ...]:
+    """The same as a setting of the store."""
+    return tuple(f"{place}:{run}" for run, place in sorted(finished.items()))
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Commits of a run, oldest first; the chunks of number `key` are bases if they can be."""
+    """Commits of a run, oldest first; the chunks of number `key` are bases if they can be. The last
+    commit has the place `end` in the history. A group that is not `full` will have more commits."""
 
     run: str
     commits: tuple[CommitId, ...]
     key: int
+    end: int
+    full: bool
 
 
 class ChunkSlot(NamedTuple):
@@ -67,17 +91,21 @@ class ChunkSlot(NamedTuple):
     chunks: tuple[tuple[int, ChunkId], ...]
 
 
-def plan_groups(state: State, policy: CompactPolicy) -> tuple[Group, ...]:
-    """The groups of every run, oldest first."""
-    pinned = frozenset(state.tags.values())
+def plan_groups(state: State, policy: CompactPolicy, *, full_only: bool = False) -> list[Group]:
+    """The groups of every run that are not finished, oldest first; with `full_only`, without those
+    that will have more commits."""
+    pinned, finished = frozenset(state.tags.values()), finished_in(state)
     groups: list[Group] = []
     for run, commits in _runs(state).items():
         old = commits[: _old(commits, policy)]
+        old = [commit for commit in old if state.commits[commit].place > finished.get(run, 0)]
         for start in range(0, len(old), policy.every):
             some = tuple(old[start : start + policy.every])
-            if len(some) == policy.every or not policy.newest:
-                groups.append(Group(run, some, _key(some, pinned)))
-    return tuple(groups)
+            full = len(some) == policy.every
+            if full or not full_only:
+                end = state.commits[some[-1]].place
+                groups.append(Group(run, some, _key(some, pinned), end, full))
+    return groups
 
 
 def newest_commits(state: State, policy: CompactPolicy) -> list[CommitId]:

@@ -61,13 +61,15 @@ class GcOptions:
     merged although that costs more than it gains. What was forgotten less than `grace_s` ago, by
     the clocks of this host and of the one that forgot it, stays, but for the commits `at_once`.
     With `force`, condemned packs are deleted although commits in flight may have to write their
-    chunks again."""
+    chunks again. The chunks of the packs `verified` need not be read before they are kept: their
+    writer, this process, has decoded each before it wrote it."""
 
     max_unused: float = MAX_UNUSED
     max_repack_bytes: int | None = None
     force: bool = False
     grace_s: float = GRACE_S
     at_once: frozenset[CommitId] = frozenset()
+    verified: frozenset[PackId] = frozenset()
 
     def __post_init__(self) -> None:
         share = "a share from 0 to 1, such as 0.05"
@@ -311,7 +313,7 @@ class _Gc:
         state = replace(state, commits=commits)
         sessions = self._monitor.look(state)
         active = frozenset() if full or options.force else sessions.active_ids
-        marked = mark(storage, state, self._threads, self._progress)
+        marked = mark(storage, state, self._threads, self._progress, options.verified)
         purge = tuple(sorted(commit for commit, row in state.commits.items() if row.soft))
         choice = choose(
             marked.uses,

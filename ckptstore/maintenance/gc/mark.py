@@ -18,13 +18,14 @@ one.
 
 import threading
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, checksum
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, PackId, checksum
 from ckptstore.core.model import NO_BASE
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.log.state import CommitRow, Pack, State
@@ -65,7 +66,7 @@ def ids_checksum(table: FooterTable) -> bytes:
 
 
 class Holdings:
-    """The chunks of packs that have `counts` chunks each: 45 bytes per chunk. Several threads
+    """The chunks of packs that have `counts` chunks each: 46 bytes per chunk. Several threads
     may call `put`."""
 
     def __init__(self, counts: Sequence[int]) -> None:
@@ -80,6 +81,7 @@ class Holdings:
         self._told: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._rejected = np.zeros(len(self._ids), np.bool_)
         self._bases: dict[int, npt.NDArray[np.uint32]] = {}
+        self._is_base = np.zeros(len(self._ids), np.bool_)
         self._depths: dict[int, npt.NDArray[np.uint8]] = {}
         """By pack with patches, how many patches it takes to make each of its chunks."""
         self.bases_of_patches: dict[int, Keys] = {}
@@ -92,8 +94,9 @@ class Holdings:
         record_words = table.dtype.itemsize // 8
         self._ids[rows] = np.frombuffer(table, "<u8").reshape(-1, record_words)[:, :_ID_WORDS]
         self._stored[rows] = table["stored"]
-        if (table["base"] != NO_BASE).any():
+        if (is_delta := table["base"] != NO_BASE).any():
             self._bases[pack] = table["base"].copy()
+            self._is_base[rows][table["base"][is_delta]] = True
         if table.dtype == PATCHED_DTYPE:
             self._depths[pack] = table["depth"].copy()
             self.bases_of_patches[pack] = short_keys(table["patch_of"].tobytes())
@@ -131,9 +134,9 @@ class Holdings:
 
         A chunk in several packs is assigned to the copy that the fewest patches make: each is then
         nearer to a whole chunk than its patches are, so that no two copies need each other. Of
-        these to the smallest, of equal ones to that in the pack with the most bytes of other live
-        chunks, so that the others empty, unless rejected there; if all copies were rejected, it
-        stays in each.
+        these to a base, which stays for its differences, then to the smallest, of equal ones to
+        that in the pack with the most bytes of other live chunks, so that the others empty, unless
+        rejected there; if all copies were rejected, it stays in each.
         """
         assigned = np.zeros(len(self._ids), np.bool_)
         first = _first_of_each(self._keys)
@@ -144,7 +147,8 @@ class Holdings:
         if len(several):
             rank = self._preference(assigned)[self._pack_of(several)]
             words, rejected = self._ids[several], self._rejected[several]
-            keys = (rank, self._stored[several], self._depths_of(several), rejected)
+            stored, no_base = self._stored[several], ~self._is_base[several]
+            keys = (rank, stored, no_base, self._depths_of(several), rejected)
             order = np.lexsort((*keys, *(words[:, i] for i in range(_ID_WORDS))))
             several, words, rejected = several[order], words[order], rejected[order]
             first = np.concatenate(([True], (words[1:] != words[:-1]).any(axis=1)))
@@ -269,12 +273,18 @@ class Mark:
     missing: int
 
 
-def mark(storage: Storage, state: State, threads: ThreadPool, report: Progress = silent) -> Mark:
-    """Mark at `state`. Raises `Corrupt` if a document or page of a commit that is not forgotten
-    cannot be read."""
+def mark(
+    storage: Storage,
+    state: State,
+    threads: ThreadPool,
+    report: Progress = silent,
+    verified: AbstractSet[PackId] = frozenset(),
+) -> Mark:
+    """Mark at `state`; the packs `verified` are known to be sound. Raises `Corrupt` if a document
+    or page of a commit that is not forgotten cannot be read."""
     numbers = [number for number in sorted(state.packs) if state.packs[number].live]
     packs = [state.packs[number] for number in numbers]
-    marking = _Marking(storage, packs, threads, report)
+    marking = _Marking(storage, packs, threads, report, verified)
     marking.read_footers()
     marking.read_pages(marking.read_documents(state))
     assigned, holdings = marking.assign(), marking.holdings
@@ -299,12 +309,18 @@ class _Marking:
     of tensors, whose footers are not needed again. `missing` are needed keys that no pack holds."""
 
     def __init__(
-        self, storage: Storage, packs: Sequence[Pack], threads: ThreadPool, report: Progress
+        self,
+        storage: Storage,
+        packs: Sequence[Pack],
+        threads: ThreadPool,
+        report: Progress,
+        verified: AbstractSet[PackId],
     ) -> None:
         self.holdings = Holdings([pack.chunks for pack in packs])
         self.tables: dict[int, FooterTable | None] = {}
         self.missing: set[int] = set()
         self._storage, self._packs, self._threads, self._report = storage, packs, threads, report
+        self._verified = verified
         self._batch: list[Keys] = []
         self._batch_keys = 0
         self._lock = threading.Lock()
@@ -393,7 +409,8 @@ class _Marking:
 
     def _compare(self, counter: Counter, contested: tuple[int, npt.NDArray[np.int64]]) -> None:
         i, rows = contested
-        self.holdings.reject(i, self._damaged(i, rows.tolist()))
+        if self._packs[i].id not in self._verified:
+            self.holdings.reject(i, self._damaged(i, rows.tolist()))
         counter.add(len(rows))
 
     def _table(self, i: int) -> FooterTable | None:
