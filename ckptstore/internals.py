@@ -391,13 +391,13 @@ class StoreInternals:
             cost = replace(committed.stats, held_s=held_s)
             return committed, self.committed(replace(committed, stats=cost))
 
+        whole = peers is not None or elsewhere
+        made = tuple if behind else self._made  # one rank alone must not fail before a round
         return self.async_commits.start(
             app_state,
             metadata,
             options,
-            CommitRoute(
-                flats, commit, peers, peers is not None or elsewhere, elsewhere, self._made, goes_on
-            ),
+            CommitRoute(flats, commit, peers, whole, elsewhere, made, goes_on),
         )
 
     def _made(self) -> Container[CommitId]:

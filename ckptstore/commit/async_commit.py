@@ -83,6 +83,7 @@ class CommitRoute(Generic[S]):
     whole: bool
     elsewhere: bool
     made: Made
+    """Which commits the log has, to tell whether one was made although that is not known."""
     passes: Callable[[BaseException], bool] = passes
     """Whether training may go on after an error of `commit`."""
 
