@@ -240,9 +240,14 @@ class StoreInternals:
             request = CommitRequest(
                 what, started, UNWATCHED, memory_budget_bytes, ranks, None, measured
             )
-            committed = self._make(request, peers, self.committer)
-            if follow:
-                self.parent_tracker.now(committed.id)
+            try:
+                committed = self._make(request, peers, self.committer)
+                if follow:
+                    self.parent_tracker.now(committed.id)
+            except BaseException:
+                if follow:
+                    self.parent_tracker.failed(request.asked)
+                raise
             committed = self._measured(committed, request, peers, self.threads)
         return self.committed(committed)
 
