@@ -240,9 +240,14 @@ class StoreInternals:
             request = CommitRequest(
                 what, started, UNWATCHED, memory_budget_bytes, ranks, None, measured
             )
-            committed = self._make(request, peers, self.committer)
-            if follow:
-                self.parent_tracker.now(committed.id)
+            try:
+                committed = self._make(request, peers, self.committer)
+                if follow:
+                    self.parent_tracker.now(committed.id)
+            except BaseException:
+                if follow:
+                    self.parent_tracker.failed(request.asked)
+                raise
             committed = self._measured(committed, request, peers, self.threads)
         return self.committed(committed)
 
@@ -391,13 +396,13 @@ class StoreInternals:
             cost = replace(committed.stats, held_s=held_s)
             return committed, self.committed(replace(committed, stats=cost))
 
+        whole = peers is not None or elsewhere
+        made = tuple if behind else self._made  # one rank alone must not fail before a round
         return self.async_commits.start(
             app_state,
             metadata,
             options,
-            CommitRoute(
-                flats, commit, peers, peers is not None or elsewhere, elsewhere, self._made, goes_on
-            ),
+            CommitRoute(flats, commit, peers, whole, elsewhere, made, goes_on),
         )
 
     def _made(self) -> Container[CommitId]:

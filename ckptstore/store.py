@@ -132,7 +132,9 @@ class Store(Maintenance):
             InvalidInput: A value cannot be stored; the message has its path.
             NoSpace, Unavailable: Storage is full, or failed.
             Conflict: Other writers kept changing what this commit builds on. After any error,
-                nothing is visible; with several ranks all raise, and `causes` has each rank's.
+                nothing is visible, unless storage did not say whether it took the commit: then the
+                next one follows it if it did. With several ranks all raise, and `causes` has each
+                rank's.
 
         Example:
             >>> store.commit({"model": model, "optimizer": optimizer}, step=100)

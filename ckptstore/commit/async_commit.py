@@ -21,6 +21,9 @@ from ckptstore.commit.commit_metadata import (
     Made,
     ParentTracker,
     Prepared,
+    Tip,
+    asked_of,
+    commit_of,
     parents_of,
 )
 from ckptstore.commit.outages import Outages, passes
@@ -83,6 +86,7 @@ class CommitRoute(Generic[S]):
     whole: bool
     elsewhere: bool
     made: Made
+    """Which commits the log has, to tell whether one was made although that is not known."""
     passes: Callable[[BaseException], bool] = passes
     """Whether training may go on after an error of `commit`."""
 
@@ -499,7 +503,7 @@ class AsyncCommits(Generic[S]):
         if not job.claim.acquire(blocking=False):
             return  # its caller was interrupted, and has released all
         pending, begun, base = job.pending, job.begun, job.base
-        pending.tip = base.tip if isinstance(base, Pending) else base
+        pending.tip = commit_of(base)
         try:
             with job.taken:
                 if job.route.elsewhere:
@@ -515,8 +519,7 @@ class AsyncCommits(Generic[S]):
             pending.passes = job.options.goes_on and job.route.passes(error)
             if not pending.cancelled:
                 self.outages.missed(pending.name, error, tell=pending.passes)
-            if isinstance(base, Pending):
-                pending.asked[:0] = base.asked
+            pending.asked[:0] = asked_of(base)
             pending.fail(error)
         else:
             pending.succeed(result)
@@ -567,7 +570,7 @@ class _Job(Generic[S]):
     label: CommitMetadata
     route: CommitRoute[S]
     options: Async
-    base: CommitId | Pending[Any] | None = None
+    base: Tip = None
 
     def request(self, label: CommitMetadata) -> CommitRequest:
         """What is to be committed."""

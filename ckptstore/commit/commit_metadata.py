@@ -236,11 +236,24 @@ def _number(value: Any) -> float:
     return float(number)
 
 
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """A commit that failed on top of `tip`, and that may have been made all the same: it is one of
+    those `asked`."""
+
+    tip: CommitId | None
+    asked: Sequence[CommitId]
+
+
+Tip: TypeAlias = CommitId | Pending[Any] | Unanswered | None
+"""What the next commit follows; None for a store that has not committed or restored yet."""
+
+
 class ParentTracker:
     """Tracks the parent of the next commit: the latest one committed, started or restored."""
 
     def __init__(self) -> None:
-        self._tip: CommitId | Pending[Any] | None = None
+        self._tip: Tip = None
         self._lock = forks.lock()
 
     def now(self, commit: CommitId) -> None:
@@ -248,18 +261,24 @@ class ParentTracker:
         with self._lock:
             self._tip = commit
 
-    def then(self, pending: Pending[Any]) -> CommitId | Pending[Any] | None:
+    def failed(self, asked: Sequence[CommitId]) -> None:
+        """A commit made now has failed, or was interrupted, after the log was asked to take it."""
+        with self._lock:
+            if asked:
+                self._tip = Unanswered(commit_of(self._tip), (*asked_of(self._tip), *asked))
+
+    def then(self, pending: Pending[Any]) -> Tip:
         """Make `pending` the parent of the next commit; return the parent of `pending` itself."""
         with self._lock:
             before, self._tip = self._tip, pending
             return before
 
-    def tip(self) -> CommitId | Pending[Any] | None:
+    def tip(self) -> Tip:
         """What the next commit follows."""
         with self._lock:
             return self._tip
 
-    def withdraw(self, pending: Pending[Any], before: CommitId | Pending[Any] | None) -> None:
+    def withdraw(self, pending: Pending[Any], before: Tip) -> None:
         """Let the next commit follow what was there `before`: `pending` never began."""
         with self._lock:
             if self._tip is pending:
@@ -270,13 +289,23 @@ class ParentTracker:
         return parents_of(self.tip(), made)
 
 
-def parents_of(tip: CommitId | Pending[Any] | None, made: Made) -> tuple[CommitId, ...]:
+def commit_of(tip: Tip) -> CommitId | None:
+    """The last commit of `tip` that is known to be made; it must have ended."""
+    return tip.tip if isinstance(tip, Pending | Unanswered) else tip
+
+
+def asked_of(tip: Tip) -> Sequence[CommitId]:
+    """The commits on top of that which may have been made, although `tip` failed."""
+    return tip.asked if isinstance(tip, Pending | Unanswered) else ()
+
+
+def parents_of(tip: Tip, made: Made) -> tuple[CommitId, ...]:
     """The parents for a commit on top of `tip`, which must have ended; none means the run's newest
-    commit. If `tip` failed because an answer was lost, it may have been made all the same."""
-    if isinstance(tip, Pending):
-        there = made() if tip.asked else ()
-        tip = next((asked for asked in reversed(tip.asked) if asked in there), tip.tip)
-    return (tip,) if tip else ()
+    commit."""
+    asked = asked_of(tip)
+    there = made() if asked else ()
+    commit = next((each for each in reversed(asked) if each in there), commit_of(tip))
+    return (commit,) if commit else ()
 
 
 class RunWatch:

@@ -25,7 +25,6 @@ from weakref import ref
 from ckptstore.core.forks import (
     Condition,
     halts_for_forks,
-    lock,
     new_future,
     survives_forks,
 )
@@ -48,45 +47,46 @@ def _collects() -> bool:
 
 
 class _Uncollected:
-    """How many threads are within `uncollected`."""
+    """Who is within `uncollected`. Whoever leaves does so in C first: an interrupt may end anything
+    that is written in Python, and a collector that stays off fills the memory."""
 
     def __init__(self) -> None:
-        self.lock = lock()
-        self.inside, self.was_on = 0, False
+        self.inside = set[object]()
+        self.is_off = False
+        """Whether the collector was on before."""
         survives_forks(self)
         halts_for_forks(self, turn=0)
 
-    def enter(self) -> None:
-        with self.lock:
-            if self.inside == 0:
-                self.was_on = gc.isenabled()
-                gc.disable()
-            self.inside += 1
+    def enter(self, who: object) -> None:
+        self.inside.add(who)
+        if gc.isenabled():
+            self.is_off = True
+            gc.disable()
 
-    def leave(self) -> None:
-        with self.lock:
-            self.inside = max(self.inside - 1, 0)
-            if self.inside == 0 and self.was_on:
-                gc.enable()
+    def enable(self) -> None:
+        """Once nobody is within: enable the collector if it was on before."""
+        if self.is_off and not self.inside:
+            self.is_off = False
+            gc.enable()
 
     def halt(self) -> None:
         """No collection is in progress at a fork. A finalizer lets other threads run, and a child
         that one of them forks meanwhile never collects again; worse, it has objects in lists that
         begin on the stack of a thread that it lacks, and crashes when that memory is used anew.
         Only a collection that itself forks is not awaited to its end."""
-        self.enter()
+        self.enter(self)
         deadline = time.monotonic() + _FORK_TIMEOUT_S
         while not _collects() and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    go_on = leave
+    def go_on(self) -> None:
+        self.inside.discard(self)
+        self.enable()
 
     def forked(self) -> None:
-        """A child has none of the threads that were within `uncollected`, so the count starts at
-        zero."""
-        if self.inside and self.was_on:
-            gc.enable()
-        self.inside = 0
+        """A child has none of the threads that were within `uncollected`."""
+        self.inside.clear()
+        self.enable()
 
 
 _uncollected = _Uncollected()
@@ -102,11 +102,17 @@ def uncollected() -> Iterator[None]:
     it only for short work without I/O: it affects the whole process, and cycles that hold device
     memory are freed later.
     """
-    _uncollected.enter()
+    me = object()
     try:
+        _uncollected.enter(me)
         yield
     finally:
-        _uncollected.leave()
+        try:
+            _uncollected.inside.discard(me)
+        finally:
+            if _uncollected.is_off and not _uncollected.inside:
+                _uncollected.is_off = False
+                gc.enable()
 
 
 @cache

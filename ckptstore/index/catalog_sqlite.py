@@ -74,8 +74,10 @@ class _Calls:
                 self._inside.add(me)
             yield
         finally:
+            self._inside.discard(
+                me
+            )  # in C: an interrupt may end anything that is written in Python
             with self._changed:
-                self._inside.discard(me)
                 self._changed.notify_all()
 
 

@@ -390,6 +390,7 @@ class LostAnswers:
 
     def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left: list[bool] = []
+        self.error: type[BaseException] = Unavailable
         backend = store._handle.log._backend
         self._create = backend.create
         monkeypatch.setattr(backend, "create", self._answered)
@@ -400,7 +401,7 @@ class LostAnswers:
             return self._create(entry, data)
         if self.left.pop(0):
             self._create(entry, data)
-        raise Unavailable("the answer was lost")
+        raise self.error("the answer was lost")
 
 
 def assert_made_once(store: Store, steps: Sequence[int]) -> None:
@@ -462,6 +463,26 @@ def test_a_commit_follows_the_one_before_although_that_said_it_had_failed(
         ended(store.commit_async(state(step), step=step))
     store.commit(state(30), step=30)
     assert_made_once(store, [*made, 30])
+    assert "somebody else" not in caplog.text
+
+
+@pytest.mark.parametrize("error", [Unavailable, KeyboardInterrupt])
+def test_a_commit_follows_one_that_was_made_although_its_call_raised(
+    error: type[BaseException], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(5):
+            with pytest.MonkeyPatch.context() as patch:
+                if step % 2:
+                    answers = LostAnswers(store, patch)
+                    answers.left, answers.error = [True], error
+                    with pytest.raises(error):
+                        store.commit(state(step), step=step)
+                elif step == 2:
+                    store.commit_async(state(step), step=step).wait()
+                else:
+                    store.commit(state(step), step=step)
+        assert_made_once(store, range(5))
     assert "somebody else" not in caplog.text
 
 

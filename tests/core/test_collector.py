@@ -6,12 +6,16 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
 
 import pytest
 import torch
 
+from ckptstore.core import forks, process
 from ckptstore.core.process import uncollected
 from ckptstore.state.flatten import flatten
+from tests.support.interrupts import interrupting
 
 
 @pytest.fixture(autouse=True)
@@ -160,3 +164,18 @@ def test_a_walk_over_many_leaves_waits_for_no_collection() -> None:
         gc.callbacks.remove(count)
     assert len(flat.leaves) == 3000
     assert len(begun) <= 1  # when the walk is over
+
+
+def test_the_collector_is_on_again_wherever_a_block_is_interrupted() -> None:
+    """Else no cycle is freed any more in this process."""
+    ours, ends = frozenset((process.__file__, forks.__file__)), False
+    assert gc.isenabled()
+    for call in count(1):
+        with suppress(KeyboardInterrupt):
+            with interrupting(ours, [call]), uncollected():
+                pass
+            ends = True
+        assert gc.isenabled()
+        if ends:
+            break
+    assert call > 3

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import ckptstore
+from ckptstore.core.forks import new_future
 from ckptstore.core.geometry import grid
 from ckptstore.plugins.follow import follower as following
 from ckptstore.plugins.follow.follower import Follower
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader
 from ckptstore.storage.bucket import BucketStorage
 from ckptstore.storage.fsspec_client import FsspecClient
@@ -557,9 +559,11 @@ def in_a_bucket(tmp_path: Path) -> Iterator[tuple[Store, Store]]:
         yield writer, reader
 
 
+@pytest.mark.parametrize("busy", [False, True])
 def test_in_a_bucket_what_a_commit_adds_is_asked_for_at_once(
-    in_a_bucket: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
+    busy: bool, in_a_bucket: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if no other thread comes to it."""
     writer, reader = in_a_bucket
     source, target, ask = state(), blank(), BucketStorage.ask
     writer.commit(source, step=0)
@@ -575,6 +579,8 @@ def test_in_a_bucket_what_a_commit_adds_is_asked_for_at_once(
             writer.commit(stepped(source, 2, 5), step=step)
             with monkeypatch.context() as patch:
                 patch.setattr(BucketStorage, "ask", noted)
+                if busy:
+                    patch.setattr(ThreadPool, "submit", lambda self, work: new_future())
                 asked.clear()
                 follower.wait(0)
             assert_same(target, source)

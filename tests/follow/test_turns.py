@@ -3,12 +3,16 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
+from typing import Any
 
 import pytest
 
 import ckptstore
+from ckptstore.plugins.follow import turns as followed
 from ckptstore.plugins.follow.turns import Turns
+from tests.support.interrupts import interrupting
 
 LONG_S = 60.0
 
@@ -102,3 +106,20 @@ def test_what_is_raised_within_ends_the_turn() -> None:
             raise KeyboardInterrupt
     with turns.writing(0):
         pass
+
+
+@pytest.mark.parametrize("who", [Turns.reading, Turns.writing])
+def test_a_turn_ends_wherever_it_is_interrupted(who: Callable[..., Any]) -> None:
+    ours, ends = frozenset((followed.__file__,)), False
+    for call in count(1):
+        turns = Turns()
+        with suppress(KeyboardInterrupt):
+            with interrupting(ours, [call]), who(turns, LONG_S):
+                pass
+            ends = True
+        for next_one in (turns.writing, turns.reading):
+            with next_one(0):
+                pass
+        if ends:
+            break
+    assert call > 5

@@ -458,18 +458,20 @@ class _ReadAhead:
     def __init__(self, internals: StoreInternals, run: str) -> None:
         self._objects, self._threads = internals.handle.objects, internals.reader.threads
         self._run, self._is_far = run, internals.handle.storage.capabilities.slow_requests
-        self._reading: list[Any] = []
+        self._reading: list[tuple[Callable[[], None], Any]] = []
 
     def begin(self, entry: Any) -> None:
         """Begin, unless an entry before was read ahead."""
         if self._is_far and not self._reading:
             read = partial(self._objects.read_ahead, entry, self._run)
-            self._reading.append(self._threads.submit(read))
+            self._reading.append((read, self._threads.submit(read)))
 
     def wait(self) -> None:
-        """Wait until it has been read, unless all threads are busy with something else."""
-        for reading in self._reading:
-            if not reading.cancel():
+        """Return when it has been read: by this thread, if all others are busy."""
+        for read, reading in self._reading:
+            if reading.cancel():
+                read()
+            else:
                 reading.result()
 
     def __enter__(self) -> Self:

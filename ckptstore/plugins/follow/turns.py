@@ -39,9 +39,10 @@ class Turns:
                 self.passed += 1
             yield
         finally:
+            # First, and in C: an interrupt may end anything that is written in Python.
+            self.passed += 1
+            self._readers.pop(turn, None)
             with self._changed:
-                self._readers.pop(turn, None)
-                self.passed += 1
                 self._changed.notify_all()
 
     def check_outside(self) -> None:
@@ -66,10 +67,10 @@ class Turns:
                 self._writer = turn
             yield
         finally:
+            if self._writer is turn:
+                self._writer = None
+            self._waiting.discard(turn)
             with self._changed:
-                self._waiting.discard(turn)
-                if self._writer is turn:
-                    self._writer = None
                 self._changed.notify_all()
 
     def _await(self, is_my_turn: Callable[[], bool], timeout_s: float, why: str) -> None:
