@@ -67,9 +67,9 @@ ROUND_BYTES = 4 << 30
 """After so many bytes of new packs the old ones are deleted, so that a disk needs room for no more
 of both."""
 
-MAX_UNUSED = 0.02
-"""The share of the store that may stay dead: of what one compaction frees, it is a larger part than
-of what one gc does."""
+EMPTY = 0.25
+"""A pack of which so much is dead is copied, although a gc would leave it: what is left in old ones
+would take much of what coding has freed. Once copied, they have nothing dead."""
 
 DEFAULT = CompactPolicy()
 
@@ -167,7 +167,7 @@ class CompactReport:
         if self.left_bytes:
             lines.append(
                 f"left {bytes_text(self.left_bytes)} that no commit needs in packs that hold more "
-                "than that: `ckptstore gc --max-unused 0` frees them"
+                "than that: `ckptstore gc --max-unused 0` frees it"
             )
         return "\n".join(lines)
 
@@ -333,7 +333,7 @@ class _Compaction:
     def _sweep(self) -> GcReport:
         """Delete the old packs."""
         verified = frozenset(record.id for record in self._packed)
-        options = GcOptions(MAX_UNUSED, grace_s=math.inf, verified=verified)
+        options = GcOptions(grace_s=math.inf, verified=verified, empty=EMPTY)
         return collect(self._handle, options, progress=self._progress)
 
     def _finish(self) -> None:
