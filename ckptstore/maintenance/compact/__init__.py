@@ -63,6 +63,9 @@ __all__ = ["CompactPolicy", "CompactReport", "compact"]
 ENTRY_BYTES = 512 << 20
 """After so many bytes, new packs are listed: a compaction that is killed has lost no more."""
 
+DONE_IDS = 1 << 18
+"""So many chunks are remembered as looked at before an entry, in a hundred bytes each."""
+
 ROUND_BYTES = 4 << 30
 """After so many bytes of new packs the old ones are deleted, so that a disk needs room for no more
 of both."""
@@ -374,7 +377,7 @@ class _Compaction:
             write.packs.wait()
             if write.packs.closed:
                 self._packed += list_packs(self._handle.log, write)
-        self._candidates.done.clear()  # from now on the index says that they are coded
+        self._candidates.done.clear()  # from now on the index says which of them are coded
 
     def _code(self, work: Iterable[Strip], packs: PackSet, stop_at: float) -> None:
         """Code strips on this thread while fewer than `stop_at` bytes were made in all."""
@@ -385,7 +388,7 @@ class _Compaction:
                     chunks = self._candidates.of(strip)
                     if chunks:
                         coder.code(chunks, group.key, self._candidates.done)
-                if self._coded.coded_bytes >= stop_at:
+                if self._coded.coded_bytes >= stop_at or len(self._candidates.done) >= DONE_IDS:
                     break
 
     def _strips(self) -> Iterator[Strip]:
