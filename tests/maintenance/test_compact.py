@@ -401,6 +401,18 @@ def test_a_compaction_of_chunks_that_are_planes_already_makes_the_store_no_large
     verify(place)
 
 
+def test_of_old_packs_nothing_stays_for_a_few_chunks_that_were_not_coded(place: Path) -> None:
+    """Though what is dead in one of them is little of the store."""
+    with at(place).open() as store:
+        store.commit({"large": torch.randint(0, 256, (8_000_000,), dtype=torch.uint8)}, step=0)
+        for step in range(1, 5):
+            store.commit(trained(step), step=step)
+        assert store.compact(CompactPolicy(newest=0)).left_bytes == 0
+        report = store.gc(max_unused=0, dry_run=True)
+        assert not report.plan.copies
+    verify(place, range(1, 5))
+
+
 def test_patches_stay_and_the_chunks_they_begin_with_are_coded(place: Path) -> None:
     """But for those of which the newest commit is made."""
     random = torch.Generator().manual_seed(0)

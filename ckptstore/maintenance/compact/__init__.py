@@ -63,13 +63,16 @@ __all__ = ["CompactPolicy", "CompactReport", "compact"]
 ENTRY_BYTES = 512 << 20
 """After so many bytes, new packs are listed: a compaction that is killed has lost no more."""
 
+DONE_IDS = 1 << 18
+"""So many chunks are remembered as looked at before an entry, in a hundred bytes each."""
+
 ROUND_BYTES = 4 << 30
 """After so many bytes of new packs the old ones are deleted, so that a disk needs room for no more
 of both."""
 
-MAX_UNUSED = 0.02
-"""The share of the store that may stay dead: of what one compaction frees, it is a larger part than
-of what one gc does."""
+EMPTY = 0.25
+"""A pack of which so much is dead is copied, although a gc would leave it: what is left in old ones
+would take much of what coding has freed. Once copied, they have nothing dead."""
 
 DEFAULT = CompactPolicy()
 
@@ -167,7 +170,7 @@ class CompactReport:
         if self.left_bytes:
             lines.append(
                 f"left {bytes_text(self.left_bytes)} that no commit needs in packs that hold more "
-                "than that: `ckptstore gc --max-unused 0` frees them"
+                "than that: `ckptstore gc --max-unused 0` frees it"
             )
         return "\n".join(lines)
 
@@ -333,7 +336,7 @@ class _Compaction:
     def _sweep(self) -> GcReport:
         """Delete the old packs."""
         verified = frozenset(record.id for record in self._packed)
-        options = GcOptions(MAX_UNUSED, grace_s=math.inf, verified=verified)
+        options = GcOptions(grace_s=math.inf, verified=verified, empty=EMPTY)
         return collect(self._handle, options, progress=self._progress)
 
     def _finish(self) -> None:
@@ -374,7 +377,7 @@ class _Compaction:
             write.packs.wait()
             if write.packs.closed:
                 self._packed += list_packs(self._handle.log, write)
-        self._candidates.done.clear()  # from now on the index says that they are coded
+        self._candidates.done.clear()  # from now on the index says which of them are coded
 
     def _code(self, work: Iterable[Strip], packs: PackSet, stop_at: float) -> None:
         """Code strips on this thread while fewer than `stop_at` bytes were made in all."""
@@ -385,7 +388,7 @@ class _Compaction:
                     chunks = self._candidates.of(strip)
                     if chunks:
                         coder.code(chunks, group.key, self._candidates.done)
-                if self._coded.coded_bytes >= stop_at:
+                if self._coded.coded_bytes >= stop_at or len(self._candidates.done) >= DONE_IDS:
                     break
 
     def _strips(self) -> Iterator[Strip]:

@@ -62,7 +62,8 @@ class GcOptions:
     the clocks of this host and of the one that forgot it, stays, but for the commits `at_once`.
     With `force`, condemned packs are deleted although commits in flight may have to write their
     chunks again. The chunks of the packs `verified` need not be read before they are kept: their
-    writer, this process, has decoded each before it wrote it."""
+    writer, this process, has decoded each before it wrote it. Packs of which the share `empty` is
+    dead are copied, however little that is of the store."""
 
     max_unused: float = MAX_UNUSED
     max_repack_bytes: int | None = None
@@ -70,6 +71,7 @@ class GcOptions:
     grace_s: float = GRACE_S
     at_once: frozenset[CommitId] = frozenset()
     verified: frozenset[PackId] = frozenset()
+    empty: float = 1.0
 
     def __post_init__(self) -> None:
         share = "a share from 0 to 1, such as 0.05"
@@ -321,6 +323,7 @@ class _Gc:
             max_repack_bytes=options.max_repack_bytes,
             pack_bytes=storage.capabilities.pack_bytes,
             prices=prices_of(storage.capabilities),
+            empty=options.empty,
         )
         return GcPlan(
             mark=marked.n,

@@ -118,12 +118,14 @@ def choose(
     max_repack_bytes: int | None,
     pack_bytes: int,
     prices: Prices,
+    empty: float = 1.0,
 ) -> Choice:
-    """Choose the packs to copy from, of which at most `max_repack_bytes` are copied."""
+    """Choose the packs to copy from, of which at most `max_repack_bytes` are copied. Those of which
+    the share `empty` or more is dead are copied within `max_unused`, too."""
     uses = tuple(uses)
     kept = [use for use in uses if not use.dead]
     budget = _Budget(max_repack_bytes)
-    sparse = _sparse(kept, max_unused, budget)
+    sparse = _sparse(kept, max_unused, empty, budget)
     taken = {use.number for use in sparse}
     merged: list[PackUse] = []
     left: list[PackUse] = []
@@ -186,16 +188,19 @@ def _grouped(
         yield tuple(group)
 
 
-def _sparse(kept: Iterable[PackUse], max_unused: float, budget: "_Budget") -> list[PackUse]:
-    """The emptiest packs, until at most the share `max_unused` of the bytes is dead."""
+def _sparse(
+    kept: Iterable[PackUse], max_unused: float, empty: float, budget: "_Budget"
+) -> list[PackUse]:
+    """The emptiest packs, until at most the share `max_unused` of the bytes is dead, and each is
+    less than `empty`."""
     kept = list(kept)
     unused = sum(map(_unused_bytes, kept)) - max_unused * sum(u.pack.stored_bytes for u in kept)
     chosen: list[PackUse] = []
+    shares = {use.number: _unused_bytes(use) / use.pack.stored_bytes for use in kept if use.sparse}
     for use in sorted(
-        (use for use in kept if use.sparse),
-        key=lambda use: (-_unused_bytes(use) / use.pack.stored_bytes, use.number),
+        (use for use in kept if use.sparse), key=lambda use: (-shares[use.number], use.number)
     ):
-        if unused <= 0:
+        if unused <= 0 and shares[use.number] < empty:
             break
         if budget.take(use):
             unused -= _unused_bytes(use)
