@@ -101,7 +101,7 @@ class Peers:
         others, it must answer within its patience.
         """
         route, left_s = self._describer, self._deadline.left()
-        if len(self._routes) > 1:
+        if self._routes != [route]:
             left_s = min(left_s, route.patience_s)
         deadline = Deadline(left_s, "the patches of a state have not been received")
         return Peers([route], self._step, deadline, self._max_workers)
